@@ -1,0 +1,225 @@
+"""The contract between the daemon and nsinit: one datagram is one message, descriptors ride with it. Sans-I/O.
+
+`AF_UNIX SOCK_SEQPACKET`. Every request carries `seq`, its answer the same `seq`; answers come in any order. The daemon
+never sends a path: nsinit builds every path from `data_dir` and a validated name (`validate.py`). No message carries a
+secret: session environment and the API key never come this way.
+
+Descriptors: `Built` and `Attached` carry [pidfd of PID 1, out-of-memory event fd or none]; see `EventKind`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from runner.wire import ProtocolError, Vocabulary
+
+__all__ = ["ProtocolError"]
+
+MAX_DATAGRAM_BYTES = 64 * 1024
+MAX_FDS = 2
+
+ImageKind = Literal["host", "rootfs"]
+"""`host`: a made `/` with the machine's own `/usr` below a second overlay. `rootfs`: an unpacked root filesystem."""
+
+NetworkMode = Literal["none"]
+
+EventKind = Literal["none", "eventfd", "memory_events"]
+"""What the second descriptor is: nothing, a v1 eventfd (readable after an OOM kill), or an open v2 `memory.events`
+(POLLPRI after a change, re-armed by reading it from the start)."""
+
+CgroupMode = Literal["v2", "hybrid", "v1"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the session's cgroup enforces. `cpu_quota_us` per `cpu_period_us`; swap is always 0."""
+
+    memory_bytes: int
+    pids: int
+    cpu_quota_us: int
+    cpu_period_us: int = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxPlan:
+    """Everything nsinit needs to build one sandbox. Names only; no path, no environment, no command."""
+
+    session_id: str
+    image: str
+    image_kind: ImageKind
+    limits: Limits
+    workspace_id: str | None = None
+    readonly_rootfs: bool = False
+    network: NetworkMode = "none"
+    tmp_bytes: int = 256 * 1024 * 1024
+    shm_bytes: int = 64 * 1024 * 1024
+
+
+# Requests ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """First message. `cgroup_parent`: `auto`, or the directory below every hierarchy's mount point to build in.
+
+    Answer: `Ready` or `Failed`.
+    """
+
+    seq: int
+    data_dir: str
+    node_id: str
+    cgroup_parent: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Make a blank vessel for a session id to come: cloned, in its cgroup, nothing of an image mounted yet.
+
+    A later `Build` of that id starts from it; a `Teardown` discards it. It dies with nsinit. Answer: `Ok` or `Failed`.
+    """
+
+    seq: int
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Build a sandbox. Answer: `Built` (2 descriptors) or `Failed`; after `Failed` nothing of it is left."""
+
+    seq: int
+    plan: SandboxPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """Find the running sandbox of a session again, after a restart. Answer: `Attached` or `Failed`."""
+
+    seq: int
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """List every session that has a cgroup, a run directory or a session directory. Answer: `Scanned`."""
+
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetLimits:
+    """Change the limits of a running sandbox. Answer: `Ok` or `Failed`."""
+
+    seq: int
+    session_id: str
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Teardown:
+    """Kill a sandbox and remove all of it; idempotent, and right for half-built ones. Answer: `TornDown`."""
+
+    seq: int
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class MakeWorkspace:
+    """Make the directory of a persistent workspace if there is none. Answer: `Ok`."""
+
+    seq: int
+    workspace_id: str
+
+
+# Answers ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """nsinit serves. `cgroup_dirs` maps a controller (and `unified`) to the directory that holds session cgroups."""
+
+    seq: int
+    pid: int
+    cgroup_mode: CgroupMode
+    cgroup_dirs: dict[str, str]
+    features: dict[str, bool] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which process is PID 1 of a sandbox. `start_ticks`: `/proc/<pid>/stat` field 22; `pid_ns`: namespace inode."""
+
+    pid: int
+    start_ticks: int
+    pid_ns: int
+    base_uid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """The runner listens. `timings_us` maps step names to microseconds, in order."""
+
+    seq: int
+    session_id: str
+    identity: Identity
+    oom_event: EventKind
+    timings_us: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    seq: int
+    session_id: str
+    identity: Identity
+    oom_event: EventKind
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One session as the kernel and the disk know it; `identity` is None when nothing of it runs."""
+
+    session_id: str
+    identity: Identity | None
+    has_cgroup: bool
+    has_files: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Scanned:
+    seq: int
+    sessions: tuple[Found, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TornDown:
+    """Nothing of the session is left but, perhaps, `leftovers` (what could not be removed, and why).
+
+    Counters are the last ones read before the cgroup went; -1 means unknown.
+    """
+
+    seq: int
+    session_id: str
+    oom_kills: int
+    cpu_usec: int
+    memory_peak_bytes: int
+    leftovers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ok:
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A request failed at `stage` (the step's name) on `path` with `errno` (0: no system call failed)."""
+
+    seq: int
+    stage: str
+    path: str
+    errno: int
+    message: str
+
+
+REQUESTS = Vocabulary(Start, Prepare, Build, Attach, Scan, SetLimits, Teardown, MakeWorkspace)
+ANSWERS = Vocabulary(Ready, Built, Attached, Scanned, TornDown, Ok, Failed)

@@ -1,0 +1,230 @@
+"""The one mailbox loop: `Actor`, its `Ref`, typed `Ask`s and one-shot replies.
+
+An actor owns its state: only its own tasks touch it. Others hold a `Ref` and send frozen messages. Mailboxes are
+bounded. A handler answers at once, hands its answer to a child task (`defer`), or awaits when nothing may overtake it.
+On the way out every message in the mailbox and every deferred answer is failed, so no asker is left hanging.
+
+Asks go down the tree only; see docs/architecture.md. Vocabulary after Erlang/OTP's gen_server.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, Generic, TypeVar, TypeVarTuple
+
+import attrs
+import trio
+
+from sandkasten.errors import ActorGone, Overloaded, SandkastenError
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+Ts = TypeVarTuple("Ts")
+
+MAILBOX_MESSAGES = 512
+"""Bound of every mailbox; a full one raises `Overloaded` in the sender."""
+
+CLEANUP_S = 20.0
+"""How long an actor's clean-up may take before it is left to the reaper."""
+
+
+@attrs.frozen
+class Ask(Generic[R_co]):
+    """A message that is answered with an `R_co`."""
+
+
+class Deferred:
+    """Type of `DEFERRED`: the answer comes later, from a child task."""
+
+
+DEFERRED: Final = Deferred()
+
+
+class Reply(Generic[R]):
+    """A one-shot answer. The first `set` or `fail` counts, later ones are ignored."""
+
+    __slots__ = ("_done", "_error", "_value")
+
+    def __init__(self) -> None:
+        self._done = trio.Event()
+        self._value: R | None = None
+        self._error: SandkastenError | None = None
+
+    def set(self, value: R) -> None:
+        """Answer with `value`."""
+        if not self._done.is_set():
+            self._value = value
+            self._done.set()
+
+    def fail(self, error: SandkastenError) -> None:
+        """Answer with an error, raised in the asker."""
+        if not self._done.is_set():
+            self._error = error
+            self._done.set()
+
+    async def wait(self) -> R:
+        """Wait for the answer. Cancelling this drops the answer, not the work."""
+        await self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[return-value]  # set() stored an R
+
+
+@attrs.frozen
+class _Envelope:
+    message: Any  # a member of the actor's message union
+    reply: Reply[Any] | None  # the ask's answer type
+
+
+class Ref:
+    """The address of an actor. It stays the same when its supervisor restarts the actor behind it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._outbox: trio.MemorySendChannel[_Envelope] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Ref {self.name}>"
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether an actor answers here at the moment."""
+        return self._outbox is not None
+
+    async def ask(self, message: Ask[R]) -> R:
+        """Send `message` and wait for its answer.
+
+        Raises:
+            Overloaded: the mailbox is full.
+            ActorGone: no actor is running, or it ended before it answered.
+            SandkastenError: whatever the handler raised.
+        """
+        reply: Reply[R] = Reply()
+        self._post(_Envelope(message, reply))
+        return await reply.wait()
+
+    def tell(self, message: object) -> None:
+        """Send `message` without waiting. Raises `Overloaded` or `ActorGone`; never blocks."""
+        self._post(_Envelope(message, None))
+
+    def _post(self, envelope: _Envelope) -> None:
+        if self._outbox is None:
+            raise ActorGone(f"{self.name} is not running")
+        try:
+            self._outbox.send_nowait(envelope)
+        except trio.WouldBlock:
+            raise Overloaded(f"{self.name} has too many requests waiting") from None
+        except trio.BrokenResourceError:
+            raise ActorGone(f"{self.name} has ended") from None
+
+    def _bind(self, outbox: trio.MemorySendChannel[_Envelope] | None) -> None:
+        self._outbox = outbox
+
+
+class Actor:
+    """Base of all actors: one mailbox, one nursery, one owner of its state.
+
+    Subclasses implement `handle` and, where needed, `on_start` and `on_stop`. Run it with `nursery.start(actor.run)`;
+    the value handed back is its `Ref`.
+    """
+
+    def __init__(self, ref: Ref) -> None:
+        self.ref = ref
+        self._nursery: trio.Nursery
+        self._current: Reply[Any] | None = None
+        self._is_stopping = False
+
+    async def handle(self, message: Any) -> Any:  # the subclass names its message union and answer types
+        """Serve one message and return the answer, or `DEFERRED`."""
+        raise NotImplementedError
+
+    async def on_start(self) -> None:
+        """Acquire what the actor needs; messages wait meanwhile."""
+
+    async def on_stop(self) -> None:
+        """Release what the actor owns. Runs shielded, for at most `CLEANUP_S` seconds."""
+
+    def gone(self) -> SandkastenError:
+        """The error for those who asked too late."""
+        return ActorGone(f"{self.ref.name} has ended")
+
+    def stop(self) -> None:
+        """End the loop after the message being handled."""
+        self._is_stopping = True
+
+    def defer(self, work: Callable[[*Ts], Awaitable[object]], *args: *Ts) -> Deferred:
+        """Answer the message being handled with the result of `work(*args)`, run as a child task."""
+        self._nursery.start_soon(self._run_deferred, self._current, work, args)
+        return DEFERRED
+
+    async def run(self, *, task_status: trio.TaskStatus[Ref] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve the mailbox until `stop`, cancellation or a bug (which is raised, for the supervisor to judge)."""
+        outbox, inbox = trio.open_memory_channel[_Envelope](MAILBOX_MESSAGES)
+        self.ref._bind(outbox)
+        try:
+            async with trio.open_nursery(strict_exception_groups=True) as nursery:
+                self._nursery = nursery
+                await self.on_start()
+                task_status.started(self.ref)
+                while not self._is_stopping:
+                    await self._dispatch(await inbox.receive())
+                nursery.cancel_scope.cancel()
+        finally:
+            self.ref._bind(None)
+            outbox.close()
+            try:
+                with trio.move_on_after(CLEANUP_S, shield=True) as scope:
+                    await self.on_stop()
+                if scope.cancelled_caught:
+                    log.error("actor_cleanup_timed_out", extra={"actor": self.ref.name})
+            finally:
+                self._drain(inbox)
+
+    async def _dispatch(self, envelope: _Envelope) -> None:
+        self._current = envelope.reply
+        try:
+            answer = await self.handle(envelope.message)
+        except SandkastenError as error:
+            self._fail(envelope.reply, error, envelope.message)
+        except BaseException:
+            self._fail(envelope.reply, self.gone(), envelope.message)
+            raise
+        else:
+            if answer is not DEFERRED and envelope.reply is not None:
+                envelope.reply.set(answer)
+        finally:
+            self._current = None
+
+    async def _run_deferred(
+        self, reply: Reply[Any] | None, work: Callable[..., Awaitable[object]], args: tuple[Any, ...]
+    ) -> None:
+        try:
+            answer = await work(*args)
+        except SandkastenError as error:
+            self._fail(reply, error, work.__name__)
+        except BaseException:
+            self._fail(reply, self.gone(), work.__name__)
+            raise
+        else:
+            if reply is not None:
+                reply.set(answer)
+
+    def _fail(self, reply: Reply[Any] | None, error: SandkastenError, what: object) -> None:
+        if reply is not None:
+            reply.fail(error)
+        else:
+            label = what if isinstance(what, str) else type(what).__name__
+            log.warning("message_failed", extra={"actor": self.ref.name, "what": label, "error": repr(error)})
+
+    def _drain(self, inbox: trio.MemoryReceiveChannel[_Envelope]) -> None:
+        while True:
+            try:
+                envelope = inbox.receive_nowait()
+            except (trio.WouldBlock, trio.EndOfChannel):
+                break
+            if envelope.reply is not None:
+                envelope.reply.fail(self.gone())
+        inbox.close()

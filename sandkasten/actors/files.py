@@ -1,0 +1,115 @@
+"""Reading and writing one file of a sandbox over a borrowed runner link; implements `FileReader` and `FileWriter`.
+
+Leaving a context early closes the connection, which aborts the transfer in the sandbox: a half-written file never
+replaces the old one. The path is hostile and resolved inside the sandbox only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from runner import protocol
+from runner.protocol import CHUNK_BYTES, Kind
+from sandkasten.errors import (
+    DiskFull,
+    FileNotFound,
+    InvalidRequest,
+    IsADirectory,
+    NotAFile,
+    PathOutside,
+    PermissionDenied,
+    RunnerProtocolError,
+    SandboxError,
+    SandkastenError,
+    TooLarge,
+)
+from sandkasten.model import FileHead
+from sandkasten.runtime.runner_link import RunnerConnection, RunnerLink, decode_answer
+
+T = TypeVar("T")
+
+_REFUSALS: dict[str, type[SandkastenError]] = {
+    "FILE_NOT_FOUND": FileNotFound,
+    "IS_DIRECTORY": IsADirectory,
+    "NOT_A_FILE": NotAFile,
+    "PERMISSION_DENIED": PermissionDenied,
+    "PATH_OUTSIDE": PathOutside,
+    "INVALID_PATH": InvalidRequest,
+    "DISK_FULL": DiskFull,
+    "TOO_LARGE": TooLarge,
+}
+
+
+class LocalFileReader:
+    """See `supervisor.FileReader`."""
+
+    def __init__(self, connection: RunnerConnection, info: protocol.FileInfo) -> None:
+        self._connection = connection
+        self.head = FileHead(path=info.path, size_bytes=info.size_bytes, truncated=info.truncated)
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        kind, body = await self._connection.receive()
+        if kind is Kind.DATA:
+            return body
+        _require(decode_answer(kind, body), protocol.Done)
+        raise StopAsyncIteration
+
+
+class LocalFileWriter:
+    """See `supervisor.FileWriter`."""
+
+    def __init__(self, connection: RunnerConnection) -> None:
+        self._connection = connection
+
+    async def send(self, data: bytes) -> None:
+        for start in range(0, len(data), CHUNK_BYTES):
+            await self._connection.send(Kind.DATA, data[start : start + CHUNK_BYTES])
+
+    async def commit(self) -> str:
+        await self._connection.send(Kind.END)
+        answer = await self._connection.receive_answer()
+        done: protocol.Done = _require(answer, protocol.Done)
+        return done.path
+
+
+@asynccontextmanager
+async def open_reader(link: RunnerLink, path: str, max_bytes: int) -> AsyncIterator[LocalFileReader]:
+    """Open `path` for reading; raises what `Supervisor.open_read` says."""
+    _check_path(path)
+    async with link.connection() as connection:
+        await connection.send_request(protocol.ReadFile(path=path, max_bytes=max_bytes))
+        info = _require(await connection.receive_answer(), protocol.FileInfo)
+        yield LocalFileReader(connection, info)
+
+
+@asynccontextmanager
+async def open_writer(link: RunnerLink, path: str) -> AsyncIterator[LocalFileWriter]:
+    """Start replacing `path`; what is wrong with it may only be known at `commit`."""
+    _check_path(path)
+    async with link.connection() as connection:
+        await connection.send_request(protocol.WriteFile(path=path))
+        yield LocalFileWriter(connection)
+
+
+def _check_path(path: str) -> None:
+    """Refuse what no path can be. Raises `InvalidRequest`."""
+    if not path or "\0" in path:
+        raise InvalidRequest("malformed path", path="empty" if not path else "NUL character")
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest("malformed path", path="lone surrogate") from None
+
+
+def _require(answer: object, expected: type[T]) -> T:
+    """Return the answer if it is of the expected class, or raise the refusal it is."""
+    if isinstance(answer, expected):
+        return answer
+    if isinstance(answer, protocol.Error):
+        raise _REFUSALS.get(answer.code, SandboxError)(answer.message)
+    raise RunnerProtocolError(f"{type(answer).__name__} while a file is transferred")

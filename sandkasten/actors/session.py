@@ -1,0 +1,521 @@
+"""One sandbox: its life-cycle, lease, commands and teardown. The only writer of its record.
+
+The lease is state of this actor, and its mailbox orders an expiry against a racing command, so there is no lock and no
+half-destroyed command. Death is an event: pidfd of PID 1, out-of-memory notification, a broken or hostile connection.
+A session is never restarted, because its state is in the kernel; cancelling this actor leaves the sandbox running (for
+adoption), only `Destroy`, an expiry or a death tears it down.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any, assert_never
+
+import attrs
+import trio
+
+from nsinit.protocol import ImageKind
+from runner import protocol as runner_protocol
+from sandkasten.actors import store as store_actor
+from sandkasten.actors import zygote as zygote_actor
+from sandkasten.actors.actor import DEFERRED, Actor, Ask, Ref, Reply
+from sandkasten.actors.directory import SessionDirectory
+from sandkasten.actors.exec_run import ExecRun, is_lost
+from sandkasten.errors import (
+    Overloaded,
+    RunnerLost,
+    RunnerProtocolError,
+    SandboxError,
+    SandkastenError,
+    SessionExpired,
+    ShellBusy,
+    ZygoteLost,
+)
+from sandkasten.lifecycle import USABLE, Event, next_status
+from sandkasten.model import Cause, ExecEnd, Session, SessionPatch, SessionStats, Usage
+from sandkasten.runtime.cgroup_stats import CgroupStats, UsageReading
+from sandkasten.runtime.oom_event import OomEvent
+from sandkasten.runtime.paths import DataPaths
+from sandkasten.runtime.plan import Resolved, plan_limits, plan_sandbox
+from sandkasten.runtime.runner_link import RunnerLink
+from sandkasten.store.sessions import KernelIdentity, SessionRecord
+
+log = logging.getLogger(__name__)
+
+_HELLO_S = 10.0
+"""How long a new or adopted runner may take to answer the first request."""
+
+_PERSIST_EVERY_S = 10.0
+"""A renewed lease reaches the database at most this often; state changes reach it at once."""
+
+_DEATH_NEWS_S = 2.0
+"""How long after a lost connection the news of PID 1's death may take."""
+
+_FULL_MAILBOX_PAUSE_S = 0.02
+_SIGKILL = 9
+
+
+@attrs.frozen
+class OpenExec(Ask[None]):
+    """Run a command; answered when the shell has taken it."""
+
+    run: ExecRun
+
+
+@attrs.frozen
+class Borrow(Ask["Loan"]):
+    """Use the runner link for a file; counts as activity until the loan's event is set."""
+
+
+@attrs.frozen
+class Loan:
+    """Who borrows sets `done` when finished."""
+
+    link: RunnerLink
+    done: trio.Event
+
+
+@attrs.frozen
+class Stats(Ask[SessionStats]):
+    pass
+
+
+@attrs.frozen
+class Update(Ask[Session]):
+    patch: SessionPatch
+
+
+@attrs.frozen
+class Destroy(Ask[Session]):
+    """End the session; answers its final state."""
+
+
+@attrs.frozen
+class Expire(Ask[None]):
+    """The lease may have run out."""
+
+
+@attrs.frozen
+class Died:
+    """PID 1 is gone, or can't be trusted any more."""
+
+    reason: str
+
+
+Message = OpenExec | Borrow | Stats | Update | Destroy | Expire | Died
+
+
+@attrs.frozen
+class Services:
+    """What a session needs of the rest of the tree. `cgroup_dirs` is `nsinit.protocol.Ready.cgroup_dirs`."""
+
+    store: Ref
+    zygote: Ref
+    directory: SessionDirectory
+    paths: DataPaths
+    cgroup_dirs: Mapping[str, str]
+    shell_queue_length: int
+
+
+@attrs.frozen
+class Creation:
+    """How to make a new sandbox. `env` goes to the runner and nowhere else."""
+
+    resolved: Resolved
+    image: str
+    image_kind: ImageKind
+    env: Mapping[str, str] = attrs.field(repr=False)
+
+
+class SessionActor(Actor):
+    """See the module's docstring. `ready` is answered when the session runs, or failed when it can't."""
+
+    def __init__(self, ref: Ref, record: SessionRecord, creation: Creation | None, services: Services) -> None:
+        """Without `creation` the sandbox of `record` is adopted."""
+        super().__init__(ref)
+        self.ready: Reply[Session] = Reply()
+        self._record = record
+        self._creation = creation
+        self._services = services
+        self._active = 0
+        self._idle_end = math.inf
+        self._hard_end = math.inf
+        self._lease_scope: trio.CancelScope | None = None
+        self._persisted_at = -math.inf
+        self._runs: list[ExecRun] = []
+        self._sandbox: zygote_actor.Sandbox | None = None
+        self._oom: OomEvent | None = None
+        self._link: RunnerLink | None = None
+        self._stats = CgroupStats(services.cgroup_dirs, record.session.id)
+        self._has_died = trio.Event()
+
+    @property
+    def session(self) -> Session:
+        """The session as it is now."""
+        return self._record.session
+
+    @property
+    def record(self) -> SessionRecord:
+        """The session's durable record as it is now."""
+        return self._record
+
+    # Life -------------------------------------------------------------------------------------------------------
+
+    async def on_start(self) -> None:
+        try:
+            if self._creation is not None:
+                await self._create(self._creation)
+            else:
+                await self._adopt()
+        except SandkastenError as error:
+            log.warning("session_start_failed", extra={"session": self.session.id, "error": repr(error)})
+            event = Event.BUILD_FAILED if self._creation is not None else Event.DIED
+            await self._finish(event, str(error))
+            self.ready.fail(error)
+            self.stop()
+            return
+        self._renew()
+        self._nursery.start_soon(self._watch_init)
+        self._nursery.start_soon(self._watch_lease)
+        if self._oom is not None:
+            self._nursery.start_soon(self._watch_oom, self._oom)
+        self.ready.set(self.session)
+
+    async def on_stop(self) -> None:
+        for run in self._runs:
+            if not run.has_ended:
+                run.finish(self._cut_short(run, Cause.SANDBOX_DIED))
+        if self._link is not None:
+            self._link.close()
+        if self._sandbox is not None:
+            self._sandbox.pidfd.close()
+        if self._oom is not None:
+            self._oom.close()
+        self._stats.close()
+        self.ready.fail(self.gone())
+
+    def gone(self) -> SandkastenError:
+        return ended_error(self.session)
+
+    async def handle(self, message: Message) -> Any:
+        match message:
+            case OpenExec(run):
+                return self._open_exec(run)
+            case Borrow():
+                return self._lend()
+            case Stats():
+                self._require_usable()
+                return self._stats.read_all()
+            case Update(patch):
+                return await self._update(patch)
+            case Destroy():
+                return await self._finish(Event.DESTROY, None)
+            case Expire():
+                if trio.current_time() >= self._lease_end:
+                    await self._finish(Event.EXPIRE, "its time to live ran out")
+                return None
+            case Died(reason):
+                await self._finish(Event.DIED, reason)
+                return None
+            case _:
+                assert_never(message)
+
+    async def _create(self, creation: Creation) -> None:
+        marks = _Marks()
+        await self._put()
+        marks.mark("store")
+        session = self.session
+        plan = plan_sandbox(
+            session.id,
+            creation.resolved,
+            workspace_id=session.workspace_id,
+            image=creation.image,
+            image_kind=creation.image_kind,
+        )
+        if session.workspace_id is not None:
+            await self._services.zygote.ask(zygote_actor.MakeWorkspace(session.workspace_id))
+            marks.mark("workspace")
+        self._hold(await self._services.zygote.ask(zygote_actor.Build(plan)))
+        marks.mark("build")
+        setup = runner_protocol.Setup(env=dict(creation.env), shell=creation.resolved.shell)
+        await self._greet(setup)
+        marks.mark("runner")
+        self._change(status=next_status(session.status, Event.BUILT), timings_ms=marks.phases)
+        await self._put()
+
+    async def _adopt(self) -> None:
+        """Take over a sandbox that outlived its daemon, shell state and all."""
+        self._hold(await self._services.zygote.ask(zygote_actor.Attach(self.session.id)))
+        await self._greet(runner_protocol.Hello())
+        self._change(acquire_detail="adopted")
+        await self._put()
+
+    def _hold(self, sandbox: zygote_actor.Sandbox) -> None:
+        self._sandbox = sandbox
+        if sandbox.oom_fd is not None:
+            self._oom = OomEvent(sandbox.oom_kind, sandbox.oom_fd)
+        identity = sandbox.identity
+        kernel = KernelIdentity(identity.pid, identity.start_ticks, identity.pid_ns)
+        self._record = attrs.evolve(self._record, identity=kernel)
+        self._link = RunnerLink(self._services.paths.run_dir(self.session.id))
+
+    async def _greet(self, request: runner_protocol.Setup | runner_protocol.Hello) -> None:
+        assert self._link is not None
+        with trio.move_on_after(_HELLO_S) as patience:
+            async with self._link.connection() as connection:
+                await connection.send_request(request)
+                answer = await connection.receive_answer()
+        if patience.cancelled_caught:
+            raise RunnerLost("the sandbox's init does not answer")
+        match answer:
+            case runner_protocol.HelloReply(version=runner_protocol.PROTOCOL_VERSION):
+                self._change(cwd=answer.cwd)
+            case runner_protocol.HelloReply():
+                raise SandboxError(f"the sandbox's init speaks protocol {answer.version}")
+            case runner_protocol.Error():
+                raise SandboxError(f"the sandbox could not start: {answer.message}")
+            case _:
+                raise RunnerProtocolError(f"{type(answer).__name__} to the first request")
+
+    async def _finish(self, event: Event, reason: str | None) -> Session:
+        """Tear the sandbox down and write its final state. Nothing overtakes this: it is awaited in the mailbox."""
+        self._record = attrs.evolve(self._record, ending=event)
+        self._change(status=next_status(self.session.status, event), reason=reason)
+        self.stop()
+        try:
+            await self._put()
+            torn_down = await self._services.zygote.ask(zygote_actor.Teardown(self.session.id))
+        except ZygoteLost as error:  # the record says `destroying`; the reaper finishes it
+            log.error("teardown_deferred", extra={"session": self.session.id, "error": str(error)})
+            return self.session
+        if event is Event.DIED and torn_down.oom_kills > 0:
+            reason = f"out of memory: {reason}"
+        self._record = attrs.evolve(self._record, ended_at=datetime.now(UTC))
+        self._change(status=next_status(self.session.status, Event.TORN_DOWN, cause=event), reason=reason)
+        await self._put()
+        log.info("session_ended", extra={"session": self.session.id, "status": self.session.status, "reason": reason})
+        return self.session
+
+    # Work -------------------------------------------------------------------------------------------------------
+
+    def _open_exec(self, run: ExecRun) -> object:
+        self._require_usable()
+        limit = self._services.shell_queue_length
+        if len(self._runs) >= limit:
+            running = self._runs[0]
+            age_s = trio.current_time() - running.started_at if running.started_at is not None else 0.0
+            raise ShellBusy(
+                f"{len(self._runs)} commands are waiting for this shell",
+                exec_id=running.exec_id,
+                age_ms=round(age_s * 1000),
+                queue_length=limit,
+            )
+        assert self._current is not None
+        self._runs.append(run)
+        self._begin_activity()
+        self._nursery.start_soon(self._run_exec, run, self._current)
+        return DEFERRED
+
+    async def _run_exec(self, run: ExecRun, started: Reply[None]) -> None:
+        assert self._link is not None
+        before = self._stats.read_usage()
+        kills, refusals = self._stats.read_oom_kills(), self._stats.read_pids_refused()
+        try:
+            with run.scope:
+                reply = await run.drive(self._link, started)
+                run.finish(self._end_of(run, reply, before, kills, refusals))
+                self._change(cwd=reply.cwd)
+            if not run.has_ended:  # its reader left, which cancelled it
+                run.finish(self._cut_short(run, Cause.CANCELLED))
+        except SandkastenError as error:
+            await self._judge(run, error)
+        finally:
+            started.fail(self.gone())  # no effect when it was answered
+            self._runs.remove(run)
+            self._end_activity()
+
+    async def _judge(self, run: ExecRun, error: SandkastenError) -> None:
+        """A command failed below the shell: find out whether the sandbox is dead, hostile, or only said no."""
+        if isinstance(error, RunnerLost):
+            with trio.move_on_after(_DEATH_NEWS_S):
+                await self._has_died.wait()
+        if isinstance(error, RunnerProtocolError):
+            await self._tell_self(Died(f"its init broke the protocol: {error}"))
+        if self._has_died.is_set() and run.started_at is not None:
+            run.finish(self._cut_short(run, Cause.SANDBOX_DIED))
+        else:
+            run.fail(error if not is_lost(error) or not self._has_died.is_set() else self.gone())
+
+    def _end_of(
+        self, run: ExecRun, reply: runner_protocol.ExecReply, before: UsageReading, kills: int, refusals: int
+    ) -> ExecEnd:
+        after = self._stats.read_usage()
+        cause = Cause(reply.cause)
+        if reply.exit_code != 0 and cause not in (Cause.TIMED_OUT, Cause.CANCELLED):
+            if self._stats.read_oom_kills() > kills:
+                cause = Cause.OOM
+            elif self._stats.read_pids_refused() > refusals:
+                cause = Cause.PIDS_LIMIT
+        return ExecEnd(
+            exec_id=run.exec_id,
+            exit_code=reply.exit_code,
+            signal=reply.signal,
+            cause=cause,
+            cwd=reply.cwd,
+            duration_ms=round(reply.duration_us / 1000),
+            timeout_ms=run.timeout_ms,
+            shell_restarted=reply.shell_restarted,
+            usage=_usage(before, after),
+        )
+
+    def _cut_short(self, run: ExecRun, cause: Cause) -> ExecEnd:
+        elapsed_s = trio.current_time() - run.started_at if run.started_at is not None else 0.0
+        return ExecEnd(
+            exec_id=run.exec_id,
+            exit_code=128 + _SIGKILL,
+            signal=_SIGKILL,
+            cause=cause,
+            cwd=self.session.cwd,
+            duration_ms=round(elapsed_s * 1000),
+            timeout_ms=run.timeout_ms,
+            shell_restarted=False,
+            usage=Usage(),
+        )
+
+    def _lend(self) -> Loan:
+        self._require_usable()
+        assert self._link is not None
+        loan = Loan(self._link, trio.Event())
+        self._begin_activity()
+        self._nursery.start_soon(self._await_return, loan)
+        return loan
+
+    async def _await_return(self, loan: Loan) -> None:
+        await loan.done.wait()
+        self._end_activity()
+
+    async def _update(self, patch: SessionPatch) -> Session:
+        self._require_usable()
+        if patch.limits is not None:
+            limits = plan_limits(patch.limits)
+            await self._services.zygote.ask(zygote_actor.SetLimits(self.session.id, limits))
+            self._change(limits=patch.limits)
+        if patch.labels is not None:
+            self._change(labels=dict(patch.labels))
+        if patch.ttl_s is not None:
+            self._change(ttl_s=patch.ttl_s)
+        self._renew()
+        await self._put()
+        return self.session
+
+    def _require_usable(self) -> None:
+        if self.session.status not in USABLE:
+            raise self.gone()
+
+    # Lease ------------------------------------------------------------------------------------------------------
+
+    def _begin_activity(self) -> None:
+        self._active += 1
+        self._renew()
+
+    def _end_activity(self) -> None:
+        self._active -= 1
+        if not self._is_stopping:
+            self._renew()
+            if trio.current_time() - self._persisted_at > _PERSIST_EVERY_S:
+                self._persisted_at = trio.current_time()
+                try:
+                    self._services.store.tell(store_actor.Put(self._record))
+                except SandkastenError as error:  # the next renewal or state change writes it
+                    log.warning("lease_not_persisted", extra={"session": self.session.id, "error": str(error)})
+
+    @property
+    def _lease_end(self) -> float:
+        """When the session expires (`trio.current_time()`); a running command holds off all but the hard end."""
+        return self._hard_end if self._active else min(self._idle_end, self._hard_end)
+
+    def _renew(self) -> None:
+        """Start the time to live anew."""
+        now, moment = trio.current_time(), datetime.now(UTC)
+        self._idle_end = now + self.session.ttl_s
+        if self._record.max_lifetime_s is not None:
+            lived_s = (moment - self.session.created_at).total_seconds()
+            self._hard_end = now + self._record.max_lifetime_s - lived_s
+        if self._lease_scope is not None:
+            self._lease_scope.deadline = self._lease_end
+        remaining = timedelta(seconds=min(self._idle_end, self._hard_end) - now)
+        self._change(last_activity=moment, expires_at=moment + remaining)
+
+    async def _watch_lease(self) -> None:
+        while True:
+            with trio.CancelScope(deadline=self._lease_end) as self._lease_scope:
+                await trio.sleep_forever()
+            await self._tell_self(Expire())
+
+    async def _tell_self(self, message: Expire | Died) -> None:
+        """Put news into the own mailbox and, for an `Ask`, wait until it was served; waits when the mailbox is full."""
+        while True:
+            try:
+                if isinstance(message, Expire):
+                    return await self.ref.ask(message)
+                return self.ref.tell(message)
+            except Overloaded:
+                await trio.sleep(_FULL_MAILBOX_PAUSE_S)
+
+    # Death ------------------------------------------------------------------------------------------------------
+
+    async def _watch_init(self) -> None:
+        assert self._sandbox is not None
+        await trio.lowlevel.wait_readable(self._sandbox.pidfd.fileno())
+        self._has_died.set()
+        await self._tell_self(Died("its init process ended"))
+
+    async def _watch_oom(self, event: OomEvent) -> None:
+        while True:
+            await event.wait()
+            kills = self._stats.read_oom_kills()
+            log.warning("oom", extra={"session": self.session.id, "oom_kills": kills})
+
+    # Record -----------------------------------------------------------------------------------------------------
+
+    def _change(self, **changes: Any) -> None:  # fields of Session
+        if "status" in changes and changes["status"] is not self.session.status:
+            changes["epoch"] = self.session.epoch + 1
+        self._record = attrs.evolve(self._record, session=attrs.evolve(self.session, **changes))
+        self._services.directory.publish(self.session)
+
+    async def _put(self) -> None:
+        self._persisted_at = trio.current_time()
+        await self._services.store.ask(store_actor.Put(self._record))
+
+
+class _Marks:
+    """Phases of a create and how long each took, in milliseconds."""
+
+    def __init__(self) -> None:
+        self._last = trio.current_time()
+        self.phases: dict[str, float] = {}
+
+    def mark(self, phase: str) -> None:
+        now = trio.current_time()
+        self.phases[phase] = round((now - self._last) * 1000, 3)
+        self._last = now
+
+
+def _usage(before: UsageReading, after: UsageReading) -> Usage:
+    """Return what the session used in between.
+
+    The peak is exact when the session's highest mark rose meanwhile; otherwise it is the higher of the two readings.
+    """
+    cpu_ms = (after.cpu_usec - before.cpu_usec) // 1000 if min(after.cpu_usec, before.cpu_usec) >= 0 else -1
+    rose = after.memory_peak_bytes > before.memory_peak_bytes
+    peak = after.memory_peak_bytes if rose else max(before.memory_bytes, after.memory_bytes)
+    return Usage(cpu_ms=cpu_ms, peak_memory_bytes=peak)
+
+
+def ended_error(session: Session) -> SessionExpired:
+    """Return the error for requests to a session that serves none any more."""
+    return SessionExpired(f"session is {session.status}", status=str(session.status), reason=session.reason)

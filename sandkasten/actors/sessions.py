@@ -1,0 +1,369 @@
+"""All sessions of the node: starts their actors, turns their exits into states, adopts what outlived the last daemon.
+
+Owns the directory's entries, idempotency keys and admission. Never awaits a slow start in its mailbox: creating,
+adopting and finishing run as child tasks. A session actor that dies of a bug takes nobody with it: its sandbox is
+torn down and its record says `crashed`.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, assert_never
+
+import attrs
+import trio
+
+from sandkasten.actors import images as images_actor
+from sandkasten.actors import session as session_actor
+from sandkasten.actors import store as store_actor
+from sandkasten.actors import zygote as zygote_actor
+from sandkasten.actors.actor import Actor, Ask, Ref, Reply
+from sandkasten.actors.directory import SessionDirectory
+from sandkasten.actors.exec_run import unwrap
+from sandkasten.actors.session import Creation, Services, SessionActor
+from sandkasten.config import Config
+from sandkasten.errors import Capacity, Conflict, SandboxError, SandkastenError, SessionNotFound, ShuttingDown
+from sandkasten.lifecycle import Event, next_status
+from sandkasten.model import Session, SessionSpec, Status
+from sandkasten.reconcile import Action, Decision, plan_reconciliation
+from sandkasten.runtime.paths import DataPaths
+from sandkasten.runtime.plan import Resolved, resolve, spec_digest
+from sandkasten.store.sessions import SessionRecord
+
+log = logging.getLogger(__name__)
+
+WORKSPACE_DIR = "/workspace"
+
+_CONCURRENT_BUILDS = 32
+_CONCURRENT_ENDS = 16
+
+
+@attrs.frozen
+class Node:
+    """Who this daemon is: the id that is part of every session id, and which start this is."""
+
+    id: str
+    incarnation: int
+
+
+@attrs.frozen
+class _KeyInUse:
+    """An idempotency key whose session is being made."""
+
+    digest: str
+    reply: Reply[Session] = attrs.field(factory=Reply)
+
+
+@attrs.frozen
+class Create(Ask[Session]):
+    """Make a session; answered when it runs."""
+
+    spec: SessionSpec
+
+
+@attrs.frozen
+class Forget(Ask[Session]):
+    """End a session that has no actor, because its teardown could not be finished before; answers its final state."""
+
+    session_id: str
+
+
+@attrs.frozen
+class DestroyAll(Ask[None]):
+    """Refuse new sessions and end all there are."""
+
+
+Message = Create | Forget | DestroyAll
+
+
+class Sessions(Actor):
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        ref: Ref,
+        config: Config,
+        node: Node,
+        *,
+        store: Ref,
+        zygote: Ref,
+        images: Ref,
+        directory: SessionDirectory,
+        vessels: int,
+    ) -> None:
+        super().__init__(ref)
+        self._config, self._node = config, node
+        self._store, self._zygote, self._images = store, zygote, images
+        self._directory = directory
+        self._vessels_wanted = vessels
+        self._vessels: deque[str] = deque()
+        self._builds = trio.CapacityLimiter(_CONCURRENT_BUILDS)
+        self._ends = trio.CapacityLimiter(_CONCURRENT_ENDS)
+        self._keys: dict[str, _KeyInUse] = {}
+        self._creating = 0
+        self._preparing = 0
+        self._is_draining = False
+
+    async def on_start(self) -> None:
+        self._directory.clear()
+        ready = await self._zygote.ask(zygote_actor.Node())
+        self._services = Services(
+            store=self._store,
+            zygote=self._zygote,
+            directory=self._directory,
+            paths=DataPaths(self._config.data_dir),
+            cgroup_dirs=ready.cgroup_dirs,
+            shell_queue_length=self._config.server.shell_queue_length,
+        )
+        await self._reconcile()
+        self._nursery.start_soon(self._refill_vessels)
+
+    async def handle(self, message: Message) -> Any:
+        match message:
+            case Create(spec):
+                return self.defer(self._create_once, spec)
+            case Forget(session_id):
+                return self.defer(self._forget, session_id)
+            case DestroyAll():
+                self._is_draining = True
+                return self.defer(self._destroy_all)
+            case _:
+                assert_never(message)
+
+    # Create -----------------------------------------------------------------------------------------------------
+
+    async def _create_once(self, spec: SessionSpec) -> Session:
+        """Create, or answer the session that this idempotency key made before."""
+        key, digest = spec.idempotency_key, spec_digest(spec)
+        if key is None:
+            return await self._create(spec, digest)
+        if key in self._keys:
+            return await self._join(self._keys[key], digest)
+        use = self._keys[key] = _KeyInUse(digest)
+        try:
+            known = await self._store.ask(store_actor.FindByKey(key))
+            if known is not None:
+                _require_same(known.spec_digest, digest)
+                session = self._latest(known)
+            else:
+                session = await self._create(spec, digest)
+        except SandkastenError as error:
+            use.reply.fail(error)
+            raise
+        finally:
+            use.reply.fail(SandboxError("the session was not created"))  # no effect when it was answered
+            del self._keys[key]
+        use.reply.set(session)
+        return session
+
+    async def _join(self, use: _KeyInUse, digest: str) -> Session:
+        _require_same(use.digest, digest)
+        return await use.reply.wait()
+
+    def _latest(self, record: SessionRecord) -> Session:
+        entry = self._directory.get(record.session.id)
+        return entry.session if entry else record.session
+
+    async def _create(self, spec: SessionSpec, digest: str) -> Session:
+        began = trio.current_time()
+        if self._is_draining:
+            raise ShuttingDown("the daemon is stopping", retry_after_s=5)
+        resolved = resolve(spec, self._config)
+        image = await self._images.ask(images_actor.Resolve(resolved.image))
+        if len(self._directory) + self._creating >= self._config.server.max_sessions:
+            raise Capacity("this node has all the sessions it may have", max_sessions=self._config.server.max_sessions)
+        self._creating += 1
+        try:
+            async with self._builds:
+                waited_ms = (trio.current_time() - began) * 1000
+                record = self._new_record(spec, resolved, digest)
+                creation = Creation(resolved, image.name, image.kind, spec.env)
+                actor = self._start_actor(record, creation)
+                self._creating -= 1  # the directory counts it from here
+                try:
+                    session = await actor.ready.wait()
+                finally:
+                    self._creating += 1
+        finally:
+            self._creating -= 1
+        return attrs.evolve(session, timings_ms={"queue": round(waited_ms, 3), **session.timings_ms})
+
+    def _new_record(self, spec: SessionSpec, resolved: Resolved, digest: str) -> SessionRecord:
+        now = datetime.now(UTC)
+        session_id, source = self._take_id()
+        session = Session(
+            id=session_id,
+            image=resolved.image,
+            status=Status.CREATING,
+            cwd=WORKSPACE_DIR,
+            created_at=now,
+            expires_at=now + timedelta(seconds=resolved.ttl_s),
+            last_activity=now,
+            ttl_s=resolved.ttl_s,
+            limits=resolved.limits,
+            workspace_id=spec.workspace_id,
+            labels=dict(spec.labels),
+            acquire_source="cold",
+            acquire_detail=source,
+        )
+        return SessionRecord(
+            session=session,
+            incarnation=self._node.incarnation,
+            spec_digest=digest,
+            idempotency_key=spec.idempotency_key,
+            max_lifetime_s=resolved.max_lifetime_s,
+        )
+
+    def _take_id(self) -> tuple[str, str | None]:
+        """Return an id, that of a blank vessel if one is ready, and what to say of its origin."""
+        if not self._vessels:
+            return self._new_id(), None
+        session_id = self._vessels.popleft()
+        self._nursery.start_soon(self._refill_vessels)
+        return session_id, "vessel"
+
+    def _new_id(self) -> str:
+        return secrets.token_hex(8) + self._node.id
+
+    async def _refill_vessels(self) -> None:
+        """Have nsinit keep a few blank vessels; without them a create is only slower."""
+        while len(self._vessels) + self._preparing < self._vessels_wanted and not self._is_draining:
+            session_id = self._new_id()
+            self._directory.reserved.add(session_id)
+            self._preparing += 1
+            try:
+                await self._zygote.ask(zygote_actor.Prepare(session_id))
+            except SandkastenError as error:
+                log.warning("vessel_not_prepared", extra={"error": str(error)})
+                self._directory.reserved.discard(session_id)
+                return
+            finally:
+                self._preparing -= 1
+            self._vessels.append(session_id)
+
+    # Actors -----------------------------------------------------------------------------------------------------
+
+    def _start_actor(self, record: SessionRecord, creation: Creation | None) -> SessionActor:
+        ref = Ref(f"session {record.session.id}")
+        actor = SessionActor(ref, record, creation, self._services)
+        self._directory.add(ref, record.session)
+        self._directory.reserved.discard(record.session.id)
+        self._nursery.start_soon(self._keep, actor)
+        return actor
+
+    async def _keep(self, actor: SessionActor) -> None:
+        """Run one session actor to its end; a bug in it becomes the session's crash, never ours."""
+        session_id = actor.session.id
+        try:
+            await actor.run()
+        except* Exception as bugs:
+            log.error("session_actor_failed", extra={"session": session_id}, exc_info=unwrap(bugs))
+            await self._crash(actor)
+        finally:
+            self._directory.remove(session_id)
+
+    async def _crash(self, actor: SessionActor) -> None:
+        record = actor.record
+        if record.session.status is not Status.DESTROYING:
+            record = _begin_end(record, Event.DIED, "internal error")
+        await self._finish(record, Event.DIED)
+
+    async def _destroy_all(self) -> None:
+        async with trio.open_nursery() as nursery:
+            for entry in self._directory:
+                nursery.start_soon(self._destroy, entry.ref)
+
+    async def _destroy(self, ref: Ref) -> None:
+        async with self._ends:
+            try:
+                await ref.ask(session_actor.Destroy())
+            except SandkastenError as error:  # it ended on its own meanwhile, or the reaper will find it
+                log.info("destroy_skipped", extra={"actor": ref.name, "error": str(error)})
+
+    # Reconciliation ---------------------------------------------------------------------------------------------
+
+    async def _reconcile(self) -> None:
+        """Adopt what runs as recorded, end the rest; answers come from the first request on, ends take their time."""
+        records = await self._store.ask(store_actor.LiveSessions())
+        found = await self._zygote.ask(zygote_actor.Scan())
+        decisions = plan_reconciliation(records, found)
+        adopted = [self._start_actor(each.record, None) for each in _of(decisions, Action.ADOPT) if each.record]
+        for each in _of(decisions, Action.FINISH):
+            self._directory.reserved.add(each.session_id)
+            self._nursery.start_soon(self._finish_found, each)
+        for each in _of(decisions, Action.REAP):
+            log.warning("unknown_session", extra={"session": each.session_id})
+            self._directory.reserved.add(each.session_id)
+            self._nursery.start_soon(self._reap, each.session_id)
+        for actor in adopted:
+            try:
+                await actor.ready.wait()
+            except SandkastenError as error:
+                log.warning("adoption_failed", extra={"session": actor.session.id, "error": str(error)})
+        log.info("reconciled", extra={"adopted": len(adopted), "found": len(found), "recorded": len(records)})
+
+    async def _finish_found(self, decision: Decision) -> None:
+        record = decision.record
+        assert record is not None
+        assert decision.event is not None
+        try:
+            if record.session.status is not Status.DESTROYING and decision.event is not Event.NOT_FOUND:
+                record = _begin_end(record, decision.event, decision.reason)
+            await self._finish(record, decision.event, reason=decision.reason)
+        finally:
+            self._directory.reserved.discard(decision.session_id)
+
+    async def _finish(self, record: SessionRecord, event: Event, *, reason: str | None = None) -> Session:
+        """Tear down what is left of a session without an actor and write its final state."""
+        try:
+            async with self._ends:
+                await self._zygote.ask(zygote_actor.Teardown(record.session.id))
+                if event is Event.NOT_FOUND:
+                    status = next_status(record.session.status, event)
+                else:
+                    status = next_status(record.session.status, Event.TORN_DOWN, cause=event)
+                before = record.session
+                session = attrs.evolve(before, status=status, reason=reason or before.reason, epoch=before.epoch + 1)
+                ended = attrs.evolve(record, session=session, ending=event, ended_at=datetime.now(UTC))
+                await self._store.ask(store_actor.Put(ended))
+                log.info("session_ended", extra={"session": session.id, "status": status, "reason": session.reason})
+                return session
+        except SandkastenError as error:  # the reaper tries again
+            log.error("finish_deferred", extra={"session": record.session.id, "error": str(error)})
+            return record.session
+
+    async def _reap(self, session_id: str) -> None:
+        try:
+            async with self._ends:
+                await self._zygote.ask(zygote_actor.Teardown(session_id))
+        except SandkastenError as error:
+            log.error("reap_deferred", extra={"session": session_id, "error": str(error)})
+        finally:
+            self._directory.reserved.discard(session_id)
+
+    async def _forget(self, session_id: str) -> Session:
+        record = await self._store.ask(store_actor.Get(session_id))
+        if record is None:
+            raise SessionNotFound("no such session", session_id=session_id)
+        if record.session.status is not Status.DESTROYING:
+            return record.session
+        return await self._finish(record, record.ending or Event.DESTROY)
+
+
+def _require_same(before: str, digest: str) -> None:
+    if before != digest:
+        raise Conflict("the idempotency key was used with another request")
+
+
+def _of(decisions: Sequence[Decision], action: Action) -> Sequence[Decision]:
+    return [each for each in decisions if each.action is action]
+
+
+def _begin_end(record: SessionRecord, event: Event, reason: str | None) -> SessionRecord:
+    status = next_status(record.session.status, event)
+    session = attrs.evolve(record.session, status=status, reason=reason, epoch=record.session.epoch + 1)
+    return attrs.evolve(record, session=session, ending=event)

@@ -1,0 +1,167 @@
+"""The one SQLite writer: writes queue up while a transaction runs and go together into the next one.
+
+Owns the connection. All SQL runs in one worker thread at a time, under a limiter of its own, so the event loop never
+waits for the disk and an answer means the transaction is committed. Reads go through the same door and so see every
+write that was answered before them.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, assert_never
+
+import attrs
+import trio
+
+from sandkasten.actors.actor import DEFERRED, Actor, Ask, Ref, Reply
+from sandkasten.errors import SandkastenError, StoreFailed
+from sandkasten.model import Status
+from sandkasten.store import sessions as sql
+from sandkasten.store.database import open_database
+from sandkasten.store.sessions import SessionRecord
+
+_BATCH_JOBS = 256
+
+
+@attrs.frozen
+class Put(Ask[None]):
+    """Insert or replace a record. Answered when it is durable against a crash of the process."""
+
+    record: SessionRecord
+
+
+@attrs.frozen
+class Get(Ask["SessionRecord | None"]):
+    session_id: str
+
+
+@attrs.frozen
+class FindByKey(Ask["SessionRecord | None"]):
+    idempotency_key: str
+
+
+@attrs.frozen
+class LiveSessions(Ask[Sequence[SessionRecord]]):
+    """Every record that says something of the session may exist."""
+
+
+@attrs.frozen
+class ListSessions(Ask[Sequence[SessionRecord]]):
+    status: Status | None
+    limit: int
+
+
+@attrs.frozen
+class ForgetEnded(Ask[int]):
+    before: datetime
+
+
+@attrs.frozen
+class Ping(Ask[None]):
+    """Answered when the database answers."""
+
+
+Message = Put | Get | FindByKey | LiveSessions | ListSessions | ForgetEnded | Ping
+
+
+@attrs.frozen
+class _Job:
+    work: Callable[[sqlite3.Connection], object]
+    reply: Reply[Any]  # the answer type of the message behind it
+
+
+class Store(Actor):
+    """See the module's docstring."""
+
+    def __init__(self, ref: Ref, path: Path) -> None:
+        super().__init__(ref)
+        self._path = path
+        self._limiter = trio.CapacityLimiter(1)
+        self._jobs: list[_Job] = []
+        self._wake = trio.Event()
+
+    async def on_start(self) -> None:
+        self._database = await trio.to_thread.run_sync(open_database, self._path, limiter=self._limiter)
+        self._nursery.start_soon(self._write)
+
+    async def on_stop(self) -> None:
+        if hasattr(self, "_database"):
+            if self._jobs:  # what was accepted before the end is still written
+                await self._flush()
+            await trio.to_thread.run_sync(self._database.close, limiter=self._limiter)
+
+    async def handle(self, message: Message) -> Any:
+        self._jobs.append(_Job(_work_of(message), self._current or Reply()))
+        self._wake.set()
+        return DEFERRED
+
+    async def _write(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake = trio.Event()
+            while self._jobs:
+                await self._flush()
+
+    async def _flush(self) -> None:
+        batch, self._jobs = self._jobs[:_BATCH_JOBS], self._jobs[_BATCH_JOBS:]
+        try:
+            outcomes = await trio.to_thread.run_sync(_transact, self._database, batch, limiter=self._limiter)
+        except BaseException:
+            for job in batch:
+                job.reply.fail(self.gone())
+            raise
+        for job, outcome in zip(batch, outcomes, strict=True):
+            if isinstance(outcome, SandkastenError):
+                job.reply.fail(outcome)
+            else:
+                job.reply.set(outcome)
+
+
+def _work_of(message: Message) -> Callable[[sqlite3.Connection], object]:
+    match message:
+        case Put(record):
+            return lambda database: sql.put_session(database, record)
+        case Get(session_id):
+            return lambda database: sql.get_session(database, session_id)
+        case FindByKey(key):
+            return lambda database: sql.find_by_key(database, key)
+        case LiveSessions():
+            return sql.live_sessions
+        case ListSessions(status, limit):
+            return lambda database: sql.list_sessions(database, status=status, limit=limit)
+        case ForgetEnded(before):
+            return lambda database: sql.forget_ended(database, before=before)
+        case Ping():
+            return lambda database: database.execute("SELECT 1 FROM node LIMIT 1").fetchone() and None
+        case _:
+            assert_never(message)
+
+
+def _transact(database: sqlite3.Connection, batch: Sequence[_Job]) -> Sequence[object]:
+    """Run the jobs in one transaction, in a worker thread. A failing job is undone alone and answers `StoreFailed`."""
+    outcomes: list[object] = []
+    try:
+        database.execute("BEGIN IMMEDIATE")
+        for job in batch:
+            database.execute("SAVEPOINT job")
+            try:
+                outcomes.append(job.work(database))
+            except sqlite3.Error as error:
+                database.execute("ROLLBACK TO job")
+                outcomes.append(_failed(error))
+            database.execute("RELEASE job")
+        database.execute("COMMIT")
+    except sqlite3.Error as error:
+        if database.in_transaction:
+            database.execute("ROLLBACK")
+        return [_failed(error)] * len(batch)
+    return outcomes
+
+
+def _failed(error: sqlite3.Error) -> StoreFailed:
+    failure = StoreFailed("the session database refused the operation")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,133 @@
+"""OTP-style supervision: child specs, `one_for_one` restarts with intensity and back-off, ordered start and stop.
+
+Children start in list order, each when the one before it is ready, and stop in reverse order, which a bare nursery
+does not do. A child that fails while starting for the first time fails the supervisor. A permanent child that ends
+later is restarted after a growing pause; more than `intensity` restarts in `period_s` give the supervisor up.
+
+Sources: Erlang/OTP `supervisor` behaviour (child spec, restart type, intensity and period).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import attrs
+import trio
+
+log = logging.getLogger(__name__)
+
+_BACKOFF_FIRST_S = 0.05
+_BACKOFF_MAX_S = 5.0
+_STEADY_S = 30.0
+"""A child that ran this long starts with the first back-off again."""
+
+
+class RestartIntensityExceeded(Exception):
+    """A child kept failing; the supervisor gives up and its owner decides."""
+
+
+class _Start(Protocol):
+    async def __call__(self, *, task_status: trio.TaskStatus[Any]) -> None: ...
+
+
+@attrs.frozen
+class ChildSpec:
+    """How to run one child. `start` is called anew for each incarnation and runs until the child ends.
+
+    `permanent` children are always restarted, `transient` ones only after a failure, `temporary` ones never.
+    `shutdown_s` bounds how long stopping waits for this child before it goes on to the next.
+    """
+
+    id: str
+    start: _Start
+    restart: Literal["permanent", "transient", "temporary"] = "permanent"
+    shutdown_s: float = 30.0
+
+
+class _Child:
+    def __init__(self, spec: ChildSpec) -> None:
+        self.spec = spec
+        self.scope = trio.CancelScope(shield=True)
+        self.ended = trio.Event()
+
+
+class ChildSupervisor:
+    """Runs children `one_for_one`; start it with `nursery.start(supervisor.run)`."""
+
+    def __init__(self, specs: Sequence[ChildSpec], *, intensity: int = 5, period_s: float = 30.0) -> None:
+        self._specs = specs
+        self._intensity = intensity
+        self._period_s = period_s
+        self._restarts: deque[float] = deque()
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Start the children in order, keep them running, stop them in reverse order when cancelled."""
+        children: list[_Child] = []
+        async with trio.open_nursery(strict_exception_groups=True) as nursery:
+            try:
+                for spec in self._specs:
+                    child = _Child(spec)
+                    children.append(child)
+                    await nursery.start(self._keep, child)
+                task_status.started()
+                await trio.sleep_forever()
+            finally:
+                for child in reversed(children):
+                    await self._stop(child)
+
+    async def _stop(self, child: _Child) -> None:
+        child.scope.cancel()
+        with trio.move_on_after(child.spec.shutdown_s, shield=True) as scope:
+            await child.ended.wait()
+        if scope.cancelled_caught:
+            log.error("child_did_not_stop", extra={"child": child.spec.id, "waited_s": child.spec.shutdown_s})
+
+    async def _keep(self, child: _Child, *, task_status: trio.TaskStatus[Any]) -> None:
+        """Run one child through its incarnations; shielded, so that only `_stop` ends it."""
+        try:
+            with child.scope:
+                backoff_s = _BACKOFF_FIRST_S
+                has_started = False
+                while True:
+                    began = trio.current_time()
+                    status = _FirstStart(task_status)
+                    try:
+                        await child.spec.start(task_status=status if not has_started else trio.TASK_STATUS_IGNORED)
+                        failure: BaseException | None = None
+                    except Exception as error:  # a child's bug is judged here, whatever it is
+                        if not has_started and not status.is_started:
+                            raise
+                        failure = error
+                    has_started = True
+                    if child.spec.restart == "temporary" or (child.spec.restart == "transient" and failure is None):
+                        return
+                    self._count_restart(child, failure)
+                    backoff_s = _BACKOFF_FIRST_S if trio.current_time() - began > _STEADY_S else backoff_s
+                    await trio.sleep(backoff_s)
+                    backoff_s = min(backoff_s * 2, _BACKOFF_MAX_S)
+        finally:
+            child.ended.set()
+
+    def _count_restart(self, child: _Child, failure: BaseException | None) -> None:
+        log.error("child_ended", extra={"child": child.spec.id, "error": repr(failure)}, exc_info=failure)
+        now = trio.current_time()
+        self._restarts.append(now)
+        while self._restarts and self._restarts[0] < now - self._period_s:
+            self._restarts.popleft()
+        if len(self._restarts) > self._intensity:
+            raise RestartIntensityExceeded(f"{child.spec.id}: more than {self._intensity} restarts") from failure
+
+
+class _FirstStart:
+    """Pass `started` on once and remember that it came."""
+
+    def __init__(self, inner: trio.TaskStatus[Any]) -> None:
+        self._inner = inner
+        self.is_started = False
+
+    def started(self, value: Any = None) -> None:  # whatever the child hands back
+        self.is_started = True
+        self._inner.started(value)

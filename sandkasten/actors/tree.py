@@ -1,0 +1,271 @@
+"""The tree: its children in start order, and the supervisor's interface on top of them.
+
+    supervisor     one_for_one; children start in this order and stop in reverse
+    ├── store      the one SQLite writer
+    ├── zygote     the one connection to nsinit
+    ├── images     the image store
+    ├── sessions   id → Ref; one temporary session actor per sandbox
+    ├── reaper     sweeps what no live session owns
+    └── …          what the caller adds (the HTTP front)
+
+Network leases, the warm pool and events join between `images` and `reaper`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import trio
+
+from sandkasten.actors import images, reaper, session, sessions, store, zygote
+from sandkasten.actors.actor import Ask, R, Ref
+from sandkasten.actors.directory import Entry, SessionDirectory
+from sandkasten.actors.exec_run import ExecRun
+from sandkasten.actors.files import LocalFileReader, LocalFileWriter, open_reader, open_writer
+from sandkasten.actors.output import collect
+from sandkasten.actors.sessions import Node
+from sandkasten.actors.supervisor import ChildSpec
+from sandkasten.config import Config
+from sandkasten.errors import ActorGone, InvalidRequest, SandkastenError, SessionNotFound, TooLarge
+from sandkasten.images.catalog import Catalog
+from sandkasten.lifecycle import ENDED
+from sandkasten.model import (
+    SESSION_ID,
+    ExecResult,
+    ExecSpec,
+    Readiness,
+    Session,
+    SessionPatch,
+    SessionSpec,
+    SessionStats,
+    Status,
+)
+
+log = logging.getLogger(__name__)
+
+_DRAIN_S = 60.0
+_READY_S = 2.0
+_MIN_FREE_RATIO = 0.02
+
+
+class LocalSupervisor:
+    """The supervisor of this machine; implements `supervisor.Supervisor`."""
+
+    def __init__(self, config: Config, catalog: Catalog, node: Node, *, vessels: int) -> None:
+        self._config, self._catalog, self._node, self._vessels = config, catalog, node, vessels
+        self._directory = SessionDirectory()
+        self._store, self._zygote, self._images = Ref("store"), Ref("zygote"), Ref("images")
+        self._sessions, self._reaper = Ref("sessions"), Ref("reaper")
+
+    @property
+    def node_id(self) -> str:
+        return self._node.id
+
+    def children(self) -> Sequence[ChildSpec]:
+        """Return the tree's children in start order."""
+
+        async def start_store(*, task_status: trio.TaskStatus[Ref]) -> None:
+            await store.Store(self._store, self._config.db_path).run(task_status=task_status)
+
+        async def start_zygote(*, task_status: trio.TaskStatus[Ref]) -> None:
+            await zygote.Zygote(self._zygote, self._config.data_dir, self._node.id).run(task_status=task_status)
+
+        async def start_images(*, task_status: trio.TaskStatus[Ref]) -> None:
+            await images.Images(self._images, self._catalog).run(task_status=task_status)
+
+        async def start_sessions(*, task_status: trio.TaskStatus[Ref]) -> None:
+            actor = sessions.Sessions(
+                self._sessions,
+                self._config,
+                self._node,
+                store=self._store,
+                zygote=self._zygote,
+                images=self._images,
+                directory=self._directory,
+                vessels=self._vessels,
+            )
+            await actor.run(task_status=task_status)
+
+        async def start_reaper(*, task_status: trio.TaskStatus[Ref]) -> None:
+            actor = reaper.Reaper(
+                self._reaper,
+                store=self._store,
+                zygote=self._zygote,
+                sessions=self._sessions,
+                directory=self._directory,
+            )
+            await actor.run(task_status=task_status)
+
+        return (
+            ChildSpec("store", start_store),
+            ChildSpec("zygote", start_zygote),
+            ChildSpec("images", start_images),
+            ChildSpec("sessions", start_sessions),
+            ChildSpec("reaper", start_reaper),
+        )
+
+    async def drain(self) -> None:
+        """End every session, for at most `_DRAIN_S` seconds; what is left is found at the next start."""
+        with trio.move_on_after(_DRAIN_S, shield=True) as scope:
+            try:
+                await self._sessions.ask(sessions.DestroyAll())
+            except SandkastenError as error:
+                log.error("drain_failed", extra={"error": str(error)})
+        if scope.cancelled_caught:
+            log.error("drain_timed_out", extra={"sessions": len(self._directory)})
+
+    # Sessions ---------------------------------------------------------------------------------------------------
+
+    async def create(self, spec: SessionSpec) -> Session:
+        return await self._sessions.ask(sessions.Create(spec))
+
+    async def get(self, session_id: str) -> Session:
+        entry = self._directory.get(session_id)
+        return entry.session if entry is not None else await self._recorded(session_id)
+
+    async def list(self, *, status: Status | None = None, ended: bool = False, limit: int = 1000) -> Sequence[Session]:
+        live = [entry.session for entry in self._directory if status is None or entry.session.status is status]
+        if ended or status in ENDED:
+            records = await self._store.ask(store.ListSessions(status, limit))
+            ids = {each.id for each in live}
+            live += [each.session for each in records if each.session.id not in ids]
+        return sorted(live, key=lambda each: (each.created_at, each.id), reverse=True)[:limit]
+
+    async def update(self, session_id: str, patch: SessionPatch) -> Session:
+        entry = await self._live(session_id)
+        return await entry.ref.ask(session.Update(patch))
+
+    async def destroy(self, session_id: str) -> Session:
+        entry = self._directory.get(session_id)
+        if entry is not None:
+            try:
+                return await entry.ref.ask(session.Destroy())
+            except SandkastenError:
+                log.debug("destroy_raced", extra={"session": session_id})  # it ended on its own meanwhile
+        recorded = await self._recorded(session_id)
+        if recorded.status is Status.DESTROYING and self._directory.get(session_id) is None:
+            return await self._sessions.ask(sessions.Forget(session_id))
+        return recorded
+
+    async def stats(self, session_id: str) -> SessionStats:
+        entry = await self._live(session_id)
+        return await entry.ref.ask(session.Stats())
+
+    # Commands ---------------------------------------------------------------------------------------------------
+
+    def open_exec(self, session_id: str, spec: ExecSpec) -> AbstractAsyncContextManager[ExecRun]:
+        return self._open_exec(session_id, spec)
+
+    @asynccontextmanager
+    async def _open_exec(self, session_id: str, spec: ExecSpec) -> AsyncIterator[ExecRun]:
+        entry = await self._live(session_id)
+        run = ExecRun(spec, self._timeout_ms(spec))
+        _check_command(spec, self._config.server.max_command_bytes)
+        try:
+            await entry.ref.ask(session.OpenExec(run))
+            yield run
+        finally:
+            run.abandon()
+
+    async def exec(self, session_id: str, spec: ExecSpec) -> ExecResult:
+        async with self.open_exec(session_id, spec) as run:
+            return await collect(run, self._config.server.output_cap_bytes)
+
+    def _timeout_ms(self, spec: ExecSpec) -> int:
+        maximum = self._config.defaults.max_exec_timeout_ms
+        return min(spec.timeout_ms or maximum, maximum)
+
+    # Files ------------------------------------------------------------------------------------------------------
+
+    def open_read(self, session_id: str, path: str, *, max_bytes: int) -> AbstractAsyncContextManager[LocalFileReader]:
+        return self._open_read(session_id, path, max_bytes)
+
+    @asynccontextmanager
+    async def _open_read(self, session_id: str, path: str, max_bytes: int) -> AsyncIterator[LocalFileReader]:
+        async with self._loan(session_id) as loan, open_reader(loan.link, path, max_bytes) as reader:
+            yield reader
+
+    def open_write(self, session_id: str, path: str) -> AbstractAsyncContextManager[LocalFileWriter]:
+        return self._open_write(session_id, path)
+
+    @asynccontextmanager
+    async def _open_write(self, session_id: str, path: str) -> AsyncIterator[LocalFileWriter]:
+        async with self._loan(session_id) as loan, open_writer(loan.link, path) as writer:
+            yield writer
+
+    @asynccontextmanager
+    async def _loan(self, session_id: str) -> AsyncIterator[session.Loan]:
+        entry = await self._live(session_id)
+        loan = await entry.ref.ask(session.Borrow())
+        try:
+            yield loan
+        finally:
+            loan.done.set()
+
+    # Node -------------------------------------------------------------------------------------------------------
+
+    async def readiness(self) -> Readiness:
+        checks = {
+            "store": await _check(self._store, store.Ping()),
+            "zygote": await _check(self._zygote, zygote.Node()),
+            "sessions": "ok" if self._sessions.is_alive else "not running",
+            "disk": await trio.to_thread.run_sync(_check_disk, self._config),
+        }
+        return Readiness(ready=all(each == "ok" for each in checks.values()), checks=checks)
+
+    async def sweep(self) -> int:
+        """Have the reaper sweep now; return what it tore down or finished."""
+        return await self._reaper.ask(reaper.Sweep())
+
+    async def _live(self, session_id: str) -> Entry:
+        """Return the entry of a live session; of an ended one, raise what became of it."""
+        entry = self._directory.get(session_id)
+        if entry is None:
+            recorded = await self._recorded(session_id)
+            raise session.ended_error(recorded)
+        return entry
+
+    async def _recorded(self, session_id: str) -> Session:
+        if not SESSION_ID.match(session_id):
+            raise SessionNotFound("no such session", session_id=session_id[:64])
+        record = await self._store.ask(store.Get(session_id))
+        if record is None:
+            raise SessionNotFound("no such session", session_id=session_id)
+        return record.session
+
+
+def _check_command(spec: ExecSpec, max_bytes: int) -> None:
+    """Refuse what no shell could be given. Raises `InvalidRequest`, `TooLarge`."""
+    try:
+        size = len(spec.command.encode())
+    except UnicodeEncodeError:
+        raise InvalidRequest("the command is not valid Unicode", cmd="lone surrogate") from None
+    if "\0" in spec.command:
+        raise InvalidRequest("the command holds a NUL", cmd="NUL character")
+    if size > max_bytes:
+        raise TooLarge(
+            "the command is too long",
+            cmd_bytes=size,
+            max_cmd_bytes=max_bytes,
+            recommendation="write it to a file in the session and run that",
+        )
+
+
+async def _check(ref: Ref, message: Ask[R]) -> str:
+    with trio.move_on_after(_READY_S):
+        try:
+            await ref.ask(message)
+        except ActorGone as error:
+            return str(error)
+        else:
+            return "ok"
+    return "does not answer"
+
+
+def _check_disk(config: Config) -> str:
+    space = os.statvfs(config.data_dir)
+    free_ratio = space.f_bavail / max(space.f_blocks, 1)
+    return "ok" if free_ratio > _MIN_FREE_RATIO else f"only {free_ratio:.1%} of the data directory's disk is free"

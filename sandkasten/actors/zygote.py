@@ -1,0 +1,230 @@
+"""The one connection to nsinit: starts it, forwards requests, forwards its log, ends when it dies.
+
+Its supervisor starts the next incarnation; running sandboxes don't notice. An nsinit that does not answer a request in
+time is killed, which fails every waiting caller with `ZygoteLost`. Knows nothing of what a request is for.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, assert_never
+
+import attrs
+import trio
+
+from nsinit import protocol
+from sandkasten.actors.actor import Actor, Ask, Ref
+from sandkasten.errors import BuildFailed, ZygoteLost
+from sandkasten.runtime.fds import OwnedFd
+from sandkasten.runtime.zygote_link import Answer, NsinitProcess, ZygoteLink, failure_text, start_nsinit
+
+log = logging.getLogger(__name__)
+
+_REQUEST_S = 30.0
+"""Longer than anything nsinit does; a request that takes this long means that nsinit hangs."""
+
+_STOP_S = 10.0
+_LOG_LINE_BYTES = 16 * 1024
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+@attrs.frozen
+class Node(Ask[protocol.Ready]):
+    """What nsinit said when it started: cgroup mode, directories, kernel features."""
+
+
+@attrs.frozen
+class Prepare(Ask[None]):
+    """Make a blank vessel for a session id to come."""
+
+    session_id: str
+
+
+@attrs.frozen
+class Build(Ask["Sandbox"]):
+    """Build a sandbox; raises `BuildFailed`."""
+
+    plan: protocol.SandboxPlan
+
+
+@attrs.frozen
+class Attach(Ask["Sandbox"]):
+    """Find a running sandbox again; raises `BuildFailed` when there is none."""
+
+    session_id: str
+
+
+@attrs.frozen
+class Teardown(Ask[protocol.TornDown]):
+    session_id: str
+
+
+@attrs.frozen
+class Scan(Ask[Sequence[protocol.Found]]):
+    """What the kernel and the disk know of sessions."""
+
+
+@attrs.frozen
+class SetLimits(Ask[None]):
+    session_id: str
+    limits: protocol.Limits
+
+
+@attrs.frozen
+class MakeWorkspace(Ask[None]):
+    workspace_id: str
+
+
+@attrs.frozen
+class Sandbox:
+    """A running sandbox. The receiver owns the descriptors."""
+
+    identity: protocol.Identity
+    pidfd: OwnedFd
+    oom_kind: protocol.EventKind
+    oom_fd: OwnedFd | None
+    timings_us: dict[str, int]
+
+
+Message = Node | Prepare | Build | Attach | Teardown | Scan | SetLimits | MakeWorkspace
+
+
+class Zygote(Actor):
+    """See the module's docstring."""
+
+    def __init__(self, ref: Ref, data_dir: Path, node_id: str) -> None:
+        super().__init__(ref)
+        self._data_dir, self._node_id = data_dir, node_id
+        self._process: NsinitProcess | None = None
+
+    async def on_start(self) -> None:
+        self._process = start_nsinit()
+        self._link = ZygoteLink(self._process.sock)
+        self._nursery.start_soon(self._forward_log)
+        self._nursery.start_soon(self._link.serve)
+        start = protocol.Start(self._link.next_seq(), str(self._data_dir), self._node_id)
+        answer = await self._request(start)
+        self._ready: protocol.Ready = _expect(answer, protocol.Ready).message
+        log.info("zygote_ready", extra={"pid": self._ready.pid, "cgroups": self._ready.cgroup_mode})
+
+    async def on_stop(self) -> None:
+        """Close the socket, which ends nsinit, and wait for it; kill it when it takes too long."""
+        if self._process is None:
+            return
+        self._process.sock.close()
+        try:
+            with trio.move_on_after(_STOP_S) as scope:
+                await trio.lowlevel.wait_readable(self._process.pidfd.fileno())
+            if scope.cancelled_caught:
+                log.error("zygote_killed", extra={"pid": self._process.pid})
+                self._process.kill()
+                await trio.lowlevel.wait_readable(self._process.pidfd.fileno())
+        finally:
+            status = self._process.reap()
+            log.info("zygote_ended", extra={"pid": self._process.pid, "status": status})
+            self._process.close()
+
+    async def handle(self, message: Message) -> Any:
+        match message:
+            case Node():
+                return self._ready
+            case Prepare(session_id):
+                return self.defer(self._ok, protocol.Prepare(self._link.next_seq(), session_id))
+            case Build(plan):
+                return self.defer(self._sandbox, protocol.Build(self._link.next_seq(), plan))
+            case Attach(session_id):
+                return self.defer(self._sandbox, protocol.Attach(self._link.next_seq(), session_id))
+            case Teardown(session_id):
+                return self.defer(self._teardown, session_id)
+            case Scan():
+                return self.defer(self._scan)
+            case SetLimits(session_id, limits):
+                return self.defer(self._ok, protocol.SetLimits(self._link.next_seq(), session_id, limits))
+            case MakeWorkspace(workspace_id):
+                return self.defer(self._ok, protocol.MakeWorkspace(self._link.next_seq(), workspace_id))
+            case _:
+                assert_never(message)
+
+    async def _request(self, message: Any) -> Answer:  # a member of nsinit.protocol.REQUESTS
+        """Send a request; an nsinit that hangs is killed and its askers get `ZygoteLost`."""
+        assert self._process is not None
+        with trio.move_on_after(_REQUEST_S) as scope:
+            return await self._link.request(message)
+        assert scope.cancelled_caught
+        log.error("zygote_hangs", extra={"request": type(message).__name__, "waited_s": _REQUEST_S})
+        self._process.kill()
+        raise ZygoteLost("the fork server does not answer")
+
+    async def _ok(self, message: Any) -> None:
+        _expect(await self._request(message), protocol.Ok)
+
+    async def _scan(self) -> Sequence[protocol.Found]:
+        answer = _expect(await self._request(protocol.Scan(self._link.next_seq())), protocol.Scanned)
+        found: Sequence[protocol.Found] = answer.message.sessions
+        return found
+
+    async def _teardown(self, session_id: str) -> protocol.TornDown:
+        answer = _expect(await self._request(protocol.Teardown(self._link.next_seq(), session_id)), protocol.TornDown)
+        torn_down: protocol.TornDown = answer.message
+        if torn_down.leftovers:
+            log.error("teardown_leftovers", extra={"session": session_id, "leftovers": torn_down.leftovers})
+        return torn_down
+
+    async def _sandbox(self, message: protocol.Build | protocol.Attach) -> Sandbox:
+        answer = _expect(await self._request(message), protocol.Built, protocol.Attached)
+        found = answer.message
+        if not answer.fds or (found.oom_event != "none") is not (len(answer.fds) == protocol.MAX_FDS):
+            _close(answer)
+            raise ZygoteLost("the fork server sent the wrong descriptors")
+        timings = found.timings_us if isinstance(found, protocol.Built) else {}
+        oom_fd = answer.fds[1] if len(answer.fds) > 1 else None
+        return Sandbox(found.identity, answer.fds[0], found.oom_event, oom_fd, timings)
+
+    async def _forward_log(self) -> None:
+        """Pass nsinit's log lines on. It holds no secret and sees no command, so nothing needs hiding."""
+        assert self._process is not None
+        fd = self._process.log.fileno()
+        buffer = b""
+        while True:
+            await trio.lowlevel.wait_readable(fd)
+            data = os.read(fd, _LOG_LINE_BYTES)
+            if not data:
+                return
+            *lines, buffer = (buffer + data).split(b"\n")
+            for line in lines:
+                _log_line(line)
+            if len(buffer) > _LOG_LINE_BYTES:
+                _log_line(buffer)
+                buffer = b""
+
+
+def _log_line(line: bytes) -> None:
+    try:
+        entry = json.loads(line)
+        level = _LEVELS.get(entry.pop("level", "info"), logging.INFO)
+        event = str(entry.pop("event", "message"))
+        log.log(level, "nsinit_%s", event, extra={f"nsinit_{key}": value for key, value in entry.items()})
+    except (ValueError, AttributeError):
+        if line.strip():
+            log.warning("nsinit_output", extra={"line": line.decode("utf-8", "replace")})
+
+
+def _expect(answer: Answer, *expected: type) -> Answer:
+    """Return the answer if it is of an expected class; otherwise close what came with it and raise."""
+    if isinstance(answer.message, expected):
+        return answer
+    _close(answer)
+    if isinstance(answer.message, protocol.Failed):
+        failed = answer.message
+        log.warning("nsinit_refused", extra={"failure": failure_text(failed)})
+        raise BuildFailed(f"{failed.stage} failed", stage=failed.stage, path=failed.path, errno=failed.errno)
+    raise ZygoteLost(f"the fork server answered with {type(answer.message).__name__}")
+
+
+def _close(answer: Answer) -> None:
+    for fd in answer.fds:
+        fd.close()

@@ -1,0 +1,136 @@
+"""The composition root: configuration → tree → HTTP front. The only wiring; everything else is handed what it needs."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from sandkasten.actors.sessions import Node
+from sandkasten.actors.supervisor import ChildSpec, ChildSupervisor
+from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.config import Config, ConfigError
+from sandkasten.images.catalog import Catalog
+from sandkasten.images.host import ensure_host_image
+from sandkasten.runtime.paths import DataPaths
+from sandkasten.store import sessions as session_store
+from sandkasten.store.database import open_database
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+log = logging.getLogger(__name__)
+
+_START_S = 30.0
+"""Everything below HTTP must be up within this time."""
+
+
+@asynccontextmanager
+async def open_supervisor(config: Config) -> AsyncIterator[LocalSupervisor]:
+    """Run the tree, without HTTP, inside any trio program, for as long as the context is open.
+
+    Must run as root. Installs no signal handler. Leaving the context stops the tree; sessions are then destroyed, or
+    kept running for the next start, as `sessions_on_stop` says.
+
+    Raises:
+        ConfigError: another daemon uses the data directory, or it can't be used.
+    """
+    async with _open_tree(config, lambda _supervisor: ()) as supervisor:
+        yield supervisor
+
+
+async def serve(config: Config, *, started: Callable[[Sequence[str]], None]) -> None:
+    """Run the tree with its HTTP front until cancelled. `started` gets the addresses that are bound."""
+    from sandkasten.api.app import make_app  # importing the web framework takes 0.3 s, and library users need none
+    from sandkasten.api.server import serve as serve_http
+    from sandkasten.api.settings import ApiSettings
+
+    settings = ApiSettings(
+        listen=config.listen,
+        api_key=config.api_key,
+        default_limits=config.defaults.limits,
+        max_exec_timeout_ms=config.defaults.max_exec_timeout_ms,
+        max_command_bytes=config.server.max_command_bytes,
+        max_json_bytes=config.server.max_json_bytes,
+        max_upload_bytes=config.server.max_upload_bytes,
+        max_read_bytes=config.server.max_read_bytes,
+        max_connections=config.server.max_connections,
+        write_timeout_s=config.server.write_timeout_s,
+        keep_alive_timeout_s=config.server.keep_alive_timeout_s,
+        graceful_timeout_s=config.server.graceful_timeout_s,
+    )
+
+    def front(supervisor: LocalSupervisor) -> Sequence[ChildSpec]:
+        app = make_app(supervisor, settings=settings)
+
+        async def start_api(*, task_status: trio.TaskStatus[object]) -> None:
+            await serve_http(app, settings, task_status=_Announcement(task_status, started))
+
+        return (ChildSpec("api", start_api),)
+
+    async with _open_tree(config, front):
+        await trio.sleep_forever()
+
+
+@asynccontextmanager
+async def _open_tree(
+    config: Config, more: Callable[[LocalSupervisor], Sequence[ChildSpec]]
+) -> AsyncIterator[LocalSupervisor]:
+    paths = DataPaths(config.data_dir)
+    with _locked(paths.lock):
+        catalog, node = await trio.to_thread.run_sync(_prepare, config)
+        supervisor = LocalSupervisor(config, catalog, node, vessels=config.server.vessels)
+        tree = ChildSupervisor([*supervisor.children(), *more(supervisor)])
+        async with trio.open_nursery(strict_exception_groups=True) as nursery:
+            with trio.fail_after(_START_S):
+                await nursery.start(tree.run)
+            log.info("supervisor_started", extra={"node": node.id, "incarnation": node.incarnation})
+            try:
+                yield supervisor
+            finally:
+                if config.sessions_on_stop == "destroy":
+                    await supervisor.drain()
+                nursery.cancel_scope.cancel()
+
+
+class _Announcement:
+    """Passes the bound addresses on to who waits for them, before the tree goes on."""
+
+    def __init__(self, inner: trio.TaskStatus[object], started: Callable[[Sequence[str]], None]) -> None:
+        self._inner, self._started = inner, started
+
+    def started(self, addresses: Any = ()) -> None:  # the protocol of trio.TaskStatus
+        self._started(addresses)
+        self._inner.started(addresses)
+
+
+def _prepare(config: Config) -> tuple[Catalog, Node]:
+    """Do what is done once per start, before the tree: the node's identity and the default image. Blocking."""
+    with closing(open_database(config.db_path)) as database:
+        node_id = session_store.node_value(database, "node_id", secrets.token_hex(4))
+        incarnation = session_store.next_incarnation(database)
+    catalog = Catalog(config.data_dir, aliases=config.image_aliases, allowed=config.allowed_images)
+    ensure_host_image(catalog)
+    return catalog, Node(node_id, incarnation)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the data directory for this process alone. Raises `ConfigError` when another one holds it."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another daemon uses {path.parent}") from None
+        yield
+    finally:
+        os.close(fd)

@@ -1,0 +1,206 @@
+"""The error taxonomy: one base, families by whose doing it is, one leaf per thing a caller can react to.
+
+Knows no HTTP: `api/errors.py` maps leaves to status codes in one table. `details` is public: it goes to the client as
+it is, so it never holds a host path, a traceback or a secret. Unmapped exceptions are bugs, not members of this tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+
+class SandkastenError(Exception):
+    """Base of everything the supervisor raises on purpose.
+
+    `code` is the stable wire code; `retryable` says whether the same call may succeed later; `scope` says how far the
+    trouble reaches: `task`, `session`, `node` or `cluster`.
+    """
+
+    code: ClassVar[str] = "INTERNAL_ERROR"
+    retryable: ClassVar[bool] = False
+    scope: ClassVar[str] = "task"
+
+    def __init__(self, message: str, /, **details: Any) -> None:  # details are JSON values
+        super().__init__(message)
+        self.message = message
+        self.details: Mapping[str, Any] = {key: value for key, value in details.items() if value is not None}
+
+
+# The caller's doing -----------------------------------------------------------------------------------------------
+
+
+class ClientError(SandkastenError):
+    """The request can't be served as it is."""
+
+
+class InvalidRequest(ClientError):
+    """Validation failed; `details` maps each bad field to what is wrong with it."""
+
+    code = "INVALID_REQUEST"
+
+
+class InvalidImage(ClientError):
+    """The image name is malformed, not allowed or not present."""
+
+    code = "INVALID_IMAGE"
+
+
+class Unauthorized(ClientError):
+    """No key, or a wrong one."""
+
+    code = "UNAUTHORIZED"
+
+
+class RouteNotFound(ClientError):
+    """No such URL."""
+
+    code = "NOT_FOUND"
+
+
+class MethodNotAllowed(ClientError):
+    """The URL exists, the method does not."""
+
+    code = "METHOD_NOT_ALLOWED"
+
+
+class SessionNotFound(ClientError):
+    """No session of that id ever existed here."""
+
+    code = "SESSION_NOT_FOUND"
+
+
+class SessionExpired(ClientError):
+    """The session ended; `details` carries `status` and `reason`."""
+
+    code = "SESSION_EXPIRED"
+    scope = "session"
+
+
+class FileNotFound(ClientError):
+    code = "FILE_NOT_FOUND"
+
+
+class IsADirectory(ClientError):
+    code = "IS_DIRECTORY"
+
+
+class NotAFile(ClientError):
+    """The path is a FIFO, a socket or a device."""
+
+    code = "NOT_A_FILE"
+
+
+class PermissionDenied(ClientError):
+    code = "PERMISSION_DENIED"
+
+
+class PathOutside(ClientError):
+    """The path, resolved inside the sandbox, is under none of the allowed roots."""
+
+    code = "PATH_OUTSIDE"
+
+
+class TooLarge(ClientError):
+    """Over a limit; `details` names the limit."""
+
+    code = "TOO_LARGE"
+
+
+class ShellBusy(ClientError):
+    """The shell's bounded queue is full."""
+
+    code = "SHELL_BUSY"
+    retryable = True
+    scope = "session"
+
+
+class Conflict(ClientError):
+    """An idempotency key was used again with another body."""
+
+    code = "CONFLICT"
+
+
+# Not now ----------------------------------------------------------------------------------------------------------
+
+
+class Unavailable(SandkastenError):
+    """The request was fine; the system can't serve it now."""
+
+    retryable = True
+
+
+class CommandTimeout(Unavailable):
+    """A blocking command ran out of time; `details` carries its partial result."""
+
+    code = "COMMAND_TIMEOUT"
+    retryable = False
+
+
+class Capacity(Unavailable):
+    """Host admission control; `retry_after_s` is advice."""
+
+    code = "CAPACITY"
+    scope = "node"
+
+    def __init__(self, message: str, /, *, retry_after_s: int = 1, **details: Any) -> None:  # details are JSON values
+        super().__init__(message, **details)
+        self.retry_after_s = retry_after_s
+
+
+class Overloaded(Capacity):
+    """A bounded queue inside the daemon is full."""
+
+
+class ShuttingDown(Capacity):
+    """The daemon is stopping."""
+
+
+class ActorGone(Unavailable):
+    """The actor that was asked ended before it answered."""
+
+    code = "INTERNAL_ERROR"
+
+
+class DiskFull(Unavailable):
+    code = "DISK_FULL"
+    retryable = False
+
+
+# The sandbox's doing ----------------------------------------------------------------------------------------------
+
+
+class SandboxError(SandkastenError):
+    """Something below the daemon failed."""
+
+    code = "INTERNAL_ERROR"
+    scope = "session"
+
+
+class BuildFailed(SandboxError):
+    """nsinit could not build the sandbox. `stage`, `path` and `errno` are for the log, not for the client."""
+
+    def __init__(self, message: str, /, *, stage: str, path: str, errno: int) -> None:
+        super().__init__(message)
+        self.stage, self.path, self.errno = stage, path, errno
+
+
+class ZygoteLost(SandboxError):
+    """nsinit died or does not answer; running sandboxes go on."""
+
+    retryable = True
+    scope = "node"
+
+
+class RunnerLost(SandboxError):
+    """The connection to PID 1 ended in the middle of a request."""
+
+
+class RunnerProtocolError(SandboxError):
+    """PID 1 sent bytes that are no message of the contract; the sandbox is treated as hostile."""
+
+
+class StoreFailed(SandboxError):
+    """The database refused a write."""
+
+    scope = "node"

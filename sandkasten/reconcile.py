@@ -1,0 +1,76 @@
+"""What to do about each session after a restart; a pure planner over what the store says and what the kernel shows.
+
+The kernel is the truth, the database a cache. Nothing is decided twice: every session id gets exactly one action.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+from nsinit.protocol import Found
+from sandkasten.lifecycle import Event
+from sandkasten.model import Status
+from sandkasten.store.sessions import SessionRecord
+
+
+class Action(enum.StrEnum):
+    """What happens to one session id."""
+
+    ADOPT = "adopt"
+    """It runs as recorded: a session actor takes it over."""
+
+    FINISH = "finish"
+    """Its end was begun, or it can't go on: tear down what is left and write the final state."""
+
+    REAP = "reap"
+    """The store does not know it: report, then tear it down."""
+
+
+@attrs.frozen
+class Decision:
+    """`event` says why a session is finished; `reason` is for people."""
+
+    session_id: str
+    action: Action
+    record: SessionRecord | None = None
+    event: Event | None = None
+    reason: str | None = None
+
+
+def plan_reconciliation(records: Sequence[SessionRecord], found: Sequence[Found]) -> Sequence[Decision]:
+    """Return one decision for every id in `records` (live ones of the store) or `found` (nsinit's scan)."""
+    seen: Mapping[str, Found] = {each.session_id: each for each in found}
+    known = {record.session.id for record in records}
+    decisions = [_decide(record, seen.get(record.session.id)) for record in records]
+    decisions += [Decision(each.session_id, Action.REAP) for each in found if each.session_id not in known]
+    return decisions
+
+
+def _decide(record: SessionRecord, found: Found | None) -> Decision:
+    session = record.session
+
+    def finish(event: Event, reason: str | None) -> Decision:
+        return Decision(session.id, Action.FINISH, record, event, reason)
+
+    match session.status:
+        case Status.CREATING:
+            return finish(Event.BUILD_FAILED, "the daemon stopped while the session was being created")
+        case Status.DESTROYING:
+            return finish(record.ending or Event.DESTROY, session.reason)
+        case _ if found is None or found.identity is None:
+            return finish(Event.NOT_FOUND, "its processes were gone when the daemon started")
+        case _ if not _is_same(record, found):
+            return finish(Event.NOT_FOUND, "another process runs under its id")
+        case _:
+            return Decision(session.id, Action.ADOPT, record)
+
+
+def _is_same(record: SessionRecord, found: Found) -> bool:
+    """Whether the process found is the one recorded: pid, start time and namespace."""
+    recorded, actual = record.identity, found.identity
+    if recorded is None or actual is None:
+        return False
+    return (recorded.pid, recorded.start_ticks, recorded.pid_ns) == (actual.pid, actual.start_ticks, actual.pid_ns)

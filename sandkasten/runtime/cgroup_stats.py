@@ -1,0 +1,123 @@
+"""Reads the counters of one session's cgroup, in v2, hybrid and v1. Never writes; nsinit is the only writer.
+
+Files stay open for the session's life, so that a reading is one `pread` of a few microseconds each.
+
+Sources: Documentation/admin-guide/cgroup-v2.rst; Documentation/admin-guide/cgroup-v1/{memory,cpuacct,pids}.rst.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import attrs
+
+from sandkasten.model import SessionStats
+
+UNKNOWN = -1
+_READ_BYTES = 4096
+
+
+@attrs.frozen
+class UsageReading:
+    """Counters at one moment: CPU time of the session's life in µs, memory now and at its highest in bytes."""
+
+    cpu_usec: int
+    memory_bytes: int
+    memory_peak_bytes: int
+
+
+class CgroupStats:
+    """Open counters of one session. `close` frees the descriptors."""
+
+    def __init__(self, dirs: Mapping[str, str], session_id: str) -> None:
+        """`dirs` maps `unified` and v1 controllers to the directory that holds session cgroups (`Ready`)."""
+        self._dirs = {name: Path(path) / session_id for name, path in dirs.items()}
+        self._fds: dict[Path, int | None] = {}
+
+    def read_usage(self) -> UsageReading:
+        """Return what an exec is charged by; cheap enough for the hot path."""
+        return UsageReading(self._cpu_usec(), self._memory(), self._memory_peak())
+
+    def read_oom_kills(self) -> int:
+        """Return how many processes of the session the kernel killed for memory."""
+        if self._has_v2("memory"):
+            return self._field("unified", "memory.events", "oom_kill")
+        return self._field("memory", "memory.oom_control", "oom_kill")
+
+    def read_pids_refused(self) -> int:
+        """Return how many forks the pids limit refused."""
+        return self._field(self._home("pids"), "pids.events", "max")
+
+    def read_all(self) -> SessionStats:
+        """Return every counter."""
+        v2 = self._has_v2("memory")
+        return SessionStats(
+            memory_bytes=self._memory(),
+            memory_limit=self._number("unified", "memory.max") if v2 else self._number("memory", _V1_LIMIT),
+            memory_peak_bytes=self._memory_peak(),
+            cpu_usage_usec=self._cpu_usec(),
+            cpu_throttled=self._field(self._home("cpu"), "cpu.stat", "nr_throttled"),
+            pids=self._number(self._home("pids"), "pids.current"),
+            pids_limit=self._number(self._home("pids"), "pids.max"),
+            oom_kills=self.read_oom_kills(),
+        )
+
+    def close(self) -> None:
+        for fd in self._fds.values():
+            if fd is not None:
+                os.close(fd)
+        self._fds.clear()
+
+    def _has_v2(self, controller: str) -> bool:
+        return controller not in self._dirs
+
+    def _home(self, controller: str) -> str:
+        return controller if controller in self._dirs else "unified"
+
+    def _memory(self) -> int:
+        if self._has_v2("memory"):
+            return self._number("unified", "memory.current")
+        return self._number("memory", "memory.usage_in_bytes")
+
+    def _memory_peak(self) -> int:
+        if self._has_v2("memory"):
+            return self._number("unified", "memory.peak")
+        return self._number("memory", "memory.max_usage_in_bytes")
+
+    def _cpu_usec(self) -> int:
+        if "unified" in self._dirs:
+            return self._field("unified", "cpu.stat", "usage_usec")
+        nanoseconds = self._number("cpuacct", "cpuacct.usage")
+        return nanoseconds // 1000 if nanoseconds >= 0 else UNKNOWN
+
+    def _number(self, home: str, name: str) -> int:
+        text = self._read(home, name).strip()
+        return int(text) if text.isdigit() else UNKNOWN  # "max" is no limit
+
+    def _field(self, home: str, name: str, key: str) -> int:
+        for line in self._read(home, name).splitlines():
+            label, _, value = line.partition(" ")
+            if label == key and value.isdigit():
+                return int(value)
+        return UNKNOWN
+
+    def _read(self, home: str, name: str) -> str:
+        directory = self._dirs.get(home)
+        if directory is None:
+            return ""
+        path = directory / name
+        if path not in self._fds:
+            try:
+                self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                self._fds[path] = None
+        fd = self._fds[path]
+        try:
+            return os.pread(fd, _READ_BYTES, 0).decode("ascii") if fd is not None else ""
+        except OSError:  # ENODEV: the cgroup is gone
+            return ""
+
+
+_V1_LIMIT = "memory.limit_in_bytes"

@@ -1,0 +1,42 @@
+"""Every path under the data directory that the daemon uses, in one place. Does no I/O.
+
+nsinit builds its own paths from the same layout (`nsinit/paths.py`); what only nsinit touches (session overlays,
+workspaces, trash) is not named here, so the daemon can't reach it by accident.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attrs
+
+
+@attrs.frozen
+class DataPaths:
+    """The daemon's view of one data directory."""
+
+    root: Path
+
+    @property
+    def database(self) -> Path:
+        return self.root / "sandkasten.db"
+
+    @property
+    def api_key(self) -> Path:
+        return self.root / "api-key"
+
+    @property
+    def images(self) -> Path:
+        return self.root / "images"
+
+    @property
+    def lock(self) -> Path:
+        """Held while a daemon owns this directory."""
+        return self.root / "lock"
+
+    def run_dir(self, session_id: str) -> Path:
+        """Directory that holds the runner's socket of one session."""
+        return self.root / "run" / session_id
+
+
+RUNNER_SOCKET = "r.sock"

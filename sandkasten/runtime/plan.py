@@ -1,0 +1,92 @@
+"""What a caller wants, made into what nsinit needs; pure. `SessionSpec + Config + image → Resolved → SandboxPlan`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import attrs
+
+from nsinit import protocol
+from nsinit.protocol import ImageKind, SandboxPlan
+from sandkasten.config import Config
+from sandkasten.errors import InvalidImage, InvalidRequest
+from sandkasten.model import IMAGE_NAME, WORKSPACE_ID, Limits, SessionSpec
+
+_CPU_PERIOD_US = 100_000
+_MIN_CPU_QUOTA_US = 1_000
+_MIB = 1024 * 1024
+MAX_TTL_S = 86_400.0
+
+
+@attrs.frozen
+class Resolved:
+    """A session's settings with every default filled in. `image` is as asked for, an alias perhaps."""
+
+    image: str
+    ttl_s: float
+    max_lifetime_s: float | None
+    limits: Limits
+    readonly_rootfs: bool
+    shell: str
+
+
+def resolve(spec: SessionSpec, config: Config) -> Resolved:
+    """Fill in defaults and refuse what is out of range.
+
+    Raises:
+        InvalidRequest: with the bad field in `details`.
+        InvalidImage: the name is malformed or not among the allowed ones.
+    """
+    image = spec.image or config.default_image
+    if not IMAGE_NAME.match(image):
+        raise InvalidImage("malformed image name", image=image[:64])
+    if config.allowed_images and image not in config.allowed_images:
+        raise InvalidImage(f"image {image} is not allowed", image=image)
+    if spec.workspace_id is not None:
+        if not config.workspace.enabled:
+            raise InvalidRequest("workspaces are switched off", workspace_id="not available")
+        if not WORKSPACE_ID.match(spec.workspace_id):
+            raise InvalidRequest("malformed workspace id", workspace_id="2 to 64 of a-z 0-9 . _ - (ends a-z 0-9)")
+    ttl_s = spec.ttl_s or float(config.session_ttl_seconds)
+    if not 0 < ttl_s <= MAX_TTL_S:
+        raise InvalidRequest("ttl out of range", ttl_seconds=f"1 to {MAX_TTL_S:.0f}")
+    return Resolved(
+        image=image,
+        ttl_s=ttl_s,
+        max_lifetime_s=spec.max_lifetime_s,
+        limits=spec.limits or config.defaults.limits,
+        readonly_rootfs=config.defaults.readonly_rootfs if spec.readonly_rootfs is None else spec.readonly_rootfs,
+        shell=spec.shell or config.defaults.shell_prefer,
+    )
+
+
+def plan_sandbox(
+    session_id: str, resolved: Resolved, *, workspace_id: str | None, image: str, image_kind: ImageKind
+) -> SandboxPlan:
+    """Return the plan for nsinit; `image` is the name that an alias stands for."""
+    memory_bytes = resolved.limits.memory_mb * _MIB
+    return SandboxPlan(
+        session_id=session_id,
+        image=image,
+        image_kind=image_kind,
+        limits=plan_limits(resolved.limits),
+        workspace_id=workspace_id,
+        readonly_rootfs=resolved.readonly_rootfs,
+        tmp_bytes=min(memory_bytes // 2, 1024 * _MIB),
+        shm_bytes=min(memory_bytes // 4, 64 * _MIB),
+    )
+
+
+def plan_limits(limits: Limits) -> protocol.Limits:
+    """Return the limits in the kernel's units."""
+    quota_us = max(round(limits.cpu * _CPU_PERIOD_US), _MIN_CPU_QUOTA_US)
+    return protocol.Limits(
+        memory_bytes=limits.memory_mb * _MIB, pids=limits.pids, cpu_quota_us=quota_us, cpu_period_us=_CPU_PERIOD_US
+    )
+
+
+def spec_digest(spec: SessionSpec) -> str:
+    """Return what tells one spec from another, for idempotency keys; irreversible, since `env` may hold secrets."""
+    plain = attrs.asdict(attrs.evolve(spec, idempotency_key=None))
+    return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()

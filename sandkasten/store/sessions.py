@@ -1,0 +1,171 @@
+"""SQL for sessions: the durable record of each one. Synchronous functions over an open connection.
+
+A record holds what must survive the daemon; the kernel stays the truth about what runs (`reconcile.py`). It never
+holds a session's environment or commands.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+import attrs
+
+from sandkasten.lifecycle import LIVE, Event
+from sandkasten.model import Limits, Session, Status
+
+
+@attrs.frozen
+class KernelIdentity:
+    """PID 1 of the session as the kernel knew it: pid, start time in clock ticks, inode of its pid namespace."""
+
+    pid: int
+    start_ticks: int
+    pid_ns: int
+
+
+@attrs.frozen
+class SessionRecord:
+    """A session and what only the daemon needs to know of it."""
+
+    session: Session
+    incarnation: int
+    spec_digest: str
+    idempotency_key: str | None = None
+    max_lifetime_s: float | None = None
+    identity: KernelIdentity | None = None
+    ending: Event | None = None
+    ended_at: datetime | None = None
+
+
+_COLUMNS = (
+    *("id", "status", "image", "cwd", "workspace_id", "created_at", "expires_at", "last_activity", "ended_at"),
+    *("ttl_s", "max_lifetime_s", "limits", "labels", "acquire_source", "reason", "ending", "epoch", "incarnation"),
+    *("pid", "start_ticks", "pid_ns", "idempotency_key", "spec_digest"),
+)
+
+_PUT = (
+    f"INSERT INTO sessions ({', '.join(_COLUMNS)}) VALUES ({', '.join(':' + name for name in _COLUMNS)}) "
+    f"ON CONFLICT (id) DO UPDATE SET {', '.join(f'{name}=excluded.{name}' for name in _COLUMNS[1:])}"
+)
+
+_LIVE_LIST = ", ".join(f"'{status}'" for status in sorted(LIVE))
+
+
+def put_session(database: sqlite3.Connection, record: SessionRecord) -> None:
+    """Insert or replace one record."""
+    database.execute(_PUT, _to_row(record))
+
+
+def get_session(database: sqlite3.Connection, session_id: str) -> SessionRecord | None:
+    """Return the record of that id, live or ended."""
+    row = database.execute("SELECT * FROM sessions WHERE id = ?", (session_id,)).fetchone()
+    return _from_row(row) if row else None
+
+
+def find_by_key(database: sqlite3.Connection, idempotency_key: str) -> SessionRecord | None:
+    """Return the record that was made with that idempotency key."""
+    row = database.execute("SELECT * FROM sessions WHERE idempotency_key = ?", (idempotency_key,)).fetchone()
+    return _from_row(row) if row else None
+
+
+def live_sessions(database: sqlite3.Connection) -> Sequence[SessionRecord]:
+    """Return every record whose status says that something of it may exist."""
+    rows = database.execute(f"SELECT * FROM sessions WHERE status IN ({_LIVE_LIST})")
+    return [_from_row(row) for row in rows]
+
+
+def list_sessions(database: sqlite3.Connection, *, status: Status | None, limit: int) -> Sequence[SessionRecord]:
+    """Return records of one status, or all, newest first."""
+    if status is None:
+        rows = database.execute("SELECT * FROM sessions ORDER BY created_at DESC LIMIT ?", (limit,))
+    else:
+        query = "SELECT * FROM sessions WHERE status = ? ORDER BY created_at DESC LIMIT ?"
+        rows = database.execute(query, (status, limit))
+    return [_from_row(row) for row in rows]
+
+
+def forget_ended(database: sqlite3.Connection, *, before: datetime) -> int:
+    """Delete the records of sessions that ended before that moment; return how many."""
+    query = f"DELETE FROM sessions WHERE ended_at < ? AND status NOT IN ({_LIVE_LIST})"
+    return database.execute(query, (before.timestamp(),)).rowcount
+
+
+def node_value(database: sqlite3.Connection, key: str, default: str) -> str:
+    """Return the node's value for `key`, storing `default` when there is none."""
+    database.execute("INSERT OR IGNORE INTO node (key, value) VALUES (?, ?)", (key, default))
+    value: str = database.execute("SELECT value FROM node WHERE key = ?", (key,)).fetchone()[0]
+    return value
+
+
+def next_incarnation(database: sqlite3.Connection) -> int:
+    """Count this start of the daemon and return the number."""
+    number = int(node_value(database, "incarnation", "0")) + 1
+    database.execute("UPDATE node SET value = ? WHERE key = 'incarnation'", (str(number),))
+    return number
+
+
+def _to_row(record: SessionRecord) -> dict[str, object]:
+    session, identity = record.session, record.identity
+    return {
+        "id": session.id,
+        "status": session.status,
+        "image": session.image,
+        # A directory name may hold any bytes; SQLite text may not.
+        "cwd": session.cwd.encode("utf-8", "surrogateescape").decode("utf-8", "replace"),
+        "workspace_id": session.workspace_id,
+        "created_at": session.created_at.timestamp(),
+        "expires_at": session.expires_at.timestamp(),
+        "last_activity": session.last_activity.timestamp(),
+        "ended_at": record.ended_at.timestamp() if record.ended_at else None,
+        "ttl_s": session.ttl_s,
+        "max_lifetime_s": record.max_lifetime_s,
+        "limits": json.dumps(attrs.asdict(session.limits)),
+        "labels": json.dumps(dict(session.labels)),
+        "acquire_source": session.acquire_source,
+        "reason": session.reason,
+        "ending": record.ending,
+        "epoch": session.epoch,
+        "incarnation": record.incarnation,
+        "pid": identity.pid if identity else None,
+        "start_ticks": identity.start_ticks if identity else None,
+        "pid_ns": identity.pid_ns if identity else None,
+        "idempotency_key": record.idempotency_key,
+        "spec_digest": record.spec_digest,
+    }
+
+
+def _from_row(row: sqlite3.Row) -> SessionRecord:
+    session = Session(
+        id=row["id"],
+        image=row["image"],
+        status=Status(row["status"]),
+        cwd=row["cwd"],
+        created_at=_moment(row["created_at"]),
+        expires_at=_moment(row["expires_at"]),
+        last_activity=_moment(row["last_activity"]),
+        ttl_s=row["ttl_s"],
+        limits=Limits(**json.loads(row["limits"])),
+        workspace_id=row["workspace_id"],
+        labels=json.loads(row["labels"]),
+        acquire_source=row["acquire_source"],
+        reason=row["reason"],
+        epoch=row["epoch"],
+    )
+    identity = KernelIdentity(row["pid"], row["start_ticks"], row["pid_ns"]) if row["pid"] is not None else None
+    return SessionRecord(
+        session=session,
+        incarnation=row["incarnation"],
+        spec_digest=row["spec_digest"],
+        idempotency_key=row["idempotency_key"],
+        max_lifetime_s=row["max_lifetime_s"],
+        identity=identity,
+        ending=Event(row["ending"]) if row["ending"] else None,
+        ended_at=_moment(row["ended_at"]) if row["ended_at"] is not None else None,
+    )
+
+
+def _moment(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)

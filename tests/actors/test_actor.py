@@ -1,0 +1,184 @@
+"""The mailbox loop: answers, bounds, bugs, and that nobody who asked is left waiting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+import trio
+import trio.testing
+
+from sandkasten.actors.actor import MAILBOX_MESSAGES, Actor, Ask, Ref
+from sandkasten.errors import ActorGone, Overloaded, SessionNotFound
+
+
+@attrs.frozen
+class Echo(Ask[str]):
+    text: str
+
+
+@attrs.frozen
+class Slow(Ask[str]):
+    """Answered by a child task, when told to."""
+
+
+@attrs.frozen
+class Refuse(Ask[None]):
+    pass
+
+
+@attrs.frozen
+class Break(Ask[None]):
+    pass
+
+
+@attrs.frozen
+class Stall(Ask[None]):
+    pass
+
+
+@attrs.frozen
+class Stop(Ask[None]):
+    pass
+
+
+class Subject(Actor):
+    def __init__(self, ref: Ref) -> None:
+        super().__init__(ref)
+        self.release = trio.Event()
+        self.cleaned_up = False
+
+    async def handle(self, message: object) -> Any:
+        match message:
+            case Echo(text):
+                return text
+            case Slow():
+                return self.defer(self._slowly)
+            case Refuse():
+                raise SessionNotFound("no such session")
+            case Break():
+                raise ZeroDivisionError
+            case Stall():
+                await self.release.wait()
+            case Stop():
+                self.stop()
+        return None
+
+    async def _slowly(self) -> str:
+        await self.release.wait()
+        return "slow"
+
+    async def on_stop(self) -> None:
+        await trio.lowlevel.checkpoint()
+        self.cleaned_up = True
+
+
+async def test_an_ask_is_answered_with_what_the_handler_returns() -> None:
+    """The plain case."""
+    async with trio.open_nursery() as nursery:
+        ref: Ref = await nursery.start(Subject(Ref("subject")).run)
+        assert await ref.ask(Echo("hello")) == "hello"
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_deferred_answer_does_not_block_the_mailbox() -> None:
+    """Long work runs beside the mailbox."""
+    subject = Subject(Ref("subject"))
+    async with trio.open_nursery() as nursery:
+        ref: Ref = await nursery.start(subject.run)
+        answers: list[str] = []
+
+        async def ask_slowly() -> None:
+            answers.append(await ref.ask(Slow()))
+
+        nursery.start_soon(ask_slowly)
+        await trio.testing.wait_all_tasks_blocked()
+        answers.append(await ref.ask(Echo("first")))
+        subject.release.set()
+        await trio.testing.wait_all_tasks_blocked()
+        assert answers == ["first", "slow"]
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_refusal_reaches_the_asker_and_the_actor_lives_on() -> None:
+    """A `SandkastenError` is an answer, not a crash."""
+    async with trio.open_nursery() as nursery:
+        ref: Ref = await nursery.start(Subject(Ref("subject")).run)
+        with pytest.raises(SessionNotFound):
+            await ref.ask(Refuse())
+        assert await ref.ask(Echo("alive")) == "alive"
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_bug_ends_the_actor_and_answers_everyone_who_waits() -> None:
+    """The asker, those in the mailbox and those deferred get `ActorGone`; the bug reaches the supervisor."""
+    subject = Subject(Ref("subject"))
+    gone: list[str] = []
+
+    async def ask(ref: Ref, message: Ask[Any]) -> None:
+        try:
+            await ref.ask(message)
+        except ActorGone:
+            gone.append(type(message).__name__)
+
+    async with trio.open_nursery() as askers:
+        with pytest.RaisesGroup(ZeroDivisionError, flatten_subgroups=True):
+            async with trio.open_nursery() as nursery:
+                ref: Ref = await nursery.start(subject.run)
+                for message in (Slow(), Break(), Echo("too late")):
+                    askers.start_soon(ask, ref, message)
+                    await trio.lowlevel.checkpoint()
+    assert sorted(gone) == ["Break", "Echo", "Slow"]
+    assert subject.cleaned_up
+    with pytest.raises(ActorGone):
+        ref.tell(Echo("nobody"))
+
+
+async def test_a_full_mailbox_is_said_and_never_blocks() -> None:
+    """The bound is real: one more than it holds is refused at once."""
+    subject = Subject(Ref("subject"))
+    async with trio.open_nursery() as nursery:
+        ref: Ref = await nursery.start(subject.run)
+        ref.tell(Stall())
+        await trio.testing.wait_all_tasks_blocked()
+        for _ in range(MAILBOX_MESSAGES):
+            ref.tell(Echo("queued"))
+        with pytest.raises(Overloaded):
+            ref.tell(Echo("one too many"))
+        subject.release.set()
+        nursery.cancel_scope.cancel()
+
+
+async def test_cancelling_an_ask_drops_the_answer_and_not_the_work() -> None:
+    """The handler runs to its end although nobody listens any more."""
+    subject = Subject(Ref("subject"))
+    async with trio.open_nursery() as nursery:
+        ref: Ref = await nursery.start(subject.run)
+        with trio.move_on_after(0):
+            await ref.ask(Slow())
+        subject.release.set()
+        assert await ref.ask(Echo("still here")) == "still here"
+        nursery.cancel_scope.cancel()
+
+
+async def test_messages_behind_a_stop_are_refused() -> None:
+    """What an actor did not serve before it stopped is answered with its `gone` error."""
+    subject = Subject(Ref("subject"))
+    outcome: list[str] = []
+
+    async def ask(ref: Ref) -> None:
+        try:
+            await ref.ask(Echo("late"))
+        except ActorGone:
+            outcome.append("gone")
+
+    async with trio.open_nursery() as nursery:
+        ref: Ref = await nursery.start(subject.run)
+        ref.tell(Stall())
+        await trio.testing.wait_all_tasks_blocked()
+        ref.tell(Stop())
+        nursery.start_soon(ask, ref)
+        await trio.testing.wait_all_tasks_blocked()
+        subject.release.set()
+    assert outcome == ["gone"]

@@ -1,0 +1,105 @@
+"""The store: what is answered is written, writes share transactions, bad rows fail alone."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import attrs
+import pytest
+import trio
+
+from sandkasten.actors.actor import Ref
+from sandkasten.actors.store import FindByKey, ForgetEnded, Get, ListSessions, LiveSessions, Put, Store
+from sandkasten.errors import StoreFailed
+from sandkasten.lifecycle import Event
+from sandkasten.model import Status
+from sandkasten.store.database import DatabaseTooNew, open_database
+from sandkasten.store.sessions import KernelIdentity, SessionRecord
+from tests.strategies import make_record
+
+
+@pytest.fixture
+async def store(tmp_path: Path, nursery: trio.Nursery) -> Ref:
+    ref: Ref = await nursery.start(Store(Ref("store"), tmp_path / "test.db").run)
+    return ref
+
+
+async def test_a_record_comes_back_as_it_was_put(store: Ref) -> None:
+    """Every field survives."""
+    record = make_record(
+        "a" * 24,
+        status=Status.DESTROYING,
+        identity=KernelIdentity(12, 34, 56),
+        ending=Event.EXPIRE,
+        ended_at=datetime.now(UTC),
+        idempotency_key="key",
+        max_lifetime_s=5.5,
+        labels={"a": "ü"},
+    )
+    await store.ask(Put(record))
+    assert await store.ask(Get("a" * 24)) == record
+    assert await store.ask(FindByKey("key")) == record
+    assert await store.ask(Get("b" * 24)) is None
+
+
+async def test_live_and_ended_sessions_are_told_apart(store: Ref) -> None:
+    """What may exist in the kernel is found again after a restart; the rest is history."""
+    for index, status in enumerate(Status):
+        await store.ask(Put(make_record(f"{index:024x}", status=status)))
+    live = {record.session.status for record in await store.ask(LiveSessions())}
+    assert live == {Status.CREATING, Status.RUNNING, Status.PAUSED, Status.DESTROYING}
+    assert len(await store.ask(ListSessions(None, 100))) == len(Status)
+    assert [each.session.status for each in await store.ask(ListSessions(Status.LOST, 100))] == [Status.LOST]
+
+
+async def test_old_ended_records_are_forgotten_and_live_ones_never(store: Ref) -> None:
+    """History is bounded; a live session's record is never dropped, however old."""
+    past = datetime.now(UTC) - timedelta(days=9)
+    await store.ask(Put(make_record("a" * 24, status=Status.EXPIRED, ended_at=past)))
+    await store.ask(Put(make_record("b" * 24, status=Status.RUNNING, ended_at=past)))
+    assert await store.ask(ForgetEnded(datetime.now(UTC) - timedelta(days=7))) == 1
+    assert await store.ask(Get("a" * 24)) is None
+    assert await store.ask(Get("b" * 24)) is not None
+
+
+async def test_one_refused_write_does_not_take_its_batch_along(store: Ref) -> None:
+    """A duplicate idempotency key fails alone although it shares a transaction with others."""
+    outcomes: dict[str, str] = {}
+
+    async def put(record: SessionRecord) -> None:
+        try:
+            await store.ask(Put(record))
+            outcomes[record.session.id] = "written"
+        except StoreFailed:
+            outcomes[record.session.id] = "refused"
+
+    records = [make_record(f"{index:024x}") for index in range(50)]
+    records[20] = attrs.evolve(records[20], idempotency_key="same")
+    records[30] = attrs.evolve(records[30], idempotency_key="same")
+    async with trio.open_nursery() as nursery:
+        for record in records:
+            nursery.start_soon(put, record)
+    assert sorted(outcomes.values()).count("refused") == 1
+    assert len(await store.ask(LiveSessions())) == 49
+
+
+async def test_what_was_answered_survives_a_reopening(tmp_path: Path) -> None:
+    """The answer means durable: a second incarnation reads what the first was asked to write."""
+    path = tmp_path / "test.db"
+    for number in range(2):
+        async with trio.open_nursery() as nursery:
+            ref: Ref = await nursery.start(Store(Ref("store"), path).run)
+            assert len(await ref.ask(LiveSessions())) == number
+            await ref.ask(Put(make_record(f"{number:024x}")))
+            nursery.cancel_scope.cancel()
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_database_from_the_future_is_refused(tmp_path: Path) -> None:
+    """A downgrade is said, not guessed at."""
+    database = open_database(tmp_path / "test.db")
+    database.execute("PRAGMA user_version=9999")
+    database.close()
+    with pytest.raises(DatabaseTooNew):
+        open_database(tmp_path / "test.db")

@@ -1,0 +1,56 @@
+"""Fixtures for all tests: probed reasons to skip, and the leak check that fails whatever a test leaves behind.
+
+pytest is made a child subreaper (prctl(2)), so that every process a test started, however often it forked, stays its
+descendant; a leak is then a fact, not a guess. Leftovers are removed before the test is failed, so that one culprit
+does not fail its successors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import leaks
+
+_PR_SET_CHILD_SUBREAPER = 36
+_CAP_SYS_ADMIN = 21
+
+
+def pytest_configure() -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _why_no_kernel() -> str | None:
+    if os.geteuid() != 0:
+        return "needs root"
+    status = Path("/proc/self/status").read_text().splitlines()
+    effective = next(line.split()[1] for line in status if line.startswith("CapEff"))
+    if not int(effective, 16) & 1 << _CAP_SYS_ADMIN:
+        return "needs CAP_SYS_ADMIN"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what lies under `kernel/` and `e2e/`, and skip it with the probed reason where it can't run."""
+    reason = _why_no_kernel()
+    for item in items:
+        folder = Path(item.path).relative_to(Path(__file__).parent).parts[0]
+        if folder in ("kernel", "e2e"):
+            item.add_marker(getattr(pytest.mark, folder))
+            if reason is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing() -> Iterator[None]:
+    """Fail a test that leaves a mount, cgroup, process, descriptor or directory behind."""
+    before = leaks.Snapshot.take()
+    yield
+    left = before.wait_for_difference_to_vanish()
+    if left:
+        leaks.clean_up(before)
+        pytest.fail("left behind:\n" + "\n".join(left), pytrace=False)

@@ -1,0 +1,59 @@
+"""The state table, against an oracle and by random walks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sandkasten.lifecycle import ENDED, LIVE, USABLE, Event, IllegalTransition, next_status
+from sandkasten.model import Status
+
+_STARTS_AN_END = (Event.DESTROY, Event.EXPIRE, Event.DIED, Event.BUILD_FAILED)
+
+
+@given(st.lists(st.sampled_from(list(Event)), max_size=30))
+def test_no_walk_leaves_a_final_state_or_skips_the_teardown(events: list[Event]) -> None:
+    """A session ends only out of `destroying`, or as `lost`; once ended it stays so."""
+    status, cause = Status.CREATING, None
+    for event in events:
+        before = status
+        try:
+            status = next_status(status, event, cause=cause)
+        except IllegalTransition:
+            continue
+        if status is Status.DESTROYING and before is not Status.DESTROYING:
+            cause = event
+        assert before not in ENDED
+        if status in ENDED:
+            assert before is Status.DESTROYING or status is Status.LOST
+
+
+@pytest.mark.parametrize(
+    ("cause", "final"),
+    [
+        (Event.DESTROY, Status.DESTROYED),
+        (Event.EXPIRE, Status.EXPIRED),
+        (Event.DIED, Status.CRASHED),
+        (Event.BUILD_FAILED, Status.CRASHED),
+    ],
+)
+def test_the_first_cause_names_the_final_state(cause: Event, final: Status) -> None:
+    """What began the destruction decides how it is called."""
+    assert next_status(Status.DESTROYING, Event.TORN_DOWN, cause=cause) is final
+
+
+def test_every_live_state_can_be_destroyed_and_no_ended_one_can() -> None:
+    """`DELETE` always has an answer; ended sessions never come back."""
+    for status in LIVE:
+        assert next_status(status, Event.DESTROY) is Status.DESTROYING
+    for status in ENDED:
+        for event in Event:
+            with pytest.raises(IllegalTransition):
+                next_status(status, event, cause=Event.DESTROY)
+
+
+def test_only_running_sessions_serve() -> None:
+    """Paused and half-built ones don't."""
+    assert set(USABLE) == {Status.RUNNING}
+    assert LIVE | ENDED == frozenset(Status)

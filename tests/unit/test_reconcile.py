@@ -1,0 +1,57 @@
+"""What is decided about each session after a restart."""
+
+from __future__ import annotations
+
+import pytest
+
+from nsinit.protocol import Found, Identity
+from sandkasten.lifecycle import Event
+from sandkasten.model import Status
+from sandkasten.reconcile import Action, plan_reconciliation
+from sandkasten.store.sessions import KernelIdentity
+from tests.strategies import make_record
+
+ID = "a" * 24
+KERNEL = KernelIdentity(pid=10, start_ticks=20, pid_ns=30)
+
+
+def _found(pid: int = 10, start_ticks: int = 20, pid_ns: int = 30) -> Found:
+    return Found(ID, Identity(pid, start_ticks, pid_ns, 524288), has_cgroup=True, has_files=True)
+
+
+def test_what_runs_as_recorded_is_adopted() -> None:
+    """Live sandboxes survive their daemon."""
+    record = make_record(ID, identity=KERNEL)
+    assert [each.action for each in plan_reconciliation([record], [_found()])] == [Action.ADOPT]
+
+
+@pytest.mark.parametrize("found", [_found(pid=11), _found(start_ticks=21), _found(pid_ns=31)])
+def test_another_process_under_the_same_id_is_not_adopted(found: Found) -> None:
+    """Pid, start time and namespace must all agree."""
+    (decision,) = plan_reconciliation([make_record(ID, identity=KERNEL)], [found])
+    assert (decision.action, decision.event) == (Action.FINISH, Event.NOT_FOUND)
+
+
+@pytest.mark.parametrize("found", [[], [Found(ID, None, has_cgroup=True, has_files=True)]])
+def test_what_is_gone_is_finished_as_lost(found: list[Found]) -> None:
+    """The kernel is the truth: files or an empty cgroup are no sandbox."""
+    (decision,) = plan_reconciliation([make_record(ID, identity=KERNEL)], found)
+    assert (decision.action, decision.event) == (Action.FINISH, Event.NOT_FOUND)
+
+
+def test_a_half_built_session_is_undone_even_when_it_runs() -> None:
+    """Nobody was ever told of it."""
+    (decision,) = plan_reconciliation([make_record(ID, status=Status.CREATING)], [_found()])
+    assert (decision.action, decision.event) == (Action.FINISH, Event.BUILD_FAILED)
+
+
+def test_a_begun_end_is_finished_with_its_own_cause() -> None:
+    """An expiry that a crash interrupted still ends as `expired`."""
+    record = make_record(ID, status=Status.DESTROYING, ending=Event.EXPIRE, identity=KERNEL)
+    (decision,) = plan_reconciliation([record], [_found()])
+    assert (decision.action, decision.event) == (Action.FINISH, Event.EXPIRE)
+
+
+def test_what_the_store_does_not_know_is_reaped() -> None:
+    """Nothing leaks, not even what a lost database forgot."""
+    assert [each.action for each in plan_reconciliation([], [_found()])] == [Action.REAP]
