@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, assert_never
 
 import attrs
 import trio
 
-from nsinit.protocol import ImageKind
 from runner import protocol as runner_protocol
 from sandkasten.actors import store as store_actor
 from sandkasten.actors import zygote as zygote_actor
-from sandkasten.actors.actor import DEFERRED, Actor, Ask, Ref, Reply
-from sandkasten.actors.directory import SessionDirectory
+from sandkasten.actors.actor import DEFERRED, Actor, Ref, Reply
+from sandkasten.actors.exec_account import Account, cut_short
 from sandkasten.actors.exec_run import ExecRun, is_lost
+from sandkasten.actors.lease import Lease
+from sandkasten.actors.session_messages import Borrow, Destroy, Died, Expire, Loan, Message, OpenExec, Stats, Update
+from sandkasten.actors.session_setup import Creation, Services
 from sandkasten.errors import (
     Overloaded,
     RunnerLost,
@@ -35,11 +36,10 @@ from sandkasten.errors import (
     ZygoteLost,
 )
 from sandkasten.lifecycle import USABLE, Event, next_status
-from sandkasten.model import Cause, ExecEnd, Session, SessionPatch, SessionStats, Usage
-from sandkasten.runtime.cgroup_stats import CgroupStats, UsageReading
+from sandkasten.model import Cause, Session, SessionPatch
+from sandkasten.runtime.cgroup_stats import CgroupStats
 from sandkasten.runtime.oom_event import OomEvent
-from sandkasten.runtime.paths import DataPaths
-from sandkasten.runtime.plan import Resolved, plan_limits, plan_sandbox
+from sandkasten.runtime.plan import plan_limits, plan_sandbox
 from sandkasten.runtime.runner_link import RunnerLink
 from sandkasten.store.sessions import KernelIdentity, SessionRecord
 
@@ -55,79 +55,7 @@ _DEATH_NEWS_S = 2.0
 """How long after a lost connection the news of PID 1's death may take."""
 
 _FULL_MAILBOX_PAUSE_S = 0.02
-_SIGKILL = 9
-
-
-@attrs.frozen
-class OpenExec(Ask[None]):
-    """Run a command; answered when the shell has taken it."""
-
-    run: ExecRun
-
-
-@attrs.frozen
-class Borrow(Ask["Loan"]):
-    """Use the runner link for a file; counts as activity until the loan's event is set."""
-
-
-@attrs.frozen
-class Loan:
-    """Who borrows sets `done` when finished."""
-
-    link: RunnerLink
-    done: trio.Event
-
-
-@attrs.frozen
-class Stats(Ask[SessionStats]):
-    pass
-
-
-@attrs.frozen
-class Update(Ask[Session]):
-    patch: SessionPatch
-
-
-@attrs.frozen
-class Destroy(Ask[Session]):
-    """End the session; answers its final state."""
-
-
-@attrs.frozen
-class Expire(Ask[None]):
-    """The lease may have run out."""
-
-
-@attrs.frozen
-class Died:
-    """PID 1 is gone, or can't be trusted any more."""
-
-    reason: str
-
-
-Message = OpenExec | Borrow | Stats | Update | Destroy | Expire | Died
-
-
-@attrs.frozen
-class Services:
-    """What a session needs of the rest of the tree. `cgroup_dirs` is `nsinit.protocol.Ready.cgroup_dirs`."""
-
-    store: Ref
-    zygote: Ref
-    directory: SessionDirectory
-    paths: DataPaths
-    cgroup_dirs: Mapping[str, str]
-    shell_queue_length: int
-
-
-@attrs.frozen
-class Creation:
-    """How to make a new sandbox. `env` goes to the runner and nowhere else."""
-
-    resolved: Resolved
-    image: str
-    image_kind: ImageKind
-    env: Mapping[str, str] = attrs.field(repr=False)
+_INIT_ENDED = "its init process ended"
 
 
 class SessionActor(Actor):
@@ -140,10 +68,7 @@ class SessionActor(Actor):
         self._record = record
         self._creation = creation
         self._services = services
-        self._active = 0
-        self._idle_end = math.inf
-        self._hard_end = math.inf
-        self._lease_scope: trio.CancelScope | None = None
+        self._lease = Lease()
         self._persisted_at = -math.inf
         self._runs: list[ExecRun] = []
         self._sandbox: zygote_actor.Sandbox | None = None
@@ -179,7 +104,7 @@ class SessionActor(Actor):
             return
         self._renew()
         self._nursery.start_soon(self._watch_init)
-        self._nursery.start_soon(self._watch_lease)
+        self._nursery.start_soon(self._lease.watch, self._report_lease_end)
         if self._oom is not None:
             self._nursery.start_soon(self._watch_oom, self._oom)
         self.ready.set(self.session)
@@ -187,7 +112,7 @@ class SessionActor(Actor):
     async def on_stop(self) -> None:
         for run in self._runs:
             if not run.has_ended:
-                run.finish(self._cut_short(run, Cause.SANDBOX_DIED))
+                run.finish(cut_short(run, Cause.SANDBOX_DIED, self.session.cwd))
         if self._link is not None:
             self._link.close()
         if self._sandbox is not None:
@@ -214,7 +139,7 @@ class SessionActor(Actor):
             case Destroy():
                 return await self._finish(Event.DESTROY, None)
             case Expire():
-                if trio.current_time() >= self._lease_end:
+                if self._lease.has_ended:
                     await self._finish(Event.EXPIRE, "its time to live ran out")
                 return None
             case Died(reason):
@@ -321,23 +246,22 @@ class SessionActor(Actor):
 
     async def _run_exec(self, run: ExecRun, started: Reply[None]) -> None:
         assert self._link is not None
-        before = self._stats.read_usage()
-        kills, refusals = self._stats.read_oom_kills(), self._stats.read_pids_refused()
+        account = Account.open(self._stats)
         try:
             with run.scope:
                 reply = await run.drive(self._link, started)
-                run.finish(self._end_of(run, reply, before, kills, refusals))
+                run.finish(account.close(run, reply, self._stats))
                 self._change(cwd=reply.cwd)
             if not run.has_ended:  # its reader left, which cancelled it
-                run.finish(self._cut_short(run, Cause.CANCELLED))
+                run.finish(cut_short(run, Cause.CANCELLED, self.session.cwd))
         except SandkastenError as error:
-            await self._judge(run, error)
+            await self._judge(run, started, error)
         finally:
             started.fail(self.gone())  # no effect when it was answered
             self._runs.remove(run)
             self._end_activity()
 
-    async def _judge(self, run: ExecRun, error: SandkastenError) -> None:
+    async def _judge(self, run: ExecRun, started: Reply[None], error: SandkastenError) -> None:
         """A command failed below the shell: find out whether the sandbox is dead, hostile, or only said no."""
         if isinstance(error, RunnerLost):
             with trio.move_on_after(_DEATH_NEWS_S):
@@ -345,45 +269,13 @@ class SessionActor(Actor):
         if isinstance(error, RunnerProtocolError):
             await self._tell_self(Died(f"its init broke the protocol: {error}"))
         if self._has_died.is_set() and run.started_at is not None:
-            run.finish(self._cut_short(run, Cause.SANDBOX_DIED))
+            run.finish(cut_short(run, Cause.SANDBOX_DIED, self.session.cwd))
         else:
-            run.fail(error if not is_lost(error) or not self._has_died.is_set() else self.gone())
-
-    def _end_of(
-        self, run: ExecRun, reply: runner_protocol.ExecReply, before: UsageReading, kills: int, refusals: int
-    ) -> ExecEnd:
-        after = self._stats.read_usage()
-        cause = Cause(reply.cause)
-        if reply.exit_code != 0 and cause not in (Cause.TIMED_OUT, Cause.CANCELLED):
-            if self._stats.read_oom_kills() > kills:
-                cause = Cause.OOM
-            elif self._stats.read_pids_refused() > refusals:
-                cause = Cause.PIDS_LIMIT
-        return ExecEnd(
-            exec_id=run.exec_id,
-            exit_code=reply.exit_code,
-            signal=reply.signal,
-            cause=cause,
-            cwd=reply.cwd,
-            duration_ms=round(reply.duration_us / 1000),
-            timeout_ms=run.timeout_ms,
-            shell_restarted=reply.shell_restarted,
-            usage=_usage(before, after),
-        )
-
-    def _cut_short(self, run: ExecRun, cause: Cause) -> ExecEnd:
-        elapsed_s = trio.current_time() - run.started_at if run.started_at is not None else 0.0
-        return ExecEnd(
-            exec_id=run.exec_id,
-            exit_code=128 + _SIGKILL,
-            signal=_SIGKILL,
-            cause=cause,
-            cwd=self.session.cwd,
-            duration_ms=round(elapsed_s * 1000),
-            timeout_ms=run.timeout_ms,
-            shell_restarted=False,
-            usage=Usage(),
-        )
+            verdict = error
+            if self._has_died.is_set() and is_lost(error):
+                verdict = SessionExpired("session is crashed", status="crashed", reason=_INIT_ENDED)
+            started.fail(verdict)  # no effect when it was answered
+            run.fail(verdict)
 
     def _lend(self) -> Loan:
         self._require_usable()
@@ -418,42 +310,32 @@ class SessionActor(Actor):
     # Lease ------------------------------------------------------------------------------------------------------
 
     def _begin_activity(self) -> None:
-        self._active += 1
+        self._lease.active += 1
         self._renew()
 
     def _end_activity(self) -> None:
-        self._active -= 1
+        self._lease.active -= 1
         if not self._is_stopping:
             self._renew()
             if trio.current_time() - self._persisted_at > _PERSIST_EVERY_S:
-                self._persisted_at = trio.current_time()
-                try:
-                    self._services.store.tell(store_actor.Put(self._record))
-                except SandkastenError as error:  # the next renewal or state change writes it
-                    log.warning("lease_not_persisted", extra={"session": self.session.id, "error": str(error)})
-
-    @property
-    def _lease_end(self) -> float:
-        """When the session expires (`trio.current_time()`); a running command holds off all but the hard end."""
-        return self._hard_end if self._active else min(self._idle_end, self._hard_end)
+                self._persist_soon()
 
     def _renew(self) -> None:
-        """Start the time to live anew."""
-        now, moment = trio.current_time(), datetime.now(UTC)
-        self._idle_end = now + self.session.ttl_s
+        moment, lifetime_left_s = datetime.now(UTC), None
         if self._record.max_lifetime_s is not None:
-            lived_s = (moment - self.session.created_at).total_seconds()
-            self._hard_end = now + self._record.max_lifetime_s - lived_s
-        if self._lease_scope is not None:
-            self._lease_scope.deadline = self._lease_end
-        remaining = timedelta(seconds=min(self._idle_end, self._hard_end) - now)
-        self._change(last_activity=moment, expires_at=moment + remaining)
+            lifetime_left_s = self._record.max_lifetime_s - (moment - self.session.created_at).total_seconds()
+        remaining_s = self._lease.renew(ttl_s=self.session.ttl_s, lifetime_left_s=lifetime_left_s)
+        self._change(last_activity=moment, expires_at=moment + timedelta(seconds=remaining_s))
 
-    async def _watch_lease(self) -> None:
-        while True:
-            with trio.CancelScope(deadline=self._lease_end) as self._lease_scope:
-                await trio.sleep_forever()
-            await self._tell_self(Expire())
+    def _persist_soon(self) -> None:
+        self._persisted_at = trio.current_time()
+        try:
+            self._services.store.tell(store_actor.Put(self._record))
+        except SandkastenError as error:  # the next renewal or state change writes it
+            log.warning("lease_not_persisted", extra={"session": self.session.id, "error": str(error)})
+
+    async def _report_lease_end(self) -> None:
+        await self._tell_self(Expire())
 
     async def _tell_self(self, message: Expire | Died) -> None:
         """Put news into the own mailbox and, for an `Ask`, wait until it was served; waits when the mailbox is full."""
@@ -471,13 +353,16 @@ class SessionActor(Actor):
         assert self._sandbox is not None
         await trio.lowlevel.wait_readable(self._sandbox.pidfd.fileno())
         self._has_died.set()
-        await self._tell_self(Died("its init process ended"))
+        await self._tell_self(Died(_INIT_ENDED))
 
     async def _watch_oom(self, event: OomEvent) -> None:
+        known = 0
         while True:
-            await event.wait()
+            await event.wait()  # a v1 cgroup that is removed wakes us as well
             kills = self._stats.read_oom_kills()
-            log.warning("oom", extra={"session": self.session.id, "oom_kills": kills})
+            if kills > known:
+                known = kills
+                log.warning("oom", extra={"session": self.session.id, "oom_kills": kills})
 
     # Record -----------------------------------------------------------------------------------------------------
 
@@ -503,17 +388,6 @@ class _Marks:
         now = trio.current_time()
         self.phases[phase] = round((now - self._last) * 1000, 3)
         self._last = now
-
-
-def _usage(before: UsageReading, after: UsageReading) -> Usage:
-    """Return what the session used in between.
-
-    The peak is exact when the session's highest mark rose meanwhile; otherwise it is the higher of the two readings.
-    """
-    cpu_ms = (after.cpu_usec - before.cpu_usec) // 1000 if min(after.cpu_usec, before.cpu_usec) >= 0 else -1
-    rose = after.memory_peak_bytes > before.memory_peak_bytes
-    peak = after.memory_peak_bytes if rose else max(before.memory_bytes, after.memory_bytes)
-    return Usage(cpu_ms=cpu_ms, peak_memory_bytes=peak)
 
 
 def ended_error(session: Session) -> SessionExpired:

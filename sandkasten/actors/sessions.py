@@ -18,13 +18,14 @@ import attrs
 import trio
 
 from sandkasten.actors import images as images_actor
-from sandkasten.actors import session as session_actor
 from sandkasten.actors import store as store_actor
 from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Actor, Ask, Ref, Reply
 from sandkasten.actors.directory import SessionDirectory
 from sandkasten.actors.exec_run import unwrap
-from sandkasten.actors.session import Creation, Services, SessionActor
+from sandkasten.actors.session import SessionActor
+from sandkasten.actors.session_messages import Destroy
+from sandkasten.actors.session_setup import Creation, Services
 from sandkasten.config import Config
 from sandkasten.errors import Capacity, Conflict, SandboxError, SandkastenError, SessionNotFound, ShuttingDown
 from sandkasten.lifecycle import Event, next_status
@@ -151,14 +152,14 @@ class Sessions(Actor):
                 session = self._latest(known)
             else:
                 session = await self._create(spec, digest)
+            use.reply.set(session)
+            return session
         except SandkastenError as error:
             use.reply.fail(error)
             raise
         finally:
             use.reply.fail(SandboxError("the session was not created"))  # no effect when it was answered
             del self._keys[key]
-        use.reply.set(session)
-        return session
 
     async def _join(self, use: _KeyInUse, digest: str) -> Session:
         _require_same(use.digest, digest)
@@ -280,7 +281,7 @@ class Sessions(Actor):
     async def _destroy(self, ref: Ref) -> None:
         async with self._ends:
             try:
-                await ref.ask(session_actor.Destroy())
+                await ref.ask(Destroy())
             except SandkastenError as error:  # it ended on its own meanwhile, or the reaper will find it
                 log.info("destroy_skipped", extra={"actor": ref.name, "error": str(error)})
 

@@ -20,18 +20,20 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import trio
 
-from sandkasten.actors import images, reaper, session, sessions, store, zygote
+from sandkasten.actors import images, reaper, sessions, store, zygote
 from sandkasten.actors.actor import Ask, R, Ref
 from sandkasten.actors.directory import Entry, SessionDirectory
 from sandkasten.actors.exec_run import ExecRun
 from sandkasten.actors.files import LocalFileReader, LocalFileWriter, open_reader, open_writer
 from sandkasten.actors.output import collect
+from sandkasten.actors.session import ended_error
+from sandkasten.actors.session_messages import Borrow, Destroy, Loan, OpenExec, Stats, Update
 from sandkasten.actors.sessions import Node
 from sandkasten.actors.supervisor import ChildSpec
 from sandkasten.config import Config
 from sandkasten.errors import ActorGone, InvalidRequest, SandkastenError, SessionNotFound, TooLarge
 from sandkasten.images.catalog import Catalog
-from sandkasten.lifecycle import ENDED
+from sandkasten.lifecycle import ENDED, LIVE
 from sandkasten.model import (
     SESSION_ID,
     ExecResult,
@@ -127,7 +129,8 @@ class LocalSupervisor:
         return entry.session if entry is not None else await self._recorded(session_id)
 
     async def list(self, *, status: Status | None = None, ended: bool = False, limit: int = 1000) -> Sequence[Session]:
-        live = [entry.session for entry in self._directory if status is None or entry.session.status is status]
+        known = [entry.session for entry in self._directory]
+        live = [each for each in known if each.status is status or (status is None and each.status in LIVE)]
         if ended or status in ENDED:
             records = await self._store.ask(store.ListSessions(status, limit))
             ids = {each.id for each in live}
@@ -136,13 +139,13 @@ class LocalSupervisor:
 
     async def update(self, session_id: str, patch: SessionPatch) -> Session:
         entry = await self._live(session_id)
-        return await entry.ref.ask(session.Update(patch))
+        return await entry.ref.ask(Update(patch))
 
     async def destroy(self, session_id: str) -> Session:
         entry = self._directory.get(session_id)
         if entry is not None:
             try:
-                return await entry.ref.ask(session.Destroy())
+                return await entry.ref.ask(Destroy())
             except SandkastenError:
                 log.debug("destroy_raced", extra={"session": session_id})  # it ended on its own meanwhile
         recorded = await self._recorded(session_id)
@@ -152,7 +155,7 @@ class LocalSupervisor:
 
     async def stats(self, session_id: str) -> SessionStats:
         entry = await self._live(session_id)
-        return await entry.ref.ask(session.Stats())
+        return await entry.ref.ask(Stats())
 
     # Commands ---------------------------------------------------------------------------------------------------
 
@@ -165,7 +168,7 @@ class LocalSupervisor:
         run = ExecRun(spec, self._timeout_ms(spec))
         _check_command(spec, self._config.server.max_command_bytes)
         try:
-            await entry.ref.ask(session.OpenExec(run))
+            await entry.ref.ask(OpenExec(run))
             yield run
         finally:
             run.abandon()
@@ -197,9 +200,9 @@ class LocalSupervisor:
             yield writer
 
     @asynccontextmanager
-    async def _loan(self, session_id: str) -> AsyncIterator[session.Loan]:
+    async def _loan(self, session_id: str) -> AsyncIterator[Loan]:
         entry = await self._live(session_id)
-        loan = await entry.ref.ask(session.Borrow())
+        loan = await entry.ref.ask(Borrow())
         try:
             yield loan
         finally:
@@ -225,7 +228,7 @@ class LocalSupervisor:
         entry = self._directory.get(session_id)
         if entry is None:
             recorded = await self._recorded(session_id)
-            raise session.ended_error(recorded)
+            raise ended_error(recorded)
         return entry
 
     async def _recorded(self, session_id: str) -> Session:

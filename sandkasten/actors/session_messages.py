@@ -1,0 +1,61 @@
+"""What a session actor can be asked and told."""
+
+from __future__ import annotations
+
+import attrs
+import trio
+
+from sandkasten.actors.actor import Ask
+from sandkasten.actors.exec_run import ExecRun
+from sandkasten.model import Session, SessionPatch, SessionStats
+from sandkasten.runtime.runner_link import RunnerLink
+
+
+@attrs.frozen
+class OpenExec(Ask[None]):
+    """Run a command; answered when the shell has taken it."""
+
+    run: ExecRun
+
+
+@attrs.frozen
+class Borrow(Ask["Loan"]):
+    """Use the runner link for a file; counts as activity until the loan's event is set."""
+
+
+@attrs.frozen
+class Loan:
+    """Who borrows sets `done` when finished."""
+
+    link: RunnerLink
+    done: trio.Event
+
+
+@attrs.frozen
+class Stats(Ask[SessionStats]):
+    pass
+
+
+@attrs.frozen
+class Update(Ask[Session]):
+    patch: SessionPatch
+
+
+@attrs.frozen
+class Destroy(Ask[Session]):
+    """End the session; answers its final state."""
+
+
+@attrs.frozen
+class Expire(Ask[None]):
+    """The lease may have run out."""
+
+
+@attrs.frozen
+class Died:
+    """PID 1 is gone, or can't be trusted any more."""
+
+    reason: str
+
+
+Message = OpenExec | Borrow | Stats | Update | Destroy | Expire | Died

@@ -1,0 +1,62 @@
+"""The lease, on a virtual clock: renewal, activity, the hard end."""
+
+from __future__ import annotations
+
+import trio
+import trio.testing
+
+from sandkasten.actors.lease import Lease
+
+
+async def _ends(lease: Lease, seconds: float) -> list[float]:
+    """Return at which times, from now, the lease said that it ended, watched for so long."""
+    began, ends = trio.current_time(), []
+
+    async def note() -> None:
+        ends.append(trio.current_time() - began)
+        await trio.sleep(1000)
+
+    with trio.move_on_after(seconds):
+        await lease.watch(note)
+    return ends
+
+
+async def test_an_idle_lease_ends_after_its_time_to_live(autojump_clock: trio.testing.MockClock) -> None:
+    """Not before and not much later."""
+    lease = Lease()
+    assert lease.renew(ttl_s=60, lifetime_left_s=None) == 60
+    assert await _ends(lease, 900) == [60]
+    assert lease.has_ended
+
+
+async def test_a_renewal_moves_the_end_while_it_is_watched(autojump_clock: trio.testing.MockClock) -> None:
+    """The watcher needs no wake-up to learn of it."""
+    lease = Lease()
+    lease.renew(ttl_s=60, lifetime_left_s=None)
+
+    async def renew_later() -> None:
+        await trio.sleep(50)
+        lease.renew(ttl_s=60, lifetime_left_s=None)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(renew_later)
+        assert await _ends(lease, 900) == [110]
+
+
+async def test_activity_holds_the_idle_end_off_and_not_the_hard_one(autojump_clock: trio.testing.MockClock) -> None:
+    """A running command keeps a session alive, up to its maximum lifetime."""
+    lease = Lease()
+    lease.active = 1
+    lease.renew(ttl_s=10, lifetime_left_s=None)
+    assert await _ends(lease, 900) == []
+    lease.renew(ttl_s=10, lifetime_left_s=300)
+    assert await _ends(lease, 900) == [300]
+
+
+async def test_the_hard_end_is_not_moved_by_renewals(autojump_clock: trio.testing.MockClock) -> None:
+    """What remains is the smaller of both."""
+    lease = Lease()
+    assert lease.renew(ttl_s=60, lifetime_left_s=100) == 60
+    await trio.sleep(59)
+    assert lease.renew(ttl_s=60, lifetime_left_s=41) == 41
+    assert await _ends(lease, 900) == [41]

@@ -1,0 +1,37 @@
+"""One daemon for the tests that only use it; tests about its own life start theirs."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.daemon import Daemon, running_daemon
+
+
+@pytest.fixture
+def data_dir() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with (
+        tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory,
+        running_daemon(Path(directory)) as daemon,
+    ):
+        daemon.wait_url()
+        yield daemon
+
+
+@pytest.fixture
+def client(daemon: Daemon) -> Iterator[httpx.Client]:
+    """A client of the shared daemon; every session it made is gone afterwards."""
+    with daemon.client() as client:
+        yield client
+        for session in client.get("/v1/sessions").json():
+            client.delete(f"/v1/sessions/{session['id']}")

@@ -1,0 +1,135 @@
+"""The daemon as a process: what it prints, how it stops, and what is left after each kind of end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests import leaks
+from tests.e2e.daemon import KEY, running_daemon
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_ends_sessions_and_leaves_nothing(data_dir: Path, number: signal.Signals) -> None:
+    """No process, cgroup, mount or session file outlives a Ctrl-C (the leak check looks at the rest)."""
+    with running_daemon(data_dir) as daemon, daemon.client() as client:
+        session = client.post("/v1/sessions", json={}).json()["id"]
+        client.post(f"/v1/sessions/{session}/exec", json={"cmd": "sleep 1000 & disown"})
+        assert daemon.stop(number) == 0
+    for name in ("sessions", "run", "trash"):
+        assert list((data_dir / name).iterdir()) == []
+
+
+def test_the_printed_curl_line_works_when_pasted(data_dir: Path) -> None:
+    """A new user's first request, by a shell, with the key that was made on the first start."""
+    with running_daemon(data_dir, SANDKASTEN_API_KEY="") as daemon:
+        daemon.wait_url()
+        key_file = data_dir / "api-key"
+        assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
+        line = next(line for line in daemon.printed if line.lstrip().startswith("curl"))
+        assert key_file.read_text().strip() not in "\n".join(daemon.printed + daemon.log)
+        done = subprocess.run(["bash", "-c", line.strip()], capture_output=True, text=True, timeout=30, check=False)
+        assert '"status"' in done.stdout, done.stderr
+
+
+def test_sessions_survive_a_killed_daemon_and_the_next_one_serves_them(data_dir: Path) -> None:
+    """kill -9: the sandbox runs on, a restart finds it with its shell state, and then nothing is left over."""
+    with running_daemon(data_dir) as first, first.client() as client:
+        session = client.post("/v1/sessions", json={"ttl_seconds": 600}).json()["id"]
+        client.post(f"/v1/sessions/{session}/exec", json={"cmd": "kept=alive; cd /tmp"})
+        first.process.kill()
+        first.process.wait()
+    with running_daemon(data_dir) as second, second.client() as client:
+        assert client.get(f"/v1/sessions/{session}").json()["status"] == "running"
+        answer = client.post(f"/v1/sessions/{session}/exec", json={"cmd": "echo $kept; pwd"}).json()
+        assert answer["output"] == "alive\n/tmp\n"
+        assert client.delete(f"/v1/sessions/{session}").json() == {"ok": True}
+        assert second.stop() == 0
+
+
+def test_a_session_whose_processes_died_with_the_machine_is_lost_and_cleaned_up(data_dir: Path) -> None:
+    """After a reboot the record remains, the kernel has nothing; its files go and the state says so."""
+    with running_daemon(data_dir) as first, first.client() as client:
+        session = client.post("/v1/sessions", json={}).json()["id"]
+        first.process.kill()
+        first.process.wait()
+    for pid, _ in leaks.descendants(os.getpid()):
+        os.kill(pid, signal.SIGKILL)
+    with running_daemon(data_dir) as second, second.client() as client:
+        assert client.get(f"/v1/sessions/{session}").json()["status"] in ("lost", "running")
+        second.stop()
+    assert list((data_dir / "sessions").iterdir()) == []
+
+
+def test_ignored_signals_of_the_daemon_are_not_handed_down(data_dir: Path) -> None:
+    """Started by nohup or with `&`, a daemon ignores SIGHUP, SIGINT and SIGQUIT; commands must not."""
+    ignored = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
+    try:
+        with running_daemon(data_dir) as daemon, daemon.client() as client:
+            session = client.post("/v1/sessions", json={}).json()["id"]
+            body = {"cmd": "grep -E '^Sig(Blk|Ign)' /proc/self/status"}
+            output = client.post(f"/v1/sessions/{session}/exec", json=body).json()["output"]
+            daemon.stop(signal.SIGTERM)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert output == "SigBlk:\t0000000000000000\nSigIgn:\t0000000000000000\n"
+
+
+def test_a_unix_socket_serves_beside_tcp_and_is_private(data_dir: Path) -> None:
+    """Mode 0600, and gone after the stop."""
+    path = data_dir / "api.sock"
+    with running_daemon(data_dir, "--listen", f"unix:{path}") as daemon:
+        daemon.wait_url()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        transport = httpx.HTTPTransport(uds=str(path))
+        with httpx.Client(transport=transport, base_url="http://localhost") as client:
+            assert client.get("/healthz").status_code == 200
+            answer = client.get("/v1/sessions", headers={"Authorization": f"Bearer {KEY}"})
+            assert answer.json() == []
+        daemon.stop()
+    assert not path.exists()
+
+
+def test_a_second_daemon_on_the_same_data_is_refused_with_a_sentence(data_dir: Path) -> None:
+    """One line that says what is wrong, and exit status 1."""
+    with running_daemon(data_dir) as first:
+        first.wait_url()
+        with running_daemon(data_dir) as second:
+            assert second.process.wait(30) == 1
+            assert any("another daemon" in line for line in second.log)
+
+
+def test_a_pytest_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    """The guardian ends what a killed test run started: daemon, fork server, sandboxes, cgroups, directories."""
+    script = tmp_path / "run_and_die.py"
+    script.write_text(
+        "import os, signal, tempfile\n"
+        "from pathlib import Path\n"
+        "from tests.e2e.daemon import running_daemon\n"
+        "with running_daemon(Path(tempfile.mkdtemp(prefix='sandkasten-test-'))) as daemon:\n"
+        "    with daemon.client() as client:\n"
+        "        print(client.post('/v1/sessions', json={}).json()['id'], flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    root = Path(__file__).parents[2]
+    python = sys.executable
+    done = subprocess.run(
+        [python, str(root / "tests/guardian.py"), python, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert len(done.stdout.strip()) == 24, done.stderr
+    assert done.returncode == 128 + signal.SIGKILL

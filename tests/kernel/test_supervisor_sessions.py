@@ -1,0 +1,322 @@
+"""Sessions on the real kernel: life, death, lease, limits on the way in, and what a restart finds."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import attrs
+import pytest
+import trio
+
+from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.app import open_supervisor
+from sandkasten.config import Config, ConfigError, Server
+from sandkasten.errors import (
+    Capacity,
+    Conflict,
+    InvalidImage,
+    InvalidRequest,
+    SandkastenError,
+    SessionExpired,
+    SessionNotFound,
+)
+from sandkasten.model import Cause, ExecSpec, Limits, Session, SessionPatch, SessionSpec, Status
+from tests.leaks import descendants
+
+PATIENCE_S = 10.0
+
+
+async def _wait_for(supervisor: LocalSupervisor, session: Session, status: Status) -> Session:
+    with trio.fail_after(PATIENCE_S):
+        while (now := await supervisor.get(session.id)).status is not status:
+            await trio.sleep(0.01)
+    return now
+
+
+def _init_pid(supervisor: LocalSupervisor, session: Session) -> int:
+    """Return the host's pid of the sandbox's PID 1, found by the host name in its own namespace."""
+    wanted = f"sk-{session.id[:8]}"
+    for pid, _ in descendants(os.getpid()):
+        status = Path(f"/proc/{pid}/status").read_text()
+        namespace_pids = next(line.split()[1:] for line in status.splitlines() if line.startswith("NSpid"))
+        if len(namespace_pids) > 1 and namespace_pids[-1] == "1" and _hostname(pid) == wanted:
+            return pid
+    raise AssertionError(f"no init process of {session.id}")
+
+
+def _hostname(pid: int) -> str:
+    """Return the host name of a process by a helper that joins its UTS namespace."""
+    read_fd, write_fd = os.pipe()
+    child = os.fork()
+    if child == 0:
+        import ctypes
+
+        fd = os.open(f"/proc/{pid}/ns/uts", os.O_RDONLY)
+        ctypes.CDLL(None).setns(fd, 0)
+        os.write(write_fd, os.uname().nodename.encode())
+        os._exit(0)
+    os.close(write_fd)
+    os.waitpid(child, 0)
+    with os.fdopen(read_fd, "rb") as pipe:
+        return pipe.read().decode()
+
+
+def _nsinit_pid() -> int:
+    for pid, _ in descendants(os.getpid()):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        if parent == os.getpid() and any(part.endswith(b"nsinit") for part in command):
+            return pid
+    raise AssertionError("nsinit is not running")
+
+
+async def test_a_session_runs_commands_and_ends(supervisor: LocalSupervisor) -> None:
+    """Create, exec with state, destroy; afterwards its id answers how it ended."""
+    session = await supervisor.create(SessionSpec())
+    assert session.status is Status.RUNNING
+    first = await supervisor.exec(session.id, ExecSpec("cd /tmp && export WHO=world"))
+    second = await supervisor.exec(session.id, ExecSpec('echo "hello $WHO"; echo oops >&2; pwd'))
+    assert (first.end.exit_code, first.end.cwd) == (0, "/tmp")
+    assert second.stdout == b"hello world\n/tmp\n"
+    assert second.stderr == b"oops\n"
+    ended = await supervisor.destroy(session.id)
+    assert ended.status is Status.DESTROYED
+    assert (await supervisor.get(session.id)).status is Status.DESTROYED
+    assert (await supervisor.destroy(session.id)).status is Status.DESTROYED
+    with pytest.raises(SessionExpired) as refused:
+        await supervisor.exec(session.id, ExecSpec("true"))
+    assert refused.value.details["status"] == "destroyed"
+
+
+async def test_ids_that_never_were_are_not_found(supervisor: LocalSupervisor) -> None:
+    """Wrong forms included."""
+    for session_id in ("f" * 24, "../../etc", "", "A" * 24, "f" * 1000):
+        with pytest.raises(SessionNotFound):
+            await supervisor.get(session_id)
+
+
+async def test_bad_requests_are_refused_before_anything_is_built(supervisor: LocalSupervisor) -> None:
+    """Image, workspace and ttl are checked first; nothing is recorded."""
+    with pytest.raises(InvalidImage):
+        await supervisor.create(SessionSpec(image="no-such-image"))
+    with pytest.raises(InvalidImage):
+        await supervisor.create(SessionSpec(image="../etc"))
+    with pytest.raises(InvalidRequest):
+        await supervisor.create(SessionSpec(workspace_id="../x"))
+    with pytest.raises(InvalidRequest):
+        await supervisor.create(SessionSpec(ttl_s=86_401))
+    assert await supervisor.list(ended=True) == []
+
+
+async def test_an_idle_session_expires_and_a_busy_one_does_not(supervisor: LocalSupervisor) -> None:
+    """A running command counts as activity; afterwards the time to live starts anew."""
+    session = await supervisor.create(SessionSpec(ttl_s=0.4))
+    result = await supervisor.exec(session.id, ExecSpec("sleep 0.8; echo done"))
+    assert result.stdout == b"done\n"
+    expired = await _wait_for(supervisor, session, Status.EXPIRED)
+    assert expired.reason == "its time to live ran out"
+
+
+async def test_a_maximum_lifetime_ends_even_a_busy_session(supervisor: LocalSupervisor) -> None:
+    """The hard end is hard: the running command is cut short and says so."""
+    session = await supervisor.create(SessionSpec(max_lifetime_s=0.5))
+    result = await supervisor.exec(session.id, ExecSpec("echo begun; sleep 60"))
+    assert result.end.cause is Cause.SANDBOX_DIED
+    assert result.stdout == b"begun\n"
+    await _wait_for(supervisor, session, Status.EXPIRED)
+
+
+async def test_a_patched_ttl_is_the_sessions_own(supervisor: LocalSupervisor) -> None:
+    """Renewal uses it from then on."""
+    session = await supervisor.create(SessionSpec(ttl_s=60))
+    patched = await supervisor.update(session.id, SessionPatch(ttl_s=3600, labels={"a": "b"}))
+    assert 3590 < (patched.expires_at - patched.last_activity).total_seconds() <= 3600
+    assert patched.labels == {"a": "b"}
+
+
+async def test_a_sandbox_whose_init_dies_is_crashed_with_a_reason(supervisor: LocalSupervisor) -> None:
+    """Death is an event: within a second, and the running command ends with it."""
+    session = await supervisor.create(SessionSpec())
+    results = []
+
+    async def run() -> None:
+        results.append(await supervisor.exec(session.id, ExecSpec("echo begun; sleep 60")))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run)
+        with trio.fail_after(PATIENCE_S):
+            while not await _is_running(supervisor, session):
+                await trio.sleep(0.01)
+        os.kill(_init_pid(supervisor, session), signal.SIGKILL)
+        began = trio.current_time()
+        crashed = await _wait_for(supervisor, session, Status.CRASHED)
+        assert trio.current_time() - began < 1.0
+    assert crashed.reason == "its init process ended"
+    assert results[0].end.cause is Cause.SANDBOX_DIED
+
+
+async def test_an_idempotency_key_makes_one_session(supervisor: LocalSupervisor) -> None:
+    """At the same time, later, after the end; with another spec it is a conflict."""
+    spec = SessionSpec(idempotency_key="k1")
+    sessions: list[Session] = []
+
+    async def create() -> None:
+        sessions.append(await supervisor.create(spec))
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(5):
+            nursery.start_soon(create)
+    assert len({session.id for session in sessions}) == 1
+    assert (await supervisor.create(spec)).id == sessions[0].id
+    with pytest.raises(Conflict):
+        await supervisor.create(attrs.evolve(spec, ttl_s=5))
+
+
+async def test_admission_is_bounded(config: Config) -> None:
+    """One more than allowed is refused with advice to come back, and a freed place is given again."""
+    async with open_supervisor(attrs.evolve(config, server=Server(max_sessions=2, vessels=0))) as supervisor:
+        outcomes: list[str] = []
+
+        async def create() -> None:
+            try:
+                outcomes.append((await supervisor.create(SessionSpec())).id)
+            except Capacity as refused:
+                outcomes.append(f"refused {refused.retry_after_s}")
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(4):
+                nursery.start_soon(create)
+        assert outcomes.count("refused 1") == 2
+        await supervisor.destroy(next(each for each in outcomes if not each.startswith("refused")))
+        await supervisor.create(SessionSpec())
+
+
+async def test_a_failed_build_answers_and_leaves_nothing(supervisor: LocalSupervisor, data_dir: Path) -> None:
+    """An image that vanished under the catalog: the create fails, its record says crashed, nothing is left."""
+    (data_dir / "images/host/rootfs").rename(data_dir / "images/host/hidden")
+    with pytest.raises(SandkastenError):
+        await supervisor.create(SessionSpec())
+    (record,) = await supervisor.list(ended=True)
+    assert record.status is Status.CRASHED
+    assert os.listdir(data_dir / "sessions") == []
+
+
+async def test_stats_show_the_limits_and_the_use(supervisor: LocalSupervisor) -> None:
+    """Memory, cpu and pids of this session's own cgroup."""
+    session = await supervisor.create(SessionSpec(limits=Limits(cpu=0.5, memory_mb=64, pids=32)))
+    await supervisor.exec(session.id, ExecSpec("for i in $(seq 200); do :; done"))
+    stats = await supervisor.stats(session.id)
+    assert stats.memory_limit == 64 * 1024 * 1024
+    assert stats.pids_limit == 32
+    assert 0 < stats.memory_bytes <= stats.memory_limit
+    assert stats.cpu_usage_usec > 0
+    assert stats.pids >= 2
+
+
+async def test_a_memory_hog_is_killed_named_and_the_shell_lives(supervisor: LocalSupervisor) -> None:
+    """The cause says out of memory; state from before is still there."""
+    session = await supervisor.create(SessionSpec(limits=Limits(memory_mb=48)))
+    await supervisor.exec(session.id, ExecSpec("kept=yes"))
+    hog = await supervisor.exec(session.id, ExecSpec("python3 -c 'x = bytearray(200 << 20)'"))
+    assert hog.end.cause is Cause.OOM
+    assert hog.end.exit_code == 137
+    after = await supervisor.exec(session.id, ExecSpec("echo $kept"))
+    assert after.stdout == b"yes\n"
+
+
+async def test_a_fork_bomb_hits_its_limit_and_the_next_command_works(supervisor: LocalSupervisor) -> None:
+    """The pids limit holds and the timeout kills the whole tree."""
+    session = await supervisor.create(SessionSpec(limits=Limits(pids=40)))
+    bomb = await supervisor.exec(session.id, ExecSpec("b() { b | b & }; b; sleep 60", timeout_ms=500))
+    assert bomb.end.cause in (Cause.TIMED_OUT, Cause.PIDS_LIMIT, Cause.SHELL_DIED)
+    after = await supervisor.exec(session.id, ExecSpec("echo alive"))
+    assert after.stdout == b"alive\n"
+
+
+async def test_an_abandoned_command_is_cancelled_and_the_next_one_works(supervisor: LocalSupervisor) -> None:
+    """A client that leaves in the middle takes its command along, not the shell."""
+    session = await supervisor.create(SessionSpec())
+    with trio.move_on_after(0.3):
+        await supervisor.exec(session.id, ExecSpec("kept=1; sleep 60"))
+    after = await supervisor.exec(session.id, ExecSpec("echo $kept; pgrep -c sleep"))
+    assert after.stdout == b"1\n0\n"
+
+
+async def test_two_daemons_do_not_share_a_data_directory(supervisor: LocalSupervisor, config: Config) -> None:
+    """The second one is refused with a sentence."""
+    with pytest.raises(ConfigError, match="another daemon"):
+        async with open_supervisor(config):
+            pass
+
+
+async def test_the_fork_server_may_die_and_sessions_go_on(supervisor: LocalSupervisor) -> None:
+    """Running sandboxes don't notice; new ones wait for the next incarnation; teardown still works."""
+    session = await supervisor.create(SessionSpec())
+    os.kill(_nsinit_pid(), signal.SIGKILL)
+    result = await supervisor.exec(session.id, ExecSpec("echo still here"))
+    assert result.stdout == b"still here\n"
+    with trio.fail_after(PATIENCE_S):
+        while True:
+            try:
+                another = await supervisor.create(SessionSpec())
+                break
+            except SandkastenError:
+                await trio.sleep(0.05)
+    await supervisor.destroy(another.id)
+    assert (await supervisor.destroy(session.id)).status is Status.DESTROYED
+
+
+async def test_kept_sessions_are_adopted_by_the_next_daemon_with_shell_state(config: Config) -> None:
+    """`sessions_on_stop: keep`: the same shell answers after a restart."""
+    keeping = attrs.evolve(config, sessions_on_stop="keep")
+    async with open_supervisor(keeping) as supervisor:
+        session = await supervisor.create(SessionSpec(workspace_id="ws-1"))
+        await supervisor.exec(session.id, ExecSpec("kept=state; cd /tmp; echo data > /workspace/file"))
+    async with open_supervisor(config) as supervisor:
+        found = await supervisor.get(session.id)
+        assert found.status is Status.RUNNING
+        assert found.acquire_detail == "adopted"
+        result = await supervisor.exec(session.id, ExecSpec("echo $kept; pwd; cat /workspace/file"))
+        assert result.stdout == b"state\n/tmp\ndata\n"
+
+
+async def test_a_workspace_outlives_its_sessions_and_belongs_to_the_sandbox_user(
+    supervisor: LocalSupervisor, data_dir: Path
+) -> None:
+    """Destroying a session never touches what it had mounted."""
+    session = await supervisor.create(SessionSpec(workspace_id="project"))
+    await supervisor.exec(session.id, ExecSpec("echo precious > /workspace/file; mkdir /workspace/d; touch /workspace/d/x"))
+    await supervisor.destroy(session.id)
+    assert (data_dir / "workspaces/project/file").read_text() == "precious\n"
+    assert (data_dir / "workspaces/project/d/x").exists()
+    again = await supervisor.create(SessionSpec(workspace_id="project"))
+    result = await supervisor.exec(again.id, ExecSpec("cat file; stat -c '%u %a' file"))
+    assert result.stdout == b"precious\n1000 644\n"
+
+
+async def test_a_hundred_sessions_at_once(supervisor: LocalSupervisor) -> None:
+    """Concurrent creates and destroys neither fail nor share anything."""
+    sessions: list[Session] = []
+
+    async def create() -> None:
+        sessions.append(await supervisor.create(SessionSpec(limits=Limits(memory_mb=32, pids=16))))
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(100):
+            nursery.start_soon(create)
+    uids = set()
+    for session in sessions[::10]:
+        result = await supervisor.exec(session.id, ExecSpec("cat /proc/self/uid_map"))
+        uids.add(result.stdout.split()[1])
+    assert len({session.id for session in sessions}) == 100
+    assert len(uids) == 10
+    async with trio.open_nursery() as nursery:
+        for session in sessions:
+            nursery.start_soon(supervisor.destroy, session.id)
+    assert await supervisor.list() == []
+
+
+async def _is_running(supervisor: LocalSupervisor, session: Session) -> bool:
+    return (await supervisor.stats(session.id)).pids >= 3
