@@ -43,7 +43,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class SandboxPlan:
-    """Everything nsinit needs to build one sandbox. Names only; no path, no environment, no command."""
+    """Everything nsinit needs to build one sandbox. Names only; no path, no environment, no command.
+
+    `/tmp` gets at most half of the memory and `/dev/shm` a quarter, whatever `tmp_bytes` and `shm_bytes` say.
+    """
 
     session_id: str
     image: str
@@ -101,9 +104,10 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """List every session that has a cgroup, a run directory or a session directory. Answer: `Scanned`."""
+    """List sessions that have a cgroup, a run directory or a session directory, those after an id. Answer: `Scanned`."""
 
     seq: int
+    after: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +190,11 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
+    """Sessions in the order of their ids; `more`: ask again for those after the last one."""
+
     seq: int
     sessions: tuple[Found, ...]
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,16 +88,23 @@ async def _open_tree(
         catalog, node = await trio.to_thread.run_sync(_prepare, config)
         supervisor = LocalSupervisor(config, catalog, node, vessels=config.server.vessels)
         tree = ChildSupervisor([*supervisor.children(), *more(supervisor)])
+        stop = trio.CancelScope()
+
+        async def run_tree(*, task_status: trio.TaskStatus[None]) -> None:
+            with stop:
+                await tree.run(task_status=task_status)
+
         async with trio.open_nursery(strict_exception_groups=True) as nursery:
             with trio.fail_after(_START_S):
-                await nursery.start(tree.run)
+                await nursery.start(run_tree)
+            stop.shield = True  # from here on only we end it: whoever cancels us must not outrun the draining
             log.info("supervisor_started", extra={"node": node.id, "incarnation": node.incarnation})
             try:
                 yield supervisor
             finally:
                 if config.sessions_on_stop == "destroy":
                     await supervisor.drain()
-                nursery.cancel_scope.cancel()
+                stop.cancel()
 
 
 class _Announcement:

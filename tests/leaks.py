@@ -59,19 +59,20 @@ class Snapshot:
 
 
 def clean_up(before: Snapshot) -> None:
-    """Kill the processes and remove the cgroups that a failed test left."""
-    for pid, _ in descendants(os.getpid()):
-        if pid not in {known for known, _ in before.processes}:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    """Kill the processes and remove the cgroups that were left since `before`."""
+    known = {pid for pid, _ in before.processes}
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline:
+        processes = {pid for pid, _ in descendants(os.getpid())} - known
+        for pid in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         _reap()
-        left = [Path(each) for each in _idle_cgroups() if each not in before.cgroups]
-        for directory in sorted(left, key=lambda path: len(path.parts), reverse=True):
+        cgroups = {Path(each) for each in _idle_cgroups()} - {Path(each) for each in before.cgroups}
+        for directory in sorted(cgroups, key=lambda path: len(path.parts), reverse=True):
             with contextlib.suppress(OSError):
                 directory.rmdir()
-        if not left and descendants(os.getpid()) <= set(before.processes):
+        if not processes and not cgroups:
             return
         time.sleep(_PAUSE_S)
 

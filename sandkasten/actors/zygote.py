@@ -163,9 +163,14 @@ class Zygote(Actor):
         _expect(await self._request(message), protocol.Ok)
 
     async def _scan(self) -> Sequence[protocol.Found]:
-        answer = _expect(await self._request(protocol.Scan(self._link.next_seq())), protocol.Scanned)
-        found: Sequence[protocol.Found] = answer.message.sessions
-        return found
+        found: list[protocol.Found] = []
+        while True:
+            after = found[-1].session_id if found else ""
+            request = protocol.Scan(self._link.next_seq(), after)
+            scanned = _expect(await self._request(request), protocol.Scanned).message
+            found += scanned.sessions
+            if not scanned.more or not scanned.sessions:
+                return found
 
     async def _teardown(self, session_id: str) -> protocol.TornDown:
         answer = _expect(await self._request(protocol.Teardown(self._link.next_seq(), session_id)), protocol.TornDown)

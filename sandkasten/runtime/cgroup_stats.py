@@ -7,9 +7,9 @@ Sources: Documentation/admin-guide/cgroup-v2.rst; Documentation/admin-guide/cgro
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 import attrs
 
@@ -33,8 +33,8 @@ class CgroupStats:
 
     def __init__(self, dirs: Mapping[str, str], session_id: str) -> None:
         """`dirs` maps `unified` and v1 controllers to the directory that holds session cgroups (`Ready`)."""
-        self._dirs = {name: Path(path) / session_id for name, path in dirs.items()}
-        self._fds: dict[Path, int | None] = {}
+        self._dirs = {name: f"{path}/{session_id}" for name, path in dirs.items()}
+        self._fds: dict[tuple[str, str], int | None] = {}
 
     def read_usage(self) -> UsageReading:
         """Return what an exec is charged by; cheap enough for the hot path."""
@@ -104,20 +104,20 @@ class CgroupStats:
         return UNKNOWN
 
     def _read(self, home: str, name: str) -> str:
-        directory = self._dirs.get(home)
-        if directory is None:
-            return ""
-        path = directory / name
-        if path not in self._fds:
-            try:
-                self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                self._fds[path] = None
-        fd = self._fds[path]
+        fd = self._fds[home, name] if (home, name) in self._fds else self._open(home, name)
         try:
             return os.pread(fd, _READ_BYTES, 0).decode("ascii") if fd is not None else ""
         except OSError:  # ENODEV: the cgroup is gone
             return ""
+
+    def _open(self, home: str, name: str) -> int | None:
+        """Open a counter and remember it; None where the kernel has no such file."""
+        fd = None
+        if home in self._dirs:
+            with contextlib.suppress(FileNotFoundError):
+                fd = os.open(f"{self._dirs[home]}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+        self._fds[home, name] = fd
+        return fd
 
 
 _V1_LIMIT = "memory.limit_in_bytes"

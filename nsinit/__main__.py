@@ -1,0 +1,59 @@
+"""Entry of the fork server: `python -I -S -B <directory of this file>`, descriptor 3 is the daemon.
+
+Owns what must be true of the process before anything is forked from it: everything imported that PID 1 of a sandbox
+will ever need (no import works there), nothing inherited, not dumpable, one thread. Holds no secret, reads no argument.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+
+_CHANNEL_FD = 3
+_LIBRARY_SIGNALS = (32, 33)
+_CODECS = ("utf-8", "ascii", "latin-1", "idna")
+
+
+def main() -> None:
+    """Prepare the process and serve."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
+    sys.path.append(os.path.dirname(here))  # last: no module of ours can shadow the standard library's
+    import codecs
+    import ctypes
+    import socket
+    import traceback  # noqa: F401 - whoever prints an error inside the sandbox would import it
+
+    from nsinit import constants as k
+    from nsinit import syscalls
+    from nsinit.build import lock_imports
+    from nsinit.runner_kernel import RunnerKernel
+    from nsinit.zygote import serve
+    from runner import main as runner_main
+
+    for name in _CODECS:
+        codecs.lookup(name)
+    ctypes.CDLL("libgcc_s.so.1")  # the C library loads it late, from wherever / then is
+    kernel = RunnerKernel()
+    syscalls.close_range(_CHANNEL_FD + 1)
+    for signum in _LIBRARY_SIGNALS:
+        syscalls.reset_signal(signum)
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(signum, signal.SIG_IGN)
+    if os.getpid() != os.getpgrp():
+        os.setsid()
+    syscalls.prctl(k.PR_SET_DUMPABLE, 0)
+    syscalls.join_session_keyring()
+    os.umask(0o022)
+    assert len(os.listdir("/proc/self/task")) == 1
+    lock_imports()
+    gc.collect()
+    gc.freeze()
+    channel = socket.socket(fileno=_CHANNEL_FD)
+    serve(channel, lambda listener_fd, on_ready: runner_main.run(listener_fd, kernel, on_ready=on_ready))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""Finds the cgroup hierarchies, decides which one gives which controller, and owns the directory sessions live in.
+
+`locate` and `choose` are pure; `claim` and `release` change the tree. In a pure v2 tree a cgroup that hands controllers
+down may hold no process, so nsinit and the daemon move to a leaf of their own first.
+Sources: cgroups(7); Documentation/admin-guide/cgroup-v2.rst, "No Internal Process Constraint" and "Delegation".
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from nsinit.mountinfo import Mount, is_below
+from nsinit.network import write_file
+from nsinit.protocol import CgroupMode
+
+REQUIRED = ("memory", "cpu", "pids")
+OPTIONAL = ("cpuacct",)
+"""Counters v1 keeps apart; in v2 `cpu.stat` always has them."""
+
+
+class CgroupsUnusable(Exception):
+    """The machine offers no place where limits can be set; the text says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Own directory in each hierarchy, and where that hierarchy is mounted."""
+
+    unified: str | None
+    unified_mount: str | None
+    v1: dict[str, str]
+    v1_mounts: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The directories that hold session cgroups: `dirs` maps a controller, and `unified`, to one of them."""
+
+    mode: CgroupMode
+    dirs: dict[str, str]
+
+    @property
+    def unique(self) -> tuple[str, ...]:
+        """Each directory once, memory first (its attach is the dearest), the unified one last."""
+        order = sorted(self.dirs, key=lambda name: (name == "unified", name != "memory"))
+        return tuple(dict.fromkeys(self.dirs[name] for name in order))
+
+
+def locate(mounts: tuple[Mount, ...], own: dict[str, str]) -> Located:
+    """Return where this process is in every mounted hierarchy.
+
+    A hierarchy whose mount shows another part of the tree (a container with a foreign root) is left out.
+    """
+    unified = unified_mount = None
+    v1: dict[str, str] = {}
+    v1_mounts: dict[str, str] = {}
+    for mount in mounts:
+        if mount.fstype == "cgroup2" and unified is None and "" in own:
+            unified = _own_directory(mount, own[""])
+            unified_mount = mount.point if unified else None
+        elif mount.fstype == "cgroup":
+            for controller in mount.super_options & own.keys():
+                directory = _own_directory(mount, own[controller])
+                if directory and not controller.startswith("name="):
+                    v1.setdefault(controller, directory)
+                    v1_mounts.setdefault(controller, mount.point)
+    return Located(unified, unified_mount, v1, v1_mounts)
+
+
+def choose(located: Located, unified_controllers: frozenset[str]) -> CgroupMode:
+    """Return the mode, or raise `CgroupsUnusable` naming the controller nobody offers.
+
+    v2 wins only when it has all that is needed: a session spread over both kinds gains nothing.
+    """
+    if located.unified is not None and unified_controllers.issuperset(REQUIRED):
+        return "v2"
+    missing = [name for name in REQUIRED if name not in located.v1]
+    if missing:
+        raise CgroupsUnusable(
+            f"no cgroup controller for {', '.join(missing)}: mount the v1 hierarchy or enable it in the "
+            "parent's cgroup.subtree_control (systemd: Delegate=yes)"
+        )
+    return "hybrid" if located.unified is not None else "v1"
+
+
+def claim(located: Located, *, group: str, parent: str) -> Tree:
+    """Make the directory `group` in every hierarchy needed and return the tree; `parent` as in `protocol.Start`."""
+    controllers = _read_words(f"{located.unified}/cgroup.controllers") if located.unified else frozenset()
+    mode = choose(located, controllers)
+    if mode == "v2":
+        assert located.unified is not None
+        assert located.unified_mount is not None
+        directory = _claim_v2(located.unified, located.unified_mount, group=group, parent=parent)
+        return Tree(mode, dict.fromkeys((*REQUIRED, "unified"), directory))
+    dirs = {}
+    for name in (*REQUIRED, *(each for each in OPTIONAL if each in located.v1)):
+        base = located.v1[name] if parent == "auto" else _below(located.v1_mounts[name], parent)
+        dirs[name] = _make_group(base, group)
+    if located.unified is not None and located.unified_mount is not None:
+        base = located.unified if parent == "auto" else _below(located.unified_mount, parent)
+        dirs["unified"] = _make_group(base, group)
+    return Tree(mode, dirs)
+
+
+def release(tree: Tree, located: Located) -> None:
+    """Remove the group directories when no session is left in them, and move back out of the v2 leaf."""
+    group = tree.dirs["memory"]
+    leaf = f"{group}/{_LEAF}"
+    if tree.mode == "v2" and os.path.isdir(leaf) and not _has_sessions(group):
+        home = os.path.dirname(group)
+        try:
+            _set_controllers(group, "-")
+            _set_controllers(home, "-")
+            for pid in _read_words(f"{leaf}/cgroup.procs"):
+                write_file(f"{home}/cgroup.procs", pid)
+            os.rmdir(leaf)
+        except OSError:
+            return  # others joined or are still there: the next start works from this state
+    for directory in tree.unique:
+        try:
+            os.rmdir(directory)
+        except OSError:
+            pass  # sessions live on in it
+
+
+_LEAF = "daemon"
+
+
+def _claim_v2(own: str, mount_point: str, *, group: str, parent: str) -> str:
+    if parent != "auto":
+        return _enable(_below(mount_point, parent), group)
+    own = own.removesuffix(f"/{group}/{_LEAF}")
+    if not os.path.exists(f"{own}/cgroup.type"):  # only the real root has no such file, and it may hold processes
+        return _enable(own, group)
+    movable = {str(os.getpid()), str(os.getppid())}
+    if _read_words(f"{own}/cgroup.procs") <= movable and (directory := _move_to_leaf(own, group)):
+        return directory
+    if _read_words(f"{mount_point}/cgroup.subtree_control").issuperset(REQUIRED):
+        return _enable(mount_point, group)
+    raise CgroupsUnusable(
+        "other processes share the daemon's cgroup, so it can't hand controllers down: start it in a unit or scope of "
+        "its own (systemd-run --scope -p Delegate=yes ...), or name a delegated directory as the cgroup parent"
+    )
+
+
+def _move_to_leaf(own: str, group: str) -> str | None:
+    """Move nsinit and the daemon out of the way and hand controllers down; None, and nothing moved, if that fails."""
+    leaf = f"{own}/{group}/{_LEAF}"
+    os.makedirs(leaf, exist_ok=True)
+    moved: list[str] = []
+    try:
+        for pid in _read_words(f"{own}/cgroup.procs"):
+            write_file(f"{leaf}/cgroup.procs", pid)
+            moved.append(pid)
+        return _enable(own, group)
+    except OSError:
+        for pid in moved:
+            write_file(f"{own}/cgroup.procs", pid)
+        os.rmdir(leaf)
+        os.rmdir(os.path.dirname(leaf))
+        return None
+
+
+def _enable(base: str, group: str) -> str:
+    directory = _make_group(base, group)
+    _set_controllers(base, "+")
+    _set_controllers(directory, "+")
+    return directory
+
+
+def _set_controllers(directory: str, sign: str) -> None:
+    path = f"{directory}/cgroup.subtree_control"
+    enabled = _read_words(path)
+    change = [name for name in REQUIRED if (name in enabled) is (sign == "-")]
+    if change:
+        write_file(path, " ".join(sign + name for name in change))
+
+
+def _make_group(base: str, group: str) -> str:
+    directory = f"{base.rstrip('/')}/{group}"
+    os.makedirs(directory, exist_ok=True)
+    return directory
+
+
+def _has_sessions(group: str) -> bool:
+    return any(entry.is_dir() and entry.name != _LEAF for entry in os.scandir(group))
+
+
+def _below(mount_point: str, parent: str) -> str:
+    return f"{mount_point.rstrip('/')}/{parent.strip('/')}".rstrip("/")
+
+
+def _own_directory(mount: Mount, path: str) -> str | None:
+    """`mount.point` plus what of `path` lies below `mount.root`; None if the mount doesn't show it."""
+    if not is_below(path, mount.root):
+        return None
+    inner = path if mount.root == "/" else path[len(mount.root) :]
+    return f"{mount.point.rstrip('/')}/{inner.strip('/')}".rstrip("/")
+
+
+def _read_words(path: str) -> frozenset[str]:
+    with open(path, "rb") as file:
+        return frozenset(file.read().decode().split())

@@ -1,0 +1,214 @@
+"""The cgroup of one session: made with its limits before any process is in it, counted, emptied and removed.
+
+Owns the file names of both cgroup versions and the order in which they must be written; `cgroup_tree` decides where.
+Every call returns at once; waiting is the caller's. Sources: Documentation/admin-guide/cgroup-v2.rst and
+cgroup-v1/{memory,cgroups}.rst; Documentation/scheduler/sched-bwc.rst.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass
+
+from nsinit import syscalls
+from nsinit.cgroup_tree import Tree
+from nsinit.network import write_file
+from nsinit.protocol import EventKind, Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """The last readings of a session's cgroup; -1 means unknown."""
+
+    oom_kills: int = -1
+    cpu_usec: int = -1
+    memory_peak_bytes: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class SessionCgroup:
+    """The directories of one session."""
+
+    tree: Tree
+    session_id: str
+
+    def directory(self, controller: str) -> str:
+        """Return the session's directory in the hierarchy of `controller` (or `unified`)."""
+        return f"{self.tree.dirs[controller]}/{self.session_id}"
+
+    @property
+    def directories(self) -> tuple[str, ...]:
+        """All directories, memory first, unified last."""
+        return tuple(f"{directory}/{self.session_id}" for directory in self.tree.unique)
+
+    @property
+    def birth_directory(self) -> str | None:
+        """Where clone3 puts the first process; None in a v1-only system."""
+        return self.directory("unified") if "unified" in self.tree.dirs else None
+
+    @property
+    def attach_files(self) -> tuple[str, ...]:
+        """The v1 files the first process writes `0` to.
+
+        `tasks`, not `cgroup.procs`: moving just the calling thread needs no lock over all forks of the system, whose
+        RCU grace period costs 5-20 ms; the process has one thread, so it is the same move.
+        """
+        if self.tree.mode == "v2":
+            return ()
+        unified = self.birth_directory
+        return tuple(f"{directory}/tasks" for directory in self.directories if directory != unified)
+
+    def make(self) -> None:
+        """Make the directories; one that is there already is an error (two sessions must never share limits)."""
+        made: list[str] = []
+        try:
+            for directory in self.directories:
+                if not os.path.isdir(os.path.dirname(directory)):  # an idle machine's cgroup cleaner was here
+                    os.makedirs(os.path.dirname(directory), exist_ok=True)
+                os.mkdir(directory, 0o755)
+                made.append(directory)
+        except OSError:
+            for directory in made:
+                os.rmdir(directory)
+            raise
+        if self.tree.mode == "v2":
+            write_file(f"{self.directory('unified')}/cgroup.max.descendants", "0")
+
+    def exists(self) -> bool:
+        """Whether any of the directories is there."""
+        return any(os.path.isdir(directory) for directory in self.directories)
+
+    def set_limits(self, limits: Limits) -> None:
+        """Write all limits. Swap is always none."""
+        if self.tree.mode == "v2":
+            self._set_v2(limits)
+        else:
+            self._set_v1(limits)
+        write_file(f"{self.directory('pids')}/pids.max", str(limits.pids))
+
+    def processes(self) -> tuple[int, ...]:
+        """Host pids of every process in any of the directories."""
+        pids: set[int] = set()
+        for directory in self.directories:
+            text = _read(f"{directory}/cgroup.procs")
+            pids.update(int(each) for each in text.split())
+        return tuple(pids)
+
+    def kill(self) -> None:
+        """SIGKILL everything inside, by `cgroup.kill` where the kernel has it, else process by process."""
+        directory = self.birth_directory
+        if directory is not None:
+            try:
+                write_file(f"{directory}/cgroup.kill", "1")
+            except FileNotFoundError:
+                pass
+        for pid in self.processes():
+            try:
+                os.kill(pid, 9)
+            except ProcessLookupError:
+                pass
+
+    def remove(self) -> tuple[str, ...]:
+        """Remove what can be removed; return the directories that are still there (busy for a moment after an exit)."""
+        left = []
+        for directory in self.directories:
+            try:
+                os.rmdir(directory)
+            except FileNotFoundError:
+                pass
+            except OSError:
+                left.append(directory)
+        return tuple(left)
+
+    def counters(self) -> Counters:
+        """Read the counters; works as long as the directories are there."""
+        memory = self.directory("memory")
+        if self.tree.mode == "v2":
+            oom_kills = _number(_read(f"{memory}/memory.events"), "oom_kill")
+            peak = _number(_read(f"{memory}/memory.peak"))
+        else:
+            oom_kills = _number(_read(f"{memory}/memory.oom_control"), "oom_kill")
+            peak = _number(_read(f"{memory}/memory.max_usage_in_bytes"))
+        return Counters(oom_kills, self._cpu_usec(), peak)
+
+    def open_oom_event(self) -> tuple[EventKind, int]:
+        """Return (kind, descriptor) of the out-of-memory event; the caller owns the descriptor."""
+        memory = self.directory("memory")
+        if self.tree.mode == "v2":
+            return "memory_events", os.open(f"{memory}/memory.events", os.O_RDONLY | os.O_CLOEXEC)
+        control_fd = os.open(f"{memory}/memory.oom_control", os.O_RDONLY | os.O_CLOEXEC)
+        event_fd = syscalls.eventfd()
+        try:
+            write_file(f"{memory}/cgroup.event_control", f"{event_fd} {control_fd}")
+        except OSError:
+            os.close(event_fd)
+            raise
+        finally:
+            os.close(control_fd)
+        return "eventfd", event_fd
+
+    def _set_v2(self, limits: Limits) -> None:
+        memory, cpu = self.directory("memory"), self.directory("cpu")
+        write_file(f"{memory}/memory.max", str(limits.memory_bytes))
+        _write_if_present(f"{memory}/memory.swap.max", "0")
+        write_file(f"{cpu}/cpu.max", f"{limits.cpu_quota_us} {limits.cpu_period_us}")
+
+    def _set_v1(self, limits: Limits) -> None:
+        memory, cpu = self.directory("memory"), self.directory("cpu")
+        amount, hard = str(limits.memory_bytes), f"{memory}/memory.limit_in_bytes"
+        with_swap = f"{memory}/memory.memsw.limit_in_bytes"
+        _write_if_present(f"{memory}/memory.swappiness", "0")
+        try:
+            write_file(hard, amount)
+        except OSError as error:  # raising: `limit` may not exceed `memsw`, so that one goes first
+            if error.errno != errno.EINVAL:
+                raise
+            _write_if_present(with_swap, amount)
+            write_file(hard, amount)
+        _write_if_present(with_swap, amount)
+        write_file(f"{cpu}/cpu.cfs_period_us", str(limits.cpu_period_us))
+        write_file(f"{cpu}/cpu.cfs_quota_us", str(limits.cpu_quota_us))
+
+    def _cpu_usec(self) -> int:
+        if "unified" in self.tree.dirs:
+            return _number(_read(f"{self.directory('unified')}/cpu.stat"), "usage_usec")
+        if "cpuacct" not in self.tree.dirs:
+            return -1
+        nanoseconds = _number(_read(f"{self.directory('cpuacct')}/cpuacct.usage"))
+        return nanoseconds // 1000 if nanoseconds >= 0 else -1
+
+
+def _write_if_present(path: str, value: str) -> None:
+    """Write a file that exists only where the kernel counts swap."""
+    try:
+        write_file(path, value)
+    except FileNotFoundError:
+        pass
+
+
+def _read(path: str) -> str:
+    """Return the text of a counter file; empty when the directory or file isn't there."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return ""
+    try:
+        pieces = []
+        while piece := os.read(fd, 65536):
+            pieces.append(piece)
+        return b"".join(pieces).decode()
+    except OSError as error:
+        if error.errno != errno.ENODEV:  # the cgroup was removed after the open
+            raise
+        return ""
+    finally:
+        os.close(fd)
+
+
+def _number(text: str, key: str | None = None) -> int:
+    """Return the number in `text`, or the one after `key` in `key value` lines; -1 if there is none."""
+    words = text.split()
+    if key is not None:
+        words = words[words.index(key) + 1 :] if key in words else []
+    return int(words[0]) if words and words[0].isdigit() else -1

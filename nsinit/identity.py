@@ -1,0 +1,71 @@
+"""Who PID 1 of a session is, asked of the kernel alone. Reads `/proc`; changes nothing.
+
+A process is PID 1 of a session when it is in the session's cgroup and its innermost pid is 1. Nested pid namespaces
+can't be made inside, so there is at most one. Sources: proc_pid_status(5) NSpid; proc_pid_stat(5); pidfd_open(2).
+"""
+
+from __future__ import annotations
+
+import os
+
+from nsinit.cgroups import SessionCgroup
+from nsinit.protocol import Identity
+
+
+def find_identity(cgroup: SessionCgroup) -> Identity | None:
+    """Return the session's PID 1, or None when nothing of it runs."""
+    for pid in cgroup.processes():
+        try:
+            if _innermost_pid(pid) == 1:
+                return read_identity(pid)
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended while being looked at
+    return None
+
+
+def read_identity(pid: int) -> Identity:
+    """Return the identity of a process.
+
+    Raises:
+        FileNotFoundError, ProcessLookupError: it is gone.
+    """
+    return Identity(
+        pid=pid,
+        start_ticks=_start_ticks(pid),
+        pid_ns=os.stat(f"/proc/{pid}/ns/pid").st_ino,
+        base_uid=_base_uid(pid),
+    )
+
+
+def open_verified(identity: Identity) -> int:
+    """Return a pidfd of exactly this process: the pid is checked again after opening, in case it was reused."""
+    pidfd = os.pidfd_open(identity.pid)
+    try:
+        if _start_ticks(identity.pid) != identity.start_ticks:
+            raise ProcessLookupError(3, "process was replaced")
+    except OSError:
+        os.close(pidfd)
+        raise
+    return pidfd
+
+
+def _innermost_pid(pid: int) -> int:
+    for line in _read(pid, "status").splitlines():
+        if line.startswith("NSpid:"):
+            pids = line.split()[1:]
+            return int(pids[-1]) if len(pids) > 1 else 0
+    return 0
+
+
+def _start_ticks(pid: int) -> int:
+    after_name = _read(pid, "stat").rpartition(")")[2]
+    return int(after_name.split()[19])
+
+
+def _base_uid(pid: int) -> int:
+    return int(_read(pid, "uid_map").split()[1])
+
+
+def _read(pid: int, name: str) -> str:
+    with open(f"/proc/{pid}/{name}", "rb") as file:
+        return file.read().decode("ascii", "replace")

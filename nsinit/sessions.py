@@ -1,0 +1,323 @@
+"""What nsinit does to sessions: prepare, build, attach, scan, limit, tear down. Each is a job for the scheduler.
+
+Owns which processes and vessels belong to which session. A failed build leaves nothing; a teardown is idempotent and
+right for half-built, foreign and already dead sessions. It never waits in place and never believes anything but the
+kernel and the disk about a session it did not make itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections import deque
+from collections.abc import Generator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+
+from nsinit import child, syscalls, trash
+from nsinit.cgroup_tree import Tree
+from nsinit.cgroups import Counters, SessionCgroup
+from nsinit.identity import find_identity, open_verified, read_identity
+from nsinit.log import log
+from nsinit.paths import Layout
+from nsinit.protocol import MAX_DATAGRAM_BYTES, Attached, Build, Built, Failed, Found, Limits
+from nsinit.scheduler import Event, Job, Scheduler, Wait
+from nsinit.slots import SANDBOX_ID
+from nsinit.steps import StepFailed, failure_of
+from nsinit.validate import is_session_id
+from nsinit.vessel import Foundry, Process, Vessel
+
+BUILD_DEADLINE_S = 5.0
+_DEATH_DEADLINE_S = 5.0
+_EMPTY_BACKOFF_S = (0.001, 0.002, 0.004, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+_DELETION_DELAY_S = 0.3
+_MAX_BUILDING = 2 * (os.cpu_count() or 1) + 2
+"""Builds under way at once: more only makes each of them later."""
+
+Removal = Generator[Wait, bool, "Removed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What a teardown found and left."""
+
+    counters: Counters
+    leftovers: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Sessions:
+    """All sessions of one data directory."""
+
+    foundry: Foundry
+    scheduler: Scheduler
+    processes: dict[str, Process] = field(default_factory=dict)
+    vessels: dict[str, Vessel] = field(default_factory=dict)
+    _filling: set[str] = field(default_factory=set)
+    _building: int = 0
+    _queue: deque[Event] = field(default_factory=deque)
+    _deleting: bool = False
+    _hurry: Event = field(default_factory=Event)
+
+    def prepare(self, session_id: str) -> None:
+        """Make a blank vessel. Raises `StepFailed`."""
+        self.vessels[session_id] = self._make_vessel(session_id, None)
+
+    def build(self, request: Build) -> Generator[Wait, bool, tuple[Built, list[int]]]:
+        """Build a sandbox; returns the answer and its descriptors. Raises `StepFailed`, and then nothing is left."""
+        session_id = request.plan.session_id
+        yield from self._admit()
+        try:
+            if self._hurry.is_set:
+                raise StepFailed("stop", "nsinit is stopping")
+            vessel = self.vessels.pop(session_id, None)
+            is_prepared = vessel is not None
+            vessel = vessel or self._make_vessel(session_id, request)
+            self._filling.add(session_id)
+            try:
+                if is_prepared:
+                    self._brief(vessel, request)
+                return (yield from self._fill(vessel, request))
+            except StepFailed:
+                yield from self.remove(session_id)
+                raise
+            finally:
+                self._filling.discard(session_id)
+                vessel.control.close()
+        finally:
+            self._leave()
+
+    def finish(self) -> None:
+        """Begin no build any more, and let what waits for a quiet moment happen now."""
+        self._hurry.set()
+
+    @property
+    def is_deleting(self) -> bool:
+        """Whether a process is deleting the trash."""
+        return self._deleting
+
+    def abort_build(self, session_id: str) -> None:
+        """Let a build that is under way fail now."""
+        if session_id in self._filling:
+            self.processes[session_id].kill()
+
+    def attach(self, session_id: str) -> tuple[Attached, list[int]]:
+        """Find a running sandbox again. Raises `StepFailed`."""
+        cgroup = self._cgroup(session_id)
+        try:
+            identity = find_identity(cgroup)
+            if identity is None:
+                raise StepFailed("attach", "nothing of the session runs", errno=errno.ESRCH)
+            pidfd = open_verified(identity)
+            try:
+                kind, event_fd = cgroup.open_oom_event()
+            except OSError:
+                os.close(pidfd)
+                raise
+        except OSError as error:
+            raise failure_of("attach", error) from error
+        if session_id not in self.processes:
+            self.foundry.slots.reserve(identity.base_uid)
+        return Attached(0, session_id, identity, kind), [pidfd, event_fd]
+
+    def scan(self) -> list[Found]:
+        """List every session that has a cgroup or files, with what runs of it."""
+        return scan(self.foundry.tree, self.foundry.machine.layout)
+
+    def set_limits(self, session_id: str, limits: Limits) -> None:
+        """Change the limits of a session that has a cgroup. Raises `StepFailed`."""
+        cgroup = self._cgroup(session_id)
+        if not cgroup.exists():
+            raise StepFailed("set limits", "the session has no cgroup", errno=errno.ENOENT)
+        try:
+            cgroup.set_limits(limits)
+        except OSError as error:
+            raise failure_of("set limits", error) from error
+
+    def make_workspace(self, workspace_id: str) -> None:
+        """Make a workspace directory, owned on disk by the id that sandbox users map to. Raises `StepFailed`."""
+        path = self.foundry.machine.layout.workspace(workspace_id)
+        try:
+            os.mkdir(path, 0o755)
+            os.chown(path, SANDBOX_ID, SANDBOX_ID)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise failure_of("workspace", error) from error
+
+    def remove(self, session_id: str) -> Removal:
+        """Kill and remove all of a session, whatever state it is in."""
+        cgroup, leftovers = self._cgroup(session_id), []
+        vessel = self.vessels.pop(session_id, None)
+        if vessel is not None:
+            vessel.control.close()
+        base = yield from self._kill(session_id, cgroup)
+        for pause_s in _EMPTY_BACKOFF_S:
+            if not cgroup.processes():
+                break
+            cgroup.kill()
+            yield Wait(timeout_s=pause_s)
+        counters = cgroup.counters()
+        for pause_s in _EMPTY_BACKOFF_S:
+            if not (left := cgroup.remove()):
+                break
+            yield Wait(timeout_s=pause_s)
+        leftovers += [f"{path}: still holds a process" for path in left]
+        if not left:
+            self._give_back_slot(session_id, base)
+        try:
+            if trash.discard_session(self.foundry.machine.layout, session_id):
+                self.delete_trash()
+        except OSError as error:
+            leftovers.append(f"{error.filename}: {error.strerror}")
+        return Removed(counters, tuple(leftovers))
+
+    def delete_trash(self) -> None:
+        """Delete what is in the trash, in a process of its own; one at a time."""
+        if not self._deleting:
+            self._deleting = True
+            self.scheduler.spawn(self._delete_trash())
+
+    def _make_vessel(self, session_id: str, request: Build | None) -> Vessel:
+        if session_id in self.processes:
+            raise StepFailed("session", "the session exists", errno=errno.EEXIST)
+        path = self.foundry.machine.layout.session(session_id)
+        if os.path.lexists(path):
+            raise StepFailed("session", "the session has files of an earlier life", path=path, errno=errno.EEXIST)
+        vessel = self.foundry.make(session_id, request)
+        self.processes[session_id] = vessel.process
+        self.scheduler.spawn(self._reap(session_id, vessel.process))
+        return vessel
+
+    def _brief(self, vessel: Vessel, request: Build) -> None:
+        """Put the limits of a prepared vessel in force, then send it its plan. Raises `StepFailed`."""
+        self.set_limits(vessel.session_id, request.plan.limits)
+        try:
+            self.foundry.send_plan(vessel.control, vessel.process.slot, request)
+        except OSError as error:
+            raise StepFailed("child", "the vessel died while it waited", errno=error.errno or 0) from error
+
+    def _fill(self, vessel: Vessel, request: Build) -> Generator[Wait, bool, tuple[Built, list[int]]]:
+        """Wait until the runner serves; what the answer needs is collected meanwhile. Raises `StepFailed`."""
+        process = vessel.process
+        with ExitStack() as undo:
+            with vessel.steps.step("identity"):
+                identity = replace(read_identity(process.pid), base_uid=process.slot.base)
+                kind, event_fd = vessel.cgroup.open_oom_event()
+                undo.callback(os.close, event_fd)
+            if not (yield Wait(fd=vessel.control.fileno(), timeout_s=BUILD_DEADLINE_S)):
+                raise StepFailed("deadline", f"not ready after {BUILD_DEADLINE_S} s", errno=errno.ETIMEDOUT)
+            timings_us = vessel.steps.timings_us | _read_status(vessel)
+            pidfd = os.dup(process.pidfd)
+            undo.pop_all()
+        return Built(request.seq, request.plan.session_id, identity, kind, timings_us), [pidfd, event_fd]
+
+    def _admit(self) -> Generator[Wait, bool, None]:
+        """Wait until fewer than `_MAX_BUILDING` builds are under way, in order of arrival."""
+        if self._building >= _MAX_BUILDING:
+            turn = Event()
+            self._queue.append(turn)
+            yield Wait(event=turn)
+        else:
+            self._building += 1
+
+    def _leave(self) -> None:
+        """End a build: its place goes to the next in the queue."""
+        if self._queue:
+            self._queue.popleft().set()
+        else:
+            self._building -= 1
+
+    def _kill(self, session_id: str, cgroup: SessionCgroup) -> Generator[Wait, bool, int | None]:
+        """Kill PID 1 and wait for its end; returns the base id of a session that another nsinit made."""
+        process = self.processes.get(session_id)
+        if process is not None:
+            process.kill()
+            yield Wait(event=process.dead, timeout_s=_DEATH_DEADLINE_S)
+            return None
+        identity = find_identity(cgroup)
+        if identity is None:
+            return None
+        try:
+            pidfd = open_verified(identity)
+        except ProcessLookupError:
+            return identity.base_uid
+        try:
+            syscalls.pidfd_send_signal(pidfd, signal.SIGKILL)
+            yield Wait(fd=pidfd, timeout_s=_DEATH_DEADLINE_S)
+        except ProcessLookupError:
+            pass
+        finally:
+            os.close(pidfd)
+        return identity.base_uid
+
+    def _give_back_slot(self, session_id: str, base: int | None) -> None:
+        """Only now, with the cgroup gone, is it sure that no process has ids of the slot."""
+        process = self.processes.pop(session_id, None)
+        if process is not None:
+            self.foundry.slots.free(process.slot)
+        elif base is not None:
+            self.foundry.slots.forget(base)
+
+    def _reap(self, session_id: str, process: Process) -> Job:
+        """Collect the exit of a PID 1 as soon as it ends."""
+        yield Wait(fd=process.pidfd)
+        result = os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED)
+        os.close(process.pidfd)
+        process.dead.set()
+        log("info", "init ended", session_id, pid=process.pid, status=result.si_status if result else None)
+
+    def _delete_trash(self) -> Job:
+        """Wait a little first: deleting keeps the disk's journal busy, and one fork does for many sessions."""
+        try:
+            yield Wait(event=self._hurry, timeout_s=_DELETION_DELAY_S)
+            before: set[str] = set()
+            while (names := set(os.listdir(self.foundry.machine.layout.trash))) - before:
+                before = names
+                yield from self._run_deletion()
+        finally:
+            self._deleting = False
+
+    def _run_deletion(self) -> Generator[Wait, bool, None]:
+        pidfd = trash.start_deletion(self.foundry.machine.layout)
+        try:
+            yield Wait(fd=pidfd)
+            os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+        finally:
+            os.close(pidfd)
+
+    def _cgroup(self, session_id: str) -> SessionCgroup:
+        return SessionCgroup(self.foundry.tree, session_id)
+
+
+def scan(tree: Tree, layout: Layout) -> list[Found]:
+    """List every session that has a cgroup or files, with what runs of it."""
+    with_files = {name for path in (layout.sessions, layout.run) for name in os.listdir(path)}
+    with_cgroup = {name for path in tree.unique for name in os.listdir(path)}
+    return [
+        Found(
+            session_id,
+            find_identity(SessionCgroup(tree, session_id)),
+            has_cgroup=session_id in with_cgroup,
+            has_files=session_id in with_files,
+        )
+        for session_id in sorted(filter(is_session_id, with_files | with_cgroup))
+    ]
+
+
+def _read_status(vessel: Vessel) -> dict[str, int]:
+    """Return the child's timings. Raises `StepFailed` with what the child says, or that it died."""
+    try:
+        data = vessel.control.recv(MAX_DATAGRAM_BYTES)
+    except ConnectionResetError:
+        data = b""
+    if not data:
+        raise StepFailed("child", "the child died without a word")
+    match child.STATUS.decode(data):
+        case child.Furnished(timings_us):
+            return timings_us
+        case Failed() as failed:
+            raise StepFailed(failed.stage, failed.message, path=failed.path, errno=failed.errno)
+        case unexpected:
+            raise StepFailed("child", f"unexpected {type(unexpected).__name__}")

@@ -1,0 +1,153 @@
+"""User-id slots: 65536 host ids per session, and the user namespace that maps a session onto them.
+
+Owns which ids are taken. A slot is handed out again only after its session is fully dead. The namespace is made ahead
+(it costs a fork) and kept as a descriptor; nothing of a session is ever in it but the session itself, which joins last.
+Sources: user_namespaces(7); Documentation/admin-guide/sysctl/user.rst; subuid(5).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from dataclasses import dataclass
+
+from nsinit import constants as k
+from nsinit import syscalls
+from nsinit.network import write_file
+
+SIZE = 65536
+FIRST_BASE, LAST_BASE = 524288, 1878982656
+"""The range systemd sets aside for containers (UIDS-GIDS.md)."""
+
+SANDBOX_ID = 1000
+"""Uid and gid of commands inside, and of workspace files on disk."""
+SQUASHED_ID = 100000
+"""Disk ids that in-sandbox ids 0..999 get in a workspace, so that no file there is ever owned by a system user."""
+
+_KINDS = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup", "time")
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """`base` is the host id of the session's root; `userns_fd` maps 0..65535 there."""
+
+    base: int
+    userns_fd: int
+
+
+class SlotTable:
+    """Which bases are taken, and spare slots ready to be taken."""
+
+    def __init__(self, *, reserved: tuple[tuple[int, int], ...], taken: frozenset[int]) -> None:
+        self._reserved = reserved
+        self._taken = set(taken)
+        self._spare: list[Slot] = []
+        self._next = FIRST_BASE
+        self._workspace_fds: dict[int, int] = {}
+
+    @property
+    def spare(self) -> int:
+        """How many slots can be taken without making one."""
+        return len(self._spare)
+
+    def make_spare(self) -> None:
+        """Make one more slot; costs about 3 ms."""
+        base = self._free_base()
+        userns_fd = make_user_namespace(f"0 {base} {SIZE}\n", forbid_nesting=True)
+        self._taken.add(base)
+        self._spare.append(Slot(base, userns_fd))
+
+    def take(self) -> Slot:
+        """Return a slot no live session uses; give it back with `free`."""
+        if not self._spare:
+            self.make_spare()
+        return self._spare.pop()
+
+    def free(self, slot: Slot) -> None:
+        """Take a slot back, after every process of its session is gone."""
+        self._spare.append(slot)
+
+    def reserve(self, base: int) -> None:
+        """Mark the base of a session that an earlier nsinit built."""
+        self._taken.add(base)
+
+    def forget(self, base: int) -> None:
+        """Let a base be used again that was marked with `reserve`, after its session is gone."""
+        self._taken.discard(base)
+
+    def workspace_userns(self, slot: Slot) -> int:
+        """Return the user namespace that maps workspace files of this slot: owner and squashed ids, nothing else."""
+        if slot.base not in self._workspace_fds:
+            mapping = f"{SANDBOX_ID} {slot.base + SANDBOX_ID} 1\n{SQUASHED_ID} {slot.base} {SANDBOX_ID}\n"
+            self._workspace_fds[slot.base] = make_user_namespace(mapping, forbid_nesting=False)
+        return self._workspace_fds[slot.base]
+
+    def _free_base(self) -> int:
+        for _ in range(FIRST_BASE, LAST_BASE + 1, SIZE):
+            base = self._next
+            self._next = base + SIZE if base + SIZE <= LAST_BASE else FIRST_BASE
+            if base not in self._taken and not any(start < base + SIZE and base < end for start, end in self._reserved):
+                return base
+        raise OSError(11, "every id slot is taken")
+
+
+def parse_subordinate_ids(text: str) -> tuple[tuple[int, int], ...]:
+    """Return the (start, end) ranges of a subuid(5) file; lines that are no range are skipped."""
+    ranges = []
+    for line in text.splitlines():
+        fields = line.split(":")
+        if len(fields) == 3 and fields[1].isdigit() and fields[2].isdigit():
+            ranges.append((int(fields[1]), int(fields[1]) + int(fields[2])))
+    return tuple(ranges)
+
+
+def read_reserved_ranges() -> tuple[tuple[int, int], ...]:
+    """Return the ranges that belong to other users of this machine."""
+    ranges: tuple[tuple[int, int], ...] = ()
+    for path in ("/etc/subuid", "/etc/subgid"):
+        try:
+            with open(path, "rb") as file:
+                ranges += parse_subordinate_ids(file.read().decode("utf-8", "replace"))
+        except FileNotFoundError:
+            pass
+    return ranges
+
+
+def make_user_namespace(mapping: str, *, forbid_nesting: bool) -> int:
+    """Return a descriptor of a new user namespace with `mapping` for users and groups.
+
+    With `forbid_nesting` no process in it can ever make another namespace of any kind: the limits live in the
+    namespace itself, so they hold for whoever joins it.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid, pidfd = syscalls.clone3(k.CLONE_NEWUSER)
+    if pid == 0:
+        _hold_namespace(theirs, forbid_nesting=forbid_nesting)
+    try:
+        theirs.close()
+        write_file(f"/proc/{pid}/uid_map", mapping)
+        write_file(f"/proc/{pid}/gid_map", mapping)
+        ours.send(b"m")
+        if ours.recv(1) != b"k":
+            raise OSError(1, "could not limit the user namespace")
+        return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        ours.close()
+        syscalls.pidfd_send_signal(pidfd, signal.SIGKILL)
+        os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+        os.close(pidfd)
+
+
+def _hold_namespace(control: socket.socket, *, forbid_nesting: bool) -> None:
+    """The child: keep the namespace alive until it was opened. Never returns."""
+    try:
+        syscalls.prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL)
+        control.recv(1)
+        if forbid_nesting:
+            for kind in _KINDS:
+                write_file(f"/proc/sys/user/max_{kind}_namespaces", "0")
+        control.send(b"k")
+        signal.pause()
+    finally:
+        os._exit(1)

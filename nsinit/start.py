@@ -1,0 +1,103 @@
+"""What nsinit does once, on `Start`: claim its cgroups and directories, leave the host's mount namespace, probe.
+
+Owns the lock that keeps two nsinits off one data directory. Fails with the name of the step; what was made by then is
+either empty or found again by the next start.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from dataclasses import dataclass
+
+from nsinit import build, cgroup_tree, child, mounts, slots, stage
+from nsinit.capabilities import read_last_capability
+from nsinit.mountinfo import parse_mountinfo, parse_own_cgroups
+from nsinit.paths import Layout
+from nsinit.protocol import Ready, Start
+from nsinit.scheduler import Scheduler
+from nsinit.sessions import Sessions, scan
+from nsinit.steps import StepFailed, Steps
+from nsinit.validate import check_cgroup_parent, check_data_dir, check_node_id
+from nsinit.vessel import Foundry
+
+_LOCK_DEADLINE_S = 3.0
+_LOCK_PAUSE_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A started nsinit."""
+
+    ready: Ready
+    sessions: Sessions
+    located: cgroup_tree.Located
+    lock_fd: int
+
+    def stop(self) -> None:
+        """Remove the cgroup directories unless sessions live on in them."""
+        cgroup_tree.release(self.sessions.foundry.tree, self.located)
+        os.close(self.lock_fd)
+
+
+def start(request: Start, scheduler: Scheduler, enter: child.Enter) -> Node:
+    """Do all of the start. Raises `StepFailed`."""
+    steps, layout = Steps(), Layout(request.data_dir)
+    with steps.step("validate"):
+        check_data_dir(request.data_dir)
+        check_node_id(request.node_id)
+        check_cgroup_parent(request.cgroup_parent)
+    with steps.step("data directory"):
+        layout.make()
+        lock_fd = _lock(layout.run)
+    with steps.step("cgroups"):
+        located = _locate()
+        group = f"sandkasten-{request.node_id[:8]}"
+        tree = cgroup_tree.claim(located, group=group, parent=request.cgroup_parent)
+    with steps.step("mount namespace"):
+        stage.enter_own_mount_namespace((layout.data_dir, build.HOST_USR, "/proc", *tree.unique))
+    with steps.step("stage"):
+        stage.make_stage(layout.stage)
+    with steps.step("id slots"):
+        table = slots.SlotTable(reserved=slots.read_reserved_ranges(), taken=_taken_bases(tree, layout))
+        slot = table.take()
+    with steps.step("features"):
+        features = mounts.probe_features(layout.stage, slot.userns_fd)
+        machine = build.Machine(layout, features, read_last_capability())
+    table.free(slot)
+    sessions = Sessions(Foundry(machine, tree, table, enter), scheduler)
+    ready = Ready(
+        seq=request.seq,
+        pid=os.getpid(),
+        cgroup_mode=tree.mode,
+        cgroup_dirs=tree.dirs,
+        features={"overlay_by_fd": features.overlay_by_fd, "idmapped_tmpfs": features.idmapped_tmpfs},
+    )
+    return Node(ready, sessions, located, lock_fd)
+
+
+def _taken_bases(tree: cgroup_tree.Tree, layout: Layout) -> frozenset[int]:
+    """Return the ids of sessions that an earlier nsinit built and that still run."""
+    return frozenset(found.identity.base_uid for found in scan(tree, layout) if found.identity is not None)
+
+
+def _locate() -> cgroup_tree.Located:
+    with open("/proc/self/mountinfo", "rb") as mountinfo, open("/proc/self/cgroup", "rb") as own:
+        mounted = parse_mountinfo(os.fsdecode(mountinfo.read()))
+        return cgroup_tree.locate(mounted, parse_own_cgroups(os.fsdecode(own.read())))
+
+
+def _lock(path: str) -> int:
+    """Lock the data directory; an nsinit that is just ending gets time to finish."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    deadline = time.monotonic() + _LOCK_DEADLINE_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise StepFailed("data directory", "another nsinit works on this data directory", path=path) from None
+            time.sleep(_LOCK_PAUSE_S)
+        else:
+            return fd

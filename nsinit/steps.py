@@ -1,0 +1,56 @@
+"""Named, timed steps: a failure inside one becomes a `StepFailed` that says which, on what path, with which errno."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+
+class StepFailed(Exception):
+    """A step failed; `path` and `errno` say on what and why (empty and 0 where no system call failed)."""
+
+    def __init__(self, stage: str, message: str, *, path: str = "", errno: int = 0) -> None:
+        super().__init__(message)
+        self.stage, self.path, self.errno = stage, path, errno
+
+
+class Steps:
+    """Collects how long each step took; `timings_us` is in order."""
+
+    def __init__(self) -> None:
+        self.timings_us: dict[str, int] = {}
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Time the block; turn any exception but `StepFailed` into one that bears `name`."""
+        start = time.perf_counter_ns()
+        try:
+            yield
+        except StepFailed:
+            raise
+        except Exception as error:
+            raise failure_of(name, error) from error
+        self.timings_us[name] = (time.perf_counter_ns() - start) // 1000
+
+    def run(self, steps: Iterable[tuple[str, Callable[..., object]]], *arguments: object) -> None:
+        """Do a list of named steps, each called with `arguments`, as `step` does one (in a child every call counts)."""
+        name, start = "", time.perf_counter_ns()
+        try:
+            for name, step in steps:
+                step(*arguments)
+                now = time.perf_counter_ns()
+                self.timings_us[name] = (now - start) // 1000
+                start = now
+        except StepFailed:
+            raise
+        except Exception as error:
+            raise failure_of(name, error) from error
+
+
+def failure_of(stage: str, error: Exception) -> StepFailed:
+    """Describe `error` as the failure of `stage`."""
+    errno = error.errno if isinstance(error, OSError) and error.errno else 0
+    path = os.fsdecode(getattr(error, "filename", None) or "")
+    return StepFailed(stage, str(error) or type(error).__name__, path=path, errno=errno)

@@ -1,0 +1,303 @@
+"""System calls the standard library does not offer, one thin wrapper each. The only file with `ctypes.CDLL`.
+
+Owns bindings, no policy: every flag comes from the caller. All wrappers raise `OSError` (the fitting subclass, with the
+call's name in its text and what it worked on as `filename`) and return plain ints. Signatures are set
+once, at import; variadic C functions get one full-width signature.
+Sources: section 2 of the Linux manual; include/uapi/linux/{mount,openat2,sched,capability}.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from ctypes import c_char_p, c_int, c_long, c_uint, c_uint64, c_ulong, c_void_p
+from typing import Any
+
+from nsinit import constants as k
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+_syscall = _libc.syscall
+_syscall.restype = c_long
+_syscall.argtypes = [c_long, c_ulong, c_ulong, c_ulong, c_ulong, c_ulong, c_ulong]
+_prctl = _libc.prctl
+_prctl.restype = c_int
+_prctl.argtypes = [c_int, c_ulong, c_ulong, c_ulong, c_ulong]
+_mount = _libc.mount
+_mount.argtypes = [c_char_p, c_char_p, c_char_p, c_ulong, c_void_p]
+_umount2 = _libc.umount2
+_umount2.argtypes = [c_char_p, c_int]
+_unshare = _libc.unshare
+_unshare.argtypes = [c_int]
+_setns = _libc.setns
+_setns.argtypes = [c_int, c_int]
+_sethostname = _libc.sethostname
+_sethostname.argtypes = [c_char_p, c_ulong]
+_eventfd = _libc.eventfd
+_eventfd.argtypes = [c_uint, c_int]
+
+_gil_libc = ctypes.PyDLL(None, use_errno=True)
+"""Keeps the interpreter lock across the call: the child of clone3 must own it (`CDLL` would let go of it)."""
+_gil_syscall = _gil_libc.syscall
+_gil_syscall.restype = c_long
+_gil_syscall.argtypes = _syscall.argtypes
+_before_fork = ctypes.pythonapi.PyOS_BeforeFork
+_after_fork_child = ctypes.pythonapi.PyOS_AfterFork_Child
+_after_fork_parent = ctypes.pythonapi.PyOS_AfterFork_Parent
+for _function in (_before_fork, _after_fork_child, _after_fork_parent):
+    _function.restype = None
+    _function.argtypes = []
+
+
+def _error(errno: int, call: str, detail: str = "") -> OSError:
+    """Return the exception for a failed call: an instance of the fitting subclass (`FileNotFoundError`, ...)."""
+    return OSError(errno, f"{call}: {os.strerror(errno)}", detail or None)
+
+
+class CloneArgs(ctypes.Structure):
+    """`struct clone_args`, size 88 (linux/sched.h)."""
+
+    _fields_ = tuple(
+        (name, c_uint64)
+        for name in (
+            *("flags", "pidfd", "child_tid", "parent_tid", "exit_signal"),
+            *("stack", "stack_size", "tls", "set_tid", "set_tid_size", "cgroup"),
+        )
+    )
+
+
+class OpenHow(ctypes.Structure):
+    """`struct open_how` (linux/openat2.h)."""
+
+    _fields_ = (("flags", c_uint64), ("mode", c_uint64), ("resolve", c_uint64))
+
+
+class MountAttr(ctypes.Structure):
+    """`struct mount_attr` (linux/mount.h)."""
+
+    _fields_ = (("attr_set", c_uint64), ("attr_clr", c_uint64), ("propagation", c_uint64), ("userns_fd", c_uint64))
+
+
+class _CapHeader(ctypes.Structure):
+    _fields_ = (("version", c_uint), ("pid", c_int))
+
+
+class _CapData(ctypes.Structure):
+    _fields_ = (("effective", c_uint), ("permitted", c_uint), ("inheritable", c_uint))
+
+
+def _check(result: int, call: str, detail: str = "") -> int:
+    if result == -1:
+        raise _error(ctypes.get_errno(), call, detail)
+    return result
+
+
+def _address(buffer: Any) -> int:  # any ctypes object
+    return ctypes.addressof(buffer)
+
+
+def _call(call: str, number: int, *args: int, detail: str = "") -> int:
+    padded = [each & 0xFFFFFFFFFFFFFFFF for each in args] + [0] * (6 - len(args))
+    return _check(_syscall(number, *padded), call, detail)
+
+
+def _text(value: str | bytes) -> Any:  # a ctypes char array
+    return ctypes.create_string_buffer(os.fsencode(value))
+
+
+# Processes --------------------------------------------------------------------------------------------------------
+
+
+def clone3(flags: int, *, cgroup_fd: int = -1) -> tuple[int, int]:
+    """Fork the calling single-threaded process with clone3(2); return (pid, pidfd), in the child (0, -1).
+
+    `cgroup_fd` is the cgroup the child is born in. The thread-id word of the C library is updated in the child
+    (PR_GET_TID_ADDRESS), so that `raise` and `abort` there hit the right process.
+    """
+    pidfd = c_int(-1)
+    tid_address = c_uint64(0)
+    prctl(k.PR_GET_TID_ADDRESS, _address(tid_address))
+    args = CloneArgs(
+        flags=flags | k.CLONE_PIDFD | k.CLONE_CHILD_SETTID | k.CLONE_CHILD_CLEARTID,
+        pidfd=_address(pidfd),
+        child_tid=tid_address.value,
+        exit_signal=signal.SIGCHLD,
+    )
+    if cgroup_fd >= 0:
+        args.flags |= k.CLONE_INTO_CGROUP
+        args.cgroup = cgroup_fd
+    _before_fork()
+    pid = _gil_syscall(k.SYS_clone3, _address(args), ctypes.sizeof(args), 0, 0, 0, 0)
+    if pid == 0:
+        _after_fork_child()
+        return 0, -1
+    error = ctypes.get_errno()
+    _after_fork_parent()
+    if pid == -1:
+        raise _error(error, "clone3")
+    return int(pid), pidfd.value
+
+
+def unshare(flags: int) -> None:
+    """unshare(2)."""
+    _check(_unshare(flags), "unshare")
+
+
+def setns(fd: int, nstype: int) -> None:
+    """setns(2)."""
+    _check(_setns(fd, nstype), "setns")
+
+
+def pidfd_send_signal(pidfd: int, signum: int) -> None:
+    """pidfd_send_signal(2)."""
+    _call("pidfd_send_signal", k.SYS_pidfd_send_signal, pidfd, signum)
+
+
+def sethostname(name: str) -> None:
+    """sethostname(2)."""
+    encoded = os.fsencode(name)
+    _check(_sethostname(encoded, len(encoded)), "sethostname", name)
+
+
+def prctl(option: int, arg2: int = 0, arg3: int = 0) -> int:
+    """prctl(2) with zeros for unused arguments."""
+    return _check(_prctl(option, arg2, arg3, 0, 0), f"prctl({option})")
+
+
+def join_session_keyring() -> None:
+    """keyctl(2), KEYCTL_JOIN_SESSION_KEYRING: leave the inherited session keyring for a new anonymous one."""
+    _call("keyctl", k.SYS_keyctl, k.KEYCTL_JOIN_SESSION_KEYRING, 0)
+
+
+def capset(capabilities: int) -> None:
+    """capset(2): make exactly this bit mask permitted and effective, and nothing inheritable."""
+    header = _CapHeader(k.LINUX_CAPABILITY_VERSION_3, 0)
+    low, high = capabilities & 0xFFFFFFFF, capabilities >> 32
+    data = (_CapData * 2)(_CapData(low, low, 0), _CapData(high, high, 0))
+    _call("capset", k.SYS_capset, _address(header), _address(data))
+
+
+def setfsuid(uid: int) -> None:
+    """setfsuid(2). It reports no error itself, so the change is read back."""
+    _syscall(k.SYS_setfsuid, uid, 0, 0, 0, 0, 0)
+    if _syscall(k.SYS_setfsuid, 0xFFFFFFFF, 0, 0, 0, 0, 0) != uid:
+        raise _error(1, "setfsuid", str(uid))
+
+
+def setfsgid(gid: int) -> None:
+    """setfsgid(2), read back like `setfsuid`."""
+    _syscall(k.SYS_setfsgid, gid, 0, 0, 0, 0, 0)
+    if _syscall(k.SYS_setfsgid, 0xFFFFFFFF, 0, 0, 0, 0, 0) != gid:
+        raise _error(1, "setfsgid", str(gid))
+
+
+# Descriptors ------------------------------------------------------------------------------------------------------
+
+
+def reset_signal(signum: int) -> None:
+    """Give a signal its default disposition: rt_sigaction(2), which unlike the C library takes every number.
+
+    posix_spawn(3) of glibc leaves the two signals that the library keeps for itself (32, 33) ignored in the child.
+    """
+    default = (ctypes.c_ulong * 4)()
+    _call("rt_sigaction", k.SYS_rt_sigaction, signum, _address(default), 0, 8)
+
+
+def close_range(first: int, last: int = 0xFFFFFFFF) -> None:
+    """close_range(2): close every descriptor from `first` to `last`."""
+    _call("close_range", k.SYS_close_range, first, last, 0)
+
+
+def openat2(dirfd: int, path: str | bytes, flags: int, *, mode: int = 0, resolve: int = 0) -> int:
+    """openat2(2), close-on-exec. EAGAIN (a rename raced with `..`) is retried as the man page asks."""
+    name = _text(path)
+    how = OpenHow(flags | os.O_CLOEXEC, mode, resolve)
+    for attempt in range(8):
+        try:
+            return _call(
+                *("openat2", k.SYS_openat2, dirfd, _address(name), _address(how), ctypes.sizeof(how)),
+                detail=os.fsdecode(path),
+            )
+        except BlockingIOError:
+            if attempt == 7:
+                raise
+    raise AssertionError
+
+
+def eventfd() -> int:
+    """eventfd(2), non-blocking, close-on-exec."""
+    return _check(_eventfd(0, os.O_NONBLOCK | os.O_CLOEXEC), "eventfd")
+
+
+# Mounts -----------------------------------------------------------------------------------------------------------
+
+
+def mount(source: str, target: str, fstype: str = "", flags: int = 0, data: str = "") -> None:
+    """mount(2). `flags` are MS_* bits; `data` is the comma-separated option string."""
+    encoded = [os.fsencode(each) or None for each in (source, target, fstype, data)]
+    _check(_mount(encoded[0], encoded[1], encoded[2], flags, encoded[3]), "mount", f"{source} -> {target}")
+
+
+def umount2(target: str, flags: int = 0) -> None:
+    """umount2(2)."""
+    _check(_umount2(os.fsencode(target), flags), "umount2", target)
+
+
+def pivot_root(new_root: str, put_old: str) -> None:
+    """pivot_root(2)."""
+    new, old = _text(new_root), _text(put_old)
+    _call("pivot_root", k.SYS_pivot_root, _address(new), _address(old))
+
+
+def open_tree(dirfd: int, path: str, flags: int) -> int:
+    """open_tree(2), close-on-exec."""
+    name = _text(path)
+    return _call("open_tree", k.SYS_open_tree, dirfd, _address(name), flags | k.OPEN_TREE_CLOEXEC, detail=path)
+
+
+def move_mount(mount_fd: int, target_fd: int) -> None:
+    """move_mount(2): attach the detached mount `mount_fd` on the object `target_fd`, both by descriptor."""
+    empty = _text("")
+    flags = k.MOVE_MOUNT_F_EMPTY_PATH | k.MOVE_MOUNT_T_EMPTY_PATH
+    _call("move_mount", k.SYS_move_mount, mount_fd, _address(empty), target_fd, _address(empty), flags)
+
+
+def mount_setattr(mount_fd: int, *, attr_set: int = 0, attr_clr: int = 0, userns_fd: int = 0, flags: int = 0) -> None:
+    """mount_setattr(2) on a descriptor; `userns_fd` goes with MOUNT_ATTR_IDMAP."""
+    empty = _text("")
+    attr = MountAttr(attr_set, attr_clr, 0, userns_fd)
+    _call(
+        *("mount_setattr", k.SYS_mount_setattr, mount_fd, _address(empty)),
+        *(k.AT_EMPTY_PATH | flags, _address(attr), k.MOUNT_ATTR_SIZE_VER0),
+    )
+
+
+def fsopen(fstype: str) -> int:
+    """fsopen(2), close-on-exec."""
+    name = _text(fstype)
+    return _call("fsopen", k.SYS_fsopen, _address(name), k.FSOPEN_CLOEXEC, detail=fstype)
+
+
+def fsconfig_string(fs_fd: int, key: str, value: str) -> None:
+    """fsconfig(2), FSCONFIG_SET_STRING."""
+    name, text = _text(key), _text(value)
+    _call("fsconfig", k.SYS_fsconfig, fs_fd, k.FSCONFIG_SET_STRING, _address(name), _address(text), 0, detail=key)
+
+
+def fsconfig_flag(fs_fd: int, key: str) -> None:
+    """fsconfig(2), FSCONFIG_SET_FLAG."""
+    name = _text(key)
+    _call("fsconfig", k.SYS_fsconfig, fs_fd, k.FSCONFIG_SET_FLAG, _address(name), 0, 0, detail=key)
+
+
+def fsconfig_fd(fs_fd: int, key: str, value_fd: int) -> None:
+    """fsconfig(2), FSCONFIG_SET_FD."""
+    name = _text(key)
+    _call("fsconfig", k.SYS_fsconfig, fs_fd, k.FSCONFIG_SET_FD, _address(name), 0, value_fd, detail=key)
+
+
+def fsmount(fs_fd: int, attributes: int) -> int:
+    """Create the configured superblock and return a detached mount of it: fsconfig(2) CMD_CREATE, fsmount(2)."""
+    _call("fsconfig", k.SYS_fsconfig, fs_fd, k.FSCONFIG_CMD_CREATE, 0, 0, 0, detail="create")
+    return _call("fsmount", k.SYS_fsmount, fs_fd, k.FSMOUNT_CLOEXEC, attributes)

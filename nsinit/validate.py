@@ -1,0 +1,88 @@
+"""Re-checks every name and number of a request: nsinit does not trust the daemon either.
+
+Pure: looks at no file and changes nothing. A name that passes can be joined to a path and used as one component.
+"""
+
+from __future__ import annotations
+
+import re
+
+from nsinit.protocol import Limits, SandboxPlan
+
+_SESSION_ID = re.compile(r"[0-9a-f]{16,32}")
+_WORKSPACE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}[a-z0-9]")
+_IMAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}")
+_NODE_ID = re.compile(r"[0-9a-z][0-9a-z-]{7,63}")
+
+MIN_MEMORY_BYTES = 4 * 1024 * 1024
+MAX_BYTES = 1 << 46
+MAX_PIDS = 1 << 22
+MIN_QUOTA_US, MAX_QUOTA_US = 1_000, 1 << 40
+"""Below 1 ms the kernel refuses a cpu quota."""
+MIN_PERIOD_US, MAX_PERIOD_US = 1_000, 1_000_000
+
+
+class InvalidName(ValueError):
+    """A value of a request is not one nsinit works with."""
+
+
+def is_session_id(text: str) -> bool:
+    """Whether `text` is a well-formed session id."""
+    return _SESSION_ID.fullmatch(text) is not None
+
+
+def check_session_id(text: str) -> None:
+    """Raise `InvalidName` unless `text` is a session id."""
+    _match(_SESSION_ID, text, "session id")
+
+
+def check_workspace_id(text: str) -> None:
+    """Raise `InvalidName` unless `text` is a workspace id."""
+    _match(_WORKSPACE_ID, text, "workspace id")
+
+
+def check_node_id(text: str) -> None:
+    """Raise `InvalidName` unless `text` is a node id."""
+    _match(_NODE_ID, text, "node id")
+
+
+def check_data_dir(path: str) -> None:
+    """Raise `InvalidName` unless `path` is absolute, normalised and not the root."""
+    parts = path.split("/")
+    if not path.startswith("/") or len(parts) < 2 or any(part in {"", ".", ".."} for part in parts[1:]) or "\0" in path:
+        raise InvalidName(f"data directory must be an absolute normalised path: {path[:80]!r}")
+
+
+def check_cgroup_parent(path: str) -> None:
+    """Raise `InvalidName` unless `path` is `auto` or a relative or absolute path without `.` and `..`."""
+    if any(part in {"", ".", ".."} for part in path.strip("/").split("/")) and path.strip("/"):
+        raise InvalidName(f"cgroup parent must be a plain path: {path[:80]!r}")
+
+
+def check_limits(limits: Limits) -> None:
+    """Raise `InvalidName` unless every limit is one the kernel can take."""
+    _range("memory_bytes", limits.memory_bytes, MIN_MEMORY_BYTES, MAX_BYTES)
+    _range("pids", limits.pids, 2, MAX_PIDS)
+    _range("cpu_quota_us", limits.cpu_quota_us, MIN_QUOTA_US, MAX_QUOTA_US)
+    _range("cpu_period_us", limits.cpu_period_us, MIN_PERIOD_US, MAX_PERIOD_US)
+
+
+def check_plan(plan: SandboxPlan) -> None:
+    """Raise `InvalidName` unless every field of the plan is acceptable."""
+    check_session_id(plan.session_id)
+    _match(_IMAGE_NAME, plan.image, "image name")
+    if plan.workspace_id is not None:
+        check_workspace_id(plan.workspace_id)
+    check_limits(plan.limits)
+    _range("tmp_bytes", plan.tmp_bytes, 4096, MAX_BYTES)
+    _range("shm_bytes", plan.shm_bytes, 4096, MAX_BYTES)
+
+
+def _match(pattern: re.Pattern[str], text: str, what: str) -> None:
+    if pattern.fullmatch(text) is None:
+        raise InvalidName(f"invalid {what}: {text[:80]!r}")
+
+
+def _range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidName(f"{name} must be between {low} and {high}, got {value}")

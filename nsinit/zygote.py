@@ -1,0 +1,277 @@
+"""The fork server: one thread, one connection to the daemon, one loop. Reads requests, runs jobs, sends answers.
+
+Owns the order of requests (those on one session run in the order they came, everything else side by side) and the
+start and the end of nsinit. The end of the connection is the end of nsinit: blank vessels and half-built sandboxes go,
+built ones live on. Sources: unix(7) SOCK_SEQPACKET, SCM_RIGHTS.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import selectors
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import replace
+
+from nsinit import child
+from nsinit.log import log
+from nsinit.protocol import (
+    ANSWERS,
+    MAX_DATAGRAM_BYTES,
+    REQUESTS,
+    Attach,
+    Build,
+    Failed,
+    MakeWorkspace,
+    Ok,
+    Prepare,
+    ProtocolError,
+    Scan,
+    Scanned,
+    SetLimits,
+    Start,
+    Teardown,
+    TornDown,
+)
+from nsinit.scheduler import Job, Scheduler, Wait
+from nsinit.sessions import Sessions
+from nsinit.start import Node, start
+from nsinit.steps import StepFailed, failure_of
+from nsinit.validate import InvalidName, check_limits, check_plan, check_session_id, check_workspace_id
+
+MAX_UNANSWERED = 4096
+"""Requests taken and not yet answered; beyond that nothing is read, and the daemon's sends wait."""
+
+SCAN_BATCH = 200
+"""Sessions in one `Scanned` datagram, so that it stays well below `MAX_DATAGRAM_BYTES`."""
+
+SPARE_SLOTS = 8
+_STOP_DEADLINE_S = 10.0
+_IDLE_S = 0.02
+
+Answer = tuple[object, list[int]]
+Work = Generator[Wait, bool, Answer]
+
+
+def serve(channel: socket.socket, enter: child.Enter) -> None:
+    """Serve the daemon at the other end of `channel` until it is gone."""
+    channel.setblocking(True)
+    data = channel.recv(MAX_DATAGRAM_BYTES)
+    if not data:
+        return
+    request = REQUESTS.decode(data)
+    if not isinstance(request, Start):
+        raise ProtocolError(f"expected Start, got {type(request).__name__}")
+    scheduler = Scheduler()
+    try:
+        node = start(request, scheduler, enter)
+    except StepFailed as error:
+        log("error", "start failed", stage=error.stage, path=error.path, reason=str(error))
+        channel.sendall(ANSWERS.encode(Failed(request.seq, error.stage, error.path, error.errno, str(error))))
+        return
+    channel.sendall(ANSWERS.encode(node.ready))
+    channel.setblocking(False)
+    Zygote(channel, node, scheduler).run()
+    node.stop()
+
+
+class Zygote:
+    """The loop of a started nsinit."""
+
+    def __init__(self, channel: socket.socket, node: Node, scheduler: Scheduler) -> None:
+        self._channel = channel
+        self._sessions: Sessions = node.sessions
+        self._slots = node.sessions.foundry.slots
+        self._scheduler = scheduler
+        self._outbox: deque[tuple[bytes, list[int]]] = deque()
+        self._waiting: dict[str, deque[Callable[[], Job]]] = {}
+        self._unanswered = 0
+        self._is_open = True
+
+    def run(self) -> None:
+        """Serve until the connection ends, then put away what was not finished."""
+        self._watch()
+        self._sessions.delete_trash()
+        while self._is_open:
+            wants_slots = self._slots.spare < SPARE_SLOTS
+            if not self._scheduler.round(_IDLE_S if wants_slots else None) and wants_slots:
+                self._slots.make_spare()
+        self._put_away()
+
+    def _put_away(self) -> None:
+        self._sessions.finish()
+        for session_id in list(self._waiting):
+            self._sessions.abort_build(session_id)
+        for session_id in list(self._sessions.vessels):
+            self._enqueue(session_id, lambda session_id=session_id: self._forget_vessel(session_id))  # type: ignore[misc]
+        deadline = time.monotonic() + _STOP_DEADLINE_S
+        while (self._waiting or self._sessions.is_deleting) and time.monotonic() < deadline:
+            self._scheduler.round(0.1)
+
+    def _forget_vessel(self, session_id: str) -> Job:
+        yield from self._sessions.remove(session_id)
+
+    # Requests
+
+    def _receive(self) -> None:
+        try:
+            data = self._channel.recv(MAX_DATAGRAM_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._is_open = False
+            self._scheduler.watch(self._channel.fileno(), 0, self._on_channel)
+            return
+        try:
+            request = REQUESTS.decode(data)
+        except ProtocolError as error:
+            log("error", "bad request", reason=str(error))
+            self._is_open = False
+            return
+        self._unanswered += 1
+        self._dispatch(request)
+        self._watch()
+
+    def _dispatch(self, request: object) -> None:
+        match request:
+            case Build(seq, plan):
+                self._submit(seq, plan.session_id, lambda: self._build(request))
+            case Teardown(seq, session_id):
+                self._sessions.abort_build(session_id)
+                self._submit(seq, session_id, lambda: self._teardown(request))
+            case Prepare(seq, session_id) | Attach(seq, session_id) | SetLimits(seq, session_id):
+                self._submit(seq, session_id, lambda: self._at_once(request))
+            case Scan(seq):
+                self._scheduler.spawn(self._answered(seq, self._scan(request)))
+            case MakeWorkspace(seq):
+                self._scheduler.spawn(self._answered(seq, self._at_once(request)))
+            case Start(seq):
+                self._scheduler.spawn(self._answered(seq, self._refuse_second_start()))
+
+    def _submit(self, seq: int, session_id: str, work: Callable[[], Work]) -> None:
+        self._enqueue(session_id, lambda: self._answered(seq, work()))
+
+    def _enqueue(self, session_id: str, job: Callable[[], Job]) -> None:
+        """Run `job` after everything that was asked of this session before."""
+        if session_id in self._waiting:
+            self._waiting[session_id].append(job)
+        else:
+            self._waiting[session_id] = deque([job])
+            self._scheduler.spawn(self._in_order(session_id))
+
+    def _in_order(self, session_id: str) -> Job:
+        queue = self._waiting[session_id]
+        while queue:
+            yield from queue.popleft()()
+        del self._waiting[session_id]
+
+    def _answered(self, seq: int, work: Work) -> Job:
+        """Run `work` and send what it returns; its failure is an answer too."""
+        try:
+            message, fds = yield from work
+        except InvalidName as error:
+            message, fds = Failed(seq, "validate", "", 0, str(error)), []
+        except StepFailed as error:
+            message, fds = Failed(seq, error.stage, error.path, error.errno, str(error)[:500]), []
+        except OSError as error:
+            failed = failure_of("system", error)
+            message, fds = Failed(seq, failed.stage, failed.path, failed.errno, str(failed)), []
+        if isinstance(message, Failed):
+            log("warning", "request failed", stage=message.stage, path=message.path, reason=message.message)
+        self._unanswered -= 1
+        self._send(message, fds)
+
+    def _build(self, request: Build) -> Work:
+        check_plan(request.plan)
+        built, fds = yield from self._sessions.build(request)
+        log("info", "built", built.session_id, pid=built.identity.pid)
+        return built, fds
+
+    def _teardown(self, request: Teardown) -> Work:
+        check_session_id(request.session_id)
+        removed = yield from self._sessions.remove(request.session_id)
+        counters = removed.counters
+        log("info", "torn down", request.session_id, leftovers=list(removed.leftovers))
+        return TornDown(
+            *(request.seq, request.session_id, counters.oom_kills, counters.cpu_usec, counters.memory_peak_bytes),
+            removed.leftovers,
+        ), []
+
+    def _scan(self, request: Scan) -> Work:
+        found = sorted(self._sessions.scan(), key=lambda each: each.session_id)
+        found = [each for each in found if each.session_id > request.after]
+        return Scanned(request.seq, tuple(found[:SCAN_BATCH]), more=len(found) > SCAN_BATCH), []
+        yield  # a generator, like all work
+
+    def _at_once(self, request: object) -> Work:
+        """The requests that never wait."""
+        answer: Answer
+        match request:
+            case Prepare(seq, session_id):
+                check_session_id(session_id)
+                self._sessions.prepare(session_id)
+                answer = Ok(seq), []
+            case Attach(seq, session_id):
+                check_session_id(session_id)
+                attached, fds = self._sessions.attach(session_id)
+                answer = replace(attached, seq=seq), fds
+            case SetLimits(seq, session_id, limits):
+                check_session_id(session_id)
+                check_limits(limits)
+                self._sessions.set_limits(session_id, limits)
+                answer = Ok(seq), []
+            case MakeWorkspace(seq, workspace_id):
+                check_workspace_id(workspace_id)
+                self._sessions.make_workspace(workspace_id)
+                answer = Ok(seq), []
+            case _:
+                raise AssertionError(type(request).__name__)
+        return answer
+        yield  # a generator, like all work
+
+    def _refuse_second_start(self) -> Work:
+        raise InvalidName("already started")
+        yield  # a generator, like all work
+
+    # Answers
+
+    def _send(self, message: object, fds: list[int]) -> None:
+        self._outbox.append((ANSWERS.encode(message), fds))
+        self._flush()
+        self._watch()
+
+    def _flush(self) -> None:
+        while self._outbox:
+            data, fds = self._outbox[0]
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+            try:
+                self._channel.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return
+            except OSError:
+                self._is_open = False
+            self._outbox.popleft()
+            for fd in fds:
+                os.close(fd)
+
+    def _watch(self) -> None:
+        """Read as long as there is room for answers; write as long as some wait."""
+        if not self._is_open:
+            return
+        has_room = self._unanswered + len(self._outbox) < MAX_UNANSWERED
+        events = (selectors.EVENT_READ if has_room else 0) | (selectors.EVENT_WRITE if self._outbox else 0)
+        if events != self._events:
+            self._events = events
+            self._scheduler.watch(self._channel.fileno(), events, self._on_channel)
+
+    _events = -1
+
+    def _on_channel(self) -> None:
+        self._flush()
+        self._receive()
+        self._watch()

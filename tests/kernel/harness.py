@@ -1,0 +1,318 @@
+"""Starts nsinit the way the daemon does and speaks both protocols to it and to runners, without trio.
+
+For tests about what the kernel enforces: `Nsinit` is the fork server, `Sandbox` one session it built, and `run` a
+command inside as the sandbox user. Everything is closed and removed by the context managers, whatever the test did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nsinit
+from nsinit.protocol import (
+    ANSWERS,
+    MAX_DATAGRAM_BYTES,
+    MAX_FDS,
+    REQUESTS,
+    Build,
+    Built,
+    Found,
+    Limits,
+    Ready,
+    SandboxPlan,
+    Scan,
+    Scanned,
+    Start,
+    Teardown,
+    TornDown,
+)
+from runner import protocol as runner_protocol
+from runner.protocol import Exec, ExecReply, FrameDecoder, Kind, Setup, encode_frame
+
+PATIENCE_S = 20.0
+ROOMY = Limits(memory_bytes=256 << 20, pids=64, cpu_quota_us=200_000)
+_MERGED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_MOUNT_POINTS = ("dev", "proc", "sys", "tmp", "run", "usr", "etc", "root", "var", "workspace", "home/sandbox")
+
+
+@dataclass(frozen=True)
+class Result:
+    """A command's end."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Nsinit:
+    """A running nsinit. Requests may be sent without waiting; `receive` returns answers as they come."""
+
+    def __init__(self, data_dir: Path, node_id: str) -> None:
+        self.data_dir = data_dir
+        self._seq = itertools.count(1)
+        self._sandboxes: list[Sandbox] = []
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
+        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.channel.settimeout(PATIENCE_S)
+        with theirs:
+            self.pid = self._spawn(theirs)
+        self.ready = self.ask(Start, data_dir=str(data_dir), node_id=node_id)[0]
+
+    def _spawn(self, theirs: socket.socket) -> int:
+        null_fd = os.open("/dev/null", os.O_RDWR)
+        actions = [
+            *((os.POSIX_SPAWN_DUP2, null_fd, fd) for fd in (0, 1)),
+            (os.POSIX_SPAWN_DUP2, self._log.fileno(), 2),
+            (os.POSIX_SPAWN_DUP2, theirs.fileno(), 3),
+        ]
+        try:
+            program = [sys.executable, "-I", "-S", "-B", str(Path(nsinit.__file__).parent)]
+            return os.posix_spawn(sys.executable, program, {"LANG": "C.UTF-8", "TZ": "UTC0"}, file_actions=actions)
+        finally:
+            os.close(null_fd)
+
+    def send(self, request: type[Any], **fields: Any) -> int:
+        """Send a request and return its sequence number."""
+        seq = next(self._seq)
+        self.channel.send(REQUESTS.encode(request(seq, **fields)))
+        return seq
+
+    def receive(self) -> tuple[Any, list[int]]:
+        """Return the next answer and its descriptors, which are the caller's."""
+        data, fds, _, _ = socket.recv_fds(self.channel, MAX_DATAGRAM_BYTES, MAX_FDS)
+        if not data:
+            raise EOFError(self.log)
+        return ANSWERS.decode(data), list(fds)
+
+    def ask(self, request: type[Any], **fields: Any) -> tuple[Any, list[int]]:
+        """Send a request and return its answer; nothing else may be under way."""
+        seq = self.send(request, **fields)
+        answer, fds = self.receive()
+        assert answer.seq == seq
+        return answer, fds
+
+    def build(self, plan: SandboxPlan) -> Sandbox:
+        """Build a sandbox that must succeed."""
+        answer, fds = self.ask(Build, plan=plan)
+        assert isinstance(answer, Built), (answer, self.log)
+        sandbox = Sandbox(self, answer, fds)
+        self._sandboxes.append(sandbox)
+        return sandbox
+
+    def refused(self, plan: SandboxPlan) -> Any:
+        """Build a sandbox that must not succeed; return the `Failed`."""
+        answer, fds = self.ask(Build, plan=plan)
+        for fd in fds:
+            os.close(fd)
+        assert type(answer).__name__ == "Failed", answer
+        return answer
+
+    def teardown(self, session_id: str) -> TornDown:
+        """Tear a session down and return the counters."""
+        answer, _ = self.ask(Teardown, session_id=session_id)
+        assert isinstance(answer, TornDown), answer
+        return answer
+
+    def scan(self) -> dict[str, Found]:
+        """Return all sessions by id."""
+        found: dict[str, Found] = {}
+        while True:
+            answer, _ = self.ask(Scan, after=max(found, default=""))
+            assert isinstance(answer, Scanned), answer
+            found.update({each.session_id: each for each in answer.sessions})
+            if not answer.more:
+                return found
+
+    def traces(self, session_id: str) -> list[str]:
+        """Return every directory that still names the session."""
+        assert isinstance(self.ready, Ready)
+        parents = [*self.ready.cgroup_dirs.values(), f"{self.data_dir}/sessions", f"{self.data_dir}/run"]
+        return [f"{parent}/{session_id}" for parent in parents if os.path.lexists(f"{parent}/{session_id}")]
+
+    @property
+    def log(self) -> str:
+        """What nsinit logged so far."""
+        return os.pread(self._log.fileno(), 1 << 20, 0).decode()
+
+    def release_sandboxes(self) -> None:
+        """Close what this process holds of every session that was built."""
+        for sandbox in self._sandboxes:
+            sandbox.release()
+
+    def kill(self) -> None:
+        """SIGKILL it and wait until it is gone."""
+        os.kill(self.pid, signal.SIGKILL)
+        self.close()
+
+    def close(self) -> None:
+        """Hang up and wait until it ended by itself."""
+        if self.pid:
+            self.channel.close()
+            os.waitpid(self.pid, 0)
+            self.pid = 0
+            self._log.close()
+
+
+class Sandbox:
+    """A session that was built, with a connection to its runner."""
+
+    def __init__(self, owner: Nsinit, built: Any, fds: list[int]) -> None:
+        self.owner, self.built = owner, built
+        self.session_id: str = built.session_id
+        self.pid: int = built.identity.pid
+        self.pidfd, self.event_fd = fds
+        self._names = itertools.count(1)
+        self._runner = connect(owner.data_dir, self.session_id)
+        self._decoder = new_decoder()
+        self.request(Setup(shell="bash"))
+
+    def request(self, message: Any) -> tuple[Any, bytes, bytes]:
+        """Ask the runner; return its final answer, stdout and stderr."""
+        self._runner.sendall(encode_frame(Kind.REQUEST, runner_protocol.REQUESTS.encode(message)))
+        streams = {Kind.STDOUT: b"", Kind.STDERR: b""}
+        while True:
+            for kind, body in self._decoder:
+                if kind in streams:
+                    streams[kind] += body
+                elif kind in (Kind.REPLY, Kind.ERROR):
+                    return runner_protocol.ANSWERS.decode(body), streams[Kind.STDOUT], streams[Kind.STDERR]
+            data = self._runner.recv(65536)
+            if not data:
+                raise EOFError(f"the runner is gone: {self.owner.log}")
+            self._decoder.feed(data)
+
+    def run(self, command: str, *, timeout_ms: int | None = 10_000) -> Result:
+        """Run a command in the session's shell."""
+        reply, out, err = self.request(Exec(f"e{next(self._names)}", command, timeout_ms=timeout_ms))
+        assert isinstance(reply, ExecReply), reply
+        return Result(reply.exit_code, out.decode(errors="replace"), err.decode(errors="replace"))
+
+    def python(self, script: str) -> str:
+        """Run a script with the sandbox's own Python; return what it printed."""
+        result = self.run(f"python3 - <<'END_OF_SCRIPT'\n{script}\nEND_OF_SCRIPT")
+        assert result.code == 0, result
+        return result.out.strip()
+
+    def teardown(self) -> TornDown:
+        """Remove the session."""
+        self.release()
+        return self.owner.teardown(self.session_id)
+
+    def release(self) -> None:
+        """Close what this process holds of the session; the session lives on."""
+        self._runner.close()
+        for fd in (self.pidfd, self.event_fd):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self.pidfd = self.event_fd = -1
+
+
+def connect(data_dir: Path, session_id: str) -> socket.socket:
+    """Return a connection to a session's runner."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(PATIENCE_S)
+    directory_fd = os.open(data_dir / "run" / session_id, os.O_PATH)
+    try:
+        connection.connect(f"/proc/self/fd/{directory_fd}/r.sock")
+    finally:
+        os.close(directory_fd)
+    return connection
+
+
+def new_decoder() -> FrameDecoder:
+    """Return a decoder for what a runner sends."""
+    return FrameDecoder(runner_protocol.FROM_RUNNER, max_body_bytes=runner_protocol.MAX_FRAME_BYTES)
+
+
+def new_id() -> str:
+    """Return a session id nobody else uses."""
+    return secrets.token_hex(12)
+
+
+def host_plan(session_id: str | None = None, **fields: Any) -> SandboxPlan:
+    """Return a plan for the host image."""
+    limits = fields.pop("limits", ROOMY)
+    return SandboxPlan(session_id or new_id(), fields.pop("image", "host"), "host", limits, **fields)
+
+
+def make_host_image(data_dir: Path, name: str = "host") -> Path:
+    """Make the smallest root file system that the machine's `/usr` completes."""
+    rootfs = data_dir / "images" / name / "rootfs"
+    for path in _MOUNT_POINTS:
+        (rootfs / path).mkdir(parents=True)
+    for link in _MERGED:
+        if os.path.islink(f"/{link}"):
+            (rootfs / link).symlink_to(os.readlink(f"/{link}"))
+    (rootfs / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/bash\n")
+    (rootfs / "etc/group").write_text("root:x:0:\n")
+    shutil.copy("/etc/ld.so.cache", rootfs / "etc/ld.so.cache")
+    return rootfs
+
+
+@contextlib.contextmanager
+def data_directory() -> Iterator[Path]:
+    """A data directory with a host image, removed afterwards."""
+    path = Path(tempfile.mkdtemp(prefix="sandkasten-kernel-"))
+    try:
+        make_host_image(path)
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+@contextlib.contextmanager
+def running(data_dir: Path, node_id: str | None = None) -> Iterator[Nsinit]:
+    """An nsinit; every session it knows of is torn down afterwards."""
+    server = Nsinit(data_dir, node_id or secrets.token_hex(8))
+    try:
+        yield server
+    finally:
+        server.release_sandboxes()
+        if server.pid:
+            try:
+                for session_id in server.scan():
+                    server.teardown(session_id)
+            finally:
+                server.close()
+
+
+def wait_until(condition: Any, what: str) -> None:
+    """Wait for something the kernel reports by no event to a bystander; fails naming it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        os.sched_yield()
+
+
+def run_outside(command: list[str]) -> str:
+    """Run a command on the host and return its output."""
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def make_rootfs_image(data_dir: Path, name: str) -> Path:
+    """Make a foreign root file system of one static binary, without accounts and without mount points."""
+    rootfs = data_dir / "images" / name / "rootfs"
+    (rootfs / "bin").mkdir(parents=True)
+    shutil.copy("/bin/busybox", rootfs / "bin/busybox")
+    for applet in ("sh", "cat", "echo", "id", "ls", "stat", "touch", "readlink", "grep"):
+        (rootfs / "bin" / applet).symlink_to("busybox")
+    return rootfs
+
+
+def rootfs_plan(image: str, **fields: Any) -> SandboxPlan:
+    """Return a plan for a foreign root file system."""
+    return SandboxPlan(new_id(), image, "rootfs", fields.pop("limits", ROOMY), **fields)

@@ -1,0 +1,141 @@
+"""Limits in force: what a session can't exceed, how that is counted and told, in whichever cgroup mode runs here."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from nsinit.protocol import Ok, Ready, SetLimits
+from tests.kernel.harness import PATIENCE_S, ROOMY, Nsinit, data_directory, host_plan, running
+
+SMALL = replace(ROOMY, memory_bytes=48 << 20)
+HOG = "import sys\nheld = [bytearray(1 << 20) for _ in range(400)]\nprint('never')"
+
+
+@pytest.fixture
+def server() -> Iterator[Nsinit]:
+    with data_directory() as data_dir, running(data_dir) as nsinit:
+        yield nsinit
+
+
+def _value(server: Nsinit, session_id: str, controller: str, *names: str) -> str:
+    """Return the first of the named files that this cgroup version has."""
+    assert isinstance(server.ready, Ready)
+    directory = f"{server.ready.cgroup_dirs[controller]}/{session_id}"
+    (path,) = [f"{directory}/{name}" for name in names if os.path.exists(f"{directory}/{name}")][:1]
+    with open(path) as file:
+        return file.read().strip()
+
+
+def _event_fired(fd: int, kind: str) -> bool:
+    poller = select.poll()
+    poller.register(fd, select.POLLIN if kind == "eventfd" else select.POLLPRI | select.POLLERR)
+    return bool(poller.poll(PATIENCE_S * 1000))
+
+
+def test_limits_are_written_in_every_hierarchy(server: Nsinit) -> None:
+    """Memory, swap, pids and cpu hold what the plan says."""
+    box = server.build(host_plan(limits=replace(SMALL, pids=33, cpu_quota_us=50_000)))
+    assert _value(server, box.session_id, "memory", "memory.max", "memory.limit_in_bytes") == str(48 << 20)
+    assert _value(server, box.session_id, "pids", "pids.max") == "33"
+    assert _value(server, box.session_id, "cpu", "cpu.max", "cpu.cfs_quota_us").split()[0] == "50000"
+    box.teardown()
+
+
+def test_every_process_of_a_session_is_in_its_cgroups(server: Nsinit) -> None:
+    """PID 1, the shell and a daemonised command are members in each hierarchy."""
+    box = server.build(host_plan())
+    box.run("setsid sleep 1000 &")
+    assert isinstance(server.ready, Ready)
+    members = {
+        _value(server, box.session_id, name, "cgroup.procs")
+        and len(_value(server, box.session_id, name, "cgroup.procs").split())
+        for name in server.ready.cgroup_dirs
+    }
+    assert members == {3}
+    box.teardown()
+
+
+def test_a_memory_hog_dies_alone_and_is_counted(server: Nsinit) -> None:
+    """The hog is killed, the event fires, the count is one, the shell and its state live on."""
+    box = server.build(host_plan(limits=SMALL))
+    box.run("export KEPT=yes")
+    result = box.run(f'python3 -c "{HOG}"')
+    assert result.code == 137
+    assert "never" not in result.out
+    assert _event_fired(box.event_fd, box.built.oom_event)
+    assert box.run("echo $KEPT").out == "yes\n"
+    assert box.teardown().oom_kills == 1
+
+
+def test_no_event_comes_without_a_kill(server: Nsinit) -> None:
+    """The descriptor of a session that stays within its memory is silent."""
+    box = server.build(host_plan())
+    if box.built.oom_event == "memory_events":
+        os.read(box.event_fd, 4096)
+    box.run("true")
+    poller = select.poll()
+    poller.register(box.event_fd, select.POLLIN if box.built.oom_event == "eventfd" else select.POLLPRI)
+    assert poller.poll(0) == []
+    box.teardown()
+
+
+def test_tmpfs_counts_as_memory(server: Nsinit) -> None:
+    """Files in /tmp and /dev/shm are the session's memory; full ones are "no space left", and nothing is killed."""
+    box = server.build(host_plan(limits=SMALL, tmp_bytes=1 << 30, shm_bytes=1 << 30))
+    for directory in ("/tmp", "/dev/shm"):
+        assert "No space left" in box.run(f"head -c 200000000 /dev/zero > {directory}/big").err
+    counters = box.teardown()
+    assert 36 << 20 <= counters.memory_peak_bytes <= 48 << 20
+    assert counters.oom_kills == 0
+
+
+def test_forking_beyond_the_pids_limit_fails_with_eagain(server: Nsinit) -> None:
+    """The limit is exact, and it holds back the session alone."""
+    box = server.build(host_plan(limits=replace(ROOMY, pids=16)))
+    script = """
+import errno, os, signal
+children = []
+try:
+    while len(children) < 100:
+        children.append(os.fork() or signal.pause())
+except BlockingIOError as error:
+    print(errno.errorcode[error.errno], 8 < len(children) < 16)
+for child in children:
+    os.kill(child, signal.SIGKILL)
+"""
+    assert box.python(script) == "EAGAIN True"
+    box.teardown()
+
+
+def test_the_cpu_quota_throttles(server: Nsinit) -> None:
+    """A busy loop under a tenth of a core is held back again and again."""
+    box = server.build(host_plan(limits=replace(ROOMY, cpu_quota_us=10_000)))
+    box.run("i=0; while [ $i -lt 50000 ]; do i=$((i+1)); done")
+    stat = dict(line.split() for line in _value(server, box.session_id, "cpu", "cpu.stat").splitlines())
+    assert int(stat["nr_throttled"]) >= 2
+    box.teardown()
+
+
+@pytest.mark.parametrize("memory_bytes", [32 << 20, 512 << 20])
+def test_limits_change_up_and_down_while_running(server: Nsinit, memory_bytes: int) -> None:
+    """SetLimits takes effect at once in both directions."""
+    box = server.build(host_plan(limits=replace(ROOMY, memory_bytes=128 << 20)))
+    changed = replace(ROOMY, memory_bytes=memory_bytes, pids=20, cpu_quota_us=30_000)
+    answer, _ = server.ask(SetLimits, session_id=box.session_id, limits=changed)
+    assert isinstance(answer, Ok), answer
+    assert _value(server, box.session_id, "memory", "memory.max", "memory.limit_in_bytes") == str(memory_bytes)
+    assert _value(server, box.session_id, "pids", "pids.max") == "20"
+    box.teardown()
+
+
+def test_nothing_of_a_cgroup_is_writable_inside(server: Nsinit) -> None:
+    """No cgroup file system is mounted in the sandbox at all."""
+    box = server.build(host_plan())
+    assert box.run("cut -d' ' -f3 /proc/self/mounts | grep -c cgroup").out == "0\n"
+    assert box.run("ls -A /sys").out == ""
+    box.teardown()

@@ -1,0 +1,323 @@
+"""How sandboxes are built: images that fight back, workspaces, read-only roots, and builds that fail."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nsinit.protocol import Build, Failed, Limits, MakeWorkspace, Ok, Prepare, SandboxPlan, Teardown, TornDown
+from tests.kernel.harness import (
+    Nsinit,
+    data_directory,
+    host_plan,
+    make_rootfs_image,
+    new_id,
+    rootfs_plan,
+    running,
+    wait_until,
+)
+from tests.leaks import descendants
+
+needs_busybox = pytest.mark.skipif(not Path("/bin/busybox").exists(), reason="needs a static busybox")
+
+
+@pytest.fixture
+def server() -> Iterator[Nsinit]:
+    with data_directory() as data_dir, running(data_dir) as nsinit:
+        yield nsinit
+
+
+def _assert_nothing_left(server: Nsinit, session_id: str) -> None:
+    assert server.traces(session_id) == []
+    assert server.scan() == {}
+    wait_until(lambda: descendants(server.pid) == set(), "the process that deletes the trash ended")
+
+
+def test_the_host_sees_no_mount_of_a_sandbox(server: Nsinit) -> None:
+    """While a sandbox runs, the host's mount table is what it was."""
+    before = Path("/proc/self/mountinfo").read_text()
+    sandbox = server.build(host_plan())
+    assert Path("/proc/self/mountinfo").read_text() == before
+    sandbox.teardown()
+
+
+def test_writes_stay_in_the_session(server: Nsinit) -> None:
+    """What a session writes over the image is its own: neither the image nor the next session has it."""
+    first = server.build(host_plan())
+    first.run("echo mine > /home/sandbox/f; echo mine > /workspace/f")
+    first.teardown()
+    second = server.build(host_plan())
+    assert second.run("ls -A /home/sandbox /workspace | grep -v :").out.strip() == ""
+    assert not (server.data_dir / "images/host/rootfs/workspace/f").exists()
+    second.teardown()
+
+
+@needs_busybox
+def test_a_foreign_image_without_accounts_or_mount_points_works(server: Nsinit) -> None:
+    """Missing mount points are made, and the sandbox user gets an account."""
+    make_rootfs_image(server.data_dir, "tiny")
+    sandbox = server.build(rootfs_plan("tiny"))
+    assert sandbox.run("id").out.startswith("uid=1000(sandbox) gid=1000(sandbox)")
+    assert sandbox.run("cat /etc/passwd").out.splitlines()[0].startswith("root:x:0:0:")
+    assert sandbox.run("stat -c %u:%g /bin/busybox /etc/passwd").out.split() == ["0:0", "0:0"]
+    sandbox.teardown()
+
+
+@needs_busybox
+def test_accounts_of_an_image_are_left_alone(server: Nsinit) -> None:
+    """An image that knows uid 1000 keeps its files byte by byte."""
+    rootfs = make_rootfs_image(server.data_dir, "named")
+    (rootfs / "etc").mkdir()
+    (rootfs / "etc/passwd").write_text("node:x:1000:1000::/home/node:/bin/sh\nodd line")
+    sandbox = server.build(rootfs_plan("named"))
+    assert sandbox.run("cat /etc/passwd").out == "node:x:1000:1000::/home/node:/bin/sh\nodd line"
+    sandbox.teardown()
+
+
+@needs_busybox
+@pytest.mark.parametrize("name", ["dev", "proc", "tmp", "run", "workspace", "home", "etc"])
+def test_an_image_with_a_link_for_a_mount_point_is_refused(server: Nsinit, name: str) -> None:
+    """`/dev -> /etc` and its like end the build; nothing is mounted or written where the link points."""
+    rootfs = make_rootfs_image(server.data_dir, "hostile")
+    (rootfs / name).symlink_to("/bin")
+    failed = server.refused(plan := rootfs_plan("hostile"))
+    assert (failed.path, failed.errno) == (f"/{name}", 40) or failed.path.startswith(f"/{name}/")
+    assert sorted(os.listdir(rootfs)) == sorted(["bin", name])
+    _assert_nothing_left(server, plan.session_id)
+
+
+@needs_busybox
+@pytest.mark.parametrize("name", ["passwd", "hosts", "resolv.conf", "hostname"])
+def test_a_link_in_etc_redirects_no_write(server: Nsinit, name: str) -> None:
+    """Files nsinit writes replace a link of the image instead of following it; a link for passwd ends the build."""
+    victim = server.data_dir / "victim"
+    victim.write_text("untouched")
+    rootfs = make_rootfs_image(server.data_dir, "hostile")
+    (rootfs / "etc").mkdir()
+    (rootfs / "etc" / name).symlink_to(victim)
+    if name == "passwd":
+        assert server.refused(rootfs_plan("hostile")).stage == "etc"
+    else:
+        sandbox = server.build(rootfs_plan("hostile"))
+        assert sandbox.run(f"readlink /etc/{name}").code != 0
+        sandbox.teardown()
+    assert victim.read_text() == "untouched"
+
+
+@needs_busybox
+def test_a_fifo_for_passwd_does_not_hang_the_build(server: Nsinit) -> None:
+    """What must be read is read only if it is a regular file."""
+    rootfs = make_rootfs_image(server.data_dir, "hostile")
+    (rootfs / "etc").mkdir()
+    os.mkfifo(rootfs / "etc/passwd")
+    assert server.refused(rootfs_plan("hostile")).stage == "etc"
+
+
+@needs_busybox
+def test_a_device_node_of_an_image_is_dead(server: Nsinit) -> None:
+    """A disk's node smuggled into an image can't be opened inside."""
+    rootfs = make_rootfs_image(server.data_dir, "hostile")
+    os.mknod(rootfs / "disk", 0o060666, os.makedev(254, 0))
+    os.chmod(rootfs / "disk", 0o666)
+    sandbox = server.build(rootfs_plan("hostile"))
+    assert "Permission denied" in sandbox.run("cat /disk").err
+    sandbox.teardown()
+
+
+@pytest.mark.parametrize(
+    ("change", "stage"),
+    [({"image": "missing"}, "overlay root"), ({"workspace_id": "no-such-workspace"}, "workspace")],
+)
+def test_a_failed_build_leaves_nothing(server: Nsinit, change: dict[str, str], stage: str) -> None:
+    """The answer names the step and what it failed on; nothing of the session is left; the next build works."""
+    plan = replace(host_plan(), **change)  # type: ignore[arg-type]
+    failed = server.refused(plan)
+    assert (failed.stage, failed.errno) == (stage, 2)
+    assert next(iter(change.values())) in failed.path
+    _assert_nothing_left(server, plan.session_id)
+    server.build(host_plan()).teardown()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"session_id": "../../../etc"},
+        {"session_id": "0123456789ABCDEF"},
+        {"session_id": "0123456789abcdef\n"},
+        {"image": "../host"},
+        {"image": "a/b"},
+        {"workspace_id": ".."},
+        {"workspace_id": "a\0b"},
+        {"limits": Limits(memory_bytes=0, pids=64, cpu_quota_us=100_000)},
+        {"limits": Limits(memory_bytes=1 << 28, pids=-1, cpu_quota_us=100_000)},
+        {"tmp_bytes": -1},
+    ],
+)
+def test_a_bad_name_or_number_is_refused_before_anything_is_made(server: Nsinit, change: dict[str, object]) -> None:
+    """nsinit doesn't trust the daemon's checks."""
+    assert server.refused(replace(host_plan(), **change)).stage == "validate"  # type: ignore[arg-type]
+    assert server.scan() == {}
+
+
+def test_a_second_build_of_a_running_session_does_not_touch_it(server: Nsinit) -> None:
+    """The id is taken: the second build fails and the first sandbox goes on."""
+    sandbox = server.build(host_plan())
+    sandbox.run("export KEPT=yes")
+    assert server.refused(host_plan(sandbox.session_id)).errno == 17
+    assert sandbox.run("echo $KEPT").out == "yes\n"
+    sandbox.teardown()
+
+
+def test_a_prepared_vessel_becomes_the_sandbox_of_its_id(server: Nsinit) -> None:
+    """Prepare makes the process, Build only furnishes it."""
+    session_id = new_id()
+    answer, _ = server.ask(Prepare, session_id=session_id)
+    assert isinstance(answer, Ok)
+    (vessel,) = (pid for pid, _ in descendants(server.pid))
+    sandbox = server.build(host_plan(session_id))
+    assert sandbox.pid == vessel
+    assert sandbox.run("echo works").out == "works\n"
+    sandbox.teardown()
+
+
+def test_a_vessel_that_was_never_used_is_discarded(server: Nsinit) -> None:
+    """Teardown takes a blank vessel away, whole."""
+    session_id = new_id()
+    server.ask(Prepare, session_id=session_id)
+    server.teardown(session_id)
+    _assert_nothing_left(server, session_id)
+
+
+def test_a_vessel_that_died_fails_its_build_alone(server: Nsinit) -> None:
+    """A killed vessel gives a clear failure and leaves nothing; the same id can be built again."""
+    session_id = new_id()
+    server.ask(Prepare, session_id=session_id)
+    (vessel,) = (pid for pid, _ in descendants(server.pid))
+    os.kill(vessel, signal.SIGKILL)
+    failed = server.refused(host_plan(session_id))
+    assert failed.stage == "child"
+    _assert_nothing_left(server, session_id)
+    server.build(host_plan(session_id)).teardown()
+
+
+def test_a_workspace_maps_its_owner_and_squashes_root(server: Nsinit) -> None:
+    """The sandbox user writes as disk uid 1000; no file of a workspace is ever owned by root or a session's range."""
+    server.ask(MakeWorkspace, workspace_id="wide.open")
+    sandbox = server.build(host_plan(workspace_id="wide.open"))
+    sandbox.run("echo kept > /workspace/file && chmod 6755 /workspace/file")
+    assert sandbox.run("stat -c %u:%g /workspace /workspace/file").out.split() == ["1000:1000", "1000:1000"]
+    assert "nosuid" in sandbox.run("grep ' /workspace ' /proc/self/mounts").out
+    on_disk = os.stat(server.data_dir / "workspaces/wide.open/file")
+    assert (on_disk.st_uid, on_disk.st_gid) == (1000, 1000)
+    sandbox.teardown()
+
+
+def test_a_foreign_owner_in_a_workspace_can_not_be_taken_over(server: Nsinit) -> None:
+    """A file whose disk owner is outside the map shows as nobody's and can't be written or removed through a chown."""
+    server.ask(MakeWorkspace, workspace_id="shared")
+    stray = server.data_dir / "workspaces/shared/stray"
+    stray.write_text("root's")
+    stray.chmod(0o600)
+    sandbox = server.build(host_plan(workspace_id="shared"))
+    assert sandbox.run("stat -c %u /workspace/stray").out == "65534\n"
+    assert sandbox.run("cat /workspace/stray").code != 0
+    assert sandbox.run("echo x >> /workspace/stray").code != 0
+    sandbox.teardown()
+    assert stray.read_text() == "root's"
+
+
+def test_a_workspace_outlives_its_session(server: Nsinit) -> None:
+    """Teardown deletes nothing of a workspace, and the next session finds its files."""
+    server.ask(MakeWorkspace, workspace_id="notes")
+    first = server.build(host_plan(workspace_id="notes"))
+    first.run("mkdir -p /workspace/deep/er && echo 1 > /workspace/deep/er/f")
+    first.teardown()
+    second = server.build(host_plan(workspace_id="notes"))
+    assert second.run("cat /workspace/deep/er/f").out == "1\n"
+    second.teardown()
+    assert (server.data_dir / "workspaces/notes/deep/er/f").read_text() == "1\n"
+
+
+def test_make_workspace_twice_changes_nothing(server: Nsinit) -> None:
+    """Making a workspace that is there keeps its files and answers Ok."""
+    server.ask(MakeWorkspace, workspace_id="again")
+    (server.data_dir / "workspaces/again/f").write_text("x")
+    answer, _ = server.ask(MakeWorkspace, workspace_id="again")
+    assert isinstance(answer, Ok)
+    assert (server.data_dir / "workspaces/again/f").read_text() == "x"
+
+
+def test_a_read_only_root_leaves_workspace_home_and_tmp_writable(server: Nsinit) -> None:
+    """With `readonly_rootfs` the image can't be changed, not even by its owner's uid."""
+    sandbox = server.build(host_plan(readonly_rootfs=True))
+    writable = "for d in /workspace /home/sandbox /tmp /dev/shm; do echo x > $d/f && echo $d; done"
+    assert sandbox.run(writable).out.split() == ["/workspace", "/home/sandbox", "/tmp", "/dev/shm"]
+    options = {line.split()[1]: line.split()[3] for line in sandbox.run("cat /proc/self/mounts").out.splitlines()}
+    assert options["/"].startswith("ro,")
+    assert options["/usr"].startswith("ro,")
+    sandbox.teardown()
+
+
+def test_tmp_is_bounded_in_bytes_and_files(server: Nsinit) -> None:
+    """A full /tmp says so; the session lives on."""
+    sandbox = server.build(host_plan(tmp_bytes=1 << 20))
+    assert "No space left" in sandbox.run("head -c 2000000 /dev/zero > /tmp/big").err
+    script = """
+import itertools
+try:
+    for number in itertools.count():
+        open(f"/tmp/{number}", "w").close()
+except OSError as error:
+    print(error.errno, number < 5000)
+"""
+    sandbox.run("rm /tmp/big")
+    assert sandbox.python(script) == "28 True"
+    sandbox.teardown()
+
+
+def test_a_socket_path_longer_than_an_address_holds_works() -> None:
+    """The data directory may be deeper than the 108 bytes of sun_path."""
+    with data_directory() as short:
+        deep = short / ("d" * 100) / ("e" * 100)
+        deep.mkdir(parents=True)
+        shutil.move(short / "images", deep / "images")
+        with running(deep) as server:
+            server.build(host_plan()).teardown()
+
+
+def test_twenty_builds_at_once_are_all_answered(server: Nsinit) -> None:
+    """Builds don't wait for one another, each has its own ids, and teardown of all leaves nothing."""
+    plans = [host_plan() for _ in range(20)]
+    for plan in plans:
+        server.send(Build, plan=plan)
+    bases = set()
+    for _ in plans:
+        answer, fds = server.receive()
+        assert not isinstance(answer, Failed), answer
+        bases.add(answer.identity.base_uid)
+        for fd in fds:
+            os.close(fd)
+    assert len(bases) == len(plans)
+    assert set(server.scan()) == {plan.session_id for plan in plans}
+    for plan in plans:
+        assert server.teardown(plan.session_id).leftovers == ()
+    _assert_nothing_left(server, plans[0].session_id)
+
+
+def test_a_teardown_ends_a_build_that_is_under_way(server: Nsinit) -> None:
+    """Build and Teardown of one id, sent together: whatever the build answers, nothing is left."""
+    plan: SandboxPlan = host_plan()
+    server.send(Build, plan=plan)
+    server.send(Teardown, session_id=plan.session_id)
+    _, fds = server.receive()
+    for fd in fds:
+        os.close(fd)
+    answer, _ = server.receive()
+    assert isinstance(answer, TornDown)
+    _assert_nothing_left(server, plan.session_id)

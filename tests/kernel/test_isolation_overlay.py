@@ -1,0 +1,87 @@
+"""The overlay in both ways it can be asked for: layers by descriptor, and by path for kernels before 6.13."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nsinit import constants as k
+from nsinit import mounts, rootfs, stage, syscalls
+from nsinit.mounts import Features, Layers
+from nsinit.slots import FIRST_BASE, SIZE, make_user_namespace
+
+
+def _in_own_mount_namespace(check: Callable[[], None]) -> None:
+    """Run `check` in a process with its own mount namespace; fail with what it raised."""
+    read_fd, write_fd = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            syscalls.unshare(k.CLONE_NEWNS)
+            syscalls.mount("", "/", flags=k.MS_REC | k.MS_PRIVATE)
+            check()
+        except BaseException:  # noqa: BLE001 - reported by the parent
+            os.write(write_fd, traceback.format_exc().encode()[-4000:])
+        finally:
+            os._exit(0)
+    os.close(write_fd)
+    with os.fdopen(read_fd, "rb") as pipe:
+        failure = pipe.read().decode()
+    os.waitpid(pid, 0)
+    assert failure == ""
+
+
+@pytest.mark.parametrize("by_fd", [True, False])
+def test_lower_ids_are_shifted_and_writes_go_to_the_upper(tmp_path: Path, by_fd: bool) -> None:
+    """Image files of id 0 show as the session's root, a changed file is copied up, the image stays as it was."""
+    lower, session, staged = (tmp_path / name for name in ("lower", "session", "stage"))
+    lower.mkdir()
+    staged.mkdir()
+    (lower / "file").write_text("image")
+
+    def check() -> None:
+        stage.make_stage(str(staged))
+        userns_fd = make_user_namespace(f"0 {FIRST_BASE} {SIZE}\n", forbid_nesting=True)
+        if by_fd and not mounts.probe_features(str(staged), userns_fd).overlay_by_fd:
+            return
+        rootfs.make_session_directories(str(session), ("root",), FIRST_BASE)
+        layers = Layers(str(lower), str(session), "root", userns_fd)
+        mount_fd = mounts.overlay(layers, features=Features(by_fd, True), stage_path=str(staged))
+        mounts.attach(mount_fd, os.open(staged / stage.ROOT, os.O_PATH))
+        merged = staged / stage.ROOT
+        assert (merged / "file").stat().st_uid == FIRST_BASE
+        (merged / "file").write_text("session")
+        (merged / "new").write_text("new")
+        os.unlink(merged / "new")
+        assert (session / "root/file").read_text() == "session"
+        assert (session / "root/file").stat().st_uid == FIRST_BASE
+        assert (lower / "file").read_text() == "image"
+        table = Path("/proc/self/mountinfo").read_text()
+        (line,) = [each for each in table.splitlines() if " - overlay sandkasten " in each]
+        assert str(tmp_path) not in line.split(" - ")[1]
+
+    _in_own_mount_namespace(check)
+
+
+def test_an_upper_that_overlayfs_can_not_use_is_an_error_not_read_only(tmp_path: Path) -> None:
+    """overlayfs falls back to a silent read-only mount when it can't make its work directory; the build must not."""
+    lower, session, staged = (tmp_path / name for name in ("lower", "session", "stage"))
+    for path in (lower, session, staged):
+        path.mkdir()
+
+    def check() -> None:
+        stage.make_stage(str(staged))
+        syscalls.mount("upper", str(session), "tmpfs")
+        for name in ("root", "root-work"):
+            (session / name).mkdir()
+        syscalls.mount("", str(session), flags=k.MS_REMOUNT | k.MS_BIND | k.MS_RDONLY)
+        userns_fd = make_user_namespace(f"0 {FIRST_BASE} {SIZE}\n", forbid_nesting=True)
+        layers = Layers(str(lower), str(session), "root", userns_fd)
+        with pytest.raises((mounts.ReadOnlyOverlay, OSError)):
+            mounts.overlay(layers, features=mounts.probe_features(str(staged), userns_fd), stage_path=str(staged))
+
+    _in_own_mount_namespace(check)
