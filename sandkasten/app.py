@@ -59,6 +59,7 @@ async def serve(config: Config, *, started: Callable[[Sequence[str]], None]) -> 
         max_exec_timeout_ms=config.defaults.max_exec_timeout_ms,
         max_command_bytes=config.server.max_command_bytes,
         max_json_bytes=config.server.max_json_bytes,
+        spool_dir=config.data_dir,
         max_upload_bytes=config.server.max_upload_bytes,
         max_read_bytes=config.server.max_read_bytes,
         max_connections=config.server.max_connections,

@@ -1,0 +1,168 @@
+"""Listening sockets from `host:port` and `unix:/path`. Accepts nothing.
+
+Without an API key only loopback addresses and unix sockets are opened. Names are resolved once and exactly the
+resolved addresses are bound, so the answer that was checked is the one that is served. No socket is inheritable.
+
+Sources: unix(7), bind(2); a unix socket's mode is the inode mode of the unbound socket, so fchmod(2) before bind(2)
+leaves no moment in which others may connect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+import attrs
+import trio
+
+UNIX = "unix:"
+BACKLOG = 512
+
+
+class ListenError(Exception):
+    """An address can't be served; the message is one sentence for the operator."""
+
+
+@attrs.frozen
+class Bound:
+    """Open listeners and how to reach them."""
+
+    listeners: list[trio.SocketListener]
+    addresses: list[str]
+
+
+def split_host_port(address: str) -> tuple[str, int]:
+    """Parse `host:port`, `[v6]:port` or `:port`.
+
+    Raises:
+        ListenError: it is none of these.
+    """
+    host, colon, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ListenError(f"listen address {address!r}: write an IPv6 address in brackets")
+    if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ListenError(f"listen address {address!r} is neither host:port nor unix:/path")
+    return host, int(port)
+
+
+async def resolve(address: str, *, loopback_only: bool) -> list[tuple[str, int]]:
+    """Return the numeric addresses behind `host:port`, in the resolver's order, each once.
+
+    Raises:
+        ListenError: the name has no address, or one that is not loopback although `loopback_only`.
+    """
+    host, port = split_host_port(address)
+    try:
+        found = await trio.socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_ADDRCONFIG
+        )
+    except (socket.gaierror, UnicodeError):
+        raise ListenError(f"listen address {address!r}: the name {host!r} has no address") from None
+    numeric = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    for ip in numeric:
+        if loopback_only and not ipaddress.ip_address(ip.partition("%")[0]).is_loopback:
+            raise ListenError(f"refusing to listen on {address!r} ({ip}) without an API key: set one, or use 127.0.0.1")
+    return [(ip, port) for ip in numeric]
+
+
+@contextlib.asynccontextmanager
+async def open_listeners(addresses: Sequence[str], *, loopback_only: bool) -> AsyncIterator[Bound]:
+    """Open every address; on the way out close the sockets and remove the unix socket files.
+
+    Raises:
+        ListenError: an address is malformed, refused or taken.
+    """
+    if not addresses:
+        raise ListenError("there is no address to listen on")
+    bound = Bound([], [])
+    async with contextlib.AsyncExitStack() as stack:
+        for address in addresses:
+            if address.startswith(UNIX):
+                path = address.removeprefix(UNIX)
+                listener = stack.enter_context(_unix_listener(path))
+                bound.listeners.append(listener)
+                bound.addresses.append(f"{UNIX}{path}")
+            else:
+                for opened in await _tcp_listeners(address, loopback_only=loopback_only):
+                    stack.callback(opened.socket.close)
+                    bound.listeners.append(opened)
+                    bound.addresses.append(_url(opened))
+        yield bound
+
+
+async def _tcp_listeners(address: str, *, loopback_only: bool) -> list[trio.SocketListener]:
+    opened: list[trio.SocketListener] = []
+    missing: OSError | None = None
+    for ip, port in await resolve(address, loopback_only=loopback_only):
+        try:
+            opened += await trio.open_tcp_listeners(port, host=ip, backlog=BACKLOG)
+        except OSError as error:
+            # `localhost` may name an address family this machine hasn't got; one that works is enough.
+            if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                missing = error
+                continue
+            for listener in opened:
+                listener.socket.close()
+            raise ListenError(f"can't listen on {address!r}: {error.strerror}") from error
+    if not opened:
+        raise ListenError(f"can't listen on {address!r}: this machine has no such address") from missing
+    return opened
+
+
+def _url(listener: trio.SocketListener) -> str:
+    host, port = listener.socket.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextlib.contextmanager
+def _unix_listener(path: str) -> Iterator[trio.SocketListener]:
+    """Bind `path` with mode 0600; a socket nobody listens on is replaced, anything else is an error."""
+    _remove_stale(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with contextlib.closing(sock):
+        os.fchmod(sock.fileno(), 0o600)
+        try:
+            sock.bind(path)
+        except (OSError, ValueError) as error:
+            raise ListenError(f"can't listen on unix:{path}: {error}") from error
+        created = os.lstat(path)
+        try:
+            sock.listen(BACKLOG)
+            sock.setblocking(False)
+            yield trio.SocketListener(trio.socket.from_stdlib_socket(sock))
+        finally:
+            _remove_if_same(path, created)
+
+
+def _remove_stale(path: str) -> None:
+    try:
+        mode = os.lstat(path).st_mode
+    except (FileNotFoundError, ValueError):
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ListenError(f"can't listen on unix:{path}: something that is not a socket is in the way")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+        except OSError as error:
+            raise ListenError(f"can't listen on unix:{path}: {error.strerror or error}") from error
+        else:
+            raise ListenError(f"can't listen on unix:{path}: another process listens there")
+
+
+def _remove_if_same(path: str, created: os.stat_result) -> None:
+    """Unlink our socket, but not one that a successor has bound meanwhile."""
+    with contextlib.suppress(FileNotFoundError):
+        now = os.lstat(path)
+        if (now.st_dev, now.st_ino) == (created.st_dev, created.st_ino):
+            os.unlink(path)

@@ -1,0 +1,125 @@
+"""Create, read, list, change and destroy sessions: JSON in, one question to the supervisor, JSON out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import attrs
+
+from sandkasten.api import schemas
+from sandkasten.api.errors import Answer, json_answer
+from sandkasten.api.exchange import Exchange
+from sandkasten.errors import InvalidRequest
+from sandkasten.model import Session, SessionPatch, Status
+
+MAX_LIST = 10_000
+DEFAULT_LIST = 1000
+_NOT_A_TOKEN = re.compile(r"[^A-Za-z0-9_.-]")
+
+
+async def create(exchange: Exchange) -> Answer:
+    """POST /v1/sessions"""
+    request = schemas.parse(await exchange.read_json_body(), schemas.CreateRequest)
+    spec = request.to_spec(
+        default_limits=exchange.settings.default_limits, key_header=exchange.header(b"idempotency-key")
+    )
+    session = await exchange.supervisor.create(spec)
+    headers = (("server-timing", server_timing(session.timings_ms)),) if session.timings_ms else ()
+    return json_answer(session_view(session), status=201, headers=headers)
+
+
+async def get(exchange: Exchange) -> Answer:
+    """GET /v1/sessions/{id}; an ended session is an answer, not an error."""
+    return json_answer(session_view(await exchange.supervisor.get(exchange.session_id)))
+
+
+async def list_sessions(exchange: Exchange) -> Answer:
+    """GET /v1/sessions?status=&limit="""
+    wanted = exchange.query.get("status")
+    for name in ("label", "cursor"):
+        if name in exchange.query:
+            raise InvalidRequest("the query has bad fields", **{name: "is not available on this server"})
+    sessions = await exchange.supervisor.list(
+        status=None if wanted in (None, "all") else _status(wanted),
+        ended=wanted == "all",
+        limit=query_integer(exchange, "limit", default=DEFAULT_LIST, high=MAX_LIST),
+    )
+    return json_answer([session_view(session) for session in sessions])
+
+
+async def update(exchange: Exchange) -> Answer:
+    """PATCH /v1/sessions/{id}"""
+    request = schemas.parse(await exchange.read_json_body(), schemas.PatchRequest)
+    current = exchange.settings.default_limits
+    if request.limits is not None:
+        current = (await exchange.supervisor.get(exchange.session_id)).limits
+    patch: SessionPatch = request.to_patch(current=current)
+    return json_answer(session_view(await exchange.supervisor.update(exchange.session_id, patch)))
+
+
+async def destroy(exchange: Exchange) -> Answer:
+    """DELETE /v1/sessions/{id}; on an ended session it changes nothing."""
+    await exchange.supervisor.destroy(exchange.session_id)
+    return json_answer({"ok": True})
+
+
+async def stats(exchange: Exchange) -> Answer:
+    """GET /v1/sessions/{id}/stats; counters that the kernel does not offer are left out."""
+    counters = attrs.asdict(await exchange.supervisor.stats(exchange.session_id))
+    known = {name: value for name, value in counters.items() if value >= 0}
+    return json_answer({"memory_bytes": 0, "cpu_usage_usec": 0} | known)
+
+
+def session_view(session: Session) -> dict[str, Any]:  # JSON values
+    """Return a session as clients see it."""
+    view = {
+        "id": session.id,
+        "image": session.image,
+        "status": session.status.value,
+        "cwd": session.cwd,
+        "created_at": rfc3339(session.created_at),
+        "expires_at": rfc3339(session.expires_at),
+        "last_activity": rfc3339(session.last_activity),
+        "acquire_source": session.acquire_source,
+        "ttl_seconds": int(session.ttl_s) if session.ttl_s.is_integer() else session.ttl_s,
+        "limits": attrs.asdict(session.limits),
+        "labels": dict(session.labels),
+        "epoch": session.epoch,
+    }
+    optional = {
+        "workspace_id": session.workspace_id,
+        "acquire_detail": session.acquire_detail,
+        "reason": session.reason,
+    }
+    return view | {name: value for name, value in optional.items() if value is not None}
+
+
+def rfc3339(moment: datetime) -> str:
+    """Return an aware datetime in UTC with milliseconds and `Z` (RFC 3339 §5.6)."""
+    return moment.astimezone(UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
+
+
+def server_timing(timings_ms: Mapping[str, float]) -> str:
+    """Return phases as a `Server-Timing` value (W3C Server Timing §3)."""
+    return ", ".join(f"{_NOT_A_TOKEN.sub('_', phase)};dur={ms:.3f}" for phase, ms in timings_ms.items())
+
+
+def query_integer(exchange: Exchange, name: str, *, default: int, high: int) -> int:
+    """Return an integer from 1 to `high` out of the query. Raises `InvalidRequest`."""
+    text = exchange.query.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) < 18 and 1 <= int(text) <= high):
+        raise InvalidRequest("the query has bad fields", **{name: f"must be an integer between 1 and {high}"})
+    return int(text)
+
+
+def _status(text: str | None) -> Status:
+    try:
+        return Status(text or "")
+    except ValueError:
+        choices = ", ".join([*Status, "all"])
+        raise InvalidRequest("the query has bad fields", status=f"must be one of {choices}") from None

@@ -1,0 +1,43 @@
+"""What the HTTP front can be told. Frozen values with defaults; knows no file, no environment, no socket."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attrs
+
+from sandkasten.model import Limits
+
+MIB = 1024 * 1024
+
+
+@attrs.frozen(kw_only=True)
+class ApiSettings:
+    """Sizes in bytes, durations in seconds unless the name says otherwise.
+
+    `api_key` None: no key is asked for, and then only loopback addresses and unix sockets are served.
+    `default_limits` fills what a partial `limits` object leaves open. `spool_dir` None: the
+    system's temporary directory.
+    """
+
+    listen: tuple[str, ...] = ("127.0.0.1:8080",)
+    api_key: str | None = attrs.field(default=None, repr=False)
+    default_limits: Limits = attrs.field(factory=Limits)
+    max_exec_timeout_ms: int = 120_000
+
+    max_command_bytes: int = MIB
+    max_json_bytes: int = 16 * MIB
+    max_upload_bytes: int = 1024 * MIB
+    max_read_bytes: int = 100 * MIB
+    default_read_bytes: int = 10 * MIB
+    max_header_bytes: int = 16 * 1024
+    spool_dir: Path | None = None
+
+    ping_interval_s: float = 15.0
+    coalesce_ms: int = 15
+
+    max_connections: int = 1000
+    read_timeout_s: float = 30.0
+    write_timeout_s: float = 30.0
+    keep_alive_timeout_s: float = 75.0
+    graceful_timeout_s: float = 5.0

@@ -1,0 +1,117 @@
+"""A client's socket as the HTTP protocol code sees it: every write has a deadline, and it can be aborted from outside.
+
+The protocol code only says that it is done (`aclose`); the accept loop that owns the socket closes it, so that it can
+read what is left first: closing with unread bytes makes the kernel send a reset that may overtake the answer
+(RFC 9112 §9.6). The protocol code shields its writes, so only a deadline on the inside or an abort ends one whose
+reader has stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+
+import trio
+
+LINGER_S = 2.0
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+
+
+class ClientGone(Exception):
+    """Nobody is left to answer. Raised into a handler, caught at the edge, never logged as an error."""
+
+
+class GuardedStream:
+    """What hypercorn's `TCPServer` needs of a stream; not a full `trio.abc.Stream`.
+
+    `is_broken`: what is sent reaches nobody. `is_at_eof`: the client ended its side; it may still read ours.
+    `has_unread_body` is set by the application's side when it answered before the request had been read to its end.
+    """
+
+    def __init__(self, stream: trio.SocketStream, *, write_timeout_s: float) -> None:
+        self.socket = stream.socket
+        self._stream = stream
+        self._write_timeout_s = write_timeout_s
+        self._receiving: trio.CancelScope | None = None
+        self._is_sending = False
+        self._is_closed = False
+        self.is_broken = False
+        self.is_at_eof = False
+        self.has_unread_body = False
+
+    async def send_all(self, data: bytes) -> None:
+        """Send `data` within the write deadline.
+
+        Raises:
+            trio.BrokenResourceError: the deadline passed (the socket is then gone) or the peer is.
+            trio.ClosedResourceError: after `aclose` or `abort`.
+        """
+        if self._is_closed:
+            raise trio.ClosedResourceError
+        if not data:
+            await trio.lowlevel.checkpoint()
+            return
+        self._is_sending = True
+        try:
+            with trio.move_on_after(self._write_timeout_s) as scope:
+                await self._stream.send_all(data)
+        except trio.BrokenResourceError:
+            self.is_broken = True
+            raise
+        finally:
+            self._is_sending = False
+        if scope.cancelled_caught:
+            self.abort()
+            raise trio.BrokenResourceError("the client did not read in time")
+
+    async def receive_some(self, max_bytes: int) -> bytes:
+        """Return the next bytes, `b""` at the end.
+
+        Raises:
+            trio.BrokenResourceError: the connection was reset.
+            trio.ClosedResourceError: after, or because of, `aclose` or `abort`.
+        """
+        if self._is_closed:
+            raise trio.ClosedResourceError
+        with trio.CancelScope() as self._receiving:
+            try:
+                data = await self._stream.receive_some(max_bytes)
+            except trio.BrokenResourceError:
+                self.is_broken = self.is_at_eof = True
+                raise
+            self.is_at_eof = not data
+            return bytes(data)
+        raise trio.ClosedResourceError
+
+    async def send_eof(self) -> None:
+        """Tell the client that no more comes."""
+        await self._stream.send_eof()
+
+    async def aclose(self) -> None:
+        """End both directions for the protocol code. The socket itself lives until its owner closes it."""
+        self._is_closed = self.is_broken = True
+        if self._is_sending:
+            self.abort()
+        if self._receiving is not None:
+            self._receiving.cancel()
+        await trio.lowlevel.checkpoint()
+
+    def abort(self) -> None:
+        """Reset the connection at once; pending reads and writes raise."""
+        self._is_closed = self.is_broken = True
+        if self.socket.fileno() != -1:
+            with contextlib.suppress(OSError):
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+            self.socket.close()
+
+    async def linger(self) -> None:
+        """After an early answer: discard what the client still sends, for a bounded time, until it has read ours."""
+        if not self.has_unread_body or self.is_at_eof:
+            return
+        with (
+            trio.move_on_after(LINGER_S),
+            contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError),
+        ):
+            while await self._stream.receive_some(64 * 1024):
+                pass

@@ -1,0 +1,161 @@
+"""A guarded server on a loopback port for one test, and clients that speak to it byte by byte."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import attrs
+import httpx
+import trio
+
+from sandkasten.api.app import make_app
+from sandkasten.api.guard import App
+from sandkasten.api.server import serve
+from sandkasten.api.settings import ApiSettings
+from tests.fakes.supervisor import FakeSupervisor
+
+KEY = "sk-test-key"
+PATIENCE_S = 10.0
+"""How long a test waits for what must happen; only a failing one waits that long."""
+
+
+@attrs.define
+class Running:
+    """A server that is up. `stop` ends it and returns how long that took."""
+
+    url: str
+    port: int
+    addresses: list[str]
+    scope: trio.CancelScope
+    stopped: trio.Event
+    supervisor: FakeSupervisor = attrs.field(factory=FakeSupervisor)
+
+    async def stop(self) -> float:
+        began = trio.current_time()
+        self.scope.cancel()
+        with trio.fail_after(PATIENCE_S):
+            await self.stopped.wait()
+        return trio.current_time() - began
+
+    async def connect(self, *, receive_buffer: int | None = None) -> trio.SocketStream:
+        sock = trio.socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        if receive_buffer is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        await sock.connect(("127.0.0.1", self.port))
+        return trio.SocketStream(sock)
+
+    def client(self, **options: Any) -> httpx.AsyncClient:  # Any: httpx's own options
+        headers = {"Authorization": f"Bearer {KEY}"} | options.pop("headers", {})
+        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=PATIENCE_S, **options)
+
+    async def is_alive(self) -> bool:
+        """Whether a fresh connection still gets an answer."""
+        async with await self.connect() as stream:
+            await stream.send_all(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            return b" 200 " in (await read_to_end(stream)).partition(b"\r\n")[0]
+
+
+def make_settings(**changes: Any) -> ApiSettings:  # Any: ApiSettings' fields
+    """Return settings fit for a test: a free port, a key, a short stop."""
+    defaults: dict[str, Any] = {"listen": ("127.0.0.1:0",), "api_key": KEY, "graceful_timeout_s": 0.3}
+    return ApiSettings(**defaults | changes)
+
+
+@asynccontextmanager
+async def running_app(app: App, **changes: Any) -> AsyncIterator[Running]:  # Any: ApiSettings' fields
+    """Serve any ASGI application; `changes` are settings."""
+    settings = make_settings(**changes)
+    stopped = trio.Event()
+
+    async def run(*, task_status: trio.TaskStatus[tuple[trio.CancelScope, list[str]]]) -> None:
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as inner:
+                addresses: list[str] = await inner.start(_serve, app, settings)
+                task_status.started((scope, addresses))
+        stopped.set()
+
+    async with trio.open_nursery() as nursery:
+        scope, addresses = await nursery.start(run)
+        url = addresses[0]
+        port = int(url.rpartition(":")[2]) if url.startswith("http") else 0
+        running = Running(url, port, addresses, scope, stopped)
+        try:
+            yield running
+        finally:
+            scope.cancel()
+
+
+async def _serve(app: App, settings: ApiSettings, *, task_status: trio.TaskStatus[list[str]]) -> None:
+    await serve(app, settings, task_status=task_status)
+
+
+@asynccontextmanager
+async def running_front(**changes: Any) -> AsyncIterator[Running]:  # Any: ApiSettings' fields
+    """Serve the real front over a fake supervisor."""
+    supervisor = FakeSupervisor()
+    async with running_app(make_app(supervisor, settings=make_settings(**changes)), **changes) as running:
+        running.supervisor = supervisor
+        yield running
+
+
+async def read_to_end(stream: trio.SocketStream) -> bytes:
+    """Return everything until the server closes; a reset ends it, too."""
+    received = bytearray()
+    with trio.fail_after(PATIENCE_S):
+        try:
+            while data := await stream.receive_some(64 * 1024):
+                received += data
+        except trio.BrokenResourceError:
+            pass
+    return bytes(received)
+
+
+async def read_until(stream: trio.SocketStream, mark: bytes) -> bytes:
+    """Return what comes up to and with `mark`, and perhaps more."""
+    received = bytearray()
+    with trio.fail_after(PATIENCE_S):
+        while mark not in received:
+            data = await stream.receive_some(64 * 1024)
+            assert data, f"closed before {mark!r}: {bytes(received)!r}"
+            received += data
+    return bytes(received)
+
+
+def request_bytes(method: str, path: str, *, headers: dict[str, str] | None = None, body: bytes | None = None) -> bytes:
+    """Return a request with the key, a `Host`, and the body's length."""
+    fields = {"Host": "localhost", "Authorization": f"Bearer {KEY}"} | (headers or {})
+    if body is not None and "Transfer-Encoding" not in fields:
+        fields.setdefault("Content-Length", str(len(body)))
+    head = f"{method} {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    return head.encode("latin-1") + b"\r\n" + (body or b"")
+
+
+class _Bytes:
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def makefile(self, _mode: str) -> io.BytesIO:
+        return io.BytesIO(self._data)
+
+
+def parse_answer(data: bytes) -> tuple[int, dict[str, str], bytes]:
+    """Return status, headers (lower case) and body of one answer."""
+    answer = http.client.HTTPResponse(_Bytes(data))  # type: ignore[arg-type]  # it only calls makefile
+    answer.begin()
+    return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+
+
+async def send_and_read(running: Running, data: bytes) -> bytes:
+    """Send `data` on a fresh connection, end the client's side, and return what comes back."""
+    async with await running.connect() as stream:
+        try:
+            await stream.send_all(data)
+            await stream.send_eof()
+        except trio.BrokenResourceError:
+            pass
+        return await read_to_end(stream)

@@ -1,0 +1,79 @@
+"""How a handler's work ends with its client, seen without a socket: whichever side notices first."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from sandkasten.api.exchange import Exchange
+from sandkasten.api.guard import Message
+from sandkasten.api.stream import ClientGone
+from sandkasten.errors import DiskFull
+from tests.api.harness import make_settings
+from tests.fakes.supervisor import FakeSupervisor
+
+
+def make_exchange(*messages: Message) -> Exchange:
+    """Return an exchange whose client sends `messages` and then nothing."""
+    waiting = list(messages)
+
+    async def receive() -> Message:
+        if not waiting:
+            await trio.sleep_forever()
+        await trio.lowlevel.checkpoint()
+        return waiting.pop(0)
+
+    async def send(_message: Message) -> None:
+        await trio.lowlevel.checkpoint()
+
+    scope = {"type": "http", "method": "POST", "headers": [], "query_string": b""}
+    return Exchange(scope, receive, send, supervisor=FakeSupervisor(), settings=make_settings())
+
+
+async def test_work_that_ends_gives_its_value() -> None:
+    """The watcher is stopped with it."""
+
+    async def work() -> int:
+        await trio.lowlevel.checkpoint()
+        return 42
+
+    assert await make_exchange().until_disconnect(work) == 42
+
+
+async def test_a_disconnect_cancels_the_work() -> None:
+    """And says so with one exception, not a group."""
+    with pytest.raises(ClientGone):
+        await make_exchange({"type": "http.disconnect"}).until_disconnect(trio.sleep_forever)
+
+
+@pytest.mark.parametrize("error", [ClientGone(), DiskFull("no space left")])
+async def test_what_the_work_raises_comes_out_as_it_is(error: Exception) -> None:
+    """A write that fails may notice the client's leaving first; a typed error keeps its type."""
+
+    async def work() -> None:
+        await trio.lowlevel.checkpoint()
+        raise error
+
+    with pytest.raises(type(error)):
+        await make_exchange().until_disconnect(work)
+
+
+async def test_a_client_gone_from_within_a_nursery_comes_out_alone() -> None:
+    """Handlers have nurseries of their own."""
+
+    async def work() -> None:
+        async with trio.open_nursery():
+            raise ClientGone
+
+    with pytest.raises(ClientGone):
+        await make_exchange().until_disconnect(work)
+
+
+async def test_a_body_that_stops_in_the_middle_is_a_client_gone() -> None:
+    """Half a body is never taken for a whole one."""
+    exchange = make_exchange(
+        {"type": "http.request", "body": b"{", "more_body": True},
+        {"type": "http.disconnect"},
+    )
+    with pytest.raises(ClientGone):
+        await exchange.read_body(limit_bytes=100)

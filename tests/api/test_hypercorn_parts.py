@@ -1,0 +1,94 @@
+"""What is relied upon in hypercorn although it is not documented. A new version that changes it fails here, by name."""
+
+from __future__ import annotations
+
+import inspect
+from importlib.metadata import version
+from typing import Any
+
+import trio
+
+from sandkasten.api.server import hypercorn_config
+from sandkasten.api.settings import ApiSettings
+
+
+def test_the_version_is_the_one_that_was_examined() -> None:
+    """The faults that are cured from outside are those of 0.18."""
+    assert version("hypercorn").startswith("0.18.")
+
+
+def test_tcp_server_takes_app_config_context_state_and_stream() -> None:
+    """`TCPServer(...).run()` serves one connection; `_read_data` and `idle_task` are what ends it early."""
+    from hypercorn.trio.tcp_server import TCPServer
+
+    assert list(inspect.signature(TCPServer).parameters) == ["app", "config", "context", "state", "stream"]
+    assert inspect.iscoroutinefunction(TCPServer.run)
+    assert inspect.iscoroutinefunction(TCPServer._read_data)
+
+
+def test_a_connection_speaks_http_1_through_h11_protocol() -> None:
+    """`ProtocolWrapper.protocol` can be replaced by one that is made from the wrapper's own attributes."""
+    from hypercorn.config import Config
+    from hypercorn.protocol import ProtocolWrapper
+    from hypercorn.protocol.h11 import H11Protocol
+    from hypercorn.trio.worker_context import WorkerContext
+
+    nothing: Any = None  # the constructor only stores these
+    wrapper = ProtocolWrapper(
+        nothing, Config(), WorkerContext(None), nothing, nothing, False, None, None, nothing, "http/1.1"
+    )
+    assert isinstance(wrapper.protocol, H11Protocol)
+    wanted = ["app", "config", "context", "task_group", "connection_state", "ssl", "client", "server", "send"]
+    assert list(inspect.signature(H11Protocol).parameters) == wanted
+    names = {"state" if name == "connection_state" else name for name in wanted}
+    assert names <= set(vars(wrapper))
+    assert list(inspect.signature(H11Protocol._check_protocol).parameters) == ["self", "event"]
+
+
+async def test_a_stopped_idle_task_stays_stopped() -> None:
+    """`TrioSingleTask.stop` may be called when nothing runs."""
+    from hypercorn.trio.worker_context import TrioSingleTask
+
+    with trio.fail_after(1):
+        await TrioSingleTask().stop()
+
+
+async def test_worker_context_has_the_event_that_ends_idle_connections() -> None:
+    """`terminated` is set on stop; without `max_requests` nothing else sets it."""
+    from hypercorn.trio.worker_context import WorkerContext
+
+    context = WorkerContext(None)
+    await context.mark_request()
+    assert not context.terminate.is_set()
+    assert not context.terminated.is_set()
+    await context.terminated.set()
+    assert context.terminated.is_set()
+
+
+async def test_asgi_wrapper_passes_scope_receive_and_send() -> None:
+    """And ignores the two functions for WSGI."""
+    from hypercorn.app_wrappers import ASGIWrapper
+
+    seen: list[object] = []
+
+    async def app(*arguments: object) -> None:
+        seen.extend(arguments)
+
+    wrapper = ASGIWrapper(app)
+    await wrapper(*("scope", "receive", "send"), lambda: None, lambda: None)  # type: ignore[arg-type]
+    assert seen == ["scope", "receive", "send"]
+
+
+def test_connection_state_is_a_dict() -> None:
+    """It is a name for `dict` in annotations only."""
+    from hypercorn.typing import ConnectionState
+
+    assert ConnectionState({}) == {}
+
+
+def test_the_configuration_has_every_name_that_is_set() -> None:
+    """A misspelt or renamed setting would be silently ignored."""
+    from hypercorn.config import Config
+
+    ours = vars(hypercorn_config(ApiSettings()))
+    assert {name for name in ours if not name.startswith("_")} <= set(dir(Config))

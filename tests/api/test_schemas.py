@@ -1,0 +1,263 @@
+"""Request bodies: what is accepted, what is refused by name, and what becomes of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sandkasten.api.schemas import CreateRequest, ExecRequest, PatchRequest, WriteRequest, parse
+from sandkasten.errors import InvalidImage, InvalidRequest, TooLarge
+from sandkasten.model import ExecSpec, Limits, SessionPatch, SessionSpec
+
+CLASSES: tuple[type[Any], ...] = (CreateRequest, ExecRequest, PatchRequest, WriteRequest)
+
+
+def refused(cls: type[object], body: object) -> dict[str, object]:
+    """Return the details of the refusal that `body` must get."""
+    with pytest.raises(InvalidRequest) as caught:
+        parse(json.dumps(body).encode(), cls)
+    return dict(caught.value.details)
+
+
+def create(body: object, *, key_header: str | None = None) -> SessionSpec:
+    """Return the spec that a create body becomes."""
+    request = parse(json.dumps(body).encode(), CreateRequest)
+    return request.to_spec(default_limits=Limits(), key_header=key_header)
+
+
+def test_an_empty_create_is_all_defaults() -> None:
+    """An empty object, no body, nulls and a zero ttl mean the same."""
+    assert create({}) == SessionSpec()
+    assert parse(b"", CreateRequest) == parse(b"{}", CreateRequest)
+    assert create({"ttl_seconds": 0, "image": None, "labels": None, "env": None, "network": None}) == SessionSpec()
+
+
+def test_a_full_create_reaches_the_spec() -> None:
+    """Every offered field; a partial `limits` is filled from the defaults."""
+    spec = create(
+        {
+            "image": "python",
+            "ttl_seconds": 86400,
+            "workspace_id": "user1-proj.a_b",
+            "idempotency_key": "k",
+            "labels": {"a": "b"},
+            "env": {"A_1": "x=y"},
+            "limits": {"cpu": 2, "memory_mb": 64},
+            "max_lifetime_seconds": 60,
+            "readonly_rootfs": True,
+            "shell": "sh",
+            "network": {"mode": "none", "allow": []},
+            "exec_mode": "stateful",
+            "something_new": {"unknown": [1]},
+        }
+    )
+    assert spec == SessionSpec(
+        image="python",
+        ttl_s=86400.0,
+        workspace_id="user1-proj.a_b",
+        labels={"a": "b"},
+        env={"A_1": "x=y"},
+        limits=Limits(cpu=2.0, memory_mb=64),
+        max_lifetime_s=60.0,
+        readonly_rootfs=True,
+        shell="sh",
+        idempotency_key="k",
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"image": 5}, "image"),
+        ({"ttl_seconds": "60"}, "ttl_seconds"),
+        ({"ttl_seconds": 1.5}, "ttl_seconds"),
+        ({"ttl_seconds": True}, "ttl_seconds"),
+        ({"ttl_seconds": -1}, "ttl_seconds"),
+        ({"ttl_seconds": 86401}, "ttl_seconds"),
+        ({"workspace_id": "UPPER"}, "workspace_id"),
+        ({"workspace_id": "../x"}, "workspace_id"),
+        ({"workspace_id": ""}, "workspace_id"),
+        ({"idempotency_key": ""}, "idempotency_key"),
+        ({"idempotency_key": "a b"}, "idempotency_key"),
+        ({"labels": []}, "labels"),
+        ({"labels": {"a": 1}}, "labels"),
+        ({"labels": {"": "x"}}, "labels"),
+        ({"labels": {str(number): "" for number in range(65)}}, "labels"),
+        ({"env": {"A": 1}}, "env"),
+        ({"env": {"A=B": "x"}}, "env"),
+        ({"env": {"A": "x\0y"}}, "env"),
+        ({"env": {"A": "x" * 200_000}}, "env"),
+        ({"limits": 5}, "limits"),
+        ({"limits": {"cpu": 0}}, "limits.cpu"),
+        ({"limits": {"memory_mb": 0.5}}, "limits.memory_mb"),
+        ({"limits": {"pids": -1}}, "limits.pids"),
+        ({"max_lifetime_seconds": 0}, "max_lifetime_seconds"),
+        ({"readonly_rootfs": "yes"}, "readonly_rootfs"),
+        ({"shell": "fish"}, "shell"),
+        ({"network": "mode"}, "network"),
+        ({"network": "host"}, "network"),
+        ({"limits": "cpu"}, "limits"),
+        ({"limits": []}, "limits"),
+        ({"network": {"mode": "host"}}, "network.mode"),
+        ({"network": {"mode": "bridge"}}, "network.mode"),
+        ({"network": {"mode": "x"}}, "network.mode"),
+        ({"exec_mode": "stateless"}, "exec_mode"),
+        ({"idle_timeout_seconds": 5}, "idle_timeout_seconds"),
+    ],
+)
+def test_a_bad_create_field_is_named(body: dict[str, object], field: str) -> None:
+    """And it alone."""
+    assert list(refused(CreateRequest, body)) == [field]
+
+
+def test_all_bad_fields_are_named_at_once() -> None:
+    """A client fixes its request in one go."""
+    body = {"image": 5, "limits": {"cpu": "1", "pids": True}, "network": {"mode": "host"}}
+    assert set(refused(CreateRequest, body)) == {"image", "limits.cpu", "limits.pids", "network.mode"}
+
+
+@pytest.mark.parametrize("image", ["", "../etc", "-a", "a/b", "a" * 65, "é"])
+def test_a_malformed_image_name_is_an_invalid_image(image: str) -> None:
+    """It has its own code."""
+    with pytest.raises(InvalidImage):
+        create({"image": image})
+
+
+def test_the_idempotency_key_may_come_in_a_header() -> None:
+    """The same in both places is fine, different ones are not."""
+    assert create({}, key_header="k").idempotency_key == "k"
+    assert create({"idempotency_key": "k"}, key_header="k").idempotency_key == "k"
+    for body, header in (({"idempotency_key": "k"}, "other"), ({}, "a b"), ({}, "")):
+        with pytest.raises(InvalidRequest):
+            create(body, key_header=header)
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "words"),
+    [
+        ({}, "cmd", "is required"),
+        ({"cmd": None}, "cmd", "string"),
+        ({"cmd": ["ls"]}, "cmd", "string"),
+        ({"cmd": "a\0b"}, "cmd", "NUL"),
+        ({"cmd": "a", "timeout_ms": -1}, "timeout_ms", "between"),
+        ({"cmd": "a", "timeout_ms": "5"}, "timeout_ms", "integer"),
+        ({"cmd": "a", "raw_output": 1}, "raw_output", "true or false"),
+        ({"cmd": "a", "encoding": "latin-1"}, "encoding", "one of"),
+        ({"cmd": "a", "cwd": ""}, "cwd", "bytes"),
+        ({"cmd": "a", "cwd": "a\0"}, "cwd", "NUL"),
+        ({"cmd": "a", "cwd": "a" * 4097}, "cwd", "bytes"),
+        ({"cmd": "a", "exec_id": "a b"}, "exec_id", "visible"),
+        ({"cmd": "a", "stdin": 5}, "stdin", "string"),
+        ({"cmd": "a", "on_timeout": "ignore"}, "on_timeout", "one of"),
+        ({"cmd": "a", "on_disconnect": "detach"}, "on_disconnect", "not available"),
+        ({"cmd": "a", "shell": "build"}, "shell", "not available"),
+        ({"cmd": "a", "mode": "stateless"}, "mode", "not available"),
+        ({"cmd": "a", "tty": {"cols": 80, "rows": 24}}, "tty", "not available"),
+        ({"cmd": "a", "argv": ["ls"]}, "argv", "not available"),
+    ],
+)
+def test_a_bad_exec_field_is_named(body: dict[str, object], field: str, words: str) -> None:
+    """What is not offered is refused, never ignored."""
+    details = refused(ExecRequest, body)
+    assert list(details) == [field]
+    assert words in str(details[field])
+
+
+def exec_spec(**body: object) -> ExecSpec:
+    """Return the spec that an exec body becomes."""
+    request = parse(json.dumps(body).encode(), ExecRequest)
+    return request.to_spec(max_command_bytes=10, max_timeout_ms=1000)
+
+
+def test_an_exec_reaches_the_spec() -> None:
+    """Defaults that are spelled out are accepted."""
+    offered = {"shell": "default", "mode": "stateful", "on_disconnect": "cancel", "on_timeout": "error"}
+    spec = exec_spec(cmd="cat", cwd="/tmp", env={"A": "1"}, stdin="é", exec_id="e1", timeout_ms=5, **offered)
+    assert spec == ExecSpec("cat", timeout_ms=5, cwd="/tmp", env={"A": "1"}, stdin="é".encode(), exec_id="e1")
+    assert exec_spec(cmd="").command == ""
+    assert exec_spec(cmd="a", stdin="").stdin == b""
+
+
+@pytest.mark.parametrize(("asked", "given"), [(None, 1000), (0, 1000), (5, 5), (999_999, 1000)])
+def test_a_timeout_is_clamped_to_the_maximum(asked: int | None, given: int) -> None:
+    """0 and absent mean the maximum."""
+    assert exec_spec(cmd="a", timeout_ms=asked).timeout_ms == given
+
+
+def test_a_long_command_is_too_large() -> None:
+    """Counted in bytes, with advice."""
+    assert exec_spec(cmd="é" * 5).command == "é" * 5
+    with pytest.raises(TooLarge) as caught:
+        exec_spec(cmd="é" * 6)
+    assert caught.value.details["cmd_bytes"] == 12
+    assert caught.value.details["max_cmd_bytes"] == 10
+    assert "file" in str(caught.value.details["recommendation"])
+
+
+@pytest.mark.parametrize(
+    ("body", "content"),
+    [
+        ({"text": ""}, b""),
+        ({"text": "a\0é"}, "a\0é".encode()),
+        ({"content_base64": ""}, b""),
+        ({"content_base64": "/w=="}, b"\xff"),
+    ],
+)
+def test_empty_and_binary_contents_are_valid(body: dict[str, str], content: bytes) -> None:
+    """Presence decides, not truth."""
+    assert parse(json.dumps({"path": "a"} | body).encode(), WriteRequest).content == content
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"path": "a", "content_base64": "!"},
+        {"path": "a", "content_base64": "YQ"},
+        {"path": "a", "content_base64": "YQ==\n"},
+        {"path": "a", "text": 5},
+        {"path": "", "text": ""},
+        {"path": "a\0", "text": ""},
+        {"text": ""},
+    ],
+)
+def test_a_bad_write_is_refused(body: dict[str, object]) -> None:
+    """Base64 is strict, paths are C strings."""
+    assert len(refused(WriteRequest, body)) == 1
+
+
+@pytest.mark.parametrize("body", [{"path": "a"}, {"path": "a", "text": "", "content_base64": ""}])
+def test_the_content_is_given_exactly_once(body: dict[str, object]) -> None:
+    """Neither and both are refused."""
+    with pytest.raises(InvalidRequest):
+        _ = parse(json.dumps(body).encode(), WriteRequest).content
+
+
+def test_a_patch_changes_only_what_it_names() -> None:
+    """A partial `limits` is filled from what the session has."""
+    request = parse(b'{"ttl_seconds": 60, "limits": {"pids": 9}}', PatchRequest)
+    current = Limits(cpu=3.0, memory_mb=100)
+    assert request.to_patch(current=current) == SessionPatch(ttl_s=60.0, limits=Limits(cpu=3.0, memory_mb=100, pids=9))
+    assert parse(b"{}", PatchRequest).to_patch(current=current) == SessionPatch()
+    assert list(refused(PatchRequest, {"env": {}})) == ["env"]
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+_FIELDS = sorted({attribute.name for cls in CLASSES for attribute in cls.__attrs_attrs__})
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=4), st.sampled_from(CLASSES))
+def test_any_json_is_a_request_or_a_typed_refusal(body: dict[str, object], cls: type[object]) -> None:
+    """No value of any field makes anything but `InvalidRequest`, and its details are JSON."""
+    try:
+        parse(json.dumps(body).encode(), cls)
+    except InvalidRequest as error:
+        json.dumps(dict(error.details))

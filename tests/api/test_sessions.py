@@ -1,0 +1,176 @@
+"""The session routes: shapes, statuses, and what reaches the supervisor."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, timedelta, timezone
+
+import pytest
+
+from sandkasten.api.sessions import rfc3339, server_timing
+from sandkasten.model import Limits, SessionPatch, SessionSpec, Status
+from tests.api.harness import running_front
+
+RFC_3339 = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z\Z")
+
+
+async def test_a_created_session_has_the_published_shape() -> None:
+    """201, times in UTC with Z, no null workspace, and the phases in `Server-Timing`."""
+    async with running_front() as running, running.client() as client:
+        answer = await client.post("/v1/sessions", json={"image": "python", "ttl_seconds": 60})
+        session = answer.json()
+        assert answer.status_code == 201
+        assert session | {"status": "running", "cwd": "/workspace", "image": "python", "ttl_seconds": 60} == session
+        assert session["acquire_source"] in ("pool", "cold")
+        assert all(RFC_3339.match(session[name]) for name in ("created_at", "expires_at", "last_activity"))
+        assert "workspace_id" not in session
+        assert "reason" not in session
+        assert answer.headers["server-timing"] == "queue;dur=0.100, clone_3;dur=2.500"
+        assert running.supervisor.specs == [SessionSpec(image="python", ttl_s=60.0)]
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b'{"unknown": 1}'])
+async def test_a_create_needs_nothing(body: bytes) -> None:
+    """No body, an empty object, unknown fields."""
+    async with running_front() as running, running.client() as client:
+        assert (await client.post("/v1/sessions", content=body)).status_code == 201
+        assert running.supervisor.specs == [SessionSpec()]
+
+
+async def test_the_idempotency_header_reaches_the_supervisor() -> None:
+    """Header or field."""
+    async with running_front() as running, running.client() as client:
+        await client.post("/v1/sessions", headers={"Idempotency-Key": "k-1"})
+        assert running.supervisor.specs == [SessionSpec(idempotency_key="k-1")]
+
+
+async def test_partial_limits_are_filled_from_the_configured_defaults() -> None:
+    """Not from the model's."""
+    async with running_front(default_limits=Limits(pids=7)) as running, running.client() as client:
+        await client.post("/v1/sessions", json={"limits": {"cpu": 0.5}})
+        assert running.supervisor.specs[0].limits == Limits(cpu=0.5, pids=7)
+
+
+async def test_the_list_is_a_raw_array_of_live_sessions_newest_first() -> None:
+    """With `status` and `limit`; `all` has the ended ones, too."""
+    async with running_front() as running, running.client() as client:
+        ids = [(await client.post("/v1/sessions")).json()["id"] for _ in range(3)]
+        running.supervisor.end(ids[1], Status.CRASHED, "PID 1 died")
+
+        async def listed(query: str) -> list[str]:
+            return [session["id"] for session in (await client.get(f"/v1/sessions{query}")).json()]
+
+        assert await listed("") == [ids[2], ids[0]]
+        assert await listed("?status=all") == ids[::-1]
+        assert await listed("?status=crashed") == [ids[1]]
+        assert await listed("?status=running&limit=1") == [ids[2]]
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["status=bogus", "status=", "limit=0", "limit=x", "limit=-1", "limit=99999", "label=a", "cursor=x", "limit=%ff"],
+)
+async def test_a_bad_list_query_is_400(query: str) -> None:
+    """Filters that are not offered included: ignoring them would list more than was asked for."""
+    async with running_front() as running, running.client() as client:
+        answer = await client.get(f"/v1/sessions?{query}")
+        assert (answer.status_code, answer.json()["error_code"]) == (400, "INVALID_REQUEST")
+        assert answer.json()["details"]
+
+
+async def test_an_ended_session_can_be_looked_at_and_nothing_else() -> None:
+    """GET 200 with status and reason; exec, files, stats, patch 410 with both; DELETE 200 again."""
+    async with running_front() as running, running.client() as client:
+        url = f"/v1/sessions/{(await client.post('/v1/sessions')).json()['id']}"
+        for _ in range(2):
+            answer = await client.delete(url)
+            assert (answer.status_code, answer.json()) == (200, {"ok": True})
+        seen = (await client.get(url)).json()
+        assert (seen["status"], seen["reason"]) == ("destroyed", "destroyed by request")
+        answers = [
+            await client.post(f"{url}/exec", json={"cmd": "a"}),
+            await client.post(f"{url}/exec/stream", json={"cmd": "a"}),
+            await client.post(f"{url}/fs/write", json={"path": "a", "text": ""}),
+            await client.post(f"{url}/fs/upload", files={"file": b"x"}),
+            await client.get(f"{url}/fs/read?path=a"),
+            await client.get(f"{url}/stats"),
+            await client.patch(url, json={"ttl_seconds": 5}),
+        ]
+        for answer in answers:
+            assert (answer.status_code, answer.json()["error_code"]) == (410, "SESSION_EXPIRED")
+            assert answer.json()["details"] == {"status": "destroyed", "reason": "destroyed by request"}
+
+
+@pytest.mark.parametrize("session_id", ["0123456789abcdef", "nonsense", "..", "%00", "x" * 300, "0123456789ABCDEF"])
+@pytest.mark.parametrize(
+    ("method", "rest"),
+    [
+        ("GET", ""),
+        ("DELETE", ""),
+        ("PATCH", ""),
+        ("GET", "/stats"),
+        ("POST", "/exec"),
+        ("POST", "/exec/stream"),
+        ("GET", "/fs/read?path=a"),
+        ("POST", "/fs/write"),
+    ],
+)
+async def test_an_unknown_session_is_404(session_id: str, method: str, rest: str) -> None:
+    """Whatever the id looks like, on every route, as plain JSON."""
+    async with running_front() as running, running.client() as client:
+        body = {"cmd": "a", "path": "a", "text": ""} if method == "POST" else None
+        answer = await client.request(method, f"/v1/sessions/{session_id}{rest}".replace("..", "%2e%2e"), json=body)
+        assert (answer.status_code, answer.json()["error_code"]) == (404, "SESSION_NOT_FOUND")
+
+
+async def test_a_patch_reaches_the_supervisor() -> None:
+    """The ttl, and limits filled from the session's own."""
+    async with running_front() as running, running.client() as client:
+        session = (await client.post("/v1/sessions", json={"limits": {"cpu": 2}})).json()
+        url = f"/v1/sessions/{session['id']}"
+        answer = await client.patch(url, json={"ttl_seconds": 60})
+        assert (answer.status_code, answer.json()["ttl_seconds"]) == (200, 60)
+        await client.patch(url, json={"limits": {"pids": 9}, "labels": {"a": "b"}})
+        assert running.supervisor.patches == [
+            SessionPatch(ttl_s=60.0),
+            SessionPatch(labels={"a": "b"}, limits=Limits(cpu=2.0, pids=9)),
+        ]
+        assert (await client.patch(url, json={"ttl_seconds": "x"})).status_code == 400
+
+
+async def test_stats_leave_out_what_the_kernel_does_not_offer() -> None:
+    """The three published counters and the new ones; no -1."""
+    async with running_front() as running, running.client() as client:
+        session = (await client.post("/v1/sessions")).json()["id"]
+        stats = (await client.get(f"/v1/sessions/{session}/stats")).json()
+        assert stats == {
+            "memory_bytes": 1024,
+            "memory_limit": 2048,
+            "cpu_usage_usec": 99,
+            "cpu_throttled": 0,
+            "pids": 2,
+            "pids_limit": 256,
+            "oom_kills": 0,
+        }
+
+
+async def test_readyz_is_503_until_every_check_is_ok() -> None:
+    """It says which one is not."""
+    async with running_front() as running, running.client() as client:
+        assert (await client.get("/readyz")).status_code == 200
+        running.supervisor.readiness_checks["disk"] = "less than 1 % is free"
+        answer = await client.get("/readyz")
+        assert (answer.status_code, answer.json()["ready"]) == (503, False)
+        assert answer.json()["checks"]["disk"] == "less than 1 % is free"
+
+
+def test_times_are_rfc_3339_in_utc() -> None:
+    """Whatever zone they come in."""
+    east = timezone(timedelta(hours=2))
+    assert rfc3339(datetime(2026, 1, 2, 3, 4, 5, 678901, UTC)) == "2026-01-02T03:04:05.678Z"
+    assert rfc3339(datetime(2026, 1, 2, 1, 0, 0, 0, east)) == "2026-01-01T23:00:00.000Z"
+
+
+def test_server_timing_names_are_tokens() -> None:
+    """Whatever a phase is called, the header stays well-formed."""
+    assert server_timing({'a,b;"\r\n': 1.0}) == "a_b____;dur=1.000"

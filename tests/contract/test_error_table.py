@@ -1,0 +1,94 @@
+"""Every error has a status, and the wire codes are those of the published contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import orjson
+import pytest
+
+from sandkasten import errors
+from sandkasten.api.errors import INTERNAL_CODE, STATUS, error_answer
+from sandkasten.errors import SandkastenError
+
+PUBLISHED = {
+    "INVALID_REQUEST": 400,
+    "INVALID_IMAGE": 400,
+    "UNAUTHORIZED": 401,
+    "NOT_FOUND": 404,
+    "METHOD_NOT_ALLOWED": 405,
+    "SESSION_NOT_FOUND": 404,
+    "SESSION_EXPIRED": 410,
+    "COMMAND_TIMEOUT": 504,
+    "FILE_NOT_FOUND": 404,
+    "IS_DIRECTORY": 409,
+    "NOT_A_FILE": 409,
+    "PERMISSION_DENIED": 403,
+    "PATH_OUTSIDE": 400,
+    "SHELL_BUSY": 409,
+    "CONFLICT": 409,
+    "TOO_LARGE": 413,
+    "CAPACITY": 503,
+    "DISK_FULL": 507,
+    "INTERNAL_ERROR": 500,
+}
+
+
+def subclasses(cls: type[SandkastenError]) -> Iterator[type[SandkastenError]]:
+    """Yield every class below `cls` that this package defines."""
+    for child in cls.__subclasses__():
+        if child.__module__ == errors.__name__:
+            yield child
+            yield from subclasses(child)
+
+
+LEAVES = [cls for cls in subclasses(SandkastenError) if not cls.__subclasses__()]
+CONCRETE = [*LEAVES, errors.Capacity]
+
+
+@pytest.mark.parametrize("cls", CONCRETE)
+def test_every_leaf_has_a_row(cls: type[SandkastenError]) -> None:
+    """Nothing that can be raised on purpose becomes an accidental 500."""
+    assert cls in STATUS
+
+
+def test_every_row_is_a_class_that_can_be_raised() -> None:
+    """A row for a family would hide a missing one."""
+    assert set(STATUS) == set(CONCRETE)
+
+
+@pytest.mark.parametrize("cls", STATUS)
+def test_a_code_has_one_status(cls: type[SandkastenError]) -> None:
+    """The published table, row by row."""
+    assert STATUS[cls] == PUBLISHED[cls.code]
+
+
+def test_every_published_code_exists() -> None:
+    """None was renamed away."""
+    assert {cls.code for cls in STATUS} | {SandkastenError.code} == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("cls", [cls for cls in STATUS if cls.code == INTERNAL_CODE])
+def test_internal_errors_show_nothing(cls: type[SandkastenError]) -> None:
+    """Neither message nor details; whether to retry may be told."""
+    if cls is errors.BuildFailed:
+        error: SandkastenError = errors.BuildFailed("mount of /secret failed", stage="mounts", path="/secret", errno=2)
+    else:
+        error = cls("broken: /secret", path="/secret")
+    answer = error_answer(error)
+    assert answer.status == 500
+    assert b"secret" not in answer.body
+    assert orjson.loads(answer.body)["retryable"] is cls.retryable
+
+
+@pytest.mark.parametrize("cls", [cls for cls in STATUS if cls.code != INTERNAL_CODE])
+def test_other_errors_show_message_and_details(cls: type[SandkastenError]) -> None:
+    """The body has the five keys of the contract, and survives text that is not Unicode."""
+    body = orjson.loads(error_answer(cls("what failed", field="bad \udcff")).body)
+    assert body == {
+        "error_code": cls.code,
+        "message": "what failed",
+        "details": {"field": "bad \ufffd"},
+        "retryable": cls.retryable,
+        "request_id": None,
+    }
