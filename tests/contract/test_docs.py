@@ -54,7 +54,8 @@ def test_the_library_example_runs_and_prints_what_is_shown(data_dir: Path) -> No
 def test_the_first_session_of_the_readme_works_line_by_line(data_dir: Path) -> None:
     """Each `$` line of the console block is run by one shell, as a new user would paste it."""
     block = next(text for kind, text in _blocks(README) if kind == "console")
-    commands, shown = [], []
+    commands: list[str] = []
+    shown: list[str] = []
     for line in block.splitlines():
         (commands if line.startswith("$ ") else shown).append(line.removeprefix("$ "))
     with running_daemon(data_dir, SANDKASTEN_API_KEY="") as daemon:

@@ -12,6 +12,7 @@ from runner.protocol import MAX_FRAME_BYTES, Kind, encode_frame, encode_header
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.errors import RunnerProtocolError, SandkastenError
 from sandkasten.model import ExecSpec, SessionSpec, Status
+from tests.waiting import until
 
 GARBAGE = {
     "random bytes": bytes(range(256)) * 4,
@@ -47,9 +48,12 @@ async def test_garbage_crashes_the_session_and_nothing_else(
             with pytest.raises(SandkastenError) as refused:
                 await supervisor.exec(victim.id, ExecSpec("true"))
             assert isinstance(refused.value, RunnerProtocolError)
-        with trio.fail_after(10):
-            while (ended := await supervisor.get(victim.id)).status is not Status.CRASHED:
-                await trio.sleep(0.01)
+
+        async def has_crashed() -> bool:
+            return (await supervisor.get(victim.id)).status is Status.CRASHED
+
+        await until(has_crashed)
+        ended = await supervisor.get(victim.id)
         nursery.cancel_scope.cancel()
         assert ended.reason is not None
         assert ended.reason.startswith("its init broke the protocol")

@@ -24,15 +24,15 @@ from sandkasten.errors import (
 )
 from sandkasten.model import Cause, ExecSpec, Limits, Session, SessionPatch, SessionSpec, Status
 from tests.leaks import descendants
-
-PATIENCE_S = 10.0
+from tests.waiting import until
 
 
 async def _wait_for(supervisor: LocalSupervisor, session: Session, status: Status) -> Session:
-    with trio.fail_after(PATIENCE_S):
-        while (now := await supervisor.get(session.id)).status is not status:
-            await trio.sleep(0.01)
-    return now
+    async def has_it() -> bool:
+        return (await supervisor.get(session.id)).status is status
+
+    await until(has_it)
+    return await supervisor.get(session.id)
 
 
 def _init_pid(supervisor: LocalSupervisor, session: Session) -> int:
@@ -146,9 +146,7 @@ async def test_a_sandbox_whose_init_dies_is_crashed_with_a_reason(supervisor: Lo
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run)
-        with trio.fail_after(PATIENCE_S):
-            while not await _is_running(supervisor, session):
-                await trio.sleep(0.01)
+        await until(lambda: _is_running(supervisor, session))
         os.kill(_init_pid(supervisor, session), signal.SIGKILL)
         began = trio.current_time()
         crashed = await _wait_for(supervisor, session, Status.CRASHED)
@@ -257,14 +255,15 @@ async def test_the_fork_server_may_die_and_sessions_go_on(supervisor: LocalSuper
     os.kill(_nsinit_pid(), signal.SIGKILL)
     result = await supervisor.exec(session.id, ExecSpec("echo still here"))
     assert result.stdout == b"still here\n"
-    with trio.fail_after(PATIENCE_S):
-        while True:
-            try:
-                another = await supervisor.create(SessionSpec())
-                break
-            except SandkastenError:
-                await trio.sleep(0.05)
-    await supervisor.destroy(another.id)
+
+    async def can_create() -> bool:
+        try:
+            await supervisor.create(SessionSpec())
+        except SandkastenError:
+            return False
+        return True
+
+    await until(can_create)
     assert (await supervisor.destroy(session.id)).status is Status.DESTROYED
 
 
@@ -287,7 +286,7 @@ async def test_a_workspace_outlives_its_sessions_and_belongs_to_the_sandbox_user
 ) -> None:
     """Destroying a session never touches what it had mounted."""
     session = await supervisor.create(SessionSpec(workspace_id="project"))
-    await supervisor.exec(session.id, ExecSpec("echo precious > /workspace/file; mkdir /workspace/d; touch /workspace/d/x"))
+    await supervisor.exec(session.id, ExecSpec("echo precious > file; mkdir d; touch d/x"))
     await supervisor.destroy(session.id)
     assert (data_dir / "workspaces/project/file").read_text() == "precious\n"
     assert (data_dir / "workspaces/project/d/x").exists()
