@@ -1,0 +1,104 @@
+# From a bare Debian or Ubuntu with Python 3.11 or newer: `make run` serves, `make test` proves. See README.md.
+
+VENV   := .venv
+DATA   := $(CURDIR)/.sandkasten
+PYTHON := $(VENV)/bin/python
+ARGS   ?=
+
+export LC_ALL := C.UTF-8
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_ROOT_USER_ACTION := ignore
+unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME PYTHONWARNINGS
+
+# A start with few descriptors allowed is no reason to fail: take what the hard limit grants.
+LIMITS := ulimit -S -n 65536 2>/dev/null || ulimit -S -n "$$(ulimit -H -n)" 2>/dev/null || true
+
+.PHONY: help install run test bench lint lock tools clean as-root
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make install            make .venv with the locked dependencies'
+	@echo 'make run [ARGS=...]     serve from here (data in .sandkasten); ARGS as for `sandkasten serve`'
+	@echo 'make test [ARGS=...]    all tests; ARGS as for pytest'
+	@echo 'make bench [ARGS=...]   measure create, exec, HTTP and memory'
+	@echo 'make lint               types, lint, format, layers'
+	@echo 'make lock               resolve the dependencies anew (needs pip-tools in .venv)'
+	@echo 'make clean              remove .venv and caches; data stays'
+
+install: $(VENV)/.installed
+
+run: as-root $(VENV)/.installed
+	@$(VENV)/bin/sandkasten init --config $(DATA)/sandkasten.yaml --data-dir $(DATA) >/dev/null
+	@$(LIMITS); exec $(VENV)/bin/sandkasten serve --config $(DATA)/sandkasten.yaml $(ARGS)
+
+test: tools $(VENV)/.installed-dev
+	@$(LIMITS); exec $(PYTHON) tests/guardian.py $(PYTHON) -m pytest $(ARGS)
+
+bench: as-root $(VENV)/.installed-dev
+	@$(LIMITS); exec $(PYTHON) -m bench.main $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	@exec $(PYTHON) -m pytest tests/contract $(ARGS)
+
+lock:
+	@for extra in '' dev; do \
+		$(PYTHON) -m piptools compile --quiet --upgrade --generate-hashes --allow-unsafe --strip-extras --no-header \
+			--no-emit-index-url --no-emit-trusted-host --no-emit-find-links --build-deps-for=editable \
+			$${extra:+--extra $$extra} --output-file requirements$${extra:+-$$extra}.lock pyproject.toml || exit 1; \
+	done
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build
+	find . -name __pycache__ -type d -not -path './.sandkasten/*' -prune -exec rm -rf {} +
+
+as-root:
+	$(if $(filter 0,$(shell id -u)),,$(error making sandboxes needs root: run `sudo make`, or be root in a virtual machine))
+	@:
+
+$(VENV)/.installed: requirements.lock pyproject.toml
+	@$(call environment)
+	@$(call packages,requirements.lock)
+	@touch $@
+
+$(VENV)/.installed-dev: requirements-dev.lock $(VENV)/.installed
+	@$(call packages,requirements-dev.lock)
+	@touch $@
+
+# An environment whose interpreter works is kept. Debian ships Python without ensurepip: as root that is mended.
+define environment
+	$(PYTHON) -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && exit 0; \
+	for python in python3 python3.14 python3.13 python3.12 python3.11 none; do \
+		"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; \
+	done; \
+	[ "$$python" != none ] || { echo 'Python 3.11 or newer is needed: apt-get install python3' >&2; exit 1; }; \
+	if ! "$$python" -c 'import ensurepip, venv' 2>/dev/null; then \
+		package="$$("$$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')"; \
+		[ "$$(id -u)" = 0 ] || { echo "run this first: sudo apt-get install $$package" >&2; exit 1; }; \
+		$(call apt,$$package) || { echo "$$package can't be installed; $$python needs its ensurepip" >&2; exit 1; }; \
+	fi; \
+	rm -rf $(VENV); echo "making $(VENV) with $$("$$python" --version)"; exec "$$python" -m venv $(VENV)
+endef
+
+define packages
+	echo 'installing $(1)'; \
+	$(PYTHON) -m pip install -qq --require-hashes --only-binary :all: -r $(1) \
+	&& $(PYTHON) -m pip install -qq --no-deps --no-build-isolation --editable .
+endef
+
+define apt
+	{ DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(1) >/dev/null 2>&1 \
+	|| { apt-get update -qq >/dev/null 2>&1 \
+	&& DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(1) >/dev/null 2>&1; }; }
+endef
+
+# What some tests compare with. They skip, and say why, where a tool is missing.
+TOOLS := busybox:busybox-static dash:dash bwrap:bubblewrap runc:runc mmdebstrap:mmdebstrap curl:curl \
+         qemu-system-x86_64:qemu-system-x86
+
+tools:
+	@missing=''; \
+	for pair in $(TOOLS); do \
+		PATH="$$PATH:/usr/sbin:/sbin" command -v "$${pair%%:*}" >/dev/null || missing="$$missing $${pair#*:}"; \
+	done; \
+	[ -z "$$missing" ] || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null \
+	|| { echo "installing$$missing"; for package in $$missing; do $(call apt,$$package) || echo "no $$package to be had"; done; }

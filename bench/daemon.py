@@ -1,0 +1,94 @@
+"""The daemon as a client meets it: started by its console script, spoken to over plain sockets.
+
+The client is as thin as can be (one `sendall`, reads until the answer is whole), so that what is measured is the
+daemon and not an HTTP library.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+KEY = "benchmark"
+
+
+@contextmanager
+def running(data_dir: Path) -> Iterator[tuple[int, tuple[str, int]]]:
+    """Run a daemon on a free port; yield its pid and address."""
+    command = [str(Path(sys.executable).with_name("sandkasten")), "serve", "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(
+        [*command, "--data-dir", str(data_dir), "--log-level", "warning"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "SANDKASTEN_API_KEY": KEY},
+    ) as process:
+        assert process.stdout is not None
+        try:
+            found = next(filter(None, (re.search(r"http://([\d.]+):(\d+)", line) for line in process.stdout)))
+            yield process.pid, (found[1], int(found[2]))
+        finally:
+            process.terminate()
+            process.stdout.read()
+
+
+class Client:
+    """One keep-alive connection."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._socket = socket.create_connection(address, timeout=60)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._socket.close()
+
+    def call(self, method: str, path: str, body: object = None) -> Any:  # whatever JSON comes back
+        """Send one request and return its decoded answer."""
+        self._socket.sendall(encode(method, path, body))
+        data = b""
+        while True:
+            data += self._receive()
+            answer = decode(data)
+            if answer is not None:
+                return answer
+
+    def wait_for(self, method: str, path: str, body: object, marker: bytes) -> None:
+        """Send one request and return as soon as `marker` has arrived; the connection is then used up."""
+        self._socket.sendall(encode(method, path, body))
+        data = b""
+        while marker not in data:
+            data += self._receive()
+
+    def _receive(self) -> bytes:
+        data = self._socket.recv(65536)
+        if not data:
+            raise ConnectionError("the daemon closed the connection")
+        return data
+
+
+def encode(method: str, path: str, body: object = None) -> bytes:
+    """Return a request as bytes."""
+    content = b"" if body is None else json.dumps(body).encode()
+    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    return head.encode() + content
+
+
+def decode(data: bytes) -> Any:  # JSON
+    """Return the answer in `data`, or None while it is not whole. Raises `RuntimeError` unless it is a 2xx."""
+    head, separator, content = data.partition(b"\r\n\r\n")
+    length = re.search(rb"content-length: *(\d+)", head, re.IGNORECASE)
+    if not separator or length is None or len(content) < int(length[1]):
+        return None
+    if not head.startswith(b"HTTP/1.1 2"):
+        raise RuntimeError(content.decode(errors="replace"))
+    return json.loads(content)

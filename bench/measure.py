@@ -1,0 +1,132 @@
+"""Numbers: samples with their statistics, and what the machine itself costs. Prints nothing."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import statistics
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class Samples:
+    """Milliseconds by row name, in the order rows were first measured."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, list[float]] = defaultdict(list)
+
+    @contextmanager
+    def timed(self, row: str) -> Iterator[None]:
+        """Add the duration of the block to `row`."""
+        began = time.perf_counter_ns()
+        yield
+        self.add(row, (time.perf_counter_ns() - began) / 1e6)
+
+    def add(self, row: str, milliseconds: float) -> None:
+        """Add one measurement."""
+        self._rows[row].append(milliseconds)
+
+    def rows(self) -> list[str]:
+        """Return the names that have measurements."""
+        return list(self._rows)
+
+    def count(self, row: str) -> int:
+        """Return how often `row` was measured."""
+        return len(self._rows.get(row, ()))
+
+    def median(self, row: str) -> float:
+        """Return the median; NaN without measurements."""
+        values = self._rows.get(row)
+        return statistics.median(values) if values else math.nan
+
+    def p95(self, row: str) -> float:
+        """Return the 95th percentile (nearest rank)."""
+        values = sorted(self._rows.get(row, ()))
+        return values[math.ceil(0.95 * len(values)) - 1] if values else math.nan
+
+
+def slope(points: list[tuple[float, float]]) -> float:
+    """Return the least-squares slope through (x, y) points."""
+    xs, ys = zip(*points, strict=True)
+    return statistics.linear_regression(xs, ys).slope
+
+
+def fork_and_wait() -> None:
+    """Fork this process and reap the child."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def run_true() -> None:
+    """Start and reap the machine's own `/bin/true`."""
+    subprocess.run(["/bin/true"], check=True)
+
+
+@contextmanager
+def loopback() -> Iterator[Callable[[], None]]:
+    """Yield a function that sends one byte to a process over TCP and waits for it to come back."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        pid = os.fork()
+        if pid == 0:
+            _echo(server)
+        with socket.create_connection(server.getsockname()) as client:
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+            def round_trip() -> None:
+                client.sendall(b"x")
+                client.recv(1)
+
+            yield round_trip
+        os.waitpid(pid, 0)
+
+
+def _echo(server: socket.socket) -> None:
+    connection, _ = server.accept()
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while data := connection.recv(1):
+        connection.sendall(data)
+    os._exit(0)
+
+
+def resident_bytes(root: int) -> int:
+    """Return the proportional set size of `root` and all its descendants."""
+    return sum(_pss(pid) for pid in _family(root))
+
+
+def kernel_bytes() -> int:
+    """Return what the kernel uses for its own structures and for tmpfs, on the whole machine."""
+    fields = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, value = line.split(":")
+        fields[name] = int(value.split()[0]) * 1024
+    return sum(fields[name] for name in ("Slab", "KernelStack", "PageTables", "Percpu", "Shmem"))
+
+
+def _family(root: int) -> set[int]:
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text()
+            except OSError:
+                continue  # it ended meanwhile
+            parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
+    family = {root}
+    while more := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= more
+    return family
+
+
+def _pss(pid: int) -> int:
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Pss:"))

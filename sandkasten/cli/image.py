@@ -1,0 +1,73 @@
+"""`sandkasten image list | validate | delete | import`: works on the store directly, with or without a daemon."""
+
+from __future__ import annotations
+
+import argparse
+
+from sandkasten.cli.key import make_data_dir
+from sandkasten.cli.main import Stop, load, require_root
+from sandkasten.errors import SandkastenError
+from sandkasten.images.archive import import_tar
+from sandkasten.images.catalog import Catalog
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Perform one action and return its exit status."""
+    config = load(arguments)
+    require_root()
+    catalog = Catalog(config.data_dir, aliases=config.image_aliases)
+    try:
+        match arguments.action:
+            case "list":
+                return _list(catalog)
+            case "validate":
+                return _validate(catalog, arguments.name)
+            case "delete":
+                return _delete(catalog, arguments.name)
+            case _:
+                make_data_dir(config.data_dir)
+                return _import(catalog, arguments)
+    except SandkastenError as error:
+        raise Stop(str(error)) from None
+    except OSError as error:
+        raise Stop(f"{error.filename or catalog.rootfs_path('').parent}: {error.strerror}") from None
+
+
+def _list(catalog: Catalog) -> int:
+    print(f"{'NAME':<24} {'KIND':<8} {'SIZE':>10}  {'CREATED':<26} SOURCE")
+    for image in catalog.images():
+        aliases = catalog.aliases_of(image.name)
+        size = f"{image.size_bytes / 1024**2:.1f} MiB" if image.size_bytes else "-"
+        source = image.source + (f" (also {', '.join(aliases)})" if aliases else "")
+        print(f"{image.name:<24} {image.kind:<8} {size:>10}  {image.created_at:<26} {_plain(source)}")
+    return 0
+
+
+def _validate(catalog: Catalog, name: str) -> int:
+    problems = catalog.validate(name)
+    for problem in problems:
+        print(f"{name}: {problem}")
+    if not problems:
+        print(f"{name}: ok")
+    return 1 if problems else 0
+
+
+def _delete(catalog: Catalog, name: str) -> int:
+    gone = catalog.delete(name)
+    print(f"{name}: deleted" + ("" if gone else "; its files go at the next start that finds no session"))
+    return 0
+
+
+def _import(catalog: Catalog, arguments: argparse.Namespace) -> int:
+    image, counts = import_tar(catalog, arguments.name, arguments.tar)
+    print(f"{image.name}: {counts['members']} members, {counts['bytes'] / 1024**2:.1f} MiB")
+    if counts["skipped"]:
+        print(f"{image.name}: left out {counts['skipped']} device nodes, FIFOs or unknown members")
+    if counts["privileged"]:
+        print(f"{image.name}: dropped the setuid or setgid bit of {counts['privileged']} files")
+    return 0
+
+
+def _plain(text: str) -> str:
+    """A file name may hold anything; a terminal gets what is printable."""
+    return "".join(char if char.isprintable() else "?" for char in text)

@@ -1,0 +1,111 @@
+"""`sandkasten serve`: the daemon in the foreground. The only place that receives signals.
+
+SIGINT and SIGTERM stop it in good order; a second one ends it at once. Logs go to stderr, the few lines for people to
+stdout. The key itself is on neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from shlex import quote
+
+import trio
+
+from sandkasten import app, log
+from sandkasten.api.listen import ListenError
+from sandkasten.cli.key import make_data_dir, with_key
+from sandkasten.cli.main import Stop, load, require_root
+from sandkasten.config import Config, ConfigError
+from sandkasten.errors import SandkastenError
+from sandkasten.images.catalog import Catalog
+from sandkasten.runtime import precheck
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Run until a signal comes; return 0 after a stop in good order."""
+    config = load(arguments)
+    require_root()
+    make_data_dir(config.data_dir)
+    missing = [check for check in precheck.run(config.data_dir) if check.required and not check.ok]
+    if missing:
+        raise Stop("\n".join(f"{check.name}: {check.detail}" for check in missing))
+    with contextlib.suppress(OSError):  # what can't be removed now is tried again at the next start
+        Catalog(config.data_dir).sweep()
+    key_is_given = config.api_key is not None
+    config = with_key(config)
+    log.configure(config.server.log_level)
+    for notice in config.notices():
+        print(f"note: {notice}")
+    try:
+        trio.run(_run, config, key_is_given, strict_exception_groups=True)
+    except Exception as error:
+        if reason := explain(error):
+            raise Stop(reason) from error
+        raise
+    return 0
+
+
+async def _run(config: Config, key_is_given: bool) -> None:
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_serve, config, key_is_given)
+            async for number in signals:
+                print(f"{signal.Signals(number).name}: stopping", flush=True)
+                break
+            nursery.cancel_scope.cancel()
+            for name in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(name, signal.SIG_DFL)
+
+
+async def _serve(config: Config, key_is_given: bool) -> None:
+    await app.serve(config, started=lambda addresses: greet(config, addresses, key_is_given=key_is_given))
+
+
+def greet(config: Config, addresses: Sequence[str], *, key_is_given: bool) -> None:
+    """Tell where the daemon is, where the key is, and a line to paste."""
+    for address in addresses:
+        print(f"listening on {address}")
+    if key_is_given:
+        print("API key: the configured one (the line below takes it from SANDKASTEN_API_KEY)")
+    else:
+        print(f"API key: in {config.api_key_path}")
+    print("try:")
+    print(f"  {curl_line(config, addresses, key_is_given=key_is_given)}")
+    sys.stdout.flush()
+
+
+def curl_line(config: Config, addresses: Sequence[str], *, key_is_given: bool) -> str:
+    """Return a command that makes a session on the first address."""
+    key = "$SANDKASTEN_API_KEY" if key_is_given else f"$(cat {quote(str(config.api_key_path))})"
+    address = addresses[0]
+    if address.startswith("unix:"):
+        place = f"--unix-socket {quote(address.removeprefix('unix:'))} http://localhost/v1/sessions"
+    else:
+        place = f"{address.rstrip('/')}/v1/sessions"
+    return f"""curl -sS {place} -H "Authorization: Bearer {key}" -d '{{}}'"""
+
+
+def explain(error: BaseException) -> str | None:
+    """Return one sentence for a failure that the operator can do something about, None for a bug."""
+    for leaf in _leaves(error):
+        if isinstance(leaf, OSError) and leaf.errno == errno.EADDRINUSE:
+            return f"the address is in use: {leaf}; choose another with --listen, or stop who has it"
+        if isinstance(leaf, ConfigError | SandkastenError | ListenError):
+            return str(leaf)
+        if isinstance(leaf, PermissionError) and leaf.filename:
+            return f"{leaf.strerror}: {os.fsdecode(leaf.filename)}"
+    return None
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error

@@ -1,0 +1,210 @@
+"""The configuration as frozen values with their defaults and limits.
+
+Owns what a setting may be; `configfile.py` owns where settings come from. A value that asks for protection or
+behaviour this version does not have is refused here, never ignored. Knows no file and no environment.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import attrs
+
+from sandkasten.model import IMAGE_NAME, Limits
+
+DEFAULT_DATA_DIR = Path("/var/lib/sandkasten")
+MIB = 1024 * 1024
+
+
+class ConfigError(Exception):
+    """The configuration can't be used; the message has one line per problem."""
+
+
+Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]  # the shape attrs asks for
+
+
+def _between(low: float, high: float) -> Validator:
+    def check(_instance: object, attribute: attrs.Attribute[Any], value: float) -> None:
+        if not low <= value <= high:  # written so that NaN fails, too
+            raise ValueError(f"{attribute.name} must be between {low} and {high}, not {value}")
+
+    return check
+
+
+def _only(available: object, *later: object) -> Validator:
+    def check(_instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+        if value in later:
+            raise ValueError(f"{attribute.name}: {value!r} is not available; the one choice is {available!r}")
+        if value != available:
+            raise ValueError(f"{attribute.name} must be {available!r}, not {value!r}")
+
+    return check
+
+
+def _one_of(*choices: str) -> Validator:
+    def check(_instance: object, attribute: attrs.Attribute[Any], value: str) -> None:
+        if value not in choices:
+            raise ValueError(f"{attribute.name} must be one of {', '.join(choices)}, not {value!r}")
+
+    return check
+
+
+def _image_names(_instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    names = [value] if isinstance(value, str) else [*value, *value.values()] if isinstance(value, Mapping) else value
+    for name in names:  # type: ignore[attr-defined]  # every field that uses this is one of the three shapes
+        if not IMAGE_NAME.match(str(name)):
+            raise ValueError(f"{attribute.name}: {name!r} is not an image name")
+
+
+def _strings(value: Iterable[str]) -> tuple[str, ...]:
+    return tuple(value)
+
+
+def _frozen_mapping(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    return MappingProxyType(dict(value))
+
+
+def _redact(value: object) -> str:
+    return "None" if value is None else "'***'"
+
+
+@attrs.frozen
+class Defaults:
+    """What a session gets when its creator does not say. `cpu_limit` is in cores."""
+
+    cpu_limit: float = attrs.field(default=1.0, validator=_between(0.01, 1024))
+    mem_limit_mb: int = attrs.field(default=512, validator=_between(16, 16 * MIB))
+    pids_limit: int = attrs.field(default=256, validator=_between(8, 4 * MIB))
+    disk_limit_mb: int = attrs.field(default=2048, validator=_between(1, 1024 * MIB))
+    max_exec_timeout_ms: int = attrs.field(default=120_000, validator=_between(1, 7 * 86_400_000))
+    network_mode: str = attrs.field(default="none", validator=_only("none", "proxy", "bridge", "host"))
+    readonly_rootfs: bool = False
+    exec_mode: str = attrs.field(default="stateful", validator=_only("stateful", "stateless"))
+    shell_prefer: Literal["bash", "sh"] = attrs.field(default="bash", validator=_one_of("bash", "sh"))
+
+    @property
+    def limits(self) -> Limits:
+        """The limits as the model knows them."""
+        return Limits(cpu=self.cpu_limit, memory_mb=self.mem_limit_mb, pids=self.pids_limit, disk_mb=self.disk_limit_mb)
+
+
+@attrs.frozen
+class Security:
+    seccomp: Literal["off", "mvp", "strict"] = attrs.field(default="strict", validator=_one_of("off", "mvp", "strict"))
+
+
+@attrs.frozen
+class Pool:
+    """Warm sessions: image name to how many are kept."""
+
+    enabled: bool = False
+    images: Mapping[str, int] = attrs.field(factory=dict, converter=_frozen_mapping)
+
+
+@attrs.frozen
+class Workspace:
+    enabled: bool = True
+    persist_by_default: bool = attrs.field(default=False, validator=_only(False, True))
+
+
+@attrs.frozen
+class Dashboard:
+    enabled: bool = True
+
+
+@attrs.frozen
+class Server:
+    """Limits of the daemon itself. Sizes in bytes, durations in seconds; `vessels` are blank sandboxes made ahead."""
+
+    max_sessions: int = attrs.field(default=1000, validator=_between(1, 100_000))
+    max_connections: int = attrs.field(default=1000, validator=_between(1, 1_000_000))
+    max_command_bytes: int = attrs.field(default=MIB, validator=_between(1, MIB))
+    max_json_bytes: int = attrs.field(default=16 * MIB, validator=_between(1024, 256 * MIB))
+    max_upload_bytes: int = attrs.field(default=1024 * MIB, validator=_between(1024, MIB * MIB))
+    max_read_bytes: int = attrs.field(default=100 * MIB, validator=_between(1024, 1024 * MIB))
+    output_cap_bytes: int = attrs.field(default=5 * MIB, validator=_between(4096, 256 * MIB))
+    vessels: int = attrs.field(default=2, validator=_between(0, 64))
+    shell_queue_length: int = attrs.field(default=32, validator=_between(1, 10_000))
+    write_timeout_s: float = attrs.field(default=30.0, validator=_between(0.1, 3600))
+    keep_alive_timeout_s: float = attrs.field(default=75.0, validator=_between(0.1, 3600))
+    graceful_timeout_s: float = attrs.field(default=5.0, validator=_between(0.1, 600))
+    log_level: Literal["debug", "info", "warning", "error"] = attrs.field(
+        default="info", validator=_one_of("debug", "info", "warning", "error")
+    )
+
+
+_NAMED_PORT = re.compile(r"(?P<host>\[[0-9a-fA-F:.%]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})\Z")
+
+
+def _listen(_instance: object, _attribute: attrs.Attribute[Any], value: tuple[str, ...]) -> None:
+    if not value:
+        raise ValueError("listen must name at least one address")
+    for address in value:
+        if address.startswith("unix:"):
+            if not address.startswith("unix:/") or "\0" in address:
+                raise ValueError(f"listen: {address!r} must be unix: and an absolute path")
+            if len(os.fsencode(address)) > 5 + 107:  # unix(7): sun_path
+                raise ValueError(f"listen: the path of {address!r} is longer than 107 bytes")
+            continue
+        match = _NAMED_PORT.match(address)
+        if match is None or int(match["port"]) > 65535:
+            raise ValueError(f"listen: {address!r} is neither HOST:PORT nor unix:/PATH")
+        if match["host"].startswith("["):
+            try:
+                ipaddress.IPv6Address(match["host"][1:-1])
+            except ValueError:
+                raise ValueError(f"listen: {match['host']} is no IPv6 address") from None
+
+
+def _api_key(_instance: object, _attribute: attrs.Attribute[Any], value: str | None) -> None:
+    if value is not None and not re.fullmatch(r"[\x21-\x7e]+", value):
+        raise ValueError("api_key must be visible ASCII without spaces")
+
+
+def _absolute(value: str | Path) -> Path:
+    return Path(os.path.abspath(value))
+
+
+@attrs.frozen
+class Config:
+    """Everything the daemon can be told. `api_key` None: none is checked (the command line always makes one)."""
+
+    listen: tuple[str, ...] = attrs.field(default=("127.0.0.1:8080",), converter=_strings, validator=_listen)
+    api_key: str | None = attrs.field(default=None, repr=_redact, validator=_api_key)
+    data_dir: Path = attrs.field(default=DEFAULT_DATA_DIR, converter=_absolute)
+    db_path: Path = attrs.field(
+        default=attrs.Factory(lambda self: self.data_dir / "sandkasten.db", takes_self=True), converter=_absolute
+    )
+    default_image: str = attrs.field(default="python", validator=_image_names)
+    allowed_images: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_image_names)
+    image_aliases: Mapping[str, str] = attrs.field(
+        factory=lambda: {"python": "host", "base": "host"}, converter=_frozen_mapping, validator=_image_names
+    )
+    session_ttl_seconds: int = attrs.field(default=1800, validator=_between(1, 86_400))
+    sessions_on_stop: Literal["destroy", "keep"] = attrs.field(default="destroy", validator=_one_of("destroy", "keep"))
+    defaults: Defaults = attrs.field(factory=Defaults)
+    security: Security = attrs.field(factory=Security)
+    pool: Pool = attrs.field(factory=Pool)
+    workspace: Workspace = attrs.field(factory=Workspace)
+    dashboard: Dashboard = attrs.field(factory=Dashboard)
+    server: Server = attrs.field(factory=Server)
+
+    @property
+    def api_key_path(self) -> Path:
+        """Where a key that was made on first start lies."""
+        return self.data_dir / "api-key"
+
+    def notices(self) -> list[str]:
+        """Say which accepted settings have no effect in this version, one sentence each."""
+        notices = []
+        if self.security.seccomp != "off":
+            notices.append("security.seccomp: no system call filter is applied yet; the other layers hold")
+        if self.pool.enabled:
+            notices.append("pool.enabled: there is no warm pool yet; every session starts cold")
+        return notices

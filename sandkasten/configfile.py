@@ -1,0 +1,229 @@
+"""Where settings come from: a YAML file, then the environment, then the command line; later ones win.
+
+Owns key names, their environment names, older spellings and the wording of mistakes. A key nobody knows is an error
+that names the nearest known one, so a misspelt limit is never silently the default. What values mean is `config.py`'s.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import stat
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+
+from sandkasten.config import Config, ConfigError
+
+ENV_PREFIX = "SANDKASTEN_"
+ENV_FILE = "SANDKASTEN_CONFIG"
+SEARCH_PATH = (Path("sandkasten.yaml"), Path("/etc/sandkasten/sandkasten.yaml"))
+OLDER_SPELLINGS = {
+    "limits.cpu_quota": "defaults.cpu_limit",
+    "limits.mem_limit_mb": "defaults.mem_limit_mb",
+    "limits.pids_limit": "defaults.pids_limit",
+    "limits.max_exec_timeout_ms": "defaults.max_exec_timeout_ms",
+    "network.mode": "defaults.network_mode",
+}
+_PLAIN_SECTIONS = {"defaults", "security"}
+"""Sections whose name is no part of the environment name: `SANDKASTEN_CPU_LIMIT`."""
+_TYPO = 0.75
+"""How alike an unknown `SANDKASTEN_*` variable must be to a known one to count as a mistake: container engines and
+clients set variables with this prefix, too."""
+
+
+def _keys(section: type = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, type expression) of every setting."""
+    hints = typing.get_type_hints(section)
+    for name in attrs.fields_dict(section):
+        if attrs.has(hints[name]):
+            yield from _keys(hints[name], f"{name}.")
+        else:
+            yield prefix + name, hints[name]
+
+
+KEYS: Mapping[str, Any] = dict(_keys())
+
+
+def env_name(key: str) -> str:
+    """Return the environment variable of a dotted key."""
+    section, _, leaf = key.rpartition(".")
+    return ENV_PREFIX + (leaf if not section or section in _PLAIN_SECTIONS else f"{section}_{leaf}").upper()
+
+
+def find_file(explicit: Path | None, environ: Mapping[str, str]) -> Path | None:
+    """Return the configuration file to use: the named one, the environment's, or the first of the search path."""
+    if explicit is not None:
+        return explicit
+    if environ.get(ENV_FILE):
+        return Path(environ[ENV_FILE])
+    return next((path for path in SEARCH_PATH if path.is_file()), None)
+
+
+def load_config(
+    path: Path | None = None, *, environ: Mapping[str, str], overrides: Mapping[str, object] | None = None
+) -> Config:
+    """Merge file, environment and overrides (by dotted key; None means not given) into a `Config`.
+
+    Raises:
+        ConfigError: a file that can't be read or that others may write, an unknown key, or a value that does not fit.
+    """
+    problems: list[str] = []
+    given = _from_file(path, problems) if path is not None else {}
+    given |= _from_environment(environ, problems)
+    given |= {key: value for key, value in (overrides or {}).items() if value is not None}
+    values = {}
+    for key, raw in given.items():
+        try:
+            values[key] = _parse(raw, KEYS[key])
+        except ValueError as error:
+            problems.append(f"{key}: {error}")
+    config = None if problems else _build(values, problems)
+    if config is None:
+        raise ConfigError("\n".join(problems))
+    return config
+
+
+def _build(values: Mapping[str, object], problems: list[str]) -> Config | None:
+    sections: dict[str, dict[str, object]] = {}
+    for key, value in values.items():
+        section, _, leaf = key.rpartition(".")
+        sections.setdefault(section, {})[leaf] = value
+    hints = typing.get_type_hints(Config)
+    top = sections.pop("", {})
+    for name, fields in sections.items():
+        try:
+            top[name] = hints[name](**fields)
+        except ValueError as error:
+            problems.append(f"{name}.{error}")
+    try:
+        return Config(**top) if not problems else None  # type: ignore[arg-type]  # parsed by the same types
+    except ValueError as error:
+        problems.append(str(error))
+        return None
+
+
+def _from_environment(environ: Mapping[str, str], problems: list[str]) -> dict[str, object]:
+    names = {env_name(key): key for key in KEYS}
+    given: dict[str, object] = {}
+    for name, value in environ.items():
+        if name in names and value:
+            given[names[name]] = value
+        elif name.startswith(ENV_PREFIX) and name not in names and name != ENV_FILE:
+            known = [each.removeprefix(ENV_PREFIX) for each in names]
+            near = difflib.get_close_matches(name.removeprefix(ENV_PREFIX), known, 1, _TYPO)
+            if near:
+                problems.append(f"unknown variable {name}; the nearest known one is {ENV_PREFIX}{near[0]}")
+    return given
+
+
+def _from_file(path: Path, problems: list[str]) -> dict[str, object]:
+    tree = _read_yaml(path)
+    given: dict[str, object] = {}
+    for key, value in _flatten(tree):
+        known = OLDER_SPELLINGS.get(key, key)
+        if known not in KEYS:
+            problems.append(f"unknown key {key!r}; the nearest known one is {_nearest(key)!r}")
+        elif known in given:
+            problems.append(f"{known} is given twice (once as {key})")
+        else:
+            given[known] = value
+    return given
+
+
+def _nearest(key: str) -> str:
+    """Return the known key most like `key`, by its full name or by its last part."""
+
+    def likeness(known: str) -> float:
+        pairs = ((key, known), (key.rpartition(".")[2], known.rpartition(".")[2]))
+        return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
+
+    return max(KEYS, key=likeness)
+
+
+def _flatten(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and key not in KEYS:
+            yield from _flatten(value, f"{key}.")
+        elif value is not None:  # a key without a value keeps its default
+            yield key, value
+
+
+def _read_yaml(path: Path) -> dict[str, object]:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Safe loader that refuses a key given twice, which YAML forbids and PyYAML lets pass."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            names = [self.construct_object(key, deep=True) for key, _ in node.value]
+            for name in names:
+                if names.count(name) > 1:
+                    raise ConfigError(f"{path}: {name!r} is given twice")
+            return super().construct_mapping(node, deep)
+
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and stat.S_ISREG(status.st_mode):
+                raise ConfigError(f"{path} may be written by others; chmod go-w it first")
+            tree = yaml.load(file, Loader)
+    except OSError as error:
+        raise ConfigError(f"can't read {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must be a mapping of keys to values")
+    return tree
+
+
+def _parse(raw: object, expected: Any) -> object:  # `expected` is a type expression
+    """Turn a YAML value, or a string from environment or command line, into the annotated type."""
+    origin, arguments = typing.get_origin(expected), typing.get_args(expected)
+    if origin in (typing.Union, types.UnionType):
+        return _parse(raw, arguments[0])
+    if origin is Literal:
+        return "off" if raw is False else str(raw)  # YAML 1.1 reads a bare `off` as a boolean
+    if origin is tuple:
+        items = raw.split(",") if isinstance(raw, str) else raw
+        if not isinstance(items, list):
+            raise ValueError("expected a list")
+        return tuple(str(item).strip() for item in items if str(item).strip())
+    if origin is not None:
+        return _parse_mapping(raw, arguments[1])
+    if expected is bool:
+        return _parse_bool(raw)
+    if expected is str or expected is Path:
+        if not isinstance(raw, str | Path):
+            raise ValueError(f"expected text, not {raw!r}")
+        return str(raw).strip() if expected is str else Path(raw)
+    if isinstance(raw, bool) or (expected is int and isinstance(raw, float)):
+        raise ValueError(f"expected a number, not {raw!r}")
+    try:
+        return expected(raw)
+    except (TypeError, ValueError):
+        raise ValueError(f"expected a number, not {raw!r}") from None
+
+
+def _parse_bool(raw: object) -> bool:
+    word = str(raw).lower()
+    if word in ("true", "yes", "on", "1"):
+        return True
+    if word in ("false", "no", "off", "0"):
+        return False
+    raise ValueError(f"expected true or false, not {raw!r}")
+
+
+def _parse_mapping(raw: object, item: type) -> dict[str, object]:
+    if isinstance(raw, str):
+        raw = dict(pair.partition("=")[::2] for pair in raw.split(",") if pair)
+    if not isinstance(raw, dict):
+        raise ValueError("expected a mapping")
+    return {str(name): _parse(value, item) for name, value in raw.items()}

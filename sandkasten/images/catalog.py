@@ -1,0 +1,185 @@
+"""The image store: `<data_dir>/images/<name>/{meta.json,rootfs/}`, names, aliases, set-aside images.
+
+Owns what an image is called and when its files may go. An image that was replaced or deleted may be the lower layer of
+a running session, so it is renamed into `images/.retired/` and removed only when `<data_dir>/sessions` is empty. New
+images are built in `images/.new-*` and appear by rename(2), whole or not at all. Blocking: call it from a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+import attrs
+
+from sandkasten.errors import InvalidImage
+from sandkasten.images import rootfs
+from sandkasten.images.removal import remove_tree
+from sandkasten.model import IMAGE_NAME
+
+HOST = "host"
+_RETIRED = ".retired"
+_NEW = ".new-"
+
+
+@attrs.frozen
+class Image:
+    """One image of the store. `kind` host: the machine's own `/usr` belongs below it."""
+
+    name: str
+    kind: Literal["host", "rootfs"]
+    created_at: str
+    source: str
+    fingerprint: str = ""
+    members: int = 0
+    size_bytes: int = 0
+
+
+class Catalog:
+    """The images of one data directory."""
+
+    def __init__(
+        self, data_dir: Path, *, aliases: Mapping[str, str] | None = None, allowed: Sequence[str] = ()
+    ) -> None:
+        self._directory = data_dir / "images"
+        self._sessions = data_dir / "sessions"
+        self._aliases = dict(aliases or {})
+        self._allowed = frozenset(allowed)
+
+    def rootfs_path(self, name: str) -> Path:
+        """Where the files of an image lie."""
+        return self._directory / name / "rootfs"
+
+    def images(self) -> list[Image]:
+        """Return all images, by name. A directory without a readable `meta.json` is no image."""
+        if not self._directory.is_dir():
+            return []
+        found = (self._read(name) for name in sorted(os.listdir(self._directory)) if IMAGE_NAME.match(name))
+        return [image for image in found if image is not None]
+
+    def aliases_of(self, name: str) -> list[str]:
+        """Return the aliases that lead to an image; one with an image of its own name is none."""
+        return sorted(each for each, target in self._aliases.items() if target == name and self._read(each) is None)
+
+    def get(self, name: str) -> Image:
+        """Return the image of that name, or else the one its alias stands for.
+
+        Raises:
+            InvalidImage: malformed, not present, or neither the name nor its target is allowed.
+        """
+        if not IMAGE_NAME.match(name):
+            raise InvalidImage("image name is malformed", image=name[:64])
+        image = self._read(name)
+        if image is None and name in self._aliases:
+            image = self._read(self._aliases[name])
+        if image is None:
+            raise InvalidImage(f"there is no image {name!r}", image=name)
+        if self._allowed and not self._allowed & {name, image.name}:
+            raise InvalidImage(f"image {name!r} is not allowed", image=name)
+        return image
+
+    def validate(self, name: str) -> list[str]:
+        """Return what is wrong with an image's files, one sentence each; none means it can be used."""
+        image = self.get(name)
+        return rootfs.find_problems(str(self.rootfs_path(image.name)), usr="/usr" if image.kind == "host" else None)
+
+    def delete(self, name: str) -> bool:
+        """Take an image out of the store; return whether its files are gone (else: at the next start without sessions).
+
+        Raises:
+            InvalidImage: there is no image of that name; for an alias the message names the image.
+        """
+        image = self.get(name)
+        if image.name != name:
+            raise InvalidImage(f"{name!r} is an alias of image {image.name!r}; delete that one", image=name)
+        self._retire(name)
+        return self.sweep()
+
+    @contextlib.contextmanager
+    def building(self, name: str) -> Iterator[Path]:
+        """Open a directory to build an image in; leaving it without `publish` removes it."""
+        if not IMAGE_NAME.match(name):
+            raise InvalidImage("image name is malformed", image=name[:64])
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory = self._directory / f"{_NEW}{secrets.token_hex(8)}"
+        directory.mkdir(mode=0o700)
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)  # tells a sweep of another process that somebody is at work here
+            (directory / "rootfs").mkdir()
+            (directory / "rootfs").chmod(0o755)
+            yield directory
+        finally:
+            os.close(fd)
+            self._remove(directory)
+
+    def publish(self, directory: Path, image: Image, *, replace: bool = False) -> Image:
+        """Give a built directory its name.
+
+        Raises:
+            InvalidImage: the name is taken, and `replace` is not set.
+        """
+        (directory / "meta.json").write_text(json.dumps(attrs.asdict(image), indent=1) + "\n")
+        target = self._directory / image.name
+        if replace:
+            self._retire(image.name)
+        try:
+            directory.rename(target)
+        except OSError as error:  # ENOTEMPTY, EEXIST: rename(2) replaces an empty directory only
+            raise InvalidImage(f"there is an image {image.name!r} already", image=image.name) from error
+        return image
+
+    def sweep(self) -> bool:
+        """Remove set-aside images, and builds that were cut short, unless a session exists; return whether it did."""
+        if self._sessions.is_dir() and any(self._sessions.iterdir()):
+            return False
+        retired = self._directory / _RETIRED
+        for directory in [*retired.glob("*"), *self._directory.glob(f"{_NEW}*")]:
+            if not _is_locked(directory):
+                self._remove(directory)
+        return True
+
+    def _retire(self, name: str) -> None:
+        retired = self._directory / _RETIRED
+        retired.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            (self._directory / name).rename(retired / f"{name}-{secrets.token_hex(8)}")
+
+    def _remove(self, directory: Path) -> None:
+        if not directory.exists():
+            return
+        parent_fd = os.open(directory.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            remove_tree(parent_fd, directory.name)
+        finally:
+            os.close(parent_fd)
+
+    def _read(self, name: str) -> Image | None:
+        try:
+            fields = json.loads((self._directory / name / "meta.json").read_bytes())
+            return Image(**fields | {"name": name})
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+def _is_locked(directory: Path) -> bool:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def now() -> str:
+    """The present, as `Image.created_at` has it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

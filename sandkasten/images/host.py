@@ -1,0 +1,152 @@
+"""The `host` image: a made `/` over the machine's own `/usr`, with no download.
+
+Owns the recipe. The rule for `/etc`: a list says what may be looked at, and of that only what every user of the machine
+may read is copied; nothing else of the machine gets in, whatever it is called. No file with a private key in it, no
+`/root`, `/home`, `/var`, `/opt`. Files of account and host names are written here, not copied.
+
+A finished image is kept until the recipe or the linker's cache changes (`fingerprint`), then made anew at a start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from pathlib import Path
+
+from sandkasten.errors import InvalidImage
+from sandkasten.images.catalog import HOST, Catalog, Image, now
+
+RECIPE = 1
+"""Raise it when the outcome of this module changes."""
+
+MERGED_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+DIRECTORIES = (
+    *("dev", "proc", "sys", "tmp", "run", "workspace", "home", "home/sandbox", "root", "usr", "etc"),
+    *("opt", "srv", "mnt", "media", "var", "var/cache", "var/lib", "var/log", "var/tmp", "var/spool"),
+)
+MODES = {"tmp": 0o1777, "var/tmp": 0o1777, "root": 0o700}
+LINKS = {"var/run": "/run", "var/lock": "/run/lock", "etc/mtab": "../proc/self/mounts"}
+
+ETC_COPIED = (
+    *(
+        "ld.so.cache",
+        "ld.so.conf",
+        "ld.so.conf.d",
+        "alternatives",
+        "ssl/certs",
+        "ssl/openssl.cnf",
+        "ca-certificates.conf",
+    ),
+    *(
+        "localtime",
+        "timezone",
+        "os-release",
+        "debian_version",
+        "lsb-release",
+        "protocols",
+        "services",
+        "rpc",
+        "ethertypes",
+    ),
+    *("mime.types", "mailcap", "magic", "magic.mime", "terminfo", "inputrc", "nanorc", "host.conf", "gai.conf"),
+    *("bash_completion.d", "perl", "fonts", "vim", "python3*", "java-*-openjdk", "ImageMagick-*"),
+)
+ETC_MADE = {
+    "passwd": "root:x:0:0:root:/root:/bin/bash\n"
+    "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
+    "sandbox:x:1000:1000:sandbox:/home/sandbox:/bin/bash\n",
+    "group": "root:x:0:\ntty:x:5:\nnogroup:x:65534:\nsandbox:x:1000:\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\n",
+    "hosts": "127.0.0.1 localhost\n::1 localhost ip6-localhost\n",
+    "hostname": "sandbox\n",
+    "resolv.conf": "",
+    "shells": "/bin/sh\n/bin/bash\n",
+    "profile": "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin\nexport PATH\n",
+    "bash.bashrc": "[ -z \"${PS1-}\" ] || PS1='\\u@\\h:\\w\\$ '\n",
+}
+MAX_FILE_BYTES = 8 * 1024 * 1024
+_PRIVATE = b"PRIVATE KEY"
+_PUBLIC_DIRECTORY = stat.S_IROTH | stat.S_IXOTH
+
+
+def ensure_host_image(catalog: Catalog, *, root: Path = Path("/")) -> Image:
+    """Return the `host` image, making it if there is none or it is out of date. `root` is the machine to take it of.
+
+    Raises:
+        InvalidImage: the machine's file system can't be used this way.
+    """
+    fingerprint = _fingerprint(root)
+    present = next((image for image in catalog.images() if image.name == HOST), None)
+    if present is not None and (present.kind != "host" or present.fingerprint == fingerprint):
+        return present  # an imported image that took the name is left alone
+    image = Image(name=HOST, kind="host", created_at=now(), source="this machine", fingerprint=fingerprint)
+    with catalog.building(HOST) as directory:
+        _make_tree(directory / "rootfs", root)
+        return catalog.publish(directory, image, replace=True)
+
+
+def _fingerprint(root: Path) -> str:
+    """Name what the image depends on. Installing or removing a library changes the linker's cache."""
+    try:
+        status = os.stat(root / "etc/ld.so.cache")
+        cache = f"{status.st_mtime_ns}-{status.st_size}"
+    except FileNotFoundError:
+        cache = "none"
+    return hashlib.sha256(f"{RECIPE}/{cache}".encode()).hexdigest()[:16]
+
+
+def _make_tree(target: Path, root: Path) -> None:
+    for name in DIRECTORIES:
+        _make_directory(target / name, MODES.get(name, 0o755))
+    os.chown(target / "home/sandbox", 1000, 1000)
+    os.chown(target / "workspace", 1000, 1000)
+    for name in MERGED_LINKS:
+        _link_merged(target, root, name)
+    for pattern in ETC_COPIED:
+        for source in sorted((root / "etc").glob(pattern)):
+            relative = source.relative_to(root)
+            for parent in reversed(relative.parents[:-2]):  # between `etc` and the entry
+                _make_directory(target / parent)
+            _copy(source, target / relative)
+    for name, text in ETC_MADE.items():
+        _write(target / "etc" / name, text.encode(), 0o644)
+    for name, link in LINKS.items():
+        (target / name).symlink_to(link)
+
+
+def _link_merged(target: Path, root: Path, name: str) -> None:
+    source = root / name
+    if source.is_symlink() and os.readlink(source).lstrip("/").rstrip("/") == f"usr/{name}":
+        (target / name).symlink_to(f"usr/{name}")
+    elif os.path.lexists(source):
+        raise InvalidImage(f"this machine's /{name} is not a link to /usr/{name}; import an image instead of `host`")
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a link as a link, a public regular file with its bytes, a public directory with what fits in it."""
+    status = source.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        target.symlink_to(os.readlink(source))
+    elif stat.S_ISDIR(status.st_mode):
+        if status.st_mode & _PUBLIC_DIRECTORY == _PUBLIC_DIRECTORY:
+            _make_directory(target)
+            for entry in sorted(source.iterdir()):
+                _copy(entry, target / entry.name)
+    elif stat.S_ISREG(status.st_mode) and status.st_mode & stat.S_IROTH and status.st_size <= MAX_FILE_BYTES:
+        content = source.read_bytes()
+        if _PRIVATE not in content:
+            _write(target, content, 0o755 if status.st_mode & stat.S_IXOTH else 0o644)
+            os.utime(target, ns=(status.st_mtime_ns, status.st_mtime_ns))
+
+
+def _make_directory(target: Path, mode: int = 0o755) -> None:
+    target.mkdir(exist_ok=True)
+    target.chmod(mode)  # whatever the umask is
+
+
+def _write(target: Path, content: bytes, mode: int) -> None:
+    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    with open(fd, "wb") as file:
+        file.write(content)
+        os.fchmod(fd, mode)

@@ -1,0 +1,125 @@
+"""Who may import whom: three trust domains with arrows one way, and layers inside the daemon."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import grimp
+import pytest
+from grimp import Layer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Highest first; modules of one line don't import each other unless the line says so.
+LAYERS = (
+    Layer("__main__"),
+    Layer("cli"),
+    Layer("app"),
+    Layer("api"),
+    Layer("actors"),
+    Layer("reconcile"),
+    Layer("runtime", "store", "images"),
+    Layer("supervisor", "configfile", "lifecycle", independent=False),
+    Layer("config"),
+    Layer("model", "errors", "log"),
+    Layer("logcontext"),
+)
+CONTRACTS = {"runner.protocol", "runner.wire", "nsinit.protocol", "nsinit"}
+"""All that the daemon may know of the other two domains. `nsinit` itself is empty and tells where its files are."""
+CHILD_ENTRY = {"nsinit.__main__", "nsinit.vessel", "nsinit.runner_kernel"}
+"""Where the privileged process turns into PID 1 of a sandbox, and so hands over to `runner`."""
+
+
+@cache
+def graph() -> grimp.ImportGraph:
+    return grimp.build_graph(
+        "sandkasten", "nsinit", "runner", include_external_packages=True, exclude_type_checking_imports=False
+    )
+
+
+def imports(package: str) -> set[tuple[str, str]]:
+    """Return (importer, imported) for every direct import made by a module of `package`."""
+    return {
+        (module, imported)
+        for module in graph().modules
+        if module == package or module.startswith(f"{package}.")
+        for imported in graph().find_modules_directly_imported_by(module)
+    }
+
+
+def top(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def test_the_daemon_knows_only_the_wire_contracts() -> None:
+    """`sandkasten` imports no module of the privileged or the inner domain but their protocols."""
+    foreign = {edge for edge in imports("sandkasten") if top(edge[1]) in ("nsinit", "runner")}
+    assert {edge for edge in foreign if edge[1] not in CONTRACTS} == set()
+    assert foreign
+
+
+@pytest.mark.parametrize("package", ["nsinit", "runner"])
+def test_privileged_and_inner_code_is_standard_library_only(package: str) -> None:
+    """Nothing from a package index runs as root or beside hostile code."""
+    outside = {imported for _, imported in imports(package) if top(imported) not in ("nsinit", "runner")}
+    assert {name for name in outside if top(name) not in sys.stdlib_module_names} == set()
+
+
+def test_the_runner_imports_nothing_of_the_others() -> None:
+    """PID 1 of a sandbox carries its own code alone."""
+    assert {edge for edge in imports("runner") if top(edge[1]) in ("nsinit", "sandkasten")} == set()
+
+
+def test_only_the_child_entry_of_nsinit_knows_the_runner() -> None:
+    """Everything else privileged shares the wire codec with it, no more."""
+    edges = {edge for edge in imports("nsinit") if top(edge[1]) == "runner" and edge[1] != "runner.wire"}
+    assert {edge for edge in edges if edge[0] not in CHILD_ENTRY} == set()
+    assert {edge for edge in imports("nsinit") if top(edge[1]) == "sandkasten"} == set()
+
+
+def test_calls_go_down_the_layers_of_the_daemon() -> None:
+    """app → api → actors → runtime, store, images → lifecycle, config → model, errors."""
+    broken = graph().find_illegal_dependencies_for_layers(layers=LAYERS, containers={"sandkasten"})
+    assert {(each.importer, each.imported) for each in broken} == set()
+
+
+def test_every_module_of_the_daemon_has_a_layer() -> None:
+    """A new module must say where it belongs."""
+    children = {module.split(".")[1] for module in graph().find_children("sandkasten")}
+    placed = {name for layer in LAYERS for name in layer.module_tails}
+    assert children - placed == set()
+
+
+def test_importing_the_library_loads_no_web_framework() -> None:
+    """Who embeds the supervisor pays for neither Quart nor hypercorn."""
+    code = (
+        "import sys, sandkasten, sandkasten.app, sandkasten.supervisor\n"
+        "print(sorted({'quart', 'hypercorn', 'h11', 'werkzeug'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_only_one_file_loads_a_c_library() -> None:
+    """System calls have one home; the fork server's entry only loads a library early that would else be loaded late."""
+    found = set()
+    for package in ("sandkasten", "nsinit", "runner"):
+        for path in (ROOT / package).rglob("*.py"):
+            names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+            if names & {"CDLL", "PyDLL", "LoadLibrary"}:
+                found.add(str(path.relative_to(ROOT)))
+    assert found == {"nsinit/syscalls.py", "nsinit/__main__.py"}
+
+
+def test_signals_are_received_by_the_command_line_alone() -> None:
+    """As a library the daemon leaves the signals of its host alone."""
+    found = set()
+    for path in (ROOT / "sandkasten").rglob("*.py"):
+        names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        if names & {"open_signal_receiver", "set_wakeup_fd"}:
+            found.add(str(path.relative_to(ROOT)))
+    assert found == {"sandkasten/cli/serve.py"}

@@ -1,0 +1,82 @@
+"""Types, lint, format and trio rules as tests, so that one command tells the truth."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("sandkasten", "nsinit", "runner", "tests", "bench")
+MAX_LINES = 500
+
+ASYNC_RULES = ",".join(
+    f"ASYNC{number}"
+    for number in (
+        *(100, 101, 102, 103, 104, 105, 111, 112, 115, 116, 118, 119, 120, 121, 122, 123),
+        *(200, 210, 211, 212, 220, 221, 222, 230, 231, 232, 300, 400, 900),
+    )
+)
+
+
+def sources() -> list[Path]:
+    return sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+
+
+def check(*command: str) -> None:
+    """Run a tool of this environment; its findings are the failure."""
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name(command[0])), *command[1:]], cwd=ROOT, capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.fail(f"{' '.join(command[:2])}\n{done.stdout[-20_000:]}{done.stderr[-2_000:]}", pytrace=False)
+
+
+def test_types_are_strict() -> None:
+    """mypy --strict has nothing to say."""
+    check("mypy")
+
+
+def test_lint_is_clean() -> None:
+    """ruff's rules hold, those for trio included."""
+    check("ruff", "check", "--no-cache", *FOLDERS)
+
+
+def test_format_is_that_of_ruff() -> None:
+    """No diff is about layout."""
+    check("ruff", "format", "--no-cache", "--check", *FOLDERS)
+
+
+def test_async_code_follows_the_trio_rules() -> None:
+    """No swallowed cancellation, no yield in a nursery, no unshielded clean-up, no blocking call."""
+    asynchronous = [
+        str(path)
+        for path in sources()
+        if path.is_relative_to(ROOT / "sandkasten") and re.search(r"^import trio", path.read_text(), re.MULTILINE)
+    ]
+    assert asynchronous
+    check("flake8-async", "--enable", ASYNC_RULES, *asynchronous)
+
+
+def test_files_stay_readable() -> None:
+    """No file outgrows what a person takes in at once."""
+    sizes = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources()}
+    assert {name: size for name, size in sizes.items() if size > MAX_LINES} == {}
+
+
+def test_every_module_says_what_it_owns() -> None:
+    """Each file that has code opens with a docstring."""
+    silent = [
+        str(path.relative_to(ROOT)) for path in sources() if (text := path.read_text()) and not text.startswith('"""')
+    ]
+    assert silent == []
+
+
+def test_nothing_is_left_for_later() -> None:
+    """Open points are issues, not comments."""
+    marks = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" * 3)) + r")\b")
+    found = [str(path.relative_to(ROOT)) for path in sources() if marks.search(path.read_text())]
+    assert found == []

@@ -1,0 +1,95 @@
+"""What tests need from the distribution's archive: made or fetched once, kept in the user's cache, never required.
+
+Uses the machine's own apt sources and names no host. Raises `Unavailable` with the reason where something can't be
+had; tests skip with it. Sources: apt-get(8), mmdebstrap(1), sources.list(5).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_SOURCES = Path("/etc/apt")
+_BUILD_S = 600
+
+
+class Unavailable(Exception):
+    """The machine can't provide it; the message is the reason to skip."""
+
+
+def cache_dir() -> Path:
+    """Return the directory for what is dear to make; it may be removed at any time."""
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sandkasten"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return directory
+
+
+@contextmanager
+def exclusive(name: str) -> Iterator[Path]:
+    """Hold the cache entry `name` against other test runs and return its path."""
+    with (cache_dir() / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield cache_dir() / name
+
+
+def minbase_tar() -> Path:
+    """Return a tar of the smallest system of this machine's own release."""
+    if shutil.which("mmdebstrap") is None:
+        raise Unavailable("needs mmdebstrap")
+    suite = codename()
+    with exclusive(f"minbase-{suite}.tar") as path:
+        if not path.exists():
+            made = path.with_name(f".{path.name}.part")
+            run(
+                "mmdebstrap",
+                "--quiet",
+                "--mode=root",
+                "--variant=minbase",
+                "--format=tar",
+                suite,
+                made,
+                *sources(suite),
+            )
+            made.rename(path)
+        return path
+
+
+def codename() -> str:
+    """Return the release this machine runs."""
+    match = re.search(r"^VERSION_CODENAME=(\w+)", Path("/etc/os-release").read_text(), re.MULTILINE)
+    if match is None:
+        raise Unavailable("needs a Debian or Ubuntu machine")
+    return match[1]
+
+
+def sources(suite: str) -> list[Path]:
+    """Return the machine's source files that offer `suite` itself, in either of apt's formats."""
+    one_line = re.compile(rf"^deb\s+(\[[^\]]*\]\s+)?\S+\s+{suite}\s", re.MULTILINE)
+    fields = re.compile(rf"^Suites:(.*\s)?{suite}(\s|$)", re.MULTILINE)
+    files = [_SOURCES / "sources.list", *sorted((_SOURCES / "sources.list.d").glob("*"))]
+    found = [path for path in files if path.suffix in (".list", ".sources") and path.is_file()]
+    found = [path for path in found if one_line.search(text := path.read_text()) or fields.search(text)]
+    if not found:
+        raise Unavailable(f"no apt source for {suite}")
+    return found
+
+
+def run(*command: str | Path, cwd: Path | None = None) -> str:
+    """Run a command and return its output; raise `Unavailable` with its last line if it fails."""
+    environment = {**os.environ, "LC_ALL": "C.UTF-8", "DEBIAN_FRONTEND": "noninteractive"}
+    try:
+        done = subprocess.run(
+            command, cwd=cwd, capture_output=True, text=True, timeout=_BUILD_S, check=False, env=environment
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unavailable(f"{command[0]}: {error}") from error
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise Unavailable(f"{command[0]} failed: {last}")
+    return done.stdout

@@ -1,0 +1,78 @@
+"""Sessions on images that are not this machine's: a Debian from its own archive, and one that is a single program."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.config import Config
+from sandkasten.images.archive import import_tar
+from sandkasten.images.catalog import Catalog
+from sandkasten.model import ExecSpec, SessionSpec
+from tests import debian
+
+
+async def run(supervisor: LocalSupervisor, image: str, command: str) -> str:
+    """Run a command in a new session of `image` and return what it printed."""
+    session = await supervisor.create(SessionSpec(image=image))
+    try:
+        result = await supervisor.exec(session.id, ExecSpec(command))
+    finally:
+        await supervisor.destroy(session.id)
+    return result.output.decode()
+
+
+def busybox_tar(path: Path) -> Path:
+    found = shutil.which("busybox")
+    if found is None:
+        pytest.skip("needs busybox")
+    with tarfile.open(path, "w") as archive:
+        program = tarfile.TarInfo("bin/busybox")
+        program.mode, content = 0o755, Path(found).read_bytes()
+        program.size = len(content)
+        archive.addfile(program, io.BytesIO(content))
+        for name in ("bin/sh", "bin/id", "bin/ls", "bin/cat"):
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = tarfile.SYMTYPE, "busybox"
+            archive.addfile(link)
+        etc = tarfile.TarInfo("etc")
+        etc.type, etc.mode = tarfile.DIRTYPE, 0o755
+        archive.addfile(etc)
+    return path
+
+
+async def test_an_image_of_one_program_has_a_stateful_shell(
+    supervisor: LocalSupervisor, config: Config, tmp_path: Path
+) -> None:
+    """No bash, no passwd, no /tmp in the archive: `sh` is used, state persists, and the user is the sandbox's."""
+    import_tar(Catalog(config.data_dir), "tiny", busybox_tar(tmp_path / "tiny.tar"))
+    session = await supervisor.create(SessionSpec(image="tiny"))
+    await supervisor.exec(session.id, ExecSpec("cd /tmp; kept=yes"))
+    result = await supervisor.exec(session.id, ExecSpec("echo $kept; pwd; id -u; ls /bin; echo x > /workspace/f"))
+    await supervisor.destroy(session.id)
+    assert result.end.exit_code == 0
+    assert result.output.decode().split() == ["yes", "/tmp", "1000", "busybox", "cat", "id", "ls", "sh"]
+
+
+async def test_a_debian_from_the_archive_is_an_image(supervisor: LocalSupervisor, config: Config) -> None:
+    """A minimal system made by mmdebstrap imports; its own files, users and package database are inside."""
+    try:
+        tar = debian.minbase_tar()
+    except debian.Unavailable as reason:
+        pytest.skip(str(reason))
+    _, counts = import_tar(Catalog(config.data_dir), "debian", tar)
+    assert counts["members"] > 1000
+    assert counts["privileged"] >= 5  # su, mount, passwd and friends came without their setuid bit
+    script = (
+        "id -un; dpkg-query -W -f '${Package}\\n' dpkg; stat -c %a:%U /usr/bin/su /etc/shadow; "
+        "touch /workspace/x && echo written; cat /proc/sys/kernel/hostname; command -v python3 || echo no python"
+    )
+    lines = (await run(supervisor, "debian", script)).splitlines()
+    assert lines[:5] == ["sandbox", "dpkg", "755:root", "640:root", "written"]
+    assert lines[5].startswith("sk-")
+    assert lines[6] == "no python"

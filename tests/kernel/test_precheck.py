@@ -1,0 +1,38 @@
+"""The probe on the real kernel: it finds what is there, and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sandkasten.runtime import precheck
+
+pytestmark = [pytest.mark.kernel, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
+
+
+def test_the_probe_tries_every_step_and_leaves_nothing(tmp_path: Path) -> None:
+    """All steps answer, and the data directory is as empty as before."""
+    checks = {check.name: check for check in precheck.run(tmp_path)}
+    assert {"cgroups", "openat2", "clone3", "mounts", "overlay"} <= checks.keys()
+    assert [check.name for check in checks.values() if check.required and not check.ok] == []
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_data_directory_that_can_not_hold_a_layer_is_found_by_trying(tmp_path: Path) -> None:
+    """On an overlay of an overlay the layer fails; the probe says so instead of a session later."""
+    script = """
+set -e
+for d in lower upper work merged; do mkdir "$1/$d"; done
+mount -t overlay overlay -o lowerdir="$1/lower",upperdir="$1/upper",workdir="$1/work" "$1/merged"
+exec "$2" -c 'import sys; from pathlib import Path; from sandkasten.runtime import precheck
+for check in precheck.probe(Path(sys.argv[1])): print(check.name, check.ok)
+print(precheck.check_filesystem(Path(sys.argv[1]), open("/proc/self/mountinfo").read()).ok)' "$1/merged"
+"""
+    command = ["unshare", "--mount", "sh", "-c", script, "sh", str(tmp_path), sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "overlay False" in done.stdout.splitlines(), done.stderr
+    assert done.stdout.splitlines()[-1] == "False"

@@ -1,0 +1,189 @@
+"""The command line without a daemon: what it prints, what it refuses, what it writes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import attrs
+import pytest
+
+from sandkasten.cli import key, serve
+from sandkasten.cli.main import Stop, main
+from sandkasten.config import Config, ConfigError
+
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing of the machine's own configuration is seen."""
+    for name in [name for name in os.environ if name.startswith("SANDKASTEN_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_help_needs_nothing_heavy() -> None:
+    """Neither trio nor the web framework nor YAML is loaded to print a page of help."""
+    code = (
+        "import sys, contextlib\nfrom sandkasten.cli.main import main\n"
+        "with contextlib.suppress(SystemExit): main(['--help'])\n"
+        "print(sorted({'trio', 'quart', 'hypercorn', 'yaml', 'attrs', 'asyncio'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_mistake_in_the_configuration_is_a_line_not_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit status 1, the sentence on stderr."""
+    (tmp_path / "c.yaml").write_text("colour: red")
+    (tmp_path / "c.yaml").chmod(0o600)
+    assert main(["image", "list", "--config", str(tmp_path / "c.yaml")]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("sandkasten: unknown key 'colour'")
+    assert len(captured.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", [("serve",), ("init",), ("image", "list")])
+def test_who_is_not_root_gets_one_sentence(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It says what to do, and nothing is tried."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert main([*arguments, "--data-dir", str(tmp_path / "data")]) == 1
+    assert "sudo" in capsys.readouterr().err
+    assert not (tmp_path / "data").exists()
+
+
+@root_only
+def test_init_makes_what_is_missing_and_keeps_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Configuration, key and image appear once; a second run changes none of them and tells no secret."""
+    config, data = tmp_path / "etc/s.yaml", tmp_path / "data"
+    arguments = ["init", "--config", str(config), "--data-dir", str(data)]
+    assert main(arguments) == 0
+    first = (config.read_bytes(), (data / "api-key").read_bytes(), (data / "images/host").stat().st_ino)
+    assert main(["init", "--config", str(config)]) == 0
+    assert (config.read_bytes(), (data / "api-key").read_bytes(), (data / "images/host").stat().st_ino) == first
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (data, data / "api-key", config)] == [0o700, 0o600, 0o600]
+    output = capsys.readouterr().out
+    assert first[1].decode().strip() not in output
+    assert f"API key: {data / 'api-key'}" in output
+    assert "default image: python (alias of host)" in output
+
+
+@root_only
+def test_images_are_looked_after_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """List, validate and delete, and a sentence where one can't be."""
+    place = ["--data-dir", str(tmp_path / "data")]
+    assert main(["init", *place]) == 0
+    assert main(["image", "list", *place]) == 0
+    assert main(["image", "validate", "python", *place]) == 0
+    assert main(["image", "delete", "python", *place]) == 1
+    assert main(["image", "delete", "host", *place]) == 0
+    assert main(["image", "validate", "host", *place]) == 1
+    assert main(["image", "import", "--name", "x", "--tar", str(tmp_path / "none.tar"), *place]) == 1
+    captured = capsys.readouterr()
+    assert "this machine (also base, python)" in captured.out
+    assert "python: ok" in captured.out
+    assert captured.err.splitlines() == [
+        "sandkasten: 'python' is an alias of image 'host'; delete that one",
+        "sandkasten: there is no image 'host'",
+        f"sandkasten: {tmp_path / 'none.tar'}: No such file or directory",
+    ]
+
+
+def test_a_key_is_made_once_and_for_root_alone(tmp_path: Path) -> None:
+    """Two starts have the same key; the file is 0600 whatever the umask is."""
+    config = Config(data_dir=tmp_path / "data")
+    before = os.umask(0)
+    try:
+        first = key.with_key(config)
+    finally:
+        os.umask(before)
+    assert first.api_key == key.with_key(config).api_key
+    assert len(first.api_key or "") >= 40
+    assert stat.S_IMODE(config.api_key_path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(config.data_dir.stat().st_mode) == 0o700
+
+
+def test_a_configured_key_makes_no_file(tmp_path: Path) -> None:
+    """Who brings a key decides where it is kept."""
+    config = Config(data_dir=tmp_path / "data", api_key="given")
+    assert key.with_key(config) == config
+    assert not config.data_dir.exists()
+
+
+def test_a_key_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    """A copied or restored key file with an open mode is noticed."""
+    config = Config(data_dir=tmp_path)
+    key.with_key(config)
+    config.api_key_path.chmod(0o644)
+    with pytest.raises(Stop, match="may be read by others"):
+        key.with_key(config)
+
+
+def test_a_link_in_place_of_the_key_is_not_followed(tmp_path: Path) -> None:
+    """Neither written through nor read through."""
+    config = Config(data_dir=tmp_path / "data")
+    config.data_dir.mkdir()
+    config.api_key_path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic link"):
+        key.with_key(config)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_an_empty_key_file_is_refused(tmp_path: Path) -> None:
+    """An empty key would be no key."""
+    config = Config(data_dir=tmp_path)
+    config.api_key_path.touch(0o600)
+    with pytest.raises(Stop, match="visible ASCII"):
+        key.with_key(config)
+
+
+def test_the_line_to_paste_does_not_hold_the_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It reads the key where it is, over TCP or a unix socket, with quoted paths."""
+    config = key.with_key(Config(data_dir=tmp_path / "my data"))
+    serve.greet(config, ["http://127.0.0.1:8080"], key_is_given=False)
+    output = capsys.readouterr().out
+    assert config.api_key is not None
+    assert config.api_key not in output
+    assert (
+        f"curl -sS http://127.0.0.1:8080/v1/sessions -H \"Authorization: Bearer $(cat '{tmp_path}/my data/api-key')\""
+        in output
+    )
+    assert "--unix-socket /run/s.sock http://localhost/" in serve.curl_line(
+        config, ["unix:/run/s.sock"], key_is_given=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.EADDRINUSE, "address already in use"), "the address is in use"),
+        (ConfigError("another daemon uses /x"), "another daemon uses /x"),
+        (PermissionError(errno.EACCES, "Permission denied", "/x"), "Permission denied: /x"),
+    ],
+)
+def test_failures_an_operator_can_mend_are_sentences(error: Exception, words: str) -> None:
+    """Also when nurseries have wrapped them; a bug stays a traceback."""
+    wrapped = ExceptionGroup("", [ExceptionGroup("", [error])])
+    assert words in (serve.explain(wrapped) or "")
+    assert serve.explain(ExceptionGroup("", [KeyError("bug")])) is None
+
+
+def test_a_repeated_listen_option_adds_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TCP and a unix socket at once, from the command line."""
+    from sandkasten.cli.main import _parser, load
+
+    arguments = _parser().parse_args(["serve", "--listen", "127.0.0.1:0", "--listen", f"unix:{tmp_path}/s"])
+    monkeypatch.setenv("SANDKASTEN_API_KEY", "from-environment")
+    config = load(arguments)
+    assert config.listen == ("127.0.0.1:0", f"unix:{tmp_path}/s")
+    assert config == attrs.evolve(Config(), listen=config.listen, api_key="from-environment")

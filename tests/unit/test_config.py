@@ -1,0 +1,239 @@
+"""Configuration: defaults, sources and their order, and what is refused with which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attrs
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sandkasten.config import Config, ConfigError, Defaults
+from sandkasten.configfile import KEYS, OLDER_SPELLINGS, SEARCH_PATH, env_name, find_file, load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "sandkasten.yaml"
+    path.write_text(text)
+    path.chmod(0o600)
+    return path
+
+
+def test_nothing_given_means_the_documented_defaults() -> None:
+    """An empty environment and no file give the defaults of the HTTP contract."""
+    config = load_config(environ={})
+    assert config == Config()
+    assert (config.listen, config.api_key, config.data_dir) == (("127.0.0.1:8080",), None, Path("/var/lib/sandkasten"))
+    assert (config.default_image, config.allowed_images, config.session_ttl_seconds) == ("python", (), 1800)
+    assert config.db_path == Path("/var/lib/sandkasten/sandkasten.db")
+    assert config.defaults == Defaults(1.0, 512, 256, 2048, 120_000, "none", False, "stateful", "bash")
+    assert (config.security.seccomp, config.pool.enabled, config.sessions_on_stop) == ("strict", False, "destroy")
+    assert dict(config.image_aliases) == {"python": "host", "base": "host"}
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("listen", "SANDKASTEN_LISTEN"),
+        ("defaults.cpu_limit", "SANDKASTEN_CPU_LIMIT"),
+        ("defaults.network_mode", "SANDKASTEN_NETWORK_MODE"),
+        ("security.seccomp", "SANDKASTEN_SECCOMP"),
+        ("pool.enabled", "SANDKASTEN_POOL_ENABLED"),
+        ("server.max_sessions", "SANDKASTEN_SERVER_MAX_SESSIONS"),
+    ],
+)
+def test_environment_names_follow_one_rule(key: str, name: str) -> None:
+    """Top-level keys, `defaults` and `security` use the last part; other sections are part of the name."""
+    assert env_name(key) == name
+
+
+def test_no_two_keys_share_an_environment_name() -> None:
+    """Every key can be set from the environment on its own."""
+    assert len({env_name(key) for key in KEYS}) == len(KEYS)
+
+
+def test_command_line_beats_environment_beats_file(tmp_path: Path) -> None:
+    """Each later source wins over the earlier ones, key by key."""
+    path = write(tmp_path, "session_ttl_seconds: 10\ndefault_image: one\ndata_dir: /srv/one\n")
+    config = load_config(
+        path,
+        environ={"SANDKASTEN_DEFAULT_IMAGE": "two", "SANDKASTEN_DATA_DIR": "/srv/two"},
+        overrides={"data_dir": "/srv/three", "listen": None},
+    )
+    assert (config.session_ttl_seconds, config.default_image) == (10, "two")
+    assert config.db_path == Path("/srv/three/sandkasten.db")
+
+
+def test_listen_may_be_a_list_or_commas(tmp_path: Path) -> None:
+    """TCP and a unix socket at once, from the file or the environment."""
+    path = write(tmp_path, "listen: ['127.0.0.1:0', 'unix:/run/s.sock']")
+    expected = ("127.0.0.1:0", "unix:/run/s.sock")
+    assert load_config(path, environ={}).listen == expected
+    assert load_config(environ={"SANDKASTEN_LISTEN": "127.0.0.1:0, unix:/run/s.sock"}).listen == expected
+
+
+def test_older_spellings_are_understood(tmp_path: Path) -> None:
+    """Files of the older layout keep their meaning."""
+    path = write(tmp_path, "limits: {cpu_quota: 0.5, mem_limit_mb: 64, pids_limit: 32, max_exec_timeout_ms: 1000}")
+    defaults = load_config(path, environ={}).defaults
+    assert (defaults.cpu_limit, defaults.mem_limit_mb, defaults.pids_limit) == (0.5, 64, 32)
+    assert set(OLDER_SPELLINGS.values()) <= set(KEYS)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("sesion_ttl_seconds: 5", "unknown key 'sesion_ttl_seconds'; the nearest known one is 'session_ttl_seconds'"),
+        ("mem_limit_mb: 5", "the nearest known one is 'defaults.mem_limit_mb'"),
+        ("defaults: {mem_limit: 5}", "the nearest known one is 'defaults.mem_limit_mb'"),
+        ("defaults: 3", "unknown key 'defaults'"),
+        ("limits: {pids_limit: 9}\ndefaults: {pids_limit: 9}", "defaults.pids_limit is given twice"),
+        ("default_image: a\ndefault_image: b", "'default_image' is given twice"),
+        ("defaults: {network_mode: host}", "network_mode: 'host' is not available; the one choice is 'none'"),
+        ("network: {mode: bridge}", "'bridge' is not available"),
+        ("defaults: {network_mode: nonne}", "network_mode must be 'none'"),
+        ("defaults: {exec_mode: stateless}", "'stateless' is not available"),
+        ("workspace: {persist_by_default: true}", "persist_by_default: True is not available"),
+        ("defaults: {cpu_limit: .nan}", "cpu_limit must be between"),
+        ("defaults: {cpu_limit: 0}", "cpu_limit must be between"),
+        ("defaults: {pids_limit: true}", "expected a number, not True"),
+        ("defaults: {pids_limit: 1.5}", "expected a number, not 1.5"),
+        ("defaults: {pids_limit: many}", "expected a number, not 'many'"),
+        ("defaults: {readonly_rootfs: maybe}", "expected true or false"),
+        ("security: {seccomp: loose}", "seccomp must be one of off, mvp, strict"),
+        ("sessions_on_stop: forget", "sessions_on_stop must be one of"),
+        ("listen: 8080", "expected a list"),
+        ("listen: 'localhost'", "neither HOST:PORT nor unix:/PATH"),
+        ("listen: '127.0.0.1:65536'", "neither HOST:PORT"),
+        ("listen: '[::zz]:80'", "neither HOST:PORT"),
+        ("listen: '[1:2]:80'", "no IPv6 address"),
+        ("listen: 'unix:relative.sock'", "absolute path"),
+        ("listen: []", "at least one address"),
+        (f"listen: 'unix:/{'x' * 120}'", "longer than 107 bytes"),
+        ("api_key: 'two words'", "visible ASCII"),
+        ("image_aliases: {python: '../x'}", "is not an image name"),
+        ("allowed_images: ['-x']", "is not an image name"),
+        ("session_ttl_seconds: 86401", "between 1 and 86400"),
+        ("[]", "must be a mapping"),
+        ("a: [", "not valid YAML"),
+        ("!!python/object/apply:os.system ['true']", "not valid YAML"),
+    ],
+)
+def test_mistakes_in_the_file_are_refused_in_words(tmp_path: Path, text: str, words: str) -> None:
+    """Nothing that can't be honoured is accepted, and the sentence says which key and why."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, text), environ={})
+    assert words in str(caught.value)
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    """Two mistakes make one error with two lines."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, "colour: red\ndefaults: {pids_limit: many}"), environ={})
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_misspelt_variables_are_errors_and_foreign_ones_are_not() -> None:
+    """A near miss of a known name is a mistake; what container engines set under our prefix is not ours."""
+    with pytest.raises(ConfigError, match="the nearest known one is SANDKASTEN_API_KEY"):
+        load_config(environ={"SANDKASTEN_APIKEY": "x"})
+    foreign = {"SANDKASTEN_SERVICE_HOST": "10.0.0.1", "SANDKASTEN_PORT_8080_TCP": "tcp://10.0.0.1:8080"}
+    assert load_config(environ=foreign) == Config()
+
+
+def test_a_bare_off_in_yaml_is_the_word(tmp_path: Path) -> None:
+    """YAML reads `off` as false; for seccomp it is the documented choice."""
+    assert load_config(write(tmp_path, "security: {seccomp: off}"), environ={}).security.seccomp == "off"
+
+
+def test_values_without_effect_are_announced() -> None:
+    """A setting that is accepted and does nothing yet has a sentence that says so."""
+    assert any("system call filter" in each for each in Config().notices())
+    warm = load_config(environ={"SANDKASTEN_POOL_ENABLED": "true", "SANDKASTEN_POOL_IMAGES": "python=3"})
+    assert dict(warm.pool.images) == {"python": 3}
+    assert any("warm pool" in each for each in warm.notices())
+
+
+def test_the_key_never_shows_in_a_repr() -> None:
+    """Printing or logging a configuration does not tell the key."""
+    assert "hunter2" not in repr(Config(api_key="hunter2"))
+    assert "***" in repr(Config(api_key="hunter2"))
+
+
+def test_a_file_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    """Whoever may write the file may choose the key and the data directory."""
+    path = write(tmp_path, "")
+    path.chmod(0o666)
+    with pytest.raises(ConfigError, match="may be written by others"):
+        load_config(path, environ={})
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    """A file that was asked for must be there."""
+    with pytest.raises(ConfigError, match="no-such"):
+        load_config(tmp_path / "no-such.yaml", environ={})
+
+
+def test_the_search_order_is_argument_environment_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first that is given wins."""
+    monkeypatch.chdir(tmp_path)
+    assert find_file(None, {}) in (None, SEARCH_PATH[1])
+    write(tmp_path, "")
+    assert find_file(None, {}) == SEARCH_PATH[0]
+    assert find_file(None, {"SANDKASTEN_CONFIG": "/x"}) == Path("/x")
+    assert find_file(Path("/y"), {"SANDKASTEN_CONFIG": "/x"}) == Path("/y")
+
+
+def test_a_configuration_can_not_be_changed() -> None:
+    """Values are frozen all the way down."""
+    config = Config()
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        config.session_ttl_seconds = 1  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        config.image_aliases["python"] = "evil"  # type: ignore[index]
+
+
+def test_the_example_file_shows_every_key_with_its_default() -> None:
+    """Whoever copies the example changes nothing, and finds every key in it."""
+    example = ROOT / "config" / "sandkasten.example.yaml"
+    config = load_config(example, environ={})
+    assert config == Config()
+    tree = yaml.safe_load(example.read_text())
+    shown = {
+        f"{name}.{leaf}" if f"{name}.{leaf}" in KEYS else name
+        for name, value in tree.items()
+        for leaf in (value if isinstance(value, dict) else [""])
+    }
+    assert shown | {"api_key", "db_path"} == set(KEYS)
+
+
+def test_the_documentation_names_every_key_and_variable() -> None:
+    """`docs/configuration.md` is complete."""
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    missing = [key for key in KEYS if f"`{key}`" not in text or f"`{env_name(key)}`" not in text]
+    assert missing == []
+
+
+_TEXT = st.text("aA0 ,=:/[].-\0\u2028", max_size=8)
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | _TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXT, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.dictionaries(st.sampled_from(sorted(KEYS)), _VALUES, max_size=4))
+def test_any_value_gives_a_configuration_or_a_sentence(overrides: dict[str, object]) -> None:
+    """Whatever a key is set to, the outcome is a `Config` or a `ConfigError`."""
+    try:
+        outcome: object = load_config(environ={}, overrides=overrides)
+    except ConfigError as error:
+        outcome = str(error)
+    assert isinstance(outcome, Config) or outcome

@@ -1,0 +1,211 @@
+"""The image store without privilege: names, aliases, life of files, and what counts as a root file system."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from sandkasten.errors import InvalidImage
+from sandkasten.images import rootfs
+from sandkasten.images.catalog import Catalog, Image, now
+from sandkasten.images.removal import remove_tree
+
+
+def add(catalog: Catalog, name: str, *, replace: bool = False) -> Image:
+    """Put a small valid image into the store."""
+    with catalog.building(name) as directory:
+        make_rootfs(directory / "rootfs")
+        image = Image(name=name, kind="rootfs", created_at=now(), source="test")
+        return catalog.publish(directory, image, replace=replace)
+
+
+def make_rootfs(path: Path) -> None:
+    (path / "etc").mkdir(parents=True)
+    (path / "bin").mkdir()
+    (path / "bin/sh").touch(0o755)
+
+
+def remove(path: Path) -> None:
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        remove_tree(fd, path.name)
+    finally:
+        os.close(fd)
+
+
+def test_an_alias_leads_to_its_image_until_one_of_that_name_exists(tmp_path: Path) -> None:
+    """`python` is `base-1` as long as there is no image called `python`."""
+    catalog = Catalog(tmp_path, aliases={"python": "base-1"})
+    add(catalog, "base-1")
+    assert catalog.get("python").name == "base-1"
+    assert catalog.aliases_of("base-1") == ["python"]
+    add(catalog, "python")
+    assert catalog.get("python").name == "python"
+    assert catalog.aliases_of("base-1") == []
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", ".retired", "-x", "a" * 65, "a\n", "ä"])
+def test_malformed_names_are_refused(tmp_path: Path, name: str) -> None:
+    """No name can lead out of the store or to its private directories."""
+    with pytest.raises(InvalidImage, match="malformed"):
+        Catalog(tmp_path).get(name)
+
+
+def test_allowed_images_hold_for_name_or_target(tmp_path: Path) -> None:
+    """A list of allowed images admits what it names, directly or through an alias."""
+    add(Catalog(tmp_path), "one")
+    add(Catalog(tmp_path), "two")
+    aliases = {"python": "one", "other": "two"}
+    assert Catalog(tmp_path, aliases=aliases, allowed=["one"]).get("python").name == "one"
+    assert Catalog(tmp_path, aliases=aliases, allowed=["python"]).get("python").name == "one"
+    with pytest.raises(InvalidImage, match="not allowed"):
+        Catalog(tmp_path, aliases=aliases, allowed=["one"]).get("other")
+
+
+def test_half_written_images_are_not_listed(tmp_path: Path) -> None:
+    """A directory without a readable description is no image."""
+    catalog = Catalog(tmp_path)
+    add(catalog, "good")
+    (tmp_path / "images/half").mkdir()
+    (tmp_path / "images/bad").mkdir()
+    (tmp_path / "images/bad/meta.json").write_text("{")
+    assert [image.name for image in catalog.images()] == ["good"]
+
+
+def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    """What was built so far goes away with the exception."""
+    catalog = Catalog(tmp_path)
+
+    def build() -> None:
+        with catalog.building("x") as directory:
+            make_rootfs(directory / "rootfs")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        build()
+    assert os.listdir(tmp_path / "images") == []
+
+
+def test_a_taken_name_is_refused_and_the_image_kept(tmp_path: Path) -> None:
+    """Publishing does not replace unless asked to."""
+    catalog = Catalog(tmp_path)
+    first = add(catalog, "x")
+    with pytest.raises(InvalidImage, match="already"):
+        add(catalog, "x")
+    assert catalog.get("x") == first
+    assert sorted(os.listdir(tmp_path / "images")) == ["x"]
+
+
+def test_files_of_a_deleted_image_stay_while_a_session_exists(tmp_path: Path) -> None:
+    """The lower layer of a running session is not pulled away."""
+    catalog = Catalog(tmp_path)
+    add(catalog, "x")
+    session = tmp_path / "sessions" / "abc"
+    session.mkdir(parents=True)
+    assert catalog.delete("x") is False
+    (kept,) = (tmp_path / "images/.retired").iterdir()
+    assert (kept / "rootfs/bin/sh").exists()
+    session.rmdir()
+    assert catalog.sweep() is True
+    assert list((tmp_path / "images/.retired").iterdir()) == []
+
+
+def test_a_sweep_takes_what_was_cut_short_and_not_what_is_being_built(tmp_path: Path) -> None:
+    """A build of another process is locked; one whose process died is not."""
+    catalog = Catalog(tmp_path)
+    with catalog.building("x") as directory:
+        (directory.parent / ".new-dead/rootfs").mkdir(parents=True)
+        assert catalog.sweep() is True
+        assert [path.name for path in directory.parent.iterdir()] == [directory.name]
+
+
+def test_an_alias_can_not_be_deleted(tmp_path: Path) -> None:
+    """The answer names the image it stands for."""
+    catalog = Catalog(tmp_path, aliases={"python": "x"})
+    add(catalog, "x")
+    with pytest.raises(InvalidImage, match="alias of image 'x'"):
+        catalog.delete("python")
+    assert catalog.get("x").name == "x"
+
+
+def test_the_description_survives_a_round_trip(tmp_path: Path) -> None:
+    """What was published is what is read."""
+    catalog = Catalog(tmp_path)
+    image = add(catalog, "x")
+    assert catalog.get("x") == image
+    assert json.loads((tmp_path / "images/x/meta.json").read_text())["kind"] == "rootfs"
+
+
+def test_removal_is_deep_and_follows_nothing(tmp_path: Path) -> None:
+    """A chain of 3000 directories and links to outside are removed; what the links name is not touched."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").touch()
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "link").symlink_to(outside)
+    fd = os.open(victim, os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir("d", dir_fd=fd)
+        below = os.open("d", os.O_RDONLY, dir_fd=fd)
+        os.symlink(outside, "link", dir_fd=below)
+        os.close(fd)
+        fd = below
+    os.close(fd)
+    (victim / ".lifted-0").touch()
+    remove(victim)
+    remove(victim)
+    assert os.listdir(tmp_path) == ["outside"]
+    assert os.listdir(outside) == ["kept"]
+
+
+def test_a_link_in_place_of_the_tree_is_refused(tmp_path: Path) -> None:
+    """The name itself is not followed, either."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real/kept").touch()
+    (tmp_path / "link").symlink_to("real")
+    with pytest.raises(NotADirectoryError):
+        remove(tmp_path / "link")
+    assert (tmp_path / "real/kept").exists()
+
+
+def test_a_plain_root_has_no_problems(tmp_path: Path) -> None:
+    """/etc and an executable shell are enough; missing mount points are made at create."""
+    make_rootfs(tmp_path)
+    assert rootfs.find_problems(str(tmp_path)) == []
+
+
+@pytest.mark.parametrize("name", rootfs.MOUNT_POINTS)
+def test_a_mount_point_that_is_a_link_is_a_problem(tmp_path: Path, name: str) -> None:
+    """Mounting there would land elsewhere."""
+    make_rootfs(tmp_path)
+    (tmp_path / name).symlink_to("/etc")
+    assert rootfs.find_problems(str(tmp_path)) == [f"/{name} is no plain directory, so nothing can be mounted there"]
+
+
+def test_links_to_the_shell_resolve_inside_the_image(tmp_path: Path) -> None:
+    """An absolute link and `..` mean the image's root, and a link that leads outside only leads to nothing."""
+    make_rootfs(tmp_path)
+    shell = tmp_path / "bin/sh"
+    shell.unlink()
+    (tmp_path / "opt").mkdir()
+    (tmp_path / "opt/busybox").touch(0o755)
+    for target in ("/opt/busybox", "../../../../opt/busybox"):
+        shell.symlink_to(target)
+        assert rootfs.find_problems(str(tmp_path)) == []
+        shell.unlink()
+    shell.symlink_to("/usr/bin/env")
+    assert rootfs.find_problems(str(tmp_path)) == ["there is no shell (/bin/bash or /bin/sh)"]
+    shell.unlink()
+    shell.symlink_to("sh")
+    assert rootfs.find_problems(str(tmp_path)) == ["there is no shell (/bin/bash or /bin/sh)"]
+
+
+def test_a_bundle_of_layers_is_named_as_such(tmp_path: Path) -> None:
+    """Who saved an image instead of exporting a container is told."""
+    (tmp_path / "manifest.json").touch()
+    (problem,) = rootfs.find_problems(str(tmp_path))
+    assert "bundle of layers" in problem
