@@ -19,6 +19,11 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_encode_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+
+_PLAIN = frozenset({str, int, bool, float, types.NoneType})
+"""Types whose JSON value is the value itself."""
+
 TAG = "type"
 """The JSON key that names the message class."""
 
@@ -46,7 +51,7 @@ class Vocabulary:
             raise ProtocolError(f"{cls.__name__} is not a message of this contract")
         body: dict[str, Any] = {TAG: cls.__name__}
         body.update(_unstructure(message))
-        return json.dumps(body, separators=(",", ":")).encode("ascii")
+        return _encode_json(body).encode("ascii")
 
     def decode(self, data: bytes) -> Any:  # the caller matches on the class
         """Return the message in `data`.
@@ -73,6 +78,8 @@ def structure(value: object, expected: Any, *, where: str) -> Any:  # `expected`
     Raises:
         ProtocolError: names the first place (`where`) that does not fit.
     """
+    if type(value) is expected:
+        return value
     origin = typing.get_origin(expected)
     if origin in (typing.Union, types.UnionType):
         return _structure_union(value, typing.get_args(expected), where)
@@ -92,9 +99,7 @@ def structure(value: object, expected: Any, *, where: str) -> Any:  # `expected`
         return {key: structure(each, item, where=f"{where}.{key}") for key, each in value.items()}
     if dataclasses.is_dataclass(expected):
         return _structure_dataclass(value, typing.cast(type, expected), where)
-    if type(value) is not expected:
-        raise ProtocolError(f"{where}: expected {expected.__name__}, got {type(value).__name__}")
-    return value
+    raise ProtocolError(f"{where}: expected {expected.__name__}, got {type(value).__name__}")
 
 
 _field_cache: dict[type, tuple[dict[str, Any], frozenset[str]]] = {}
@@ -144,8 +149,10 @@ def _structure_union(value: object, choices: tuple[Any, ...], where: str) -> Any
 
 
 def _unstructure(value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _unstructure(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {name: _unstructure(getattr(value, name)) for name in _fields(type(value))[0]}
     if isinstance(value, tuple | list):
         return [_unstructure(each) for each in value]
     if isinstance(value, dict):

@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, closing, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _START_S = 30.0
-"""Everything below HTTP must be up within this time."""
+"""Everything must be up within this time."""
+
+_DRAIN_S = 60.0
+"""How long a stop may take to end all sessions."""
 
 
 @asynccontextmanager
@@ -104,7 +107,10 @@ async def _open_tree(
                 yield supervisor
             finally:
                 if config.sessions_on_stop == "destroy":
-                    await supervisor.drain()
+                    with trio.move_on_after(_DRAIN_S, shield=True) as patience:
+                        await supervisor.drain()
+                    if patience.cancelled_caught:  # what is left is found at the next start
+                        log.error("drain_timed_out", extra={"waited_s": _DRAIN_S})
                 stop.cancel()
 
 
@@ -125,6 +131,8 @@ def _prepare(config: Config) -> tuple[Catalog, Node]:
         node_id = session_store.node_value(database, "node_id", secrets.token_hex(4))
         incarnation = session_store.next_incarnation(database)
     catalog = Catalog(config.data_dir, aliases=config.image_aliases, allowed=config.allowed_images)
+    with suppress(OSError):  # what can't be removed now is tried again at the next start
+        catalog.sweep()
     ensure_host_image(catalog)
     return catalog, Node(node_id, incarnation)
 

@@ -205,6 +205,9 @@ class Config:
         notices = []
         if self.security.seccomp != "off":
             notices.append("security.seccomp: no system call filter is applied yet; the other layers hold")
+        notices.append(
+            "defaults.disk_limit_mb: recorded and not enforced yet; sessions share the data directory's disk"
+        )
         if self.pool.enabled:
             notices.append("pool.enabled: there is no warm pool yet; every session starts cold")
         return notices

@@ -76,17 +76,15 @@ class ChildSupervisor:
                 await trio.sleep_forever()
             finally:
                 for child in reversed(children):
-                    await self._stop(child)
-
-    async def _stop(self, child: _Child) -> None:
-        child.scope.cancel()
-        with trio.move_on_after(child.spec.shutdown_s, shield=True) as scope:
-            await child.ended.wait()
-        if scope.cancelled_caught:
-            log.error("child_did_not_stop", extra={"child": child.spec.id, "waited_s": child.spec.shutdown_s})
+                    child.scope.cancel()
+                    with trio.move_on_after(child.spec.shutdown_s, shield=True):
+                        await child.ended.wait()
+                    if not child.ended.is_set():
+                        waited_s = child.spec.shutdown_s
+                        log.error("child_did_not_stop", extra={"child": child.spec.id, "waited_s": waited_s})
 
     async def _keep(self, child: _Child, *, task_status: trio.TaskStatus[Any]) -> None:
-        """Run one child through its incarnations; shielded, so that only `_stop` ends it."""
+        """Run one child through its incarnations; shielded, so that only `run` ends it."""
         try:
             with child.scope:
                 backoff_s = _BACKOFF_FIRST_S

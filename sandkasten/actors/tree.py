@@ -48,7 +48,6 @@ from sandkasten.model import (
 
 log = logging.getLogger(__name__)
 
-_DRAIN_S = 60.0
 _READY_S = 2.0
 _MIN_FREE_RATIO = 0.02
 
@@ -110,14 +109,11 @@ class LocalSupervisor:
         )
 
     async def drain(self) -> None:
-        """End every session, for at most `_DRAIN_S` seconds; what is left is found at the next start."""
-        with trio.move_on_after(_DRAIN_S, shield=True) as scope:
-            try:
-                await self._sessions.ask(sessions.DestroyAll())
-            except SandkastenError as error:
-                log.error("drain_failed", extra={"error": str(error)})
-        if scope.cancelled_caught:
-            log.error("drain_timed_out", extra={"sessions": len(self._directory)})
+        """Refuse new sessions and end all there are."""
+        try:
+            await self._sessions.ask(sessions.DestroyAll())
+        except SandkastenError as error:
+            log.error("drain_failed", extra={"error": str(error)})
 
     # Sessions ---------------------------------------------------------------------------------------------------
 

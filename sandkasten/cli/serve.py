@@ -7,7 +7,6 @@ stdout. The key itself is on neither.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import errno
 import os
 import signal
@@ -23,7 +22,6 @@ from sandkasten.cli.key import make_data_dir, with_key
 from sandkasten.cli.main import Stop, load, require_root
 from sandkasten.config import Config, ConfigError
 from sandkasten.errors import SandkastenError
-from sandkasten.images.catalog import Catalog
 from sandkasten.runtime import precheck
 
 
@@ -35,8 +33,6 @@ def serve(arguments: argparse.Namespace) -> int:
     missing = [check for check in precheck.run(config.data_dir) if check.required and not check.ok]
     if missing:
         raise Stop("\n".join(f"{check.name}: {check.detail}" for check in missing))
-    with contextlib.suppress(OSError):  # what can't be removed now is tried again at the next start
-        Catalog(config.data_dir).sweep()
     key_is_given = config.api_key is not None
     config = with_key(config)
     log.configure(config.server.log_level)

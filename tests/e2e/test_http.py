@@ -154,9 +154,7 @@ def test_a_command_of_a_mebibyte_runs_and_more_is_refused(client: httpx.Client, 
         ("file/below", 404, "FILE_NOT_FOUND"),
     ],
 )
-def test_bad_paths_have_typed_answers(
-    client: httpx.Client, session: str, path: str, status: int, code: str
-) -> None:
+def test_bad_paths_have_typed_answers(client: httpx.Client, session: str, path: str, status: int, code: str) -> None:
     """Whatever is wrong with a path, it is said, and nothing hangs."""
     _exec(client, session, "ln -s /etc/passwd link; mkfifo fifo; touch file; touch secret; chmod 0 secret")
     answer = client.get(f"/v1/sessions/{session}/fs/read", params={"path": path})

@@ -14,7 +14,7 @@ from tests.e2e.daemon import KEY, Daemon
 
 CLIENT = "sandkasten==0.3.0"
 
-SCRIPT = '''
+SCRIPT = """
 import asyncio, sys, tempfile, os
 from sandkasten import SandboxClient
 
@@ -70,7 +70,7 @@ async def main(url, key):
 
 asyncio.run(main(*sys.argv[1:]))
 print("every call worked")
-'''
+"""
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,58 @@
+"""What a runner may assume about its sandbox, and its limits. Values only.
+
+The defaults are what `nsinit` builds. Everything else in the package takes this object, so that the engine also runs
+in a namespace of another shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+OUT_BUFFER_BYTES: Final = 256 * 1024
+"""Per connection: with more than this unsent, nothing more is read from the pipe or file that feeds it."""
+
+STDIN_BUFFER_BYTES: Final = 1024 * 1024
+"""Per command: with more than this not yet taken by the command, nothing more is read from its connection."""
+
+MAX_CONNECTIONS: Final = 128
+"""Connections beyond this are closed as they are accepted."""
+
+MAX_LEFTOVER_PIPES: Final = 64
+"""Pipes of ended commands that a background job still holds; the oldest beyond this is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerConfig:
+    """`private_dir` is a tmpfs of PID 1's own, mode 0711, that commands can name files in but not list."""
+
+    private_dir: str = "/run/sandkasten"
+    uid: int = 1000
+    gid: int = 1000
+    user: str = "sandbox"
+    home: str = "/home/sandbox"
+    workspace: str = "/workspace"
+    file_roots: tuple[str, ...] = ("/workspace", "/tmp", "/home/sandbox")
+    outside_peers_only: bool = True
+    """Refuse peers that have a pid in this pid namespace (the daemon has none here)."""
+
+    interrupt_grace_s: float = 0.2
+    terminate_grace_s: float = 0.3
+    kill_grace_s: float = 0.3
+    pick_up_grace_s: float = 2.0
+    """How long a shell may leave a command unread before it is replaced."""
+
+    start_grace_s: float = 5.0
+    """How long a new shell may take until it reports ready."""
+
+    def base_environment(self) -> dict[str, str]:
+        """Return the documented environment every command starts from."""
+        return {
+            "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "HOME": self.home,
+            "USER": self.user,
+            "LOGNAME": self.user,
+            "LANG": "C.UTF-8",
+            "TERM": "dumb",
+            "PWD": self.workspace,
+        }

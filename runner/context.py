@@ -1,0 +1,32 @@
+"""What every part of the runner stands on, made once at start. Holds references only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runner.config import RunnerConfig
+from runner.identity import UserIdentity
+from runner.kernel import Kernel
+from runner.loop import Loop
+from runner.reaper import Reaper
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """`as_user` is entered around file system work on behalf of the sandbox user."""
+
+    config: RunnerConfig
+    kernel: Kernel
+    loop: Loop
+    reaper: Reaper
+    as_user: UserIdentity
+
+    @classmethod
+    def open(cls, config: RunnerConfig, kernel: Kernel) -> Context:
+        """Make the loop and begin to reap; signals must be blocked already."""
+        loop = Loop()
+        return cls(config, kernel, loop, Reaper(loop), UserIdentity(config, kernel))
+
+    def file(self, name: str) -> str:
+        """Return the path of a file in the private directory."""
+        return f"{self.config.private_dir}/{name}"

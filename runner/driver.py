@@ -1,0 +1,139 @@
+"""The shell program that makes an ordinary shell a persistent one, and the text handed to it per command. Pure.
+
+The driver holds no descriptor between commands: it opens FIFOs of the private directory by name, so a command cannot
+see, close or inherit them, and nothing it prints can pass for a status. Per command it reads one line from `ctl`
+(`<number> <mode> <number>`), sources `cmd` in itself with the three standard streams redirected, reports
+`<number> <status>` on `status`, and then saves what a new shell would need to `state`.
+
+What each odd-looking line is for, each tried in bash, dash and BusyBox sh:
+- `command .`: a syntax error in a sourced file ends dash and BusyBox sh unless `command` runs the dot.
+- `unset -f command read`: functions of these names would run instead of the builtins; the rest that is used unguarded
+  is reserved words, assignments and special builtins.
+- the signal trap unwinds everything the command has on the stack, so that nothing after an interrupted line runs. bash:
+  `return` in this frame and, through a DEBUG trap, in every frame above; others: an expansion error, which unwinds to
+  `command .`, or to `command eval` when it came a moment before or after; hence the backslashes, against aliases in
+  what is parsed anew. The guard `__sk_r` makes a late signal harmless.
+- a trapped signal interrupts `read` in dash and BusyBox sh, and what it had read of the line is lost. So a line that is
+  not whole is asked for again (`0 r`), a number is never run twice, and a shell that can't read at all ends.
+- `__sk_st` sets `$?` to what the previous command left.
+
+Sources: POSIX.1-2024 XCU 2.8.1 (consequences of shell errors), 2.15 (special builtins); bash(1) "SIGNALS", `trap`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+ABANDON_SIGNAL = 50
+"""Asks the driver to leave the command it runs. A realtime signal, so no command expects it."""
+
+VARIABLE = "__sk_driver"
+PROGRAM = f'eval "${VARIABLE}"'
+"""What the shell is started with; the driver comes in `VARIABLE`, so that `ps` shows one short line."""
+
+DRIVER = r"""
+unset __sk_driver
+if [ -n "${BASH_VERSION-}" ]; then
+shopt -s expand_aliases
+trap 'case $__sk_r in 1) __sk_a=1
+trap "case \$__sk_r in 1) return 130;; esac" DEBUG; set -T; return 130;; esac' @SIGNAL@
+else
+trap 'case $__sk_r in 1) { : "${__sk_unset?}"; } 2>/dev/null;; esac' @SIGNAL@
+fi
+__sk_st() { return "$1"; }
+__sk_save() {
+case $__sk_m in *v*) __sk_m=-; command . @DIR@/post;; esac
+{ command export -p; command printf 'umask '; command umask; } >@DIR@/state
+}
+trap '__sk_save 2>/dev/null' EXIT
+if [ -s @DIR@/state ]; then
+command . @DIR@/state
+__sk_o=${OLDPWD-}
+command cd -- "${PWD-/}"
+OLDPWD=$__sk_o
+fi
+__sk_n=0 __sk_m=- __sk_s=0 __sk_a= __sk_r= __sk_o= __sk_f= __sk_l=0
+command echo "0 0" >@DIR@/status
+while :; do
+unset -f command read
+if IFS=' ' command read -r __sk_n __sk_m __sk_c <@DIR@/ctl; then case $__sk_n in '') __sk_c=x;; esac
+else __sk_c=x; fi
+case $__sk_n in
+"$__sk_c")
+case $__sk_n in "$__sk_l") continue;; esac
+__sk_f= __sk_l=$__sk_n;;
+*) __sk_f=x$__sk_f
+case ${#__sk_f} in ????) break;; esac
+command echo "0 r" >@DIR@/status
+continue;;
+esac
+case $__sk_m in
+-) command eval '__sk_r=1; \__sk_st "$__sk_s"; \command . @DIR@/cmd </dev/null >@DIR@/out 2>@DIR@/err
+__sk_s=$? __sk_r=';;
+*) command eval '__sk_r=1; { \command echo "$__sk_n +" >@DIR@/status
+\command . @DIR@/pre && { \__sk_st "$__sk_s"; \command . @DIR@/cmd; }; } <@DIR@/in >@DIR@/out 2>@DIR@/err
+__sk_s=$? __sk_r=';;
+esac
+case $__sk_r in 1) __sk_s=130 __sk_r=;; esac
+unset -f command
+case $__sk_a in 1) trap - DEBUG; set +T; __sk_a=;; esac
+case $__sk_m in *v*) command . @DIR@/post;; esac
+__sk_m=-
+command echo "$__sk_n $__sk_s" >@DIR@/status
+__sk_save
+done
+"""
+
+PLAIN = "-"
+WITH_VARIABLES = "v"
+WITH_STDIN = "i"
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+
+
+def driver_text(private_dir: str) -> str:
+    """Return the program for a shell whose files are in `private_dir`, a path without shell metacharacters."""
+    return DRIVER.replace("@DIR@", private_dir).replace("@SIGNAL@", str(ABANDON_SIGNAL))
+
+
+def is_variable_name(name: str) -> bool:
+    """Return whether a shell can assign to `name`; the driver's own names are refused."""
+    return _NAME.match(name) is not None and not name.startswith("__sk_")
+
+
+def quote(text: str) -> str:
+    """Return `text` as one shell word that means exactly itself."""
+    return "'" + text.replace("'", "'\\''") + "'"
+
+
+def prologue(cwd: str | None, env: Mapping[str, str]) -> str:
+    """Return what is sourced before a command that brings its own directory or variables.
+
+    Of each variable it notes whether it was exported (`e`), only set (`s`) or neither. A failing `cd` makes the whole
+    fail, and then the command is not run.
+    """
+    lines = ["__sk_e=$(command export -p)"] if env else []
+    for index, (name, value) in enumerate(env.items()):
+        lines += [
+            f"__sk_v{index}=${{{name}-}}",
+            f'case ${{{name}+x}}$__sk_e in x*"x {name}="*|x*"export {name}="*) __sk_x{index}=e;;',
+            f"x*) __sk_x{index}=s;; *) __sk_x{index}=;; esac",
+            f"command export {name}={quote(value)}",
+        ]
+    if cwd is not None:
+        lines += ["__sk_pwd=$PWD __sk_old=${OLDPWD-}", f"CDPATH= command cd -- {quote(cwd)}"]
+    return "\n".join([*lines, ""])
+
+
+def epilogue(cwd: str | None, env: Mapping[str, str]) -> str:
+    """Return what is sourced after such a command: directory and variables are again what they were."""
+    lines = []
+    if cwd is not None:
+        lines += ['CDPATH= command cd -- "$__sk_pwd"', "OLDPWD=$__sk_old"]
+    for index, name in enumerate(env):
+        lines.append(f"unset {name}; case $__sk_x{index} in s) {name}=$__sk_v{index};;")
+        lines.append(f'e) command export {name}="$__sk_v{index}";; esac')
+    names = [f"__sk_{letter}{index}" for index in range(len(env)) for letter in "xv"]
+    lines.append("unset __sk_e __sk_pwd __sk_old " + " ".join(names))
+    return "\n".join([*lines, ""])

@@ -1,0 +1,46 @@
+"""The system calls PID 1 needs and the standard library has not, as one protocol. Pure declaration: no I/O, no ctypes.
+
+`nsinit` implements it on its own bindings and hands the object to `runner.main.run`, so that the code which lives next
+to hostile programs never loads a library.
+
+Sources: credentials(7), setfsuid(2), capset(2), PR_SET_DUMPABLE(2const), PR_SET_CHILD_SUBREAPER(2const), openat2(2),
+close_range(2).
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+AT_FDCWD: Final = -100
+"""`dirfd` that stands for the working directory (fcntl.h)."""
+
+RESOLVE_NO_MAGICLINKS: Final = 0x02
+"""openat2: refuse `/proc/<pid>/fd/N` and its like while a path is resolved (linux/openat2.h)."""
+
+FD_MAX: Final = 2**32 - 1
+"""`last` of `close_range` that means every descriptor from `first` on."""
+
+
+class Kernel(Protocol):
+    """What PID 1 asks of the kernel beyond `os`. Every call raises `OSError` when the kernel refuses."""
+
+    def setfsuid(self, uid: int) -> None:
+        """Set the uid that file system checks use; the other credentials stay."""
+
+    def setfsgid(self, gid: int) -> None:
+        """Set the gid that file system checks use; the other credentials stay."""
+
+    def prctl_set_dumpable(self, dumpable: bool) -> None:
+        """PR_SET_DUMPABLE."""
+
+    def prctl_set_child_subreaper(self) -> None:
+        """PR_SET_CHILD_SUBREAPER, 1."""
+
+    def clear_caps(self) -> None:
+        """capset(2): empty the effective, permitted and inheritable sets."""
+
+    def openat2(self, dirfd: int, path: bytes, flags: int, mode: int, resolve: int) -> int:
+        """openat2(2); the returned descriptor is the caller's."""
+
+    def close_range(self, first: int, last: int) -> None:
+        """close_range(2), flags 0."""

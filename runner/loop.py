@@ -1,0 +1,159 @@
+"""The one event loop of PID 1: descriptors, timers, and the wall that no exception passes.
+
+It must not know what the descriptors are for. A callback that raises is reported to its owner's `on_error` and nothing
+else happens: PID 1 is the sandbox, so nothing may raise out of the loop.
+
+Sources: epoll(7) (level-triggered), "Possible pitfalls" for events of descriptors closed within one batch.
+"""
+
+from __future__ import annotations
+
+import heapq
+import select
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NoReturn
+
+Callback = Callable[[int], None]
+OnError = Callable[[Exception], None]
+
+READ = select.EPOLLIN
+WRITE = select.EPOLLOUT
+HANG_UP = select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
+
+
+_MIN_SWEEP = 64
+_MAX_PATIENCE_S = 3600.0
+
+
+class Timer:
+    """A callback to come; `cancel` makes it never come."""
+
+    __slots__ = ("callback", "deadline", "on_error")
+
+    def __init__(self, deadline: float, callback: Callable[[], None], on_error: OnError) -> None:
+        self.deadline = deadline
+        self.callback: Callable[[], None] | None = callback
+        self.on_error = on_error
+
+    def cancel(self) -> None:
+        self.callback = None
+
+    def __lt__(self, other: Timer) -> bool:
+        return self.deadline < other.deadline
+
+
+class _Watch:
+    __slots__ = ("batch", "callback", "on_error")
+
+    def __init__(self, callback: Callback, on_error: OnError, batch: int) -> None:
+        self.callback = callback
+        self.on_error = on_error
+        self.batch = batch
+
+
+class Loop:
+    """Level-triggered epoll, a timer heap and a queue of calls to make soon."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._watches: dict[int, _Watch] = {}
+        self._timers: list[Timer] = []
+        self._soon: deque[Timer] = deque()
+        self._batch = 0
+        self._sweep_at = _MIN_SWEEP
+
+    def watch(self, fd: int, events: int, callback: Callback, on_error: OnError) -> None:
+        """Call `callback(events)` whenever `fd` is ready, until `unwatch`. The descriptor stays the caller's."""
+        self._epoll.register(fd, events)
+        self._watches[fd] = _Watch(callback, on_error, self._batch)
+
+    def change(self, fd: int, events: int) -> None:
+        """Watch `fd` for other events; hang-up is always reported."""
+        self._epoll.modify(fd, events)
+
+    def unwatch(self, fd: int) -> None:
+        """Forget `fd`; call it before closing the descriptor. Unknown descriptors are fine."""
+        if self._watches.pop(fd, None) is not None:
+            self._epoll.unregister(fd)
+
+    def call_later(self, delay_s: float, callback: Callable[[], None], on_error: OnError) -> Timer:
+        """Call `callback` once after `delay_s` seconds of monotonic time."""
+        if len(self._timers) >= self._sweep_at:  # most timers are cancelled long before they are due
+            self._timers = [timer for timer in self._timers if timer.callback is not None]
+            heapq.heapify(self._timers)
+            self._sweep_at = max(_MIN_SWEEP, 2 * len(self._timers))
+        timer = Timer(time.monotonic() + delay_s, callback, on_error)
+        heapq.heappush(self._timers, timer)
+        return timer
+
+    def call_soon(self, callback: Callable[[], None], on_error: OnError) -> Timer:
+        """Call `callback` once, after the events that are ready now."""
+        timer = Timer(0.0, callback, on_error)
+        self._soon.append(timer)
+        return timer
+
+    def run_forever(self) -> NoReturn:
+        """Serve for ever: whatever goes wrong in one turn, the next one comes."""
+        while True:
+            try:
+                self.run_once()
+            except Exception:  # noqa: BLE001 - the last wall: out of memory between two callbacks, say
+                continue
+
+    def run_once(self) -> None:
+        """Wait for events or the next timer and make the calls that are due."""
+        self._batch += 1
+        for fd, events in self._epoll.poll(self._patience_s()):
+            watch = self._watches.get(fd)
+            if watch is not None and watch.batch < self._batch:  # otherwise: a new owner of a closed number
+                self.guard(watch.callback, events, watch.on_error)
+        self._run_due()
+
+    @property
+    def pending_timers(self) -> int:
+        """Timers that are kept, the cancelled among them."""
+        return len(self._timers)
+
+    def close(self) -> None:
+        """Give the epoll instance up; only for a loop that is no longer run."""
+        self._epoll.close()
+
+    @staticmethod
+    def guard(callback: Callback, argument: int, on_error: OnError) -> None:
+        """Make a call whose exception goes to `on_error` and no further."""
+        try:
+            callback(argument)
+        except Exception as error:  # noqa: BLE001 - the wall: PID 1 must not die of a bug in one connection
+            _report(error, on_error)
+
+    def _patience_s(self) -> float:
+        if self._soon:
+            return 0.0
+        while self._timers and self._timers[0].callback is None:
+            heapq.heappop(self._timers)
+        if not self._timers:
+            return -1.0
+        return min(_MAX_PATIENCE_S, max(0.0, self._timers[0].deadline - time.monotonic()))
+
+    def _run_due(self) -> None:
+        due, self._soon = self._soon, deque()
+        now = time.monotonic()
+        while self._timers and self._timers[0].deadline <= now:
+            due.append(heapq.heappop(self._timers))
+        for timer in due:
+            callback, timer.callback = timer.callback, None
+            if callback is None:
+                continue
+            try:
+                callback()
+            except Exception as error:  # noqa: BLE001 - the wall
+                _report(error, timer.on_error)
+
+
+def _report(error: Exception, on_error: OnError) -> None:
+    try:
+        on_error(error)
+    except Exception:  # noqa: BLE001, S110 - the owner's last resort failed too; the sandbox lives on
+        pass

@@ -1,0 +1,145 @@
+"""Which processes a command started, seen through /proc, and signals to them.
+
+It must not remember processes between calls: pids are reused, so every decision rests on a scan of that moment and on
+(start tick, pid). It reads only what the kernel writes about processes, never their memory, arguments or environment.
+
+Sources: proc_pid_stat(5) (comm may hold any byte, so fields count from the last parenthesis), proc_loadavg(5) (last
+pid of the reader's pid namespace).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+_DEAD = b"ZXx"
+
+_STABLE_PASSES = 64
+"""How often a kill looks again for processes born meanwhile; each pass stops everything the last one found."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One line of the process table. `start_tick` counts clock ticks since boot."""
+
+    pid: int
+    ppid: int
+    start_tick: int
+    is_dead: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A point in the order of process starts: the clock tick, and the last pid handed out by then."""
+
+    tick: int
+    last_pid: int
+
+    def precedes(self, process: Process) -> bool:
+        """Return whether `process` started after this moment. Pids break ties within one tick (10 ms)."""
+        if process.start_tick != self.tick:
+            return process.start_tick > self.tick
+        return process.pid > self.last_pid
+
+
+def now() -> Moment:
+    """Return the current moment."""
+    tick = int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_PER_S)
+    try:
+        fd = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return Moment(tick, int(os.read(fd, 128).rpartition(b" ")[2]))
+        finally:
+            os.close(fd)
+    except (OSError, ValueError):  # masked: the tick alone decides
+        return Moment(tick, 0)
+
+
+def parse_stat(pid: int, stat: bytes) -> Process:
+    """Return the process described by the content of `/proc/<pid>/stat`.
+
+    Raises:
+        ValueError, IndexError: it is not such content.
+    """
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    return Process(pid, int(fields[1]), int(fields[19]), fields[0] in _DEAD)
+
+
+def scan() -> dict[int, Process]:
+    """Return every process this one can see."""
+    table = {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            process = _read_process(int(name))
+            if process is not None:
+                table[process.pid] = process
+    return table
+
+
+def _read_process(pid: int) -> Process | None:
+    try:
+        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None  # ended since it was listed
+    try:
+        return parse_stat(pid, os.read(fd, 4096))
+    except (OSError, ValueError, IndexError):
+        return None
+    finally:
+        os.close(fd)
+
+
+def started_since(moment: Moment, roots: frozenset[int], table: Mapping[int, Process]) -> list[Process]:
+    """Return the live processes that began after `moment` below one of `roots`, the roots themselves excepted.
+
+    Every ancestor up to the root must have begun after `moment` too: what a job of an earlier command starts is that
+    job's. A process whose parents are gone hangs below a root directly and counts as started by the command.
+    """
+    return [
+        process
+        for process in table.values()
+        if not process.is_dead and process.pid not in roots and _hangs_below(process, moment, roots, table)
+    ]
+
+
+def _hangs_below(process: Process, moment: Moment, roots: frozenset[int], table: Mapping[int, Process]) -> bool:
+    for _ in range(len(table)):
+        if not moment.precedes(process):
+            return False
+        if process.ppid in roots:
+            return True
+        parent = table.get(process.ppid)
+        if parent is None:
+            return False
+        process = parent
+    return False
+
+
+def send_signal(pid: int, number: int) -> None:
+    """Send a signal; a process that has ended or is not ours to signal is fine."""
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def signal_all(processes: Iterable[Process], number: int) -> None:
+    for process in processes:
+        send_signal(process.pid, number)
+
+
+def kill_started_since(moment: Moment, roots: frozenset[int]) -> None:
+    """SIGKILL all that `started_since` finds, a fork bomb included: stop, look again until nothing new, then kill."""
+    stopped: dict[int, Process] = {}
+    for _ in range(_STABLE_PASSES):
+        found = [each for each in started_since(moment, roots, scan()) if stopped.get(each.pid) != each]
+        if not found:
+            break
+        signal_all(found, signal.SIGSTOP)
+        stopped.update((each.pid, each) for each in found)
+    signal_all(stopped.values(), signal.SIGKILL)

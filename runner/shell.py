@@ -1,0 +1,280 @@
+"""One persistent shell: its process, its control FIFOs, its death and its successor.
+
+It must not know what a command's output is or when a command must end; it hands over, reports statuses and deaths, and
+always has, or is getting, a shell that waits for the next command.
+
+Sources: fifo(7) (opening O_RDWR never blocks and never gives end-of-file), `FIONREAD` in pipe(7).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import stat
+import struct
+import termios
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from runner import driver, processes
+from runner.context import Context
+from runner.loop import READ, Timer
+from runner.spawn import spawn
+
+_MAX_FAILED_STARTS = 3
+_START_RETRY_S = 0.1
+_PICK_UP_CHECKS = 10
+_STATUS_BUFFER_BYTES = 4096
+
+_SHELLS = {
+    "bash": ("/bin/bash", "/usr/bin/bash", "/usr/local/bin/bash"),
+    "sh": ("/bin/sh", "/usr/bin/sh"),
+    "busybox": ("/bin/busybox", "/usr/bin/busybox"),
+}
+
+
+def find_shell(preferred: str) -> list[str] | None:
+    """Return the argv that starts the preferred shell, or the best the image has, or None."""
+    if preferred.startswith("/"):
+        candidates = [preferred]
+    else:
+        candidates = [path for name in (preferred, "bash", "sh", "busybox") for path in _SHELLS.get(name, ())]
+    for path in candidates:
+        try:
+            status = os.stat(path)
+        except OSError:
+            continue
+        if stat.S_ISREG(status.st_mode) and status.st_mode & 0o001:
+            return [path, "sh"] if path.endswith("/busybox") else [path]
+    return None
+
+
+def pending_bytes(fd: int) -> int:
+    """Return how many bytes a pipe holds now."""
+    return int(struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, b"\0\0\0\0"))[0])
+
+
+@dataclass(frozen=True, slots=True)
+class ShellEvents:
+    """Whom a `Shell` tells. `on_ready`: a (new) shell waits for a command. `on_status(status)`: its command
+    ended, or holds its stdin (status None). `on_death(wait status)`: a shell that had been ready is gone.
+    `is_begun()` asks whether the command handed over last has begun, `on_unstarted` says it never will. `on_failed`: no
+    shell can be started. `on_error`: a turn was lost."""
+
+    on_ready: Callable[[], None]
+    on_status: Callable[[int | None], None]
+    on_death: Callable[[int], None]
+    is_begun: Callable[[], bool]
+    on_unstarted: Callable[[], None]
+    on_failed: Callable[[], None]
+    on_error: Callable[[Exception], None]
+
+
+class Shell:
+    """Owns the shell process and the files `ctl`, `status` and `state` of the private directory."""
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        argv: list[str],
+        env: Mapping[str, str],
+        events: ShellEvents,
+    ) -> None:
+        config = context.config
+        self._context = context
+        self._config = config
+        self._argv = [*argv, "-c", driver.PROGRAM, os.path.basename(argv[-1])]
+        self._driver = {driver.VARIABLE: driver.driver_text(config.private_dir)}
+        self._env: dict[str, str] = {**config.base_environment(), "SHELL": argv[0], **env}
+        self._events = events
+        self.pid: int | None = None
+        self.is_ready = False
+        self.cwd = os.fsencode(config.workspace)
+        self._was_ready = False
+        self._failed_starts = 0
+        self._start_attempts = 0
+        self._timer: Timer | None = None
+        self._checks_left = 0
+        self._status_buffer = b""
+        self._line = b""
+        self._number = 0
+        self._control_fd = self._make_fifo("ctl", 0o644)
+        self._status_fd = self._make_fifo("status", 0o622)
+        os.close(os.open(self._context.file("state"), os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666))
+        context.loop.watch(self._status_fd, READ, self._on_status_readable, events.on_error)
+
+    @property
+    def path(self) -> str:
+        return self._argv[0]
+
+    def start(self) -> None:
+        """Start a shell process; `on_ready` follows. The first gets the environment, later ones the saved state."""
+        self.is_ready = self._was_ready = False
+        self._number = 0
+        has_state = os.stat(self._context.file("state")).st_size > 0
+        cwds = (self.cwd, os.fsencode(self._config.workspace), os.fsencode(self._config.home))
+        self._status_buffer = b""
+        self._drain(self._status_fd)
+        self._drain(self._control_fd)
+        env = self._driver if has_state else self._env | self._driver
+        try:
+            self.pid = spawn(self._context.kernel, self._config, self._argv, env=env, cwds=cwds)
+        except OSError:  # EAGAIN: the sandbox has as many processes as it may have
+            self._retry_start()
+            return
+        self._start_attempts = 0
+        self._context.reaper.watch(self.pid, self._on_dead)
+        self._set_timer(self._config.start_grace_s, self._on_slow_start)
+
+    def _retry_start(self) -> None:
+        self._start_attempts += 1
+        if self._start_attempts * _START_RETRY_S < self._config.start_grace_s:
+            self._set_timer(_START_RETRY_S, self.start)
+        else:
+            self._start_attempts = 0
+            self._events.on_failed()
+
+    def ensure_starting(self) -> None:
+        """Start a shell if none is running or coming, after starting one had been given up."""
+        if self.pid is None and self._timer is None:
+            self.start()
+
+    def hand_over(self, number: int, mode: str) -> None:
+        """Give the waiting shell its next command, whose files are in place."""
+        self.is_ready = False
+        self._line = b"%d %s %d\n" % (number, mode.encode(), number)
+        self._number = number
+        os.write(self._control_fd, self._line)
+        self._checks_left = _PICK_UP_CHECKS
+        self._set_timer(self._config.pick_up_grace_s / _PICK_UP_CHECKS, self._check_picked_up)
+
+    def take_back(self) -> bool:
+        """Withdraw the command handed over last if the shell has not read any of it; return whether that was so."""
+        left = self._drain(self._control_fd)
+        if left == self._line:
+            self._cancel_timer()
+            self.is_ready = True
+            return True
+        if left:
+            os.write(self._control_fd, left)  # the shell holds the beginning of the line and waits for the rest
+        return False
+
+    def signal(self, number: int) -> None:
+        if self.pid is not None:
+            processes.send_signal(self.pid, number)
+
+    def abandon(self) -> None:
+        """Ask the shell to leave the command it runs; repeat it until a status comes."""
+        self.signal(driver.ABANDON_SIGNAL)
+        self.signal(signal.SIGCONT)  # afterwards: a stopped shell must not run on before it sees the first
+
+    def replace(self) -> None:
+        """Kill the shell; `on_death` and then a new one follow."""
+        self.signal(signal.SIGKILL)
+
+    def _on_dead(self, status: int) -> None:
+        was_ready, self.pid, self.is_ready = self._was_ready, None, False
+        self._cancel_timer()
+        self._on_status_readable(0)  # it may have reported and died right after
+        self._failed_starts = 0 if was_ready else self._failed_starts + 1
+        if was_ready:
+            self._events.on_death(status)
+        if self._failed_starts < _MAX_FAILED_STARTS:
+            self.start()
+        else:
+            self._failed_starts = _MAX_FAILED_STARTS - 1  # one more try whenever a command asks for it
+            self._events.on_failed()
+
+    def _on_slow_start(self) -> None:
+        self.signal(signal.SIGKILL)
+
+    def _check_picked_up(self) -> None:
+        """Replace a shell that does not begin its command. Many short looks, not one long wait: time passes while a
+        sandbox is frozen, too."""
+        if self._events.is_begun():
+            return
+        self._checks_left -= 1
+        if self._checks_left > 0:
+            self._set_timer(self._config.pick_up_grace_s / _PICK_UP_CHECKS, self._check_picked_up)
+        else:
+            self._events.on_unstarted()
+            self.replace()
+
+    def _on_status_readable(self, _events: int) -> None:
+        try:
+            data = os.read(self._status_fd, _STATUS_BUFFER_BYTES)
+        except BlockingIOError:
+            return
+        *lines, rest = (self._status_buffer + data).split(b"\n")
+        self._status_buffer = rest[-_STATUS_BUFFER_BYTES:]
+        for line in lines:
+            self._on_status_line(line)
+
+    def _on_status_line(self, line: bytes) -> None:
+        """Take a report of the driver. A command can write here too, and what makes no sense is dropped."""
+        if line == b"0 0" and not self._was_ready:
+            self._on_started()
+        elif line == b"0 r" and self._number and not self._events.is_begun():
+            self._drain(self._control_fd)
+            os.write(self._control_fd, self._line)  # a signal cut the last one short; it is run once at most
+        number, _, status = line.partition(b" ")
+        if number != b"%d" % self._number or self._number == 0:
+            return
+        if status == b"+":
+            self._events.on_status(None)
+        elif status.isdigit() and len(status) <= 3:
+            self._number = 0
+            self._cancel_timer()
+            self.is_ready = self.pid is not None
+            self._read_cwd()
+            self._events.on_status(int(status))
+
+    def _on_started(self) -> None:
+        self._cancel_timer()
+        self._was_ready = self.is_ready = True
+        self._failed_starts = 0
+        self._read_cwd()
+        self._events.on_ready()
+
+    def _read_cwd(self) -> None:
+        """Learn the shell's directory from the kernel, as the sandbox user: PID 1 may not look without its uid."""
+        if self.pid is None:
+            return
+        path = b"/proc/%d/cwd" % self.pid
+        try:
+            with self._context.as_user:
+                self.cwd = os.readlink(path).removesuffix(b" (deleted)")
+        except OSError:
+            pass  # it ended this instant; the directory known last stays
+
+    def _make_fifo(self, name: str, mode: int) -> int:
+        path = self._context.file(name)
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        os.mkfifo(path, mode)
+        return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    @staticmethod
+    def _drain(fd: int) -> bytes:
+        """Return what a FIFO holds, as far as it can be of interest."""
+        try:
+            return os.read(fd, _STATUS_BUFFER_BYTES)
+        except BlockingIOError:
+            return b""
+
+    def _set_timer(self, delay_s: float, callback: Callable[[], None]) -> None:
+        self._cancel_timer()
+        self._timer = self._context.loop.call_later(delay_s, lambda: self._on_timer(callback), self._events.on_error)
+
+    def _on_timer(self, callback: Callable[[], None]) -> None:
+        self._timer = None
+        callback()
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

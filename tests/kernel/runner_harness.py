@@ -1,0 +1,364 @@
+"""Runs the runner as PID 1 of small namespaces of its own, without nsinit, and speaks its protocol.
+
+The sandbox here is only what the runner's own claims need: a pid namespace with a fresh /proc, private tmpfs mounts,
+and the uid drop of `runner.spawn`. Isolation as a whole is tested where it is built.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import ctypes
+import fcntl
+import os
+import resource
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner import main as runner_main
+from runner.config import RunnerConfig
+from runner.protocol import (
+    ANSWERS,
+    FROM_RUNNER,
+    MAX_FRAME_BYTES,
+    REQUESTS,
+    Error,
+    Exec,
+    ExecReply,
+    FrameDecoder,
+    HelloReply,
+    Kind,
+    ReadFile,
+    Setup,
+    WriteFile,
+    encode_frame,
+)
+
+PATIENCE_S = 20.0
+MAX_PROCESSES = 300
+"""RLIMIT_NPROC of commands, which counts every process of their uid on the machine."""
+
+_TMPFS = (
+    ("/run", b"size=64m,mode=755"),
+    ("/tmp", b"size=64m,mode=1777"),
+    ("/mnt", b"size=64m,mode=755"),
+    ("/home", b"size=2m,mode=755"),  # small, to be filled
+)
+_CLONE_NEWNS, _CLONE_NEWPID = 0x00020000, 0x20000000
+_MS_REC_PRIVATE = 0x4000 | 0x40000
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _why_not() -> str | None:
+    """Return why no sandbox can be started here, as the kernel says it, or None."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if _libc.unshare(_CLONE_NEWNS | _CLONE_NEWPID) == 0 else ctypes.get_errno())
+    number = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return None if number == 0 else f"unshare of mount and pid namespaces: {os.strerror(number)}"
+
+
+_WHY_NOT = _why_not()
+
+needs_namespaces = [pytest.mark.kernel, pytest.mark.skipif(_WHY_NOT is not None, reason=_WHY_NOT or "")]
+"""What a module of kernel tests assigns to `pytestmark`."""
+
+SHELLS = [
+    pytest.param(path, id=name, marks=pytest.mark.skipif(not os.path.exists(path), reason=f"no {path} here"))
+    for name, path in (("bash", "/bin/bash"), ("dash", "/bin/dash"), ("busybox", "/bin/busybox"))
+]
+
+
+def _check(result: int) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result
+
+
+class TestKernel:
+    """`runner.kernel.Kernel` for tests, on ctypes."""
+
+    __test__ = False
+
+    def setfsuid(self, uid: int) -> None:
+        _libc.setfsuid(uid)
+
+    def setfsgid(self, gid: int) -> None:
+        _libc.setfsgid(gid)
+
+    def prctl_set_dumpable(self, dumpable: bool) -> None:
+        _check(_libc.prctl(4, int(dumpable), 0, 0, 0))
+
+    def prctl_set_child_subreaper(self) -> None:
+        _check(_libc.prctl(36, 1, 0, 0, 0))
+
+    def clear_caps(self) -> None:
+        header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+        _check(_libc.capset(header, (ctypes.c_uint32 * 6)()))
+
+    def openat2(self, dirfd: int, path: bytes, flags: int, mode: int, resolve: int) -> int:
+        how = (ctypes.c_uint64 * 3)(flags, mode, resolve)
+        return _check(_libc.syscall(437, dirfd, path, how, 24))
+
+    def close_range(self, first: int, last: int) -> None:
+        _check(_libc.close_range(ctypes.c_uint(first), ctypes.c_uint(last), 0))
+
+
+@dataclass
+class Outcome:
+    """All that came back for one command."""
+
+    reply: Any
+    stdout: bytes
+    stderr: bytes
+    started: bool
+
+
+@dataclass
+class Client:
+    """One connection to a runner, blocking."""
+
+    sock: socket.socket
+    decoder: FrameDecoder = field(default_factory=lambda: FrameDecoder(FROM_RUNNER, max_body_bytes=MAX_FRAME_BYTES))
+
+    def send(self, kind: Kind, body: bytes = b"") -> None:
+        self.sock.sendall(encode_frame(kind, body))
+
+    def request(self, message: object) -> None:
+        self.send(Kind.REQUEST, REQUESTS.encode(message))
+
+    def next_frame(self) -> tuple[Kind, bytes]:
+        while True:
+            for frame in self.decoder:
+                return frame
+            data = self.sock.recv(256 * 1024)
+            if not data:
+                raise ConnectionResetError("the runner closed the connection")
+            self.decoder.feed(data)
+
+    def next_message(self) -> Any:
+        """Return the next message that is not output."""
+        while True:
+            kind, body = self.next_frame()
+            if kind in (Kind.STARTED, Kind.REPLY, Kind.ERROR):
+                return ANSWERS.decode(body)
+
+    def ask(self, message: object) -> Any:
+        self.request(message)
+        return self.next_message()
+
+    def begin(self, command: str, **options: Any) -> None:
+        """Send a command and return when it was handed to the shell."""
+        self.request(Exec("x", command, **options))
+        kind, body = self.next_frame()
+        assert kind is Kind.STARTED, body
+
+    def outcome(self) -> Outcome:
+        """Collect everything up to the final frame."""
+        streams = {Kind.STDOUT: bytearray(), Kind.STDERR: bytearray(), Kind.STARTED: bytearray()}
+        while True:
+            kind, body = self.next_frame()
+            if kind not in streams:
+                stdout, stderr, started = streams.values()
+                return Outcome(ANSWERS.decode(body), bytes(stdout), bytes(stderr), bool(started))
+            streams[kind] += body
+
+    def read_until(self, text: bytes) -> bytes:
+        """Return the output so far once it holds `text`."""
+        seen = b""
+        while text not in seen:
+            kind, body = self.next_frame()
+            assert kind in (Kind.STDOUT, Kind.STDERR, Kind.STARTED), (kind, body)
+            seen += body if kind is not Kind.STARTED else b""
+        return seen
+
+    def run(self, command: str, *, stdin: bytes | None = None, **options: Any) -> Outcome:
+        """Run a command to its end."""
+        self.request(Exec("x", command, stdin=stdin is not None, **options))
+        if stdin is not None:
+            for start in range(0, len(stdin), 65536):
+                self.send(Kind.DATA, stdin[start : start + 65536])
+            self.send(Kind.END)
+        return self.outcome()
+
+    def reply(self, command: str, **options: Any) -> ExecReply:
+        answer = self.run(command, **options).reply
+        assert isinstance(answer, ExecReply), answer
+        return answer
+
+    def stdout(self, command: str, **options: Any) -> bytes:
+        return self.run(command, **options).stdout
+
+    def write_file(self, path: str, content: bytes) -> Any:
+        self.request(WriteFile(path))
+        for start in range(0, len(content), 65536):
+            self.send(Kind.DATA, content[start : start + 65536])
+        self.send(Kind.END)
+        return self.next_message()
+
+    def read_file(self, path: str, max_bytes: int = 1 << 30) -> tuple[Any, bytes]:
+        """Return (FileInfo or Error, content)."""
+        first = self.ask(ReadFile(path, max_bytes))
+        if isinstance(first, Error):
+            return first, b""
+        content = bytearray()
+        while True:
+            kind, body = self.next_frame()
+            if kind is not Kind.DATA:
+                final = ANSWERS.decode(body)
+                return (final if isinstance(final, Error) else first), bytes(content)
+            content += body
+
+
+@dataclass
+class Sandbox:
+    """A running runner."""
+
+    pid: int
+    """Of the process that holds the namespaces and waits for PID 1."""
+    socket_path: str
+    clients: list[Client] = field(default_factory=list)
+
+    def connect(self) -> Client:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.settimeout(PATIENCE_S)
+        sock.connect(self.socket_path)
+        client = Client(sock)
+        self.clients.append(client)
+        return client
+
+    def shell(self, name: str = "bash", env: dict[str, str] | None = None) -> Client:
+        """Return a connection after `Setup` with this shell."""
+        client = self.connect()
+        answer = client.ask(Setup(env=env or {}, shell=name))
+        assert isinstance(answer, HelloReply), answer
+        return client
+
+    def init_pid(self) -> int:
+        """Return the pid of PID 1 as it is seen here."""
+        return int(Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()[0])
+
+    def is_alive(self) -> bool:
+        return os.waitpid(self.pid, os.WNOHANG) == (0, 0)
+
+
+@contextlib.contextmanager
+def open_sandbox(**overrides: Any) -> Iterator[Sandbox]:
+    """Start a runner as PID 1 of a new pid and mount namespace; kill it and all below it at the end."""
+    with tempfile.TemporaryDirectory() as directory:
+        socket_path = f"{directory}/r.sock"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(socket_path)
+        listener.listen(64)
+        ready_fd, write_fd = os.pipe()
+        keeper = os.fork()
+        if keeper == 0:
+            os.close(ready_fd)
+            _become_keeper(listener.fileno(), write_fd, overrides)
+        os.close(write_fd)
+        listener.close()
+        with os.fdopen(ready_fd, "rb") as ready:  # the keeper's "<pid> " and the runner's "R ", in any order
+            words = ready.read().split()
+        is_ready = b"R" in words
+        pid = next((int(word) for word in words if word.isdigit()), 0)
+        sandbox = Sandbox(keeper, socket_path)
+        try:
+            assert is_ready, "the runner did not start"
+            yield sandbox
+        finally:
+            for client in sandbox.clients:
+                client.sock.close()
+            if pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(keeper, 0)
+
+
+def _become_keeper(listener_fd: int, ready_fd: int, overrides: dict[str, Any]) -> None:
+    """Hold the namespaces: fork the one that is PID 1 in them and end as it ends."""
+    try:
+        _check(_libc.unshare(_CLONE_NEWNS | _CLONE_NEWPID))
+        _check(_libc.mount(b"none", b"/", None, _MS_REC_PRIVATE, None))
+        pid = os.fork()
+        if pid == 0:
+            _become_init(listener_fd, ready_fd, overrides)
+        os.write(ready_fd, b"%d " % pid)
+        os.close(ready_fd)
+        _libc.close_range(3, 2**31 - 1, 0)
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF)
+    finally:
+        os._exit(1)
+
+
+def _become_init(listener_fd: int, ready_fd: int, overrides: dict[str, Any]) -> None:
+    try:
+        _libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PDEATHSIG: the keeper is not outlived
+        os.setsid()
+        _check(_libc.mount(b"proc", b"/proc", b"proc", 0, None))
+        for path, options in _TMPFS:
+            _check(_libc.mount(b"tmpfs", path.encode(), b"tmpfs", 0, options))
+        config = RunnerConfig(
+            **{
+                "workspace": "/mnt/workspace",
+                "file_roots": ("/mnt/workspace", "/tmp", "/home/sandbox"),
+                "outside_peers_only": True,
+                **overrides,
+            }
+        )
+        os.makedirs(config.private_dir, 0o711)
+        for directory in (config.home, config.workspace):
+            os.makedirs(directory, 0o755)
+            os.chown(directory, config.uid, config.gid)
+        os.chmod(config.private_dir, 0o711)
+        devnull = os.open("/dev/null", os.O_RDWR)
+        for fd in (0, 1, 2):
+            os.dup2(devnull, fd)
+        os.chdir("/")
+        kept = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (listener_fd, ready_fd)]
+        for number, fd in enumerate(kept, start=3):
+            os.dup2(fd, number, inheritable=False)
+        _libc.close_range(5, 2**31 - 1, 0)
+        for signal_number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+            signal.signal(signal_number, signal.SIG_IGN)  # as a daemon started by nohup hands down
+        resource.setrlimit(resource.RLIMIT_NPROC, (MAX_PROCESSES, MAX_PROCESSES))
+        _lock_imports()
+        runner_main.run(3, TestKernel(), on_ready=_tell_ready, config=config)
+    finally:
+        os._exit(1)
+
+
+def _tell_ready() -> None:
+    os.write(4, b"R ")
+    os.close(4)
+
+
+def _lock_imports() -> None:
+    """As the sandbox build does: from here nothing can be imported."""
+    sys.path[:] = []
+    sys.meta_path[:] = []
+    sys.path_hooks[:] = []
+    sys.path_importer_cache.clear()
+    builtins.__import__ = _refuse_import
+
+
+def _refuse_import(name: str, *_rest: Any, **_more: Any) -> Any:
+    raise ImportError(f"{name}: PID 1 imports nothing once it runs")
+
+
+def wait_until(claim: Any, *, patience_s: float = PATIENCE_S) -> None:
+    """Wait for something that has no event of its own here, such as a process elsewhere being gone."""
+    deadline = time.monotonic() + patience_s
+    while not claim():
+        assert time.monotonic() < deadline, "never came true"
+        time.sleep(0.002)

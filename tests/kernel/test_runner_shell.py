@@ -1,0 +1,373 @@
+"""The persistent shell: what stays between commands, how commands end, and what of it survives the shell itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from runner.protocol import Error, ExecReply, HelloReply, Setup
+from tests.kernel.runner_harness import SHELLS, Client, Sandbox, needs_namespaces, open_sandbox, wait_until
+
+pytestmark = needs_namespaces
+
+
+@pytest.fixture
+def sandbox() -> Iterator[Sandbox]:
+    with open_sandbox() as running:
+        yield running
+        assert running.is_alive()
+
+
+@pytest.fixture(params=SHELLS)
+def client(request: pytest.FixtureRequest, sandbox: Sandbox) -> Client:
+    return sandbox.shell(request.param)
+
+
+# State ----------------------------------------------------------------------------------------------------------
+
+
+def test_cd_persists_between_execs(client: Client) -> None:
+    """A directory change is there for the next command and in both replies."""
+    first = client.reply("mkdir 'a  b'; cd 'a  b'")
+    second = client.run("pwd")
+    assert (first.cwd, second.stdout) == ("/mnt/workspace/a  b", b"/mnt/workspace/a  b\n")
+
+
+def test_variables_functions_and_options_persist(client: Client) -> None:
+    """Exports, plain variables, functions and shell options are those of one shell."""
+    client.run("export E=1; p=2; f() { echo f$1; }; set -f; umask 027")
+    assert client.stdout("sh -c 'echo $E$p'; echo $p; f 3; echo *; umask") == b"1\n2\nf3\n*\n0027\n"
+
+
+def test_aliases_work(client: Client) -> None:
+    """An alias defined by one command is expanded in the next."""
+    client.run("alias hello='echo hello world'")
+    assert client.stdout("hello") == b"hello world\n"
+
+
+def test_positional_parameters_and_status_persist(client: Client) -> None:
+    """`set --` and `$?` carry over, as they would at a prompt."""
+    client.run("set -- a b; (exit 7)")
+    assert client.stdout("echo $? $2") == b"7 b\n"
+
+
+def test_a_venv_stays_active(client: Client) -> None:
+    """`. venv/bin/activate` changes which python later commands run."""
+    assert client.reply("/usr/bin/python3 -m venv --without-pip v && . v/bin/activate").exit_code == 0
+    assert client.stdout("command -v python; python -c 'import sys; print(sys.prefix)'") == (
+        b"/mnt/workspace/v/bin/python\n/mnt/workspace/v\n"
+    )
+
+
+def test_background_jobs_survive_their_command(client: Client) -> None:
+    """A job started with & runs on, known to the shell, while later commands come and go."""
+    client.run("sleep 1000 & echo $! >pid")
+    assert client.stdout("kill -0 $(cat pid) && kill $! && echo alive") == b"alive\n"
+
+
+def test_bash_arrays_and_source_persist(sandbox: Sandbox) -> None:
+    """What only bash has persists too: declared at the top of a command, it is global."""
+    client = sandbox.shell("bash")
+    client.run("declare -A m=([k]=v); echo 'x=${BASH_SOURCE[0]}' >lib; source ./lib")
+    assert client.stdout("echo ${m[k]} $x") == b"v ./lib\n"
+
+
+# Streams ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["cat", "read x", "cat | cat", "head -c 1"])
+def test_stdin_is_at_its_end(client: Client, command: str) -> None:
+    """A command that reads standard input sees end-of-file at once."""
+    assert client.run(f"{command}; echo done", timeout_ms=10_000).stdout == b"done\n"
+
+
+def test_stdin_is_what_was_sent(client: Client) -> None:
+    """Bytes sent as standard input arrive exactly, then end-of-file; a second reader gets nothing."""
+    content = bytes(range(256)) * 4096
+    assert client.run("cat; cat", stdin=content).stdout == content
+    assert client.run("cat; echo none", stdin=b"").stdout == b"none\n"
+
+
+def test_stdin_nobody_reads_is_dropped(client: Client) -> None:
+    """A command may end without reading; the connection carries the next one."""
+    assert client.run("head -c 1", stdin=b"x" * 500_000).stdout == b"x"
+    assert client.stdout("echo next") == b"next\n"
+
+
+def test_streams_are_separate_and_exact(client: Client) -> None:
+    """NUL, invalid UTF-8, escapes and a missing final newline pass unchanged, each on its own stream."""
+    outcome = client.run(r"printf 'o\000\377\033[1m\342\200\250'; printf 'e\376' >&2")
+    assert (outcome.stdout, outcome.stderr) == (b"o\0\xff\x1b[1m\xe2\x80\xa8", b"e\xfe")
+
+
+def test_commands_see_only_three_descriptors(client: Client) -> None:
+    """Neither a command nor a subshell inherits a control descriptor; the shell itself holds none in between."""
+    listing = "exec /usr/bin/python3 -Sc 'import os; print(sorted(os.listdir(\"/proc/self/fd\")))'"
+    seen = client.stdout(f"({listing}); sh -c '{listing.replace(chr(39), chr(39) + chr(92) + chr(39) + chr(39))}'")
+    assert seen == b"['0', '1', '2', '3']\n" * 2  # 3 is the listing's own
+
+
+def test_dev_stdout_and_stderr_can_be_opened(client: Client) -> None:
+    """Programs that open /dev/stderr or /proc/self/fd/1 by name reach their streams."""
+    outcome = client.run("echo out >/proc/self/fd/1; echo err | tee /proc/self/fd/2 >/dev/null")
+    assert (outcome.stdout, outcome.stderr) == (b"out\n", b"err\n")
+
+
+def test_redirecting_the_shell_ends_with_the_command(client: Client) -> None:
+    """`exec >file` holds for the rest of its command and not for the next."""
+    client.run("exec >log; echo in-log")
+    assert client.stdout("cat log") == b"in-log\n"
+
+
+# Process state ----------------------------------------------------------------------------------------------------
+
+
+def test_signals_and_umask_are_default(client: Client) -> None:
+    """Nothing is ignored or blocked although PID 1 was started with ignored signals; umask is 022."""
+    status = client.stdout("/usr/bin/python3 -ISc 'print(open(\"/proc/self/status\").read())'; umask").decode()
+    masks = {line.split(":")[0]: line.split()[1] for line in status.splitlines() if line.startswith("Sig")}
+    python_ignores = (1 << 12) | (1 << 24)  # SIGPIPE and SIGXFSZ, by CPython itself
+    assert int(masks["SigIgn"], 16) & ~python_ignores == 0
+    assert int(masks["SigBlk"], 16) == 0
+    assert status.endswith("0022\n")
+
+
+def test_sigpipe_ends_a_pipeline(client: Client) -> None:
+    """`yes | head` ends: SIGPIPE is not ignored."""
+    assert client.run("yes | head -n 1", timeout_ms=10_000).reply.cause == "exited"
+
+
+def test_commands_have_the_user_and_no_capability(client: Client) -> None:
+    """Uid, gid, groups and capability sets are those of the sandbox user."""
+    status = client.stdout("grep -E '^(Uid|Gid|Groups|Cap(Inh|Prm|Eff|Amb))' /proc/self/status").split()
+    assert set(status) == {
+        b"Uid:", b"Gid:", b"Groups:", b"1000", b"CapInh:", b"CapPrm:", b"CapEff:", b"CapAmb:", b"0000000000000000",
+    }  # fmt: skip
+
+
+def test_environment_is_the_documented_one(sandbox: Sandbox) -> None:
+    """Commands start from the base environment plus what Setup brought, and nothing of PID 1's own."""
+    client = sandbox.shell("/bin/dash", env={"TOKEN": "a b\n'c'", "LANG": "C"})
+    variables = dict(each.split("=", 1) for each in client.stdout("env -0").decode().split("\0") if each)
+    assert variables == {
+        "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "HOME": "/home/sandbox",
+        "USER": "sandbox",
+        "LOGNAME": "sandbox",
+        "SHELL": "/bin/dash",
+        "LANG": "C",
+        "TERM": "dumb",
+        "PWD": "/mnt/workspace",
+        "TOKEN": "a b\n'c'",
+    }
+
+
+# Endings ------------------------------------------------------------------------------------------------------------
+
+
+def ending(reply: ExecReply) -> tuple[int, int | None, str, bool]:
+    return reply.exit_code, reply.signal, reply.cause, reply.shell_restarted
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("true", (0, None, "exited", False)),
+        ("", (0, None, "exited", False)),
+        ("(exit 42)", (42, None, "exited", False)),
+        ("no-such-command", (127, None, "exited", False)),
+        ("sh -c 'kill -9 $$'", (137, 9, "signalled", False)),
+        ("return 5", (5, None, "exited", False)),
+        ("exit 3", (3, None, "exited", True)),
+        ("exec sleep 0.01", (0, None, "exited", True)),
+        ("set -e; false", (1, None, "exited", True)),
+        ("kill -9 $$", (137, 9, "shell_died", True)),
+        ("kill -TERM $$; sleep 10", (143, 15, "shell_died", True)),
+    ],
+)
+def test_endings_are_told_apart(client: Client, command: str, expected: tuple[int, int | None, str, bool]) -> None:
+    """Every ending has its status, signal, cause and whether the shell is a new one; the next command works."""
+    assert ending(client.reply(command, timeout_ms=10_000)) == expected
+    assert client.stdout("echo next") == b"next\n"
+
+
+@pytest.mark.parametrize("command", ["echo 'unclosed", "cat <<X\nbody", "if true; then", "echo )", "fi"])
+def test_broken_syntax_ends_and_the_shell_stays(client: Client, command: str) -> None:
+    """An unclosed quote or heredoc, or a stray keyword, ends at the end of the command; functions stay defined."""
+    client.run("kept() { echo kept; }")
+    client.run(command, timeout_ms=10_000)
+    assert client.stdout("kept") == b"kept\n"
+
+
+def test_a_restarted_shell_has_directory_exports_and_umask(client: Client) -> None:
+    """After `exit`, what the same command exported is restored: the shell saved it while it left."""
+    client.run("mkdir d; export A='x y'")
+    reply = client.reply('cd d; export B="it\'s"; umask 077; unset LANG; exit 3')
+    assert reply.cwd == "/mnt/workspace/d"
+    assert client.stdout('pwd; echo "$A $B ${LANG-unset}"; umask; echo "$OLDPWD"') == (
+        b"/mnt/workspace/d\nx y it's unset\n0077\n/mnt/workspace\n"
+    )
+
+
+def test_a_killed_shell_has_the_state_of_the_last_command(client: Client) -> None:
+    """SIGKILL leaves no time to save: the state is that after the command before."""
+    client.run("mkdir d; cd d; export A=1")
+    assert client.reply("export A=2; kill -9 $$").cwd == "/mnt/workspace/d"
+    assert client.stdout("pwd; echo $A") == b"/mnt/workspace/d\n1\n"
+
+
+def test_a_shell_killed_between_commands_is_replaced(client: Client) -> None:
+    """A job that kills its shell costs no command; the next reply tells that the shell is a new one."""
+    shell_pid = client.stdout("export A=1; echo $$; (sleep 0.01; kill -9 $$) & wait_for_reply=1").strip()
+    reply = client.reply(f"while kill -0 {shell_pid.decode()} 2>/dev/null; do sleep 0.01; done", timeout_ms=15_000)
+    assert reply.shell_restarted
+    assert client.stdout("echo $A") == b"1\n"
+
+
+def test_a_deleted_directory_is_named(client: Client) -> None:
+    """The reply names the directory that was, and commands go on."""
+    assert client.reply("mkdir gone; cd gone; rmdir ../gone").cwd == "/mnt/workspace/gone"
+    assert client.stdout("cd /tmp; pwd") == b"/tmp\n"
+
+
+def test_a_directory_that_is_no_utf8_comes_back_exactly(client: Client) -> None:
+    """Directory names are bytes."""
+    reply = client.reply(r"d=$(printf 'x\377\n\342\200\250y'); mkdir \"$d\"; cd \"$d\"".replace('\\"', '"'))
+    assert reply.cwd.encode("utf-8", "surrogateescape") == b"/mnt/workspace/x\xff\n\xe2\x80\xa8y"
+
+
+@pytest.mark.parametrize(
+    "sabotage",
+    [
+        "command() { echo hijacked; }; read() { echo hijacked; }; echo() { command printf hijacked; }",
+        "alias command=false read=false echo=false unset=false case=false",
+        "IFS=0123456789",
+        "set -u; set -f",
+        "exec 3>&1 4>&2; exec </dev/null >/dev/null 2>&1",
+        "trap 'echo trapped' EXIT",
+        "PATH=/nowhere",
+        "set -x",
+    ],
+)
+def test_the_driver_withstands(client: Client, sabotage: str) -> None:
+    """What a command does to its shell does not change how the next one is run or reported."""
+    client.run(sabotage, timeout_ms=10_000)
+    reply = client.reply("(exit 7)", timeout_ms=10_000)
+    assert ending(reply) == (7, None, "exited", False)
+
+
+@pytest.mark.parametrize("sabotage", ["readonly __sk_n", "readonly IFS", "ulimit -n 3", "trap '' 50; readonly __sk_s"])
+def test_a_shell_broken_for_good_is_replaced(client: Client, sabotage: str) -> None:
+    """A command that breaks the driver costs the shell, never the commands after it."""
+    client.run(sabotage, timeout_ms=10_000)
+    assert client.run("echo works", timeout_ms=10_000).stdout == b"works\n"
+
+
+def test_a_long_command_runs(client: Client) -> None:
+    """A command of 1 MiB is taken whole."""
+    text = "x" * (1024 * 1024 - 20)
+    assert client.stdout(f"a='{text}'; echo ${{#a}}") == b"%d\n" % len(text)
+
+
+def test_a_trapped_signal_between_commands_is_handled(client: Client) -> None:
+    """A signal that the idle shell traps runs its trap; the shell goes on waiting, with all its state."""
+    client.run("kept() { echo kept; }; trap 'caught=yes; echo x >caught' USR1; export SHELL_PID=$$")
+    for _ in range(5):
+        client.run("rm -f caught; caught=; { sleep 0.01; kill -USR1 $SHELL_PID; } &")
+        wait_until(lambda: client.read_file("caught")[1] == b"x\n")  # without a command
+        assert client.stdout("kept; echo $caught") == b"kept\nyes\n"
+
+
+def test_a_storm_of_signals_costs_no_command(client: Client) -> None:
+    """While a job signals the shell without end, which traps it, each command runs once and only once."""
+    client.run(
+        "kept() { echo kept; }; trap : USR1; SHELL_PID=$$; { while kill -USR1 $SHELL_PID; do :; done; } & job=$!"
+    )
+    for number in range(60):
+        assert client.reply(f"echo {number} >>log", timeout_ms=15_000).cause == "exited"
+    assert client.run("kill $job; kept", timeout_ms=15_000).stdout == b"kept\n"
+    assert client.stdout("cat log").split() == [b"%d" % number for number in range(60)]
+
+
+def test_a_stolen_command_is_run_after_all(client: Client) -> None:
+    """A job that takes the shell's line from its FIFO delays the command; another shell runs it, once."""
+    client.run("export A=1; { read line </run/sandkasten/ctl; echo $line >stolen; } & sleep 0.1")
+    outcome = client.run("cat stolen; echo $A >>ran", timeout_ms=15_000)
+    if outcome.stdout:  # the job was first: the line is the first attempt's
+        assert outcome.reply.shell_restarted
+    assert client.stdout("cat ran") == b"1\n"
+
+
+def test_forged_statuses_do_not_confuse_the_queue(client: Client) -> None:
+    """A job that floods the status FIFO spoils results of its own sandbox at most; commands go on."""
+    client.run("{ yes 'x 0' | head -c 300000; echo 999 0; echo 0 0; printf '\\377\\n'; } >/run/sandkasten/status 2>&1")
+    assert [client.stdout(f"echo {number}") for number in range(5)] == [b"%d\n" % number for number in range(5)]
+
+
+# One-command directory and variables ------------------------------------------------------------------------------
+
+
+def test_env_and_cwd_hold_for_one_command(client: Client) -> None:
+    """Directory and variables of a request are gone afterwards; what the command itself set stays."""
+    client.run("export OLD='1  x'; PLAIN=2; mkdir sub")
+    variables = {"OLD": "it's 2", "PLAIN": "3", "NEW": "\n"}
+    outcome = client.run("pwd; sh -c 'echo $OLD $NEW'; export MINE=3; cd /tmp", cwd="sub", env=variables)
+    assert outcome.stdout == b"/mnt/workspace/sub\nit's 2\n"
+    assert outcome.reply.cwd == "/mnt/workspace"
+    assert client.stdout("pwd; sh -c 'echo \"$OLD\" ${NEW-unset} ${PLAIN-unset} $MINE'; echo $PLAIN") == (
+        b"/mnt/workspace\n1  x unset unset 3\n2\n"
+    )
+
+
+def test_env_and_cwd_do_not_outlive_the_shell(client: Client) -> None:
+    """They do not leak through the state that a restarted shell gets."""
+    client.run("mkdir sub")
+    assert client.reply("exit 1", cwd="sub", env={"NEW": "1"}).cwd == "/mnt/workspace"
+    assert client.stdout("pwd; echo ${NEW-unset}") == b"/mnt/workspace\nunset\n"
+
+
+def test_a_missing_cwd_is_refused(client: Client) -> None:
+    """A directory that cannot be entered is an error, and the command does not run."""
+    answer = client.run("echo ran", cwd="/nowhere")
+    assert isinstance(answer.reply, Error)
+    assert (answer.reply.code, answer.stdout) == ("FILE_NOT_FOUND", b"")
+
+
+@pytest.mark.parametrize(
+    "options", [{"command": "a\0b"}, {"command": "a", "env": {"a b": "c"}}, {"command": "a", "timeout_ms": 0}]
+)
+def test_impossible_commands_are_refused(client: Client, options: dict[str, object]) -> None:
+    """A NUL, an impossible variable name or a non-positive time limit is BAD_REQUEST."""
+    answer = client.run(**options).reply  # type: ignore[arg-type]
+    assert isinstance(answer, Error)
+    assert answer.code == "BAD_REQUEST"
+    assert client.stdout("echo next") == b"next\n"
+
+
+# Set-up -----------------------------------------------------------------------------------------------------------
+
+
+def test_setup_tells_the_shell(sandbox: Sandbox) -> None:
+    """Hello answers before and after Setup; an unknown preference falls back to what there is."""
+    client = sandbox.connect()
+    from runner.protocol import Hello
+
+    assert client.ask(Hello()) == HelloReply("", "/mnt/workspace")
+    assert client.ask(Setup(shell="zsh-not-here")) == HelloReply("/bin/bash", "/mnt/workspace")
+
+
+def test_a_command_before_setup_is_refused(sandbox: Sandbox) -> None:
+    """Without a shell there is an answer, not silence."""
+    answer = sandbox.connect().run("echo").reply
+    assert isinstance(answer, Error)
+    assert answer.code == "BAD_REQUEST"
+
+
+def test_a_shell_that_cannot_start_is_an_error(sandbox: Sandbox) -> None:
+    """An image whose shell is no shell gives SHELL_FAILED, and PID 1 goes on."""
+    client = sandbox.connect()
+    client.ask(Setup(shell="/bin/true"))
+    answer = client.run("echo").reply
+    assert isinstance(answer, Error)
+    assert answer.code == "SHELL_FAILED"

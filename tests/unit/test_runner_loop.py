@@ -1,0 +1,83 @@
+"""The event loop: order, cancelled timers, and the wall no exception passes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from runner.loop import READ, Loop
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    made = Loop()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    ends = os.pipe()
+    yield ends
+    for fd in ends:
+        os.close(fd)
+
+
+def fail(*_arguments: object) -> None:
+    raise RuntimeError("a bug")
+
+
+def test_an_exception_goes_to_its_owner_and_no_further(loop: Loop, pipe: tuple[int, int]) -> None:
+    """A callback that raises, and an error handler that raises too, leave the loop running."""
+    errors: list[Exception] = []
+    loop.watch(pipe[0], READ, fail, errors.append)
+    loop.call_soon(fail, errors.append)
+    loop.call_later(0.0, fail, fail)
+    os.write(pipe[1], b"x")
+    loop.run_once()
+    loop.unwatch(pipe[0])
+    assert [str(error) for error in errors] == ["a bug", "a bug"]
+
+
+def test_timers_come_in_order_and_cancelled_ones_never(loop: Loop) -> None:
+    """Deadlines decide, not the order of asking."""
+    called: list[str] = []
+    loop.call_later(0.002, lambda: called.append("second"), fail)
+    loop.call_later(0.001, lambda: called.append("first"), fail)
+    loop.call_later(0.0015, lambda: called.append("never"), fail).cancel()
+    while len(called) < 2:
+        loop.run_once()
+    assert called == ["first", "second"]
+
+
+def test_cancelled_timers_are_forgotten(loop: Loop) -> None:
+    """A limit far away that is cancelled for each of many commands takes no memory for long."""
+    for _ in range(10_000):
+        loop.call_later(3600.0, fail, fail).cancel()
+    assert loop.pending_timers < 200
+
+
+def test_an_event_of_a_closed_descriptor_is_not_delivered(loop: Loop, pipe: tuple[int, int]) -> None:
+    """What is unwatched within a batch hears nothing more of that batch, not even as a new owner of the number."""
+    other = os.pipe()
+    heard: list[str] = []
+
+    def replace(_events: int) -> None:
+        for fd, name in ((pipe[0], "one"), (other[0], "two")):
+            loop.unwatch(fd)
+            loop.watch(fd, READ, lambda _events, name=name: heard.append(f"new {name}"), fail)  # type: ignore[misc]
+        heard.append("replaced")
+
+    loop.watch(pipe[0], READ, replace, fail)
+    loop.watch(other[0], READ, replace, fail)
+    os.write(pipe[1], b"x")
+    os.write(other[1], b"x")
+    loop.run_once()
+    assert heard == ["replaced"]
+    loop.run_once()
+    assert sorted(heard) == ["new one", "new two", "replaced"]
+    loop.unwatch(other[0])
+    for fd in other:
+        os.close(fd)

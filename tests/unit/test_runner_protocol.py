@@ -1,0 +1,147 @@
+"""The frames and messages between daemon and runner: exact, bounded, and in error for good after an error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner import protocol
+from runner.protocol import (
+    ANSWERS,
+    FROM_DAEMON,
+    FROM_RUNNER,
+    REQUESTS,
+    Exec,
+    ExecReply,
+    Frame,
+    FrameDecoder,
+    Kind,
+    ProtocolError,
+    encode_frame,
+    encode_header,
+)
+
+LIMIT = 64
+
+frames = st.tuples(st.sampled_from(sorted(FROM_RUNNER)), st.binary(max_size=LIMIT))
+texts = st.text(st.characters(codec="utf-8")) | st.text(max_size=5)
+numbers = st.integers(-(2**70), 2**70)
+
+execs = st.builds(
+    Exec,
+    exec_id=texts,
+    command=texts,
+    timeout_ms=st.none() | numbers,
+    cwd=st.none() | texts,
+    env=st.dictionaries(texts, texts, max_size=3),
+    stdin=st.booleans(),
+)
+requests = st.one_of(
+    execs,
+    st.builds(protocol.Hello, version=numbers),
+    st.builds(protocol.Setup, env=st.dictionaries(texts, texts, max_size=3), shell=texts, version=numbers),
+    st.builds(protocol.ReadFile, path=texts, max_bytes=numbers),
+    st.builds(protocol.WriteFile, path=texts),
+)
+
+
+def decode(stream: list[bytes]) -> tuple[list[Frame], bool]:
+    """Return the frames in the pieces of a stream, and whether it broke the protocol."""
+    decoder = FrameDecoder(FROM_RUNNER, max_body_bytes=LIMIT)
+    found: list[Frame] = []
+    try:
+        for piece in stream:
+            decoder.feed(piece)
+            found.extend(decoder)
+    except ProtocolError:
+        return found, True
+    return found, False
+
+
+@given(st.lists(frames))
+def test_frames_come_back(sent: list[Frame]) -> None:
+    """What is encoded is decoded."""
+    assert decode([b"".join(encode_frame(*frame) for frame in sent)]) == (sent, False)
+
+
+@given(st.binary(max_size=200) | st.lists(frames).map(lambda sent: b"".join(encode_frame(*each) for each in sent)))
+def test_cuts_do_not_matter(stream: bytes) -> None:
+    """A stream in one piece and byte by byte gives the same frames and the same error, garbage included."""
+    assert decode([stream]) == decode([stream[index : index + 1] for index in range(len(stream))])
+
+
+@given(st.binary(max_size=100), st.binary(max_size=20))
+def test_an_error_stays(garbage: bytes, more: bytes) -> None:
+    """After an error every further call fails, whatever comes."""
+    decoder = FrameDecoder(FROM_RUNNER, max_body_bytes=LIMIT)
+    decoder.feed(encode_header(Kind.STDOUT, LIMIT + 1) + garbage)
+    with pytest.raises(ProtocolError):
+        next(decoder)
+    with pytest.raises(ProtocolError):
+        decoder.feed(more)
+    with pytest.raises(ProtocolError):
+        next(decoder)
+    assert decoder.buffered_bytes == 0
+
+
+@pytest.mark.parametrize("kind", sorted(FROM_DAEMON - FROM_RUNNER))
+def test_frames_of_the_other_direction_are_refused(kind: Kind) -> None:
+    """The daemon takes no request, and no unknown kind, from a runner."""
+    assert decode([encode_frame(kind)]) == ([], True)
+
+
+@given(requests)
+def test_requests_come_back(request: Any) -> None:
+    """Every request survives the wire, as ASCII."""
+    body = REQUESTS.encode(request)
+    assert body.isascii()
+    assert REQUESTS.decode(body) == request
+
+
+@given(st.binary(max_size=30))
+def test_a_directory_of_any_bytes_comes_back(name: bytes) -> None:
+    """A surrogate-escaped path in an answer survives the wire."""
+    cwd = "/" + name.decode("utf-8", "surrogateescape")
+    reply = ExecReply("x", 0, None, "exited", cwd, 1, shell_restarted=False)
+    assert ANSWERS.decode(ANSWERS.encode(reply)).cwd.encode("utf-8", "surrogateescape") == b"/" + name
+
+
+@given(st.binary(max_size=50) | st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=3), st.lists)
+       .map(lambda value: json.dumps(value).encode()))  # fmt: skip
+def test_garbage_is_no_message(body: bytes) -> None:
+    """Whatever is not a message is a ProtocolError, never another exception."""
+    with pytest.raises(ProtocolError):
+        ANSWERS.decode(body)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"exit_code": True},
+        {"exit_code": 1.0},
+        {"exit_code": "1"},
+        {"exit_code": None},
+        {"signal": "9"},
+        {"cause": "bored"},
+        {"shell_restarted": 0},
+        {"cwd": None},
+        {"extra": 1},
+        {"type": "Exec"},
+        {"type": 7},
+    ],
+)
+def test_a_wrong_field_is_refused(change: dict[str, Any]) -> None:
+    """Types are exact and no field is unknown or missing."""
+    reply = ExecReply("x", 0, None, "exited", "/", 1, shell_restarted=False)
+    body = {"type": "ExecReply", **dataclasses.asdict(reply)}
+    assert ANSWERS.decode(json.dumps(body).encode()) == reply
+    with pytest.raises(ProtocolError):
+        ANSWERS.decode(json.dumps(body | change).encode())
+    for name in dataclasses.asdict(reply):
+        with pytest.raises(ProtocolError):
+            ANSWERS.decode(json.dumps({key: value for key, value in body.items() if key != name}).encode())
