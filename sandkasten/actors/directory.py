@@ -1,11 +1,11 @@
 """Which sessions are alive, by id: their `Ref`s and their latest state, readable by all without asking.
 
-The `sessions` actor adds and removes entries, each session actor publishes its own state; nobody else writes.
+The `sessions` actor adds and removes entries; an entry shows the session as its actor has it at that moment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import attrs
 
@@ -13,12 +13,16 @@ from sandkasten.actors.actor import Ref
 from sandkasten.model import Session
 
 
-@attrs.define
+@attrs.frozen
 class Entry:
-    """One live session."""
+    """One live session. `view` returns its state now."""
 
     ref: Ref
-    session: Session
+    view: Callable[[], Session]
+
+    @property
+    def session(self) -> Session:
+        return self.view()
 
 
 class SessionDirectory:
@@ -42,14 +46,8 @@ class SessionDirectory:
     def get(self, session_id: str) -> Entry | None:
         return self._entries.get(session_id)
 
-    def add(self, ref: Ref, session: Session) -> None:
-        self._entries[session.id] = Entry(ref, session)
-
-    def publish(self, session: Session) -> None:
-        """Replace the state of a session that is listed."""
-        entry = self._entries.get(session.id)
-        if entry is not None:
-            entry.session = session
+    def add(self, session_id: str, ref: Ref, view: Callable[[], Session]) -> None:
+        self._entries[session_id] = Entry(ref, view)
 
     def remove(self, session_id: str) -> None:
         self._entries.pop(session_id, None)

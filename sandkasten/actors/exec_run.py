@@ -16,6 +16,7 @@ import trio
 from runner import protocol
 from runner.protocol import CHUNK_BYTES, Kind
 from sandkasten.actors.actor import Reply
+from sandkasten.actors.output import Collector
 from sandkasten.errors import InvalidRequest, RunnerLost, RunnerProtocolError, SandboxError, SandkastenError
 from sandkasten.model import ExecEnd, ExecSpec, Output, Stream
 from sandkasten.runtime.runner_link import RunnerConnection, RunnerLink, decode_answer
@@ -32,13 +33,15 @@ _STREAMS = {Kind.STDOUT: Stream.STDOUT, Kind.STDERR: Stream.STDERR}
 class ExecRun:
     """A command from its request to its end; implements `supervisor.ExecStream`."""
 
-    def __init__(self, spec: ExecSpec, timeout_ms: int) -> None:
+    def __init__(self, spec: ExecSpec, timeout_ms: int, collector: Collector | None = None) -> None:
+        """With a `collector` the output goes there and iteration gives nothing."""
         self.spec = spec
         self.timeout_ms = timeout_ms
         self._exec_id = spec.exec_id or secrets.token_hex(8)
         self.started_at: float | None = None
         self.scope = trio.CancelScope()
         """Cancelling it closes the connection, which cancels the command in the sandbox."""
+        self._collector = collector
         self._pieces, self._reader = trio.open_memory_channel[Output](_CHANNEL_PIECES)
         self._end: Reply[ExecEnd] = Reply()
         self._has_ended = False
@@ -84,6 +87,10 @@ class ExecRun:
         self._has_ended = True
         self._end.fail(error)
         self._pieces.close()
+
+    def answer(self, reply: Reply[ExecEnd]) -> None:
+        """Answer with the end this command had."""
+        self._end.copy_to(reply)
 
     async def drive(self, link: RunnerLink, started: Reply[None]) -> protocol.ExecReply:
         """Run the command to its end and return how it ended.
@@ -132,10 +139,7 @@ class ExecRun:
     async def _receive(self, connection: RunnerConnection, started: Reply[None]) -> protocol.ExecReply:
         sequence = 0
         while True:
-            with trio.move_on_at(self._answer_by()) as patience:
-                kind, body = await connection.receive()
-            if patience.cancelled_caught:
-                raise RunnerProtocolError("the sandbox's init did not end the command in time")
+            kind, body = await connection.receive(deadline=self._answer_by())
             if kind in _STREAMS:
                 sequence += 1
                 await self._hand_out(Output(_STREAMS[kind], body, sequence))
@@ -159,6 +163,9 @@ class ExecRun:
         return self.started_at + self.timeout_ms / 1000 + self._waited_for_reader_s + _RUNNER_PATIENCE_S
 
     async def _hand_out(self, piece: Output) -> None:
+        if self._collector is not None:
+            self._collector.add(piece)
+            return
         try:
             self._pieces.send_nowait(piece)
         except trio.WouldBlock:

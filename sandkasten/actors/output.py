@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from sandkasten.actors.exec_run import ExecRun
-from sandkasten.model import ExecResult, Stream
+from sandkasten.model import ExecEnd, ExecResult, Output, Stream
 
 _MAX_CHARACTER_BYTES: Final = 4
 
@@ -61,20 +60,25 @@ def _without_cut_start(data: bytes) -> bytes:
     return data[skip:]
 
 
-async def collect(run: ExecRun, cap_bytes: int) -> ExecResult:
-    """Read a command's output to its end and return the result."""
-    both = CappedBytes(cap_bytes)
-    streams = {Stream.STDOUT: CappedBytes(cap_bytes), Stream.STDERR: CappedBytes(cap_bytes)}
-    async for piece in run:
-        both.add(piece.data)
-        streams[piece.stream].add(piece.data)
-    end = await run.wait_end()
-    output = both.value()
-    return ExecResult(
-        end=end,
-        output=output,
-        stdout=streams[Stream.STDOUT].value(),
-        stderr=streams[Stream.STDERR].value(),
-        bytes_total=both.total,
-        bytes_omitted=both.total - len(output),
-    )
+class Collector:
+    """Takes a command's output piece by piece and makes its result."""
+
+    def __init__(self, cap_bytes: int) -> None:
+        self._both = CappedBytes(cap_bytes)
+        self._streams = {Stream.STDOUT: CappedBytes(cap_bytes), Stream.STDERR: CappedBytes(cap_bytes)}
+
+    def add(self, piece: Output) -> None:
+        self._both.add(piece.data)
+        self._streams[piece.stream].add(piece.data)
+
+    def result(self, end: ExecEnd) -> ExecResult:
+        """Return the result of the command that ended like this."""
+        output = self._both.value()
+        return ExecResult(
+            end=end,
+            output=output,
+            stdout=self._streams[Stream.STDOUT].value(),
+            stderr=self._streams[Stream.STDERR].value(),
+            bytes_total=self._both.total,
+            bytes_omitted=self._both.total - len(output),
+        )

@@ -19,11 +19,22 @@ import trio
 from runner import protocol as runner_protocol
 from sandkasten.actors import store as store_actor
 from sandkasten.actors import zygote as zygote_actor
-from sandkasten.actors.actor import DEFERRED, Actor, Ref, Reply
+from sandkasten.actors.actor import DEFERRED, Actor, Deferred, Ref, Reply
 from sandkasten.actors.exec_account import Account, cut_short
 from sandkasten.actors.exec_run import ExecRun, is_lost
 from sandkasten.actors.lease import Lease
-from sandkasten.actors.session_messages import Borrow, Destroy, Died, Expire, Loan, Message, OpenExec, Stats, Update
+from sandkasten.actors.session_messages import (
+    Borrow,
+    Destroy,
+    Died,
+    Expire,
+    Loan,
+    Message,
+    OpenExec,
+    RunExec,
+    Stats,
+    Update,
+)
 from sandkasten.actors.session_setup import Creation, Services
 from sandkasten.errors import (
     Overloaded,
@@ -36,7 +47,7 @@ from sandkasten.errors import (
     ZygoteLost,
 )
 from sandkasten.lifecycle import USABLE, Event, next_status
-from sandkasten.model import Cause, Session, SessionPatch
+from sandkasten.model import Cause, ExecEnd, Session, SessionPatch
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from sandkasten.runtime.oom_event import OomEvent
 from sandkasten.runtime.plan import plan_limits, plan_sandbox
@@ -68,6 +79,7 @@ class SessionActor(Actor):
         self._record = record
         self._creation = creation
         self._services = services
+        self._renewed: tuple[datetime, datetime] | None = None
         self._lease = Lease()
         self._persisted_at = -math.inf
         self._runs: list[ExecRun] = []
@@ -80,11 +92,16 @@ class SessionActor(Actor):
     @property
     def session(self) -> Session:
         """The session as it is now."""
-        return self._record.session
+        return self.record.session
 
     @property
     def record(self) -> SessionRecord:
-        """The session's durable record as it is now."""
+        """The session's durable record as it is now, made when it is asked for: each command renews the lease."""
+        if self._renewed is not None:
+            last_activity, expires_at = self._renewed
+            session = attrs.evolve(self._record.session, last_activity=last_activity, expires_at=expires_at)
+            self._record = attrs.evolve(self._record, session=session)
+            self._renewed = None
         return self._record
 
     # Life -------------------------------------------------------------------------------------------------------
@@ -128,7 +145,9 @@ class SessionActor(Actor):
     async def handle(self, message: Message) -> Any:
         match message:
             case OpenExec(run):
-                return self._open_exec(run)
+                return self._open_exec(run, starts=self._current)
+            case RunExec(run):
+                return self._open_exec(run, ends=self._current)
             case Borrow():
                 return self._lend()
             case Stats():
@@ -226,7 +245,10 @@ class SessionActor(Actor):
 
     # Work -------------------------------------------------------------------------------------------------------
 
-    def _open_exec(self, run: ExecRun) -> object:
+    def _open_exec(
+        self, run: ExecRun, *, starts: Reply[None] | None = None, ends: Reply[ExecEnd] | None = None
+    ) -> Deferred:
+        """Begin to run a command; answer one of both when it starts, or ends."""
         self._require_usable()
         limit = self._services.shell_queue_length
         if len(self._runs) >= limit:
@@ -238,25 +260,28 @@ class SessionActor(Actor):
                 age_ms=round(age_s * 1000),
                 queue_length=limit,
             )
-        assert self._current is not None
         self._runs.append(run)
         self._begin_activity()
-        self._nursery.start_soon(self._run_exec, run, self._current)
+        self._nursery.start_soon(self._run_exec, run, starts or Reply(), ends or Reply())
         return DEFERRED
 
-    async def _run_exec(self, run: ExecRun, started: Reply[None]) -> None:
+    async def _run_exec(self, run: ExecRun, started: Reply[None], ended: Reply[ExecEnd]) -> None:
         assert self._link is not None
         account = Account.open(self._stats)
         try:
             with run.scope:
                 reply = await run.drive(self._link, started)
                 run.finish(account.close(run, reply, self._stats))
-                self._change(cwd=reply.cwd)
+                if reply.cwd != self._record.session.cwd:
+                    self._change(cwd=reply.cwd)
             if not run.has_ended:  # its reader left, which cancelled it
                 run.finish(cut_short(run, Cause.CANCELLED, self.session.cwd))
         except SandkastenError as error:
             await self._judge(run, started, error)
         finally:
+            if not run.has_ended:
+                run.finish(cut_short(run, Cause.SANDBOX_DIED, self._record.session.cwd))
+            run.answer(ended)
             started.fail(self.gone())  # no effect when it was answered
             self._runs.remove(run)
             self._end_activity()
@@ -321,16 +346,16 @@ class SessionActor(Actor):
                 self._persist_soon()
 
     def _renew(self) -> None:
-        moment, lifetime_left_s = datetime.now(UTC), None
-        if self._record.max_lifetime_s is not None:
-            lifetime_left_s = self._record.max_lifetime_s - (moment - self.session.created_at).total_seconds()
-        remaining_s = self._lease.renew(ttl_s=self.session.ttl_s, lifetime_left_s=lifetime_left_s)
-        self._change(last_activity=moment, expires_at=moment + timedelta(seconds=remaining_s))
+        record, moment, lifetime_left_s = self._record, datetime.now(UTC), None
+        if record.max_lifetime_s is not None:
+            lifetime_left_s = record.max_lifetime_s - (moment - record.session.created_at).total_seconds()
+        remaining_s = self._lease.renew(ttl_s=record.session.ttl_s, lifetime_left_s=lifetime_left_s)
+        self._renewed = (moment, moment + timedelta(seconds=remaining_s))
 
     def _persist_soon(self) -> None:
         self._persisted_at = trio.current_time()
         try:
-            self._services.store.tell(store_actor.Put(self._record))
+            self._services.store.tell(store_actor.Put(self.record))
         except SandkastenError as error:  # the next renewal or state change writes it
             log.warning("lease_not_persisted", extra={"session": self.session.id, "error": str(error)})
 
@@ -367,14 +392,14 @@ class SessionActor(Actor):
     # Record -----------------------------------------------------------------------------------------------------
 
     def _change(self, **changes: Any) -> None:  # fields of Session
-        if "status" in changes and changes["status"] is not self.session.status:
-            changes["epoch"] = self.session.epoch + 1
-        self._record = attrs.evolve(self._record, session=attrs.evolve(self.session, **changes))
-        self._services.directory.publish(self.session)
+        session = self.session
+        if "status" in changes and changes["status"] is not session.status:
+            changes["epoch"] = session.epoch + 1
+        self._record = attrs.evolve(self._record, session=attrs.evolve(session, **changes))
 
     async def _put(self) -> None:
         self._persisted_at = trio.current_time()
-        await self._services.store.ask(store_actor.Put(self._record))
+        await self._services.store.ask(store_actor.Put(self.record))
 
 
 class _Marks:

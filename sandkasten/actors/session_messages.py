@@ -7,13 +7,20 @@ import trio
 
 from sandkasten.actors.actor import Ask
 from sandkasten.actors.exec_run import ExecRun
-from sandkasten.model import Session, SessionPatch, SessionStats
+from sandkasten.model import ExecEnd, Session, SessionPatch, SessionStats
 from sandkasten.runtime.runner_link import RunnerLink
 
 
 @attrs.frozen
 class OpenExec(Ask[None]):
     """Run a command; answered when the shell has taken it."""
+
+    run: ExecRun
+
+
+@attrs.frozen
+class RunExec(Ask[ExecEnd]):
+    """Run a command whose output is collected; answered with its end."""
 
     run: ExecRun
 
@@ -58,4 +65,4 @@ class Died:
     reason: str
 
 
-Message = OpenExec | Borrow | Stats | Update | Destroy | Expire | Died
+Message = OpenExec | RunExec | Borrow | Stats | Update | Destroy | Expire | Died

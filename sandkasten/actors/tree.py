@@ -25,9 +25,9 @@ from sandkasten.actors.actor import Ask, R, Ref
 from sandkasten.actors.directory import Entry, SessionDirectory
 from sandkasten.actors.exec_run import ExecRun
 from sandkasten.actors.files import LocalFileReader, LocalFileWriter, open_reader, open_writer
-from sandkasten.actors.output import collect
+from sandkasten.actors.output import Collector
 from sandkasten.actors.session import ended_error
-from sandkasten.actors.session_messages import Borrow, Destroy, Loan, OpenExec, Stats, Update
+from sandkasten.actors.session_messages import Borrow, Destroy, Loan, OpenExec, RunExec, Stats, Update
 from sandkasten.actors.sessions import Node
 from sandkasten.actors.supervisor import ChildSpec
 from sandkasten.config import Config
@@ -161,8 +161,8 @@ class LocalSupervisor:
     @asynccontextmanager
     async def _open_exec(self, session_id: str, spec: ExecSpec) -> AsyncIterator[ExecRun]:
         entry = await self._live(session_id)
-        run = ExecRun(spec, self._timeout_ms(spec))
         _check_command(spec, self._config.server.max_command_bytes)
+        run = ExecRun(spec, self._timeout_ms(spec))
         try:
             await entry.ref.ask(OpenExec(run))
             yield run
@@ -170,8 +170,14 @@ class LocalSupervisor:
             run.abandon()
 
     async def exec(self, session_id: str, spec: ExecSpec) -> ExecResult:
-        async with self.open_exec(session_id, spec) as run:
-            return await collect(run, self._config.server.output_cap_bytes)
+        entry = await self._live(session_id)
+        _check_command(spec, self._config.server.max_command_bytes)
+        collector = Collector(self._config.server.output_cap_bytes)
+        run = ExecRun(spec, self._timeout_ms(spec), collector)
+        try:
+            return collector.result(await entry.ref.ask(RunExec(run)))
+        finally:
+            run.abandon()
 
     def _timeout_ms(self, spec: ExecSpec) -> int:
         maximum = self._config.defaults.max_exec_timeout_ms

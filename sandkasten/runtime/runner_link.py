@@ -11,10 +11,11 @@ Sources: unix(7), proc(5) on /proc/self/fd.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +39,23 @@ from sandkasten.errors import RunnerLost, RunnerProtocolError
 from sandkasten.runtime.paths import RUNNER_SOCKET
 
 _MAX_IDLE = 4
-_RECEIVE_BYTES = 4 * (CHUNK_BYTES + HEADER_BYTES)
+_FIRST_RECEIVE_BYTES = 16 * 1024
+_BULK_RECEIVE_BYTES = 4 * (CHUNK_BYTES + HEADER_BYTES)
 _CONNECT_PAUSE_S = 0.002
 
 
 class RunnerConnection:
-    """One connection to PID 1; carries one request at a time."""
+    """One connection to PID 1; carries one request at a time.
 
-    def __init__(self, sock: trio.socket.SocketType) -> None:
-        self._stream = trio.SocketStream(sock)
+    Works on the socket itself: trio's streams pass through the scheduler on every call, which on this path costs more
+    than the call.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        """`sock` is connected and non-blocking; owned from here on."""
+        self._socket = sock
         self._decoder = FrameDecoder(FROM_RUNNER, max_body_bytes=MAX_FRAME_BYTES)
+        self._receive_bytes = _FIRST_RECEIVE_BYTES
         self.is_idle = True
         self.is_sending = False
         self._send_lock = trio.Lock()
@@ -64,24 +72,21 @@ class RunnerConnection:
         """
         async with self._send_lock:
             self.is_sending = True
-            try:
-                await self._stream.send_all(encode_frame(kind, body))
-            except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-                raise RunnerLost("the sandbox closed the connection") from error
+            await self._send_all(memoryview(encode_frame(kind, body)))
             self.is_sending = False
 
-    async def receive(self) -> Frame:
+    async def receive(self, *, deadline: float = math.inf) -> Frame:
         """Return the next frame; REPLY and ERROR make the connection idle again.
 
         Raises:
             RunnerLost: PID 1 closed the connection, or is gone.
-            RunnerProtocolError: it sent something that is no frame of the contract.
+            RunnerProtocolError: it sent something that is no frame of the contract, or nothing until `deadline`.
         """
         while True:
             try:
                 kind, body = next(self._decoder)
             except StopIteration:
-                await self._fill()
+                self._decoder.feed(await self._receive_some(deadline))
                 continue
             except ProtocolError as error:
                 raise RunnerProtocolError(str(error)) from None
@@ -97,17 +102,44 @@ class RunnerConnection:
         return decode_answer(kind, body)
 
     def close(self) -> None:
-        """Close at once; what runs on it is cancelled in the sandbox."""
-        self._stream.socket.close()
+        """Close at once; what runs on it is cancelled in the sandbox. Tasks that wait here get `RunnerLost`."""
+        if self._socket.fileno() >= 0:
+            trio.lowlevel.notify_closing(self._socket)
+            self._socket.close()
 
-    async def _fill(self) -> None:
-        try:
-            data = await self._stream.receive_some(_RECEIVE_BYTES)
-        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-            raise RunnerLost("the sandbox closed the connection") from error
+    async def _send_all(self, data: memoryview) -> None:
+        with _lost_on_error():
+            while data:
+                try:
+                    data = data[self._socket.send(data) :]
+                except BlockingIOError:
+                    await trio.lowlevel.wait_writable(self._socket)
+
+    async def _receive_some(self, deadline: float) -> bytes:
+        """Return what has come, waiting for it if need be; always lets other tasks run."""
+        with _lost_on_error():
+            try:
+                data = self._socket.recv(self._receive_bytes)
+                await trio.lowlevel.checkpoint()
+            except BlockingIOError:
+                with trio.move_on_at(deadline) as patience:
+                    await trio.lowlevel.wait_readable(self._socket)
+                if patience.cancelled_caught:
+                    raise RunnerProtocolError("the sandbox's init did not answer in time") from None
+                data = self._socket.recv(self._receive_bytes)
         if not data:
             raise RunnerLost("the sandbox closed the connection")
-        self._decoder.feed(data)
+        if len(data) == self._receive_bytes:
+            self._receive_bytes = _BULK_RECEIVE_BYTES
+        return data
+
+
+@contextmanager
+def _lost_on_error() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, trio.ClosedResourceError) as error:  # ValueError: the descriptor is closed
+        raise RunnerLost("the sandbox closed the connection") from error
 
 
 def decode_answer(kind: Kind, body: bytes) -> Any:  # a member of runner.protocol.ANSWERS
@@ -160,16 +192,13 @@ class RunnerLink:
         while True:
             if self._closed:
                 raise RunnerLost("the session has ended")
-            sock = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             try:
-                await sock.connect(f"/proc/self/fd/{self._dir_fd}/{RUNNER_SOCKET}")
+                sock.connect(f"/proc/self/fd/{self._dir_fd}/{RUNNER_SOCKET}")
             except OSError as error:
                 sock.close()
                 if error.errno != errno.EAGAIN:  # its backlog is full for the moment
                     raise RunnerLost("the sandbox accepts no connection") from error
                 await trio.sleep(_CONNECT_PAUSE_S)
-            except BaseException:
-                sock.close()
-                raise
             else:
                 return RunnerConnection(sock)
