@@ -35,7 +35,8 @@ class Engine:
         self.shell: Shell | None = None
 
     def set_up(self, preferred: str, env: Mapping[str, str]) -> bool:
-        """Start the shell; return whether the image has one. A second call changes nothing."""
+        """Have the shell started once the answer is out; return whether the image has one. A second call changes
+        nothing."""
         if self.shell is not None:
             return True
         argv = find_shell(preferred)
@@ -51,7 +52,7 @@ class Engine:
             on_error=self._on_error,
         )
         self.shell = Shell(self._context, argv=argv, env=env, events=events)
-        self.shell.start()
+        self._context.loop.call_later(0.0, self.shell.ensure_starting, self._on_error)
         return True
 
     def submit(self, request: Exec, sink: Sink) -> Execution:
