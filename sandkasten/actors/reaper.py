@@ -43,6 +43,7 @@ class Reaper(Actor):
         self._store, self._zygote, self._sessions = store, zygote, sessions
         self._directory = directory
         self._suspects: frozenset[str] = frozenset()
+        self._orphans: frozenset[str] = frozenset()
         self._turn = trio.Lock()
 
     async def on_start(self) -> None:
@@ -65,7 +66,7 @@ class Reaper(Actor):
 
     async def _sweep(self) -> int:
         async with self._turn:
-            done = await self._reap_unowned() + await self._finish_begun()
+            done = await self._reap_unowned() + await self._finish_orphans()
             await self._store.ask(store_actor.ForgetEnded(datetime.now(UTC) - _KEEP_RECORDS))
             return done
 
@@ -80,12 +81,16 @@ class Reaper(Actor):
         self._suspects = unowned - self._suspects
         return reaped
 
-    async def _finish_begun(self) -> int:
-        """Finish sessions whose record says `destroying` though no actor works on them."""
+    async def _finish_orphans(self) -> int:
+        """Finish sessions whose record says that they live though no actor works on them."""
         records = await self._store.ask(store_actor.LiveSessions())
-        finished = 0
-        for record in records:
-            if record.session.status is Status.DESTROYING and not self._directory.owns(record.session.id):
-                await self._sessions.ask(sessions_actor.Forget(record.session.id))
-                finished += 1
-        return finished
+        orphans = {each.session.id: each for each in records if not self._directory.owns(each.session.id)}
+        due = [
+            session_id
+            for session_id, record in orphans.items()
+            if record.session.status is Status.DESTROYING or session_id in self._orphans
+        ]
+        for session_id in due:
+            await self._sessions.ask(sessions_actor.Forget(session_id))
+        self._orphans = frozenset(orphans) - frozenset(due)
+        return len(due)

@@ -44,7 +44,6 @@ from sandkasten.errors import (
     SandkastenError,
     SessionExpired,
     ShellBusy,
-    ZygoteLost,
 )
 from sandkasten.lifecycle import USABLE, Event, next_status
 from sandkasten.model import Cause, ExecEnd, Session, SessionPatch
@@ -180,9 +179,10 @@ class SessionActor(Actor):
             image_kind=creation.image_kind,
         )
         if session.workspace_id is not None:
-            await self._services.zygote.ask(zygote_actor.MakeWorkspace(session.workspace_id))
+            make = zygote_actor.MakeWorkspace(session.workspace_id)
+            await zygote_actor.ask_patiently(self._services.zygote, make)
             marks.mark("workspace")
-        self._hold(await self._services.zygote.ask(zygote_actor.Build(plan)))
+        self._hold(await zygote_actor.ask_when_up(self._services.zygote, zygote_actor.Build(plan)))
         marks.mark("build")
         setup = runner_protocol.Setup(env=dict(creation.env), shell=creation.resolved.shell)
         await self._greet(setup)
@@ -192,7 +192,8 @@ class SessionActor(Actor):
 
     async def _adopt(self) -> None:
         """Take over a sandbox that outlived its daemon, shell state and all."""
-        self._hold(await self._services.zygote.ask(zygote_actor.Attach(self.session.id)))
+        attach = zygote_actor.Attach(self.session.id)
+        self._hold(await zygote_actor.ask_patiently(self._services.zygote, attach))
         await self._greet(runner_protocol.Hello())
         self._change(acquire_detail="adopted")
         await self._put()
@@ -231,8 +232,8 @@ class SessionActor(Actor):
         self.stop()
         try:
             await self._put()
-            torn_down = await self._services.zygote.ask(zygote_actor.Teardown(self.session.id))
-        except ZygoteLost as error:  # the record says `destroying`; the reaper finishes it
+            torn_down = await zygote_actor.ask_patiently(self._services.zygote, zygote_actor.Teardown(self.session.id))
+        except SandkastenError as error:  # the reaper finishes it
             log.error("teardown_deferred", extra={"session": self.session.id, "error": str(error)})
             return self.session
         if event is Event.DIED and torn_down.oom_kills > 0:

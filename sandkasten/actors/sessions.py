@@ -28,7 +28,7 @@ from sandkasten.actors.session_messages import Destroy
 from sandkasten.actors.session_setup import Creation, Services
 from sandkasten.config import Config
 from sandkasten.errors import Capacity, Conflict, SandboxError, SandkastenError, SessionNotFound, ShuttingDown
-from sandkasten.lifecycle import Event, next_status
+from sandkasten.lifecycle import LIVE, Event, next_status
 from sandkasten.model import Session, SessionSpec, Status
 from sandkasten.reconcile import Action, Decision, plan_reconciliation
 from sandkasten.runtime.paths import DataPaths
@@ -68,7 +68,7 @@ class Create(Ask[Session]):
 
 @attrs.frozen
 class Forget(Ask[Session]):
-    """End a session that has no actor, because its teardown could not be finished before; answers its final state."""
+    """End a session that has no actor though its record says it lives; answers its final state."""
 
     session_id: str
 
@@ -111,7 +111,7 @@ class Sessions(Actor):
 
     async def on_start(self) -> None:
         self._directory.clear()
-        ready = await self._zygote.ask(zygote_actor.Node())
+        ready = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Node())
         self._services = Services(
             store=self._store,
             zygote=self._zygote,
@@ -290,7 +290,7 @@ class Sessions(Actor):
     async def _reconcile(self) -> None:
         """Adopt what runs as recorded, end the rest; answers come from the first request on, ends take their time."""
         records = await self._store.ask(store_actor.LiveSessions())
-        found = await self._zygote.ask(zygote_actor.Scan())
+        found = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Scan())
         decisions = plan_reconciliation(records, found)
         adopted = [self._start_actor(each.record, None) for each in _of(decisions, Action.ADOPT) if each.record]
         for each in _of(decisions, Action.FINISH):
@@ -322,7 +322,8 @@ class Sessions(Actor):
         """Tear down what is left of a session without an actor and write its final state."""
         try:
             async with self._ends:
-                await self._zygote.ask(zygote_actor.Teardown(record.session.id))
+                teardown = zygote_actor.Teardown(record.session.id)
+                await zygote_actor.ask_patiently(self._zygote, teardown)
                 if event is Event.NOT_FOUND:
                     status = next_status(record.session.status, event)
                 else:
@@ -350,9 +351,11 @@ class Sessions(Actor):
         record = await self._store.ask(store_actor.Get(session_id))
         if record is None:
             raise SessionNotFound("no such session", session_id=session_id)
-        if record.session.status is not Status.DESTROYING:
+        if record.session.status not in LIVE or self._directory.owns(session_id):
             return record.session
-        return await self._finish(record, record.ending or Event.DESTROY)
+        if record.session.status is Status.DESTROYING:
+            return await self._finish(record, record.ending or Event.DESTROY)
+        return await self._finish(record, Event.NOT_FOUND, reason="nothing answered for it any more")
 
 
 def _require_same(before: str, digest: str) -> None:

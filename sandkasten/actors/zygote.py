@@ -17,8 +17,8 @@ import attrs
 import trio
 
 from nsinit import protocol
-from sandkasten.actors.actor import Actor, Ask, Ref
-from sandkasten.errors import BuildFailed, ZygoteLost
+from sandkasten.actors.actor import Actor, Ask, R, Ref
+from sandkasten.errors import ActorGone, BuildFailed, ZygoteLost
 from sandkasten.runtime.fds import OwnedFd
 from sandkasten.runtime.zygote_link import Answer, NsinitProcess, ZygoteLink, failure_text, start_nsinit
 
@@ -28,6 +28,7 @@ _REQUEST_S = 30.0
 """Longer than anything nsinit does; a request that takes this long means that nsinit hangs."""
 
 _STOP_S = 10.0
+_RESTART_PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _LOG_LINE_BYTES = 16 * 1024
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
@@ -91,6 +92,29 @@ class Sandbox:
 
 
 Message = Node | Prepare | Build | Attach | Teardown | Scan | SetLimits | MakeWorkspace
+
+
+async def ask_when_up(zygote: Ref, message: Ask[R]) -> R:
+    """Wait for an nsinit that is being restarted, then ask once; for requests that may not be repeated."""
+    for pause_s in _RESTART_PAUSES_S:
+        if zygote.is_alive:
+            break
+        await trio.sleep(pause_s)
+    return await zygote.ask(message)
+
+
+async def ask_patiently(zygote: Ref, message: Ask[R]) -> R:
+    """Ask, and ask again while nsinit is being restarted; only for requests that may be repeated.
+
+    Raises:
+        ActorGone, ZygoteLost: it did not come back in time.
+    """
+    for pause_s in _RESTART_PAUSES_S:
+        try:
+            return await zygote.ask(message)
+        except (ActorGone, ZygoteLost):
+            await trio.sleep(pause_s)
+    return await zygote.ask(message)
 
 
 class Zygote(Actor):

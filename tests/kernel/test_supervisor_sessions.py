@@ -23,7 +23,7 @@ from sandkasten.errors import (
     SessionNotFound,
 )
 from sandkasten.model import Cause, ExecSpec, Limits, Session, SessionPatch, SessionSpec, Status
-from tests.leaks import descendants
+from tests.kernel.processes import init_pid, nsinit_pid
 from tests.waiting import until
 
 
@@ -33,43 +33,6 @@ async def _wait_for(supervisor: LocalSupervisor, session: Session, status: Statu
 
     await until(has_it)
     return await supervisor.get(session.id)
-
-
-def _init_pid(supervisor: LocalSupervisor, session: Session) -> int:
-    """Return the host's pid of the sandbox's PID 1, found by the host name in its own namespace."""
-    wanted = f"sk-{session.id[:8]}"
-    for pid, _ in descendants(os.getpid()):
-        status = Path(f"/proc/{pid}/status").read_text()
-        namespace_pids = next(line.split()[1:] for line in status.splitlines() if line.startswith("NSpid"))
-        if len(namespace_pids) > 1 and namespace_pids[-1] == "1" and _hostname(pid) == wanted:
-            return pid
-    raise AssertionError(f"no init process of {session.id}")
-
-
-def _hostname(pid: int) -> str:
-    """Return the host name of a process by a helper that joins its UTS namespace."""
-    read_fd, write_fd = os.pipe()
-    child = os.fork()
-    if child == 0:
-        import ctypes
-
-        fd = os.open(f"/proc/{pid}/ns/uts", os.O_RDONLY)
-        ctypes.CDLL(None).setns(fd, 0)
-        os.write(write_fd, os.uname().nodename.encode())
-        os._exit(0)
-    os.close(write_fd)
-    os.waitpid(child, 0)
-    with os.fdopen(read_fd, "rb") as pipe:
-        return pipe.read().decode()
-
-
-def _nsinit_pid() -> int:
-    for pid, _ in descendants(os.getpid()):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        if parent == os.getpid() and any(part.endswith(b"nsinit") for part in command):
-            return pid
-    raise AssertionError("nsinit is not running")
 
 
 async def test_a_session_runs_commands_and_ends(supervisor: LocalSupervisor) -> None:
@@ -147,7 +110,7 @@ async def test_a_sandbox_whose_init_dies_is_crashed_with_a_reason(supervisor: Lo
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run)
         await until(lambda: _is_running(supervisor, session))
-        os.kill(_init_pid(supervisor, session), signal.SIGKILL)
+        os.kill(init_pid(session), signal.SIGKILL)
         began = trio.current_time()
         crashed = await _wait_for(supervisor, session, Status.CRASHED)
         assert trio.current_time() - began < 1.0
@@ -252,7 +215,7 @@ async def test_two_daemons_do_not_share_a_data_directory(supervisor: LocalSuperv
 async def test_the_fork_server_may_die_and_sessions_go_on(supervisor: LocalSupervisor) -> None:
     """Running sandboxes don't notice; new ones wait for the next incarnation; teardown still works."""
     session = await supervisor.create(SessionSpec())
-    os.kill(_nsinit_pid(), signal.SIGKILL)
+    os.kill(nsinit_pid(), signal.SIGKILL)
     result = await supervisor.exec(session.id, ExecSpec("echo still here"))
     assert result.stdout == b"still here\n"
 

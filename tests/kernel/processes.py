@@ -1,0 +1,47 @@
+"""Finds the processes behind a supervisor of this test process, from outside."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from sandkasten.model import Session
+from tests.leaks import descendants
+
+
+def init_pid(session: Session) -> int:
+    """Return the host's pid of the sandbox's PID 1, found by the host name in its own namespace."""
+    wanted = f"sk-{session.id[:8]}"
+    for pid, _ in descendants(os.getpid()):
+        status = Path(f"/proc/{pid}/status").read_text()
+        namespace_pids = next(line.split()[1:] for line in status.splitlines() if line.startswith("NSpid"))
+        if len(namespace_pids) > 1 and namespace_pids[-1] == "1" and _hostname(pid) == wanted:
+            return pid
+    raise AssertionError(f"no init process of {session.id}")
+
+
+def _hostname(pid: int) -> str:
+    """Return the host name of a process by a helper that joins its UTS namespace."""
+    read_fd, write_fd = os.pipe()
+    child = os.fork()
+    if child == 0:
+        import ctypes
+
+        fd = os.open(f"/proc/{pid}/ns/uts", os.O_RDONLY)
+        ctypes.CDLL(None).setns(fd, 0)
+        os.write(write_fd, os.uname().nodename.encode())
+        os._exit(0)
+    os.close(write_fd)
+    os.waitpid(child, 0)
+    with os.fdopen(read_fd, "rb") as pipe:
+        return pipe.read().decode()
+
+
+def nsinit_pid() -> int:
+    """Return the pid of the fork server that this process started."""
+    for pid, _ in descendants(os.getpid()):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        if parent == os.getpid() and any(part.endswith(b"nsinit") for part in command):
+            return pid
+    raise AssertionError("nsinit is not running")

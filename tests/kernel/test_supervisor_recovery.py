@@ -1,0 +1,91 @@
+"""What the tree does when a part of it breaks: each is restarted, sessions go on, nothing is forgotten."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import attrs
+import pytest
+import trio
+
+from sandkasten.actors import reaper, store
+from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.lifecycle import Event
+from sandkasten.model import ExecSpec, SessionSpec, Status
+from tests.kernel.processes import nsinit_pid
+from tests.strategies import make_record
+from tests.waiting import until
+
+
+@attrs.frozen
+class Nonsense:
+    """A message no actor knows; handling it is a bug and ends the actor."""
+
+
+@pytest.mark.parametrize("name", ["_store", "_images", "_sessions", "_reaper"])
+async def test_an_actor_that_dies_of_a_bug_is_restarted_and_sessions_go_on(
+    supervisor: LocalSupervisor, name: str
+) -> None:
+    """The sandbox never notices; its shell state is there afterwards, and new sessions can be made."""
+    session = await supervisor.create(SessionSpec())
+    await supervisor.exec(session.id, ExecSpec("kept=yes"))
+    ref = getattr(supervisor, name)
+    ref.tell(Nonsense())
+
+    async def works() -> bool:
+        with trio.move_on_after(1):
+            result = await supervisor.exec(session.id, ExecSpec("echo $kept"))
+            return ref.is_alive and result.stdout == b"yes\n"
+        return False
+
+    async def is_back() -> bool:
+        try:
+            return await works()
+        except Exception:  # noqa: BLE001 - whatever the moment in between gives, it must pass
+            return False
+
+    await until(is_back)
+    await supervisor.create(SessionSpec())
+    assert (await supervisor.destroy(session.id)).status is Status.DESTROYED
+
+
+async def test_a_destroy_during_a_restart_of_the_fork_server_waits_for_it(supervisor: LocalSupervisor) -> None:
+    """The caller gets the final state, not an excuse."""
+    session = await supervisor.create(SessionSpec())
+    os.kill(nsinit_pid(), signal.SIGKILL)
+    assert (await supervisor.destroy(session.id)).status is Status.DESTROYED
+
+
+async def test_a_create_during_a_restart_of_the_fork_server_waits_for_it(supervisor: LocalSupervisor) -> None:
+    """Once the death was noticed, a create is late, not refused."""
+    os.kill(nsinit_pid(), signal.SIGKILL)
+
+    async def is_noticed() -> bool:
+        return not supervisor._zygote.is_alive
+
+    await until(is_noticed)
+    session = await supervisor.create(SessionSpec())
+    assert session.status is Status.RUNNING
+
+
+async def test_the_reaper_finishes_what_nobody_works_on(supervisor: LocalSupervisor) -> None:
+    """A begun end at once; a record that claims life without an actor after it was seen twice."""
+    begun = make_record("a" * 24, status=Status.DESTROYING, ending=Event.EXPIRE)
+    claimed = make_record("b" * 24, status=Status.RUNNING)
+    for record in (begun, claimed):
+        await supervisor._store.ask(store.Put(record))
+    await supervisor._reaper.ask(reaper.Sweep())
+    assert (await supervisor.get("a" * 24)).status is Status.EXPIRED
+    assert (await supervisor.get("b" * 24)).status is Status.RUNNING
+    await supervisor._reaper.ask(reaper.Sweep())
+    assert (await supervisor.get("b" * 24)).status is Status.LOST
+
+
+async def test_the_reaper_leaves_live_sessions_alone(supervisor: LocalSupervisor) -> None:
+    """However often it sweeps."""
+    session = await supervisor.create(SessionSpec())
+    for _ in range(3):
+        assert await supervisor.sweep() == 0
+    result = await supervisor.exec(session.id, ExecSpec("echo alive"))
+    assert result.stdout == b"alive\n"
