@@ -63,7 +63,9 @@ class _Front:
         except Exception as error:  # noqa: BLE001  # the edge: whatever it is, the client gets one kind of answer
             await _answer_error(exchange, error)
         elapsed_ms = (time.perf_counter() - started) * 1000
-        log.debug("%s %s: %d in %.1f ms", exchange.method, scope["path"], exchange.status, elapsed_ms)
+        level = logging.DEBUG if scope["path"] in PUBLIC_PATHS else logging.INFO
+        facts = {"method": exchange.method, "path": scope["path"], "status": exchange.status}
+        log.log(level, "request", extra=facts | {"duration_ms": round(elapsed_ms, 1)})
 
     async def _serve(self, exchange: Exchange) -> None:
         scope = exchange.scope

@@ -35,7 +35,7 @@ def serve(arguments: argparse.Namespace) -> int:
         raise Stop("\n".join(f"{check.name}: {check.detail}" for check in missing))
     key_is_given = config.api_key is not None
     config = with_key(config)
-    log.configure(config.server.log_level)
+    writer = log.configure(config.server.log_level)
     for notice in config.notices():
         print(f"note: {notice}")
     try:
@@ -44,6 +44,8 @@ def serve(arguments: argparse.Namespace) -> int:
         if reason := explain(error):
             raise Stop(reason) from error
         raise
+    finally:
+        writer.close()
     return 0
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -37,17 +38,24 @@ class Daemon:
 
     def wait_url(self) -> str:
         """Return the base URL it printed."""
-        deadline = START_S / 0.02
-        while deadline > 0:
-            for line in list(self.printed):
-                match = re.search(r"http://[\w.:\[\]]+", line)
-                if match and "curl" not in line:
-                    return match[0]
-            if self.process.poll() is not None:
+        line = self._wait_line(self.printed, r"listening on (http://[\w.:\[\]]+)")
+        return line[1]
+
+    def wait_log(self, pattern: str) -> None:
+        """Wait until a line of the log matches."""
+        self._wait_line(self.log, pattern)
+
+    def _wait_line(self, lines: list[str], pattern: str) -> re.Match[str]:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            has_ended = self.process.poll() is not None
+            for line in list(lines):
+                if match := re.search(pattern, line):
+                    return match
+            if has_ended:
                 break
             threading.Event().wait(0.02)
-            deadline -= 1
-        raise AssertionError("the daemon did not start:\n" + "\n".join([*self.printed, *self.log]))
+        raise AssertionError(f"no line matches {pattern}:\n" + "\n".join([*self.printed, *self.log]))
 
     def client(self, **options: object) -> httpx.Client:
         headers = {"Authorization": f"Bearer {KEY}"}

@@ -194,7 +194,9 @@ def test_the_log_names_sessions_and_requests_and_hides_commands_and_keys(
     client: httpx.Client, session: str, daemon: Daemon
 ) -> None:
     """What an operator may read holds neither the API key nor what a client ran."""
-    _exec(client, session, "echo a-private-command", env={"TOKEN": "a-private-value"})
+    body = {"cmd": "echo a-private-command", "env": {"TOKEN": "a-private-value"}}
+    client.post(f"/v1/sessions/{session}/exec", json=body, headers={"X-Request-ID": "traced-request"})
+    daemon.wait_log(f'"request_id": "traced-request", "session_id": "{session}"')
     text = "\n".join(daemon.log)
     assert session in text
     assert "a-private" not in text

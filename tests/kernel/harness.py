@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import nsinit
+from nsinit.builder import NAME as BUILDER
+from nsinit.forker import NAME as FORKER
 from nsinit.protocol import (
     ANSWERS,
     MAX_DATAGRAM_BYTES,
@@ -42,6 +44,7 @@ from nsinit.protocol import (
 )
 from runner import protocol as runner_protocol
 from runner.protocol import Exec, ExecReply, FrameDecoder, Kind, Setup, encode_frame
+from tests.leaks import descendants
 
 PATIENCE_S = 20.0
 ROOMY = Limits(memory_bytes=256 << 20, pids=64, cpu_quota_us=200_000)
@@ -142,6 +145,14 @@ class Nsinit:
         assert isinstance(self.ready, Ready)
         parents = [*self.ready.cgroup_dirs.values(), f"{self.data_dir}/sessions", f"{self.data_dir}/run"]
         return [f"{parent}/{session_id}" for parent in parents if os.path.lexists(f"{parent}/{session_id}")]
+
+    def processes(self) -> set[int]:
+        """Return the pids below nsinit that belong to a session or delete its files; its helpers are there for good."""
+        return {pid for pid, name in descendants(self.pid) if name not in (BUILDER, FORKER)}
+
+    def helpers(self, name: str) -> set[int]:
+        """Return the pids of nsinit's builders or of its forker."""
+        return {pid for pid, each in descendants(self.pid) if each == name}
 
     @property
     def log(self) -> str:

@@ -22,7 +22,6 @@ from tests.kernel.harness import (
     running,
     wait_until,
 )
-from tests.leaks import descendants
 
 needs_busybox = pytest.mark.skipif(not Path("/bin/busybox").exists(), reason="needs a static busybox")
 
@@ -36,7 +35,7 @@ def server() -> Iterator[Nsinit]:
 def _assert_nothing_left(server: Nsinit, session_id: str) -> None:
     assert server.traces(session_id) == []
     assert server.scan() == {}
-    wait_until(lambda: descendants(server.pid) == set(), "the process that deletes the trash ended")
+    wait_until(lambda: server.processes() == set(), "the process that deletes the trash ended")
 
 
 def test_the_host_sees_no_mount_of_a_sandbox(server: Nsinit) -> None:
@@ -179,7 +178,7 @@ def test_a_prepared_vessel_becomes_the_sandbox_of_its_id(server: Nsinit) -> None
     session_id = new_id()
     answer, _ = server.ask(Prepare, session_id=session_id)
     assert isinstance(answer, Ok)
-    (vessel,) = (pid for pid, _ in descendants(server.pid))
+    (vessel,) = server.processes()
     sandbox = server.build(host_plan(session_id))
     assert sandbox.pid == vessel
     assert sandbox.run("echo works").out == "works\n"
@@ -198,7 +197,7 @@ def test_a_vessel_that_died_fails_its_build_alone(server: Nsinit) -> None:
     """A killed vessel gives a clear failure and leaves nothing; the same id can be built again."""
     session_id = new_id()
     server.ask(Prepare, session_id=session_id)
-    (vessel,) = (pid for pid, _ in descendants(server.pid))
+    (vessel,) = server.processes()
     os.kill(vessel, signal.SIGKILL)
     failed = server.refused(host_plan(session_id))
     assert failed.stage == "child"

@@ -23,7 +23,6 @@ from tests.kernel.harness import (
     running,
     wait_until,
 )
-from tests.leaks import descendants
 
 
 @pytest.fixture
@@ -73,7 +72,7 @@ def test_a_fork_bomb_ends_with_its_session(server: Nsinit) -> None:
     sandbox.run("bomb() { bomb | bomb & }; bomb; sleep 0.2", timeout_ms=1000)
     assert sandbox.teardown().leftovers == ()
     assert server.traces(sandbox.session_id) == []
-    wait_until(lambda: descendants(server.pid) == set(), "the process that deletes the trash ended")
+    wait_until(lambda: server.processes() == set(), "the process that deletes the trash ended")
 
 
 def test_the_death_of_pid_1_takes_everything_and_shows_on_its_pidfd(server: Nsinit) -> None:
@@ -83,7 +82,7 @@ def test_the_death_of_pid_1_takes_everything_and_shows_on_its_pidfd(server: Nsin
     assert not _is_dead(sandbox.pidfd, 0)
     os.kill(sandbox.pid, signal.SIGKILL)
     assert _is_dead(sandbox.pidfd)
-    wait_until(lambda: descendants(server.pid) == set(), "the session's processes ended")
+    wait_until(lambda: server.processes() == set(), "the session's processes ended")
     assert server.scan()[sandbox.session_id].identity is None
     sandbox.teardown()
 

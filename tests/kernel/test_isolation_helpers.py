@@ -1,0 +1,218 @@
+"""nsinit's helpers: builders and the forker keep nothing of a session, and the death of one breaks one build."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nsinit import pid1
+from nsinit.builder import NAME as BUILDER
+from nsinit.builders import COUNT
+from nsinit.forker import NAME as FORKER
+from nsinit.pid1 import Init
+from nsinit.protocol import Build, Failed, Prepare, SandboxPlan, Teardown
+from tests.kernel.harness import Nsinit, data_directory, host_plan, new_id, running, wait_until
+
+NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "pid_for_children", "user", "uts")
+
+
+@pytest.fixture
+def server() -> Iterator[Nsinit]:
+    with data_directory() as data_dir, running(data_dir) as nsinit:
+        _wait_for_helpers(nsinit)
+        yield nsinit
+
+
+def _wait_for_helpers(server: Nsinit) -> set[int]:
+    wait_until(lambda: len(server.helpers(BUILDER) | server.helpers(FORKER)) == COUNT + 1, "the helpers started")
+    return server.helpers(BUILDER) | server.helpers(FORKER)
+
+
+def _holdings(pid: int) -> tuple[dict[str, str], list[str], str, set[str]]:
+    """Return what a process can reach: its namespaces, descriptors, mounts, and root and working directory."""
+    proc = Path(f"/proc/{pid}")
+    return (
+        {name: os.readlink(proc / "ns" / name) for name in NAMESPACES},
+        _descriptors(pid),
+        (proc / "mountinfo").read_text(),
+        {os.readlink(proc / "cwd"), os.readlink(proc / "root")},
+    )
+
+
+def _descriptors(pid: int) -> list[str]:
+    links = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed this instant
+            links.append(os.readlink(entry))
+    return sorted(links)
+
+
+def _all_holdings(server: Nsinit) -> dict[int, object]:
+    return {pid: _holdings(pid) for name in (BUILDER, FORKER) for pid in server.helpers(name)}
+
+
+def _fail_while_stopped(server: Nsinit, pids: set[int], plan: SandboxPlan, is_reached: Callable[[], bool]) -> Failed:
+    """Stop helpers, ask for a build, kill them once nsinit waits for them; return the answer."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    server.send(Build, plan=plan)
+    wait_until(lambda: is_reached() and _state(server.pid) == "S", "nsinit waits for its helper")
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    answer, _ = server.receive()
+    assert isinstance(answer, Failed), answer
+    return answer
+
+
+@contextlib.contextmanager
+def _frozen_sessions(server: Nsinit) -> Iterator[None]:
+    """Freeze the group that session cgroups are in: what is born there gets no further."""
+    if "unified" not in server.ready.cgroup_dirs:
+        pytest.skip("needs the unified hierarchy")
+    freeze = Path(server.ready.cgroup_dirs["unified"]) / "cgroup.freeze"
+    freeze.write_text("1")
+    try:
+        yield
+    finally:
+        freeze.write_text("0")
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
+
+
+def _is_alive(pid: int) -> bool:
+    return _state(pid) not in "ZX"
+
+
+def _assert_all_is_well(server: Nsinit, plan: SandboxPlan) -> None:
+    """Nothing of the failed build is left, and the same id can be built now."""
+    assert server.traces(plan.session_id) == []
+    assert server.scan() == {}
+    sandbox = server.build(plan)
+    assert sandbox.run("echo works").out == "works\n"
+    sandbox.teardown()
+
+
+def test_helpers_keep_nothing_of_a_session(server: Nsinit) -> None:
+    """While a sandbox runs and after it, helpers have the namespaces, descriptors and mounts they had before."""
+    server.build(host_plan()).teardown()
+    before = _all_holdings(server)
+    sandboxes = [server.build(host_plan()) for _ in range(4)]
+    prepared = new_id()
+    server.ask(Prepare, session_id=prepared)
+    assert _all_holdings(server) == before
+    for sandbox in sandboxes:
+        assert all(
+            os.readlink(f"/proc/{sandbox.pid}/ns/{name}") != os.readlink(f"/proc/{server.pid}/ns/{name}")
+            for name in ("mnt", "net", "pid", "user", "uts")
+        )
+        sandbox.teardown()
+    server.ask(Teardown, session_id=prepared)
+    assert _all_holdings(server) == before
+
+
+def test_helpers_keep_nothing_of_a_failed_build(server: Nsinit) -> None:
+    """A build that fails half-way, with the image's mounts in place, leaves nothing in the builder either."""
+    before = _all_holdings(server)
+    assert server.refused(host_plan(workspace_id="no-such-workspace")).stage == "workspace"
+    assert server.refused(host_plan(image="missing")).stage == "overlay root"
+    assert _all_holdings(server) == before
+
+
+def test_helpers_live_where_nsinit_lives(server: Nsinit) -> None:
+    """Between builds, a builder is in no other namespace than nsinit itself."""
+    server.build(host_plan()).teardown()
+    own = _holdings(server.pid)
+    for pid in server.helpers(BUILDER) | server.helpers(FORKER):
+        namespaces, _, mountinfo, directories = _holdings(pid)
+        assert (namespaces, mountinfo) == (own[0], own[2])
+        assert "/" in directories
+
+
+def test_a_builder_that_dies_with_an_order_fails_that_build_alone(server: Nsinit) -> None:
+    """The build ends with a reason and leaves nothing; new builders take over."""
+    builders, plan = server.helpers(BUILDER), host_plan()
+
+    def is_ordered() -> bool:  # the out-of-memory event is opened after that
+        links = _descriptors(server.pid)
+        return any("[eventfd]" in link or link.endswith("/memory.events") for link in links)
+
+    assert _fail_while_stopped(server, builders, plan, is_ordered).stage == "builder"
+    wait_until(lambda: len(server.helpers(BUILDER)) == len(builders), "the builders were replaced")
+    assert not server.helpers(BUILDER) & builders
+    _assert_all_is_well(server, plan)
+
+
+def test_a_builder_that_dies_inside_a_sandbox_fails_that_build_alone(server: Nsinit) -> None:
+    """Killed in the session's namespaces, half-way: the sandbox goes with it."""
+    home = os.readlink(f"/proc/{server.pid}/ns/mnt")
+    plan, forkers = host_plan(), server.helpers(FORKER)
+    with _frozen_sessions(server):
+        server.send(Build, plan=plan)
+        inside: set[int] = set()
+
+        def is_inside() -> bool:
+            inside.update(pid for pid in server.helpers(BUILDER) if os.readlink(f"/proc/{pid}/ns/mnt") != home)
+            return bool(inside)
+
+        wait_until(is_inside, "a builder joined the sandbox")
+        for pid in inside:
+            os.kill(pid, signal.SIGKILL)
+    answer, _ = server.receive()
+    assert (type(answer), answer.stage) == (Failed, "builder")
+    assert server.helpers(FORKER) == forkers
+    _assert_all_is_well(server, plan)
+
+
+def test_idle_helpers_that_die_are_not_missed(server: Nsinit) -> None:
+    """No build fails because of a helper that died before it."""
+    pids = server.helpers(BUILDER) | server.helpers(FORKER)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not any(_is_alive(pid) for pid in pids), "the helpers ended")
+    _assert_all_is_well(server, host_plan())
+
+
+def test_a_forker_that_dies_with_a_request_fails_that_build_alone(server: Nsinit) -> None:
+    """The build ends with a reason and leaves nothing; sandboxes of the old forker live on; a new one takes over."""
+    survivor = server.build(host_plan())
+    plan, forkers = host_plan(), server.helpers(FORKER)
+    socket_path = server.data_dir / "run" / plan.session_id / "r.sock"
+    assert _fail_while_stopped(server, forkers, plan, socket_path.exists).stage == "clone"
+    assert not server.helpers(FORKER) & forkers
+    assert survivor.run("echo alive").out == "alive\n"
+    survivor.teardown()
+    _assert_all_is_well(server, plan)
+
+
+def test_helpers_end_with_nsinit() -> None:
+    """However nsinit ends, nothing of it stays."""
+    with data_directory() as data_dir, running(data_dir, "node-000000000004") as server:
+        pids = _wait_for_helpers(server)
+        server.kill()
+        wait_until(lambda: not any(_is_alive(pid) for pid in pids), "the helpers ended")
+        with running(data_dir, "node-000000000004"):
+            pass  # takes away what the first one could not
+
+
+def test_pid_1_refuses_a_root_that_is_not_the_one_that_was_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were nsinit in a chroot, say, the builder's pivot_root would leave PID 1 in the host's tree: the build fails."""
+    monkeypatch.chdir("/tmp")
+    init = Init(0, -1, (), -1, -1, "", 0, root_id=(0, 0))
+    with pytest.raises(OSError, match="not the root") as refused:
+        pid1.enter_root(init)
+    assert refused.value.errno == errno.ESTALE
+    status = os.stat("/")
+    init.root_id = status.st_dev, status.st_ino
+    pid1.enter_root(init)
+    assert os.getcwd() == "/"
