@@ -28,7 +28,7 @@ def main() -> None:
 
     from nsinit import constants as k
     from nsinit import syscalls
-    from nsinit.build import lock_imports
+    from nsinit.pid1 import lock_imports
     from nsinit.runner_kernel import RunnerKernel
     from nsinit.zygote import serve
     from runner import main as runner_main

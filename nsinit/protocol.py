@@ -104,7 +104,7 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """List sessions that have a cgroup, a run directory or a session directory, those after an id. Answer: `Scanned`."""
+    """List sessions that have a cgroup, a run or a session directory, those after an id. Answer: `Scanned`."""
 
     seq: int
     after: str = ""

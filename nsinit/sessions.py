@@ -10,18 +10,21 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
 from collections import deque
 from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-from nsinit import child, syscalls, trash
+from nsinit import control, syscalls, trash
+from nsinit.builder import Order
+from nsinit.builders import Builders, Outcome
 from nsinit.cgroup_tree import Tree
 from nsinit.cgroups import Counters, SessionCgroup
 from nsinit.identity import find_identity, open_verified, read_identity
 from nsinit.log import log
 from nsinit.paths import Layout
-from nsinit.protocol import MAX_DATAGRAM_BYTES, Attached, Build, Built, Failed, Found, Limits
+from nsinit.protocol import MAX_DATAGRAM_BYTES, Attached, Build, Built, Found, Limits, SandboxPlan
 from nsinit.scheduler import Event, Job, Scheduler, Wait
 from nsinit.slots import SANDBOX_ID
 from nsinit.steps import StepFailed, failure_of
@@ -51,6 +54,7 @@ class Sessions:
     """All sessions of one data directory."""
 
     foundry: Foundry
+    builders: Builders
     scheduler: Scheduler
     processes: dict[str, Process] = field(default_factory=dict)
     vessels: dict[str, Vessel] = field(default_factory=dict)
@@ -60,25 +64,35 @@ class Sessions:
     _deleting: bool = False
     _hurry: Event = field(default_factory=Event)
 
-    def prepare(self, session_id: str) -> None:
-        """Make a blank vessel. Raises `StepFailed`."""
-        self.vessels[session_id] = self._make_vessel(session_id, None)
+    def prepare(self, session_id: str) -> Generator[Wait, bool, None]:
+        """Make a blank vessel. Raises `StepFailed`, and then nothing is left."""
+        yield from self._admit()
+        try:
+            vessel = self.vessels[session_id] = self._make_vessel(session_id, None)
+            try:
+                outcome = yield from self._order(vessel, None)
+                yield Wait(event=outcome.done)
+                outcome.result()
+            except StepFailed:
+                yield from self.remove(session_id)
+                raise
+        finally:
+            self._leave()
 
     def build(self, request: Build) -> Generator[Wait, bool, tuple[Built, list[int]]]:
         """Build a sandbox; returns the answer and its descriptors. Raises `StepFailed`, and then nothing is left."""
         session_id = request.plan.session_id
         yield from self._admit()
         try:
-            if self._hurry.is_set:
-                raise StepFailed("stop", "nsinit is stopping")
             vessel = self.vessels.pop(session_id, None)
             is_prepared = vessel is not None
-            vessel = vessel or self._make_vessel(session_id, request)
+            vessel = vessel or self._make_vessel(session_id, request.plan.limits)
             self._filling.add(session_id)
             try:
                 if is_prepared:
-                    self._brief(vessel, request)
-                return (yield from self._fill(vessel, request))
+                    self.set_limits(session_id, request.plan.limits)
+                outcome = yield from self._order(vessel, request.plan, is_blank_done=is_prepared)
+                return (yield from self._fill(vessel, request, outcome))
             except StepFailed:
                 yield from self.remove(session_id)
                 raise
@@ -179,48 +193,57 @@ class Sessions:
             self._deleting = True
             self.scheduler.spawn(self._delete_trash())
 
-    def _make_vessel(self, session_id: str, request: Build | None) -> Vessel:
+    def _make_vessel(self, session_id: str, limits: Limits | None) -> Vessel:
         if session_id in self.processes:
             raise StepFailed("session", "the session exists", errno=errno.EEXIST)
         path = self.foundry.machine.layout.session(session_id)
         if os.path.lexists(path):
             raise StepFailed("session", "the session has files of an earlier life", path=path, errno=errno.EEXIST)
-        vessel = self.foundry.make(session_id, request)
+        vessel = self.foundry.make(session_id, limits)
         self.processes[session_id] = vessel.process
         self.scheduler.spawn(self._reap(session_id, vessel.process))
         return vessel
 
-    def _brief(self, vessel: Vessel, request: Build) -> None:
-        """Put the limits of a prepared vessel in force, then send it its plan. Raises `StepFailed`."""
-        self.set_limits(vessel.session_id, request.plan.limits)
-        try:
-            self.foundry.send_plan(vessel.control, vessel.process.slot, request)
-        except OSError as error:
-            raise StepFailed("child", "the vessel died while it waited", errno=error.errno or 0) from error
+    def _order(
+        self, vessel: Vessel, plan: SandboxPlan | None, *, is_blank_done: bool = False
+    ) -> Generator[Wait, bool, Outcome]:
+        """Set a builder to work. Raises `StepFailed`."""
+        order = Order(vessel.session_id, vessel.process.slot.base, plan, is_blank_done)
+        return (yield from self.builders.hand_over(order, self.foundry.builder_fds(vessel, plan)))
 
-    def _fill(self, vessel: Vessel, request: Build) -> Generator[Wait, bool, tuple[Built, list[int]]]:
-        """Wait until the runner serves; what the answer needs is collected meanwhile. Raises `StepFailed`."""
+    def _fill(self, vessel: Vessel, request: Build, outcome: Outcome) -> Generator[Wait, bool, tuple[Built, list[int]]]:
+        """Wait for the builder, then until the runner serves; what the answer needs is collected meanwhile.
+
+        Raises `StepFailed`, never before the builder is done.
+        """
         process = vessel.process
         with ExitStack() as undo:
-            with vessel.steps.step("identity"):
-                identity = replace(read_identity(process.pid), base_uid=process.slot.base)
-                kind, event_fd = vessel.cgroup.open_oom_event()
-                undo.callback(os.close, event_fd)
+            try:
+                with vessel.steps.step("identity"):
+                    identity = replace(read_identity(process.pid), base_uid=process.slot.base)
+                    kind, event_fd = vessel.cgroup.open_oom_event()
+                    undo.callback(os.close, event_fd)
+            finally:
+                yield Wait(event=outcome.done)
+            timings_us = vessel.steps.timings_us | outcome.result()
             if not (yield Wait(fd=vessel.control.fileno(), timeout_s=BUILD_DEADLINE_S)):
                 raise StepFailed("deadline", f"not ready after {BUILD_DEADLINE_S} s", errno=errno.ETIMEDOUT)
-            timings_us = vessel.steps.timings_us | _read_status(vessel)
+            timings_us |= _read_status(vessel)
             pidfd = os.dup(process.pidfd)
             undo.pop_all()
         return Built(request.seq, request.plan.session_id, identity, kind, timings_us), [pidfd, event_fd]
 
     def _admit(self) -> Generator[Wait, bool, None]:
-        """Wait until fewer than `_MAX_BUILDING` builds are under way, in order of arrival."""
+        """Wait until fewer than `_MAX_BUILDING` builds are under way, in order of arrival. Raises `StepFailed`."""
         if self._building >= _MAX_BUILDING:
             turn = Event()
             self._queue.append(turn)
             yield Wait(event=turn)
         else:
             self._building += 1
+        if self._hurry.is_set:
+            self._leave()
+            raise StepFailed("stop", "nsinit is stopping")
 
     def _leave(self) -> None:
         """End a build: its place goes to the next in the queue."""
@@ -309,15 +332,6 @@ def scan(tree: Tree, layout: Layout) -> list[Found]:
 def _read_status(vessel: Vessel) -> dict[str, int]:
     """Return the child's timings. Raises `StepFailed` with what the child says, or that it died."""
     try:
-        data = vessel.control.recv(MAX_DATAGRAM_BYTES)
+        return control.read_status(vessel.control.recv(MAX_DATAGRAM_BYTES, socket.MSG_DONTWAIT))
     except ConnectionResetError:
-        data = b""
-    if not data:
-        raise StepFailed("child", "the child died without a word")
-    match child.STATUS.decode(data):
-        case child.Furnished(timings_us):
-            return timings_us
-        case Failed() as failed:
-            raise StepFailed(failed.stage, failed.message, path=failed.path, errno=failed.errno)
-        case unexpected:
-            raise StepFailed("child", f"unexpected {type(unexpected).__name__}")
+        return control.read_status(b"")

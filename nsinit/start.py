@@ -11,8 +11,10 @@ import os
 import time
 from dataclasses import dataclass
 
-from nsinit import build, cgroup_tree, child, mounts, slots, stage
+from nsinit import cgroup_tree, child, furnish, mounts, slots, stage
+from nsinit.builders import Builders
 from nsinit.capabilities import read_last_capability
+from nsinit.forker import Forker
 from nsinit.mountinfo import parse_mountinfo, parse_own_cgroups
 from nsinit.paths import Layout
 from nsinit.protocol import Ready, Start
@@ -36,7 +38,9 @@ class Node:
     lock_fd: int
 
     def stop(self) -> None:
-        """Remove the cgroup directories unless sessions live on in them."""
+        """End builders and forker; remove the cgroup directories unless sessions live on in them."""
+        self.sessions.builders.stop()
+        self.sessions.foundry.forker.stop()
         cgroup_tree.release(self.sessions.foundry.tree, self.located)
         os.close(self.lock_fd)
 
@@ -56,7 +60,7 @@ def start(request: Start, scheduler: Scheduler, enter: child.Enter) -> Node:
         group = f"sandkasten-{request.node_id[:8]}"
         tree = cgroup_tree.claim(located, group=group, parent=request.cgroup_parent)
     with steps.step("mount namespace"):
-        stage.enter_own_mount_namespace((layout.data_dir, build.HOST_USR, "/proc", *tree.unique))
+        stage.enter_own_mount_namespace((layout.data_dir, furnish.HOST_USR, "/proc", *tree.unique))
     with steps.step("stage"):
         stage.make_stage(layout.stage)
     with steps.step("id slots"):
@@ -64,9 +68,13 @@ def start(request: Start, scheduler: Scheduler, enter: child.Enter) -> Node:
         slot = table.take()
     with steps.step("features"):
         features = mounts.probe_features(layout.stage, slot.userns_fd)
-        machine = build.Machine(layout, features, read_last_capability())
+        machine = furnish.Machine(layout, features, read_last_capability())
     table.free(slot)
-    sessions = Sessions(Foundry(machine, tree, table, enter), scheduler)
+    with steps.step("helpers"):
+        builders = Builders(machine, scheduler)
+        builders.start()
+        forker = Forker(machine, enter)
+    sessions = Sessions(Foundry(machine, tree, table, forker), builders, scheduler)
     ready = Ready(
         seq=request.seq,
         pid=os.getpid(),

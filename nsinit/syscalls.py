@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from ctypes import c_char_p, c_int, c_long, c_uint, c_uint64, c_ulong, c_void_p
+from ctypes import byref, c_char_p, c_int, c_long, c_uint, c_uint64, c_ulong, c_void_p
 from typing import Any
 
 from nsinit import constants as k
@@ -20,10 +20,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 _syscall = _libc.syscall
 _syscall.restype = c_long
-_syscall.argtypes = [c_long, c_ulong, c_ulong, c_ulong, c_ulong, c_ulong, c_ulong]
+_syscall.argtypes = [c_long, *[c_void_p] * 6]
+"""Full width, and takes a number, bytes (their address) or `byref` of a structure: no buffer is made for a call."""
 _prctl = _libc.prctl
 _prctl.restype = c_int
-_prctl.argtypes = [c_int, c_ulong, c_ulong, c_ulong, c_ulong]
+_prctl.argtypes = [c_int, c_void_p, c_ulong, c_ulong, c_ulong]
 _mount = _libc.mount
 _mount.argtypes = [c_char_p, c_char_p, c_char_p, c_ulong, c_void_p]
 _umount2 = _libc.umount2
@@ -67,6 +68,9 @@ class CloneArgs(ctypes.Structure):
     )
 
 
+_CLONE_ARGS_SIZE = ctypes.sizeof(CloneArgs)
+
+
 class OpenHow(ctypes.Structure):
     """`struct open_how` (linux/openat2.h)."""
 
@@ -93,50 +97,54 @@ def _check(result: int, call: str, detail: str = "") -> int:
     return result
 
 
-def _address(buffer: Any) -> int:  # any ctypes object
-    return ctypes.addressof(buffer)
-
-
-def _call(call: str, number: int, *args: int, detail: str = "") -> int:
-    padded = [each & 0xFFFFFFFFFFFFFFFF for each in args] + [0] * (6 - len(args))
-    return _check(_syscall(number, *padded), call, detail)
-
-
-def _text(value: str | bytes) -> Any:  # a ctypes char array
-    return ctypes.create_string_buffer(os.fsencode(value))
+def _call(call: str, number: int, *args: Any, detail: str = "") -> int:  # see `_syscall.argtypes`
+    return _check(_syscall(number, *(*args, 0, 0, 0, 0, 0, 0)[:6]), call, detail)
 
 
 # Processes --------------------------------------------------------------------------------------------------------
 
 
-def clone3(flags: int, *, cgroup_fd: int = -1) -> tuple[int, int]:
-    """Fork the calling single-threaded process with clone3(2); return (pid, pidfd), in the child (0, -1).
-
-    `cgroup_fd` is the cgroup the child is born in. The thread-id word of the C library is updated in the child
-    (PR_GET_TID_ADDRESS), so that `raise` and `abort` there hit the right process.
-    """
+def clone3(flags: int) -> tuple[int, int]:
+    """Fork the calling single-threaded process with clone3(2); return (pid, pidfd), in the child (0, -1)."""
     pidfd = c_int(-1)
+    args = _clone_args(flags | k.CLONE_PIDFD)
+    args.pidfd, args.exit_signal = ctypes.addressof(pidfd), signal.SIGCHLD
+    pid = _fork(args)
+    return pid, pidfd.value if pid else -1
+
+
+class Cloner:
+    """clone3(2) made ready: forks children of the caller's *parent*, with the smallest foot-print in memory."""
+
+    def __init__(self, flags: int) -> None:
+        self._args = _clone_args(flags | k.CLONE_PARENT)
+        self._flags = self._args.flags
+
+    def clone(self, cgroup_fd: int) -> int:
+        """Fork, into a cgroup unless that is -1; return the pid, 0 in the child."""
+        args = self._args
+        args.flags, args.cgroup = (self._flags, 0) if cgroup_fd < 0 else (self._flags | k.CLONE_INTO_CGROUP, cgroup_fd)
+        return _fork(args)
+
+
+def _clone_args(flags: int) -> CloneArgs:
+    """The thread-id word of the C library is updated in the child, so that `raise` and `abort` there hit it."""
     tid_address = c_uint64(0)
-    prctl(k.PR_GET_TID_ADDRESS, _address(tid_address))
-    args = CloneArgs(
-        flags=flags | k.CLONE_PIDFD | k.CLONE_CHILD_SETTID | k.CLONE_CHILD_CLEARTID,
-        pidfd=_address(pidfd),
-        child_tid=tid_address.value,
-        exit_signal=signal.SIGCHLD,
-    )
-    if cgroup_fd >= 0:
-        args.flags |= k.CLONE_INTO_CGROUP
-        args.cgroup = cgroup_fd
+    _check(_prctl(k.PR_GET_TID_ADDRESS, byref(tid_address), 0, 0, 0), "prctl")
+    return CloneArgs(flags=flags | k.CLONE_CHILD_SETTID | k.CLONE_CHILD_CLEARTID, child_tid=tid_address.value)
+
+
+def _fork(args: CloneArgs) -> int:
     _before_fork()
-    pid = _gil_syscall(k.SYS_clone3, _address(args), ctypes.sizeof(args), 0, 0, 0, 0)
+    pid: int = _gil_syscall(k.SYS_clone3, byref(args), _CLONE_ARGS_SIZE, 0, 0, 0, 0)
     if pid == 0:
         _after_fork_child()
-        return 0, -1
+        return 0
     error = ctypes.get_errno()
     _after_fork_parent()
     if pid == -1:
         raise _error(error, "clone3")
-    return int(pid), pidfd.value
+    return pid
 
 
 def unshare(flags: int) -> None:
@@ -165,6 +173,11 @@ def prctl(option: int, arg2: int = 0, arg3: int = 0) -> int:
     return _check(_prctl(option, arg2, arg3, 0, 0), f"prctl({option})")
 
 
+def set_name(name: str) -> None:
+    """prctl(2), PR_SET_NAME: what `/proc/<pid>/comm` says, at most 15 bytes."""
+    _check(_prctl(k.PR_SET_NAME, os.fsencode(name), 0, 0, 0), "prctl", name)
+
+
 def join_session_keyring() -> None:
     """keyctl(2), KEYCTL_JOIN_SESSION_KEYRING: leave the inherited session keyring for a new anonymous one."""
     _call("keyctl", k.SYS_keyctl, k.KEYCTL_JOIN_SESSION_KEYRING, 0)
@@ -175,7 +188,7 @@ def capset(capabilities: int) -> None:
     header = _CapHeader(k.LINUX_CAPABILITY_VERSION_3, 0)
     low, high = capabilities & 0xFFFFFFFF, capabilities >> 32
     data = (_CapData * 2)(_CapData(low, low, 0), _CapData(high, high, 0))
-    _call("capset", k.SYS_capset, _address(header), _address(data))
+    _call("capset", k.SYS_capset, byref(header), byref(data))
 
 
 def setfsuid(uid: int) -> None:
@@ -201,7 +214,7 @@ def reset_signal(signum: int) -> None:
     posix_spawn(3) of glibc leaves the two signals that the library keeps for itself (32, 33) ignored in the child.
     """
     default = (ctypes.c_ulong * 4)()
-    _call("rt_sigaction", k.SYS_rt_sigaction, signum, _address(default), 0, 8)
+    _call("rt_sigaction", k.SYS_rt_sigaction, signum, byref(default), 0, 8)
 
 
 def close_range(first: int, last: int = 0xFFFFFFFF) -> None:
@@ -211,12 +224,12 @@ def close_range(first: int, last: int = 0xFFFFFFFF) -> None:
 
 def openat2(dirfd: int, path: str | bytes, flags: int, *, mode: int = 0, resolve: int = 0) -> int:
     """openat2(2), close-on-exec. EAGAIN (a rename raced with `..`) is retried as the man page asks."""
-    name = _text(path)
+    name = os.fsencode(path)
     how = OpenHow(flags | os.O_CLOEXEC, mode, resolve)
     for attempt in range(8):
         try:
             return _call(
-                *("openat2", k.SYS_openat2, dirfd, _address(name), _address(how), ctypes.sizeof(how)),
+                *("openat2", k.SYS_openat2, dirfd, name, byref(how), ctypes.sizeof(how)),
                 detail=os.fsdecode(path),
             )
         except BlockingIOError:
@@ -246,55 +259,48 @@ def umount2(target: str, flags: int = 0) -> None:
 
 def pivot_root(new_root: str, put_old: str) -> None:
     """pivot_root(2)."""
-    new, old = _text(new_root), _text(put_old)
-    _call("pivot_root", k.SYS_pivot_root, _address(new), _address(old))
+    _call("pivot_root", k.SYS_pivot_root, os.fsencode(new_root), os.fsencode(put_old))
 
 
 def open_tree(dirfd: int, path: str, flags: int) -> int:
     """open_tree(2), close-on-exec."""
-    name = _text(path)
-    return _call("open_tree", k.SYS_open_tree, dirfd, _address(name), flags | k.OPEN_TREE_CLOEXEC, detail=path)
+    return _call("open_tree", k.SYS_open_tree, dirfd, os.fsencode(path), flags | k.OPEN_TREE_CLOEXEC, detail=path)
 
 
 def move_mount(mount_fd: int, target_fd: int) -> None:
     """move_mount(2): attach the detached mount `mount_fd` on the object `target_fd`, both by descriptor."""
-    empty = _text("")
     flags = k.MOVE_MOUNT_F_EMPTY_PATH | k.MOVE_MOUNT_T_EMPTY_PATH
-    _call("move_mount", k.SYS_move_mount, mount_fd, _address(empty), target_fd, _address(empty), flags)
+    _call("move_mount", k.SYS_move_mount, mount_fd, b"", target_fd, b"", flags)
 
 
 def mount_setattr(mount_fd: int, *, attr_set: int = 0, attr_clr: int = 0, userns_fd: int = 0, flags: int = 0) -> None:
     """mount_setattr(2) on a descriptor; `userns_fd` goes with MOUNT_ATTR_IDMAP."""
-    empty = _text("")
     attr = MountAttr(attr_set, attr_clr, 0, userns_fd)
     _call(
-        *("mount_setattr", k.SYS_mount_setattr, mount_fd, _address(empty)),
-        *(k.AT_EMPTY_PATH | flags, _address(attr), k.MOUNT_ATTR_SIZE_VER0),
+        *("mount_setattr", k.SYS_mount_setattr, mount_fd, b""),
+        *(k.AT_EMPTY_PATH | flags, byref(attr), k.MOUNT_ATTR_SIZE_VER0),
     )
 
 
 def fsopen(fstype: str) -> int:
     """fsopen(2), close-on-exec."""
-    name = _text(fstype)
-    return _call("fsopen", k.SYS_fsopen, _address(name), k.FSOPEN_CLOEXEC, detail=fstype)
+    return _call("fsopen", k.SYS_fsopen, os.fsencode(fstype), k.FSOPEN_CLOEXEC, detail=fstype)
 
 
 def fsconfig_string(fs_fd: int, key: str, value: str) -> None:
     """fsconfig(2), FSCONFIG_SET_STRING."""
-    name, text = _text(key), _text(value)
-    _call("fsconfig", k.SYS_fsconfig, fs_fd, k.FSCONFIG_SET_STRING, _address(name), _address(text), 0, detail=key)
+    text = os.fsencode(value)
+    _call("fsconfig", k.SYS_fsconfig, fs_fd, k.FSCONFIG_SET_STRING, key.encode(), text, 0, detail=key)
 
 
 def fsconfig_flag(fs_fd: int, key: str) -> None:
     """fsconfig(2), FSCONFIG_SET_FLAG."""
-    name = _text(key)
-    _call("fsconfig", k.SYS_fsconfig, fs_fd, k.FSCONFIG_SET_FLAG, _address(name), 0, 0, detail=key)
+    _call("fsconfig", k.SYS_fsconfig, fs_fd, k.FSCONFIG_SET_FLAG, key.encode(), 0, 0, detail=key)
 
 
 def fsconfig_fd(fs_fd: int, key: str, value_fd: int) -> None:
     """fsconfig(2), FSCONFIG_SET_FD."""
-    name = _text(key)
-    _call("fsconfig", k.SYS_fsconfig, fs_fd, k.FSCONFIG_SET_FD, _address(name), 0, value_fd, detail=key)
+    _call("fsconfig", k.SYS_fsconfig, fs_fd, k.FSCONFIG_SET_FD, key.encode(), 0, value_fd, detail=key)
 
 
 def fsmount(fs_fd: int, attributes: int) -> int:

@@ -12,17 +12,17 @@ import socket
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from nsinit import build, child, syscalls
-from nsinit import constants as k
+from nsinit import syscalls
 from nsinit.cgroup_tree import Tree
 from nsinit.cgroups import SessionCgroup
+from nsinit.forker import Forker
+from nsinit.furnish import Machine
 from nsinit.paths import SOCKET_NAME, make_directory
-from nsinit.protocol import REQUESTS, Build
+from nsinit.protocol import Limits, SandboxPlan
 from nsinit.scheduler import Event
 from nsinit.slots import Slot, SlotTable
 from nsinit.steps import Steps
 
-NAMESPACES = k.CLONE_NEWNS | k.CLONE_NEWPID | k.CLONE_NEWUTS | k.CLONE_NEWIPC | k.CLONE_NEWNET
 _BACKLOG = 64
 
 
@@ -46,7 +46,7 @@ class Process:
 
 @dataclass(slots=True)
 class Vessel:
-    """A waiting process and the socket its plan goes to."""
+    """A process that waits to be furnished, and the socket to it."""
 
     session_id: str
     process: Process
@@ -59,13 +59,13 @@ class Vessel:
 class Foundry:
     """What vessels are made from."""
 
-    machine: build.Machine
+    machine: Machine
     tree: Tree
     slots: SlotTable
-    enter: child.Enter
+    forker: Forker
 
-    def make(self, session_id: str, request: Build | None) -> Vessel:
-        """Make a vessel. With a request, its limits are in force before the process exists, and it starts on its plan.
+    def make(self, session_id: str, limits: Limits | None) -> Vessel:
+        """Make a vessel; the limits, if they are known, are in force before the process exists.
 
         Raises:
             StepFailed: nothing of it is left.
@@ -76,32 +76,26 @@ class Foundry:
             with steps.step("cgroup"):
                 cgroup.make()
                 undo.callback(cgroup.remove)
-                if request is not None:
-                    cgroup.set_limits(request.plan.limits)
+                if limits is not None:
+                    cgroup.set_limits(limits)
             with steps.step("slot"):
                 slot = self.slots.take()
                 undo.callback(self.slots.free, slot)
+                undo.callback(_evict, cgroup)
             with steps.step("listener"):
                 listener = self._listen(session_id, undo)
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             undo.callback(ours.close)
-            with listener, theirs:
-                box = build.Box(self.machine, session_id, slot, cgroup.attach_files, listener.fileno(), theirs.fileno())
-                if request is not None:
-                    box.plan, box.workspace_userns_fd = request.plan, self._workspace_userns(slot, request)
-                with steps.step("clone"):
-                    process = self._clone(cgroup, box, theirs)
+            with listener, theirs, steps.step("clone"):
+                process = self._clone(cgroup, slot, listener, theirs)
             undo.pop_all()
-        ours.setblocking(False)
         return Vessel(session_id, process, cgroup, ours, steps)
 
-    def send_plan(self, control: socket.socket, slot: Slot, request: Build) -> None:
-        """Hand over a plan, and the map of workspace files if it has a workspace."""
-        userns_fd = self._workspace_userns(slot, request)
-        socket.send_fds(control, [REQUESTS.encode(request)], [userns_fd] if userns_fd >= 0 else [])
-
-    def _workspace_userns(self, slot: Slot, request: Build) -> int:
-        return -1 if request.plan.workspace_id is None else self.slots.workspace_userns(slot)
+    def builder_fds(self, vessel: Vessel, plan: SandboxPlan | None) -> list[int]:
+        """Return what a builder gets along with an order, in `builder.Order`'s order."""
+        slot = vessel.process.slot
+        fds = [vessel.process.pidfd, slot.userns_fd, vessel.control.fileno()]
+        return fds if plan is None or plan.workspace_id is None else [*fds, self.slots.workspace_userns(slot)]
 
     def _listen(self, session_id: str, undo: ExitStack) -> socket.socket:
         """Bind the runner's socket where only root gets; inside the sandbox it has no name at all."""
@@ -112,22 +106,28 @@ class Foundry:
         try:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             undo.callback(listener.close)
-            listener.bind(
-                f"/proc/self/fd/{directory_fd}/{SOCKET_NAME}"
-            )  # sun_path holds 108 bytes; data_dir may not fit
+            # sun_path holds 108 bytes; data_dir may not fit
+            listener.bind(f"/proc/self/fd/{directory_fd}/{SOCKET_NAME}")
             undo.callback(os.unlink, f"{path}/{SOCKET_NAME}")
             listener.listen(_BACKLOG)
         finally:
             os.close(directory_fd)
         return listener
 
-    def _clone(self, cgroup: SessionCgroup, box: build.Box, control: socket.socket) -> Process:
+    def _clone(self, cgroup: SessionCgroup, slot: Slot, listener: socket.socket, control: socket.socket) -> Process:
+        fds = slot.userns_fd, listener.fileno(), control.fileno()
         cgroup_fd = -1 if cgroup.birth_directory is None else os.open(cgroup.birth_directory, os.O_PATH)
         try:
-            pid, pidfd = syscalls.clone3(NAMESPACES, cgroup_fd=cgroup_fd)
-            if pid == 0:
-                child.live(box, control, self.enter)
+            pid = self.forker.clone(slot.base, cgroup.attach_files, fds, cgroup_fd)
+            return Process(pid, os.pidfd_open(pid), slot)
         finally:
             if cgroup_fd >= 0:
                 os.close(cgroup_fd)
-        return Process(pid, pidfd, box.slot)
+
+
+def _evict(cgroup: SessionCgroup) -> None:
+    """A clone that failed because the forker died may have happened nonetheless."""
+    while pids := cgroup.processes():
+        cgroup.kill()
+        for pid in pids:
+            os.waitpid(pid, 0)

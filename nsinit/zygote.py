@@ -144,7 +144,9 @@ class Zygote:
             case Teardown(seq, session_id):
                 self._sessions.abort_build(session_id)
                 self._submit(seq, session_id, lambda: self._teardown(request))
-            case Prepare(seq, session_id) | Attach(seq, session_id) | SetLimits(seq, session_id):
+            case Prepare(seq, session_id):
+                self._submit(seq, session_id, lambda: self._prepare(request))
+            case Attach(seq, session_id) | SetLimits(seq, session_id):
                 self._submit(seq, session_id, lambda: self._at_once(request))
             case Scan(seq):
                 self._scheduler.spawn(self._answered(seq, self._scan(request)))
@@ -186,6 +188,11 @@ class Zygote:
         self._unanswered -= 1
         self._send(message, fds)
 
+    def _prepare(self, request: Prepare) -> Work:
+        check_session_id(request.session_id)
+        yield from self._sessions.prepare(request.session_id)
+        return Ok(request.seq), []
+
     def _build(self, request: Build) -> Work:
         check_plan(request.plan)
         built, fds = yield from self._sessions.build(request)
@@ -212,10 +219,6 @@ class Zygote:
         """The requests that never wait."""
         answer: Answer
         match request:
-            case Prepare(seq, session_id):
-                check_session_id(session_id)
-                self._sessions.prepare(session_id)
-                answer = Ok(seq), []
             case Attach(seq, session_id):
                 check_session_id(session_id)
                 attached, fds = self._sessions.attach(session_id)

@@ -1,0 +1,90 @@
+"""The builder process: does the builder's steps of `build` for one sandbox after the other, and keeps nothing of any.
+
+A fork of nsinit in nsinit's namespaces. For each order it joins the namespaces of a PID 1, works, goes back, and closes
+every descriptor that came with the order, before it lets that PID 1 go on: it never is in a namespace in which foreign
+code runs. If it can't go back it ends, and so does the build. Its other half in nsinit is `builders`.
+Sources: setns(2) (several namespaces by one pidfd), unix(7) SCM_RIGHTS.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+from dataclasses import dataclass
+from typing import NoReturn
+
+from nsinit import build, control, syscalls
+from nsinit import constants as k
+from nsinit.furnish import JOINED, Box, Machine
+from nsinit.pid1 import keep_only
+from nsinit.protocol import MAX_DATAGRAM_BYTES, SandboxPlan
+from nsinit.steps import StepFailed, Steps
+from runner.wire import Vocabulary
+
+NAME = "nsinit-builder"
+"""What `/proc/<pid>/comm` says."""
+_MAX_FDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Work on one sandbox: pidfd, user namespace and control socket come along, and the workspace's map if it has one.
+
+    Without a plan only the blank part is done; `is_blank_done` says that it was done before.
+    """
+
+    session_id: str
+    base: int
+    plan: SandboxPlan | None
+    is_blank_done: bool
+
+
+ORDERS = Vocabulary(Order)
+
+
+def live(channel: socket.socket, machine: Machine) -> NoReturn:
+    """Run the builder until nsinit hangs up. Ends the process, always."""
+    try:
+        syscalls.prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL)
+        gc.freeze()  # nothing of nsinit's objects may be finalised here: their descriptor numbers are others' now
+        keep_only({0, 1, 2, channel.fileno()})
+        os.chdir("/")  # where setns leads, too
+        home_fd = os.pidfd_open(os.getppid())
+        kept = {0, 1, 2, channel.fileno(), home_fd}
+        syscalls.set_name(NAME)
+        while True:
+            data, fds, _, _ = socket.recv_fds(channel, MAX_DATAGRAM_BYTES, _MAX_FDS)
+            if not data:
+                break
+            channel.sendall(_serve(ORDERS.decode(data), fds, machine, kept, home_fd))
+    finally:
+        os._exit(1)
+
+
+def _serve(order: Order, fds: list[int], machine: Machine, kept: set[int], home_fd: int) -> bytes:
+    """Do the work and, if that is all of it, let PID 1 go on; return the answer."""
+    pidfd, userns_fd, control_fd, *workspace = fds
+    steps = Steps()
+    with socket.socket(fileno=control_fd) as connection:
+        box = Box(machine, order.session_id, order.base, pidfd, userns_fd, connection)
+        if workspace:
+            (box.workspace_userns_fd,) = workspace
+        try:
+            try:
+                _work(order, box, steps)
+            finally:
+                syscalls.setns(home_fd, JOINED)
+                keep_only(kept | {control_fd})
+            if order.plan is not None:
+                control.say_begin(connection, box.root_id)
+        except StepFailed as error:
+            return control.describe(error)
+    return control.STATUS.encode(control.Furnished(steps.timings_us))
+
+
+def _work(order: Order, box: Box, steps: Steps) -> None:
+    steps.run(build.JOIN_STEPS if order.is_blank_done else build.BLANK_STEPS, box)
+    if order.plan is not None:
+        steps.run(build.IMAGE_STEPS, box, order.plan)

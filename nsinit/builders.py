@@ -1,0 +1,158 @@
+"""nsinit's builder processes: started once, replaced when they die, given one order at a time.
+
+Owns which of them is free. A builder that dies or takes too long fails the order it had and nothing else.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+from collections import deque
+from collections.abc import Generator
+from dataclasses import dataclass, field
+
+from nsinit import builder, control, syscalls
+from nsinit.builder import ORDERS, Order
+from nsinit.furnish import Machine
+from nsinit.log import log
+from nsinit.protocol import MAX_DATAGRAM_BYTES
+from nsinit.scheduler import Event, Job, Scheduler, Wait
+from nsinit.steps import StepFailed
+
+COUNT = 2
+"""One works while another waits for the disk; more would only take turns on the processors."""
+ORDER_DEADLINE_S = 5.0
+_RETRY_PAUSE_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Worker:
+    """One builder process."""
+
+    pid: int
+    pidfd: int
+    channel: socket.socket
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of an order, once `done` has happened."""
+
+    done: Event = field(default_factory=Event)
+    timings_us: dict[str, int] = field(default_factory=dict)
+    failure: StepFailed | None = None
+
+    def result(self) -> dict[str, int]:
+        """Return the timings. Raises `StepFailed`."""
+        if self.failure is not None:
+            raise self.failure
+        return self.timings_us
+
+
+class Builders:
+    """The builder processes of one nsinit."""
+
+    def __init__(self, machine: Machine, scheduler: Scheduler) -> None:
+        self._machine = machine
+        self._scheduler = scheduler
+        self._workers: set[Worker] = set()
+        self._idle: deque[Worker] = deque()
+        self._waiting: deque[Event] = deque()
+
+    def start(self) -> None:
+        """Start all of them."""
+        for _ in range(COUNT):
+            self._start_one()
+
+    def stop(self) -> None:
+        """End all of them, whatever they do, and wait until they are gone."""
+        for worker in self._workers:
+            syscalls.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
+            os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED)
+        self._workers.clear()
+
+    def hand_over(self, order: Order, fds: list[int]) -> Generator[Wait, bool, Outcome]:
+        """Give `order` to a builder as soon as one is free. Raises `StepFailed` when none gets free."""
+        data = ORDERS.encode(order)
+        while True:
+            worker = yield from self._take()
+            try:
+                socket.send_fds(worker.channel, [data], fds)
+            except OSError:
+                worker.channel.close()  # it died while it was idle; `_watch` starts another
+                continue
+            outcome = Outcome()
+            self._scheduler.spawn(self._collect(worker, outcome))
+            return outcome
+
+    def _take(self) -> Generator[Wait, bool, Worker]:
+        while not self._idle:
+            freed = Event()
+            self._waiting.append(freed)
+            if not (yield Wait(event=freed, timeout_s=ORDER_DEADLINE_S)) and not freed.is_set:
+                self._waiting.remove(freed)
+                raise StepFailed("builder", f"no builder was free for {ORDER_DEADLINE_S} s")
+        return self._idle.popleft()
+
+    def _give_back(self, worker: Worker) -> None:
+        self._idle.append(worker)
+        if self._waiting:
+            self._waiting.popleft().set()
+
+    def _collect(self, worker: Worker, outcome: Outcome) -> Job:
+        """Wait for the answer to an order, however the one who gave it fares meanwhile."""
+        if (yield Wait(fd=worker.channel.fileno(), timeout_s=ORDER_DEADLINE_S)):
+            try:
+                data = worker.channel.recv(MAX_DATAGRAM_BYTES)
+            except ConnectionResetError:
+                data = b""
+            try:
+                if not data:
+                    raise StepFailed("builder", "the builder died")
+                outcome.timings_us = control.read_status(data)
+            except StepFailed as error:
+                outcome.failure = error
+        else:
+            data = b""
+            syscalls.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
+            outcome.failure = StepFailed("deadline", f"not built after {ORDER_DEADLINE_S} s", errno=errno.ETIMEDOUT)
+        if data:
+            self._give_back(worker)
+        else:
+            worker.channel.close()
+        outcome.done.set()
+
+    def _start_one(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                pid = os.fork()
+            except OSError:
+                ours.close()
+                raise
+            if pid == 0:
+                builder.live(theirs, self._machine)
+        worker = Worker(pid, os.pidfd_open(pid), ours)
+        self._workers.add(worker)
+        self._scheduler.spawn(self._watch(worker))
+        self._give_back(worker)
+
+    def _watch(self, worker: Worker) -> Job:
+        """Wait until a builder dies, and start another."""
+        yield Wait(fd=worker.pidfd)
+        os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED)
+        self._workers.discard(worker)
+        if worker in self._idle:
+            self._idle.remove(worker)
+            worker.channel.close()
+        os.close(worker.pidfd)
+        log("error", "a builder ended", pid=worker.pid)
+        while True:
+            try:
+                self._start_one()
+                break
+            except OSError as error:
+                log("error", "no builder could be started", reason=str(error))
+                yield Wait(timeout_s=_RETRY_PAUSE_S)

@@ -1,0 +1,82 @@
+"""The private conversation over a sandbox's control socket, while it is built. No foreign code has run at either end.
+
+PID 1 says first, to the builder: `proc` is mounted. The builder, when all is mounted and it has left: begin, in this
+root. PID 1, to nsinit: `Furnished`. Instead of either word of its own PID 1 may say `Failed`, or nothing and end.
+PID 1 has no socket object, which would cost it memory, only the descriptor.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from dataclasses import dataclass
+
+from nsinit.protocol import MAX_DATAGRAM_BYTES, Failed
+from nsinit.steps import StepFailed
+from runner.wire import Vocabulary
+
+_PROC = b"proc"
+_BEGIN = struct.Struct("=QQ")
+
+
+RootId = tuple[int, int]
+"""Device and inode of a root directory; the device is that of one overlay mount alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Furnished:
+    """Done, and how long each step took."""
+
+    timings_us: dict[str, int]
+
+
+STATUS = Vocabulary(Furnished, Failed)
+
+
+def say_proc(control_fd: int) -> None:
+    """PID 1: `proc` is mounted."""
+    os.write(control_fd, _PROC)
+
+
+def wait_proc(control: socket.socket) -> None:
+    """The builder: wait until `proc` is mounted. Raises `StepFailed` with what PID 1 says instead."""
+    try:
+        data = control.recv(MAX_DATAGRAM_BYTES)
+    except ConnectionResetError:
+        data = b""
+    if data != _PROC:
+        read_status(data)
+        raise StepFailed("child", "the child spoke out of turn")
+
+
+def say_begin(control: socket.socket, root: RootId) -> None:
+    """The builder: let PID 1 go on, in `root`. Raises `StepFailed` when it is gone."""
+    try:
+        control.send(_BEGIN.pack(*root))
+    except OSError as error:
+        raise StepFailed("child", "the child died without a word", errno=error.errno or 0) from error
+
+
+def wait_begin(control_fd: int) -> RootId | None:
+    """PID 1: wait for the builder; None when nobody is there any more."""
+    data = os.read(control_fd, _BEGIN.size)
+    return _BEGIN.unpack(data) if data else None
+
+
+def read_status(data: bytes) -> dict[str, int]:
+    """Return the timings that came. Raises `StepFailed` with what the other end says, or that it died (no data)."""
+    if not data:
+        raise StepFailed("child", "the child died without a word")
+    match STATUS.decode(data):
+        case Furnished(timings_us):
+            return timings_us
+        case Failed() as failed:
+            raise StepFailed(failed.stage, failed.message, path=failed.path, errno=failed.errno)
+        case unexpected:
+            raise StepFailed("child", f"unexpected {type(unexpected).__name__}")
+
+
+def describe(error: StepFailed) -> bytes:
+    """Return the `Failed` datagram for a failure."""
+    return STATUS.encode(Failed(0, error.stage, error.path, error.errno, str(error)[:500]))
