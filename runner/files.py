@@ -115,7 +115,8 @@ class FileWriter:
 
     def __init__(self, context: Context, serial: int) -> None:
         self._context = context
-        self._temporary = b".sandkasten-%d.part" % serial
+        # Random: a workspace is shared by sandboxes whose serials all begin at 1, and may hold what a killed one left.
+        self._temporary = b".sandkasten-%d-%s.part" % (serial, os.urandom(8).hex().encode("ascii"))
         self._sink: Sink | None = None
         self._target: Target | None = None
         self._fd = -1

@@ -5,7 +5,10 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
+import resource
 import secrets
+import sqlite3
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from pathlib import Path
@@ -21,7 +24,7 @@ from sandkasten.images.catalog import Catalog
 from sandkasten.images.host import ensure_host_image
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.store import sessions as session_store
-from sandkasten.store.database import open_database
+from sandkasten.store.database import DatabaseTooNew, open_database
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,6 +58,7 @@ async def serve(config: Config, *, started: Callable[[Sequence[str]], None]) -> 
     from sandkasten.api.server import serve as serve_http
     from sandkasten.api.settings import ApiSettings
 
+    _raise_descriptor_limit()
     settings = ApiSettings(
         listen=config.listen,
         api_key=config.api_key,
@@ -114,6 +118,13 @@ async def _open_tree(
                 stop.cancel()
 
 
+def _raise_descriptor_limit() -> None:
+    """Take as many descriptors as the hard limit grants; a session needs about a dozen. The daemon only: a library
+    leaves its host's limits alone."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 class _Announcement:
     """Passes the bound addresses on to who waits for them, before the tree goes on."""
 
@@ -127,14 +138,35 @@ class _Announcement:
 
 def _prepare(config: Config) -> tuple[Catalog, Node]:
     """Do what is done once per start, before the tree: the node's identity and the default image. Blocking."""
-    with closing(open_database(config.db_path)) as database:
-        node_id = session_store.node_value(database, "node_id", secrets.token_hex(4))
-        incarnation = session_store.next_incarnation(database)
+    try:
+        with closing(open_database(config.db_path)) as database:
+            stored_id = session_store.node_value(database, "node_id", secrets.token_hex(4))
+            incarnation = session_store.next_incarnation(database)
+    except (sqlite3.Error, DatabaseTooNew) as error:
+        raise ConfigError(f"the database {config.db_path} can't be used: {error}") from error
+    node_id = _kept_node_id(DataPaths(config.data_dir).node_id, stored_id)
     catalog = Catalog(config.data_dir, aliases=config.image_aliases, allowed=config.allowed_images)
     with suppress(OSError):  # what can't be removed now is tried again at the next start
         catalog.sweep()
     ensure_host_image(catalog)
     return catalog, Node(node_id, incarnation)
+
+
+def _kept_node_id(path: Path, stored_id: str) -> str:
+    """Return the node's id from a file of its own, made from the database's copy if there is none.
+
+    Every sandbox's cgroup hangs below it, so it must survive the loss of the database: what runs is found by it.
+    """
+    try:
+        node_id = path.read_text("ascii").strip()
+        if re.fullmatch(r"[0-9a-f]{8}", node_id):
+            return node_id
+    except (OSError, ValueError):
+        pass
+    new = path.with_suffix(".new")
+    new.write_text(f"{stored_id}\n", "ascii")
+    new.replace(path)
+    return stored_id
 
 
 @contextmanager

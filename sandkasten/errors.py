@@ -156,10 +156,8 @@ class ShuttingDown(Capacity):
     """The daemon is stopping."""
 
 
-class ActorGone(Unavailable):
-    """The actor that was asked ended before it answered."""
-
-    code = "INTERNAL_ERROR"
+class ActorGone(Capacity):
+    """The actor that was asked ended before it answered, or is being restarted."""
 
 
 class DiskFull(Unavailable):

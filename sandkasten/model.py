@@ -10,6 +10,7 @@ import enum
 import re
 from collections.abc import Mapping
 from datetime import datetime
+from types import MappingProxyType
 
 import attrs
 
@@ -51,6 +52,12 @@ class Cause(enum.StrEnum):
 class Stream(enum.StrEnum):
     STDOUT = "stdout"
     STDERR = "stderr"
+
+
+LIMIT_BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {"cpu": (0.01, 1024), "memory_mb": (16, 16 * 2**20), "pids": (8, 4 * 2**20), "disk_mb": (1, 1024 * 2**20)}
+)
+"""Lowest and highest value of each field of `Limits`, for requests and for the configuration's defaults alike."""
 
 
 @attrs.frozen
@@ -155,7 +162,10 @@ class Output:
 
 @attrs.frozen
 class Usage:
-    """What the sandbox used while the command ran (other processes of the session included); -1 = unknown."""
+    """What the sandbox used while the command ran (other processes of the session included); -1 = unknown.
+
+    `peak_memory_bytes` is a lower bound when the session once used more than it did during this command.
+    """
 
     cpu_ms: int = -1
     peak_memory_bytes: int = -1

@@ -31,6 +31,12 @@ CLEANUP_S = 20.0
 """How long an actor's clean-up may take before it is left to the reaper."""
 
 
+RESTART_PATIENCE_S = 5.0
+"""How long `ask_again` waits for an actor to come back."""
+
+_RESTART_PAUSE_S = 0.05
+
+
 @attrs.frozen
 class Ask(Generic[R_co]):
     """A message that is answered with an `R_co`."""
@@ -44,20 +50,32 @@ DEFERRED: Final = Deferred()
 
 
 class Reply(Generic[R]):
-    """A one-shot answer. The first `set` or `fail` counts, later ones are ignored."""
+    """A one-shot answer. The first `set` or `fail` counts, later ones are ignored.
 
-    __slots__ = ("_done", "_error", "_value")
+    An answer that owns something (it has `close_unused`) is closed when nobody is left to take it.
+    """
+
+    __slots__ = ("_done", "_error", "_is_abandoned", "_value")
 
     def __init__(self) -> None:
         self._done = trio.Event()
         self._value: R | None = None
         self._error: SandkastenError | None = None
+        self._is_abandoned = False
 
     def set(self, value: R) -> None:
         """Answer with `value`."""
-        if not self._done.is_set():
+        if self._done.is_set() or self._is_abandoned:
+            _close_unused(value)
+        else:
             self._value = value
             self._done.set()
+
+    def abandon(self) -> None:
+        """Nobody waits any more."""
+        self._is_abandoned = True
+        value, self._value = self._value, None
+        _close_unused(value)
 
     def fail(self, error: SandkastenError) -> None:
         """Answer with an error, raised in the asker."""
@@ -81,6 +99,12 @@ class Reply(Generic[R]):
         return self._value  # type: ignore[return-value]  # set() stored an R
 
 
+def _close_unused(value: object) -> None:
+    close = getattr(value, "close_unused", None)
+    if close is not None:
+        close()
+
+
 @attrs.frozen
 class _Envelope:
     message: Any  # a member of the actor's message union
@@ -92,6 +116,8 @@ class Ref:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.incarnation = 0
+        """How many actors have answered here."""
         self._outbox: trio.MemorySendChannel[_Envelope] | None = None
 
     def __repr__(self) -> str:
@@ -112,7 +138,24 @@ class Ref:
         """
         reply: Reply[R] = Reply()
         self._post(_Envelope(message, reply))
-        return await reply.wait()
+        try:
+            return await reply.wait()
+        except trio.Cancelled:
+            reply.abandon()
+            raise
+
+    async def ask_again(self, message: Ask[R], *, on: tuple[type[SandkastenError], ...] = ()) -> R:
+        """Ask an actor that may be restarting, and again when it is gone (or fails with one of `on`) for some seconds;
+        only for requests that may be repeated. Raises what the last try raised."""
+        give_up_at = trio.current_time() + RESTART_PATIENCE_S
+        passing: tuple[type[SandkastenError], ...] = (ActorGone, *on)
+        while True:
+            try:
+                return await self.ask(message)
+            except passing:
+                if trio.current_time() >= give_up_at:
+                    raise
+                await trio.sleep(_RESTART_PAUSE_S)
 
     def tell(self, message: object) -> None:
         """Send `message` without waiting. Raises `Overloaded` or `ActorGone`; never blocks."""
@@ -129,6 +172,7 @@ class Ref:
             raise ActorGone(f"{self.name} has ended") from None
 
     def _bind(self, outbox: trio.MemorySendChannel[_Envelope] | None) -> None:
+        self.incarnation += outbox is not None
         self._outbox = outbox
 
 

@@ -11,6 +11,7 @@ import attrs
 
 from sandkasten.actors.actor import Ref
 from sandkasten.model import Session
+from sandkasten.store.sessions import SessionRecord
 
 
 @attrs.frozen
@@ -31,7 +32,9 @@ class SessionDirectory:
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
         self.reserved: set[str] = set()
-        """Ids for which nsinit keeps a blank vessel ready."""
+        """Ids that something works on without an entry: blank vessels, ends that are being finished."""
+        self.unwritten: dict[str, SessionRecord] = {}
+        """Final records that the database refused; the reaper writes them when it takes writes again."""
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -34,16 +34,17 @@ class Account:
 
     def close(self, run: ExecRun, reply: ExecReply, stats: CgroupStats) -> ExecEnd:
         """Return the end of the command that the runner reported."""
+        cause = self._refine(Cause(reply.cause), reply.exit_code, stats)
         return ExecEnd(
             exec_id=run.exec_id,
             exit_code=reply.exit_code,
             signal=reply.signal,
-            cause=self._refine(Cause(reply.cause), reply.exit_code, stats),
+            cause=cause,
             cwd=reply.cwd,
             duration_ms=round(reply.duration_us / 1000),
             timeout_ms=run.timeout_ms,
             shell_restarted=reply.shell_restarted,
-            usage=_usage(self.usage, stats.read_usage()),
+            usage=_usage(self.usage, stats.read_usage(), hit_limit=cause is Cause.OOM),
         )
 
     def _refine(self, cause: Cause, exit_code: int, stats: CgroupStats) -> Cause:
@@ -70,12 +71,13 @@ def cut_short(run: ExecRun, cause: Cause, cwd: str) -> ExecEnd:
     )
 
 
-def _usage(before: UsageReading, after: UsageReading) -> Usage:
+def _usage(before: UsageReading, after: UsageReading, *, hit_limit: bool) -> Usage:
     """Return what the session used in between.
 
-    The peak is exact when the session's highest mark rose meanwhile; otherwise it is the higher of the two readings.
+    The peak is exact when the session's highest mark rose meanwhile or the limit was hit; otherwise the higher of the
+    two readings is a lower bound.
     """
     cpu_ms = (after.cpu_usec - before.cpu_usec) // 1000 if min(after.cpu_usec, before.cpu_usec) >= 0 else -1
-    rose = after.memory_peak_bytes > before.memory_peak_bytes
-    peak = after.memory_peak_bytes if rose else max(before.memory_bytes, after.memory_bytes)
+    is_exact = hit_limit or after.memory_peak_bytes > before.memory_peak_bytes
+    peak = after.memory_peak_bytes if is_exact else max(before.memory_bytes, after.memory_bytes)
     return Usage(cpu_ms=cpu_ms, peak_memory_bytes=peak)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import trio
@@ -27,6 +27,8 @@ _CHANNEL_PIECES = 8
 _RUNNER_PATIENCE_S = 30.0
 """How long after a command's timeout its end must come; covers the kill ladder in a sandbox starved of CPU."""
 
+_LAST_LINE_CHARS = 200
+
 _STREAMS = {Kind.STDOUT: Stream.STDOUT, Kind.STDERR: Stream.STDERR}
 
 
@@ -44,13 +46,21 @@ class ExecRun:
         self._collector = collector
         self._pieces, self._reader = trio.open_memory_channel[Output](_CHANNEL_PIECES)
         self._end: Reply[ExecEnd] = Reply()
+        self._last_piece = b""
         self._has_ended = False
         self._waited_for_reader_s = 0.0
+        self._start_by = math.inf
         self._connection: RunnerConnection | None = None
 
     @property
     def exec_id(self) -> str:
         return self._exec_id
+
+    @property
+    def last_line(self) -> str:
+        """The last line of output that has come so far, at most `_LAST_LINE_CHARS` of it."""
+        lines = self._last_piece[-4 * _LAST_LINE_CHARS :].decode("utf-8", "replace").rstrip("\n").splitlines()
+        return lines[-1][-_LAST_LINE_CHARS:] if lines else ""
 
     @property
     def has_ended(self) -> bool:
@@ -87,6 +97,11 @@ class ExecRun:
         self._has_ended = True
         self._end.fail(error)
         self._pieces.close()
+
+    def expect_start(self, *, after: Sequence[ExecRun]) -> None:
+        """Note by when the runner must have begun this command, behind those that are before it."""
+        ahead_s = sum(run.timeout_ms / 1000 + _RUNNER_PATIENCE_S for run in after)
+        self._start_by = trio.current_time() + ahead_s + _RUNNER_PATIENCE_S
 
     def answer(self, reply: Reply[ExecEnd]) -> None:
         """Answer with the end this command had."""
@@ -159,10 +174,11 @@ class ExecRun:
     def _answer_by(self) -> float:
         """Return when a runner that says nothing is given up: long after it had to end the command itself."""
         if self.started_at is None:
-            return math.inf  # waiting for its turn behind other commands, which have limits of their own
+            return self._start_by
         return self.started_at + self.timeout_ms / 1000 + self._waited_for_reader_s + _RUNNER_PATIENCE_S
 
     async def _hand_out(self, piece: Output) -> None:
+        self._last_piece = piece.data
         if self._collector is not None:
             self._collector.add(piece)
             return
@@ -184,7 +200,9 @@ async def _send_input(connection: RunnerConnection, stdin: bytes) -> None:
 
 def refusal(error: protocol.Error) -> SandkastenError:
     """Return what the runner's refusal of a command means to the caller."""
-    if error.code in ("INVALID_PATH", "BAD_REQUEST", "FILE_NOT_FOUND", "PERMISSION_DENIED", "NOT_A_FILE"):
+    if error.code == "FILE_NOT_FOUND":  # the one file that a command needs is its directory
+        return InvalidRequest(error.message, cwd="is no directory that can be entered")
+    if error.code in ("INVALID_PATH", "BAD_REQUEST", "PERMISSION_DENIED", "NOT_A_FILE"):
         return InvalidRequest(error.message)
     if error.code in ("NO_SHELL", "SHELL_FAILED"):
         return SandboxError(error.message)

@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
+import trio
+
 from runner import protocol
 from runner.protocol import CHUNK_BYTES, Kind
 from sandkasten.errors import (
@@ -29,6 +31,9 @@ from sandkasten.model import FileHead
 from sandkasten.runtime.runner_link import RunnerConnection, RunnerLink, decode_answer
 
 T = TypeVar("T")
+
+_ANSWER_S = 60.0
+"""How long PID 1 may take for the next piece of a file."""
 
 _REFUSALS: dict[str, type[SandkastenError]] = {
     "FILE_NOT_FOUND": FileNotFound,
@@ -53,7 +58,7 @@ class LocalFileReader:
         return self
 
     async def __anext__(self) -> bytes:
-        kind, body = await self._connection.receive()
+        kind, body = await self._connection.receive(deadline=trio.current_time() + _ANSWER_S)
         if kind is Kind.DATA:
             return body
         _require(decode_answer(kind, body), protocol.Done)
@@ -72,7 +77,7 @@ class LocalFileWriter:
 
     async def commit(self) -> str:
         await self._connection.send(Kind.END)
-        answer = await self._connection.receive_answer()
+        answer = await self._connection.receive_answer(deadline=trio.current_time() + _ANSWER_S)
         done: protocol.Done = _require(answer, protocol.Done)
         return done.path
 
@@ -83,7 +88,8 @@ async def open_reader(link: RunnerLink, path: str, max_bytes: int) -> AsyncItera
     _check_path(path)
     async with link.connection() as connection:
         await connection.send_request(protocol.ReadFile(path=path, max_bytes=max_bytes))
-        info = _require(await connection.receive_answer(), protocol.FileInfo)
+        answer = await connection.receive_answer(deadline=trio.current_time() + _ANSWER_S)
+        info = _require(answer, protocol.FileInfo)
         yield LocalFileReader(connection, info)
 
 

@@ -40,6 +40,13 @@ class Lease:
             self._scope.deadline = self.end
         return min(self._idle_end, self._hard_end) - now
 
+    def restore(self, *, remaining_s: float, lifetime_left_s: float | None) -> None:
+        """Take over a lease that began before this process: it ends when it would have ended."""
+        now = trio.current_time()
+        self._idle_end = now + remaining_s
+        if lifetime_left_s is not None:
+            self._hard_end = now + lifetime_left_s
+
     async def watch(self, on_end: Callable[[], Awaitable[None]]) -> None:
         """Call `on_end` each time the end is reached; a renewal before it moves the moment."""
         while True:

@@ -1,6 +1,6 @@
 """Collects a command's output under a cap that keeps its head and its tail. Memory stays at the cap, whatever comes.
 
-Three views are kept of the same bytes: both streams in order of arrival, and each one alone; each has the whole cap.
+Three views are given of the same bytes: both streams as they arrived, and each one alone; each has the whole cap.
 The cut never splits a UTF-8 character: bytes that belong to a character cut in two are left out and counted.
 """
 
@@ -34,6 +34,12 @@ class CappedBytes:
         if len(self._tail) > 2 * self._tail_cap:
             del self._tail[: -self._tail_cap]
 
+    def copy(self) -> CappedBytes:
+        """Return one that goes on separately from here."""
+        twin = CappedBytes(self._head_cap + self._tail_cap)
+        twin._head, twin._tail, twin.total = self._head[:], self._tail[:], self.total
+        return twin
+
     def value(self) -> bytes:
         """Return what is kept."""
         if self.total <= self._head_cap + self._tail_cap:
@@ -61,15 +67,26 @@ def _without_cut_start(data: bytes) -> bytes:
 
 
 class Collector:
-    """Takes a command's output piece by piece and makes its result."""
+    """Takes a command's output piece by piece and makes its result.
+
+    While only one stream has written, what it wrote is kept once; with both, each has the whole cap for itself.
+    """
 
     def __init__(self, cap_bytes: int) -> None:
+        self._cap_bytes = cap_bytes
         self._both = CappedBytes(cap_bytes)
-        self._streams = {Stream.STDOUT: CappedBytes(cap_bytes), Stream.STDERR: CappedBytes(cap_bytes)}
+        self._only: Stream | None = None
+        self._streams: dict[Stream, CappedBytes] = {}
 
     def add(self, piece: Output) -> None:
+        if self._only is None and not self._streams:
+            self._only = piece.stream
+        elif piece.stream is not self._only and not self._streams:
+            other = CappedBytes(self._cap_bytes)
+            self._streams = {stream: self._both.copy() if stream is self._only else other for stream in Stream}
+        if self._streams:
+            self._streams[piece.stream].add(piece.data)
         self._both.add(piece.data)
-        self._streams[piece.stream].add(piece.data)
 
     def result(self, end: ExecEnd) -> ExecResult:
         """Return the result of the command that ended like this."""
@@ -77,8 +94,13 @@ class Collector:
         return ExecResult(
             end=end,
             output=output,
-            stdout=self._streams[Stream.STDOUT].value(),
-            stderr=self._streams[Stream.STDERR].value(),
+            stdout=self._value(Stream.STDOUT, output),
+            stderr=self._value(Stream.STDERR, output),
             bytes_total=self._both.total,
             bytes_omitted=self._both.total - len(output),
         )
+
+    def _value(self, stream: Stream, output: bytes) -> bytes:
+        if self._streams:
+            return self._streams[stream].value()
+        return output if stream is self._only else b""

@@ -66,20 +66,34 @@ class Reaper(Actor):
 
     async def _sweep(self) -> int:
         async with self._turn:
+            await self._write_refused()
             done = await self._reap_unowned() + await self._finish_orphans()
             await self._store.ask(store_actor.ForgetEnded(datetime.now(UTC) - _KEEP_RECORDS))
             return done
 
     async def _reap_unowned(self) -> int:
         found = await self._zygote.ask(zygote_actor.Scan())
-        unowned = frozenset(each.session_id for each in found if not self._directory.owns(each.session_id))
+        runs = {each.session_id: each.identity is not None for each in found}
+        unowned = frozenset(session_id for session_id in runs if not self._directory.owns(session_id))
         reaped = 0
         for session_id in unowned & self._suspects:
-            log.warning("unowned_session", extra={"session": session_id})
-            await self._zygote.ask(zygote_actor.Teardown(session_id))
+            record = await self._store.ask(store_actor.Get(session_id))
+            if record is not None and record.session.status is Status.RUNNING and runs[session_id]:
+                log.warning("unowned_session_readopted", extra={"session_id": session_id})
+                await self._sessions.ask(sessions_actor.Readopt(session_id))
+            else:
+                log.warning("unowned_session", extra={"session_id": session_id})
+                await self._zygote.ask(zygote_actor.Teardown(session_id))
             reaped += 1
         self._suspects = unowned - self._suspects
         return reaped
+
+    async def _write_refused(self) -> None:
+        """Write the final records that the database refused before."""
+        for session_id, record in list(self._directory.unwritten.items()):
+            await self._store.ask(store_actor.Put(record))
+            if self._directory.unwritten.get(session_id) is record:
+                del self._directory.unwritten[session_id]
 
     async def _finish_orphans(self) -> int:
         """Finish sessions whose record says that they live though no actor works on them."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import OrderedDict
 from datetime import UTC, datetime, timedelta
 from typing import Any, assert_never
 
@@ -28,7 +29,6 @@ from sandkasten.actors.session_messages import (
     Destroy,
     Died,
     Expire,
-    Loan,
     Message,
     OpenExec,
     RunExec,
@@ -37,6 +37,9 @@ from sandkasten.actors.session_messages import (
 )
 from sandkasten.actors.session_setup import Creation, Services
 from sandkasten.errors import (
+    BuildFailed,
+    Capacity,
+    Conflict,
     Overloaded,
     RunnerLost,
     RunnerProtocolError,
@@ -49,7 +52,7 @@ from sandkasten.lifecycle import USABLE, Event, next_status
 from sandkasten.model import Cause, ExecEnd, Session, SessionPatch
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from sandkasten.runtime.oom_event import OomEvent
-from sandkasten.runtime.plan import plan_limits, plan_sandbox
+from sandkasten.runtime.plan import check_limits, plan_limits, plan_sandbox
 from sandkasten.runtime.runner_link import RunnerLink
 from sandkasten.store.sessions import KernelIdentity, SessionRecord
 
@@ -63,6 +66,12 @@ _PERSIST_EVERY_S = 10.0
 
 _DEATH_NEWS_S = 2.0
 """How long after a lost connection the news of PID 1's death may take."""
+
+_MAX_LOANS = 32
+"""File transfers of one session at a time; the runner takes four times as many connections."""
+
+_EXEC_IDS = 4096
+"""How many ids of commands a session remembers."""
 
 _FULL_MAILBOX_PAUSE_S = 0.02
 _INIT_ENDED = "its init process ended"
@@ -82,6 +91,8 @@ class SessionActor(Actor):
         self._lease = Lease()
         self._persisted_at = -math.inf
         self._runs: list[ExecRun] = []
+        self._loans = 0
+        self._exec_ids: OrderedDict[str, None] = OrderedDict()
         self._sandbox: zygote_actor.Sandbox | None = None
         self._oom: OomEvent | None = None
         self._link: RunnerLink | None = None
@@ -112,23 +123,32 @@ class SessionActor(Actor):
             else:
                 await self._adopt()
         except SandkastenError as error:
-            log.warning("session_start_failed", extra={"session": self.session.id, "error": repr(error)})
-            event = Event.BUILD_FAILED if self._creation is not None else Event.DIED
-            await self._finish(event, str(error))
-            self.ready.fail(error)
-            self.stop()
+            log.warning("session_start_failed", extra={"session_id": self.session.id, "error": repr(error)})
+            await self._give_up(error)
             return
-        self._renew()
         self._nursery.start_soon(self._watch_init)
         self._nursery.start_soon(self._lease.watch, self._report_lease_end)
         if self._oom is not None:
             self._nursery.start_soon(self._watch_oom, self._oom)
         self.ready.set(self.session)
 
+    async def _give_up(self, error: SandkastenError) -> None:
+        """What could not be created is undone. What could not be adopted ends only if it is not there any more; while
+        the fork server or the database is away it is left for the reaper to try again."""
+        self.stop()
+        if self._creation is not None:
+            self._record = attrs.evolve(self.record, idempotency_key=None)  # a retry may try again
+            await self._finish(Event.BUILD_FAILED, str(error))
+        elif isinstance(error, BuildFailed | RunnerLost | RunnerProtocolError) or type(error) is SandboxError:
+            await self._finish(Event.DIED, str(error))
+        self.ready.fail(error)
+
     async def on_stop(self) -> None:
+        is_alive = self.session.status in USABLE and not self._has_died.is_set()
         for run in self._runs:
             if not run.has_ended:
-                run.finish(cut_short(run, Cause.SANDBOX_DIED, self.session.cwd))
+                cause = Cause.DAEMON_RESTARTED if is_alive else Cause.SANDBOX_DIED
+                run.finish(cut_short(run, cause, self.session.cwd))
         if self._link is not None:
             self._link.close()
         if self._sandbox is not None:
@@ -147,15 +167,15 @@ class SessionActor(Actor):
                 return self._open_exec(run, starts=self._current)
             case RunExec(run):
                 return self._open_exec(run, ends=self._current)
-            case Borrow():
-                return self._lend()
+            case Borrow(done):
+                return self._lend(done)
             case Stats():
                 self._require_usable()
                 return self._stats.read_all()
             case Update(patch):
                 return await self._update(patch)
             case Destroy():
-                return await self._finish(Event.DESTROY, None)
+                return await self._finish(Event.DESTROY, "destroyed by request")
             case Expire():
                 if self._lease.has_ended:
                     await self._finish(Event.EXPIRE, "its time to live ran out")
@@ -189,6 +209,7 @@ class SessionActor(Actor):
         marks.mark("runner")
         self._change(status=next_status(session.status, Event.BUILT), timings_ms=marks.phases)
         await self._put()
+        self._renew()
 
     async def _adopt(self) -> None:
         """Take over a sandbox that outlived its daemon, shell state and all."""
@@ -196,7 +217,8 @@ class SessionActor(Actor):
         self._hold(await zygote_actor.ask_patiently(self._services.zygote, attach))
         await self._greet(runner_protocol.Hello())
         self._change(acquire_detail="adopted")
-        await self._put()
+        self._restore_lease()
+        self._persist_soon()
 
     def _hold(self, sandbox: zygote_actor.Sandbox) -> None:
         self._sandbox = sandbox
@@ -226,22 +248,28 @@ class SessionActor(Actor):
                 raise RunnerProtocolError(f"{type(answer).__name__} to the first request")
 
     async def _finish(self, event: Event, reason: str | None) -> Session:
-        """Tear the sandbox down and write its final state. Nothing overtakes this: it is awaited in the mailbox."""
-        self._record = attrs.evolve(self._record, ending=event)
-        self._change(status=next_status(self.session.status, event), reason=reason)
+        """Tear the sandbox down and write its final state. Nothing overtakes this: it is awaited in the mailbox.
+
+        A refused record does not stop the teardown: what must end ends, and is written when that is possible again.
+        """
         self.stop()
+        session_id = self.session.id
+        self._record = attrs.evolve(self.record, ending=event)
+        self._change(status=next_status(self.session.status, event), reason=reason)
+        await self._put_or_keep()
         try:
-            await self._put()
-            torn_down = await zygote_actor.ask_patiently(self._services.zygote, zygote_actor.Teardown(self.session.id))
+            teardown = zygote_actor.Teardown(session_id)
+            torn_down = await zygote_actor.ask_patiently(self._services.zygote, teardown)
         except SandkastenError as error:  # the reaper finishes it
-            log.error("teardown_deferred", extra={"session": self.session.id, "error": str(error)})
+            log.error("teardown_deferred", extra={"session_id": session_id, "error": str(error)})
             return self.session
         if event is Event.DIED and torn_down.oom_kills > 0:
             reason = f"out of memory: {reason}"
-        self._record = attrs.evolve(self._record, ended_at=datetime.now(UTC))
+        self._record = attrs.evolve(self.record, ended_at=datetime.now(UTC))
         self._change(status=next_status(self.session.status, Event.TORN_DOWN, cause=event), reason=reason)
-        await self._put()
-        log.info("session_ended", extra={"session": self.session.id, "status": self.session.status, "reason": reason})
+        await self._put_or_keep()
+        facts = {"session_id": session_id, "status": self.session.status, "reason": reason}
+        log.info("session_ended", extra=facts)
         return self.session
 
     # Work -------------------------------------------------------------------------------------------------------
@@ -251,6 +279,7 @@ class SessionActor(Actor):
     ) -> Deferred:
         """Begin to run a command; answer one of both when it starts, or ends."""
         self._require_usable()
+        self._require_fresh(run.exec_id)
         limit = self._services.shell_queue_length
         if len(self._runs) >= limit:
             running = self._runs[0]
@@ -259,17 +288,29 @@ class SessionActor(Actor):
                 f"{len(self._runs)} commands are waiting for this shell",
                 exec_id=running.exec_id,
                 age_ms=round(age_s * 1000),
+                last_line=running.last_line,
                 queue_length=limit,
             )
+        self._exec_ids[run.exec_id] = None
+        if len(self._exec_ids) > _EXEC_IDS:
+            self._exec_ids.popitem(last=False)
+        run.expect_start(after=self._runs)
         self._runs.append(run)
         self._begin_activity()
         self._nursery.start_soon(self._run_exec, run, starts or Reply(), ends or Reply())
         return DEFERRED
 
+    def _require_fresh(self, exec_id: str) -> None:
+        """Refuse an id that was used before: a retry must never run a command twice."""
+        if exec_id in self._exec_ids:
+            is_running = any(run.exec_id == exec_id for run in self._runs)
+            status = "running" if is_running else "ended"
+            raise Conflict("a command with this exec_id was run before", exec_id=exec_id, status=status)
+
     async def _run_exec(self, run: ExecRun, started: Reply[None], ended: Reply[ExecEnd]) -> None:
         assert self._link is not None
-        account = Account.open(self._stats)
         try:
+            account = Account.open(self._stats)
             with run.scope:
                 reply = await run.drive(self._link, started)
                 run.finish(account.close(run, reply, self._stats))
@@ -283,6 +324,7 @@ class SessionActor(Actor):
             if not run.has_ended:
                 run.finish(cut_short(run, Cause.SANDBOX_DIED, self._record.session.cwd))
             run.answer(ended)
+            ended.fail(self.gone())
             started.fail(self.gone())  # no effect when it was answered
             self._runs.remove(run)
             self._end_activity()
@@ -303,21 +345,25 @@ class SessionActor(Actor):
             started.fail(verdict)  # no effect when it was answered
             run.fail(verdict)
 
-    def _lend(self) -> Loan:
+    def _lend(self, done: trio.Event) -> RunnerLink:
         self._require_usable()
         assert self._link is not None
-        loan = Loan(self._link, trio.Event())
+        if self._loans >= _MAX_LOANS:
+            raise Capacity("too many files of this session are being transferred", limit=_MAX_LOANS)
+        self._loans += 1
         self._begin_activity()
-        self._nursery.start_soon(self._await_return, loan)
-        return loan
+        self._nursery.start_soon(self._await_return, done)
+        return self._link
 
-    async def _await_return(self, loan: Loan) -> None:
-        await loan.done.wait()
+    async def _await_return(self, done: trio.Event) -> None:
+        await done.wait()
+        self._loans -= 1
         self._end_activity()
 
     async def _update(self, patch: SessionPatch) -> Session:
         self._require_usable()
         if patch.limits is not None:
+            check_limits(patch.limits)
             limits = plan_limits(patch.limits)
             await self._services.zygote.ask(zygote_actor.SetLimits(self.session.id, limits))
             self._change(limits=patch.limits)
@@ -353,15 +399,26 @@ class SessionActor(Actor):
         remaining_s = self._lease.renew(ttl_s=record.session.ttl_s, lifetime_left_s=lifetime_left_s)
         self._renewed = (moment, moment + timedelta(seconds=remaining_s))
 
+    def _restore_lease(self) -> None:
+        """The lease goes on as recorded: a restart neither renews nor shortens it."""
+        record, moment, lifetime_left_s = self._record, datetime.now(UTC), None
+        if record.max_lifetime_s is not None:
+            lifetime_left_s = record.max_lifetime_s - (moment - record.session.created_at).total_seconds()
+        remaining_s = (record.session.expires_at - moment).total_seconds()
+        self._lease.restore(remaining_s=remaining_s, lifetime_left_s=lifetime_left_s)
+
     def _persist_soon(self) -> None:
         self._persisted_at = trio.current_time()
         try:
             self._services.store.tell(store_actor.Put(self.record))
         except SandkastenError as error:  # the next renewal or state change writes it
-            log.warning("lease_not_persisted", extra={"session": self.session.id, "error": str(error)})
+            log.warning("lease_not_persisted", extra={"session_id": self.session.id, "error": str(error)})
 
     async def _report_lease_end(self) -> None:
-        await self._tell_self(Expire())
+        try:
+            await self._tell_self(Expire())
+        except SandkastenError as error:  # the actor is ending anyway
+            log.info("expiry_skipped", extra={"session_id": self.session.id, "error": str(error)})
 
     async def _tell_self(self, message: Expire | Died) -> None:
         """Put news into the own mailbox and, for an `Ask`, wait until it was served; waits when the mailbox is full."""
@@ -388,7 +445,7 @@ class SessionActor(Actor):
             kills = self._stats.read_oom_kills()
             if kills > known:
                 known = kills
-                log.warning("oom", extra={"session": self.session.id, "oom_kills": kills})
+                log.warning("oom", extra={"session_id": self.session.id, "oom_kills": kills})
 
     # Record -----------------------------------------------------------------------------------------------------
 
@@ -400,7 +457,16 @@ class SessionActor(Actor):
 
     async def _put(self) -> None:
         self._persisted_at = trio.current_time()
-        await self._services.store.ask(store_actor.Put(self.record))
+        await self._services.store.ask_again(store_actor.Put(self.record))
+
+    async def _put_or_keep(self) -> None:
+        """Record what a full disk or a broken database must not hold up: a refused record is written later."""
+        try:
+            await self._put()
+            self._services.directory.unwritten.pop(self.session.id, None)
+        except SandkastenError as error:
+            log.error("record_not_written", extra={"session_id": self.session.id, "error": str(error)})
+            self._services.directory.unwritten[self.session.id] = self.record
 
 
 class _Marks:

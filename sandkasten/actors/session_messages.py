@@ -26,15 +26,9 @@ class RunExec(Ask[ExecEnd]):
 
 
 @attrs.frozen
-class Borrow(Ask["Loan"]):
-    """Use the runner link for a file; counts as activity until the loan's event is set."""
+class Borrow(Ask[RunnerLink]):
+    """Use the runner link for a file. Counts as activity until the asker sets `done`, which it does in any case."""
 
-
-@attrs.frozen
-class Loan:
-    """Who borrows sets `done` when finished."""
-
-    link: RunnerLink
     done: trio.Event
 
 

@@ -8,6 +8,7 @@ torn down and its record says `crashed`.
 from __future__ import annotations
 
 import logging
+import resource
 import secrets
 from collections import deque
 from collections.abc import Sequence
@@ -23,12 +24,12 @@ from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Actor, Ask, Ref, Reply
 from sandkasten.actors.directory import SessionDirectory
 from sandkasten.actors.exec_run import unwrap
-from sandkasten.actors.session import SessionActor
+from sandkasten.actors.session import SessionActor, ended_error
 from sandkasten.actors.session_messages import Destroy
 from sandkasten.actors.session_setup import Creation, Services
 from sandkasten.config import Config
 from sandkasten.errors import Capacity, Conflict, SandboxError, SandkastenError, SessionNotFound, ShuttingDown
-from sandkasten.lifecycle import LIVE, Event, next_status
+from sandkasten.lifecycle import ENDED, LIVE, Event, next_status
 from sandkasten.model import Session, SessionSpec, Status
 from sandkasten.reconcile import Action, Decision, plan_reconciliation
 from sandkasten.runtime.paths import DataPaths
@@ -41,6 +42,10 @@ WORKSPACE_DIR = "/workspace"
 
 _CONCURRENT_BUILDS = 32
 _CONCURRENT_ENDS = 16
+_DRAIN_PAUSE_S = 0.02
+
+_FDS_PER_SESSION = 16
+_FDS_RESERVED = 200
 
 
 @attrs.frozen
@@ -74,11 +79,18 @@ class Forget(Ask[Session]):
 
 
 @attrs.frozen
+class Readopt(Ask[None]):
+    """Take over a sandbox that runs as recorded and has no actor; its first adoption came at a bad moment."""
+
+    session_id: str
+
+
+@attrs.frozen
 class DestroyAll(Ask[None]):
     """Refuse new sessions and end all there are."""
 
 
-Message = Create | Forget | DestroyAll
+Message = Create | Forget | Readopt | DestroyAll
 
 
 class Sessions(Actor):
@@ -101,7 +113,8 @@ class Sessions(Actor):
         self._store, self._zygote, self._images = store, zygote, images
         self._directory = directory
         self._vessels_wanted = vessels
-        self._vessels: deque[str] = deque()
+        self._max_sessions = min(config.server.max_sessions, _sessions_for_descriptors())
+        self._vessels: deque[tuple[str, int]] = deque()
         self._builds = trio.CapacityLimiter(_CONCURRENT_BUILDS)
         self._ends = trio.CapacityLimiter(_CONCURRENT_ENDS)
         self._keys: dict[str, _KeyInUse] = {}
@@ -129,6 +142,8 @@ class Sessions(Actor):
                 return self.defer(self._create_once, spec)
             case Forget(session_id):
                 return self.defer(self._forget, session_id)
+            case Readopt(session_id):
+                return self.defer(self._readopt, session_id)
             case DestroyAll():
                 self._is_draining = True
                 return self.defer(self._destroy_all)
@@ -146,10 +161,12 @@ class Sessions(Actor):
             return await self._join(self._keys[key], digest)
         use = self._keys[key] = _KeyInUse(digest)
         try:
-            known = await self._store.ask(store_actor.FindByKey(key))
+            known = await self._store.ask_again(store_actor.FindByKey(key))
             if known is not None:
                 _require_same(known.spec_digest, digest)
                 session = self._latest(known)
+                if session.status in ENDED:
+                    raise ended_error(session)
             else:
                 session = await self._create(spec, digest)
             use.reply.set(session)
@@ -175,11 +192,13 @@ class Sessions(Actor):
             raise ShuttingDown("the daemon is stopping", retry_after_s=5)
         resolved = resolve(spec, self._config)
         image = await self._images.ask(images_actor.Resolve(resolved.image))
-        if len(self._directory) + self._creating >= self._config.server.max_sessions:
-            raise Capacity("this node has all the sessions it may have", max_sessions=self._config.server.max_sessions)
+        if len(self._directory) + self._creating >= self._max_sessions:
+            raise Capacity("this node has all the sessions it may have", max_sessions=self._max_sessions)
         self._creating += 1
         try:
             async with self._builds:
+                if self._is_draining:
+                    raise ShuttingDown("the daemon is stopping", retry_after_s=5)
                 waited_ms = (trio.current_time() - began) * 1000
                 record = self._new_record(spec, resolved, digest)
                 creation = Creation(resolved, image.name, image.kind, spec.env)
@@ -221,11 +240,13 @@ class Sessions(Actor):
 
     def _take_id(self) -> tuple[str, str | None]:
         """Return an id, that of a blank vessel if one is ready, and what to say of its origin."""
-        if not self._vessels:
-            return self._new_id(), None
-        session_id = self._vessels.popleft()
-        self._nursery.start_soon(self._refill_vessels)
-        return session_id, "vessel"
+        while self._vessels:
+            session_id, incarnation = self._vessels.popleft()
+            self._nursery.start_soon(self._refill_vessels)
+            if incarnation == self._zygote.incarnation:
+                return session_id, "vessel"
+            self._nursery.start_soon(self._reap, session_id)  # it died with the nsinit that made it
+        return self._new_id(), None
 
     def _new_id(self) -> str:
         return secrets.token_hex(8) + self._node.id
@@ -233,18 +254,18 @@ class Sessions(Actor):
     async def _refill_vessels(self) -> None:
         """Have nsinit keep a few blank vessels; without them a create is only slower."""
         while len(self._vessels) + self._preparing < self._vessels_wanted and not self._is_draining:
-            session_id = self._new_id()
+            session_id, incarnation = self._new_id(), self._zygote.incarnation
             self._directory.reserved.add(session_id)
             self._preparing += 1
             try:
                 await self._zygote.ask(zygote_actor.Prepare(session_id))
             except SandkastenError as error:
                 log.warning("vessel_not_prepared", extra={"error": str(error)})
-                self._directory.reserved.discard(session_id)
+                self._nursery.start_soon(self._reap, session_id)
                 return
             finally:
                 self._preparing -= 1
-            self._vessels.append(session_id)
+            self._vessels.append((session_id, incarnation))
 
     # Actors -----------------------------------------------------------------------------------------------------
 
@@ -262,21 +283,31 @@ class Sessions(Actor):
         try:
             await actor.run()
         except* Exception as bugs:
-            log.error("session_actor_failed", extra={"session": session_id}, exc_info=unwrap(bugs))
+            log.error("session_actor_failed", extra={"session_id": session_id}, exc_info=unwrap(bugs))
             await self._crash(actor)
         finally:
             self._directory.remove(session_id)
 
     async def _crash(self, actor: SessionActor) -> None:
         record = actor.record
+        if record.session.status in ENDED:
+            self._directory.unwritten[record.session.id] = record
+            return
         if record.session.status is not Status.DESTROYING:
             record = _begin_end(record, Event.DIED, "internal error")
         await self._finish(record, Event.DIED)
 
     async def _destroy_all(self) -> None:
+        """End all there are, those included whose creation was under way when the stop came, and what nobody owns."""
+        while self._creating or len(self._directory):
+            async with trio.open_nursery() as nursery:
+                for entry in self._directory:
+                    nursery.start_soon(self._destroy, entry.ref)
+            await trio.sleep(_DRAIN_PAUSE_S)
+        found = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Scan())
         async with trio.open_nursery() as nursery:
-            for entry in self._directory:
-                nursery.start_soon(self._destroy, entry.ref)
+            for each in found:
+                nursery.start_soon(self._reap, each.session_id)
 
     async def _destroy(self, ref: Ref) -> None:
         async with self._ends:
@@ -289,7 +320,7 @@ class Sessions(Actor):
 
     async def _reconcile(self) -> None:
         """Adopt what runs as recorded, end the rest; answers come from the first request on, ends take their time."""
-        records = await self._store.ask(store_actor.LiveSessions())
+        records = await self._store.ask_again(store_actor.LiveSessions())
         found = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Scan())
         decisions = plan_reconciliation(records, found)
         adopted = [self._start_actor(each.record, None) for each in _of(decisions, Action.ADOPT) if each.record]
@@ -297,14 +328,14 @@ class Sessions(Actor):
             self._directory.reserved.add(each.session_id)
             self._nursery.start_soon(self._finish_found, each)
         for each in _of(decisions, Action.REAP):
-            log.warning("unknown_session", extra={"session": each.session_id})
+            log.warning("unknown_session", extra={"session_id": each.session_id})
             self._directory.reserved.add(each.session_id)
             self._nursery.start_soon(self._reap, each.session_id)
         for actor in adopted:
             try:
                 await actor.ready.wait()
             except SandkastenError as error:
-                log.warning("adoption_failed", extra={"session": actor.session.id, "error": str(error)})
+                log.warning("adoption_failed", extra={"session_id": actor.session.id, "error": str(error)})
         log.info("reconciled", extra={"adopted": len(adopted), "found": len(found), "recorded": len(records)})
 
     async def _finish_found(self, decision: Decision) -> None:
@@ -331,24 +362,36 @@ class Sessions(Actor):
                 before = record.session
                 session = attrs.evolve(before, status=status, reason=reason or before.reason, epoch=before.epoch + 1)
                 ended = attrs.evolve(record, session=session, ending=event, ended_at=datetime.now(UTC))
-                await self._store.ask(store_actor.Put(ended))
-                log.info("session_ended", extra={"session": session.id, "status": status, "reason": session.reason})
+                await self._put_or_keep(ended)
+                log.info("session_ended", extra={"session_id": session.id, "status": status, "reason": session.reason})
                 return session
         except SandkastenError as error:  # the reaper tries again
-            log.error("finish_deferred", extra={"session": record.session.id, "error": str(error)})
+            log.error("finish_deferred", extra={"session_id": record.session.id, "error": str(error)})
             return record.session
+
+    async def _put_or_keep(self, record: SessionRecord) -> None:
+        try:
+            await self._store.ask_again(store_actor.Put(record))
+        except SandkastenError as error:
+            log.error("record_not_written", extra={"session_id": record.session.id, "error": str(error)})
+            self._directory.unwritten[record.session.id] = record
 
     async def _reap(self, session_id: str) -> None:
         try:
             async with self._ends:
-                await self._zygote.ask(zygote_actor.Teardown(session_id))
+                await zygote_actor.ask_patiently(self._zygote, zygote_actor.Teardown(session_id))
         except SandkastenError as error:
-            log.error("reap_deferred", extra={"session": session_id, "error": str(error)})
+            log.error("reap_deferred", extra={"session_id": session_id, "error": str(error)})
         finally:
             self._directory.reserved.discard(session_id)
 
+    async def _readopt(self, session_id: str) -> None:
+        record = await self._store.ask_again(store_actor.Get(session_id))
+        if record is not None and record.session.status is Status.RUNNING and not self._directory.owns(session_id):
+            await self._start_actor(record, None).ready.wait()
+
     async def _forget(self, session_id: str) -> Session:
-        record = await self._store.ask(store_actor.Get(session_id))
+        record = await self._store.ask_again(store_actor.Get(session_id))
         if record is None:
             raise SessionNotFound("no such session", session_id=session_id)
         if record.session.status not in LIVE or self._directory.owns(session_id):
@@ -356,6 +399,12 @@ class Sessions(Actor):
         if record.session.status is Status.DESTROYING:
             return await self._finish(record, record.ending or Event.DESTROY)
         return await self._finish(record, Event.NOT_FOUND, reason="nothing answered for it any more")
+
+
+def _sessions_for_descriptors() -> int:
+    """Return how many sessions this process has file descriptors for."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max((soft - _FDS_RESERVED) // _FDS_PER_SESSION, 1)
 
 
 def _require_same(before: str, digest: str) -> None:

@@ -149,7 +149,7 @@ def _transact(database: sqlite3.Connection, batch: Sequence[_Job]) -> Sequence[o
             database.execute("SAVEPOINT job")
             try:
                 outcomes.append(job.work(database))
-            except sqlite3.Error as error:
+            except Exception as error:  # noqa: BLE001 - a value SQLite can't hold must not take the others along
                 database.execute("ROLLBACK TO job")
                 outcomes.append(_failed(error))
             database.execute("RELEASE job")
@@ -161,7 +161,7 @@ def _transact(database: sqlite3.Connection, batch: Sequence[_Job]) -> Sequence[o
     return outcomes
 
 
-def _failed(error: sqlite3.Error) -> StoreFailed:
+def _failed(error: Exception) -> StoreFailed:
     failure = StoreFailed("the session database refused the operation")
     failure.__cause__ = error
     return failure

@@ -27,11 +27,11 @@ from sandkasten.actors.exec_run import ExecRun
 from sandkasten.actors.files import LocalFileReader, LocalFileWriter, open_reader, open_writer
 from sandkasten.actors.output import Collector
 from sandkasten.actors.session import ended_error
-from sandkasten.actors.session_messages import Borrow, Destroy, Loan, OpenExec, RunExec, Stats, Update
+from sandkasten.actors.session_messages import Borrow, Destroy, OpenExec, RunExec, Stats, Update
 from sandkasten.actors.sessions import Node
 from sandkasten.actors.supervisor import ChildSpec
 from sandkasten.config import Config
-from sandkasten.errors import ActorGone, InvalidRequest, SandkastenError, SessionNotFound, TooLarge
+from sandkasten.errors import Capacity, InvalidRequest, SandkastenError, SessionExpired, SessionNotFound, TooLarge
 from sandkasten.images.catalog import Catalog
 from sandkasten.lifecycle import ENDED, LIVE
 from sandkasten.model import (
@@ -45,10 +45,11 @@ from sandkasten.model import (
     SessionStats,
     Status,
 )
+from sandkasten.runtime.runner_link import RunnerLink
 
 log = logging.getLogger(__name__)
 
-_READY_S = 2.0
+_READY_S = 5.0
 _MIN_FREE_RATIO = 0.02
 
 
@@ -111,7 +112,7 @@ class LocalSupervisor:
     async def drain(self) -> None:
         """Refuse new sessions and end all there are."""
         try:
-            await self._sessions.ask(sessions.DestroyAll())
+            await self._sessions.ask_again(sessions.DestroyAll())
         except SandkastenError as error:
             log.error("drain_failed", extra={"error": str(error)})
 
@@ -141,13 +142,13 @@ class LocalSupervisor:
         entry = self._directory.get(session_id)
         if entry is not None:
             try:
-                return await entry.ref.ask(Destroy())
-            except SandkastenError:
-                log.debug("destroy_raced", extra={"session": session_id})  # it ended on its own meanwhile
-        recorded = await self._recorded(session_id)
-        if recorded.status is Status.DESTROYING and self._directory.get(session_id) is None:
-            return await self._sessions.ask(sessions.Forget(session_id))
-        return recorded
+                return _require_ended(await entry.ref.ask(Destroy()))
+            except SessionExpired:
+                log.debug("destroy_raced", extra={"session_id": session_id})  # it ended on its own meanwhile
+        session = await self._recorded(session_id)
+        if session.status in LIVE and self._directory.get(session_id) is None:
+            session = await self._sessions.ask(sessions.Forget(session_id))
+        return _require_ended(session)
 
     async def stats(self, session_id: str) -> SessionStats:
         entry = await self._live(session_id)
@@ -190,7 +191,7 @@ class LocalSupervisor:
 
     @asynccontextmanager
     async def _open_read(self, session_id: str, path: str, max_bytes: int) -> AsyncIterator[LocalFileReader]:
-        async with self._loan(session_id) as loan, open_reader(loan.link, path, max_bytes) as reader:
+        async with self._loan(session_id) as link, open_reader(link, path, max_bytes) as reader:
             yield reader
 
     def open_write(self, session_id: str, path: str) -> AbstractAsyncContextManager[LocalFileWriter]:
@@ -198,24 +199,24 @@ class LocalSupervisor:
 
     @asynccontextmanager
     async def _open_write(self, session_id: str, path: str) -> AsyncIterator[LocalFileWriter]:
-        async with self._loan(session_id) as loan, open_writer(loan.link, path) as writer:
+        async with self._loan(session_id) as link, open_writer(link, path) as writer:
             yield writer
 
     @asynccontextmanager
-    async def _loan(self, session_id: str) -> AsyncIterator[Loan]:
+    async def _loan(self, session_id: str) -> AsyncIterator[RunnerLink]:
         entry = await self._live(session_id)
-        loan = await entry.ref.ask(Borrow())
+        done = trio.Event()
         try:
-            yield loan
+            yield await entry.ref.ask(Borrow(done))
         finally:
-            loan.done.set()
+            done.set()
 
     # Node -------------------------------------------------------------------------------------------------------
 
     async def readiness(self) -> Readiness:
         checks = {
             "store": await _check(self._store, store.Ping()),
-            "zygote": await _check(self._zygote, zygote.Node()),
+            "zygote": await _check(self._zygote, zygote.Ping()),
             "sessions": "ok" if self._sessions.is_alive else "not running",
             "disk": await trio.to_thread.run_sync(_check_disk, self._config),
         }
@@ -236,10 +237,17 @@ class LocalSupervisor:
     async def _recorded(self, session_id: str) -> Session:
         if not SESSION_ID.match(session_id):
             raise SessionNotFound("no such session", session_id=session_id[:64])
-        record = await self._store.ask(store.Get(session_id))
+        record = self._directory.unwritten.get(session_id) or await self._store.ask_again(store.Get(session_id))
         if record is None:
             raise SessionNotFound("no such session", session_id=session_id)
         return record.session
+
+
+def _require_ended(session: Session) -> Session:
+    """Return a session that has ended; of one whose end has only begun say so."""
+    if session.status in LIVE:
+        raise Capacity("the session's end has begun and will be finished", session_id=session.id)
+    return session
 
 
 def _check_command(spec: ExecSpec, max_bytes: int) -> None:
@@ -263,7 +271,7 @@ async def _check(ref: Ref, message: Ask[R]) -> str:
     with trio.move_on_after(_READY_S):
         try:
             await ref.ask(message)
-        except ActorGone as error:
+        except SandkastenError as error:
             return str(error)
         else:
             return "ok"
@@ -271,6 +279,9 @@ async def _check(ref: Ref, message: Ask[R]) -> str:
 
 
 def _check_disk(config: Config) -> str:
-    space = os.statvfs(config.data_dir)
-    free_ratio = space.f_bavail / max(space.f_blocks, 1)
-    return "ok" if free_ratio > _MIN_FREE_RATIO else f"only {free_ratio:.1%} of the data directory's disk is free"
+    for name, path in (("data directory", config.data_dir), ("database", config.db_path.parent)):
+        space = os.statvfs(path)
+        free_ratio = space.f_bavail / max(space.f_blocks, 1)
+        if free_ratio <= _MIN_FREE_RATIO:
+            return f"only {free_ratio:.1%} of the {name}'s disk is free"
+    return "ok"

@@ -18,7 +18,7 @@ import trio
 
 from nsinit import protocol
 from sandkasten.actors.actor import Actor, Ask, R, Ref
-from sandkasten.errors import ActorGone, BuildFailed, ZygoteLost
+from sandkasten.errors import BuildFailed, ZygoteLost
 from sandkasten.runtime.fds import OwnedFd
 from sandkasten.runtime.zygote_link import Answer, NsinitProcess, ZygoteLink, failure_text, start_nsinit
 
@@ -28,7 +28,8 @@ _REQUEST_S = 30.0
 """Longer than anything nsinit does; a request that takes this long means that nsinit hangs."""
 
 _STOP_S = 10.0
-_RESTART_PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+_AFTER_ALL_IDS = "g"
+"""Sorts behind every session id."""
 _LOG_LINE_BYTES = 16 * 1024
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
@@ -36,6 +37,11 @@ _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARN
 @attrs.frozen
 class Node(Ask[protocol.Ready]):
     """What nsinit said when it started: cgroup mode, directories, kernel features."""
+
+
+@attrs.frozen
+class Ping(Ask[None]):
+    """Answered when nsinit answers."""
 
 
 @attrs.frozen
@@ -90,31 +96,25 @@ class Sandbox:
     oom_fd: OwnedFd | None
     timings_us: dict[str, int]
 
+    def close_unused(self) -> None:
+        """Close the descriptors; for whoever gets the sandbox and does not keep it."""
+        self.pidfd.close()
+        if self.oom_fd is not None:
+            self.oom_fd.close()
 
-Message = Node | Prepare | Build | Attach | Teardown | Scan | SetLimits | MakeWorkspace
+
+Message = Node | Ping | Prepare | Build | Attach | Teardown | Scan | SetLimits | MakeWorkspace
 
 
 async def ask_when_up(zygote: Ref, message: Ask[R]) -> R:
     """Wait for an nsinit that is being restarted, then ask once; for requests that may not be repeated."""
-    for pause_s in _RESTART_PAUSES_S:
-        if zygote.is_alive:
-            break
-        await trio.sleep(pause_s)
+    await zygote.ask_again(Node())
     return await zygote.ask(message)
 
 
 async def ask_patiently(zygote: Ref, message: Ask[R]) -> R:
-    """Ask, and ask again while nsinit is being restarted; only for requests that may be repeated.
-
-    Raises:
-        ActorGone, ZygoteLost: it did not come back in time.
-    """
-    for pause_s in _RESTART_PAUSES_S:
-        try:
-            return await zygote.ask(message)
-        except (ActorGone, ZygoteLost):
-            await trio.sleep(pause_s)
-    return await zygote.ask(message)
+    """Ask, and ask again while nsinit is being restarted; only for requests that may be repeated."""
+    return await zygote.ask_again(message, on=(ZygoteLost,))
 
 
 class Zygote(Actor):
@@ -156,6 +156,8 @@ class Zygote(Actor):
         match message:
             case Node():
                 return self._ready
+            case Ping():
+                return self.defer(self._ping)
             case Prepare(session_id):
                 return self.defer(self._ok, protocol.Prepare(self._link.next_seq(), session_id))
             case Build(plan):
@@ -186,6 +188,9 @@ class Zygote(Actor):
     async def _ok(self, message: Any) -> None:
         _expect(await self._request(message), protocol.Ok)
 
+    async def _ping(self) -> None:
+        _expect(await self._request(protocol.Scan(self._link.next_seq(), _AFTER_ALL_IDS)), protocol.Scanned)
+
     async def _scan(self) -> Sequence[protocol.Found]:
         found: list[protocol.Found] = []
         while True:
@@ -200,7 +205,7 @@ class Zygote(Actor):
         answer = _expect(await self._request(protocol.Teardown(self._link.next_seq(), session_id)), protocol.TornDown)
         torn_down: protocol.TornDown = answer.message
         if torn_down.leftovers:
-            log.error("teardown_leftovers", extra={"session": session_id, "leftovers": torn_down.leftovers})
+            log.error("teardown_leftovers", extra={"session_id": session_id, "leftovers": torn_down.leftovers})
         return torn_down
 
     async def _sandbox(self, message: protocol.Build | protocol.Attach) -> Sandbox:
@@ -235,8 +240,9 @@ def _log_line(line: bytes) -> None:
     try:
         entry = json.loads(line)
         level = _LEVELS.get(entry.pop("level", "info"), logging.INFO)
-        event = str(entry.pop("event", "message"))
-        log.log(level, "nsinit_%s", event, extra={f"nsinit_{key}": value for key, value in entry.items()})
+        event = str(entry.pop("event", "message")).replace(" ", "_")
+        facts = {key if key == "session_id" else f"nsinit_{key}": value for key, value in entry.items()}
+        log.log(level, "nsinit_%s", event, extra=facts)
     except (ValueError, AttributeError):
         if line.strip():
             log.warning("nsinit_output", extra={"line": line.decode("utf-8", "replace")})

@@ -34,19 +34,20 @@ STATUS: dict[type[SandkastenError], int] = {
     errors.Conflict: 409,
     errors.SessionExpired: 410,
     errors.TooLarge: 413,
-    errors.ActorGone: 500,
     errors.BuildFailed: 500,
     errors.ZygoteLost: 500,
     errors.RunnerLost: 500,
     errors.RunnerProtocolError: 500,
     errors.StoreFailed: 500,
     errors.Capacity: 503,
+    errors.ActorGone: 503,
     errors.Overloaded: 503,
     errors.ShuttingDown: 503,
     errors.CommandTimeout: 504,
     errors.DiskFull: 507,
 }
 
+MAX_HEADERS = 100
 INTERNAL_CODE = SandkastenError.code
 INTERNAL_MESSAGE = "the daemon failed to serve this request; its log says why under this request id"
 
@@ -84,10 +85,9 @@ def error_body(error: Exception) -> dict[str, Any]:  # JSON values
     return body | {"retryable": is_retryable, "request_id": logcontext.request_id.get()}
 
 
-def error_answer(error: Exception, *, status: int | None = None) -> Answer:
-    """Return the answer for any exception; `status` overrides the table where HTTP is more precise than the code."""
-    if status is None:
-        status = STATUS.get(type(error), 500) if isinstance(error, SandkastenError) else 500
+def error_answer(error: Exception) -> Answer:
+    """Return the answer for any exception."""
+    status = STATUS.get(type(error), 500) if isinstance(error, SandkastenError) else 500
     headers: Headers = ()
     if isinstance(error, errors.Capacity):
         headers = (*headers, ("retry-after", str(error.retry_after_s)))
@@ -96,6 +96,11 @@ def error_answer(error: Exception, *, status: int | None = None) -> Answer:
     if isinstance(error, errors.Unauthorized):
         headers = (*headers, ("www-authenticate", "Bearer"))
     return json_answer(error_body(error), status=status, headers=headers)
+
+
+def head_too_large(max_bytes: int) -> errors.TooLarge:
+    """Return the error of a request whose target and headers are over a limit."""
+    return errors.TooLarge("the request's head is too large", max_head_bytes=max_bytes, max_headers=MAX_HEADERS)
 
 
 def _internals(error: SandkastenError) -> Mapping[str, object]:

@@ -7,7 +7,6 @@ Sources: Documentation/admin-guide/cgroup-v2.rst; Documentation/admin-guide/cgro
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
 
@@ -114,8 +113,12 @@ class CgroupStats:
         """Open a counter and remember it; None where the kernel has no such file."""
         fd = None
         if home in self._dirs:
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 fd = os.open(f"{self._dirs[home]}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                pass
+            except OSError:  # out of descriptors: unknown now, another time perhaps
+                return None
         self._fds[home, name] = fd
         return fd
 

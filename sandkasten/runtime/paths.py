@@ -30,6 +30,11 @@ class DataPaths:
         return self.root / "images"
 
     @property
+    def node_id(self) -> Path:
+        """The node's id, apart from the database that also knows it."""
+        return self.root / "node-id"
+
+    @property
     def lock(self) -> Path:
         """Held while a daemon owns this directory."""
         return self.root / "lock"

@@ -9,7 +9,7 @@ import attrs
 
 from nsinit import protocol
 from nsinit.protocol import ImageKind, SandboxPlan
-from sandkasten.config import Config
+from sandkasten.config import Config, Defaults
 from sandkasten.errors import InvalidImage, InvalidRequest
 from sandkasten.model import IMAGE_NAME, WORKSPACE_ID, Limits, SessionSpec
 
@@ -51,14 +51,29 @@ def resolve(spec: SessionSpec, config: Config) -> Resolved:
     ttl_s = spec.ttl_s or float(config.session_ttl_seconds)
     if not 0 < ttl_s <= MAX_TTL_S:
         raise InvalidRequest("ttl out of range", ttl_seconds=f"1 to {MAX_TTL_S:.0f}")
+    limits = spec.limits or config.defaults.limits
+    check_limits(limits)
     return Resolved(
         image=image,
         ttl_s=ttl_s,
         max_lifetime_s=spec.max_lifetime_s,
-        limits=spec.limits or config.defaults.limits,
+        limits=limits,
         readonly_rootfs=config.defaults.readonly_rootfs if spec.readonly_rootfs is None else spec.readonly_rootfs,
         shell=spec.shell or config.defaults.shell_prefer,
     )
+
+
+def check_limits(limits: Limits) -> None:
+    """Refuse limits that no sandbox can live under, by the bounds of the configuration. Raises `InvalidRequest`."""
+    try:
+        Defaults(
+            cpu_limit=limits.cpu,
+            mem_limit_mb=limits.memory_mb,
+            pids_limit=limits.pids,
+            disk_limit_mb=limits.disk_mb,
+        )
+    except ValueError as error:
+        raise InvalidRequest("limits out of range", limits=str(error)) from None
 
 
 def plan_sandbox(

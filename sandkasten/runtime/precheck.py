@@ -66,7 +66,7 @@ class Check:
 
 
 def run(data_dir: Path) -> list[Check]:
-    """Return all findings. `data_dir` need not exist; the privileged part runs only as root and if it does."""
+    """Return all findings. `data_dir` need not exist; the privileged part is tried as root only."""
     checks = [
         check_root(os.geteuid()),
         check_capabilities(_read("/proc/self/status")),
@@ -75,8 +75,8 @@ def run(data_dir: Path) -> list[Check]:
         check_filesystem(data_dir, _read("/proc/self/mountinfo")),
         check_space(data_dir),
     ]
-    if all(check.ok or not check.required for check in checks) and data_dir.is_dir():
-        checks += probe(data_dir)
+    if all(check.ok or not check.required for check in checks):
+        checks += probe(_nearest(data_dir))
     return checks
 
 
@@ -142,21 +142,29 @@ def find_filesystem(path: Path, mountinfo: str) -> tuple[str, str]:
 
 def check_space(data_dir: Path) -> Check:
     """A warning only: what is enough depends on the sessions."""
-    existing = next(path for path in (data_dir, *data_dir.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(_nearest(data_dir)).free
     detail = f"{free / 1024**3:.1f} GiB free for images, sessions and workspaces"
     return Check("disk space", free >= MIN_FREE_BYTES, detail, required=False)
 
 
-def probe(data_dir: Path) -> list[Check]:
-    """Let nsinit's probe try the privileged steps in the data directory."""
-    command = [sys.executable, "-I", "-S", "-B", str(_PROBE), str(data_dir)]
+def probe(directory: Path) -> list[Check]:
+    """Let nsinit's probe try the privileged steps in a directory of its own below `directory`."""
+    command = [sys.executable, "-I", "-S", "-B", str(_PROBE), str(directory)]
     try:
         done = subprocess.run(command, capture_output=True, cwd="/", env={"LANG": "C.UTF-8"}, timeout=_PROBE_S)
-        results = json.loads(done.stdout)
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+    except (OSError, subprocess.TimeoutExpired) as error:
         return [Check("probe", False, f"the probe did not answer: {error}")]
+    try:
+        results = json.loads(done.stdout)
+    except ValueError:
+        reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        return [Check("probe", False, f"nothing can be tried in {directory}: {reason}")]
     return [Check(name, bool(found["ok"]), str(found["detail"])) for name, found in results.items()]
+
+
+def _nearest(path: Path) -> Path:
+    """Return `path`, or the nearest directory above it that exists."""
+    return next(each for each in (path, *path.parents) if each.exists())
 
 
 def _read(path: str) -> str:

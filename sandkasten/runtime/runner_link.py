@@ -10,6 +10,7 @@ Sources: unix(7), proc(5) on /proc/self/fd.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import math
 import os
@@ -41,7 +42,10 @@ from sandkasten.runtime.paths import RUNNER_SOCKET
 _MAX_IDLE = 4
 _FIRST_RECEIVE_BYTES = 16 * 1024
 _BULK_RECEIVE_BYTES = 4 * (CHUNK_BYTES + HEADER_BYTES)
-_CONNECT_PAUSE_S = 0.002
+_CONNECT_PAUSE_S = 0.01
+_CONNECT_PATIENCE_S = 10.0
+_MAX_NUMBER = 2**53
+_MAX_TEXT_BYTES = 64 * 1024
 
 
 class RunnerConnection:
@@ -94,9 +98,9 @@ class RunnerConnection:
                 self.is_idle = True
             return kind, body
 
-    async def receive_answer(self) -> Any:  # a member of runner.protocol.ANSWERS
+    async def receive_answer(self, *, deadline: float = math.inf) -> Any:  # a member of runner.protocol.ANSWERS
         """Return the message of the next frame, which must carry one; `Error` messages are returned, too."""
-        kind, body = await self.receive()
+        kind, body = await self.receive(deadline=deadline)
         if kind not in (Kind.STARTED, Kind.REPLY, Kind.ERROR):
             raise RunnerProtocolError(f"unexpected {kind.name} frame")
         return decode_answer(kind, body)
@@ -121,6 +125,8 @@ class RunnerConnection:
             try:
                 data = self._socket.recv(self._receive_bytes)
                 await trio.lowlevel.checkpoint()
+                if trio.current_time() > deadline:
+                    raise RunnerProtocolError("the sandbox's init did not answer in time")
             except BlockingIOError:
                 with trio.move_on_at(deadline) as patience:
                     await trio.lowlevel.wait_readable(self._socket)
@@ -150,7 +156,22 @@ def decode_answer(kind: Kind, body: bytes) -> Any:  # a member of runner.protoco
         raise RunnerProtocolError(str(error)) from None
     if isinstance(message, Error) is not (kind is Kind.ERROR):
         raise RunnerProtocolError(f"{type(message).__name__} in an {kind.name} frame")
+    for field in dataclasses.fields(message):
+        _check_value(getattr(message, field.name))
     return message
+
+
+def _check_value(value: object) -> None:
+    """Refuse what JSON allows and nothing below here expects: huge values, surrogates that escape no byte."""
+    if isinstance(value, int) and abs(value) > _MAX_NUMBER:
+        raise RunnerProtocolError("a number out of range")
+    if isinstance(value, str):
+        try:
+            size = len(value.encode("utf-8", "surrogateescape"))
+        except UnicodeEncodeError:
+            raise RunnerProtocolError("a string that is no text") from None
+        if size > _MAX_TEXT_BYTES:
+            raise RunnerProtocolError("a string that is too long")
 
 
 class RunnerLink:
@@ -189,6 +210,7 @@ class RunnerLink:
             self._idle.clear()
 
     async def _connect(self) -> RunnerConnection:
+        give_up_at = trio.current_time() + _CONNECT_PATIENCE_S
         while True:
             if self._closed:
                 raise RunnerLost("the session has ended")
@@ -197,7 +219,7 @@ class RunnerLink:
                 sock.connect(f"/proc/self/fd/{self._dir_fd}/{RUNNER_SOCKET}")
             except OSError as error:
                 sock.close()
-                if error.errno != errno.EAGAIN:  # its backlog is full for the moment
+                if error.errno != errno.EAGAIN or trio.current_time() > give_up_at:  # EAGAIN: its backlog is full
                     raise RunnerLost("the sandbox accepts no connection") from error
                 await trio.sleep(_CONNECT_PAUSE_S)
             else:

@@ -21,6 +21,16 @@ GARBAGE = {
     "a reply that is no JSON": encode_frame(Kind.REPLY, b"\xff{"),
     "a reply of another request": encode_frame(Kind.REPLY, b'{"type":"Done","path":"/x"}'),
     "deeply nested JSON": encode_frame(Kind.REPLY, b"[" * 100_000),
+    "a directory that is no text": encode_frame(
+        Kind.REPLY,
+        b'{"type":"ExecReply","exec_id":"x","exit_code":0,"signal":null,"cause":"exited","cwd":"\\ud800",'
+        b'"duration_us":1,"shell_restarted":false}',
+    ),
+    "a number out of range": encode_frame(
+        Kind.REPLY,
+        b'{"type":"ExecReply","exec_id":"x","exit_code":0,"signal":null,"cause":"exited","cwd":"/",'
+        b'"duration_us":1' + b"0" * 400 + b',"shell_restarted":false}',
+    ),
     "wrong types": encode_frame(Kind.STARTED, b'{"type":"Started","exec_id":7}'),
 }
 

@@ -1,0 +1,229 @@
+"""Bad moments: full disks, dead helpers, callers that leave, stops in the middle. Nothing leaks, nothing is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+import trio
+
+from sandkasten.actors import reaper
+from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.app import open_supervisor
+from sandkasten.config import Config, ConfigError, Server
+from sandkasten.errors import Capacity, Conflict, InvalidRequest, SandkastenError
+from sandkasten.model import ExecSpec, Limits, SessionPatch, SessionSpec, Status
+from tests.kernel.processes import nsinit_pid
+from tests.waiting import until
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 600 KiB."""
+    directory = tmp_path / "small"
+    directory.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(directory)], check=True)
+    yield directory
+    subprocess.run(["umount", str(directory)], check=True)
+
+
+def _fill(directory: Path) -> Path:
+    filler = directory / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"x" * 4096)
+    return filler
+
+
+async def test_a_full_database_disk_stops_no_teardown_and_the_state_is_written_later(
+    config: Config, small_disk: Path
+) -> None:
+    """What must end ends; what could not be recorded is known meanwhile and recorded when there is room."""
+    async with open_supervisor(attrs.evolve(config, db_path=small_disk / "test.db")) as supervisor:
+        session = await supervisor.create(SessionSpec())
+        filler = _fill(small_disk)
+        for _ in range(200):  # the journal has room of its own for a while
+            try:
+                await supervisor.update(session.id, SessionPatch(labels={"a": "b" * 1000}))
+            except SandkastenError:
+                break
+        else:
+            pytest.fail("the disk never filled")
+        assert (await supervisor.destroy(session.id)).status is Status.DESTROYED
+        assert os.listdir(config.data_dir / "run") == []
+        assert (await supervisor.get(session.id)).status is Status.DESTROYED
+        assert (await supervisor.readiness()).checks["disk"] != "ok"
+        filler.unlink()
+        await supervisor._reaper.ask(reaper.Sweep())
+        assert supervisor._directory.unwritten == {}
+        assert (await supervisor.get(session.id)).status is Status.DESTROYED
+
+
+async def test_a_stop_in_the_middle_of_creates_leaves_none_of_them(config: Config) -> None:
+    """Those under way are ended, those that wait are refused; the leak check looks at the rest."""
+    outcomes: list[str] = []
+
+    async def create(supervisor: LocalSupervisor) -> None:
+        try:
+            outcomes.append((await supervisor.create(SessionSpec())).status)
+        except SandkastenError as error:
+            outcomes.append(error.code)
+
+    async with trio.open_nursery() as nursery, open_supervisor(config) as supervisor:
+        for _ in range(60):
+            nursery.start_soon(create, supervisor)
+
+        async def has_begun() -> bool:
+            return len(outcomes) >= 3
+
+        await until(has_begun)
+    assert len(outcomes) == 60
+    assert "CAPACITY" in outcomes
+    assert os.listdir(config.data_dir / "sessions") == []
+    assert os.listdir(config.data_dir / "run") == []
+
+
+async def test_a_caller_that_leaves_while_it_waits_for_a_file_does_not_pin_the_session(
+    supervisor: LocalSupervisor,
+) -> None:
+    """An abandoned request counts as no activity: the lease runs out on time."""
+    session = await supervisor.create(SessionSpec(ttl_s=0.5))
+    for _ in range(5):
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            async with supervisor.open_read(session.id, "/workspace/x", max_bytes=1):
+                pass
+
+    async def has_expired() -> bool:
+        return (await supervisor.get(session.id)).status is Status.EXPIRED
+
+    await until(has_expired)
+
+
+async def test_vessels_of_a_dead_fork_server_are_not_used(config: Config) -> None:
+    """The first creates after its death work like any other, and what it left is swept up."""
+    async with open_supervisor(attrs.evolve(config, server=Server(vessels=2))) as supervisor:
+
+        async def has_vessels() -> bool:
+            return len(supervisor._directory.reserved) == 2
+
+        await until(has_vessels)
+        os.kill(nsinit_pid(), signal.SIGKILL)
+
+        async def is_noticed() -> bool:
+            return supervisor._zygote.incarnation == 2
+
+        await until(is_noticed)
+        for _ in range(3):
+            assert (await supervisor.create(SessionSpec())).status is Status.RUNNING
+
+
+async def test_a_failed_create_may_be_tried_again_with_its_key(supervisor: LocalSupervisor, data_dir: Path) -> None:
+    """An idempotency key belongs to a session that came to be; one that was destroyed says so."""
+    rootfs, hidden = data_dir / "images/host/rootfs", data_dir / "images/host/hidden"
+    spec = SessionSpec(idempotency_key="again")
+    rootfs.rename(hidden)
+    with pytest.raises(SandkastenError):
+        await supervisor.create(spec)
+    hidden.rename(rootfs)
+    session = await supervisor.create(spec)
+    assert session.status is Status.RUNNING
+    await supervisor.destroy(session.id)
+    with pytest.raises(SandkastenError, match="destroyed"):
+        await supervisor.create(spec)
+
+
+async def test_a_restart_does_not_renew_a_lease(config: Config) -> None:
+    """What was to expire while nobody watched expires at once."""
+    keeping = attrs.evolve(config, sessions_on_stop="keep")
+    async with open_supervisor(keeping) as supervisor:
+        long = await supervisor.create(SessionSpec(ttl_s=600))
+        short = await supervisor.create(SessionSpec(ttl_s=0.3))
+    async with open_supervisor(config) as supervisor:
+        adopted = await supervisor.get(long.id)
+        assert abs((adopted.expires_at - long.expires_at).total_seconds()) < 1
+
+        async def has_expired() -> bool:
+            return (await supervisor.get(short.id)).status is Status.EXPIRED
+
+        await until(has_expired)
+
+
+async def test_a_lost_database_costs_no_workspace_file_and_leaks_no_sandbox(config: Config, data_dir: Path) -> None:
+    """What runs is found by the node's id, which the database does not own alone; it is reported and ended."""
+    keeping = attrs.evolve(config, sessions_on_stop="keep")
+    async with open_supervisor(keeping) as supervisor:
+        session = await supervisor.create(SessionSpec(workspace_id="precious"))
+        await supervisor.exec(session.id, ExecSpec("echo data > file"))
+    for name in [name for name in os.listdir(data_dir) if name.startswith("sandkasten.db")]:
+        os.unlink(data_dir / name)
+    async with open_supervisor(config) as supervisor:
+
+        async def is_reaped() -> bool:
+            return not supervisor._directory.owns(session.id) and os.listdir(data_dir / "run") == []
+
+        await until(is_reaped)
+    assert (data_dir / "workspaces/precious/file").read_text() == "data\n"
+
+
+async def test_a_database_that_is_none_is_one_sentence(config: Config, data_dir: Path) -> None:
+    """Not a traceback."""
+    config.db_path.write_bytes(b"this is no database" * 1000)
+    with pytest.raises(ConfigError, match="can't be used"):
+        async with open_supervisor(config):
+            pass
+
+
+async def test_an_exec_id_runs_once(supervisor: LocalSupervisor) -> None:
+    """Neither while it runs nor afterwards is a retry a second run."""
+    session = await supervisor.create(SessionSpec())
+    spec = ExecSpec("echo run >> /tmp/count", exec_id="mine")
+    await supervisor.exec(session.id, spec)
+    with pytest.raises(Conflict) as refused:
+        await supervisor.exec(session.id, spec)
+    assert refused.value.details == {"exec_id": "mine", "status": "ended"}
+    result = await supervisor.exec(session.id, ExecSpec("cat /tmp/count"))
+    assert result.stdout == b"run\n"
+
+
+@pytest.mark.parametrize("limits", [Limits(memory_mb=1), Limits(pids=1), Limits(cpu=0), Limits(memory_mb=2**40)])
+async def test_limits_that_no_sandbox_can_live_under_are_refused(supervisor: LocalSupervisor, limits: Limits) -> None:
+    """At create and at update, before anything is changed."""
+    with pytest.raises(InvalidRequest, match="limits"):
+        await supervisor.create(SessionSpec(limits=limits))
+    session = await supervisor.create(SessionSpec())
+    with pytest.raises(InvalidRequest, match="limits"):
+        await supervisor.update(session.id, SessionPatch(limits=limits))
+
+
+async def test_file_transfers_of_one_session_are_bounded(supervisor: LocalSupervisor) -> None:
+    """One more than it may have is refused, and commands still run."""
+    session = await supervisor.create(SessionSpec())
+    await supervisor.exec(session.id, ExecSpec("head -c 10000000 /dev/zero > big"))
+    async with trio.open_nursery() as nursery:
+        opened: list[int] = []
+
+        async def hold() -> None:
+            async with supervisor.open_read(session.id, "big", max_bytes=10_000_000):
+                opened.append(1)
+                await trio.sleep_forever()
+
+        for _ in range(32):
+            nursery.start_soon(hold)
+
+        async def are_open() -> bool:
+            return len(opened) == 32
+
+        await until(are_open)
+        with pytest.raises(Capacity):
+            async with supervisor.open_read(session.id, "big", max_bytes=1):
+                pass
+        result = await supervisor.exec(session.id, ExecSpec("echo fine"))
+        assert result.stdout == b"fine\n"
+        nursery.cancel_scope.cancel()
