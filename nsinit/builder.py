@@ -25,12 +25,13 @@ from runner.wire import Vocabulary
 
 NAME = "nsinit-builder"
 """What `/proc/<pid>/comm` says."""
-_MAX_FDS = 4
+_MAX_FDS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Work on one sandbox: pidfd, user namespace and control socket come along, and the workspace's map if it has one.
+    """Work on one sandbox: pidfd, user namespace, map of the machine's files and control socket come along; the
+    workspace's map, too, if it has one.
 
     Without a plan only the blank part is done; `is_blank_done` says that it was done before.
     """
@@ -65,10 +66,10 @@ def live(channel: socket.socket, machine: Machine) -> NoReturn:
 
 def _serve(order: Order, fds: list[int], machine: Machine, kept: set[int], home_fd: int) -> bytes:
     """Do the work and, if that is all of it, let PID 1 go on; return the answer."""
-    pidfd, userns_fd, control_fd, *workspace = fds
+    pidfd, userns_fd, system_userns_fd, control_fd, *workspace = fds
     steps = Steps()
     with socket.socket(fileno=control_fd) as connection:
-        box = Box(machine, order.session_id, order.base, pidfd, userns_fd, connection)
+        box = Box(machine, order.session_id, order.base, pidfd, userns_fd, system_userns_fd, connection)
         if workspace:
             (box.workspace_userns_fd,) = workspace
         try:

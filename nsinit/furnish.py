@@ -62,6 +62,7 @@ class Box:
     base: int
     pidfd: int
     userns_fd: int
+    system_userns_fd: int
     control: socket.socket
     workspace_userns_fd: int = -1
     root_fd: int = -1
@@ -125,15 +126,19 @@ def protect_proc(box: Box) -> None:
 
 
 def mount_root(box: Box, plan: SandboxPlan) -> None:
-    mount_fd = _overlay(box, lower_path=box.machine.layout.image_rootfs(plan.image), name="root")
+    mount_fd = _overlay(box, box.machine.layout.image_rootfs(plan.image), "root", box.userns_fd)
     point = f"{box.machine.layout.stage}/{stage.ROOT}"
     mounts.attach(mount_fd, os.open(point, _POINT))
     box.root_fd = os.open(point, _POINT)
 
 
 def mount_usr(box: Box, plan: SandboxPlan) -> None:
+    """The machine's own files: uid 1000 there is a person, not the sandbox user, so only system ids are mapped.
+
+    An id without a mapping is nobody's, no capability reaches past its mode, and nothing of it can be copied up.
+    """
     if plan.image_kind == "host":
-        mount_fd = _overlay(box, lower_path=HOST_USR, name="usr")
+        mount_fd = _overlay(box, HOST_USR, "usr", box.system_userns_fd)
         mounts.attach(mount_fd, open_directory(box.root_fd, "usr", owner=box.base))
         box.usr_fd = open_in_root(box.root_fd, "usr", _POINT)
 
@@ -217,9 +222,9 @@ def _bind_if_present(source: str, target: str) -> bool:
     return True
 
 
-def _overlay(box: Box, *, lower_path: str, name: str) -> int:
+def _overlay(box: Box, lower_path: str, name: str, userns_fd: int) -> int:
     machine = box.machine
-    layers = mounts.Layers(lower_path, machine.layout.session(box.session_id), name, box.userns_fd)
+    layers = mounts.Layers(lower_path, machine.layout.session(box.session_id), name, userns_fd)
     return mounts.overlay(layers, features=machine.features, stage_path=machine.layout.stage)
 
 

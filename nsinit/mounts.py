@@ -83,7 +83,7 @@ def overlay(layers: Layers, *, features: Features, stage_path: str) -> int:
         os.close(session_fd)
     if os.fstatvfs(mount_fd).f_flag & os.ST_RDONLY:
         os.close(mount_fd)
-        raise ReadOnlyOverlay(layers.session_path)
+        raise ReadOnlyOverlay(f"{layers.session_path}: this file system can't be the upper layer of an overlay")
     return mount_fd
 
 

@@ -1,4 +1,4 @@
-"""Try on a throw-away directory what building a sandbox needs: `python -I -S -B probe.py DATA_DIR`, answer on stdout.
+"""Try on a throw-away directory what building a sandbox needs: `python -I -S -B probe.py DIRECTORY`, answer on stdout.
 
 A short-lived process: what it mounts lives in a mount namespace of its own, what it writes in one directory that it
 removes. Uses the calls of the real build, so a machine that passes here fails there only for reasons of the session.
@@ -91,7 +91,7 @@ def _overlay(directory: str) -> str:
     for name in ("lower", "session", "session/root", "session/root-work"):
         os.mkdir(f"{directory}/{name}")
     os.mkdir(f"{directory}/lower/below")
-    userns_fd = slots.make_user_namespace(f"0 {slots.FIRST_BASE} {slots.SIZE}\n", forbid_nesting=False)
+    userns_fd = slots.make_id_map(f"0 {slots.FIRST_BASE} {slots.SIZE}\n")
     features = mounts.probe_features(f"{directory}/stage", userns_fd)
     layers = mounts.Layers(f"{directory}/lower", f"{directory}/session", "root", userns_fd)
     mount_fd = mounts.overlay(layers, features=features, stage_path=f"{directory}/stage")

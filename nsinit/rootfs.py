@@ -97,7 +97,9 @@ def _read_small(dir_fd: int, name: str) -> str:
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_ACCOUNT_FILE_BYTES:
-            raise UnsafeFile(f"/etc/{name}")
+            raise UnsafeFile(
+                f"/etc/{name} of the image is not a regular file of at most {_MAX_ACCOUNT_FILE_BYTES} bytes"
+            )
         return os.read(fd, _MAX_ACCOUNT_FILE_BYTES).decode("utf-8", "surrogateescape")
     finally:
         os.close(fd)

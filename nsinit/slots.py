@@ -25,15 +25,25 @@ SANDBOX_ID = 1000
 SQUASHED_ID = 100000
 """Disk ids that in-sandbox ids 0..999 get in a workspace, so that no file there is ever owned by a system user."""
 
+SYSTEM_IDS = 1000
+"""The machine's own files belong to ids below this one (adduser.conf(5), login.defs(5)); people come after."""
+
+_SLEEP_S = 5
+"""How long a process that holds a new namespace lives if nsinit dies before it has opened that."""
+
 _KINDS = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup", "time")
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """`base` is the host id of the session's root; `userns_fd` maps 0..65535 there."""
+    """`base` is the host id of the session's root; `userns_fd` maps 0..65535 there, `system_userns_fd` system ids only.
+
+    The second is for files of the machine: what a person owns there is nobody's in a session, whatever uid it has.
+    """
 
     base: int
     userns_fd: int
+    system_userns_fd: int
 
 
 class SlotTable:
@@ -54,9 +64,14 @@ class SlotTable:
     def make_spare(self) -> None:
         """Make one more slot; costs about 3 ms."""
         base = self._free_base()
-        userns_fd = make_user_namespace(f"0 {base} {SIZE}\n", forbid_nesting=True)
+        userns_fd = make_user_namespace(f"0 {base} {SIZE}\n")
+        try:
+            system_userns_fd = make_id_map(f"0 {base} {SYSTEM_IDS}\n")
+        except OSError:
+            os.close(userns_fd)
+            raise
         self._taken.add(base)
-        self._spare.append(Slot(base, userns_fd))
+        self._spare.append(Slot(base, userns_fd, system_userns_fd))
 
     def take(self) -> Slot:
         """Return a slot no live session uses; give it back with `free`."""
@@ -80,7 +95,7 @@ class SlotTable:
         """Return the user namespace that maps workspace files of this slot: owner and squashed ids, nothing else."""
         if slot.base not in self._workspace_fds:
             mapping = f"{SANDBOX_ID} {slot.base + SANDBOX_ID} 1\n{SQUASHED_ID} {slot.base} {SANDBOX_ID}\n"
-            self._workspace_fds[slot.base] = make_user_namespace(mapping, forbid_nesting=False)
+            self._workspace_fds[slot.base] = make_id_map(mapping)
         return self._workspace_fds[slot.base]
 
     def _free_base(self) -> int:
@@ -114,16 +129,27 @@ def read_reserved_ranges() -> tuple[tuple[int, int], ...]:
     return ranges
 
 
-def make_user_namespace(mapping: str, *, forbid_nesting: bool) -> int:
-    """Return a descriptor of a new user namespace with `mapping` for users and groups.
+def make_id_map(mapping: str) -> int:
+    """Return a descriptor of a new user namespace that only serves to map the ids of a mount; nobody ever joins it."""
+    pid, pidfd, _stack = syscalls.clone_sleeper(k.CLONE_NEWUSER, _SLEEP_S)
+    try:
+        write_file(f"/proc/{pid}/uid_map", mapping)
+        write_file(f"/proc/{pid}/gid_map", mapping)
+        return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        _end(pidfd)
 
-    With `forbid_nesting` no process in it can ever make another namespace of any kind: the limits live in the
-    namespace itself, so they hold for whoever joins it.
+
+def make_user_namespace(mapping: str) -> int:
+    """Return a descriptor of a new user namespace with `mapping` for users and groups, to be joined.
+
+    No process in it can ever make another namespace of any kind: the limits live in the namespace itself, so they hold
+    for whoever joins it.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid, pidfd = syscalls.clone3(k.CLONE_NEWUSER)
     if pid == 0:
-        _hold_namespace(theirs, forbid_nesting=forbid_nesting)
+        _hold_namespace(theirs)
     try:
         theirs.close()
         write_file(f"/proc/{pid}/uid_map", mapping)
@@ -134,19 +160,22 @@ def make_user_namespace(mapping: str, *, forbid_nesting: bool) -> int:
         return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     finally:
         ours.close()
-        syscalls.pidfd_send_signal(pidfd, signal.SIGKILL)
-        os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
-        os.close(pidfd)
+        _end(pidfd)
 
 
-def _hold_namespace(control: socket.socket, *, forbid_nesting: bool) -> None:
+def _end(pidfd: int) -> None:
+    syscalls.pidfd_send_signal(pidfd, signal.SIGKILL)
+    os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+    os.close(pidfd)
+
+
+def _hold_namespace(control: socket.socket) -> None:
     """The child: keep the namespace alive until it was opened. Never returns."""
     try:
         syscalls.prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL)
         control.recv(1)
-        if forbid_nesting:
-            for kind in _KINDS:
-                write_file(f"/proc/sys/user/max_{kind}_namespaces", "0")
+        for kind in _KINDS:
+            write_file(f"/proc/sys/user/max_{kind}_namespaces", "0")
         control.send(b"k")
         signal.pause()
     finally:

@@ -94,7 +94,7 @@ class Foundry:
     def builder_fds(self, vessel: Vessel, plan: SandboxPlan | None) -> list[int]:
         """Return what a builder gets along with an order, in `builder.Order`'s order."""
         slot = vessel.process.slot
-        fds = [vessel.process.pidfd, slot.userns_fd, vessel.control.fileno()]
+        fds = [vessel.process.pidfd, slot.userns_fd, slot.system_userns_fd, vessel.control.fileno()]
         return fds if plan is None or plan.workspace_id is None else [*fds, self.slots.workspace_userns(slot)]
 
     def _listen(self, session_id: str, undo: ExitStack) -> socket.socket:

@@ -48,6 +48,9 @@ MAX_UNANSWERED = 4096
 SCAN_BATCH = 200
 """Sessions in one `Scanned` datagram, so that it stays well below `MAX_DATAGRAM_BYTES`."""
 
+MAX_MESSAGE = 500
+"""Characters of a failure's sentence that are sent."""
+
 SPARE_SLOTS = 8
 _STOP_DEADLINE_S = 10.0
 _IDLE_S = 0.02
@@ -69,8 +72,9 @@ def serve(channel: socket.socket, enter: child.Enter) -> None:
     try:
         node = start(request, scheduler, enter)
     except StepFailed as error:
-        log("error", "start failed", stage=error.stage, path=error.path, reason=str(error))
-        channel.sendall(ANSWERS.encode(Failed(request.seq, error.stage, error.path, error.errno, str(error))))
+        log("error", "start failed", stage=error.stage, path=error.path, errno=error.errno, reason=str(error))
+        failed = Failed(request.seq, error.stage, error.path, error.errno, str(error)[:MAX_MESSAGE])
+        channel.sendall(ANSWERS.encode(failed))
         return
     channel.sendall(ANSWERS.encode(node.ready))
     channel.setblocking(False)
@@ -149,14 +153,14 @@ class Zygote:
             case Attach(seq, session_id) | SetLimits(seq, session_id):
                 self._submit(seq, session_id, lambda: self._at_once(request))
             case Scan(seq):
-                self._scheduler.spawn(self._answered(seq, self._scan(request)))
+                self._scheduler.spawn(self._answered(seq, None, self._scan(request)))
             case MakeWorkspace(seq):
-                self._scheduler.spawn(self._answered(seq, self._at_once(request)))
+                self._scheduler.spawn(self._answered(seq, None, self._at_once(request)))
             case Start(seq):
-                self._scheduler.spawn(self._answered(seq, self._refuse_second_start()))
+                self._scheduler.spawn(self._answered(seq, None, self._refuse_second_start()))
 
     def _submit(self, seq: int, session_id: str, work: Callable[[], Work]) -> None:
-        self._enqueue(session_id, lambda: self._answered(seq, work()))
+        self._enqueue(session_id, lambda: self._answered(seq, session_id, work()))
 
     def _enqueue(self, session_id: str, job: Callable[[], Job]) -> None:
         """Run `job` after everything that was asked of this session before."""
@@ -172,19 +176,16 @@ class Zygote:
             yield from queue.popleft()()
         del self._waiting[session_id]
 
-    def _answered(self, seq: int, work: Work) -> Job:
-        """Run `work` and send what it returns; its failure is an answer too."""
+    def _answered(self, seq: int, session_id: str | None, work: Work) -> Job:
+        """Run `work` and send what it returns; its failure is an answer too, and a line in the log."""
         try:
             message, fds = yield from work
         except InvalidName as error:
-            message, fds = Failed(seq, "validate", "", 0, str(error)), []
+            message, fds = _failed(seq, session_id, failure_of("validate", error)), []
         except StepFailed as error:
-            message, fds = Failed(seq, error.stage, error.path, error.errno, str(error)[:500]), []
+            message, fds = _failed(seq, session_id, error), []
         except OSError as error:
-            failed = failure_of("system", error)
-            message, fds = Failed(seq, failed.stage, failed.path, failed.errno, str(failed)), []
-        if isinstance(message, Failed):
-            log("warning", "request failed", stage=message.stage, path=message.path, reason=message.message)
+            message, fds = _failed(seq, session_id, failure_of("system", error)), []
         self._unanswered -= 1
         self._send(message, fds)
 
@@ -278,3 +279,16 @@ class Zygote:
         self._flush()
         self._receive()
         self._watch()
+
+
+def _failed(seq: int, session_id: str | None, error: StepFailed) -> Failed:
+    log(
+        "warning",
+        "request failed",
+        session_id,
+        stage=error.stage,
+        path=error.path,
+        errno=error.errno,
+        reason=str(error),
+    )
+    return Failed(seq, error.stage, error.path, error.errno, str(error)[:MAX_MESSAGE])

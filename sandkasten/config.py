@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import attrs
 
-from sandkasten.model import IMAGE_NAME, Limits
+from sandkasten.model import IMAGE_NAME, LIMIT_BOUNDS, Limits
 
 DEFAULT_DATA_DIR = Path("/var/lib/sandkasten")
 MIB = 1024 * 1024
@@ -78,10 +78,10 @@ def _redact(value: object) -> str:
 class Defaults:
     """What a session gets when its creator does not say. `cpu_limit` is in cores."""
 
-    cpu_limit: float = attrs.field(default=1.0, validator=_between(0.01, 1024))
-    mem_limit_mb: int = attrs.field(default=512, validator=_between(16, 16 * MIB))
-    pids_limit: int = attrs.field(default=256, validator=_between(8, 4 * MIB))
-    disk_limit_mb: int = attrs.field(default=2048, validator=_between(1, 1024 * MIB))
+    cpu_limit: float = attrs.field(default=1.0, validator=_between(*LIMIT_BOUNDS["cpu"]))
+    mem_limit_mb: int = attrs.field(default=512, validator=_between(*LIMIT_BOUNDS["memory_mb"]))
+    pids_limit: int = attrs.field(default=256, validator=_between(*LIMIT_BOUNDS["pids"]))
+    disk_limit_mb: int = attrs.field(default=2048, validator=_between(*LIMIT_BOUNDS["disk_mb"]))
     max_exec_timeout_ms: int = attrs.field(default=120_000, validator=_between(1, 7 * 86_400_000))
     network_mode: str = attrs.field(default="none", validator=_only("none", "proxy", "bridge", "host"))
     readonly_rootfs: bool = False

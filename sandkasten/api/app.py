@@ -15,20 +15,19 @@ from urllib.parse import urlsplit
 
 from sandkasten import errors, logcontext
 from sandkasten.api.auth import Gate
-from sandkasten.api.errors import error_answer
+from sandkasten.api.errors import MAX_HEADERS, error_answer, head_too_large
 from sandkasten.api.exchange import Exchange
 from sandkasten.api.guard import App, Message, Receive, Scope, Send
 from sandkasten.api.jsonapp import EXCHANGE_KEY, make_json_app
 from sandkasten.api.routes import PUBLIC_PATHS, RAW_ROUTES, RawHandler, split_session_path
 from sandkasten.api.settings import ApiSettings
 from sandkasten.api.stream import ClientGone
-from sandkasten.errors import TooLarge
+from sandkasten.errors import InvalidRequest
 from sandkasten.model import SESSION_ID
 from sandkasten.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
-MAX_HEADERS = 100
 _REQUEST_ID = re.compile(rb"[\x20-\x7e]{1,128}\Z")
 
 
@@ -70,8 +69,9 @@ class _Front:
     async def _serve(self, exchange: Exchange) -> None:
         scope = exchange.scope
         if is_head_too_large(scope, self._settings.max_header_bytes):
-            await exchange.answer(error_answer(TooLarge("the request's head is too large"), status=431))
-            return
+            raise head_too_large(self._settings.max_header_bytes)
+        if has_two_lengths(scope):
+            raise InvalidRequest("the body's length is given twice", transfer_encoding="came with content-length")
         scope["path"] = path = origin_path(scope["path"])
         if path not in PUBLIC_PATHS:
             self._gate.check(scope)
@@ -108,10 +108,15 @@ def choose_request_id(scope: Scope) -> str:
 
 
 def is_head_too_large(scope: Scope, max_bytes: int) -> bool:
-    """Whether the head is over a limit (431, RFC 6585 §5): the server below bounds only heads in several segments."""
+    """Whether the head is over a limit: the server below bounds only heads in several segments."""
     size = len(scope["raw_path"]) + len(scope["query_string"])
     size += sum(len(name) + len(value) for name, value in scope["headers"])
     return size > max_bytes or len(scope["headers"]) > MAX_HEADERS
+
+
+def has_two_lengths(scope: Scope) -> bool:
+    """Whether a proxy could have seen the body end elsewhere; the connection ends after the refusal (RFC 9112 §6.3)."""
+    return {b"content-length", b"transfer-encoding"} <= {bytes(name) for name, _ in scope["headers"]}
 
 
 def origin_path(path: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterable
 
 import trio
 
@@ -65,7 +66,6 @@ class _EventStream:
         self._request = request
         self._spec = spec
         self._texts = {kind: OutputText(is_raw=bool(request.raw_output)) for kind in Stream}
-        self._sequence = 0
         self._written_at = 0.0
 
     async def run(self) -> None:
@@ -128,22 +128,18 @@ class _EventStream:
     async def _write_outputs(self, outputs: list[Output]) -> None:
         for kind, run in itertools.groupby(outputs, key=lambda output: output.stream):
             pieces = list(run)
-            self._sequence = pieces[-1].sequence
-            await self._write_data(kind, b"".join(piece.data for piece in pieces))
-
-    async def _write_data(self, kind: Stream, data: bytes, *, is_last: bool = False) -> None:
-        if self._request.is_base64:
-            events = base64_events(kind, data, self._sequence)
-        else:
-            events = text_events(kind, self._texts[kind].feed(data, is_last=is_last), self._sequence)
-        for chunk in events:
-            await self._write(chunk)
+            data = b"".join(piece.data for piece in pieces)
+            if self._request.is_base64:
+                await self._write_each(base64_events(kind, data, pieces[-1].sequence))
+            else:
+                await self._write_each(text_events(kind, self._texts[kind].feed(data), pieces[-1].sequence))
 
     async def _write_ending(self, ending: _Ending) -> SandkastenError | None:
         if isinstance(ending, SandkastenError) and not self._exchange.is_started:
             return ending
-        for kind in Stream:
-            await self._write_data(kind, b"", is_last=True)
+        if not self._request.is_base64:
+            for kind in Stream:  # what was held back: no new piece, so no new number
+                await self._write_each(text_events(kind, self._texts[kind].feed(b"", is_last=True), None))
         await self._write(self._ending_event(ending))
         await self._exchange.finish()
         return None
@@ -160,6 +156,10 @@ class _EventStream:
     async def _start(self) -> None:
         if not self._exchange.is_started:
             await self._exchange.start(200, SSE_HEADERS)
+
+    async def _write_each(self, events: Iterable[bytes]) -> None:
+        for chunk in events:
+            await self._write(chunk)
 
     async def _write(self, data: bytes) -> None:
         await self._start()  # a ping may come while the command still waits for its turn

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NewType
@@ -17,7 +16,7 @@ import attrs
 import cattrs
 from cattrs.gen import make_dict_structure_fn
 
-from sandkasten.model import WORKSPACE_ID
+from sandkasten.model import LIMIT_BOUNDS, WORKSPACE_ID
 
 MAX_TTL_S = 86_400
 MAX_PATH_BYTES = 4096
@@ -29,7 +28,8 @@ Ttl = NewType("Ttl", int)
 Lifetime = NewType("Lifetime", int)
 Milliseconds = NewType("Milliseconds", int)
 Cores = NewType("Cores", float)
-Megabytes = NewType("Megabytes", int)
+MemoryMegabytes = NewType("MemoryMegabytes", int)
+DiskMegabytes = NewType("DiskMegabytes", int)
 Pids = NewType("Pids", int)
 Token = NewType("Token", str)
 WorkspaceId = NewType("WorkspaceId", str)
@@ -45,6 +45,7 @@ ExecMode = NewType("ExecMode", str)
 Encoding = NewType("Encoding", str)
 OnTimeout = NewType("OnTimeout", str)
 OnDisconnect = NewType("OnDisconnect", str)
+NoHosts = NewType("NoHosts", list[str])
 NotOffered = NewType("NotOffered", object)
 
 
@@ -80,7 +81,7 @@ def _boolean(value: object) -> bool:
     return value
 
 
-def _integer(low: int, high: int) -> Callable[[object], int]:
+def _integer(low: float, high: float) -> Callable[[object], int]:
     def check(value: object) -> int:
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError("must be an integer")
@@ -94,8 +95,9 @@ def _integer(low: int, high: int) -> Callable[[object], int]:
 def _cores(value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ValueError("must be a number")
-    if not (math.isfinite(value) and 0.01 <= value <= 1024):
-        raise ValueError("must be between 0.01 and 1024")
+    low, high = LIMIT_BOUNDS["cpu"]
+    if not low <= value <= high:
+        raise ValueError(f"must be between {low} and {high}")
     return float(value)
 
 
@@ -124,6 +126,14 @@ def _named_shell(value: object) -> str:
     if _string(value) != "default":
         raise ValueError("named shells other than 'default' are not available on this server")
     return "default"
+
+
+def _no_hosts(value: object) -> list[str]:
+    if not isinstance(value, list):
+        raise ValueError("must be an array")
+    if value:
+        raise ValueError("no host can be reached on this server; only an empty array is accepted")
+    return []
 
 
 def _not_offered(_value: object) -> object:
@@ -172,8 +182,9 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     Lifetime: _integer(1, 366 * 86_400),
     Milliseconds: _integer(0, 2**53),
     Cores: _cores,
-    Megabytes: _integer(1, 2**30),
-    Pids: _integer(1, 2**22),
+    MemoryMegabytes: _integer(*LIMIT_BOUNDS["memory_mb"]),
+    DiskMegabytes: _integer(*LIMIT_BOUNDS["disk_mb"]),
+    Pids: _integer(*LIMIT_BOUNDS["pids"]),
     Token: _matching(TOKEN, TOKEN_RULE),
     WorkspaceId: _matching(WORKSPACE_ID, "must be 2 to 64 of a-z, 0-9, '.', '_', '-', no sign at either end"),
     Text: _text,
@@ -188,6 +199,7 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     Encoding: _choice("utf-8", "base64"),
     OnTimeout: _choice("error", "result"),
     OnDisconnect: _choice("cancel", not_offered=("detach",)),
+    NoHosts: _no_hosts,
     NotOffered: _not_offered,
 }
 

@@ -16,15 +16,17 @@ from sandkasten.api.fields import (
     TOKEN_RULE,
     Base64,
     Cores,
+    DiskMegabytes,
     Encoding,
     Environment,
     ExecMode,
     Labels,
     Lifetime,
-    Megabytes,
+    MemoryMegabytes,
     Milliseconds,
     NamedShell,
     NetworkMode,
+    NoHosts,
     NotOffered,
     OnDisconnect,
     OnTimeout,
@@ -43,13 +45,16 @@ from sandkasten.model import IMAGE_NAME, ExecSpec, Limits, SessionPatch, Session
 
 T = TypeVar("T")
 
+_ABSENT = NotOffered(None)
+"""The default of a field that is refused even as null, because null would ask for something, too."""
+
 
 @attrs.frozen
 class LimitsRequest:
     cpu: Cores | None = None
-    memory_mb: Megabytes | None = None
+    memory_mb: MemoryMegabytes | None = None
     pids: Pids | None = None
-    disk_mb: Megabytes | None = None
+    disk_mb: DiskMegabytes | None = None
 
     def over(self, base: Limits) -> Limits:
         """Return `base` with what was asked for."""
@@ -60,6 +65,7 @@ class LimitsRequest:
 @attrs.frozen
 class NetworkRequest:
     mode: NetworkMode | None = None
+    allow: NoHosts | None = None
 
 
 @attrs.frozen
@@ -76,7 +82,7 @@ class CreateRequest:
     shell: Shell | None = None
     network: NetworkRequest | None = None
     exec_mode: ExecMode | None = None
-    idle_timeout_seconds: NotOffered | None = None
+    idle_timeout_seconds: NotOffered = _ABSENT
 
     def to_spec(self, *, default_limits: Limits, key_header: str | None) -> SessionSpec:
         """Return the model's wish.
@@ -107,7 +113,7 @@ class PatchRequest:
     labels: Labels | None = None
     limits: LimitsRequest | None = None
     env: NotOffered | None = None
-    idle_timeout_seconds: NotOffered | None = None
+    idle_timeout_seconds: NotOffered = _ABSENT
 
     def to_patch(self, *, current: Limits) -> SessionPatch:
         """Return the model's change; `current` fills what a partial `limits` leaves open."""

@@ -18,12 +18,12 @@ import orjson
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config
-from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ASGIFramework, ConnectionState
 
 from sandkasten.api.guard import App, GuardedApp
+from sandkasten.api.http1 import Http1
 from sandkasten.api.listen import open_listeners
 from sandkasten.api.settings import ApiSettings
 from sandkasten.api.stream import GuardedStream
@@ -65,35 +65,16 @@ def hypercorn_config(settings: ApiSettings) -> Config:
     return config
 
 
-class _Http1(H11Protocol):
-    """HTTP/1 and WebSockets only: an offer to switch to HTTP/2 is ignored (RFC 9110 §7.8), its preface is refused.
-
-    hypercorn would switch whatever is configured, and buffers an HTTP/2 answer without bound for a client that opens
-    no window.
-    """
-
-    async def _check_protocol(self, event: object) -> None:
-        await trio.lowlevel.checkpoint()
-
-
 class _Connection(TCPServer):
     """hypercorn's connection, over when the client's side is: the original then sits out its keep-alive timer."""
 
     async def _read_data(self) -> None:
-        made = self.protocol
-        made.protocol = _Http1(
-            made.app,
-            made.config,
-            made.context,
-            made.task_group,
-            made.state,
-            made.ssl,
-            made.client,
-            made.server,
-            made.send,
-        )
+        Http1.install(self, on_refusal=self._expect_rest)
         await super()._read_data()
         await self.idle_task.stop()
+
+    def _expect_rest(self) -> None:
+        cast(GuardedStream, self.stream).has_unread_body = True  # what follows a malformed head is unread, too
 
 
 class _Server:

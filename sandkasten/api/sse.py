@@ -2,7 +2,7 @@
 
 One value returned is one event and is written at once: a published parser forgets the event's name between two reads.
 `data` is one line of ASCII, since another splits lines at U+0085, U+2028, VT and FF. An `id` says that all output up
-to that sequence number has been sent. A chunk event has at most 4 KiB.
+to that sequence number has been sent; none comes twice. A chunk event has at most 4 KiB.
 
 Source: HTML Living Standard §9.2.6 (interpreting an event stream).
 """
@@ -35,22 +35,22 @@ def event(name: str, data: Mapping[str, object]) -> bytes:
     return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode("ascii")
 
 
-def text_events(stream: Stream, text: str, sequence: int) -> Iterator[bytes]:
-    """Return `text` as chunk events; the last of them carries `sequence`."""
+def text_events(stream: Stream, text: str, sequence: int | None) -> Iterator[bytes]:
+    """Return `text` as chunk events; the last of them carries `sequence`, if there is one."""
     return _chunk_events(stream, list(_literals(text)), sequence)
 
 
-def base64_events(stream: Stream, data: bytes, sequence: int) -> Iterator[bytes]:
+def base64_events(stream: Stream, data: bytes, sequence: int | None) -> Iterator[bytes]:
     """Return `data` as chunk events, each one decodable alone."""
     starts = range(0, len(data), _BASE64_BYTES)
     literals = [f'"{base64.b64encode(data[start : start + _BASE64_BYTES]).decode("ascii")}"' for start in starts]
     return _chunk_events(stream, literals, sequence)
 
 
-def _chunk_events(stream: Stream, literals: list[str], sequence: int) -> Iterator[bytes]:
+def _chunk_events(stream: Stream, literals: list[str], sequence: int | None) -> Iterator[bytes]:
     now_ms = int(time.time() * 1000)
     for index, literal in enumerate(literals, start=1):
-        number = f"id: {sequence}\n" if index == len(literals) else ""
+        number = f"id: {sequence}\n" if sequence is not None and index == len(literals) else ""
         data = f'{{"chunk":{literal},"timestamp":{now_ms},"stream":"{stream.value}"}}'
         yield f"event: chunk\n{number}data: {data}\n\n".encode("ascii")
 

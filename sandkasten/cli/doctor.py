@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from sandkasten.cli.main import load
+from sandkasten.cli.notices import image_notices
 from sandkasten.runtime import precheck
 
 
@@ -15,6 +16,6 @@ def doctor(arguments: argparse.Namespace) -> int:
     for check in checks:
         mark = "ok" if check.ok else "FAIL" if check.required else "note"
         print(f"{mark:<5} {check.name:<14} {check.detail}")
-    for notice in config.notices():
+    for notice in [*config.notices(), *image_notices(config)]:
         print(f"note  {notice}")
     return 1 if any(check.required and not check.ok for check in checks) else 0

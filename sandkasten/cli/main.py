@@ -34,6 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+class _PrintVersion(argparse.Action):
+    """argparse's own action wants the text beforehand, which costs every other call the search for it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_arguments: object) -> None:
+        _version(argparse.Namespace())
+        parser.exit()
+
+
 def load(arguments: argparse.Namespace) -> Config:
     """Read the configuration with what the command line says on top."""
     from sandkasten.config import ConfigError
@@ -60,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--data-dir", metavar="DIR", help="where images, sessions and the database are")
 
     parser = argparse.ArgumentParser(prog="sandkasten", description="Sandboxes for agents: a small Linux per session.")
+    parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     serve = commands.add_parser("serve", parents=[common], help="run the daemon in the foreground")

@@ -1,6 +1,7 @@
 """`sandkasten serve`: the daemon in the foreground. The only place that receives signals.
 
-SIGINT and SIGTERM stop it in good order; a second one ends it at once. Logs go to stderr, the few lines for people to
+SIGINT, SIGTERM, SIGQUIT and SIGHUP stop it in good order; a second one ends it at once. SIGQUIT or SIGHUP that is
+ignored at the start (nohup(1)) stays ignored. Logs go to stderr, the few lines for people to
 stdout. The key itself is on neither.
 """
 
@@ -20,6 +21,7 @@ from sandkasten import app, log
 from sandkasten.api.listen import ListenError
 from sandkasten.cli.key import make_data_dir, with_key
 from sandkasten.cli.main import Stop, load, require_root
+from sandkasten.cli.notices import image_notices
 from sandkasten.config import Config, ConfigError
 from sandkasten.errors import SandkastenError
 from sandkasten.runtime import precheck
@@ -36,7 +38,7 @@ def serve(arguments: argparse.Namespace) -> int:
     key_is_given = config.api_key is not None
     config = with_key(config)
     writer = log.configure(config.server.log_level)
-    for notice in config.notices():
+    for notice in [*config.notices(), *image_notices(config)]:
         print(f"note: {notice}")
     try:
         trio.run(_run, config, key_is_given, strict_exception_groups=True)
@@ -50,15 +52,22 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 async def _run(config: Config, key_is_given: bool) -> None:
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+    numbers = stop_signals()
+    with trio.open_signal_receiver(*numbers) as signals:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_serve, config, key_is_given)
             async for number in signals:
                 print(f"{signal.Signals(number).name}: stopping", flush=True)
                 break
             nursery.cancel_scope.cancel()
-            for name in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(name, signal.SIG_DFL)
+            for number in numbers:
+                signal.signal(number, signal.SIG_DFL)
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that end the daemon."""
+    optional = (signal.SIGQUIT, signal.SIGHUP)
+    return [signal.SIGINT, signal.SIGTERM, *(each for each in optional if signal.getsignal(each) != signal.SIG_IGN)]
 
 
 async def _serve(config: Config, key_is_given: bool) -> None:

@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -84,6 +84,13 @@ class Catalog:
         if self._allowed and not self._allowed & {name, image.name}:
             raise InvalidImage(f"image {name!r} is not allowed", image=name)
         return image
+
+    def unknown(self, names: Iterable[str]) -> list[str]:
+        """Return those that lead to no image; `host`, which every start makes, counts as present."""
+        return [each for each in names if not self._leads_somewhere(each)]
+
+    def _leads_somewhere(self, name: str) -> bool:
+        return any(each == HOST or self._read(each) is not None for each in (name, self._aliases.get(name, name)))
 
     def validate(self, name: str) -> list[str]:
         """Return what is wrong with an image's files, one sentence each; none means it can be used."""

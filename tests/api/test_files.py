@@ -64,6 +64,15 @@ async def test_a_bad_path_is_a_typed_error(path: str, status: int, code: str) ->
         assert (answer.status_code, answer.json()["error_code"]) == (status, code)
 
 
+@pytest.mark.parametrize("path", ["/workspace", "/tmp/", "."])
+async def test_writing_to_a_directory_is_a_typed_error(path: str) -> None:
+    """Nothing is stored."""
+    async with running_front() as running, running.client() as client:
+        answer = await write(running, client, path=path, text="x")
+        assert (answer.status_code, answer.json()["error_code"]) == (409, "IS_DIRECTORY")
+        assert running.supervisor.files == {}
+
+
 @pytest.mark.parametrize(
     "query", ["", "max_bytes=5", "path=a&max_bytes=0", "path=a&max_bytes=x", "path=a&max_bytes=104857601"]
 )

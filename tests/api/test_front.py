@@ -161,20 +161,21 @@ async def test_the_absolute_form_of_a_target_works() -> None:
         assert status == 200
 
 
-async def test_a_head_over_the_limit_is_431() -> None:
-    """Also when it arrives in one segment, and when it is many small headers; the body is the usual error."""
+async def test_a_head_over_the_limit_is_too_large() -> None:
+    """Also when it arrives in one segment, and when it is many small headers; the limits are told."""
     async with running_front() as running:
         for headers in ({"X-Big": "a" * 20_000}, {f"X-{number}": "y" for number in range(120)}):
             data = request_bytes("GET", "/healthz", headers=headers | {"Connection": "close"})
             status, _, body = parse_answer(await send_and_read(running, data))
-            assert (status, json.loads(body)["error_code"]) == (431, "TOO_LARGE")
+            assert (status, json.loads(body)["error_code"]) == (413, "TOO_LARGE")
+            assert json.loads(body)["details"] == {"max_head_bytes": 16_384, "max_headers": 100}
 
 
-async def test_a_long_url_is_431() -> None:
+async def test_a_long_url_is_too_large() -> None:
     """The target counts as part of the head."""
     async with running_front() as running:
         data = request_bytes("GET", "/v1/sessions?x=" + "a" * 17_000, headers={"Connection": "close"})
-        assert (await send_and_read(running, data)).startswith(b"HTTP/1.1 431")
+        assert (await send_and_read(running, data)).startswith(b"HTTP/1.1 413")
 
 
 @pytest.mark.parametrize("path", ["/v1/sessions", "/v1/sessions/0123456789abcdef/exec"])

@@ -45,6 +45,18 @@ def test_a_connection_speaks_http_1_through_h11_protocol() -> None:
     assert list(inspect.signature(H11Protocol._check_protocol).parameters) == ["self", "event"]
 
 
+def test_hypercorn_makes_up_answers_with_the_known_headers() -> None:
+    """They are told by their headers, and sent through two methods that can be overridden."""
+    from hypercorn.protocol.h11 import H11Protocol
+    from hypercorn.protocol.http_stream import HTTPStream
+    from hypercorn.protocol.ws_stream import WSStream
+
+    spelled = 'headers=[(b"content-length", b"0"), (b"connection", b"close")],'
+    assert all(spelled in inspect.getsource(each._send_error_response) for each in (HTTPStream, WSStream))
+    assert list(inspect.signature(H11Protocol._send_error_response).parameters) == ["self", "status_code"]
+    assert list(inspect.signature(H11Protocol.stream_send).parameters) == ["self", "event"]
+
+
 async def test_a_stopped_idle_task_stays_stopped() -> None:
     """`TrioSingleTask.stop` may be called when nothing runs."""
     from hypercorn.trio.worker_context import TrioSingleTask

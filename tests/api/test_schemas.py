@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandkasten.api.schemas import CreateRequest, ExecRequest, PatchRequest, WriteRequest, parse
+from sandkasten.config import Defaults
 from sandkasten.errors import InvalidImage, InvalidRequest, TooLarge
-from sandkasten.model import ExecSpec, Limits, SessionPatch, SessionSpec
+from sandkasten.model import LIMIT_BOUNDS, ExecSpec, Limits, SessionPatch, SessionSpec
 
 CLASSES: tuple[type[Any], ...] = (CreateRequest, ExecRequest, PatchRequest, WriteRequest)
 
@@ -94,7 +96,15 @@ def test_a_full_create_reaches_the_spec() -> None:
         ({"limits": 5}, "limits"),
         ({"limits": {"cpu": 0}}, "limits.cpu"),
         ({"limits": {"memory_mb": 0.5}}, "limits.memory_mb"),
-        ({"limits": {"pids": -1}}, "limits.pids"),
+        ({"limits": {"cpu": 1e308}}, "limits.cpu"),
+        ({"limits": {"memory_mb": 15}}, "limits.memory_mb"),
+        ({"limits": {"memory_mb": 16 * 2**20 + 1}}, "limits.memory_mb"),
+        ({"limits": {"pids": 7}}, "limits.pids"),
+        ({"limits": {"pids": 2**22 + 1}}, "limits.pids"),
+        ({"limits": {"disk_mb": 0}}, "limits.disk_mb"),
+        ({"network": {"mode": "none", "allow": ["example.org"]}}, "network.allow"),
+        ({"network": {"allow": "example.org"}}, "network.allow"),
+        ({"idle_timeout_seconds": None}, "idle_timeout_seconds"),
         ({"max_lifetime_seconds": 0}, "max_lifetime_seconds"),
         ({"readonly_rootfs": "yes"}, "readonly_rootfs"),
         ({"shell": "fish"}, "shell"),
@@ -243,6 +253,19 @@ def test_a_patch_changes_only_what_it_names() -> None:
     assert request.to_patch(current=current) == SessionPatch(ttl_s=60.0, limits=Limits(cpu=3.0, memory_mb=100, pids=9))
     assert parse(b"{}", PatchRequest).to_patch(current=current) == SessionPatch()
     assert list(refused(PatchRequest, {"env": {}})) == ["env"]
+    assert list(refused(PatchRequest, {"limits": {"pids": 7}})) == ["limits.pids"]
+    assert list(refused(PatchRequest, {"idle_timeout_seconds": None})) == ["idle_timeout_seconds"]
+
+
+@pytest.mark.parametrize("name", LIMIT_BOUNDS)
+@pytest.mark.parametrize("side", [0, 1])
+def test_the_bounds_themselves_are_limits_for_requests_and_configuration(name: str, side: int) -> None:
+    """Both ask one table; a limit that a default may have can be asked for, too."""
+    bound: Any = LIMIT_BOUNDS[name][side]  # a float for one field, an int for the others
+    limits = create({"limits": {name: bound}}).limits
+    assert limits == attrs.evolve(Limits(), **{name: bound})
+    setting = {"cpu": "cpu_limit", "memory_mb": "mem_limit_mb", "pids": "pids_limit", "disk_mb": "disk_limit_mb"}[name]
+    assert Defaults(**{setting: bound}).limits == limits
 
 
 _JSON = st.recursive(

@@ -52,6 +52,12 @@ def test_only_the_last_event_of_a_run_carries_its_number() -> None:
     assert [b"\nid: 42\n" in each for each in events] == [False] * (len(events) - 1) + [True]
 
 
+def test_a_flush_has_no_number() -> None:
+    """No piece of output came with it."""
+    (chunk,) = text_events(Stream.STDOUT, "\ufffd", None)
+    assert b"id:" not in chunk
+
+
 def test_line_splitting_characters_never_appear_raw() -> None:
     """U+0085, U+2028, VT, FF and friends end lines for some parsers."""
     text = "\x85\u2028\u2029\x0b\x0c\x1c\x1d\x1e\r\n"

@@ -132,6 +132,19 @@ async def test_characters_and_sequences_cut_between_pieces_stay_whole() -> None:
         assert text_of(events, "stderr") == "x\ufffd"
 
 
+async def test_no_number_comes_twice() -> None:
+    """What is held back to the end, on both streams, has none."""
+    script = Script([(Stream.STDOUT, b"a\xc3"), (Stream.STDERR, b"b\xff\xe2")])
+    async with running_front() as running, running.client() as client:
+        events = await stream(running, client, script)
+        assert [(event.data["chunk"], event.number) for event in events[:-1]] == [
+            ("a", 1),
+            ("b\ufffd", 2),
+            ("\ufffd", None),
+            ("\ufffd", None),
+        ]
+
+
 async def test_base64_chunks_are_exact_bytes() -> None:
     """Each one decodable alone."""
     data = bytes(range(256)) * 40

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 from pathlib import Path
+
+import pytest
 
 from tests.e2e.daemon import KEY, Daemon, running_daemon
 
@@ -31,6 +34,16 @@ def test_a_misspelt_variable_is_one_sentence(data_dir: Path) -> None:
     """It names the nearest known one, and nothing was made."""
     assert "SANDKASTEN_SECCOMP" in refusal(data_dir, SANDKASTEN_SECOMP="off")
     assert list(data_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_a_signal_stops_it_in_good_order(data_dir: Path, number: signal.Signals) -> None:
+    """A closed terminal and Ctrl-\\ included: status 0, and no session's sandbox stays."""
+    with running_daemon(data_dir) as daemon, daemon.client() as client:
+        assert client.post("/v1/sessions").status_code == 201
+        assert daemon.stop(number) == 0
+        assert f"{number.name}: stopping" in daemon.printed
+    assert list((data_dir / "sessions").iterdir()) == []
 
 
 def secrets_told(daemon: Daemon, key: str) -> list[str]:

@@ -62,10 +62,14 @@ class Result:
 
 
 class Nsinit:
-    """A running nsinit. Requests may be sent without waiting; `receive` returns answers as they come."""
+    """A running nsinit. Requests may be sent without waiting; `receive` returns answers as they come.
 
-    def __init__(self, data_dir: Path, node_id: str) -> None:
+    `wrapper` is a command that ends by executing its arguments, to give nsinit other surroundings than the test's.
+    """
+
+    def __init__(self, data_dir: Path, node_id: str, wrapper: tuple[str, ...] = ()) -> None:
         self.data_dir = data_dir
+        self._wrapper = wrapper
         self._seq = itertools.count(1)
         self._sandboxes: list[Sandbox] = []
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
@@ -83,8 +87,8 @@ class Nsinit:
             (os.POSIX_SPAWN_DUP2, theirs.fileno(), 3),
         ]
         try:
-            program = [sys.executable, "-I", "-S", "-B", str(Path(nsinit.__file__).parent)]
-            return os.posix_spawn(sys.executable, program, {"LANG": "C.UTF-8", "TZ": "UTC0"}, file_actions=actions)
+            program = [*self._wrapper, sys.executable, "-I", "-S", "-B", str(Path(nsinit.__file__).parent)]
+            return os.posix_spawn(program[0], program, {"LANG": "C.UTF-8", "TZ": "UTC0"}, file_actions=actions)
         finally:
             os.close(null_fd)
 
@@ -286,9 +290,9 @@ def data_directory() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def running(data_dir: Path, node_id: str | None = None) -> Iterator[Nsinit]:
+def running(data_dir: Path, node_id: str | None = None, wrapper: tuple[str, ...] = ()) -> Iterator[Nsinit]:
     """An nsinit; every session it knows of is torn down afterwards."""
-    server = Nsinit(data_dir, node_id or secrets.token_hex(8))
+    server = Nsinit(data_dir, node_id or secrets.token_hex(8), wrapper)
     try:
         yield server
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -144,23 +145,35 @@ def test_a_failed_build_leaves_nothing(server: Nsinit, change: dict[str, str], s
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "sentence"),
     [
-        {"session_id": "../../../etc"},
-        {"session_id": "0123456789ABCDEF"},
-        {"session_id": "0123456789abcdef\n"},
-        {"image": "../host"},
-        {"image": "a/b"},
-        {"workspace_id": ".."},
-        {"workspace_id": "a\0b"},
-        {"limits": Limits(memory_bytes=0, pids=64, cpu_quota_us=100_000)},
-        {"limits": Limits(memory_bytes=1 << 28, pids=-1, cpu_quota_us=100_000)},
-        {"tmp_bytes": -1},
+        ({"session_id": "../../../etc"}, "invalid session id: '../../../etc'"),
+        ({"session_id": "0123456789ABCDEF"}, "invalid session id: '0123456789ABCDEF'"),
+        ({"session_id": "0123456789abcdef\n"}, r"invalid session id: '0123456789abcdef\n'"),
+        ({"image": "../host"}, "invalid image name: '../host'"),
+        ({"image": "a/b"}, "invalid image name: 'a/b'"),
+        ({"workspace_id": ".."}, "invalid workspace id: '..'"),
+        ({"workspace_id": "a\0b"}, r"invalid workspace id: 'a\x00b'"),
+        (
+            {"limits": Limits(memory_bytes=0, pids=64, cpu_quota_us=100_000)},
+            "memory_bytes must be between 4194304 and 70368744177664, got 0",
+        ),
+        (
+            {"limits": Limits(memory_bytes=1 << 28, pids=-1, cpu_quota_us=100_000)},
+            "pids must be between 2 and 4194304, got -1",
+        ),
+        ({"tmp_bytes": -1}, "tmp_bytes must be between 4096 and 70368744177664, got -1"),
     ],
 )
-def test_a_bad_name_or_number_is_refused_before_anything_is_made(server: Nsinit, change: dict[str, object]) -> None:
-    """nsinit doesn't trust the daemon's checks."""
-    assert server.refused(replace(host_plan(), **change)).stage == "validate"  # type: ignore[arg-type]
+def test_a_bad_name_or_number_is_refused_before_anything_is_made(
+    server: Nsinit, change: dict[str, object], sentence: str
+) -> None:
+    """nsinit doesn't trust the daemon's checks; the answer and the log both say what is wrong with which value."""
+    plan = replace(host_plan(), **change)  # type: ignore[arg-type]
+    failed = server.refused(plan)
+    assert (failed.stage, failed.errno, failed.message) == ("validate", 0, sentence)
+    (line,) = [json.loads(each) for each in server.log.splitlines() if "request failed" in each]
+    assert (line["stage"], line["reason"], line["session_id"]) == ("validate", sentence, plan.session_id)
     assert server.scan() == {}
 
 

@@ -12,7 +12,19 @@ import pytest
 
 from nsinit import trash
 from nsinit.paths import Layout
-from nsinit.protocol import Attach, Attached, Failed, Prepare, Ready, SetLimits, TornDown
+from nsinit.protocol import (
+    Attach,
+    Attached,
+    Failed,
+    Found,
+    Prepare,
+    Ready,
+    Scan,
+    Scanned,
+    SetLimits,
+    TornDown,
+)
+from nsinit.zygote import SCAN_BATCH
 from tests.kernel.harness import (
     PATIENCE_S,
     ROOMY,
@@ -169,6 +181,24 @@ def test_requests_on_an_unknown_session_fail_softly(
     assert answer.errno in (2, 3)
     assert fds == []
     assert server.scan() == {}
+
+
+def test_a_scan_of_many_sessions_comes_in_batches_without_gap_or_repeat(server: Nsinit) -> None:
+    """Each answer goes on after the id it is asked for, all but the last are full and say that more follow."""
+    ids = sorted(new_id() for _ in range(2 * SCAN_BATCH + 1))
+    paths = [server.data_dir / "sessions" / session_id for session_id in ids]
+    for path in paths:
+        path.mkdir()
+    batches: list[Scanned] = []
+    while not batches or batches[-1].more:
+        answer, _ = server.ask(Scan, after=batches[-1].sessions[-1].session_id if batches else "")
+        assert isinstance(answer, Scanned), answer
+        batches.append(answer)
+    assert [len(batch.sessions) for batch in batches] == [SCAN_BATCH, SCAN_BATCH, 1]
+    found = [each for batch in batches for each in batch.sessions]
+    assert found == [Found(session_id, None, has_cgroup=False, has_files=True) for session_id in ids]
+    for path in paths:
+        path.rmdir()
 
 
 def test_session_directories_are_deleted_in_the_background(server: Nsinit) -> None:

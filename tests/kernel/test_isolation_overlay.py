@@ -45,7 +45,7 @@ def test_lower_ids_are_shifted_and_writes_go_to_the_upper(tmp_path: Path, by_fd:
 
     def check() -> None:
         stage.make_stage(str(staged))
-        userns_fd = make_user_namespace(f"0 {FIRST_BASE} {SIZE}\n", forbid_nesting=True)
+        userns_fd = make_user_namespace(f"0 {FIRST_BASE} {SIZE}\n")
         if by_fd and not mounts.probe_features(str(staged), userns_fd).overlay_by_fd:
             return
         rootfs.make_session_directories(str(session), ("root",), FIRST_BASE)
@@ -79,7 +79,7 @@ def test_an_upper_that_overlayfs_can_not_use_is_an_error_not_read_only(tmp_path:
         for name in ("root", "root-work"):
             (session / name).mkdir()
         syscalls.mount("", str(session), flags=k.MS_REMOUNT | k.MS_BIND | k.MS_RDONLY)
-        userns_fd = make_user_namespace(f"0 {FIRST_BASE} {SIZE}\n", forbid_nesting=True)
+        userns_fd = make_user_namespace(f"0 {FIRST_BASE} {SIZE}\n")
         layers = Layers(str(lower), str(session), "root", userns_fd)
         with pytest.raises((mounts.ReadOnlyOverlay, OSError)):
             mounts.overlay(layers, features=mounts.probe_features(str(staged), userns_fd), stage_path=str(staged))

@@ -22,6 +22,21 @@ def test_the_probe_tries_every_step_and_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_before_the_first_start_the_probe_runs_where_the_data_directory_will_be(tmp_path: Path) -> None:
+    """Nothing is skipped, the directory is not made, and nothing stays."""
+    checks = {check.name: check for check in precheck.run(tmp_path / "not/there")}
+    assert {"cgroups", "openat2", "clone3", "mounts", "overlay"} <= checks.keys()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_place_where_no_directory_can_be_made_is_a_finding(tmp_path: Path) -> None:
+    """The sentence names the place and the reason."""
+    (tmp_path / "file").touch()
+    (check,) = precheck.probe(tmp_path / "file")
+    assert not check.ok
+    assert check.detail.startswith(f"nothing can be tried in {tmp_path / 'file'}: NotADirectoryError")
+
+
 def test_a_data_directory_that_can_not_hold_a_layer_is_found_by_trying(tmp_path: Path) -> None:
     """On an overlay of an overlay the layer fails; the probe says so instead of a session later."""
     script = """

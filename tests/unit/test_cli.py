@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from sandkasten.cli import key, serve
 from sandkasten.cli.main import Stop, main
+from sandkasten.cli.notices import image_notices
 from sandkasten.config import Config, ConfigError
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -36,6 +38,52 @@ def test_help_needs_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_version_is_an_option_and_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Both spellings print the same line and succeed."""
+    assert main(["version"]) == 0
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == second != ""
+
+
+def test_an_image_name_that_leads_nowhere_is_told(tmp_path: Path) -> None:
+    """`host` and its aliases are made by every start; other names must be an image or lead to one."""
+    config = Config(data_dir=tmp_path / "data")
+    assert image_notices(config) == []
+    config = attrs.evolve(
+        config,
+        default_image="pythn",
+        allowed_images=("python", "host", "alpine", "node"),
+        image_aliases={"python": "host", "node": "node20"},
+    )
+    default, allowed = image_notices(config)
+    assert "'pythn'" in default
+    assert allowed.endswith("'alpine', 'node' yet")
+    for name in ("pythn", "alpine", "node20"):
+        image = tmp_path / "data/images" / name
+        image.mkdir(parents=True)
+        (image / "meta.json").write_text('{"kind": "rootfs", "created_at": "", "source": ""}')
+    assert image_notices(config) == []
+
+
+@pytest.mark.parametrize(("ignored", "count"), [((), 4), ((signal.SIGHUP,), 3), ((signal.SIGHUP, signal.SIGQUIT), 2)])
+def test_what_is_ignored_at_the_start_does_not_stop_it(ignored: tuple[signal.Signals, ...], count: int) -> None:
+    """nohup(1) is obeyed; SIGINT and SIGTERM always count."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGQUIT)}
+    try:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+        numbers = serve.stop_signals()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert {signal.SIGINT, signal.SIGTERM} <= set(numbers)
+    assert not set(numbers) & set(ignored)
+    assert len(numbers) == count
 
 
 def test_a_mistake_in_the_configuration_is_a_line_not_a_traceback(

@@ -14,10 +14,24 @@ from hypothesis import strategies as st
 
 from nsinit import syscalls, validate
 from nsinit.log import MAX_LINE_BYTES, log
-from nsinit.protocol import ANSWERS, REQUESTS, Build, Failed, Limits, ProtocolError, SandboxPlan, Scanned, TornDown
+from nsinit.protocol import (
+    ANSWERS,
+    MAX_DATAGRAM_BYTES,
+    REQUESTS,
+    Build,
+    Failed,
+    Found,
+    Identity,
+    Limits,
+    ProtocolError,
+    SandboxPlan,
+    Scanned,
+    TornDown,
+)
 from nsinit.scheduler import Event, Job, Scheduler, Wait
 from nsinit.slots import parse_subordinate_ids
-from nsinit.steps import StepFailed, Steps
+from nsinit.steps import StepFailed, Steps, failure_of
+from nsinit.zygote import SCAN_BATCH
 
 PLAN = SandboxPlan("0123456789abcdef", "host", "host", Limits(1 << 28, 64, 100_000))
 
@@ -105,6 +119,13 @@ def test_a_batch_of_a_scan_says_whether_more_follow() -> None:
     assert ANSWERS.decode(ANSWERS.encode(Scanned(1, ()))).more is False
 
 
+def test_a_full_batch_of_a_scan_fits_into_a_datagram() -> None:
+    """Even if every number in it is as long as it gets."""
+    identity = Identity(pid=1 << 22, start_ticks=1 << 62, pid_ns=1 << 32, base_uid=1 << 32)
+    batch = (Found("f" * 32, identity, has_cgroup=False, has_files=False),) * SCAN_BATCH
+    assert len(ANSWERS.encode(Scanned(1 << 53, batch, more=False))) < MAX_DATAGRAM_BYTES
+
+
 def test_subordinate_id_ranges_are_read_and_noise_is_skipped() -> None:
     """subuid(5): name, start, count."""
     text = "alice:100000:65536\n# comment\nbroken:x:1\nbob:524288:131072\n"
@@ -121,6 +142,12 @@ def test_a_failing_step_names_itself_its_path_and_errno() -> None:
     failed = caught.value
     assert (failed.stage, failed.path, failed.errno) == ("second", "/proc/no/such", 2)
     assert list(steps.timings_us) == ["first"]
+
+
+@pytest.mark.parametrize("error", [ValueError(), AssertionError(), OSError(), OSError(5, "", "/x"), ValueError("why")])
+def test_a_failure_always_has_a_sentence(error: Exception) -> None:
+    """An exception without a text is named by its class, so that no answer and no line of the log says nothing."""
+    assert str(failure_of("step", error))
 
 
 def test_a_failure_inside_a_step_of_a_step_keeps_the_inner_name() -> None:

@@ -1,0 +1,22 @@
+"""What a runner's refusal of a command means to the client."""
+
+from __future__ import annotations
+
+import pytest
+
+from runner.protocol import Error, ErrorCode
+from sandkasten.actors.exec_run import refusal
+from sandkasten.errors import InvalidRequest, SandboxError
+
+
+def test_a_directory_that_can_not_be_entered_is_named() -> None:
+    """The client sees which of its fields was wrong."""
+    error = refusal(Error("FILE_NOT_FOUND", "no directory to run in: nope"))
+    assert type(error) is InvalidRequest
+    assert list(error.details) == ["cwd"]
+
+
+@pytest.mark.parametrize("code", ["NO_SHELL", "SHELL_FAILED", "IO_ERROR"])
+def test_what_the_client_can_not_mend_is_the_sandbox_s(code: ErrorCode) -> None:
+    """It is not blamed on the request."""
+    assert type(refusal(Error(code, "words"))) is SandboxError

@@ -1,0 +1,141 @@
+"""A machine with cgroup v1 alone: nsinit starts where no v2 hierarchy is mounted, and all that limits do still holds.
+
+The mount is missing in nsinit's own mount namespace only, so nothing changes for the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nsinit.cgroup_tree import REQUIRED
+from nsinit.mountinfo import Mount, parse_mountinfo
+from nsinit.protocol import Attach, Attached, Ready
+from tests.kernel.harness import PATIENCE_S, ROOMY, Nsinit, data_directory, host_plan, running, wait_until
+
+SMALL = replace(ROOMY, memory_bytes=48 << 20)
+HOG = "held = [bytearray(1 << 20) for _ in range(400)]"
+_HIDE = 'while [ "$1" != -- ]; do /usr/bin/umount "$1" || exit 1; shift; done; shift; exec "$@"'
+
+
+def _mounts() -> tuple[Mount, ...]:
+    return parse_mountinfo(Path("/proc/self/mountinfo").read_text())
+
+
+def _why_not() -> str | None:
+    v1 = {name for mount in _mounts() if mount.fstype == "cgroup" for name in mount.super_options}
+    missing = [name for name in REQUIRED if name not in v1]
+    if missing:
+        return f"no v1 hierarchy for {', '.join(missing)} is mounted"
+    tools = [name for name in ("unshare", "umount") if shutil.which(name, path="/usr/bin") is None]
+    return f"needs {', '.join(tools)}" if tools else None
+
+
+pytestmark = pytest.mark.skipif(_why_not() is not None, reason=_why_not() or "")
+
+
+def _without_v2() -> tuple[str, ...]:
+    points = [mount.point for mount in reversed(_mounts()) if mount.fstype == "cgroup2"]
+    return "/usr/bin/unshare", "-m", "--propagation", "private", "/bin/sh", "-c", _HIDE, "sh", *points, "--"
+
+
+@pytest.fixture
+def server() -> Iterator[Nsinit]:
+    with data_directory() as data_dir, running(data_dir, wrapper=_without_v2()) as nsinit:
+        yield nsinit
+
+
+def _directories(server: Nsinit, session_id: str) -> list[Path]:
+    assert isinstance(server.ready, Ready)
+    return [Path(directory, session_id) for directory in set(server.ready.cgroup_dirs.values())]
+
+
+def test_nsinit_finds_v1_alone(server: Nsinit) -> None:
+    """The mode is v1, and no directory is in a v2 hierarchy."""
+    assert isinstance(server.ready, Ready)
+    assert server.ready.cgroup_mode == "v1"
+    assert set(server.ready.cgroup_dirs) >= set(REQUIRED)
+    assert "unified" not in server.ready.cgroup_dirs
+
+
+def test_limits_are_written_and_every_process_is_below_them(server: Nsinit) -> None:
+    """PID 1, the shell and what it starts are members in each hierarchy."""
+    box = server.build(host_plan(limits=replace(SMALL, pids=33, cpu_quota_us=50_000)))
+    box.run("sleep 1000 &")
+    files = {"memory.limit_in_bytes": 48 << 20, "pids.max": 33, "cpu.cfs_quota_us": 50_000}
+    paths = [each / name for each in _directories(server, box.session_id) for name in files]
+    found = {path.name: int(path.read_text()) for path in paths if path.exists()}
+    assert found == files
+    members = [(each / "cgroup.procs").read_text().split() for each in _directories(server, box.session_id)]
+    assert {len(pids) for pids in members} == {3}
+    assert box.run("cut -d: -f3 /proc/self/cgroup | sort -u").out.split()[0] == "/"
+    box.teardown()
+
+
+def test_a_memory_hog_dies_alone_and_counters_are_read(server: Nsinit) -> None:
+    """The hog is killed, the event fires, the shell lives on; the teardown tells kills, processor time and peak."""
+    box = server.build(host_plan(limits=SMALL))
+    assert box.run(f'python3 -c "{HOG}"').code == 137
+    poller = select.poll()
+    poller.register(box.event_fd, select.POLLIN)
+    assert box.built.oom_event == "eventfd"
+    assert poller.poll(PATIENCE_S * 1000)
+    assert box.run("echo lives").out == "lives\n"
+    torn_down = box.teardown()
+    assert torn_down.oom_kills == 1
+    assert torn_down.cpu_usec > 0
+    assert 40 << 20 < torn_down.memory_peak_bytes <= 48 << 20
+
+
+def test_forking_beyond_the_pids_limit_fails_with_eagain(server: Nsinit) -> None:
+    """The limit holds back the session alone."""
+    box = server.build(host_plan(limits=replace(ROOMY, pids=16)))
+    script = """
+import errno, os, signal
+children = []
+try:
+    while len(children) < 100:
+        children.append(os.fork() or signal.pause())
+except BlockingIOError as error:
+    print(errno.errorcode[error.errno], 8 < len(children) < 16)
+for child in children:
+    os.kill(child, signal.SIGKILL)
+"""
+    assert box.python(script) == "EAGAIN True"
+    box.teardown()
+
+
+def test_a_teardown_ends_a_fork_bomb_and_leaves_nothing(server: Nsinit) -> None:
+    """There is no `cgroup.kill`: the end of PID 1 takes all of them along."""
+    box = server.build(host_plan(limits=replace(ROOMY, pids=40)))
+    box.run("bomb() { while :; do bomb & done; }; bomb 2>/dev/null & :", timeout_ms=2000)
+    (pids,) = [each for each in _directories(server, box.session_id) if (each / "pids.current").exists()]
+    wait_until(lambda: int((pids / "pids.current").read_text()) > 30, "the bomb went off")
+    assert box.teardown().leftovers == ()
+    assert server.traces(box.session_id) == []
+    assert server.scan() == {}
+    wait_until(lambda: server.processes() == set(), "every process ended")
+
+
+def test_another_nsinit_finds_and_removes_a_session(server: Nsinit) -> None:
+    """After a crash the v1 directories alone tell which process is PID 1, and whom to kill."""
+    box = server.build(host_plan())
+    assert isinstance(server.ready, Ready)
+    node_group = Path(server.ready.cgroup_dirs["memory"]).name.removeprefix("sandkasten-")
+    server.kill()
+    with running(server.data_dir, node_group, wrapper=_without_v2()) as successor:
+        answer, fds = successor.ask(Attach, session_id=box.session_id)
+        assert isinstance(answer, Attached), answer
+        for fd in fds:
+            os.close(fd)
+        assert answer.identity == box.built.identity
+        box.run("sleep 1000 &")
+        box.release()
+        assert successor.teardown(box.session_id).leftovers == ()
+        assert successor.traces(box.session_id) == []
