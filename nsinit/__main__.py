@@ -31,7 +31,7 @@ def main() -> None:
     from nsinit.pid1 import lock_imports
     from nsinit.runner_kernel import RunnerKernel
     from nsinit.zygote import serve
-    from runner.main import Runner
+    from runner import main as runner_main
 
     for name in _CODECS:
         codecs.lookup(name)
@@ -52,7 +52,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     channel = socket.socket(fileno=_CHANNEL_FD)
-    serve(channel, lambda listener_fd: Runner(listener_fd, kernel))
+    serve(channel, lambda listener_fd, on_ready: runner_main.run(listener_fd, kernel, on_ready=on_ready))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """The life of PID 1 from clone3 to the runner: its own first steps, the builder's word, power away, the runner.
 
-The runner is made while the builder works, for its making needs nothing of the sandbox; it serves last.
-
 Never returns into nsinit's code. What is said on the control socket, and by whom, is in `control`.
 """
 
@@ -9,37 +7,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from nsinit import build, control, syscalls
 from nsinit import constants as k
 from nsinit.pid1 import Init
 from nsinit.steps import StepFailed, failure_of
 
-
-class Runner(Protocol):
-    """What takes a process over: it holds `fds`, and calls `on_ready` when it is about to serve."""
-
-    @property
-    def fds(self) -> frozenset[int]: ...
-
-    def serve(self, on_ready: Callable[[], None]) -> NoReturn: ...
-
-
-Enter = Callable[[int], Runner]
-"""Makes the runner of a process on its listener descriptor."""
+Enter = Callable[[int, Callable[[], None]], NoReturn]
+"""Hands a process to the runner: (listener descriptor, what to call when it is about to serve)."""
 
 
 def live(init: Init, enter: Enter) -> NoReturn:
     """Run the child. Ends the process, always."""
     try:
         init.steps.run(build.BIRTH_STEPS, init)
-        runner = enter(init.listener_fd)
-        init.runner_fds = runner.fds
         init.root_id = control.wait_begin(init.control_fd)
         if init.root_id is not None:
             init.steps.run(build.POWER_STEPS, init)
-            runner.serve(lambda: _say_ready(init))
+            enter(init.listener_fd, lambda: _say_ready(init))
     except StepFailed as error:
         _report(init, error)
     except Exception as error:  # noqa: BLE001 - the last frame of the process: nothing may unwind into nsinit's stack

@@ -45,16 +45,14 @@ class Init:
     control_fd: int
     proc_path: str
     last_capability: int
-    runner_fds: frozenset[int] = frozenset()
-    """What the runner holds, once it is made."""
     root_id: control.RootId | None = None
     """The root it must find itself in, once the builder is done."""
     steps: Steps = field(default_factory=Steps)
 
     @property
     def kept_fds(self) -> set[int]:
-        """What it needs: of nsinit's descriptors these few, and the runner's own."""
-        return {0, 1, 2, self.listener_fd, self.control_fd, self.userns_fd} | self.runner_fds
+        """What it needs of nsinit's descriptors."""
+        return {0, 1, 2, self.listener_fd, self.control_fd, self.userns_fd}
 
 
 def arm_parent_death(init: Init) -> None:

@@ -16,6 +16,14 @@ What each odd-looking line is for, each tried in bash, dash and BusyBox sh:
 - a trapped signal interrupts `read` in dash and BusyBox sh, and what it had read of the line is lost. So a line that is
   not whole is asked for again (`0 r`), a number is never run twice, and a shell that can't read at all ends.
 - `__sk_st` sets `$?` to what the previous command left.
+- a `break` or `continue` outside a loop of the command acts on the loops here, of which there are eight for this one
+  reason. At the head of each, `__sk_r` tells whether a command was left that way (1: status 0) or ended (2).
+- stdout is redirected for the shell itself (`exec`), for the shell takes back what was redirected for `.` alone before
+  it runs a trap on EXIT. stderr is not, or `set -x` would show the driver's work.
+
+What it does not do: `break 8` ends the shell like `exit`. A trap on EXIT of the user's takes the place of the one that
+saves the state, so the next shell has the directory and exports from before the command that ended this one; what such
+a trap writes to stderr is lost. After `set -n` or `set -r` the shell can't report, and its time limit replaces it.
 
 Sources: POSIX.1-2024 XCU 2.8.1 (consequences of shell errors), 2.15 (special builtins); bash(1) "SIGNALS", `trap`.
 """
@@ -44,18 +52,29 @@ fi
 __sk_st() { return "$1"; }
 __sk_save() {
 case $__sk_m in *v*) __sk_m=-; command . @DIR@/post;; esac
-{ command export -p; command printf 'umask '; command umask; } >@DIR@/state
+{ command export -p; command printf 'umask '; command umask; } >|@DIR@/state
 }
-trap '__sk_save 2>/dev/null' EXIT
+trap '__sk_save >/dev/null 2>&1' EXIT
 if [ -s @DIR@/state ]; then
 command . @DIR@/state
 __sk_o=${OLDPWD-}
 command cd -- "${PWD-/}"
 OLDPWD=$__sk_o
 fi
-__sk_n=0 __sk_m=- __sk_s=0 __sk_a= __sk_r= __sk_o= __sk_f= __sk_l=0
-command echo "0 0" >@DIR@/status
-while :; do
+__sk_n=0 __sk_m=- __sk_s=0 __sk_a= __sk_r=2 __sk_o= __sk_f= __sk_l=0
+while :; do while :; do while :; do while :; do while :; do while :; do while :; do while :; do
+case $__sk_r in
+'') ;;
+*) case $__sk_r in 1) __sk_s=0;; esac
+__sk_r=
+unset -f command
+case $__sk_a in 1) trap - DEBUG; set +T; __sk_a=;; esac
+command exec >/dev/null
+case $__sk_m in *v*) command . @DIR@/post;; esac
+__sk_m=-
+command echo "$__sk_n $__sk_s" >@DIR@/status
+case $__sk_n in 0) ;; *) __sk_save;; esac;;
+esac
 unset -f command read
 if IFS=' ' command read -r __sk_n __sk_m __sk_c <@DIR@/ctl; then case $__sk_n in '') __sk_c=x;; esac
 else __sk_c=x; fi
@@ -64,25 +83,20 @@ case $__sk_n in
 case $__sk_n in "$__sk_l") continue;; esac
 __sk_f= __sk_l=$__sk_n;;
 *) __sk_f=x$__sk_f
-case ${#__sk_f} in ????) break;; esac
+case ${#__sk_f} in ????) break 8;; esac
 command echo "0 r" >@DIR@/status
 continue;;
 esac
 case $__sk_m in
--) command eval '__sk_r=1; \__sk_st "$__sk_s"; \command . @DIR@/cmd </dev/null >@DIR@/out 2>@DIR@/err
-__sk_s=$? __sk_r=';;
-*) command eval '__sk_r=1; { \command echo "$__sk_n +" >@DIR@/status
-\command . @DIR@/pre && { \__sk_st "$__sk_s"; \command . @DIR@/cmd; }; } <@DIR@/in >@DIR@/out 2>@DIR@/err
-__sk_s=$? __sk_r=';;
+-) command eval '__sk_r=1; \command exec >@DIR@/out
+\__sk_st "$__sk_s"; \command . @DIR@/cmd </dev/null 2>@DIR@/err
+__sk_s=$? __sk_r=2';;
+*) command eval '__sk_r=1; \command exec >@DIR@/out; { \command echo "$__sk_n +" >@DIR@/status
+\command . @DIR@/pre && { \__sk_st "$__sk_s"; \command . @DIR@/cmd; }; } <@DIR@/in 2>@DIR@/err
+__sk_s=$? __sk_r=2';;
 esac
-case $__sk_r in 1) __sk_s=130 __sk_r=;; esac
-unset -f command
-case $__sk_a in 1) trap - DEBUG; set +T; __sk_a=;; esac
-case $__sk_m in *v*) command . @DIR@/post;; esac
-__sk_m=-
-command echo "$__sk_n $__sk_s" >@DIR@/status
-__sk_save
-done
+case $__sk_r in 1) __sk_s=130 __sk_r=2;; esac
+done; done; done; done; done; done; done; done
 """
 
 PLAIN = "-"

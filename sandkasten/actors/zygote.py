@@ -256,7 +256,9 @@ def _expect(answer: Answer, *expected: type) -> Answer:
     if isinstance(answer.message, protocol.Failed):
         failed = answer.message
         log.warning("nsinit_refused", extra={"failure": failure_text(failed)})
-        raise BuildFailed(f"{failed.stage} failed", stage=failed.stage, path=failed.path, errno=failed.errno)
+        raise BuildFailed(
+            f"{failed.stage} failed: {failed.message}", stage=failed.stage, path=failed.path, errno=failed.errno
+        )
     raise ZygoteLost(f"the fork server answered with {type(answer.message).__name__}")
 
 

@@ -116,28 +116,35 @@ class RunnerConnection:
             while data:
                 try:
                     data = data[self._socket.send(data) :]
+                    is_full = False
                 except BlockingIOError:
+                    is_full = True
+                if is_full:
                     await trio.lowlevel.wait_writable(self._socket)
 
     async def _receive_some(self, deadline: float) -> bytes:
         """Return what has come, waiting for it if need be; always lets other tasks run."""
         with _lost_on_error():
-            try:
-                data = self._socket.recv(self._receive_bytes)
-                await trio.lowlevel.checkpoint()
-                if trio.current_time() > deadline:
-                    raise RunnerProtocolError("the sandbox's init did not answer in time")
-            except BlockingIOError:
-                with trio.move_on_at(deadline) as patience:
+            data = self._receive_nowait()
+            if data is None:
+                with trio.move_on_at(deadline):
                     await trio.lowlevel.wait_readable(self._socket)
-                if patience.cancelled_caught:
-                    raise RunnerProtocolError("the sandbox's init did not answer in time") from None
-                data = self._socket.recv(self._receive_bytes)
+                data = self._receive_nowait()
+            else:
+                await trio.lowlevel.checkpoint()
+        if data is None or trio.current_time() > deadline:
+            raise RunnerProtocolError("the sandbox's init did not answer in time")
         if not data:
             raise RunnerLost("the sandbox closed the connection")
         if len(data) == self._receive_bytes:
             self._receive_bytes = _BULK_RECEIVE_BYTES
         return data
+
+    def _receive_nowait(self) -> bytes | None:
+        try:
+            return self._socket.recv(self._receive_bytes)
+        except BlockingIOError:
+            return None
 
 
 @contextmanager

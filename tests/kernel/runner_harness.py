@@ -24,8 +24,8 @@ from typing import Any
 
 import pytest
 
+from runner import main as runner_main
 from runner.config import RunnerConfig
-from runner.main import Runner
 from runner.protocol import (
     ANSWERS,
     FROM_RUNNER,
@@ -333,7 +333,7 @@ def _become_init(listener_fd: int, ready_fd: int, overrides: dict[str, Any]) -> 
             signal.signal(signal_number, signal.SIG_IGN)  # as a daemon started by nohup hands down
         resource.setrlimit(resource.RLIMIT_NPROC, (MAX_PROCESSES, MAX_PROCESSES))
         _lock_imports()
-        Runner(3, TestKernel(), config).serve(_tell_ready)
+        runner_main.run(3, TestKernel(), on_ready=_tell_ready, config=config)
     finally:
         os._exit(1)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nsinit.slots import SANDBOX_ID, SYSTEM_IDS
+from nsinit.slots import FIRST_BASE, SANDBOX_ID, SYSTEM_IDS, make_id_map
 from tests.kernel.harness import Nsinit, data_directory, host_plan, running
 
 PERSON = SANDBOX_ID
@@ -70,3 +70,15 @@ def test_system_owners_show_as_themselves(server: Nsinit, directory: Path) -> No
     shown = sandbox.run("stat -c %u:%g " + " ".join(map(str, files))).out.split()
     assert shown == ["0:0", f"{SYSTEM_IDS - 1}:{SYSTEM_IDS - 1}"]
     sandbox.teardown()
+
+
+def test_an_id_map_outlives_the_process_that_it_was_made_with() -> None:
+    """Only the namespace is left, also when the mapping is refused; its descriptor tells the kind."""
+    before = os.listdir("/proc/self/fd")
+    userns_fd = make_id_map(f"0 {FIRST_BASE} {SYSTEM_IDS}\n")
+    assert os.readlink(f"/proc/self/fd/{userns_fd}").startswith("user:[")
+    os.close(userns_fd)
+    with pytest.raises(OSError, match="Invalid argument"):
+        make_id_map("no mapping\n")
+    assert os.listdir("/proc/self/fd") == before
+    assert Path(f"/proc/self/task/{os.getpid()}/children").read_text().split() == []
