@@ -22,7 +22,7 @@ from sandkasten.actors import store as store_actor
 from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import DEFERRED, Actor, Deferred, Ref, Reply
 from sandkasten.actors.exec_account import Account, cut_short
-from sandkasten.actors.exec_run import ExecRun, is_lost
+from sandkasten.actors.exec_run import ExecRun, is_lost, unwrap
 from sandkasten.actors.lease import Lease
 from sandkasten.actors.session_messages import (
     Borrow,
@@ -49,7 +49,7 @@ from sandkasten.errors import (
     ShellBusy,
 )
 from sandkasten.lifecycle import USABLE, Event, next_status
-from sandkasten.model import Cause, ExecEnd, Session, SessionPatch
+from sandkasten.model import Cause, ExecEnd, Session, SessionPatch, Status
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from sandkasten.runtime.oom_event import OomEvent
 from sandkasten.runtime.plan import check_limits, plan_limits, plan_sandbox
@@ -138,7 +138,8 @@ class SessionActor(Actor):
         self.stop()
         if self._creation is not None:
             self._record = attrs.evolve(self.record, idempotency_key=None)  # a retry may try again
-            await self._finish(Event.BUILD_FAILED, str(error))
+            is_built = self.session.status is not Status.CREATING
+            await self._finish(Event.DIED if is_built else Event.BUILD_FAILED, str(error))
         elif isinstance(error, BuildFailed | RunnerLost | RunnerProtocolError) or type(error) is SandboxError:
             await self._finish(Event.DIED, str(error))
         self.ready.fail(error)
@@ -205,10 +206,15 @@ class SessionActor(Actor):
         self._hold(await zygote_actor.ask_when_up(self._services.zygote, zygote_actor.Build(plan)))
         marks.mark("build")
         setup = runner_protocol.Setup(env=dict(creation.env), shell=creation.resolved.shell)
-        await self._greet(setup)
+        self._change(status=next_status(session.status, Event.BUILT))
+        try:
+            async with trio.open_nursery() as both:
+                both.start_soon(self._put)
+                await self._greet(setup)
+        except BaseExceptionGroup as group:
+            raise unwrap(group) from None
         marks.mark("runner")
-        self._change(status=next_status(session.status, Event.BUILT), timings_ms=marks.phases)
-        await self._put()
+        self._change(timings_ms=marks.phases)
         self._renew()
 
     async def _adopt(self) -> None:

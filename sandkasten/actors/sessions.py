@@ -43,6 +43,7 @@ WORKSPACE_DIR = "/workspace"
 _CONCURRENT_BUILDS = 32
 _CONCURRENT_ENDS = 16
 _DRAIN_PAUSE_S = 0.02
+_QUIET_S = 0.02
 
 _FDS_PER_SESSION = 16
 _FDS_RESERVED = 200
@@ -119,6 +120,7 @@ class Sessions(Actor):
         self._ends = trio.CapacityLimiter(_CONCURRENT_ENDS)
         self._keys: dict[str, _KeyInUse] = {}
         self._creating = 0
+        self._building = 0
         self._preparing = 0
         self._is_draining = False
 
@@ -204,12 +206,16 @@ class Sessions(Actor):
                 creation = Creation(resolved, image.name, image.kind, spec.env)
                 actor = self._start_actor(record, creation)
                 self._creating -= 1  # the directory counts it from here
+                self._building += 1
                 try:
                     session = await actor.ready.wait()
                 finally:
+                    self._building -= 1
                     self._creating += 1
         finally:
             self._creating -= 1
+            if not self._building:
+                self._nursery.start_soon(self._refill_vessels)
         return attrs.evolve(session, timings_ms={"queue": round(waited_ms, 3), **session.timings_ms})
 
     def _new_record(self, spec: SessionSpec, resolved: Resolved, digest: str) -> SessionRecord:
@@ -242,7 +248,6 @@ class Sessions(Actor):
         """Return an id, that of a blank vessel if one is ready, and what to say of its origin."""
         while self._vessels:
             session_id, incarnation = self._vessels.popleft()
-            self._nursery.start_soon(self._refill_vessels)
             if incarnation == self._zygote.incarnation:
                 return session_id, "vessel"
             self._nursery.start_soon(self._reap, session_id)  # it died with the nsinit that made it
@@ -252,8 +257,9 @@ class Sessions(Actor):
         return secrets.token_hex(8) + self._node.id
 
     async def _refill_vessels(self) -> None:
-        """Have nsinit keep a few blank vessels; without them a create is only slower."""
-        while len(self._vessels) + self._preparing < self._vessels_wanted and not self._is_draining:
+        """Have nsinit keep a few blank vessels, made when nobody waits; without them a create is only slower."""
+        await trio.sleep(_QUIET_S)
+        while self._wants_vessel():
             session_id, incarnation = self._new_id(), self._zygote.incarnation
             self._directory.reserved.add(session_id)
             self._preparing += 1
@@ -266,6 +272,10 @@ class Sessions(Actor):
             finally:
                 self._preparing -= 1
             self._vessels.append((session_id, incarnation))
+
+    def _wants_vessel(self) -> bool:
+        is_quiet = not self._building and not self._is_draining
+        return is_quiet and len(self._vessels) + self._preparing < self._vessels_wanted
 
     # Actors -----------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,10 @@ _RETIRED = ".retired"
 _NEW = ".new-"
 
 
+Stamp = tuple[tuple[int, int] | None, tuple[int, int] | None]
+"""Modification time and inode of an image's `meta.json`, for the name and for what its alias stands for."""
+
+
 @attrs.frozen
 class Image:
     """One image of the store. `kind` host: the machine's own `/usr` belongs below it."""
@@ -91,6 +95,19 @@ class Catalog:
 
     def _leads_somewhere(self, name: str) -> bool:
         return any(each == HOST or self._read(each) is not None for each in (name, self._aliases.get(name, name)))
+
+    def stamp(self, name: str) -> Stamp:
+        """Return what changes when `get(name)` would answer otherwise; two stat(2) calls, no reading."""
+        return self._stat(name), self._stat(self._aliases.get(name, ""))
+
+    def _stat(self, name: str) -> tuple[int, int] | None:
+        if not IMAGE_NAME.match(name):
+            return None
+        try:
+            found = os.stat(self._directory / name / "meta.json")
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_ino
 
     def validate(self, name: str) -> list[str]:
         """Return what is wrong with an image's files, one sentence each; none means it can be used."""
