@@ -30,7 +30,6 @@ class Engine:
         self._queue: deque[Execution] = deque()
         self._current: Execution | None = None
         self._beginnings = 0
-        self._numbers = 0
         self._restarted = False
         self.shell: Shell | None = None
 
@@ -79,12 +78,11 @@ class Engine:
         execution.shell_restarted |= self._restarted
         self._restarted = False
         self._beginnings += 1
-        self._numbers += 1
         if not self._may_enter(execution.request.cwd):
             execution.fail("FILE_NOT_FOUND", f"no directory to run in: {execution.request.cwd}")
             return
         try:
-            execution.begin(self._numbers)
+            execution.begin(_new_number())
         except OSError as error:
             execution.fail("IO_ERROR", f"cannot prepare the command: {os.strerror(error.errno or 0)}")
 
@@ -171,3 +169,9 @@ def check_request(request: Exec) -> str | None:
     except UnicodeEncodeError:
         return "a command, directory or variable holds a lone surrogate"
     return None
+
+
+def _new_number() -> int:
+    """Return the number that a command's status must carry: one that no other process of the sandbox can foresee, so
+    that a job of an earlier command can't end a later one by writing to the status FIFO."""
+    return 1 + int.from_bytes(os.urandom(7), "big")

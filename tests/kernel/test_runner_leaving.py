@@ -93,3 +93,10 @@ def test_a_trace_shows_the_command_alone(client: Client, command: str) -> None:
     lines = client.run(command).stderr.splitlines()
     assert lines[-1].endswith(b"+ true")
     assert not any(b"__sk_r" in line or b"exec" in line or b"status" in line for line in lines)
+
+
+def test_a_job_of_an_earlier_command_cannot_end_a_later_one(client: Client) -> None:
+    """Reports with numbers that may be guessed are dropped: the later command has its own end and status."""
+    client.run('( n=0; while [ $n -lt 3000 ]; do n=$((n + 1)); echo "$n 0"; done >/run/sandkasten/status ) &')
+    outcome = client.run("sleep 0.4; (exit 7)", timeout_ms=10_000)
+    assert ending(outcome.reply) == (7, None, "exited", False)
