@@ -12,7 +12,6 @@ import signal
 import sys
 
 _CHANNEL_FD = 3
-_LIBRARY_SIGNALS = (32, 33)
 _CODECS = ("utf-8", "ascii", "latin-1", "idna")
 
 
@@ -38,8 +37,7 @@ def main() -> None:
     ctypes.CDLL("libgcc_s.so.1")  # the C library loads it late, from wherever / then is
     kernel = RunnerKernel()
     syscalls.close_range(_CHANNEL_FD + 1)
-    for signum in _LIBRARY_SIGNALS:
-        syscalls.reset_signal(signum)
+    syscalls.reset_library_signals()
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_IGN)
     if os.getpid() != os.getpgrp():

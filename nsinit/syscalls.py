@@ -44,6 +44,8 @@ _clone.argtypes = [c_void_p, c_void_p, c_int, c_void_p, c_void_p]
 _sleep_address = ctypes.cast(_libc.sleep, c_void_p)
 _SLEEPER_STACK_BYTES = 64 * 1024
 
+_LIBRARY_SIGNALS = (32, 33)
+
 _gil_libc = ctypes.PyDLL(None, use_errno=True)
 """Keeps the interpreter lock across the call: the child of clone3 must own it (`CDLL` would let go of it)."""
 _gil_syscall = _gil_libc.syscall
@@ -226,13 +228,14 @@ def setfsgid(gid: int) -> None:
 # Descriptors ------------------------------------------------------------------------------------------------------
 
 
-def reset_signal(signum: int) -> None:
-    """Give a signal its default disposition: rt_sigaction(2), which unlike the C library takes every number.
+def reset_library_signals() -> None:
+    """Give the two signals that the C library keeps for itself their default disposition: rt_sigaction(2).
 
-    posix_spawn(3) of glibc leaves the two signals that the library keeps for itself (32, 33) ignored in the child.
+    glibc's posix_spawn(3) leaves them ignored in the child, and its sigaction(3) refuses to change them back.
     """
     default = (ctypes.c_ulong * 4)()
-    _call("rt_sigaction", k.SYS_rt_sigaction, signum, byref(default), 0, 8)
+    for signum in _LIBRARY_SIGNALS:
+        _call("rt_sigaction", k.SYS_rt_sigaction, signum, byref(default), 0, 8)
 
 
 def close_range(first: int, last: int = 0xFFFFFFFF) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 
+from nsinit.syscalls import reset_library_signals
 from runner import main as runner_main
 from runner.config import RunnerConfig
 from runner.protocol import (
@@ -331,6 +332,7 @@ def _become_init(listener_fd: int, ready_fd: int, overrides: dict[str, Any]) -> 
         _libc.close_range(5, 2**31 - 1, 0)
         for signal_number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
             signal.signal(signal_number, signal.SIG_IGN)  # as a daemon started by nohup hands down
+        reset_library_signals()  # as nsinit does for what it forks
         resource.setrlimit(resource.RLIMIT_NPROC, (MAX_PROCESSES, MAX_PROCESSES))
         _lock_imports()
         runner_main.run(3, TestKernel(), on_ready=_tell_ready, config=config)
