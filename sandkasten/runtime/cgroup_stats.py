@@ -31,8 +31,11 @@ class CgroupStats:
     """Open counters of one session. `close` frees the descriptors."""
 
     def __init__(self, dirs: Mapping[str, str], session_id: str) -> None:
-        """`dirs` maps `unified` and v1 controllers to the directory that holds session cgroups (`Ready`)."""
-        self._dirs = {name: f"{path}/{session_id}" for name, path in dirs.items()}
+        """`dirs` maps `unified` and controllers to the directory that holds session cgroups (`Ready.cgroup_dirs`); a
+        controller whose directory is the unified one is a v2 controller."""
+        unified = dirs.get("unified")
+        v1 = {name: path for name, path in dirs.items() if name == "unified" or path != unified}
+        self._dirs = {name: f"{path}/{session_id}" for name, path in v1.items()}
         self._fds: dict[tuple[str, str], int | None] = {}
 
     def read_usage(self) -> UsageReading:
