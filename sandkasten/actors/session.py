@@ -399,19 +399,21 @@ class SessionActor(Actor):
                 self._persist_soon()
 
     def _renew(self) -> None:
-        record, moment, lifetime_left_s = self._record, datetime.now(UTC), None
-        if record.max_lifetime_s is not None:
-            lifetime_left_s = record.max_lifetime_s - (moment - record.session.created_at).total_seconds()
-        remaining_s = self._lease.renew(ttl_s=record.session.ttl_s, lifetime_left_s=lifetime_left_s)
+        moment = datetime.now(UTC)
+        lifetime_left_s = self._lifetime_left_s(moment)
+        remaining_s = self._lease.renew(ttl_s=self._record.session.ttl_s, lifetime_left_s=lifetime_left_s)
         self._renewed = (moment, moment + timedelta(seconds=remaining_s))
 
     def _restore_lease(self) -> None:
         """The lease goes on as recorded: a restart neither renews nor shortens it."""
-        record, moment, lifetime_left_s = self._record, datetime.now(UTC), None
-        if record.max_lifetime_s is not None:
-            lifetime_left_s = record.max_lifetime_s - (moment - record.session.created_at).total_seconds()
-        remaining_s = (record.session.expires_at - moment).total_seconds()
-        self._lease.restore(remaining_s=remaining_s, lifetime_left_s=lifetime_left_s)
+        moment = datetime.now(UTC)
+        remaining_s = (self._record.session.expires_at - moment).total_seconds()
+        self._lease.restore(remaining_s=remaining_s, lifetime_left_s=self._lifetime_left_s(moment))
+
+    def _lifetime_left_s(self, moment: datetime) -> float | None:
+        if self._record.max_lifetime_s is None:
+            return None
+        return self._record.max_lifetime_s - (moment - self._record.session.created_at).total_seconds()
 
     def _persist_soon(self) -> None:
         self._persisted_at = trio.current_time()
@@ -466,13 +468,8 @@ class SessionActor(Actor):
         await self._services.store.ask_again(store_actor.Put(self.record))
 
     async def _put_or_keep(self) -> None:
-        """Record what a full disk or a broken database must not hold up: a refused record is written later."""
-        try:
-            await self._put()
-            self._services.directory.unwritten.pop(self.session.id, None)
-        except SandkastenError as error:
-            log.error("record_not_written", extra={"session_id": self.session.id, "error": str(error)})
-            self._services.directory.unwritten[self.session.id] = self.record
+        self._persisted_at = trio.current_time()
+        await store_actor.put_or_keep(self._services.store, self._services.directory.unwritten, self.record)
 
 
 class _Marks:

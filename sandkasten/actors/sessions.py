@@ -372,19 +372,12 @@ class Sessions(Actor):
                 before = record.session
                 session = attrs.evolve(before, status=status, reason=reason or before.reason, epoch=before.epoch + 1)
                 ended = attrs.evolve(record, session=session, ending=event, ended_at=datetime.now(UTC))
-                await self._put_or_keep(ended)
+                await store_actor.put_or_keep(self._store, self._directory.unwritten, ended)
                 log.info("session_ended", extra={"session_id": session.id, "status": status, "reason": session.reason})
                 return session
         except SandkastenError as error:  # the reaper tries again
             log.error("finish_deferred", extra={"session_id": record.session.id, "error": str(error)})
             return record.session
-
-    async def _put_or_keep(self, record: SessionRecord) -> None:
-        try:
-            await self._store.ask_again(store_actor.Put(record))
-        except SandkastenError as error:
-            log.error("record_not_written", extra={"session_id": record.session.id, "error": str(error)})
-            self._directory.unwritten[record.session.id] = record
 
     async def _reap(self, session_id: str) -> None:
         try:

@@ -7,6 +7,7 @@ write that was answered before them.
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -22,6 +23,8 @@ from sandkasten.model import Status
 from sandkasten.store import sessions as sql
 from sandkasten.store.database import open_database
 from sandkasten.store.sessions import SessionRecord
+
+log = logging.getLogger(__name__)
 
 _BATCH_JOBS = 256
 
@@ -118,6 +121,18 @@ class Store(Actor):
                 job.reply.fail(outcome)
             else:
                 job.reply.set(outcome)
+
+
+async def put_or_keep(store: Ref, unwritten: dict[str, SessionRecord], record: SessionRecord) -> None:
+    """Write what a full disk or a broken database must not hold up: a refused record is kept in `unwritten`, for the
+    reaper; one that was written takes the place of whatever was kept of that session."""
+    session_id = record.session.id
+    try:
+        await store.ask_again(Put(record))
+        unwritten.pop(session_id, None)
+    except SandkastenError as error:
+        log.error("record_not_written", extra={"session_id": session_id, "error": str(error)})
+        unwritten[session_id] = record
 
 
 def _work_of(message: Message) -> Callable[[sqlite3.Connection], object]:

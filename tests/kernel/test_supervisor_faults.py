@@ -13,13 +13,15 @@ import attrs
 import pytest
 import trio
 
-from sandkasten.actors import reaper
+from sandkasten.actors import reaper, store
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, ConfigError, Server
 from sandkasten.errors import Capacity, Conflict, InvalidRequest, SandkastenError
+from sandkasten.lifecycle import Event
 from sandkasten.model import ExecSpec, Limits, SessionPatch, SessionSpec, Status
 from tests.kernel.processes import nsinit_pid
+from tests.strategies import make_record
 from tests.waiting import until
 
 
@@ -227,3 +229,13 @@ async def test_file_transfers_of_one_session_are_bounded(supervisor: LocalSuperv
         result = await supervisor.exec(session.id, ExecSpec("echo fine"))
         assert result.stdout == b"fine\n"
         nursery.cancel_scope.cancel()
+
+
+async def test_a_record_that_was_written_at_last_takes_the_place_of_the_kept_one(supervisor: LocalSupervisor) -> None:
+    """What a refused write left behind never overwrites a later state."""
+    begun = make_record("a" * 24, status=Status.DESTROYING, ending=Event.EXPIRE)
+    await supervisor._store.ask(store.Put(begun))
+    supervisor._directory.unwritten[begun.session.id] = begun
+    assert (await supervisor.destroy(begun.session.id)).status is Status.EXPIRED
+    assert supervisor._directory.unwritten == {}
+    assert (await supervisor.get(begun.session.id)).status is Status.EXPIRED
