@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from nsinit.protocol import (
 )
 from runner import protocol as runner_protocol
 from runner.protocol import Exec, ExecReply, FrameDecoder, Kind, Setup, encode_frame
+from sandkasten.runtime.cgroup_stats import CgroupStats
 from tests.leaks import descendants
 
 PATIENCE_S = 20.0
@@ -331,3 +332,27 @@ def make_rootfs_image(data_dir: Path, name: str) -> Path:
 def rootfs_plan(image: str, **fields: Any) -> SandboxPlan:
     """Return a plan for a foreign root file system."""
     return SandboxPlan(new_id(), image, "rootfs", fields.pop("limits", ROOMY), **fields)
+
+
+def check_counters(server: Nsinit, limits: Limits) -> None:
+    """Run a session into its memory and pids limits; the reader behind stats and command results must tell so."""
+    assert isinstance(server.ready, Ready)
+    box = server.build(host_plan(limits=replace(limits, pids=12)))
+    stats = CgroupStats(server.ready.cgroup_dirs, box.session_id)
+    before = stats.read_usage()
+    box.run(
+        "python3 -c 'x = bytearray(400 << 20)'; for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14; do sleep 5 & done",
+        timeout_ms=20_000,
+    )
+    all_of_it, after = stats.read_all(), stats.read_usage()
+    refused = stats.read_pids_refused()
+    stats.close()
+    assert (all_of_it.memory_limit, all_of_it.pids_limit) == (limits.memory_bytes, 12)
+    assert 0 < all_of_it.memory_bytes <= limits.memory_bytes
+    assert all_of_it.memory_peak_bytes > limits.memory_bytes // 2
+    assert all_of_it.oom_kills >= 1
+    assert all_of_it.cpu_throttled >= 0
+    assert all_of_it.pids >= 2
+    assert after.cpu_usec > before.cpu_usec >= 0
+    assert refused > 0
+    box.teardown()

@@ -10,11 +10,9 @@ from dataclasses import replace
 import pytest
 
 from nsinit.protocol import Ok, Ready, SetLimits
-from sandkasten.runtime.cgroup_stats import CgroupStats
-from tests.kernel.harness import PATIENCE_S, ROOMY, Nsinit, data_directory, host_plan, running
+from tests.kernel.harness import PATIENCE_S, ROOMY, Nsinit, check_counters, data_directory, host_plan, running
 
 SMALL = replace(ROOMY, memory_bytes=48 << 20)
-HOG_LINE = "x = bytearray(400 << 20)"
 HOG = "import sys\nheld = [bytearray(1 << 20) for _ in range(400)]\nprint('never')"
 
 
@@ -145,20 +143,4 @@ def test_nothing_of_a_cgroup_is_writable_inside(server: Nsinit) -> None:
 
 def test_the_counters_the_daemon_reads_are_there(server: Nsinit) -> None:
     """Limits, use, kills and refusals, by the reader that stats and command results stand on."""
-    assert isinstance(server.ready, Ready)
-    box = server.build(host_plan(limits=replace(SMALL, pids=12)))
-    stats = CgroupStats(server.ready.cgroup_dirs, box.session_id)
-    before = stats.read_usage()
-    box.run(f"python3 -c '{HOG_LINE}'; for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14; do sleep 5 & done", timeout_ms=20_000)
-    all_of_it, after = stats.read_all(), stats.read_usage()
-    refused = stats.read_pids_refused()
-    stats.close()
-    assert (all_of_it.memory_limit, all_of_it.pids_limit) == (SMALL.memory_bytes, 12)
-    assert 0 < all_of_it.memory_bytes <= SMALL.memory_bytes
-    assert all_of_it.memory_peak_bytes > SMALL.memory_bytes // 2
-    assert all_of_it.oom_kills >= 1
-    assert all_of_it.cpu_throttled >= 0
-    assert all_of_it.pids >= 2
-    assert after.cpu_usec > before.cpu_usec >= 0
-    assert refused > 0
-    box.teardown()
+    check_counters(server, SMALL)
