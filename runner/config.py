@@ -22,6 +22,13 @@ MAX_LEFTOVER_PIPES: Final = 64
 """Pipes of ended commands that a background job still holds; the oldest beyond this is closed."""
 
 
+MAX_ENVIRONMENT_BYTES: Final = 512 * 1024
+"""All variables of a session together; execve(2) would refuse a process more than a quarter of its stack limit."""
+
+MAX_QUEUED: Final = 1024
+"""Commands that wait in front of one shell."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
     """`private_dir` is a tmpfs of PID 1's own, mode 0711, that commands can name files in but not list."""

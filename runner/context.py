@@ -9,6 +9,8 @@ from runner.identity import UserIdentity
 from runner.kernel import Kernel
 from runner.loop import Loop
 from runner.reaper import Reaper
+from runner.registry import Registry
+from runner.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +22,15 @@ class Context:
     loop: Loop
     reaper: Reaper
     as_user: UserIdentity
+    settings: Settings
+    registry: Registry
 
     @classmethod
     def open(cls, config: RunnerConfig, kernel: Kernel) -> Context:
         """Make the loop and begin to reap; signals must be blocked already."""
         loop = Loop()
-        return cls(config, kernel, loop, Reaper(loop), UserIdentity(config, kernel))
+        user = UserIdentity(config, kernel)
+        return cls(config, kernel, loop, Reaper(loop), user, Settings(config), Registry())
 
     def file(self, name: str) -> str:
         """Return the path of a file in the private directory."""

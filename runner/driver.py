@@ -16,6 +16,10 @@ What each odd-looking line is for, each tried in bash, dash and BusyBox sh:
 - a trapped signal interrupts `read` in dash and BusyBox sh, and what it had read of the line is lost. So a line that is
   not whole is asked for again (`0 r`), a number is never run twice, and a shell that can't read at all ends.
 - `__sk_st` sets `$?` to what the previous command left.
+- BusyBox sh unwinds an error in a subshell (`(: </nowhere)`) to the `command` outside of it, so that the fork would go
+  on as a second driver: what is not the shell itself exits. And it never gets there, but computes for ever, if that
+  `command` is in a text (`-c`, `eval`) and not in a file: therefore it reads the program from its standard input, and
+  one command is run by a file of its own, within a single `command`.
 - a `break` or `continue` outside a loop of the command acts on the loops here, of which there are eight for this one
   reason. At the head of each, `__sk_r` tells whether a command was left that way (1: status 0) or ended (2).
 - stdout is redirected for the shell itself (`exec`), for the shell takes back what was redirected for `.` alone before
@@ -31,7 +35,7 @@ Sources: POSIX.1-2024 XCU 2.8.1 (consequences of shell errors), 2.15 (special bu
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 ABANDON_SIGNAL = 50
 """Asks the driver to leave the command it runs. A realtime signal, so no command expects it."""
@@ -44,17 +48,18 @@ DRIVER = r"""
 unset __sk_driver
 if [ -n "${BASH_VERSION-}" ]; then
 shopt -s expand_aliases
-trap 'case $__sk_r in 1) __sk_a=1
+trap 'case $__sk_r in 1) __sk_a=130
 trap "case \$__sk_r in 1) return 130;; esac" DEBUG; set -T; return 130;; esac' @SIGNAL@
 else
-trap 'case $__sk_r in 1) { : "${__sk_unset?}"; } 2>/dev/null;; esac' @SIGNAL@
+trap 'case $__sk_r in 1) __sk_a=130; { : "${__sk_unset?}"; } 2>/dev/null;; esac' @SIGNAL@
 fi
 __sk_st() { return "$1"; }
 __sk_save() {
 case $__sk_m in *v*) __sk_m=-; command . @DIR@/post;; esac
-{ command export -p; command printf 'umask '; command umask; } >|@DIR@/state
+{ command export -p; command printf '__sk_g=%s\numask ' "$__sk_g"; command umask; } >|@DIR@/state
 }
 trap '__sk_save >/dev/null 2>&1' EXIT
+__sk_g=@REVISION@
 if [ -s @DIR@/state ]; then
 command . @DIR@/state
 __sk_o=${OLDPWD-}
@@ -66,9 +71,11 @@ while :; do while :; do while :; do while :; do while :; do while :; do while :;
 case $__sk_r in
 '') ;;
 *) case $__sk_r in 1) __sk_s=0;; esac
-__sk_r=
 unset -f command
-case $__sk_a in 1) trap - DEBUG; set +T; __sk_a=;; esac
+case $__sk_s${BASH_VERSION-} in 0|*.*) ;; *) command test "/proc/$$" -ef /proc/self || exit "$__sk_s";; esac
+__sk_r=
+case $__sk_a in '') ;; *) __sk_s=$__sk_a __sk_a=
+case ${BASH_VERSION-} in '') ;; *) trap - DEBUG; set +T;; esac;; esac
 command exec >/dev/null
 case $__sk_m in *v*) command . @DIR@/post;; esac
 __sk_m=-
@@ -87,16 +94,31 @@ case ${#__sk_f} in ????) break 8;; esac
 command echo "0 r" >@DIR@/status
 continue;;
 esac
-case $__sk_m in
+@RUN@
+case $__sk_r in 1) __sk_s=130 __sk_r=2;; esac
+done; done; done; done; done; done; done; done
+"""
+
+_RUN = r"""case $__sk_m in
 -) command eval '__sk_r=1; \command exec >@DIR@/out
 \__sk_st "$__sk_s"; \command . @DIR@/cmd </dev/null 2>@DIR@/err
 __sk_s=$? __sk_r=2';;
 *) command eval '__sk_r=1; \command exec >@DIR@/out; { \command echo "$__sk_n +" >@DIR@/status
 \command . @DIR@/pre && { \__sk_st "$__sk_s"; \command . @DIR@/cmd; }; } <@DIR@/in 2>@DIR@/err
 __sk_s=$? __sk_r=2';;
+esac"""
+
+_RUN_BUSYBOX = r"""command . @DIR@/run; __sk_o=$?
+case $__sk_r in 1) __sk_s=$__sk_o __sk_r=2;; esac"""
+
+_RUN_FILE = r"""
+__sk_r=1; command exec >@DIR@/out
+case $__sk_m in
+-) __sk_st "$__sk_s"; . @DIR@/cmd </dev/null 2>@DIR@/err;;
+*) { command echo "$__sk_n +" >@DIR@/status
+. @DIR@/pre && { __sk_st "$__sk_s"; . @DIR@/cmd; }; } <@DIR@/in 2>@DIR@/err;;
 esac
-case $__sk_r in 1) __sk_s=130 __sk_r=2;; esac
-done; done; done; done; done; done; done; done
+__sk_s=$? __sk_r=2
 """
 
 PLAIN = "-"
@@ -106,9 +128,18 @@ WITH_STDIN = "i"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
-def driver_text(private_dir: str) -> str:
-    """Return the program for a shell whose files are in `private_dir`, a path without shell metacharacters."""
-    return DRIVER.replace("@DIR@", private_dir).replace("@SIGNAL@", str(ABANDON_SIGNAL))
+def driver_text(directory: str, revision: int, *, is_busybox: bool = False) -> str:
+    """Return the program for a shell whose files are in `directory`, a path without shell metacharacters, and whose
+    environment has the session's variables as of `revision`. BusyBox sh reads it from its standard input, and needs
+    `busybox_text` in the file `run`."""
+    text = DRIVER.replace("@RUN@", _RUN_BUSYBOX if is_busybox else _RUN)
+    text = text.replace("@DIR@", directory).replace("@SIGNAL@", str(ABANDON_SIGNAL))
+    return text.replace("@REVISION@", str(revision))
+
+
+def busybox_text(directory: str) -> str:
+    """Return what runs one command in BusyBox sh."""
+    return _RUN_FILE.replace("@DIR@", directory)
 
 
 def is_variable_name(name: str) -> bool:
@@ -119,6 +150,20 @@ def is_variable_name(name: str) -> bool:
 def quote(text: str) -> str:
     """Return `text` as one shell word that means exactly itself."""
     return "'" + text.replace("'", "'\\''") + "'"
+
+
+def news(changes: Sequence[tuple[int, str, str | None]]) -> str:
+    """Return what is sourced to take over changes (number, variable, value or None) of the session's variables.
+
+    A shell that replaces another may know some already, and have changed what they had set: each is done once.
+    """
+    lines = []
+    for number, name, value in changes:
+        act = f"unset -v {name}" if value is None else f"export {name}={quote(value)}"
+        lines.append(f'command test "$__sk_g" -ge {number} || command {act} 2>/dev/null')
+    if changes:
+        lines.append(f"__sk_g={max(number for number, _, _ in changes)}")
+    return "".join(line + "\n" for line in lines)
 
 
 def prologue(cwd: str | None, env: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""The queue in front of the persistent shell: one command at a time, in order of arrival.
+"""The queue in front of one persistent shell: one command at a time, in order of arrival.
 
 It must not touch a command's streams; it pairs commands with a waiting shell and passes on what the shell reports.
 """
@@ -8,39 +8,38 @@ from __future__ import annotations
 import os
 import stat
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable
 
-from runner import driver
+from runner import pty, settings
 from runner.context import Context
 from runner.execution import Execution, Sink
+from runner.ladder import Ladder
 from runner.output import Leftovers
 from runner.protocol import Exec
-from runner.shell import Shell, ShellEvents, find_shell
+from runner.scope import GroupScope, TreeScope
+from runner.shell import Birth, Shell, ShellEvents
 
 _MAX_BEGINNINGS = 2
 _MAX_TIMEOUT_MS = 2**31
+_REAP_S = 0.001
 
 
 class Engine:
     """Owns the shell and every command that waits, runs or ends."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, leftovers: Leftovers, *, directory: str, birth: Birth) -> None:
+        """Have the shell started once the answer is out.
+
+        Raises:
+            OSError: its files could not be made.
+        """
         self._context = context
-        self._leftovers = Leftovers(context.loop)
+        self._leftovers = leftovers
         self._queue: deque[Execution] = deque()
         self._current: Execution | None = None
         self._beginnings = 0
         self._restarted = False
-        self.shell: Shell | None = None
-
-    def set_up(self, preferred: str, env: Mapping[str, str]) -> bool:
-        """Have the shell started once the answer is out; return whether the image has one. A second call changes
-        nothing."""
-        if self.shell is not None:
-            return True
-        argv = find_shell(preferred)
-        if argv is None:
-            return False
+        self._closing: Ladder | None = None
         events = ShellEvents(
             on_ready=self._on_ready,
             on_status=self._on_status,
@@ -50,21 +49,37 @@ class Engine:
             on_failed=self._on_failed,
             on_error=self._on_error,
         )
-        self.shell = Shell(self._context, argv=argv, env=env, events=events)
-        self._context.loop.call_later(0.0, self.shell.ensure_starting, self._on_error)
-        return True
+        self.shell = Shell(context, directory=directory, birth=birth, events=events)
+        context.loop.call_later(0.0, self.shell.ensure_starting, self._on_error)
 
     def submit(self, request: Exec, sink: Sink) -> Execution:
-        """Queue a valid request; the shell must have been set up."""
-        assert self.shell is not None
+        """Queue a valid request; the shell must not be closing."""
         execution = Execution(self._context, request, sink, self.shell, self._leftovers, on_over=self._on_over)
         self._queue.append(execution)
         self._next()
         return execution
 
-    def _next(self) -> None:
-        if self.shell is None:
+    def close(self, on_closed: Callable[[], None]) -> None:
+        """Kill the shell and all it started; its commands end as cancelled. `on_closed` follows."""
+        self.shell.retire()
+        group = self.shell.group
+        scope = TreeScope(lambda: self.shell.pid) if group is None else GroupScope(group)
+        self._closing = Ladder(self._context, scope, on_clear=lambda: self._on_clear(on_closed), now=True)
+        self._closing.climb()
+
+    def _on_clear(self, on_closed: Callable[[], None]) -> None:
+        if self.shell.pid is not None:  # dead, and about to be reaped
+            assert self._closing is not None
+            self._context.loop.call_later(_REAP_S, self._closing.climb, lambda _error: on_closed())
             return
+        self._closing = None
+        current, self._current = self._current, None
+        for execution in (*([current] if current else ()), *self._queue):
+            execution.on_shell_closed()
+        self.shell.close()
+        on_closed()
+
+    def _next(self) -> None:
         while self._current is None and self._queue:
             if not self.shell.is_ready:
                 self.shell.ensure_starting()
@@ -74,11 +89,10 @@ class Engine:
             self._begin(self._current)
 
     def _begin(self, execution: Execution) -> None:
-        assert self.shell is not None
         execution.shell_restarted |= self._restarted
         self._restarted = False
         self._beginnings += 1
-        if not self._may_enter(execution.request.cwd):
+        if not may_enter(self._context, execution.request.cwd):
             execution.fail("FILE_NOT_FOUND", f"no directory to run in: {execution.request.cwd}")
             return
         try:
@@ -86,19 +100,9 @@ class Engine:
         except OSError as error:
             execution.fail("IO_ERROR", f"cannot prepare the command: {os.strerror(error.errno or 0)}")
 
-    def _may_enter(self, cwd: str | None) -> bool:
-        if cwd is None:
-            return True
-        try:
-            with self._context.as_user:
-                return stat.S_ISDIR(os.stat(os.path.join(self._context.config.workspace, cwd, ".")).st_mode)
-        except OSError:
-            return False
-
     # What the shell tells ------------------------------------------------------------------------------------------
 
     def _on_ready(self) -> None:
-        assert self.shell is not None
         if self._current is not None:
             if self._current.has_ended:
                 self._current.conclude(self.shell.cwd)
@@ -130,7 +134,6 @@ class Engine:
             self._current.fail("SHELL_FAILED", "the shell does not take commands")
 
     def _on_failed(self) -> None:
-        assert self.shell is not None
         if self._current is not None and self._current.has_ended:
             self._current.conclude(self.shell.cwd)
         elif self._current is not None:
@@ -142,8 +145,7 @@ class Engine:
         """Something went wrong between the shell and its command: the command pays, the queue goes on."""
         if self._current is not None:
             self._current.fail("IO_ERROR", "the command was lost")
-        if self.shell is not None:
-            self.shell.replace()
+        self.shell.replace()
 
     def _on_over(self, execution: Execution) -> None:
         if execution is self._current:
@@ -153,22 +155,28 @@ class Engine:
             self._queue.remove(execution)
 
 
+def may_enter(context: Context, cwd: str | None) -> bool:
+    """Return whether there is such a directory, seen from the workspace."""
+    if cwd is None:
+        return True
+    try:
+        with context.as_user:
+            return stat.S_ISDIR(os.stat(os.path.join(context.config.workspace, cwd, ".")).st_mode)
+    except OSError:
+        return False
+
+
 def check_request(request: Exec) -> str | None:
     """Return what is wrong with a command no shell could be handed, or None."""
-    texts = (request.command, request.cwd or "", *request.env.values())
-    if any("\0" in text for text in texts):
-        return "a command, directory or variable cannot hold a NUL character"
-    for name in request.env:
-        if not driver.is_variable_name(name):
-            return f"not a variable name: {name[:64]!r}"
+    if not all(settings.is_argument(text) for text in (request.command, request.cwd or "")):
+        return "a command or directory cannot hold a NUL character or a lone surrogate"
     if request.timeout_ms is not None and not 0 < request.timeout_ms <= _MAX_TIMEOUT_MS:
         return "timeout_ms is out of range"
-    try:
-        for text in texts:
-            os.fsencode(text)
-    except UnicodeEncodeError:
-        return "a command, directory or variable holds a lone surrogate"
-    return None
+    if request.terminal is not None:
+        return pty.check_size(request.terminal) or settings.check_environment(request.env)
+    if request.interactive:
+        return "an interactive command needs a terminal"
+    return settings.check_environment(request.env)
 
 
 def _new_number() -> int:

@@ -1,6 +1,6 @@
 """The files through which a command reaches the shell's driver, and their removal.
 
-It must not open what the driver opens as streams, but for the FIFO of a standard input, which has an owner of its own.
+It must not open what the driver opens as streams (`streams`, `terminal`).
 
 Sources: `runner.driver` says what each file is for.
 """
@@ -9,42 +9,46 @@ from __future__ import annotations
 
 import os
 
-from runner import driver
-from runner.context import Context
+from runner import driver, repl, terminal_driver
 from runner.protocol import Exec
-from runner.stdin import StdinPipe
+from runner.shell import Shell
 
 
-def mode_of(request: Exec) -> str:
-    """Return the mode word of a command's line on `ctl`."""
-    has_variables = request.cwd is not None or bool(request.env)
+def mode_of(request: Exec, *, has_news: bool) -> str:
+    """Return the mode word of a command's line on `ctl`; `has_news`: the shell is to be told something before it."""
+    if request.terminal is not None:
+        return driver.WITH_VARIABLES + driver.WITH_STDIN
+    has_variables = has_news or request.cwd is not None or bool(request.env)
     letters = (driver.WITH_VARIABLES if has_variables else "") + (driver.WITH_STDIN if request.stdin else "")
     return letters or driver.PLAIN
 
 
-def write(context: Context, request: Exec, stdin: StdinPipe | None) -> None:
+def write(shell: Shell, request: Exec, mode: str, *, workspace: str) -> None:
     """Make the files of a command.
 
     Raises:
         OSError: the private directory is full, say.
     """
-    _write_file(context.file("cmd"), request.command)
-    if mode_of(request) == driver.PLAIN:
+    text = repl.text(shell.directory, shell.argv) if request.interactive else request.command
+    _write_file(shell.file("cmd"), text)
+    if mode == driver.PLAIN:
         return
-    cwd = None if request.cwd is None else os.path.join(context.config.workspace, request.cwd)
-    _write_file(context.file("pre"), driver.prologue(cwd, request.env))
-    _write_file(context.file("post"), driver.epilogue(cwd, request.env))
-    if stdin is not None:
-        stdin.open(context.file("in"))
-    else:
-        os.symlink("/dev/null", context.file("in"))
+    cwd = None if request.cwd is None else os.path.join(workspace, request.cwd)
+    before, after = driver.prologue(cwd, request.env), driver.epilogue(cwd, request.env)
+    if request.terminal is not None:
+        before = terminal_driver.enter(shell.directory, interactive=request.interactive) + before
+        after += (repl.LEAVE if request.interactive else "") + terminal_driver.leave(shell.directory)
+    if shell.is_deaf:
+        before = terminal_driver.restore(shell.directory) + before
+    _write_file(shell.file("pre"), driver.news(shell.news()) + before)
+    _write_file(shell.file("post"), after)
 
 
-def remove(context: Context, request: Exec) -> None:
+def remove(shell: Shell, mode: str) -> None:
     """Remove what `write` made, as far as it is there."""
-    for name in ("cmd",) if mode_of(request) == driver.PLAIN else ("cmd", "pre", "post", "in"):
+    for name in ("cmd",) if mode == driver.PLAIN else ("cmd", "pre", "post"):
         try:
-            os.unlink(context.file(name))
+            os.unlink(shell.file(name))
         except FileNotFoundError:
             pass
 

@@ -4,7 +4,7 @@
 to hostile programs never loads a library.
 
 Sources: credentials(7), setfsuid(2), capset(2), PR_SET_DUMPABLE(2const), PR_SET_CHILD_SUBREAPER(2const), openat2(2),
-close_range(2).
+close_range(2), clone(2) CLONE_INTO_CGROUP.
 """
 
 from __future__ import annotations
@@ -44,3 +44,7 @@ class Kernel(Protocol):
 
     def close_range(self, first: int, last: int) -> None:
         """close_range(2), flags 0."""
+
+    def fork_into_cgroup(self, cgroup_fd: int) -> int:
+        """clone3(2) with CLONE_INTO_CGROUP: fork, the child born in the cgroup v2 directory `cgroup_fd`; like `os.fork`
+        return its pid, and 0 in the child."""

@@ -38,7 +38,9 @@ class Timer:
         self.on_error = on_error
 
     def cancel(self) -> None:
+        """Never call, and let go of whoever set it: it may hold this, and PID 1 collects no cycles."""
         self.callback = None
+        self.on_error = _nobody
 
     def __lt__(self, other: Timer) -> bool:
         return self.deadline < other.deadline
@@ -143,13 +145,18 @@ class Loop:
         while self._timers and self._timers[0].deadline <= now:
             due.append(heapq.heappop(self._timers))
         for timer in due:
-            callback, timer.callback = timer.callback, None
+            callback, on_error = timer.callback, timer.on_error
+            timer.cancel()
             if callback is None:
                 continue
             try:
                 callback()
             except Exception as error:  # noqa: BLE001 - the wall
-                _report(error, timer.on_error)
+                _report(error, on_error)
+
+
+def _nobody(_error: Exception) -> None:
+    """Whom a timer tells that is over."""
 
 
 def _report(error: Exception, on_error: OnError) -> None:

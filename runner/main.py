@@ -8,18 +8,40 @@ Sources: pid_namespaces(7) "The namespace init process".
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from runner import pty
 from runner.config import RunnerConfig
 from runner.context import Context
-from runner.engine import Engine, check_request
+from runner.descriptor import Descriptor
 from runner.execution import Sink
 from runner.files import FileReader, FileWriter
 from runner.kernel import Kernel
-from runner.protocol import PROTOCOL_VERSION, Error, Exec, Hello, HelloReply, ReadFile, Setup, WriteFile
+from runner.ports import Ports
+from runner.programs import Programs
+from runner.protocol import (
+    Cancel,
+    CloseShell,
+    Done,
+    Error,
+    Exec,
+    Hello,
+    OpenShell,
+    ReadFile,
+    Resize,
+    RunProgram,
+    SetEnv,
+    Setup,
+    Signal,
+    Watch,
+    WriteFile,
+)
 from runner.reaper import block_signals
+from runner.registry import Reachable
 from runner.server import Job, Server
+from runner.shells import Shells
 
 
 class Service:
@@ -27,18 +49,37 @@ class Service:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._engine = Engine(context)
+        self._shells = Shells(context)
+        self._programs: Programs | None = None  # these two when first needed: an idle session is spared their pages
+        self._ports: Ports | None = None
         self._writers = 0
 
-    def dispatch(self, request: Any, sink: Sink) -> Job | None:  # one of REQUESTS, matched below
+    def dispatch(self, request: Any, sink: Sink, descriptor: Descriptor) -> Job | None:  # one of REQUESTS
         """Begin a request; return its job unless it is answered."""
         match request:
             case Hello():
-                sink.finish(self._hello())
+                sink.finish(self._shells.hello())
             case Setup():
-                self._set_up(request, sink)
+                self._shells.set_up(request, sink)
+            case SetEnv():
+                self._set_env(request, sink)
+            case OpenShell():
+                self._wake_ports()
+                self._shells.open(request, descriptor, sink)
+            case CloseShell():
+                self._shells.close(request, sink)
+            case Signal() | Cancel() | Resize():
+                self._reach(request, sink)
             case Exec():
-                return self._exec(request, sink)
+                self._wake_ports()
+                return self._shells.submit(request, sink)
+            case RunProgram():
+                self._wake_ports()
+                self._programs = self._programs or Programs(self._context, shell_argv=self._shells.argv)
+                return self._programs.run(request, sink, descriptor)
+            case Watch():
+                self._ports = self._ports or Ports(self._context, shell_pids=self._shells.pids)
+                return self._ports.watch(sink)
             case ReadFile():
                 reader = FileReader(self._context)
                 reader.begin(request, sink)
@@ -50,28 +91,49 @@ class Service:
                 return writer
         return None
 
-    def _hello(self) -> HelloReply:
-        shell = self._engine.shell
-        if shell is None:
-            return HelloReply("", self._context.config.workspace)
-        return HelloReply(shell.path, os.fsdecode(shell.cwd))
+    def _wake_ports(self) -> None:
+        if self._ports is not None:
+            self._ports.wake()
 
-    def _set_up(self, request: Setup, sink: Sink) -> None:
-        if request.version != PROTOCOL_VERSION:
-            sink.finish(Error("BAD_REQUEST", f"protocol version {PROTOCOL_VERSION} is spoken here"))
-        elif any(not name or "=" in name or "\0" in name + value for name, value in request.env.items()):
-            sink.finish(Error("BAD_REQUEST", "env holds an impossible name or value"))
-        elif self._engine.set_up(request.shell, request.env):
-            sink.finish(self._hello())
-        else:
-            sink.finish(Error("NO_SHELL", "the image has no shell"))
-
-    def _exec(self, request: Exec, sink: Sink) -> Job | None:
-        problem = check_request(request) if self._engine.shell is not None else "no shell was set up"
+    def _reach(self, request: Signal | Cancel | Resize, sink: Sink) -> None:
+        """Do something to what runs under an id."""
+        problem = _check_reach(request)
+        target = self._context.registry.get(request.exec_id)
         if problem is not None:
             sink.finish(Error("BAD_REQUEST", problem))
+        elif target is not None and _act_on(target, request):
+            sink.finish(Done())
+        else:
+            sink.finish(Error("NOT_RUNNING", f"nothing runs as {request.exec_id[:64]!r}"))
+
+    def _set_env(self, request: SetEnv, sink: Sink) -> None:
+        problem = self._context.settings.check(request.env)
+        if problem is not None:
+            sink.finish(Error("BAD_REQUEST", problem))
+            return
+        self._context.settings.change(request.env)
+        sink.finish(Done())
+
+
+def _check_reach(request: Signal | Cancel | Resize) -> str | None:
+    match request:
+        case Signal(number=number):
+            return None if 0 < number < signal.NSIG else "no such signal"
+        case Resize(size=size):
+            return pty.check_size(size)
+        case Cancel():
             return None
-        return self._engine.submit(request, sink)
+
+
+def _act_on(target: Reachable, request: Signal | Cancel | Resize) -> bool:
+    match request:
+        case Signal(number=number):
+            return target.signal(number)
+        case Resize(size=size):
+            return target.resize(size)
+        case Cancel(now=now):
+            target.cancel(now=now)
+            return True
 
 
 def run(

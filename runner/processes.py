@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -94,22 +94,29 @@ def _read_process(pid: int) -> Process | None:
         os.close(fd)
 
 
-def started_since(moment: Moment, roots: frozenset[int], table: Mapping[int, Process]) -> list[Process]:
+def started_since(
+    moment: Moment, roots: frozenset[int], table: Mapping[int, Process], *, foreign: frozenset[int] = frozenset()
+) -> list[Process]:
     """Return the live processes that began after `moment` below one of `roots`, the roots themselves excepted.
 
     Every ancestor up to the root must have begun after `moment` too: what a job of an earlier command starts is that
-    job's. A process whose parents are gone hangs below a root directly and counts as started by the command.
+    job's. A process whose parents are gone hangs below a root directly and counts as started by the command. What is,
+    or descends from, one of `foreign` does not.
     """
     return [
         process
         for process in table.values()
-        if not process.is_dead and process.pid not in roots and _hangs_below(process, moment, roots, table)
+        if not process.is_dead
+        and process.pid not in roots
+        and _hangs_below_since(process, moment, roots, foreign, table)
     ]
 
 
-def _hangs_below(process: Process, moment: Moment, roots: frozenset[int], table: Mapping[int, Process]) -> bool:
+def _hangs_below_since(
+    process: Process, moment: Moment, roots: frozenset[int], foreign: frozenset[int], table: Mapping[int, Process]
+) -> bool:
     for _ in range(len(table)):
-        if not moment.precedes(process):
+        if not moment.precedes(process) or process.pid in foreign:
             return False
         if process.ppid in roots:
             return True
@@ -118,6 +125,47 @@ def _hangs_below(process: Process, moment: Moment, roots: frozenset[int], table:
             return False
         process = parent
     return False
+
+
+def hangs_below(process: Process, root: int | None, table: Mapping[int, Process]) -> bool:
+    """Return whether `process` is `root` or descends from it."""
+    current: Process | None = process
+    for _ in range(len(table)):
+        if current is None:
+            return False
+        if current.pid == root:
+            return True
+        current = table.get(current.ppid)
+    return False
+
+
+def is_computing(pid: int) -> bool:
+    """Return whether a process runs, or would if it had a processor."""
+    try:
+        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return os.read(fd, 4096).rpartition(b") ")[2][:1] == b"R"
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def heeds(pid: int, number: int) -> bool:
+    """Return whether a process would take a signal; jobs that a shell starts with `&` ignore SIGINT and SIGQUIT."""
+    try:
+        fd = os.open(f"/proc/{pid}/status", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        mask = os.read(fd, 8192).partition(b"\nSigIgn:")[2].partition(b"\n")[0]
+        return not int(mask, 16) >> (number - 1) & 1
+    except (OSError, ValueError):
+        return False
+    finally:
+        os.close(fd)
 
 
 def send_signal(pid: int, number: int) -> None:
@@ -133,11 +181,11 @@ def signal_all(processes: Iterable[Process], number: int) -> None:
         send_signal(process.pid, number)
 
 
-def kill_started_since(moment: Moment, roots: frozenset[int]) -> None:
-    """SIGKILL all that `started_since` finds, a fork bomb included: stop, look again until nothing new, then kill."""
+def kill_all(find: Callable[[], list[Process]]) -> None:
+    """SIGKILL all that `find` finds, a fork bomb included: stop, look again until nothing new, then kill."""
     stopped: dict[int, Process] = {}
     for _ in range(_STABLE_PASSES):
-        found = [each for each in started_since(moment, roots, scan()) if stopped.get(each.pid) != each]
+        found = [each for each in find() if stopped.get(each.pid) != each]
         if not found:
             break
         signal_all(found, signal.SIGSTOP)

@@ -4,7 +4,11 @@ One `AF_UNIX SOCK_STREAM` connection carries one request at a time, so the kerne
 connection cancels what runs on it; after the final frame the connection is idle and may carry the next request.
 
     daemon → runner   REQUEST, then while it runs: DATA* END (stdin or upload bytes), CANCEL
-    runner → daemon   STARTED?, then STDOUT / STDERR / DATA*, and exactly one final REPLY or ERROR
+    runner → daemon   STARTED?, then STDOUT / STDERR / DATA* / EVENT*, and exactly one final REPLY or ERROR
+
+A command that must be reached while its connection is full of unread standard input is reached on another connection:
+`Signal`, `Cancel` and `Resize` name it by its id. `RunProgram` and `OpenShell` may bring one descriptor (SCM_RIGHTS, on
+the frame's first byte), the cgroup of their own that the new process is born in; see `Membership`.
 
 The daemon treats every byte from the runner as hostile: the decoder refuses oversized and unknown frames and stays in
 error afterwards; `wire.Vocabulary` refuses every body that is not exactly one of the messages below.
@@ -21,7 +25,14 @@ from runner.wire import ProtocolError, Vocabulary
 
 __all__ = ["Frame", "FrameDecoder", "Kind", "ProtocolError", "encode_frame"]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+
+DEFAULT_SHELL = "default"
+"""The name of the shell that `Setup` starts."""
+
+MAX_SHELLS = 16
+MAX_PROGRAMS = 64
+"""How many shells, and programs beside them, one sandbox runs at a time."""
 
 MAX_REQUEST_BYTES = 8 * 1024 * 1024
 """Largest frame body the runner accepts: a 1 MiB command, JSON-escaped at its worst."""
@@ -48,10 +59,11 @@ class Kind(enum.IntEnum):
     STDERR = 0x12
     REPLY = 0x13
     ERROR = 0x14
+    EVENT = 0x15
 
 
 FROM_DAEMON = frozenset({Kind.REQUEST, Kind.DATA, Kind.END, Kind.CANCEL})
-FROM_RUNNER = frozenset({Kind.DATA, Kind.STARTED, Kind.STDOUT, Kind.STDERR, Kind.REPLY, Kind.ERROR})
+FROM_RUNNER = frozenset({Kind.DATA, Kind.STARTED, Kind.STDOUT, Kind.STDERR, Kind.REPLY, Kind.ERROR, Kind.EVENT})
 
 Frame = tuple[Kind, bytes]
 
@@ -128,6 +140,37 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class Graces:
+    """How long each rung of the kill ladder waits for the one before it: interrupt, terminate, kill."""
+
+    interrupt_ms: int = 200
+    terminate_ms: int = 300
+    kill_ms: int = 300
+
+
+@dataclass(frozen=True, slots=True)
+class TerminalSize:
+    """Size of a terminal in character cells."""
+
+    cols: int
+    rows: int
+
+
+Membership = Literal["none", "clone", "join"]
+"""What the descriptor of a request is: there is none; a cgroup v2 directory, for CLONE_INTO_CGROUP; an open v1 `tasks`
+file, to which the new process writes `0` before anything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The cgroup of its own that a program or shell is born in. `name` is the last component of its path, by which
+    the runner finds the members in `/proc/<pid>/cgroup`."""
+
+    name: str
+    membership: Membership
+
+
+@dataclass(frozen=True, slots=True)
 class Setup:
     """First request to a new sandbox: start the default shell. Answered at once; the shell starts meanwhile.
 
@@ -137,15 +180,28 @@ class Setup:
 
     env: dict[str, str] = field(default_factory=dict)
     shell: str = "bash"
+    graces: Graces = field(default_factory=Graces)
     version: int = PROTOCOL_VERSION
 
 
 @dataclass(frozen=True, slots=True)
+class SetEnv:
+    """Change the session's variables (null removes one): what starts from now on has them, and each shell takes them
+    over before its next command. Answer: `Done`."""
+
+    env: dict[str, str | None]
+
+
+@dataclass(frozen=True, slots=True)
 class Exec:
-    """Run `command` in the persistent shell. Answer: STARTED, output frames, then `ExecReply`.
+    """Run `command` in a persistent shell. Answer: STARTED, output frames, then `ExecReply`.
 
     `timeout_ms` counts from STARTED; `None` means none. `cwd` and `env` apply to this command only.
     With `stdin` the following DATA frames are its standard input up to END, otherwise it is `/dev/null`.
+    With `terminal` its standard streams are a terminal of that size, which is the shell's controlling terminal
+    until the command ends; DATA frames are what is typed, STDOUT what the screen gets, `stdin` is ignored.
+    With `interactive` (needs `terminal`) the command is not run: the shell reads lines from the terminal and runs
+    each in itself, with prompt and job control, until `exit` or end-of-file.
     """
 
     exec_id: str
@@ -154,6 +210,85 @@ class Exec:
     cwd: str | None = None
     env: dict[str, str] = field(default_factory=dict)
     stdin: bool = False
+    shell: str = DEFAULT_SHELL
+    terminal: TerminalSize | None = None
+    interactive: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RunProgram:
+    """Run a program beside the shells. Answer: STARTED, output frames, then `ExecReply`.
+
+    Exactly one of `argv` (searched for in its PATH, no shell) and `command` (given to a fresh shell of the session's
+    kind; with `interactive` that shell is an interactive one, and `command` empty). `cwd` is relative to the
+    workspace. `user` is a name of the image's `/etc/passwd` or `UID[:GID]`; not PID 1's, not root. `stdin`, `terminal`
+    and `timeout_ms` as in `Exec`; the terminal is the program's controlling terminal. It ends when the program
+    itself has; what it left running lives on, unless it was cancelled or timed out.
+    """
+
+    exec_id: str
+    argv: tuple[str, ...] = ()
+    command: str | None = None
+    timeout_ms: int | None = None
+    cwd: str | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    stdin: bool = False
+    terminal: TerminalSize | None = None
+    interactive: bool = False
+    user: str | None = None
+    group: Group | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Send a signal to what a running command or program started. SIGINT also makes a shell leave the command it
+    runs, as Ctrl-C would; so does any signal that ends a process by default when the command runs only builtins.
+    Answer: `Done`, or error `NOT_RUNNING`."""
+
+    exec_id: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Walk the kill ladder on a command or program, queued or running; with `now` kill at once. Its own answer then
+    says `cancelled`. Answer: `Done`, or error `NOT_RUNNING`."""
+
+    exec_id: str
+    now: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """Change the size of the terminal of a running command or program. Answer: `Done`, or error `NOT_RUNNING`."""
+
+    exec_id: str
+    size: TerminalSize
+
+
+@dataclass(frozen=True, slots=True)
+class OpenShell:
+    """Start one more persistent shell. It has a directory, environment and process tree of its own and shares files
+    and network. Answer: `ShellInfo` at once, the shell starts meanwhile; errors `EXISTS`, `TOO_MANY`, `NO_SHELL`."""
+
+    name: str
+    shell: str = "bash"
+    cwd: str | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    group: Group | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CloseShell:
+    """End a named shell and everything it started; its commands end as cancelled. Answer: `Done`, or `NOT_RUNNING`."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Tell what happens in the sandbox: EVENT frames (`PortOpened`, `PortClosed`) until the connection is closed, or
+    CANCEL, which is answered by `Done`. STARTED comes first; a port that is open then is told, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,19 +317,31 @@ Cause = Literal["exited", "signalled", "timed_out", "cancelled", "shell_died"]
 
 
 @dataclass(frozen=True, slots=True)
+class ShellInfo:
+    """A persistent shell: the absolute path of its program and its directory (surrogate-escaped)."""
+
+    name: str
+    path: str
+    cwd: str
+
+
+@dataclass(frozen=True, slots=True)
 class HelloReply:
-    """`shell` is the absolute path of the default shell inside the sandbox; empty before `Setup`."""
+    """`shell` is the absolute path of the default shell inside the sandbox; empty before `Setup`. `shells` are the
+    others there are."""
 
     shell: str
     cwd: str
+    shells: tuple[ShellInfo, ...] = ()
     version: int = PROTOCOL_VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The command was handed to the shell."""
+    """The command was handed to the shell, or the program was started; `pid` is its pid inside, 0 in a shell."""
 
     exec_id: str
+    pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +358,9 @@ class ExecReply:
     """The end of a command. `exit_code` is 128+n after signal n; `signal` is n or None.
 
     `cwd` is the shell's directory afterwards (surrogate-escaped); `shell_restarted`: the shell process is a new one.
+    `disk_full`: it failed, and one of the file systems it may write to had no room left. Of what it and the processes
+    it waited for used, -1 where unknown: `cpu_us`, `peak_bytes` (programs only; PID 1's own size, some 15 MB, is the
+    least it says), `written_bytes` (to storage, proc_pid_io(5) `write_bytes`).
     """
 
     exec_id: str
@@ -220,13 +370,33 @@ class ExecReply:
     cwd: str
     duration_us: int
     shell_restarted: bool
+    disk_full: bool = False
+    cpu_us: int = -1
+    peak_bytes: int = -1
+    written_bytes: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class PortOpened:
+    """Something inside listens on a TCP port. `address` is what it is bound to, `0.0.0.0` or `::` for all."""
+
+    port: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class PortClosed:
+    """Nothing listens there any more."""
+
+    port: int
+    address: str
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A file request succeeded on this resolved path."""
+    """The request was done; for a file request on this resolved path."""
 
-    path: str
+    path: str = ""
 
 
 ErrorCode = Literal[
@@ -242,6 +412,11 @@ ErrorCode = Literal[
     "SHELL_FAILED",
     "BAD_REQUEST",
     "IO_ERROR",
+    "NOT_RUNNING",
+    "EXISTS",
+    "TOO_MANY",
+    "NO_SUCH_SHELL",
+    "NO_SUCH_USER",
 ]
 
 
@@ -253,6 +428,21 @@ class Error:
     message: str
 
 
-REQUESTS = Vocabulary(Hello, Setup, Exec, ReadFile, WriteFile)
-ANSWERS = Vocabulary(HelloReply, Started, FileInfo, ExecReply, Done, Error)
-"""Bodies of STARTED (`Started`, `FileInfo`), REPLY (`HelloReply`, `ExecReply`, `Done`) and ERROR (`Error`) frames."""
+REQUESTS = Vocabulary(
+    Hello,
+    Setup,
+    SetEnv,
+    Exec,
+    RunProgram,
+    Signal,
+    Cancel,
+    Resize,
+    OpenShell,
+    CloseShell,
+    Watch,
+    ReadFile,
+    WriteFile,
+)
+ANSWERS = Vocabulary(HelloReply, Started, FileInfo, ExecReply, ShellInfo, Done, Error, PortOpened, PortClosed)
+"""Bodies of STARTED (`Started`, `FileInfo`), EVENT (`PortOpened`, `PortClosed`), REPLY (`HelloReply`, `ExecReply`,
+`ShellInfo`, `Done`) and ERROR (`Error`) frames."""

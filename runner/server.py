@@ -1,8 +1,10 @@
 """Connections: frames in, one request at a time, frames out, each behind a wall of its own.
 
-It must not know what requests do. What a peer gets wrong costs that peer its connection, never the loop.
+It must not know what requests do. What a peer gets wrong costs that peer its connection, never the loop. One descriptor
+may come with a request's frame; any other is closed as it arrives.
 
-Sources: unix(7) (SO_PEERCRED: a peer of another pid namespace has pid 0 here).
+Sources: unix(7) (SO_PEERCRED: a peer of another pid namespace has pid 0 here; SCM_RIGHTS: what is received at once ends
+with the data that descriptors came with).
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ from __future__ import annotations
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, Protocol
 
 from runner.config import MAX_CONNECTIONS, OUT_BUFFER_BYTES
 from runner.context import Context
+from runner.descriptor import Descriptor
 from runner.execution import Sink
 from runner.loop import HANG_UP, READ, WRITE, Loop, Timer
 from runner.protocol import (
@@ -33,6 +36,9 @@ from runner.protocol import (
 )
 
 _PEER_CREDENTIALS = struct.Struct("3i")
+_INT_BYTES = struct.calcsize("i")
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_INT_BYTES)
+"""Room for one descriptor, or two, for alignment; the kernel closes what does not fit."""
 _ACCEPTS_PER_TURN = 16
 _PARTS_PER_CALL = 64
 _STARTED_DELAY_S = 0.001
@@ -56,8 +62,9 @@ class Job(Protocol):
     def wants_input(self) -> bool: ...
 
 
-Dispatch = Callable[[Any, Sink], Job | None]
-"""Begin a decoded request; return its job, or None when it is answered already."""
+Dispatch = Callable[[Any, Sink, Descriptor], Job | None]
+"""Begin a decoded request; return its job, or None when it is answered already. What is not taken of the descriptor
+by then is closed."""
 
 
 class Connection:
@@ -70,6 +77,7 @@ class Connection:
         self._on_closed = on_closed
         self._decoder = FrameDecoder(FROM_DAEMON, max_body_bytes=MAX_REQUEST_BYTES)
         self._job: Job | None = None
+        self._descriptor = Descriptor()
         self._is_busy = False
         self._is_closed = False
         self._out: deque[bytes] = deque()
@@ -121,6 +129,7 @@ class Connection:
         self._is_closed = True
         self._loop.unwatch(self._socket.fileno())
         self._socket.close()
+        self._descriptor.close()
         self._out.clear()
         job, self._job = self._job, None
         self._on_closed(self)
@@ -136,17 +145,32 @@ class Connection:
             self.close()
 
     def _receive(self) -> None:
+        ancillary: list[tuple[int, int, bytes]] = []
         try:
-            data = self._socket.recv(CHUNK_BYTES)
+            data, ancillary, _flags, _address = self._socket.recvmsg(
+                CHUNK_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+            )
         except BlockingIOError:
             return
         except OSError:
             data = b""
+        if ancillary:
+            self._take_descriptors(ancillary)
         if not data:
             self.close()
             return
         self._decoder.feed(data)
         self._on_frames()
+
+    def _take_descriptors(self, ancillary: Iterable[tuple[int, int, bytes]]) -> None:
+        """Keep the first for the request whose frame is about to be complete; close the others, and an older one."""
+        received: list[int] = []
+        for level, kind, content in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                received += struct.unpack_from(f"{len(content) // _INT_BYTES}i", content)
+        for fd in reversed(received):
+            self._descriptor.close()
+            self._descriptor = Descriptor(fd)
 
     def _on_frames(self) -> None:
         if self._is_closed:
@@ -159,6 +183,8 @@ class Connection:
         except ProtocolError:
             self.close()
             return
+        if not self._decoder.buffered_bytes:
+            self._descriptor.close()  # it came with a frame that was no request
         self._update_events()
 
     def _on_frame(self, kind: Kind, body: bytes) -> None:
@@ -178,7 +204,11 @@ class Connection:
             raise ProtocolError("a request while another one runs")
         request = REQUESTS.decode(body)
         self._is_busy = True
-        job = self._dispatch(request, self)
+        descriptor, self._descriptor = self._descriptor, Descriptor()
+        try:
+            job = self._dispatch(request, self, descriptor)
+        finally:
+            descriptor.close()
         if self._is_busy:
             self._job = job
 

@@ -3,29 +3,36 @@
 It must not know what a command's output is or when a command must end; it hands over, reports statuses and deaths, and
 always has, or is getting, a shell that waits for the next command.
 
-Sources: fifo(7) (opening O_RDWR never blocks and never gives end-of-file), `FIONREAD` in pipe(7).
+Sources: fifo(7) (opening O_RDWR never blocks and never gives end-of-file), `FIONREAD` in pipe(7), getrusage(2)
+(blocks of 512 bytes).
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import signal
 import stat
 import struct
 import termios
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from runner import driver, processes
 from runner.context import Context
 from runner.loop import READ, Timer
-from runner.spawn import spawn
+from runner.settings import Change
+from runner.spawn import Membership, spawn
+from runner.storage import WriteMeter
 
 _MAX_FAILED_STARTS = 3
 _START_RETRY_S = 0.1
 _PICK_UP_CHECKS = 10
-_STATUS_BUFFER_BYTES = 4096
+_STATUS_BUFFER_BYTES = 65536
+_LINE_BYTES = 64
+_BLOCK_BYTES = 512
 
 _SHELLS = {
     "bash": ("/bin/bash", "/usr/bin/bash", "/usr/local/bin/bash"),
@@ -50,6 +57,11 @@ def find_shell(preferred: str) -> list[str] | None:
     return None
 
 
+def is_busybox(path: str) -> bool:
+    """Return whether a shell is BusyBox's, by whatever name."""
+    return os.path.basename(os.path.realpath(path)) == "busybox"
+
+
 def pending_bytes(fd: int) -> int:
     """Return how many bytes a pipe holds now."""
     return int(struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, b"\0\0\0\0"))[0])
@@ -71,27 +83,40 @@ class ShellEvents:
     on_error: Callable[[Exception], None]
 
 
-class Shell:
-    """Owns the shell process and the files `ctl`, `status` and `state` of the private directory."""
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """What a shell process starts with: its program, variables beside the session's, first directory, cgroup."""
 
-    def __init__(
-        self,
-        context: Context,
-        *,
-        argv: list[str],
-        env: Mapping[str, str],
-        events: ShellEvents,
-    ) -> None:
-        config = context.config
+    argv: list[str]
+    env: Mapping[str, str]
+    cwd: bytes
+    membership: Membership | None = None
+    group: str | None = None
+
+
+class Shell:
+    """Owns the shell process, its directory (below the private one) and the files `ctl`, `status` and `state` there."""
+
+    def __init__(self, context: Context, *, directory: str, birth: Birth, events: ShellEvents) -> None:
         self._context = context
-        self._config = config
-        self._argv = [*argv, "-c", driver.PROGRAM, os.path.basename(argv[-1])]
-        self._driver = {driver.VARIABLE: driver.driver_text(config.private_dir)}
-        self._env: dict[str, str] = {**config.base_environment(), "SHELL": argv[0], **env}
+        self._config = context.config
+        self.directory = directory
+        self._birth = birth
+        self._is_busybox = is_busybox(birth.argv[0])
         self._events = events
         self.pid: int | None = None
         self.is_ready = False
-        self.cwd = os.fsencode(config.workspace)
+        self.is_closed = False
+        self.is_deaf = False
+        """Whether it ignores what a terminal's end would send it, until the next command restores its own traps."""
+        self._was_deaf = False
+        self.group = birth.group
+        self.cwd = birth.cwd
+        self.written_bytes = -1
+        """What the last command wrote to storage, -1 if unknown."""
+        self._meter = WriteMeter()
+        self._revision = context.settings.revision
+        self._revision_before = self._revision
         self._was_ready = False
         self._failed_starts = 0
         self._start_attempts = 0
@@ -100,33 +125,67 @@ class Shell:
         self._status_buffer = b""
         self._line = b""
         self._number = 0
+        os.mkdir(directory, 0o711)
         self._control_fd = self._make_fifo("ctl", 0o644)
         self._status_fd = self._make_fifo("status", 0o622)
-        os.close(os.open(self._context.file("state"), os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666))
+        self._make_file("state", b"", 0o666)
+        if self._is_busybox:
+            self._make_file("run", driver.busybox_text(directory).encode(), 0o644)
         context.loop.watch(self._status_fd, READ, self._on_status_readable, events.on_error)
+
+    def file(self, name: str) -> str:
+        """Return the path of a file in the shell's directory."""
+        return f"{self.directory}/{name}"
+
+    @property
+    def argv(self) -> list[str]:
+        """The program and, for BusyBox, the applet."""
+        return self._birth.argv
 
     @property
     def path(self) -> str:
-        return self._argv[0]
+        return self._birth.argv[0]
 
     def start(self) -> None:
         """Start a shell process; `on_ready` follows. The first gets the environment, later ones the saved state."""
-        self.is_ready = self._was_ready = False
+        self.is_ready = self._was_ready = self.is_deaf = False
         self._number = 0
-        has_state = os.stat(self._context.file("state")).st_size > 0
+        has_state = os.stat(self.file("state")).st_size > 0
         cwds = (self.cwd, os.fsencode(self._config.workspace), os.fsencode(self._config.home))
         self._status_buffer = b""
         self._drain(self._status_fd)
         self._drain(self._control_fd)
-        env = self._driver if has_state else self._env | self._driver
         try:
-            self.pid = spawn(self._context.kernel, self._config, self._argv, env=env, cwds=cwds)
+            self.pid = self._spawn(self._environment(has_state=has_state), cwds)
         except OSError:  # EAGAIN: the sandbox has as many processes as it may have
             self._retry_start()
             return
         self._start_attempts = 0
-        self._context.reaper.watch(self.pid, self._on_dead)
+        self._context.reaper.watch_usage(self.pid, self._on_dead)
         self._set_timer(self._config.start_grace_s, self._on_slow_start)
+
+    def _environment(self, *, has_state: bool) -> dict[str, str]:
+        if has_state:
+            self._revision = self._revision_before  # the command that brought the latest may not have been saved
+            return {}
+        self._revision = self._revision_before = self._context.settings.revision
+        return {"SHELL": self.path, **self._context.settings.env, **self._birth.env}
+
+    def _spawn(self, env: dict[str, str], cwds: tuple[bytes, ...]) -> int:
+        """Start the process; its program comes in a variable, or through a pipe that holds all of it."""
+        program = driver.driver_text(self.directory, self._revision, is_busybox=self._is_busybox)
+        options: dict[str, Any] = {"cwds": cwds, "membership": self._birth.membership}  # those of `spawn`
+        kernel, argv = self._context.kernel, self._birth.argv
+        if not self._is_busybox:
+            argv = [*argv, "-c", driver.PROGRAM, os.path.basename(argv[-1])]
+            return spawn(kernel, self._config, argv, env=env | {driver.VARIABLE: program}, **options)
+        read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+        try:
+            os.write(write_fd, program.encode())
+            return spawn(kernel, self._config, [*argv, "-s"], env=env, stdio=(read_fd, 0, 0), **options)
+        finally:
+            os.close(read_fd)
+            os.close(write_fd)
 
     def _retry_start(self) -> None:
         self._start_attempts += 1
@@ -138,12 +197,23 @@ class Shell:
 
     def ensure_starting(self) -> None:
         """Start a shell if none is running or coming, after starting one had been given up."""
-        if self.pid is None and self._timer is None:
+        if self.pid is None and self._timer is None and not self.is_closed:
             self.start()
 
-    def hand_over(self, number: int, mode: str) -> None:
-        """Give the waiting shell its next command, whose files are in place."""
+    def news(self) -> list[Change]:
+        """Return what changed of the session's variables since this shell took them over."""
+        return self._context.settings.changes_since(self._revision)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the next command must be preceded by something."""
+        return self.is_deaf or self._revision != self._context.settings.revision
+
+    def hand_over(self, number: int, mode: str, *, on_terminal: bool) -> None:
+        """Give the waiting shell its next command, whose files are in place, the `news` among them."""
         self.is_ready = False
+        self._was_deaf, self.is_deaf = self.is_deaf, on_terminal
+        self._revision_before, self._revision = self._revision, self._context.settings.revision
         self._line = b"%d %s %d\n" % (number, mode.encode(), number)
         self._number = number
         os.write(self._control_fd, self._line)
@@ -155,7 +225,9 @@ class Shell:
         left = self._drain(self._control_fd)
         if left == self._line:
             self._cancel_timer()
+            self._number = 0
             self.is_ready = True
+            self.is_deaf, self._revision = self._was_deaf, self._revision_before
             return True
         if left:
             os.write(self._control_fd, left)  # the shell holds the beginning of the line and waits for the rest
@@ -174,9 +246,12 @@ class Shell:
         """Kill the shell; `on_death` and then a new one follow."""
         self.signal(signal.SIGKILL)
 
-    def _on_dead(self, status: int) -> None:
+    def _on_dead(self, status: int, usage: resource.struct_rusage) -> None:
         was_ready, self.pid, self.is_ready = self._was_ready, None, False
+        self.written_bytes = self._meter.close(usage.ru_oublock * _BLOCK_BYTES)
         self._cancel_timer()
+        if self.is_closed:
+            return
         self._on_status_readable(0)  # it may have reported and died right after
         self._failed_starts = 0 if was_ready else self._failed_starts + 1
         if was_ready:
@@ -208,9 +283,11 @@ class Shell:
         except BlockingIOError:
             return
         *lines, rest = (self._status_buffer + data).split(b"\n")
-        self._status_buffer = rest[-_STATUS_BUFFER_BYTES:]
+        self._status_buffer = rest[-_LINE_BYTES:]
+        own = (b"0 ", b"%d " % self._number)
         for line in lines:
-            self._on_status_line(line)
+            if line.startswith(own):
+                self._on_status_line(line)
 
     def _on_status_line(self, line: bytes) -> None:
         """Take a report of the driver. A command can write here too, and what makes no sense is dropped."""
@@ -228,35 +305,61 @@ class Shell:
             self._number = 0
             self._cancel_timer()
             self.is_ready = self.pid is not None
-            self._read_cwd()
+            self._look()
             self._events.on_status(int(status))
 
     def _on_started(self) -> None:
         self._cancel_timer()
         self._was_ready = self.is_ready = True
         self._failed_starts = 0
-        self._read_cwd()
+        self._look()
         self._events.on_ready()
 
-    def _read_cwd(self) -> None:
-        """Learn the shell's directory from the kernel, as the sandbox user: PID 1 may not look without its uid."""
+    def _look(self) -> None:
+        """Learn from the kernel where the shell is and what it has written, as the sandbox user: PID 1 may not look
+        without its uid."""
         if self.pid is None:
             return
-        path = b"/proc/%d/cwd" % self.pid
         try:
             with self._context.as_user:
-                self.cwd = os.readlink(path).removesuffix(b" (deleted)")
+                self.written_bytes = self._meter.read(self.pid)
+                self.cwd = os.readlink(b"/proc/%d/cwd" % self.pid).removesuffix(b" (deleted)")
         except OSError:
             pass  # it ended this instant; the directory known last stays
 
+    def _make_file(self, name: str, content: bytes, mode: int) -> None:
+        fd = os.open(self.file(name), os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, mode)
+        try:
+            os.write(fd, content)
+        finally:
+            os.close(fd)
+
     def _make_fifo(self, name: str, mode: int) -> int:
-        path = self._context.file(name)
+        path = self.file(name)
         try:
             os.unlink(path)
         except FileNotFoundError:
             pass
         os.mkfifo(path, mode)
         return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def retire(self) -> None:
+        """Report nothing more and start nothing; whoever calls this ends the process."""
+        self.is_closed = True
+        self.is_ready = False
+        self._cancel_timer()
+
+    def close(self) -> None:
+        """Give everything up; the process is gone."""
+        del self._events  # it refers back, and PID 1 collects no cycles
+        self._context.loop.unwatch(self._status_fd)
+        for fd in (self._control_fd, self._status_fd):
+            os.close(fd)
+        if self._birth.membership is not None:
+            os.close(self._birth.membership[1])
+        for name in os.listdir(self.directory):
+            os.unlink(self.file(name))
+        os.rmdir(self.directory)
 
     @staticmethod
     def _drain(fd: int) -> bytes:

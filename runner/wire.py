@@ -45,12 +45,16 @@ class Vocabulary:
             _fields(cls)
 
     def encode(self, message: object) -> bytes:
-        """Return `message` as ASCII JSON; its class must belong to this vocabulary."""
+        """Return `message` as ASCII JSON, without what is as by default; its class must belong to this vocabulary."""
         cls = type(message)
         if self._classes.get(cls.__name__) is not cls:
             raise ProtocolError(f"{cls.__name__} is not a message of this contract")
         body: dict[str, Any] = {TAG: cls.__name__}
-        body.update(_unstructure(message))
+        defaults = _default_cache[cls]
+        for name in _field_cache[cls][0]:
+            value = getattr(message, name)
+            if name not in defaults or value is not defaults[name]:
+                body[name] = _unstructure(value)
         return _encode_json(body).encode("ascii")
 
     def decode(self, data: bytes) -> Any:  # the caller matches on the class
@@ -103,6 +107,7 @@ def structure(value: object, expected: Any, *, where: str) -> Any:  # `expected`
 
 
 _field_cache: dict[type, tuple[dict[str, Any], frozenset[str]]] = {}
+_default_cache: dict[type, dict[str, Any]] = {}
 
 
 def _fields(cls: type) -> tuple[dict[str, Any], frozenset[str]]:
@@ -114,6 +119,9 @@ def _fields(cls: type) -> tuple[dict[str, Any], frozenset[str]]:
             for field in dataclasses.fields(cls)
             if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         )
+        _default_cache[cls] = {
+            field.name: field.default for field in dataclasses.fields(cls) if field.default is not dataclasses.MISSING
+        }
         _field_cache[cls] = ({field.name: hints[field.name] for field in dataclasses.fields(cls)}, required)
         for hint in _field_cache[cls][0].values():
             for nested in (hint, *typing.get_args(hint)):

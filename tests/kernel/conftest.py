@@ -1,4 +1,4 @@
-"""A supervisor on the real kernel, with a data directory of its own."""
+"""What kernel tests stand on: a supervisor with a data directory of its own, or a runner in namespaces of its own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, Server
+from tests.kernel.runner_harness import SHELLS, Client, Sandbox, open_sandbox
 
 
 @pytest.fixture
@@ -30,3 +31,17 @@ def config(data_dir: Path) -> Config:
 async def supervisor(config: Config) -> AsyncIterator[LocalSupervisor]:
     async with open_supervisor(config) as opened:
         yield opened
+
+
+@pytest.fixture
+def sandbox() -> Iterator[Sandbox]:
+    """A runner that must outlive the test."""
+    with open_sandbox() as running:
+        yield running
+        assert running.is_alive()
+
+
+@pytest.fixture(params=SHELLS)
+def client(request: pytest.FixtureRequest, sandbox: Sandbox) -> Client:
+    """A connection to a sandbox whose default shell is each of those there are."""
+    return sandbox.shell(request.param)

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from runner.protocol import Exec, ExecReply, Hello, Kind
-from tests.kernel.runner_harness import SHELLS, Client, Sandbox, needs_namespaces, open_sandbox, wait_until
+from runner.protocol import Exec, ExecReply, Graces, Hello, Kind, Setup
+from tests.kernel.runner_harness import Client, Sandbox, needs_namespaces, open_sandbox, wait_until
 
 pytestmark = needs_namespaces
 
 LONG_MS = 60_000
-
-
-@pytest.fixture
-def sandbox() -> Iterator[Sandbox]:
-    with open_sandbox() as running:
-        yield running
-
-
-@pytest.fixture(params=SHELLS)
-def client(request: pytest.FixtureRequest, sandbox: Sandbox) -> Iterator[Client]:
-    yield sandbox.shell(request.param)
-    assert sandbox.is_alive()
 
 
 def count(client: Client, pattern: str) -> int:
@@ -163,6 +151,21 @@ def test_commands_of_many_connections_run_in_order(sandbox: Sandbox) -> None:
 # Cancelling -------------------------------------------------------------------------------------------------------
 
 
+def test_the_graces_are_the_sessions(sandbox: Sandbox) -> None:
+    """Without any, what ignores signals is killed at once; with long ones it gets its time."""
+    client = sandbox.connect()
+    client.ask(Setup(graces=Graces(0, 0, 0)))
+    stubborn = "sh -c 'trap \"\" INT TERM; while :; do sleep 0.01; done'"
+    reply = client.reply(stubborn, timeout_ms=100)
+    assert reply.cause == "timed_out"
+    assert reply.duration_us < 400_000  # the usual ones are 500 ms before the kill
+    with open_sandbox() as patient:
+        client = patient.connect()
+        client.ask(Setup(graces=Graces(interrupt_ms=20_000)))
+        slow = "sh -c 'trap \"sleep 0.7; echo tidy; exit\" INT; while :; do sleep 0.01; done'"
+        assert client.run(slow, timeout_ms=100).stdout == b"tidy\n"
+
+
 def test_cancel_is_answered(client: Client) -> None:
     """CANCEL ends the command as a time limit would, with cause cancelled and status 130."""
     client.begin("echo before; sleep 1234; echo no", timeout_ms=LONG_MS)
@@ -175,16 +178,23 @@ def test_cancel_is_answered(client: Client) -> None:
 
 @pytest.mark.parametrize("command", ["sleep 1234", "while :; do :; done", "true"])
 def test_cancel_at_any_moment_keeps_the_shell(client: Client, command: str) -> None:
-    """Cancelled before the shell read it, while it begins or after it ended: always an answer, never a lost shell."""
-    client.run("kept() { echo kept; }")
+    """Cancelled before the shell read it, while it begins or after it ended: always an answer, never a lost shell.
+
+    BusyBox's may be replaced when the signal comes in the very moment in which it forks; what it exported stays.
+    """
+    is_busybox = "busybox" in os.fsdecode(client.run("cat /proc/$$/cmdline").stdout)
+    client.run("kept() { echo kept; }; export KEPT=kept")
+    restarts = 0
     for round_number in range(40):
         client.request(Exec("x", command))
         for _ in range(round_number % 4):  # more or less time for the shell to get on
             os.sched_yield()
         client.send(Kind.CANCEL)
         reply = client.outcome().reply
-        assert (reply.cause in ("cancelled", "exited"), reply.shell_restarted) == (True, False)
-    assert client.stdout("kept") == b"kept\n"
+        assert reply.cause in ("cancelled", "exited")
+        restarts += reply.shell_restarted
+    assert restarts <= (1 if is_busybox else 0)
+    assert client.stdout("kept" if restarts == 0 else "echo $KEPT") == b"kept\n"
 
 
 def test_cancel_of_a_queued_command_is_answered_at_once(sandbox: Sandbox) -> None:
@@ -263,9 +273,16 @@ def pids_cgroup(sandbox: Sandbox) -> Iterator[Path]:
     init_pid = sandbox.init_pid()
     (directory / "cgroup.procs").write_text(str(init_pid))
     yield directory
-    os.kill(init_pid, signal.SIGKILL)
-    wait_until(lambda: not (directory / "cgroup.procs").read_text())
+    wait_until(lambda: _move_out(directory))
     directory.rmdir()
+
+
+def _move_out(directory: Path) -> bool:
+    """Move every process to the parent; return whether none is left."""
+    for pid in (directory / "cgroup.procs").read_text().split():
+        with contextlib.suppress(ProcessLookupError):
+            (directory.parent / "cgroup.procs").write_text(pid)
+    return not (directory / "cgroup.procs").read_text()
 
 
 def test_a_shell_that_cannot_be_forked_comes_later(sandbox: Sandbox, pids_cgroup: Path) -> None:

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from runner.protocol import CHUNK_BYTES, Done, Error, FileInfo, Kind, WriteFile
-from tests.kernel.runner_harness import Client, Sandbox, needs_namespaces, open_sandbox
+from tests.kernel.runner_harness import Client, Sandbox, needs_namespaces
 
 pytestmark = needs_namespaces
-
-
-@pytest.fixture
-def sandbox() -> Iterator[Sandbox]:
-    with open_sandbox() as running:
-        yield running
-        assert running.is_alive()
 
 
 @pytest.fixture
@@ -107,7 +98,7 @@ def test_large_files_do_not_starve_others(sandbox: Sandbox) -> None:
         ("/dev/zero", "PATH_OUTSIDE"),
         ("/proc/self/status", "PATH_OUTSIDE"),
         ("/proc/self/root/mnt/workspace/file", "PATH_OUTSIDE"),
-        ("/run/sandkasten/status", "PATH_OUTSIDE"),
+        ("/run/sandkasten/1/status", "PATH_OUTSIDE"),
         ("out", "PATH_OUTSIDE"),
         ("loop", "PATH_OUTSIDE"),
         ("dangling", "FILE_NOT_FOUND"),
@@ -142,7 +133,7 @@ def test_what_cannot_be_read_has_its_code(client: Client, path: str, expected: s
         ("/etc/new", "PATH_OUTSIDE"),
         ("/new", "PATH_OUTSIDE"),
         ("../new/file", "PATH_OUTSIDE"),
-        ("/run/sandkasten/cmd", "PATH_OUTSIDE"),
+        ("/run/sandkasten/1/cmd", "PATH_OUTSIDE"),
         ("outdir/new", "PATH_OUTSIDE"),
         ("outfile", "PATH_OUTSIDE"),
         ("loop", "PATH_OUTSIDE"),

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from runner.protocol import ExecReply
-from tests.kernel.runner_harness import SHELLS, Client, Sandbox, needs_namespaces, open_sandbox
+from tests.kernel.runner_harness import Client, needs_namespaces
 
 pytestmark = needs_namespaces
-
-
-@pytest.fixture
-def sandbox() -> Iterator[Sandbox]:
-    with open_sandbox() as running:
-        yield running
-        assert running.is_alive()
-
-
-@pytest.fixture(params=SHELLS)
-def client(request: pytest.FixtureRequest, sandbox: Sandbox) -> Client:
-    return sandbox.shell(request.param)
 
 
 def ending(reply: ExecReply) -> tuple[int, int | None, str, bool]:
@@ -97,6 +84,6 @@ def test_a_trace_shows_the_command_alone(client: Client, command: str) -> None:
 
 def test_a_job_of_an_earlier_command_cannot_end_a_later_one(client: Client) -> None:
     """Reports with numbers that may be guessed are dropped: the later command has its own end and status."""
-    client.run('( n=0; while [ $n -lt 3000 ]; do n=$((n + 1)); echo "$n 0"; done >/run/sandkasten/status ) &')
+    client.run('( n=0; while [ $n -lt 3000 ]; do n=$((n + 1)); echo "$n 0"; done >/run/sandkasten/1/status ) &')
     outcome = client.run("sleep 0.4; (exit 7)", timeout_ms=10_000)
     assert ending(outcome.reply) == (7, None, "exited", False)

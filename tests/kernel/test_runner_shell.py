@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
 
 import pytest
 
-from runner.protocol import Error, ExecReply, HelloReply, Setup
-from tests.kernel.runner_harness import SHELLS, Client, Sandbox, needs_namespaces, open_sandbox, wait_until
+from runner.protocol import Error, ExecReply, HelloReply, Kind, Setup, encode_frame
+from tests.kernel.runner_harness import Client, Sandbox, needs_namespaces, wait_until
 
 pytestmark = needs_namespaces
-
-
-@pytest.fixture
-def sandbox() -> Iterator[Sandbox]:
-    with open_sandbox() as running:
-        yield running
-        assert running.is_alive()
-
-
-@pytest.fixture(params=SHELLS)
-def client(request: pytest.FixtureRequest, sandbox: Sandbox) -> Client:
-    return sandbox.shell(request.param)
 
 
 # State ----------------------------------------------------------------------------------------------------------
@@ -99,6 +87,15 @@ def test_streams_are_separate_and_exact(client: Client) -> None:
     """NUL, invalid UTF-8, escapes and a missing final newline pass unchanged, each on its own stream."""
     outcome = client.run(r"printf 'o\000\377\033[1m\342\200\250'; printf 'e\376' >&2")
     assert (outcome.stdout, outcome.stderr) == (b"o\0\xff\x1b[1m\xe2\x80\xa8", b"e\xfe")
+
+
+def test_any_bytes_pass_on_both_streams(client: Client) -> None:
+    """Random ones, one line of 1.4 MB, and text that looks like what the shell and PID 1 say to each other."""
+    frames = b"".join(encode_frame(kind, b"x" * 9) for kind in Kind) + b"1 0\n0 r\n0 0\n" * 9
+    sent = os.urandom(200_000) + frames + b"x" * 1_400_000
+    client.write_file("/mnt/workspace/bytes", sent)
+    outcome = client.run("cat bytes >&2; cat bytes")
+    assert (outcome.stdout, outcome.stderr) == (sent, sent)
 
 
 def test_commands_see_only_three_descriptors(client: Client) -> None:
@@ -200,6 +197,19 @@ def test_broken_syntax_ends_and_the_shell_stays(client: Client, command: str) ->
     assert client.stdout("kept") == b"kept\n"
 
 
+@pytest.mark.parametrize(
+    "error", ["(: </nowhere)", "(. /nowhere)", "(echo ${unset?})", "x=$(: </nowhere)", "(echo $((08)))"]
+)
+def test_an_error_in_a_subshell_is_the_subshells(client: Client, error: str) -> None:
+    """The shell goes on with the rest of the command, and is the same afterwards."""
+    client.run("x=kept")
+    outcome = client.run(f"{error}; echo on", timeout_ms=5_000)
+    assert (outcome.stdout, ending(outcome.reply)) == (b"on\n", (0, None, "exited", False))
+    assert outcome.stderr != b""
+    client.run(f"{error} && true", env={"A": "1"})
+    assert client.reply("true").shell_restarted is False
+
+
 def test_a_restarted_shell_has_directory_exports_and_umask(client: Client) -> None:
     """After `exit`, what the same command exported is restored: the shell saved it while it left."""
     client.run("mkdir d; export A='x y'")
@@ -248,12 +258,21 @@ def test_a_directory_that_is_no_utf8_comes_back_exactly(client: Client) -> None:
         "trap 'echo trapped' EXIT",
         "PATH=/nowhere",
         "set -x",
+        "source() { echo no; }; printf() { echo no; }; builtin() { echo no; }",
+        "exit() { echo no; }",
+        "trap() { echo no; }",
+        "eval() { echo no; }",
+        "trap ':' DEBUG",
+        "trap 'echo no' ERR",
+        "PROMPT_COMMAND='echo no'; PS1='$(echo no)'; PS2=no; PS4=no",
+        "exec 0<&- 1>&- 2>&-",
+        'for fd in 3 4 5 6 7 8 9; do eval "exec $fd>&1"; done',
     ],
 )
 def test_the_driver_withstands(client: Client, sabotage: str) -> None:
     """What a command does to its shell does not change how the next one is run or reported."""
     client.run(sabotage, timeout_ms=10_000)
-    reply = client.reply("(exit 7)", timeout_ms=10_000)
+    reply = client.reply("end() { return 7; }; end", timeout_ms=10_000)
     assert ending(reply) == (7, None, "exited", False)
 
 
@@ -292,7 +311,7 @@ def test_a_storm_of_signals_costs_no_command(client: Client) -> None:
 
 def test_a_stolen_command_is_run_after_all(client: Client) -> None:
     """A job that takes the shell's line from its FIFO delays the command; another shell runs it, once."""
-    client.run("export A=1; { read line </run/sandkasten/ctl; echo $line >stolen; } & sleep 0.1")
+    client.run("export A=1; { read line </run/sandkasten/1/ctl; echo $line >stolen; } & sleep 0.1")
     outcome = client.run("cat stolen; echo $A >>ran", timeout_ms=15_000)
     if outcome.stdout:  # the job was first: the line is the first attempt's
         assert outcome.reply.shell_restarted
@@ -301,7 +320,9 @@ def test_a_stolen_command_is_run_after_all(client: Client) -> None:
 
 def test_forged_statuses_do_not_confuse_the_queue(client: Client) -> None:
     """A job that floods the status FIFO spoils results of its own sandbox at most; commands go on."""
-    client.run("{ yes 'x 0' | head -c 300000; echo 999 0; echo 0 0; printf '\\377\\n'; } >/run/sandkasten/status 2>&1")
+    client.run(
+        "{ yes 'x 0' | head -c 300000; echo 999 0; echo 0 0; printf '\\377\\n'; } >/run/sandkasten/1/status 2>&1"
+    )
     assert [client.stdout(f"echo {number}") for number in range(5)] == [b"%d\n" % number for number in range(5)]
 
 

@@ -5,28 +5,15 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from runner.config import MAX_CONNECTIONS, MAX_LEFTOVER_PIPES
 from runner.protocol import MAX_REQUEST_BYTES, Exec, Hello, HelloReply, Kind
-from tests.kernel.runner_harness import SHELLS, Client, Sandbox, needs_namespaces, open_sandbox, wait_until
+from tests.kernel.runner_harness import Client, Sandbox, needs_namespaces, wait_until
 
 pytestmark = needs_namespaces
-
-
-@pytest.fixture
-def sandbox() -> Iterator[Sandbox]:
-    with open_sandbox() as running:
-        yield running
-        assert running.is_alive()
-
-
-@pytest.fixture(params=SHELLS)
-def client(request: pytest.FixtureRequest, sandbox: Sandbox) -> Client:
-    return sandbox.shell(request.param)
 
 
 def memory_kib(sandbox: Sandbox) -> int:

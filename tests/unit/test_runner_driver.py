@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner import driver
+from runner import driver, repl, terminal_driver
 
 any_text = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
 
@@ -40,10 +41,31 @@ def test_other_names_are_refused(name: str) -> None:
 
 def test_the_driver_is_valid_in_every_shell() -> None:
     """The program parses, and every place-holder is filled in."""
-    text = driver.driver_text("/run/x")
-    assert "@" not in text.replace('"$@"', "")
+    plain, busybox = (driver.driver_text("/run/x", 7, is_busybox=is_busybox) for is_busybox in (False, True))
+    terminal = [terminal_driver.enter("/run/x", interactive=interactive) for interactive in (False, True)]
+    terminal += [terminal_driver.leave("/run/x"), terminal_driver.restore("/run/x"), repl.LEAVE]
+    for text in (plain, busybox, driver.busybox_text("/run/x"), *terminal):
+        assert not re.search("@[A-Z_]+@", text)
+        subprocess.run(["/bin/sh", "-n"], input=text.encode(), check=True)
+        subprocess.run(["/bin/bash", "-n"], input=text.encode(), check=True)
+
+
+def test_the_text_that_reads_lines_is_valid_in_every_shell() -> None:
+    """With the path of the shell as one word, whatever it is."""
+    text = repl.text("/run/x", ["/opt/my shell's/sh"])
+    assert "'/opt/my shell'\\''s/sh' -n" in text
     subprocess.run(["/bin/sh", "-n"], input=text.encode(), check=True)
     subprocess.run(["/bin/bash", "-n"], input=text.encode(), check=True)
+
+
+def test_news_are_taken_over_once() -> None:
+    """A shell that knows a change already keeps what was made of it since."""
+    news = driver.news([(1, "A", "first"), (2, "B", "it's"), (3, "C", None)])
+    show = 'printf "$A $B ${C-unset} $__sk_g"'
+    assert sh(f"A=0 B=0 C=0 __sk_g=0\n{news}{show}") == b"first it's unset 3"
+    assert sh(f"A=own B=0 C=0 __sk_g=1\n{news}{show}") == b"own it's unset 3"
+    assert sh(f"A=own B=own C=own __sk_g=3\n{news}{show}") == b"own own own 3"
+    assert driver.news([]) == ""
 
 
 @pytest.mark.parametrize("before", ["unset V", "V=old", "export V=old", "V="])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.processes import Moment, Process, now, parse_stat, scan, started_since
+from runner.processes import Moment, Process, hangs_below, heeds, kill_all, now, parse_stat, scan, started_since
 
 SHELL, EARLIER_JOB = 10, 20
 BEGAN = Moment(tick=100, last_pid=30)
@@ -32,6 +33,53 @@ def test_nothing_was_started() -> None:
 def test_children_and_grandchildren_are_found() -> None:
     """A child of the shell and what hangs below it."""
     assert found((31, SHELL, 100), (32, 31, 105)) == [31, 32]
+
+
+def test_what_hangs_below_another_shell_is_not_found() -> None:
+    """One that began during the command, and all it started, is somebody else's."""
+    processes = table((31, SHELL, 100), (40, 1, 101), (41, 40, 102))
+    left = started_since(BEGAN, frozenset({1, SHELL}), processes, foreign=frozenset({40}))
+    assert [each.pid for each in left] == [31]
+
+
+def test_a_tree_is_its_root_and_all_below() -> None:
+    """Orphans are not of it, nor is anything without a root."""
+    processes = table((31, SHELL, 100), (32, 31, 105), (33, 1, 101))
+    assert [pid for pid, each in processes.items() if hangs_below(each, SHELL, processes)] == [
+        SHELL,
+        EARLIER_JOB,
+        31,
+        32,
+    ]
+    assert not any(hangs_below(each, None, processes) for each in processes.values())
+
+
+def test_a_kill_reaches_what_is_born_meanwhile() -> None:
+    """It looks until nothing new is found, and kills what it has stopped."""
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    found = [Process(child, os.getpid(), 1, is_dead=False)]
+    looks = []
+
+    def find() -> list[Process]:
+        looks.append(len(found))
+        return found
+
+    kill_all(find)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert len(looks) == 2
+
+
+@pytest.mark.parametrize(("disposition", "expected"), [(signal.SIG_IGN, False), (signal.SIG_DFL, True)])
+def test_an_ignored_signal_is_seen(disposition: signal.Handlers, expected: bool) -> None:
+    """From outside, in /proc; a process that is gone heeds nothing."""
+    before = signal.signal(signal.SIGUSR2, disposition)
+    try:
+        assert heeds(os.getpid(), signal.SIGUSR2) is expected
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert not heeds(2**22, signal.SIGUSR2)
 
 
 def test_orphans_are_found() -> None:

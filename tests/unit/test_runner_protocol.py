@@ -142,6 +142,6 @@ def test_a_wrong_field_is_refused(change: dict[str, Any]) -> None:
     assert ANSWERS.decode(json.dumps(body).encode()) == reply
     with pytest.raises(ProtocolError):
         ANSWERS.decode(json.dumps(body | change).encode())
-    for name in dataclasses.asdict(reply):
+    for name in (field.name for field in dataclasses.fields(reply) if field.default is dataclasses.MISSING):
         with pytest.raises(ProtocolError):
             ANSWERS.decode(json.dumps({key: value for key, value in body.items() if key != name}).encode())

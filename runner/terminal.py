@@ -1,0 +1,183 @@
+"""The standard streams of one command of a shell as a terminal, which is the shell's controlling one meanwhile.
+
+It must not know when the command ends. When it has, the terminal is hung up before the shell's next command: what is
+still running loses it. The shell opens it by the names of the pipes (`out`, `err`, `in`), so its driver needs no other
+way for a terminal.
+
+Sources: pts(4), termios(3) (VINTR, VQUIT, VSUSP, ISIG), tty_ioctl(4) "Controlling terminal"; symlink(7).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import termios
+from collections.abc import Callable
+from typing import Any
+
+from runner import pty
+from runner.context import Context
+from runner.flow import Inflow, Outflow
+from runner.output import Leftovers
+from runner.protocol import Kind, TerminalSize
+from runner.streams import OnOutput
+
+_NAMES = ("out", "err", "in")
+_WRITTEN = ("traps", "line")
+"""Files the shell writes for itself (`terminal_driver`, `repl`)."""
+_LOCAL_FLAGS, _CHARACTERS = 3, 6
+_NONE = b"\0"
+_SIGNALS = ((termios.VINTR, signal.SIGINT), (termios.VQUIT, signal.SIGQUIT))
+
+
+class TerminalStreams:
+    """Implements `streams.Streams`. `on_key(signal, is_raw)` is called before the terminal gets a key that stands for a
+    signal, and returns what is typed after it."""
+
+    def __init__(
+        self,
+        context: Context,
+        file: Callable[[str], str],
+        leftovers: Leftovers,
+        size: TerminalSize,
+        *,
+        on_output: OnOutput,
+        on_done: Callable[[], None],
+        on_room: Callable[[], None],
+        on_key: Callable[[int, bool], bytes],
+    ) -> None:
+        self._context = context
+        self._file = file
+        self._leftovers = leftovers
+        self._size = size
+        self._on_output = on_output
+        self._on_done = on_done
+        self._on_room = on_room
+        self._on_key = on_key
+        self._early: list[bytes] = []
+        self._early_bytes = 0
+        self._fd = -1
+        self._in: Inflow | None = None
+        self._out: Outflow | None = None
+        self.is_begun = False
+        self.is_done = True
+
+    def open(self, *, needs_input_file: bool) -> None:
+        self._fd, path = pty.open_pty(self._context, self._size)
+        self.is_begun = self.is_done = False
+        self._refuse_stop_key()
+        loop = self._context.loop
+        self._out = Outflow(
+            *(loop, fcntl.fcntl(self._fd, fcntl.F_DUPFD_CLOEXEC, 3)),
+            is_terminal=True,
+            on_chunk=lambda chunk: self._on_output(Kind.STDOUT, chunk),
+            on_done=lambda: None,
+        )
+        for name in _WRITTEN:
+            os.close(os.open(self._file(name), os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666))
+        for name in _NAMES:
+            _unlink(self._file(name))
+            os.symlink(path, self._file(name))
+
+    def _refuse_stop_key(self) -> None:
+        """Make Ctrl-Z a character like any other: without job control it would stop the shell, and nothing could make
+        that go on."""
+        attributes = termios.tcgetattr(self._fd)
+        attributes[_CHARACTERS][termios.VSUSP] = _NONE
+        termios.tcsetattr(self._fd, termios.TCSANOW, attributes)
+
+    def on_reader(self) -> None:
+        self.is_begun = True
+        if self._in is None and self._fd >= 0:
+            fd = fcntl.fcntl(self._fd, fcntl.F_DUPFD_CLOEXEC, 3)
+            self._in = Inflow(self._context.loop, fd, self._on_room)
+            early, self._early, self._early_bytes = self._early, [], 0
+            for data in early:
+                self.feed(data)
+
+    def feed(self, data: bytes) -> None:
+        """Type. What is typed before the command has begun waits: the terminal would take it for somebody else's."""
+        if self._in is None:
+            self._early.append(data)
+            self._early_bytes += len(data)
+            return
+        found = self._find_key(data)
+        if found is None:
+            self._in.feed(data)
+            return
+        number, end = found
+        is_raw = not self._attributes()[_LOCAL_FLAGS] & termios.ICANON
+        answer = self._on_key(number, is_raw)
+        self._in.feed(data[:end] + answer + data[end:])
+
+    def _find_key(self, data: bytes) -> tuple[int, int] | None:
+        """Return the signal that a key in `data` stands for, and where its first occurrence ends."""
+        attributes = self._attributes()
+        if not attributes[_LOCAL_FLAGS] & termios.ISIG:
+            return None
+        characters = attributes[_CHARACTERS]
+        for key, number in _SIGNALS:
+            if characters[key] != _NONE and characters[key] in data:
+                return number, data.index(characters[key]) + 1
+        return None
+
+    def _attributes(self) -> list[Any]:
+        """As termios gives them."""
+        return termios.tcgetattr(self._fd)
+
+    def end(self) -> None:
+        """Nobody types any more; the terminal stays, as it would."""
+
+    def pause(self) -> None:
+        if self._out is not None:
+            self._out.pause()
+
+    def resume(self) -> None:
+        if self._out is not None and not self.is_done:
+            self._out.resume()
+
+    def stop_input(self) -> None:
+        self._early.clear()
+        self._early_bytes = 0
+        if self._in is not None:
+            self._in.close()
+
+    def finish(self, *, may_read: bool) -> None:
+        """Read the rest, little as it can be, even if the client is slow: the shell is waiting for the hang-up."""
+        if self._out is not None and not self.is_done:
+            self._out.finish(may_read=True)
+        self._hang_up()
+        self._on_done()
+
+    def close(self) -> None:
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        self.is_done = True
+        self.stop_input()
+        if self._fd < 0:
+            return
+        for name in _NAMES:
+            _unlink(self._file(name))
+        if self._out is not None:
+            self._out.close(self._leftovers)
+        os.close(self._fd)
+        self._fd, self._in, self._out = -1, None, None
+
+    def resize(self, size: TerminalSize) -> bool:
+        self._size = size
+        if self._fd >= 0:
+            pty.set_size(self._fd, size)
+        return True
+
+    @property
+    def buffered_bytes(self) -> int:
+        return self._early_bytes + (self._in.buffered_bytes if self._in is not None else 0)
+
+
+def _unlink(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass

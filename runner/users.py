@@ -1,0 +1,114 @@
+"""Who a program runs as: a name of the image's account files, or numbers. Parsing is pure; only `look_up` reads.
+
+It must not trust those files: whoever built the image wrote them. They are read as the sandbox user, up to a bound, and
+a line that makes no sense is no line. Nobody becomes root or PID 1, nor of a group of those, whatever the files say.
+
+Sources: passwd(5), group(5), credentials(7).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from runner.context import Context
+from runner.kernel import AT_FDCWD, RESOLVE_NO_MAGICLINKS
+
+MAX_ID = 65534
+"""The largest uid and gid: the one above is PID 1's, and there are no others in the user namespace."""
+
+MAX_FILE_BYTES = 1024 * 1024
+MAX_GROUPS = 64
+
+_NUMBERS = re.compile(r"([0-9]{1,10})(?::([0-9]{1,10}))?")
+_NUMBER = re.compile(rb"[0-9]{1,10}")
+_PASSWD_FIELDS = 7
+_GROUP_FIELDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What a process of a user has: ids, supplementary groups, name and home directory."""
+
+    uid: int
+    gid: int
+    groups: tuple[int, ...]
+    name: str
+    home: str
+
+
+def default(context: Context) -> Account:
+    """Return the sandbox user's account, which is there whatever the image says."""
+    config = context.config
+    return Account(config.uid, config.gid, (), config.user, config.home)
+
+
+def look_up(context: Context, user: str) -> Account | None:
+    """Return the account that `user` means in this image, or None."""
+    return resolve(user, _read(context, b"/etc/passwd"), _read(context, b"/etc/group"))
+
+
+def resolve(user: str, passwd: bytes, group: bytes) -> Account | None:
+    """Return the account of a name or of `UID[:GID]`, None if there is none or nobody may be it.
+
+    Numbers need no account; then the group has the same number, the home is `/` and the name is the number.
+    """
+    numbers = _NUMBERS.fullmatch(user)
+    if numbers is None:
+        account = _find(passwd, lambda each: each.name == user)
+    else:
+        uid = int(numbers[1])
+        account = _find(passwd, lambda each: each.uid == uid) or Account(uid, uid, (), numbers[1], "/")
+    if account is None:
+        return None
+    gid = account.gid if numbers is None or numbers[2] is None else int(numbers[2])
+    if not 0 < account.uid <= MAX_ID or not 0 < gid <= MAX_ID:
+        return None
+    groups = [each for each in _groups_of(account.name, group) if each != gid]
+    return Account(account.uid, gid, tuple(groups[:MAX_GROUPS]), account.name, account.home)
+
+
+def _find(passwd: bytes, is_wanted: Callable[[Account], bool]) -> Account | None:
+    """Return the first account that is wanted."""
+    for fields in _lines(passwd, _PASSWD_FIELDS):
+        if fields[0] and _NUMBER.fullmatch(fields[2]) and _NUMBER.fullmatch(fields[3]):
+            home = os.fsdecode(fields[5]) if fields[5].startswith(b"/") else "/"
+            account = Account(int(fields[2]), int(fields[3]), (), os.fsdecode(fields[0]), home)
+            if is_wanted(account):
+                return account
+    return None
+
+
+def _groups_of(name: str, group: bytes) -> Iterator[int]:
+    """Yield the ids of the groups that list a user as a member, those nobody may be in excepted."""
+    for fields in _lines(group, _GROUP_FIELDS):
+        if os.fsencode(name) in fields[3].split(b",") and _NUMBER.fullmatch(fields[2]):
+            gid = int(fields[2])
+            if 0 < gid <= MAX_ID:
+                yield gid
+
+
+def _lines(content: bytes, count: int) -> Iterator[list[bytes]]:
+    for line in content[:MAX_FILE_BYTES].split(b"\n"):
+        fields = line.split(b":")
+        if len(fields) == count and b"\0" not in line:
+            yield fields
+
+
+def _read(context: Context, path: bytes) -> bytes:
+    """Return the beginning of a regular file as the sandbox user sees it, nothing if there is none."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    try:
+        with context.as_user:
+            fd = context.kernel.openat2(AT_FDCWD, path, flags, 0, RESOLVE_NO_MAGICLINKS)
+    except OSError:
+        return b""
+    try:
+        return os.read(fd, MAX_FILE_BYTES) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+    except OSError:
+        return b""
+    finally:
+        os.close(fd)

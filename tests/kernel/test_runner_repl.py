@@ -1,0 +1,254 @@
+"""A person at the agent's own shell: prompt, lines, Ctrl-C, and that the shell stays what it was."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from runner.protocol import Cancel, Done, Error, Exec, ExecReply, Kind, Signal, TerminalSize
+from tests.kernel.runner_harness import Client, Sandbox, needs_namespaces
+
+pytestmark = needs_namespaces
+
+SIZE = TerminalSize(100, 30)
+CTRL_C, CTRL_D, UP = b"\x03", b"\x04", b"\x1b[A"
+PROMPT = b"sandbox:/mnt/workspace$ "
+_ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[a-zA-Z]|\r|\x07")
+
+Begin = Callable[[], None]
+
+
+def ending(reply: ExecReply) -> tuple[int, int | None, str, bool]:
+    return reply.exit_code, reply.signal, reply.cause, reply.shell_restarted
+
+
+def read_until(client: Client, text: bytes) -> bytes:
+    """Return what the screen showed, without escape sequences, once that ends in `text`."""
+    seen = b""
+    while not _ESCAPES.sub(b"", seen).endswith(text):
+        kind, body = client.next_frame()
+        assert kind in (Kind.STDOUT, Kind.STARTED), (kind, body)
+        seen += body if kind is Kind.STDOUT else b""
+    return _ESCAPES.sub(b"", seen)
+
+
+def sit_down(client: Client, prompt: bytes = PROMPT) -> None:
+    client.request(Exec("x", "", terminal=SIZE, interactive=True))
+    read_until(client, prompt)
+
+
+def enter(client: Client, line: str, prompt: bytes = PROMPT) -> bytes:
+    """Type a line and return what came before the next prompt, without its own echo."""
+    client.send(Kind.DATA, line.encode() + b"\r")
+    shown = read_until(client, prompt)
+    return shown.removesuffix(prompt).partition(b"\n")[2]
+
+
+def leave(client: Client) -> ExecReply:
+    client.send(Kind.DATA, CTRL_D)
+    reply = client.outcome().reply
+    assert isinstance(reply, ExecReply)
+    return reply
+
+
+def test_it_is_the_agents_shell(client: Client) -> None:
+    """Variables, functions, aliases and directory go both ways; the shell process is the same."""
+    pid = client.stdout("a=1; f() { echo f$1; }; alias hi='echo hello'; echo $$")
+    sit_down(client)
+    assert enter(client, "echo $a; f 2; hi; echo $$") == b"1\nf2\nhello\n" + pid
+    assert enter(client, "export B=3; c=4; g() { echo g; }; cd /tmp", b"sandbox:/tmp$ ") == b""
+    assert ending(leave(client)) == (0, None, "exited", False)
+    assert client.stdout("echo $B$c $PWD $$; g") == b"34 /tmp " + pid + b"g\n"
+
+
+def test_the_status_of_a_line_is_the_next_ones(client: Client) -> None:
+    """And the last one's is the answer's."""
+    client.run("(exit 3)")
+    sit_down(client)
+    assert enter(client, "echo $?; (exit 4)") == b"3\n"
+    assert enter(client, "echo $?; (exit 5)") == b"4\n"
+    assert ending(leave(client)) == (5, None, "exited", False)
+
+
+@pytest.mark.parametrize(("line", "code"), [("exit", 7), ("exit 9", 9), ("logout", 7)])
+def test_exit_leaves_the_terminal_and_keeps_the_shell(client: Client, line: str, code: int) -> None:
+    """Whoever types it wants to go, not to end the agent's work."""
+    client.run("x=kept")
+    sit_down(client)
+    enter(client, "(exit 7)")
+    client.send(Kind.DATA, line.encode() + b"\r")
+    reply = client.outcome().reply
+    assert ending(reply) == (code, None, "exited", False)
+    assert client.stdout("echo $x") == b"kept\n"
+
+
+def test_an_exit_inside_a_line_ends_the_shell(client: Client) -> None:
+    """As in any command: the next one has the saved state."""
+    sit_down(client)
+    client.send(Kind.DATA, b"export A=1; exit 6\r")
+    assert ending(client.outcome().reply) == (6, None, "exited", True)
+    assert client.stdout("echo $A") == b"1\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (["if true", "then echo yes", "fi"], b"yes\n"),
+        (["for i in 1 2", "do", "echo $i", "done"], b"1\n2\n"),
+        (["echo 'a", "b'"], b"a\nb\n"),
+        (['echo "a', 'b"'], b"a\nb\n"),
+        (["echo a\\", "b"], b"ab\n"),
+        (["h() {", "echo h", "}; h"], b"h\n"),
+        (["echo $(", "echo in", ")"], b"in\n"),
+        (["true &&", "echo and"], b"and\n"),
+    ],
+)
+def test_an_unfinished_text_goes_on(client: Client, lines: list[str], expected: bytes) -> None:
+    """The second prompt asks for the rest."""
+    sit_down(client)
+    for line in lines[:-1]:
+        assert enter(client, line, b"> ") == b""
+    assert enter(client, lines[-1]) == expected
+    assert ending(leave(client)) == (0, None, "exited", False)
+
+
+def test_a_here_document_goes_on_in_bash(sandbox: Sandbox) -> None:
+    """The others can't tell that it is unfinished."""
+    client = sandbox.shell("bash")
+    sit_down(client)
+    for line in ("cat <<X", "in", "it"):
+        enter(client, line, b"> ")
+    assert enter(client, "X") == b"in\nit\n"
+
+
+@pytest.mark.parametrize("line", ["fi", "echo )", "nosuchcommand", ". /nowhere", "cd /nowhere"])
+def test_an_error_brings_the_prompt_back(client: Client, line: str) -> None:
+    """It is told, and the shell and its terminal stay."""
+    client.run("y=kept")
+    sit_down(client)
+    assert enter(client, line) != b""
+    assert enter(client, "echo $y") == b"kept\n"
+    leave(client)
+    assert client.stdout("echo $y") == b"kept\n"
+
+
+@pytest.mark.parametrize(
+    "line", ["sleep 1234", "while :; do :; done", "f() { while :; do g; done; }; g() { :; }; f", "sleep 1234; echo no"]
+)
+def test_ctrl_c_leaves_the_line(client: Client, line: str) -> None:
+    """Whatever it does: the prompt is back, the status is 130, what came after in the line has not run."""
+    sit_down(client)
+    client.send(Kind.DATA, f"echo go; {line}\r".encode())
+    read_until(client, b"go\n")
+    client.send(Kind.DATA, CTRL_C)
+    assert b"no\n" not in _until_prompt(client)
+    assert enter(client, "echo $?") == b"130\n"
+    assert ending(leave(client)) == (0, None, "exited", False)
+
+
+def _until_prompt(client: Client) -> bytes:
+    """Wait for the prompt, pressing the key again if it came between two programs."""
+    client.sock.settimeout(1)
+    for _ in range(10):
+        try:
+            return read_until(client, PROMPT)
+        except TimeoutError:
+            client.send(Kind.DATA, CTRL_C)
+    raise AssertionError("the key did nothing")
+
+
+def test_ctrl_c_at_the_prompt_drops_what_was_typed(client: Client) -> None:
+    """Of this line and of an unfinished text before it."""
+    sit_down(client)
+    enter(client, "if true", b"> ")
+    client.send(Kind.DATA, b"then oops")
+    read_until(client, b"then oops")
+    client.send(Kind.DATA, CTRL_C)
+    read_until(client, PROMPT)
+    assert enter(client, "echo on") == b"on\n"
+
+
+def test_bash_has_a_history_and_editing(sandbox: Sandbox) -> None:
+    """Also of an earlier visit."""
+    client = sandbox.shell("bash")
+    sit_down(client)
+    assert enter(client, "echo one") == b"one\n"
+    leave(client)
+    sit_down(client)
+    client.send(Kind.DATA, UP + b"\x17two\r")
+    assert read_until(client, PROMPT).endswith(b"two\n" + PROMPT)
+
+
+def test_the_prompt_is_the_users(client: Client) -> None:
+    """PS1 and PS2 as they were set."""
+    client.run("export PS1='me> ' PS2='more> '")
+    sit_down(client, b"me> ")
+    enter(client, "echo 'a", b"more> ")
+    assert enter(client, "b'", b"me> ") == b"a\nb\n"
+
+
+def test_a_bash_prompt_is_expanded(sandbox: Sandbox) -> None:
+    """As bash itself does."""
+    client = sandbox.shell("bash")
+    client.run("export PS1='\\[\\e[1m\\][\\w $((1+1))]\\$ '; cd /tmp")
+    sit_down(client, b"[/tmp 2]$ ")
+
+
+def test_cancelling_keeps_the_shell(client: Client, sandbox: Sandbox) -> None:
+    """At the prompt and while a line runs; a later visit is as good as the first."""
+    client.run("x=kept")
+    for line in (b"", b"half a l", b"sleep 1234\r", b"while :; do :; done\r"):
+        sit_down(client)
+        client.send(Kind.DATA, line)
+        if line:
+            read_until(client, line.rstrip() + (b"\n" if line.endswith(b"\r") else b""))
+        assert sandbox.connect().ask(Cancel("x")) == Done()
+        assert ending(client.outcome().reply) == (130, None, "cancelled", False)
+    sit_down(client)
+    assert enter(client, "echo $x") == b"kept\n"
+    leave(client)
+    assert client.stdout("set | grep -c '^__sk_[dpquvwy]='") == b"0\n"
+
+
+def test_an_interrupt_by_id_is_a_ctrl_c(client: Client, sandbox: Sandbox) -> None:
+    """It ends the line, not the visit."""
+    sit_down(client)
+    client.send(Kind.DATA, b"echo go; sleep 1234\r")
+    read_until(client, b"go\n")
+    assert sandbox.connect().ask(Signal("x", signal.SIGINT)) == Done()
+    _until_prompt(client)
+    assert enter(client, "echo $?") == b"130\n"
+
+
+@pytest.mark.parametrize("option", ["set -e", "set -u"])
+def test_strict_shells_can_be_visited(client: Client, option: str) -> None:
+    """The options of the agent's shell are not turned against the prompt."""
+    client.run(f"{option}; x=kept")
+    sit_down(client)
+    assert enter(client, "echo on") == b"on\n"
+    assert ending(leave(client)) == (0, None, "exited", False)
+    assert client.stdout("echo $x") == b"kept\n"
+
+
+def test_a_program_has_the_terminal(client: Client) -> None:
+    """It reads keys, knows the size, and ends with its line."""
+    sit_down(client)
+    assert enter(client, "stty size") == b"30 100\n"
+    client.send(Kind.DATA, b"echo ready; cat\r")
+    read_until(client, b"cat\nready\n")
+    client.send(Kind.DATA, b"typed\n")
+    read_until(client, b"typed\ntyped\n")
+    client.send(Kind.DATA, CTRL_D)
+    read_until(client, PROMPT)
+    leave(client)
+
+
+def test_nobody_reads_lines_without_a_terminal(sandbox: Sandbox) -> None:
+    """It is refused, not hung."""
+    client = sandbox.shell()
+    answer = client.ask(Exec("x", "", interactive=True))
+    assert isinstance(answer, Error)
+    assert answer.code == "BAD_REQUEST"
