@@ -16,6 +16,9 @@ from nsinit.cgroup_tree import Tree
 from nsinit.network import write_file
 from nsinit.protocol import EventKind, Limits
 
+MAX_GROUPS = 100
+"""How many cgroups of their own programs and shells of one session may have."""
+
 
 @dataclass(frozen=True, slots=True)
 class Counters:
@@ -41,6 +44,19 @@ class SessionCgroup:
     def directories(self) -> tuple[str, ...]:
         """All directories, memory first, unified last."""
         return tuple(f"{directory}/{self.session_id}" for directory in self.tree.unique)
+
+    @property
+    def group_parent(self) -> str:
+        """The session's directory in the one hierarchy that its groups are made in."""
+        return self.birth_directory or self.directory("pids")
+
+    def group_directories(self) -> tuple[str, ...]:
+        """The groups there are; none when the session has no cgroup."""
+        try:
+            with os.scandir(self.group_parent) as entries:
+                return tuple(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
+        except FileNotFoundError:
+            return ()
 
     @property
     def birth_directory(self) -> str | None:
@@ -73,7 +89,7 @@ class SessionCgroup:
                 os.rmdir(directory)
             raise
         if self.tree.mode == "v2":
-            write_file(f"{self.directory('unified')}/cgroup.max.descendants", "0")
+            write_file(f"{self.directory('unified')}/cgroup.max.descendants", str(MAX_GROUPS))
 
     def exists(self) -> bool:
         """Whether any of the directories is there."""
@@ -87,16 +103,20 @@ class SessionCgroup:
             self._set_v1(limits)
         write_file(f"{self.directory('pids')}/pids.max", str(limits.pids))
 
+    def set_share(self, factor: int) -> None:
+        """Set how much of busy processors the session gets beside others: `factor` times what is usual."""
+        name, usual = ("cpu.weight", 100) if self.tree.mode == "v2" else ("cpu.shares", 1024)
+        write_file(f"{self.directory('cpu')}/{name}", str(factor * usual))
+
     def processes(self) -> tuple[int, ...]:
-        """Host pids of every process in any of the directories."""
+        """Host pids of every process in any of the directories, and in the groups."""
         pids: set[int] = set()
-        for directory in self.directories:
-            text = _read(f"{directory}/cgroup.procs")
-            pids.update(int(each) for each in text.split())
+        for directory in (*self.directories, *self.group_directories()):
+            pids.update(read_processes(directory))
         return tuple(pids)
 
     def kill(self) -> None:
-        """SIGKILL everything inside, by `cgroup.kill` where the kernel has it, else process by process."""
+        """SIGKILL everything inside, groups as well, by `cgroup.kill` where there is one, else process by process."""
         directory = self.birth_directory
         if directory is not None:
             try:
@@ -111,15 +131,7 @@ class SessionCgroup:
 
     def remove(self) -> tuple[str, ...]:
         """Remove what can be removed; return the directories that are still there (busy for a moment after an exit)."""
-        left = []
-        for directory in self.directories:
-            try:
-                os.rmdir(directory)
-            except FileNotFoundError:
-                pass
-            except OSError:
-                left.append(directory)
-        return tuple(left)
+        return tuple(each for each in (*self.group_directories(), *self.directories) if not was_removed(each))
 
     def counters(self) -> Counters:
         """Read the counters; works as long as the directories are there."""
@@ -177,6 +189,25 @@ class SessionCgroup:
             return -1
         nanoseconds = _number(_read(f"{self.directory('cpuacct')}/cpuacct.usage"))
         return nanoseconds // 1000 if nanoseconds >= 0 else -1
+
+
+def read_processes(directory: str) -> tuple[int, ...]:
+    """Return the host pids of the processes in one cgroup directory; none when it isn't there.
+
+    A process of an outer pid namespace shows as 0, which for kill(2) would mean this process's own group.
+    """
+    return tuple(pid for pid in map(int, _read(f"{directory}/cgroup.procs").split()) if pid > 0)
+
+
+def was_removed(directory: str) -> bool:
+    """Remove a cgroup directory; False if it is still there."""
+    try:
+        os.rmdir(directory)
+    except FileNotFoundError:
+        pass
+    except OSError:
+        return False
+    return True
 
 
 def _write_if_present(path: str, value: str) -> None:

@@ -83,6 +83,7 @@ RESOLVE_IN_ROOT = 0x10
 # linux/fcntl.h
 AT_FDCWD = -100
 AT_EMPTY_PATH = 0x1000
+AT_SYMLINK_NOFOLLOW = 0x100
 AT_RECURSIVE = 0x8000
 
 # linux/prctl.h, linux/securebits.h

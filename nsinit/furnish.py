@@ -126,7 +126,7 @@ def protect_proc(box: Box) -> None:
 
 
 def mount_root(box: Box, plan: SandboxPlan) -> None:
-    mount_fd = _overlay(box, box.machine.layout.image_rootfs(plan.image), "root", box.userns_fd)
+    mount_fd = _overlay(box, (box.machine.layout.image_rootfs(plan.image),), "root", box.userns_fd)
     point = f"{box.machine.layout.stage}/{stage.ROOT}"
     mounts.attach(mount_fd, os.open(point, _POINT))
     box.root_fd = os.open(point, _POINT)
@@ -136,9 +136,11 @@ def mount_usr(box: Box, plan: SandboxPlan) -> None:
     """The machine's own files: uid 1000 there is a person, not the sandbox user, so only system ids are mapped.
 
     An id without a mapping is nobody's, no capability reaches past its mode, and nothing of it can be copied up.
+    What the image has in its own `/usr` lies above them.
     """
     if plan.image_kind == "host":
-        mount_fd = _overlay(box, HOST_USR, "usr", box.system_userns_fd)
+        lowers = f"{box.machine.layout.image_rootfs(plan.image)}{HOST_USR}", HOST_USR
+        mount_fd = _overlay(box, lowers, "usr", box.system_userns_fd)
         mounts.attach(mount_fd, open_directory(box.root_fd, "usr", owner=box.base))
         box.usr_fd = open_in_root(box.root_fd, "usr", _POINT)
 
@@ -222,9 +224,9 @@ def _bind_if_present(source: str, target: str) -> bool:
     return True
 
 
-def _overlay(box: Box, lower_path: str, name: str, userns_fd: int) -> int:
+def _overlay(box: Box, lower_paths: tuple[str, ...], name: str, userns_fd: int) -> int:
     machine = box.machine
-    layers = mounts.Layers(lower_path, machine.layout.session(box.session_id), name, userns_fd)
+    layers = mounts.Layers(lower_paths, machine.layout.session(box.session_id), name, userns_fd)
     return mounts.overlay(layers, features=machine.features, stage_path=machine.layout.stage)
 
 

@@ -35,10 +35,21 @@ class Features:
 
 
 def clone_idmapped(path: str, userns_fd: int, attributes: int) -> int:
-    """Return a clone of the tree at `path` (without mounts below it), mapped by `userns_fd`."""
-    tree = syscalls.open_tree(-1, path, k.OPEN_TREE_CLONE)
+    """Return a clone of the tree at `path` (without mounts below it), mapped by `userns_fd`; a link is not followed."""
+    tree = syscalls.open_tree(-1, path, k.OPEN_TREE_CLONE | k.AT_SYMLINK_NOFOLLOW)
+    return _with_attributes(tree, path, attributes | k.MOUNT_ATTR_IDMAP, userns_fd)
+
+
+def clone(dirfd: int, path: str, attributes: int) -> int:
+    """Return a clone of the tree at `path` with mount attributes added; `path` is ours, never an image's."""
+    flags = k.OPEN_TREE_CLONE | (0 if path else k.AT_EMPTY_PATH)
+    tree = syscalls.open_tree(dirfd, path, flags)
+    return _with_attributes(tree, path, attributes) if attributes else tree
+
+
+def _with_attributes(tree: int, path: str, attributes: int, userns_fd: int = 0) -> int:
     try:
-        syscalls.mount_setattr(tree, attr_set=attributes | k.MOUNT_ATTR_IDMAP, userns_fd=userns_fd)
+        syscalls.mount_setattr(tree, attr_set=attributes, userns_fd=userns_fd)
     except OSError as error:
         os.close(tree)
         error.filename = path
@@ -46,20 +57,12 @@ def clone_idmapped(path: str, userns_fd: int, attributes: int) -> int:
     return tree
 
 
-def clone(dirfd: int, path: str, attributes: int) -> int:
-    """Return a clone of the tree at `path` with mount attributes added; `path` is ours, never an image's."""
-    flags = k.OPEN_TREE_CLONE | (0 if path else k.AT_EMPTY_PATH)
-    tree = syscalls.open_tree(dirfd, path, flags)
-    if attributes:
-        syscalls.mount_setattr(tree, attr_set=attributes)
-    return tree
-
-
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """One overlay to make: an id-mapped lower directory, and `<name>`, `<name>-work` of a session directory."""
+    """One overlay to make: id-mapped lower directories, the topmost first (at most as many as `stage.LOWER`), and
+    `<name>`, `<name>-work` of a session directory."""
 
-    lower_path: str
+    lower_paths: tuple[str, ...]
     session_path: str
     name: str
     userns_fd: int
@@ -71,30 +74,33 @@ def overlay(layers: Layers, *, features: Features, stage_path: str) -> int:
     Raises:
         ReadOnlyOverlay: the file system can't be an upper layer.
     """
-    lower_fd = clone_idmapped(layers.lower_path, layers.userns_fd, k.MOUNT_ATTR_RDONLY | NOSUID_NODEV)
+    lower_fds: list[int] = []
     session_fd = clone(-1, layers.session_path, NOSUID_NODEV)
     try:
+        for path in layers.lower_paths:
+            lower_fds.append(clone_idmapped(path, layers.userns_fd, k.MOUNT_ATTR_RDONLY | NOSUID_NODEV))
         if features.overlay_by_fd:
-            mount_fd = _overlay_by_fd(lower_fd, session_fd, layers.name)
+            mount_fd = _overlay_by_fd(lower_fds, session_fd, layers.name)
         else:
-            mount_fd = _overlay_by_path(lower_fd, session_fd, layers.name, stage_path)
+            mount_fd = _overlay_by_path(lower_fds, session_fd, layers.name, stage_path)
     finally:
-        os.close(lower_fd)
-        os.close(session_fd)
+        for fd in (*lower_fds, session_fd):
+            os.close(fd)
     if os.fstatvfs(mount_fd).f_flag & os.ST_RDONLY:
         os.close(mount_fd)
         raise ReadOnlyOverlay(f"{layers.session_path}: this file system can't be the upper layer of an overlay")
     return mount_fd
 
 
-def _overlay_by_fd(lower_fd: int, session_fd: int, name: str) -> int:
+def _overlay_by_fd(lower_fds: list[int], session_fd: int, name: str) -> int:
     """Layers by descriptor of detached clones: no host path shows in the sandbox's mount table."""
     fs_fd = syscalls.fsopen("overlay")
     upper_fd = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=session_fd)
     work_fd = os.open(f"{name}-work", os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=session_fd)
     try:
         syscalls.fsconfig_string(fs_fd, "source", "sandkasten")
-        syscalls.fsconfig_fd(fs_fd, "lowerdir+", lower_fd)
+        for lower_fd in lower_fds:
+            syscalls.fsconfig_fd(fs_fd, "lowerdir+", lower_fd)
         syscalls.fsconfig_fd(fs_fd, "upperdir", upper_fd)
         syscalls.fsconfig_fd(fs_fd, "workdir", work_fd)
         for key, value in _OVERLAY_OPTIONS.items():
@@ -106,19 +112,20 @@ def _overlay_by_fd(lower_fd: int, session_fd: int, name: str) -> int:
             os.close(fd)
 
 
-def _overlay_by_path(lower_fd: int, session_fd: int, name: str, stage_path: str) -> int:
+def _overlay_by_path(lower_fds: list[int], session_fd: int, name: str, stage_path: str) -> int:
     """For kernels before 6.13. Layers are staged under relative names: they show in the sandbox's mount table."""
     os.chdir(stage_path)
-    for layer_fd, point in ((lower_fd, stage.LOWER), (session_fd, stage.UPPER)):
+    lowers = stage.LOWER[: len(lower_fds)]
+    for layer_fd, point in ((session_fd, stage.UPPER), *zip(lower_fds, lowers, strict=True)):
         target_fd = os.open(point, os.O_PATH | os.O_DIRECTORY)
         syscalls.move_mount(layer_fd, target_fd)
         os.close(target_fd)
-    layers = {"lowerdir": stage.LOWER, "upperdir": f"{stage.UPPER}/{name}", "workdir": f"{stage.UPPER}/{name}-work"}
-    options = [f"{key}={value}" for key, value in (layers | _OVERLAY_OPTIONS).items()]
-    flags = k.MS_NOSUID | k.MS_NODEV
-    syscalls.mount("sandkasten", stage.STAGED_ROOT, "overlay", flags, ",".join([*options, "volatile"]))
+    upper = {"upperdir": f"{stage.UPPER}/{name}", "workdir": f"{stage.UPPER}/{name}-work"}
+    layers = {"lowerdir": ":".join(lowers)} | upper | _OVERLAY_OPTIONS
+    options = [*(f"{key}={value}" for key, value in layers.items()), "volatile"]
+    syscalls.mount("sandkasten", stage.STAGED_ROOT, "overlay", k.MS_NOSUID | k.MS_NODEV, ",".join(options))
     mount_fd = syscalls.open_tree(k.AT_FDCWD, stage.STAGED_ROOT, k.OPEN_TREE_CLONE)
-    for point in (stage.STAGED_ROOT, stage.LOWER, stage.UPPER):
+    for point in (stage.STAGED_ROOT, *lowers, stage.UPPER):
         syscalls.umount2(point, k.MNT_DETACH)
     os.chdir("/")
     return mount_fd

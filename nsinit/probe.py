@@ -93,7 +93,7 @@ def _overlay(directory: str) -> str:
     os.mkdir(f"{directory}/lower/below")
     userns_fd = slots.make_id_map(f"0 {slots.FIRST_BASE} {slots.SIZE}\n")
     features = mounts.probe_features(f"{directory}/stage", userns_fd)
-    layers = mounts.Layers(f"{directory}/lower", f"{directory}/session", "root", userns_fd)
+    layers = mounts.Layers((f"{directory}/lower",), f"{directory}/session", "root", userns_fd)
     mount_fd = mounts.overlay(layers, features=features, stage_path=f"{directory}/stage")
     try:
         owner = os.stat("below", dir_fd=mount_fd).st_uid

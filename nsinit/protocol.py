@@ -4,7 +4,8 @@
 never sends a path: nsinit builds every path from `data_dir` and a validated name (`validate.py`). No message carries a
 secret: session environment and the API key never come this way.
 
-Descriptors: `Built` and `Attached` carry [pidfd of PID 1, out-of-memory event fd or none]; see `EventKind`.
+Descriptors: `Built` and `Attached` carry [pidfd of PID 1, out-of-memory event fd or none]; see `EventKind`. `Grouped`
+carries one, for the sandbox's PID 1.
 """
 
 from __future__ import annotations
@@ -135,6 +136,40 @@ class MakeWorkspace:
     workspace_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class MakeGroup:
+    """Make a cgroup of its own for a program or shell inside a session's; it shares the session's limits.
+
+    `name` is 1 to 32 of a-z, 0-9 and `-`. It goes with the session at the latest. Answer: `Grouped` (1 descriptor) or
+    `Failed` (`EEXIST`; `EAGAIN` when the session has as many as it may have).
+    """
+
+    seq: int
+    session_id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveGroup:
+    """Kill what is left in a group, if `kill`, and remove it. Idempotent.
+
+    Answer: `Ok` (it is gone) or `Failed` (`EBUSY`: something in it lives on, so it stays).
+    """
+
+    seq: int
+    session_id: str
+    name: str
+    kill: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FindVictim:
+    """Ask whom the kernel's out-of-memory killer ended last in a session. Answer: `Victim`."""
+
+    seq: int
+    session_id: str
+
+
 # Answers ----------------------------------------------------------------------------------------------------------
 
 
@@ -213,6 +248,25 @@ class TornDown:
 
 
 @dataclass(frozen=True, slots=True)
+class Grouped:
+    """The group is there. `membership` says what the descriptor is: `clone`, the group's directory in a cgroup v2
+    tree, for CLONE_INTO_CGROUP by the session's PID 1; `join`, its v1 `tasks` file open for writing."""
+
+    seq: int
+    membership: Literal["clone", "join"]
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """The victim's name as the kernel logged it (chosen by the sandbox: at most 15 bytes of anything printable), empty
+    when unknown, and how many seconds ago it was."""
+
+    seq: int
+    name: str
+    age_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Ok:
     seq: int
 
@@ -228,5 +282,7 @@ class Failed:
     message: str
 
 
-REQUESTS = Vocabulary(Start, Prepare, Build, Attach, Scan, SetLimits, Teardown, MakeWorkspace)
-ANSWERS = Vocabulary(Ready, Built, Attached, Scanned, TornDown, Ok, Failed)
+REQUESTS = Vocabulary(
+    Start, Prepare, Build, Attach, Scan, SetLimits, Teardown, MakeWorkspace, MakeGroup, RemoveGroup, FindVictim
+)
+ANSWERS = Vocabulary(Ready, Built, Attached, Scanned, TornDown, Grouped, Victim, Ok, Failed)

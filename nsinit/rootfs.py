@@ -37,18 +37,21 @@ def make_session_directories(path: str, names: tuple[str, ...], base: int) -> No
 
 def make_user_directories(root_fd: int, base: int) -> None:
     """Give the sandbox user a workspace and a home."""
+    owner = base + SANDBOX_ID
     for path in (WORKSPACE, HOME):
         fd = open_directory(root_fd, path, owner=base)
-        owner = base + SANDBOX_ID
         try:
-            parent, _, name = path.rpartition("/")
-            parent_fd = open_directory(root_fd, parent, owner=base) if parent else os.dup(root_fd)
-            try:
-                os.chown(name, owner, owner, dir_fd=parent_fd, follow_symlinks=False)
-            finally:
-                os.close(parent_fd)
+            status = os.fstat(fd)
         finally:
             os.close(fd)
+        if (status.st_uid, status.st_gid) == (owner, owner):
+            continue  # in the image already; a chown would make the overlay copy it up
+        parent, _, name = path.rpartition("/")
+        parent_fd = open_directory(root_fd, parent, owner=base) if parent else os.dup(root_fd)
+        try:
+            os.chown(name, owner, owner, dir_fd=parent_fd, follow_symlinks=False)
+        finally:
+            os.close(parent_fd)
 
 
 def write_etc(root_fd: int, base: int, hostname: str) -> None:

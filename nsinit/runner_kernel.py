@@ -32,3 +32,6 @@ class RunnerKernel:
 
     def close_range(self, first: int, last: int) -> None:
         syscalls.close_range(first, last)
+
+    def fork_into_cgroup(self, cgroup_fd: int) -> int:
+        return syscalls.fork_into_cgroup(cgroup_fd)

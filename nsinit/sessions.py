@@ -16,7 +16,7 @@ from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-from nsinit import control, syscalls, trash
+from nsinit import control, groups, syscalls, trash
 from nsinit.builder import Order
 from nsinit.builders import Builders, Outcome
 from nsinit.cgroup_tree import Tree
@@ -123,6 +123,7 @@ class Sessions:
             identity = find_identity(cgroup)
             if identity is None:
                 raise StepFailed("attach", "nothing of the session runs", errno=errno.ESRCH)
+            cgroup.set_share(1)  # nsinit may have died when it was all but built
             pidfd = open_verified(identity)
             try:
                 kind, event_fd = cgroup.open_oom_event()
@@ -148,6 +149,23 @@ class Sessions:
             cgroup.set_limits(limits)
         except OSError as error:
             raise failure_of("set limits", error) from error
+
+    def make_group(self, session_id: str, name: str) -> tuple[groups.Membership, int]:
+        """Make a group in a running session; returns what its descriptor is for, and that. Raises `StepFailed`."""
+        cgroup, process = self._cgroup(session_id), self.processes.get(session_id)
+        try:
+            if process is not None:
+                return groups.make(cgroup, name, process.slot.base)
+            identity = find_identity(cgroup)
+            if identity is None:
+                raise StepFailed("group", "nothing of the session runs", errno=errno.ESRCH)
+            return groups.make(cgroup, name, identity.base_uid)
+        except OSError as error:
+            raise failure_of("group", error) from error
+
+    def remove_group(self, session_id: str, name: str, *, kill: bool) -> Generator[Wait, bool, bool]:
+        """Remove a group, with what is in it if so asked; False if it stays, at most as long as the session does."""
+        return (yield from groups.remove(self._cgroup(session_id), name, kill=kill))
 
     def make_workspace(self, workspace_id: str) -> None:
         """Make a workspace directory, owned on disk by the id that sandbox users map to. Raises `StepFailed`."""
@@ -229,6 +247,8 @@ class Sessions:
             if not (yield Wait(fd=vessel.control.fileno(), timeout_s=BUILD_DEADLINE_S)):
                 raise StepFailed("deadline", f"not ready after {BUILD_DEADLINE_S} s", errno=errno.ETIMEDOUT)
             timings_us |= _read_status(vessel)
+            with vessel.steps.step("share"):
+                vessel.cgroup.set_share(1)
             pidfd = os.dup(process.pidfd)
             undo.pop_all()
         return Built(request.seq, request.plan.session_id, identity, kind, timings_us), [pidfd, event_fd]
@@ -317,7 +337,7 @@ class Sessions:
 def scan(tree: Tree, layout: Layout) -> list[Found]:
     """List every session that has a cgroup or files, with what runs of it."""
     with_files = {name for path in (layout.sessions, layout.run) for name in os.listdir(path)}
-    with_cgroup = {name for path in tree.unique for name in os.listdir(path)}
+    with_cgroup = {name for path in tree.unique for name in _names_in(path)}
     return [
         Found(
             session_id,
@@ -327,6 +347,14 @@ def scan(tree: Tree, layout: Layout) -> list[Found]:
         )
         for session_id in sorted(filter(is_session_id, with_files | with_cgroup))
     ]
+
+
+def _names_in(directory: str) -> list[str]:
+    """Return what is in a cgroup directory; one without sessions may have been removed by a cleaner of the machine."""
+    try:
+        return os.listdir(directory)
+    except FileNotFoundError:
+        return []
 
 
 def _read_status(vessel: Vessel) -> dict[str, int]:

@@ -15,6 +15,7 @@ from nsinit import cgroup_tree, child, furnish, mounts, slots, stage
 from nsinit.builders import Builders
 from nsinit.capabilities import read_last_capability
 from nsinit.forker import Forker
+from nsinit.kmsg import KernelLog
 from nsinit.mountinfo import parse_mountinfo, parse_own_cgroups
 from nsinit.paths import Layout
 from nsinit.protocol import Ready, Start
@@ -35,10 +36,12 @@ class Node:
     ready: Ready
     sessions: Sessions
     located: cgroup_tree.Located
+    kernel_log: KernelLog
     lock_fd: int
 
     def stop(self) -> None:
         """End builders and forker; remove the cgroup directories unless sessions live on in them."""
+        self.kernel_log.close()
         self.sessions.builders.stop()
         self.sessions.foundry.forker.stop()
         cgroup_tree.release(self.sessions.foundry.tree, self.located)
@@ -59,6 +62,7 @@ def start(request: Start, scheduler: Scheduler, enter: child.Enter) -> Node:
         located = _locate()
         group = f"sandkasten-{request.node_id[:8]}"
         tree = cgroup_tree.claim(located, group=group, parent=request.cgroup_parent)
+    kernel_log = KernelLog()
     with steps.step("mount namespace"):
         stage.enter_own_mount_namespace((layout.data_dir, furnish.HOST_USR, "/proc", *tree.unique))
     with steps.step("stage"):
@@ -82,7 +86,7 @@ def start(request: Start, scheduler: Scheduler, enter: child.Enter) -> Node:
         cgroup_dirs=tree.dirs,
         features={"overlay_by_fd": features.overlay_by_fd, "idmapped_tmpfs": features.idmapped_tmpfs},
     )
-    return Node(ready, sessions, located, lock_fd)
+    return Node(ready, sessions, located, kernel_log, lock_fd)
 
 
 def _taken_bases(tree: cgroup_tree.Tree, layout: Layout) -> frozenset[int]:

@@ -121,6 +121,14 @@ def clone3(flags: int) -> tuple[int, int]:
     return pid, pidfd.value if pid else -1
 
 
+def fork_into_cgroup(cgroup_fd: int) -> int:
+    """Fork the calling single-threaded process by clone3(2), the child born in the cgroup v2 directory `cgroup_fd`;
+    return the pid, 0 in the child."""
+    args = _clone_args(k.CLONE_INTO_CGROUP)
+    args.exit_signal, args.cgroup = signal.SIGCHLD, cgroup_fd
+    return _fork(args)
+
+
 def clone_sleeper(flags: int, seconds: int) -> tuple[int, int, object]:
     """Make a process that sleeps, then ends, and never runs a line of Python; return (pid, pidfd, its stack).
 

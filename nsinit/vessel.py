@@ -23,6 +23,10 @@ from nsinit.scheduler import Event
 from nsinit.slots import Slot, SlotTable
 from nsinit.steps import Steps
 
+BUILDING_SHARE = 100
+"""What is built goes before what runs: no foreign code is in it yet, and somebody waits for it. When many are built at
+once, those that wait for their turn don't wait for the shells of those that are done."""
+
 _BACKLOG = 64
 
 
@@ -76,6 +80,7 @@ class Foundry:
             with steps.step("cgroup"):
                 cgroup.make()
                 undo.callback(cgroup.remove)
+                cgroup.set_share(BUILDING_SHARE)
                 if limits is not None:
                     cgroup.set_limits(limits)
             with steps.step("slot"):

@@ -8,6 +8,7 @@ built ones live on. Sources: unix(7) SOCK_SEQPACKET, SCM_RIGHTS.
 from __future__ import annotations
 
 import array
+import errno
 import os
 import selectors
 import socket
@@ -16,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import replace
 
-from nsinit import child
+from nsinit import child, kmsg
 from nsinit.log import log
 from nsinit.protocol import (
     ANSWERS,
@@ -25,22 +26,34 @@ from nsinit.protocol import (
     Attach,
     Build,
     Failed,
+    FindVictim,
+    Grouped,
+    MakeGroup,
     MakeWorkspace,
     Ok,
     Prepare,
     ProtocolError,
+    RemoveGroup,
     Scan,
     Scanned,
     SetLimits,
     Start,
     Teardown,
     TornDown,
+    Victim,
 )
 from nsinit.scheduler import Job, Scheduler, Wait
 from nsinit.sessions import Sessions
 from nsinit.start import Node, start
 from nsinit.steps import StepFailed, failure_of
-from nsinit.validate import InvalidName, check_limits, check_plan, check_session_id, check_workspace_id
+from nsinit.validate import (
+    InvalidName,
+    check_group_name,
+    check_limits,
+    check_plan,
+    check_session_id,
+    check_workspace_id,
+)
 
 MAX_UNANSWERED = 4096
 """Requests taken and not yet answered; beyond that nothing is read, and the daemon's sends wait."""
@@ -89,6 +102,7 @@ class Zygote:
         self._channel = channel
         self._sessions: Sessions = node.sessions
         self._slots = node.sessions.foundry.slots
+        self._kernel_log = node.kernel_log
         self._scheduler = scheduler
         self._outbox: deque[tuple[bytes, list[int]]] = deque()
         self._waiting: dict[str, deque[Callable[[], Job]]] = {}
@@ -150,10 +164,14 @@ class Zygote:
                 self._submit(seq, session_id, lambda: self._teardown(request))
             case Prepare(seq, session_id):
                 self._submit(seq, session_id, lambda: self._prepare(request))
-            case Attach(seq, session_id) | SetLimits(seq, session_id):
+            case RemoveGroup(seq, session_id):
+                self._submit(seq, session_id, lambda: self._remove_group(request))
+            case Attach(seq, session_id) | SetLimits(seq, session_id) | MakeGroup(seq, session_id):
                 self._submit(seq, session_id, lambda: self._at_once(request))
             case Scan(seq):
                 self._scheduler.spawn(self._answered(seq, None, self._scan(request)))
+            case FindVictim(seq):
+                self._scheduler.spawn(self._answered(seq, None, self._find_victim(request)))
             case MakeWorkspace(seq):
                 self._scheduler.spawn(self._answered(seq, None, self._at_once(request)))
             case Start(seq):
@@ -210,6 +228,19 @@ class Zygote:
             removed.leftovers,
         ), []
 
+    def _remove_group(self, request: RemoveGroup) -> Work:
+        check_session_id(request.session_id)
+        check_group_name(request.name)
+        is_gone = yield from self._sessions.remove_group(request.session_id, request.name, kill=request.kill)
+        if is_gone:
+            return Ok(request.seq), []
+        return Failed(request.seq, "group", request.name, errno.EBUSY, "something in the group lives on"), []
+
+    def _find_victim(self, request: FindVictim) -> Work:
+        check_session_id(request.session_id)
+        kill = yield from self._kernel_log.find_victim(request.session_id)
+        return Victim(request.seq, kill.name, kmsg.age_s(kill)) if kill else Victim(request.seq, ""), []
+
     def _scan(self, request: Scan) -> Work:
         found = sorted(self._sessions.scan(), key=lambda each: each.session_id)
         found = [each for each in found if each.session_id > request.after]
@@ -229,6 +260,11 @@ class Zygote:
                 check_limits(limits)
                 self._sessions.set_limits(session_id, limits)
                 answer = Ok(seq), []
+            case MakeGroup(seq, session_id, name):
+                check_session_id(session_id)
+                check_group_name(name)
+                membership, fd = self._sessions.make_group(session_id, name)
+                answer = Grouped(seq, membership), [fd]
             case MakeWorkspace(seq, workspace_id):
                 check_workspace_id(workspace_id)
                 self._sessions.make_workspace(workspace_id)

@@ -2,9 +2,14 @@
 
 Owns the recipe. The rule for `/etc`: a list says what may be looked at, and of that only what every user of the machine
 may read is copied; nothing else of the machine gets in, whatever it is called. No file with a private key in it, no
-`/root`, `/home`, `/var`, `/opt`. Files of account and host names are written here, not copied.
+`/root`, `/home`, `/var`, `/opt`. Files of accounts are written here, not copied; nsinit writes those of host names for
+each session, the faster as there are none to replace.
 
-A finished image is kept until the recipe or the linker's cache changes (`fingerprint`), then made anew at a start.
+The image's own `/usr` lies over the machine's in a session. All it holds is a `python` command where the machine has
+`python3` alone: scripts and people ask for it by that name.
+
+A finished image is kept until the recipe, the linker's cache or that command changes (`fingerprint`), then made anew at
+a start.
 """
 
 from __future__ import annotations
@@ -15,9 +20,10 @@ import stat
 from pathlib import Path
 
 from sandkasten.errors import InvalidImage
+from sandkasten.images import rootfs
 from sandkasten.images.catalog import HOST, Catalog, Image, now
 
-RECIPE = 1
+RECIPE = 2
 """Raise it when the outcome of this module changes."""
 
 MERGED_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
@@ -58,13 +64,13 @@ ETC_MADE = {
     "sandbox:x:1000:1000:sandbox:/home/sandbox:/bin/bash\n",
     "group": "root:x:0:\ntty:x:5:\nnogroup:x:65534:\nsandbox:x:1000:\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\n",
-    "hosts": "127.0.0.1 localhost\n::1 localhost ip6-localhost\n",
-    "hostname": "sandbox\n",
-    "resolv.conf": "",
     "shells": "/bin/sh\n/bin/bash\n",
     "profile": "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin\nexport PATH\n",
     "bash.bashrc": "[ -z \"${PS1-}\" ] || PS1='\\u@\\h:\\w\\$ '\n",
 }
+PROGRAM_DIRECTORIES = ("usr/local/sbin", "usr/local/bin", "usr/sbin", "usr/bin")
+"""Where commands are looked for inside."""
+PYTHON = "usr/bin/python"
 MAX_FILE_BYTES = 8 * 1024 * 1024
 _PRIVATE = b"PRIVATE KEY"
 _PUBLIC_DIRECTORY = stat.S_IROTH | stat.S_IXOTH
@@ -93,7 +99,15 @@ def _fingerprint(root: Path) -> str:
         cache = f"{status.st_mtime_ns}-{status.st_size}"
     except FileNotFoundError:
         cache = "none"
-    return hashlib.sha256(f"{RECIPE}/{cache}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{RECIPE}/{cache}/{_find_python3(root)}".encode()).hexdigest()[:16]
+
+
+def _find_python3(root: Path) -> str | None:
+    """Return the machine's `python3`, as seen from inside, if there is no `python`."""
+    if any(os.path.lexists(root / directory / "python") for directory in PROGRAM_DIRECTORIES):
+        return None
+    found = (f"/{directory}/python3" for directory in PROGRAM_DIRECTORIES)
+    return next((path for path in found if rootfs.is_program(str(root), path)), None)
 
 
 def _make_tree(target: Path, root: Path) -> None:
@@ -113,6 +127,11 @@ def _make_tree(target: Path, root: Path) -> None:
         _write(target / "etc" / name, text.encode(), 0o644)
     for name, link in LINKS.items():
         (target / name).symlink_to(link)
+    python3 = _find_python3(root)
+    if python3 is not None:
+        for parent in reversed(Path(PYTHON).parents[:-2]):
+            _make_directory(target / parent)
+        (target / PYTHON).symlink_to(python3)
 
 
 def _link_merged(target: Path, root: Path, name: str) -> None:

@@ -196,9 +196,11 @@ class Sandbox:
         self._decoder = new_decoder()
         self.request(Setup(shell="bash"))
 
-    def request(self, message: Any) -> tuple[Any, bytes, bytes]:
-        """Ask the runner; return its final answer, stdout and stderr."""
-        self._runner.sendall(encode_frame(Kind.REQUEST, runner_protocol.REQUESTS.encode(message)))
+    def request(self, message: Any, *fds: int) -> tuple[Any, bytes, bytes]:
+        """Ask the runner, sending descriptors along; return its final answer, stdout and stderr."""
+        frame = encode_frame(Kind.REQUEST, runner_protocol.REQUESTS.encode(message))
+        sent = socket.send_fds(self._runner, [frame], fds)
+        self._runner.sendall(frame[sent:])
         streams = {Kind.STDOUT: b"", Kind.STDERR: b""}
         while True:
             for kind, body in self._decoder:

@@ -6,13 +6,15 @@ import os
 import select
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from nsinit.protocol import Ok, Ready, SetLimits
+from nsinit.protocol import Attach, Ok, Prepare, Ready, SetLimits
 from tests.kernel.harness import PATIENCE_S, ROOMY, Nsinit, check_counters, data_directory, host_plan, running
 
 SMALL = replace(ROOMY, memory_bytes=48 << 20)
+SHARES = ("cpu.weight", "cpu.shares")
 HOG = "import sys\nheld = [bytearray(1 << 20) for _ in range(400)]\nprint('never')"
 
 
@@ -44,6 +46,25 @@ def test_limits_are_written_in_every_hierarchy(server: Nsinit) -> None:
     assert _value(server, box.session_id, "pids", "pids.max") == "33"
     assert _value(server, box.session_id, "cpu", "cpu.max", "cpu.cfs_quota_us").split()[0] == "50000"
     box.teardown()
+
+
+def test_a_session_goes_before_others_only_while_it_is_built(server: Nsinit) -> None:
+    """Its share of the processors is the usual one before anything foreign runs in it, and when it is found again."""
+    plan = host_plan()
+    assert isinstance(server.ask(Prepare, session_id=plan.session_id)[0], Ok)
+    (usual,) = {_value(server, server.build(host_plan()).session_id, "cpu", *SHARES)}
+    assert usual in ("100", "1024")
+    assert int(_value(server, plan.session_id, "cpu", *SHARES)) == 100 * int(usual)
+    server.build(plan)
+    assert _value(server, plan.session_id, "cpu", *SHARES) == usual
+    assert isinstance(server.ready, Ready)
+    directory = Path(server.ready.cgroup_dirs["cpu"], plan.session_id)
+    (path,) = [directory / name for name in SHARES if (directory / name).exists()]
+    path.write_text("5000")
+    _, fds = server.ask(Attach, session_id=plan.session_id)
+    for fd in fds:
+        os.close(fd)
+    assert path.read_text().strip() == usual
 
 
 def test_every_process_of_a_session_is_in_its_cgroups(server: Nsinit) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import select
 import shutil
+import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +18,9 @@ import pytest
 
 from nsinit.cgroup_tree import REQUIRED
 from nsinit.mountinfo import Mount, parse_mountinfo
-from nsinit.protocol import Attach, Attached, Ready
+from nsinit.protocol import Attach, Attached, Failed, FindVictim, Grouped, MakeGroup, Ok, Ready, RemoveGroup
+from runner.protocol import ExecReply, Group, RunProgram
+from sandkasten.runtime.cgroup_stats import CgroupStats
 from tests.kernel.harness import (
     PATIENCE_S,
     ROOMY,
@@ -153,3 +157,107 @@ def test_another_nsinit_finds_and_removes_a_session(server: Nsinit) -> None:
 def test_the_counters_the_daemon_reads_are_there(server: Nsinit) -> None:
     """Limits, use, kills and refusals, by the reader that stats and command results stand on."""
     check_counters(server, SMALL)
+
+
+def _group(server: Nsinit, session_id: str, name: str) -> int:
+    """Make a group and return its descriptor."""
+    answer, fds = server.ask(MakeGroup, session_id=session_id, name=name)
+    assert isinstance(answer, Grouped), answer
+    assert answer.membership == "join"
+    (fd,) = fds
+    return fd
+
+
+def _pids_directory(server: Nsinit, session_id: str) -> Path:
+    assert isinstance(server.ready, Ready)
+    return Path(server.ready.cgroup_dirs["pids"], session_id)
+
+
+@contextmanager
+def _joined(group_fd: int, command: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A powerless process that joined a group by its descriptor, then runs a shell command."""
+    join = f'echo 0 >&{group_fd} && exec {group_fd}>&- && echo joined && exec /bin/sh -c "$0"'
+    process = subprocess.Popen(
+        ["/bin/bash", "-c", join, command], pass_fds=[group_fd], user=65534, extra_groups=[], stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"joined\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+        os.close(group_fd)
+
+
+def test_a_powerless_process_joins_a_group_and_is_killed_with_it(server: Nsinit) -> None:
+    """The descriptor is all it takes; the group is below the session's pids directory, whose count includes it."""
+    box = server.build(host_plan())
+    directory = _pids_directory(server, box.session_id)
+    box.run("true")
+    before = int((directory / "pids.current").read_text())
+    with _joined(_group(server, box.session_id, "p-1"), "exec sleep 1000") as process:
+        assert (directory / "p-1/cgroup.procs").read_text().split() == [str(process.pid)]
+        assert int((directory / "pids.current").read_text()) == before + 1
+        assert isinstance(server.ask(RemoveGroup, session_id=box.session_id, name="p-1")[0], Failed)
+        assert process.poll() is None
+        assert isinstance(server.ask(RemoveGroup, session_id=box.session_id, name="p-1", kill=True)[0], Ok)
+        assert process.wait(PATIENCE_S) == -9
+    assert not (directory / "p-1").exists()
+    box.teardown()
+
+
+def test_pid_1_runs_a_program_in_a_group(server: Nsinit) -> None:
+    """It joins by the descriptor before it becomes the program."""
+    box = server.build(host_plan())
+    fd = _group(server, box.session_id, "p-1")
+    program = RunProgram("r1", argv=("grep", ":pids:", "/proc/self/cgroup"), group=Group("p-1", "join"))
+    reply, out, _ = box.request(program, fd)
+    os.close(fd)
+    assert isinstance(reply, ExecReply), reply
+    assert out.endswith(b":pids:/p-1\n")
+    box.teardown()
+
+
+def test_a_fork_bomb_in_a_group_is_killed_with_it(server: Nsinit) -> None:
+    """One by one, while no new process can be born in it."""
+    box = server.build(host_plan(limits=replace(ROOMY, pids=40)))
+    directory = _pids_directory(server, box.session_id)
+    with _joined(_group(server, box.session_id, "bomb"), "b() { while :; do b & done; }; b 2>/dev/null"):
+        wait_until(lambda: int((directory / "pids.current").read_text()) > 30, "the bomb went off")
+        assert isinstance(server.ask(RemoveGroup, session_id=box.session_id, name="bomb", kill=True)[0], Ok)
+        assert not (directory / "bomb").exists()
+    assert box.run("echo lives").out == "lives\n"
+    box.teardown()
+
+
+def test_a_teardown_takes_groups_and_their_members(server: Nsinit) -> None:
+    """Nothing of them is left in any hierarchy."""
+    box = server.build(host_plan())
+    os.close(_group(server, box.session_id, "empty"))
+    with _joined(_group(server, box.session_id, "full"), "exec sleep 1000") as process:
+        assert box.teardown().leftovers == ()
+        assert process.wait(PATIENCE_S) == -9
+    assert server.traces(box.session_id) == []
+
+
+def test_forks_refused_in_a_group_are_counted(server: Nsinit) -> None:
+    """The kernel counts them where the process was; the reader adds them up."""
+    box = server.build(host_plan(limits=replace(ROOMY, pids=8)))
+    assert isinstance(server.ready, Ready)
+    stats = CgroupStats(server.ready.cgroup_dirs, box.session_id)
+    before = stats.read_pids_refused()
+    loop = "for i in 1 2 3 4 5 6 7 8 9 10; do sleep 5 & done; wait"
+    with _joined(_group(server, box.session_id, "p-1"), f"({loop}) 2>/dev/null; exec sleep 1000"):
+        wait_until(lambda: stats.read_pids_refused() > before, "a fork was refused and counted")
+        server.ask(RemoveGroup, session_id=box.session_id, name="p-1", kill=True)
+    stats.close()
+    box.teardown()
+
+
+def test_the_victim_of_the_oom_killer_is_named(server: Nsinit) -> None:
+    """From the path of a v1 memory cgroup."""
+    box = server.build(host_plan(limits=SMALL))
+    assert box.run(f'python3 -c "{HOG}"').code == 137
+    assert server.ask(FindVictim, session_id=box.session_id)[0].name == "python3"
+    box.teardown()

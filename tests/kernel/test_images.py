@@ -18,6 +18,7 @@ from sandkasten.errors import InvalidImage
 from sandkasten.images.archive import import_tar
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.host import ensure_host_image
+from tests.kernel.harness import data_directory, host_plan, running
 
 pytestmark = [pytest.mark.kernel, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 
@@ -78,8 +79,9 @@ def test_the_host_image_holds_nothing_private(catalog: Catalog) -> None:
     names = {str(path.relative_to(root)) for path in root.rglob("*")}
     for name in ("shadow", "gshadow", "sudoers", "machine-id", "ssh", "ssl/private", "fstab", "environment", "apt"):
         assert f"etc/{name}" not in names
-    for directory in ("root", "home/sandbox", "opt", "var/lib", "usr", "run"):
+    for directory in ("root", "home/sandbox", "opt", "var/lib", "run"):
         assert list((root / directory).iterdir()) == []
+    assert {str(path.relative_to(root / "usr")) for path in (root / "usr").rglob("*")} <= {"bin", "bin/python"}
     for path in root.rglob("*"):
         if path.is_file() and not path.is_symlink():
             assert path.stat().st_mode & 0o004
@@ -142,6 +144,46 @@ def test_a_changed_linker_cache_makes_a_new_host_image(catalog: Catalog, tmp_pat
     assert (catalog.rootfs_path("host") / "etc/ld.so.cache").read_text() == "more libraries"
     (old,) = (tmp_path / "data/images/.retired").iterdir()
     assert (old / "rootfs/etc/ld.so.cache").read_text() == "ld.so.cache"
+
+
+def add_program(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+
+
+def test_a_machine_with_python3_alone_gets_a_python_command(catalog: Catalog, tmp_path: Path) -> None:
+    """A link in the image, nothing on the machine; when the machine gets a `python` of its own the link goes."""
+    machine = fake_machine(tmp_path / "machine")
+    ensure_host_image(catalog, root=machine)
+    usr = catalog.rootfs_path("host") / "usr"
+    assert list(usr.iterdir()) == []
+    add_program(machine / "usr/bin/python3")
+    with_python3 = ensure_host_image(catalog, root=machine)
+    assert [(str(path.relative_to(usr)), path.is_symlink()) for path in sorted(usr.rglob("*"))] == [
+        ("bin", False),
+        ("bin/python", True),
+    ]
+    assert os.readlink(usr / "bin/python") == "/usr/bin/python3"
+    assert ensure_host_image(catalog, root=machine) == with_python3
+    assert sorted(os.listdir(machine / "usr/bin")) == ["python3"]
+    add_program(machine / "usr/local/bin/python")
+    ensure_host_image(catalog, root=machine)
+    assert list((catalog.rootfs_path("host") / "usr").iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs the machine's python3 in /usr")
+def test_python_can_be_called_by_that_name_in_a_session(tmp_path: Path) -> None:
+    """By its name and by the path that scripts begin with; the machine's commands are all there beside it."""
+    with data_directory() as data_dir, running(data_dir) as server:
+        shutil.rmtree(data_dir / "images/host")
+        ensure_host_image(Catalog(data_dir))
+        box = server.build(host_plan())
+        assert box.run("python -c 'print(6 * 7)' && printf '#!/usr/bin/python\\nprint(7)\\n' >x").out == "42\n"
+        assert box.run("chmod +x x && ./x && cd /usr/bin && ls -A").out.split("\n", 1)[1].split() == sorted(
+            {"python", *os.listdir("/usr/bin")}, key=lambda name: name.encode()
+        )
+        box.teardown()
 
 
 def test_a_machine_without_merged_usr_is_refused(catalog: Catalog, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_lower_ids_are_shifted_and_writes_go_to_the_upper(tmp_path: Path, by_fd:
         if by_fd and not mounts.probe_features(str(staged), userns_fd).overlay_by_fd:
             return
         rootfs.make_session_directories(str(session), ("root",), FIRST_BASE)
-        layers = Layers(str(lower), str(session), "root", userns_fd)
+        layers = Layers((str(lower),), str(session), "root", userns_fd)
         mount_fd = mounts.overlay(layers, features=Features(by_fd, True), stage_path=str(staged))
         mounts.attach(mount_fd, os.open(staged / stage.ROOT, os.O_PATH))
         merged = staged / stage.ROOT
@@ -67,6 +67,54 @@ def test_lower_ids_are_shifted_and_writes_go_to_the_upper(tmp_path: Path, by_fd:
     _in_own_mount_namespace(check)
 
 
+@pytest.mark.parametrize("by_fd", [True, False])
+def test_the_first_of_two_lowers_lies_above_the_second(tmp_path: Path, by_fd: bool) -> None:
+    """Directories show what both have, and a file of the first covers one of the second."""
+    first, second, session, staged = (tmp_path / name for name in ("first", "second", "session", "stage"))
+    for lower in (first, second):
+        (lower / "bin").mkdir(parents=True)
+        (lower / "bin/same").write_text(lower.name)
+        (lower / "bin" / lower.name).write_text("")
+    staged.mkdir()
+
+    def check() -> None:
+        stage.make_stage(str(staged))
+        userns_fd = make_user_namespace(f"0 {FIRST_BASE} {SIZE}\n")
+        if by_fd and not mounts.probe_features(str(staged), userns_fd).overlay_by_fd:
+            return
+        rootfs.make_session_directories(str(session), ("usr",), FIRST_BASE)
+        layers = Layers((str(first), str(second)), str(session), "usr", userns_fd)
+        mount_fd = mounts.overlay(layers, features=Features(by_fd, True), stage_path=str(staged))
+        mounts.attach(mount_fd, os.open(staged / stage.ROOT, os.O_PATH))
+        merged = staged / stage.ROOT / "bin"
+        assert sorted(os.listdir(merged)) == ["first", "same", "second"]
+        assert (merged / "same").read_text() == "first"
+        table = Path("/proc/self/mountinfo").read_text()
+        assert [line for line in table.splitlines() if f" {staged}/lower" in line] == []
+
+    _in_own_mount_namespace(check)
+
+
+def test_a_link_is_no_lower(tmp_path: Path) -> None:
+    """Whoever could put one into an image must not choose what of the machine is seen inside."""
+    lower, link, session, staged = (tmp_path / name for name in ("lower", "link", "session", "stage"))
+    lower.mkdir()
+    staged.mkdir()
+    link.symlink_to(lower)
+
+    def check() -> None:
+        stage.make_stage(str(staged))
+        userns_fd = make_user_namespace(f"0 {FIRST_BASE} {SIZE}\n")
+        rootfs.make_session_directories(str(session), ("root",), FIRST_BASE)
+        features = mounts.probe_features(str(staged), userns_fd)
+        linked, plain = (Layers((str(path),), str(session), "root", userns_fd) for path in (link, lower))
+        with pytest.raises(OSError):
+            mounts.overlay(linked, features=features, stage_path=str(staged))
+        os.close(mounts.overlay(plain, features=features, stage_path=str(staged)))
+
+    _in_own_mount_namespace(check)
+
+
 def test_an_upper_that_overlayfs_can_not_use_is_an_error_not_read_only(tmp_path: Path) -> None:
     """overlayfs falls back to a silent read-only mount when it can't make its work directory; the build must not."""
     lower, session, staged = (tmp_path / name for name in ("lower", "session", "stage"))
@@ -80,7 +128,7 @@ def test_an_upper_that_overlayfs_can_not_use_is_an_error_not_read_only(tmp_path:
             (session / name).mkdir()
         syscalls.mount("", str(session), flags=k.MS_REMOUNT | k.MS_BIND | k.MS_RDONLY)
         userns_fd = make_user_namespace(f"0 {FIRST_BASE} {SIZE}\n")
-        layers = Layers(str(lower), str(session), "root", userns_fd)
+        layers = Layers((str(lower),), str(session), "root", userns_fd)
         with pytest.raises((mounts.ReadOnlyOverlay, OSError)):
             mounts.overlay(layers, features=mounts.probe_features(str(staged), userns_fd), stage_path=str(staged))
 

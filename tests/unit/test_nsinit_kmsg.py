@@ -1,0 +1,85 @@
+"""What nsinit believes of the kernel's log: exactly the record the kernel writes, and no byte of the victim's name."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nsinit.kmsg import KernelLog, Kill, parse_record
+
+SESSION = "2da48b602c3f6c219d156df3"
+MEMCG = f"/jobs/17/sandkasten-9d156df3/{SESSION}"
+
+
+def _record(task: str, *, memcg: str = MEMCG, extra: str = "", head: str = "6,812,10952224750,-") -> bytes:
+    where = f"nodemask=(null){extra},cpuset=/,mems_allowed=0,oom_memcg={memcg},task_memcg={memcg}"
+    return f"{head};oom-kill:constraint=CONSTRAINT_MEMCG,{where},task={task},pid=20123,uid=525288\n".encode()
+
+
+def test_a_memory_cgroups_kill_is_read() -> None:
+    """Cgroup, name and time."""
+    assert parse_record(_record("python3")) == (MEMCG, Kill("python3", 10952.22475))
+
+
+def test_a_kill_for_the_whole_machine_is_read_too() -> None:
+    """The kernel says `global_oom` then, and still which cgroup the victim was in."""
+    text = f"oom-kill:constraint=CONSTRAINT_NONE,nodemask=(null),cpuset=/,mems_allowed=0,global_oom,task_memcg={MEMCG}"
+    parsed = parse_record(f"6,1,2000000,-,caller=T7;{text},task=hog,pid=1,uid=0\n SUBSYSTEM=x\n".encode())
+    assert parsed == (MEMCG, Kill("hog", 2.0))
+
+
+@pytest.mark.parametrize(
+    ("logged", "name"),
+    [
+        ("a,task=b", "a,task=b"),
+        ("x,pid=1,uid=0", "x,pid=1,uid=0"),
+        (",task_memcg=/e", ",task_memcg=/e"),
+        (r"\x5cx41", r"\x41"),
+        (r"\xc3\xa4\x0a\x1b[2J", "ä\ufffd\ufffd[2J"),
+        (r"\xff\xfe", "\ufffd\ufffd"),
+        (r"\xe2\x80\xae", "\ufffd"),
+        ("", ""),
+    ],
+)
+def test_a_name_is_data_whatever_it_says(logged: str, name: str) -> None:
+    """It can't pass for another field, and nothing unprintable is left in it."""
+    parsed = parse_record(_record(logged))
+    assert parsed is not None
+    assert (parsed[0], parsed[1].name) == (MEMCG, name)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        b"",
+        b";",
+        b"6,1,2,-;cgroup: fork rejected by pids controller in /x\n",
+        b"6,1,2,-;oom-kill:\n",
+        b"6,1,2,-;oom-kill:constr\n",
+        b"6,1,2;" + _record("x").partition(b";")[2],
+        b"6,1," + b"9" * 5000 + b",-;" + _record("x").partition(b";")[2],
+        b"12,1,2,-;python3: oom-kill:constraint=CONSTRAINT_MEMCG,a,task_memcg=/x,task=a,pid=1,uid=1\n",
+        _record("x").replace(b",pid=20123", b""),
+    ],
+)
+def test_what_is_no_such_record_says_nothing(record: bytes) -> None:
+    """Cut, foreign or half-forged ones."""
+    assert parse_record(record) is None
+
+
+@given(st.binary(max_size=300))
+def test_no_bytes_raise(data: bytes) -> None:
+    """Alone, and after the words that get a record looked at."""
+    parse_record(data)
+    parse_record(b"6,1,2,-;oom-kill:constraint=CONSTRAINT_NONE,a,task_memcg=/" + data)
+    parse_record(_record("x").replace(b"task=x", b"task=" + data))
+
+
+def test_without_a_log_no_victim_is_known() -> None:
+    """As in a container that has no /dev/kmsg."""
+    log = KernelLog("/nonexistent/kmsg")
+    with pytest.raises(StopIteration) as end:
+        next(log.find_victim(SESSION))
+    assert end.value.value is None
+    log.close()
