@@ -64,6 +64,8 @@ async def serve(config: Config, *, started: Callable[[Sequence[str]], None]) -> 
         api_key=config.api_key,
         default_limits=config.defaults.limits,
         max_exec_timeout_ms=config.defaults.max_exec_timeout_ms,
+        allow_unlimited_exec=config.runs.allow_unlimited,
+        allowed_origins=config.allowed_origins,
         max_command_bytes=config.server.max_command_bytes,
         max_json_bytes=config.server.max_json_bytes,
         spool_dir=config.data_dir,
@@ -116,6 +118,7 @@ async def _open_tree(
                     if patience.cancelled_caught:  # what is left is found at the next start
                         log.error("drain_timed_out", extra={"waited_s": _DRAIN_S})
                 stop.cancel()
+                supervisor.close()
 
 
 def _raise_descriptor_limit() -> None:

@@ -139,6 +139,30 @@ class Server:
     )
 
 
+@attrs.frozen
+class Runs:
+    """Commands, processes and terminals. The graces are how long each rung of the kill ladder waits for the one before.
+
+    Output of an ended run is kept for `keep_seconds`, or until its session's newer output needs the `keep_mb`.
+    `allow_unlimited`: a client may ask for a command without time limit.
+    """
+
+    interrupt_grace_ms: int = attrs.field(default=200, validator=_between(0, 3_600_000))
+    terminate_grace_ms: int = attrs.field(default=300, validator=_between(0, 3_600_000))
+    kill_grace_ms: int = attrs.field(default=300, validator=_between(0, 3_600_000))
+    allow_unlimited: bool = False
+    keep_seconds: int = attrs.field(default=900, validator=_between(1, 7 * 86_400))
+    keep_mb: int = attrs.field(default=64, validator=_between(1, 1024 * 1024))
+    spool_memory_mb: int = attrs.field(default=64, validator=_between(1, 1024 * 1024))
+
+
+@attrs.frozen
+class Events:
+    """The journal: how many events the database keeps."""
+
+    keep: int = attrs.field(default=100_000, validator=_between(1000, 100_000_000))
+
+
 _NAMED_PORT = re.compile(r"(?P<host>\[[0-9a-fA-F:.%]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})\Z")
 
 
@@ -167,6 +191,12 @@ def _api_key(_instance: object, _attribute: attrs.Attribute[Any], value: str | N
         raise ValueError("api_key must be visible ASCII without spaces")
 
 
+def _origins(_instance: object, _attribute: attrs.Attribute[Any], value: tuple[str, ...]) -> None:
+    for origin in value:
+        if not re.fullmatch(r"https?://[A-Za-z0-9.:\[\]_-]+", origin):
+            raise ValueError(f"allowed_origins: {origin!r} is no web origin such as https://example.org")
+
+
 def _absolute(value: str | Path) -> Path:
     return Path(os.path.abspath(value))
 
@@ -183,6 +213,7 @@ class Config:
     )
     default_image: str = attrs.field(default="python", validator=_image_names)
     allowed_images: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_image_names)
+    allowed_origins: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_origins)
     image_aliases: Mapping[str, str] = attrs.field(
         factory=lambda: {"python": "host", "base": "host"}, converter=_frozen_mapping, validator=_image_names
     )
@@ -193,6 +224,8 @@ class Config:
     pool: Pool = attrs.field(factory=Pool)
     workspace: Workspace = attrs.field(factory=Workspace)
     dashboard: Dashboard = attrs.field(factory=Dashboard)
+    runs: Runs = attrs.field(factory=Runs)
+    events: Events = attrs.field(factory=Events)
     server: Server = attrs.field(factory=Server)
 
     @property

@@ -77,6 +77,40 @@ class SessionExpired(ClientError):
     scope = "session"
 
 
+class ExecNotFound(ClientError):
+    """No run of that id was ever started in this session."""
+
+    code = "EXEC_NOT_FOUND"
+
+
+class ExecGone(ClientError):
+    """The run, or the part of its output that was asked for, is not kept any more."""
+
+    code = "EXEC_GONE"
+
+
+class ExecEnded(ClientError):
+    """The run has ended: it takes no input, signal or size any more."""
+
+    code = "EXEC_ENDED"
+
+
+class ShellNotFound(ClientError):
+    """The session has no shell of that name."""
+
+    code = "SHELL_NOT_FOUND"
+
+
+class TerminalNotFound(ClientError):
+    code = "TERMINAL_NOT_FOUND"
+
+
+class CursorGone(ClientError):
+    """The events after that cursor are not kept any more; `details` has the oldest cursor that is."""
+
+    code = "CURSOR_GONE"
+
+
 class FileNotFound(ClientError):
     code = "FILE_NOT_FOUND"
 
@@ -116,7 +150,7 @@ class ShellBusy(ClientError):
 
 
 class Conflict(ClientError):
-    """An idempotency key was used again with another body."""
+    """An idempotency key or exec id was used again with another body, or a name is taken."""
 
     code = "CONFLICT"
 

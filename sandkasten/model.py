@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from datetime import datetime
 from types import MappingProxyType
+from typing import Any
 
 import attrs
 
@@ -18,6 +19,9 @@ SESSION_ID = re.compile(r"[0-9a-f]{16,32}\Z")
 """What a session id looks like to us; clients treat it as opaque."""
 
 WORKSPACE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}[a-z0-9]\Z")
+EXEC_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
+SHELL_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,31}\Z")
+DEFAULT_SHELL = "default"
 IMAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}\Z")
 
 
@@ -92,11 +96,12 @@ class SessionSpec:
 
 @attrs.frozen
 class SessionPatch:
-    """What may change on a live session; `None` leaves it as it is."""
+    """What may change on a live session; `None` leaves it as it is. In `env` a value of None removes the variable."""
 
     ttl_s: float | None = None
     labels: Mapping[str, str] | None = None
     limits: Limits | None = None
+    env: Mapping[str, str | None] | None = attrs.field(default=None, repr=False)
 
 
 @attrs.frozen
@@ -135,25 +140,110 @@ class SessionStats:
     oom_kills: int
 
 
+class ExecKind(enum.StrEnum):
+    """What a run is: a command (in a shell or beside one), a background process, or a terminal."""
+
+    COMMAND = "command"
+    PROCESS = "process"
+    TERMINAL = "terminal"
+
+
+class ExecState(enum.StrEnum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class OnDisconnect(enum.StrEnum):
+    """What becomes of a command whose caller leaves before its end."""
+
+    CANCEL = "cancel"
+    DETACH = "detach"
+
+
+@attrs.frozen
+class TerminalSize:
+    """Size of a terminal in character cells, each 1 to 1000."""
+
+    cols: int = 80
+    rows: int = 24
+
+
 @attrs.frozen
 class ExecSpec:
-    """A command for the session's persistent shell.
+    """What to run. Exactly one of `command` (a script for a shell) and `argv` (a program, no shell) is given.
 
-    `timeout_ms` None or 0 means the configured maximum. `env` and `cwd` hold for this command only. `stdin` None is
-    `/dev/null`. `exec_id` None lets the supervisor choose one.
+    A command runs in the persistent shell named `shell`, behind what that shell already has to do, unless `stateless`:
+    then, like `argv`, it is a process of its own beside the shells, and may have another `user` (a name of the image's
+    `/etc/passwd` or `UID[:GID]`; never root).
+    `timeout_ms` None or 0 means the configured maximum, `unlimited` none at all (where the configuration allows it).
+    `env` and `cwd` hold for this run only. `stdin` None is `/dev/null` unless `stdin_open`: then more may be sent until
+    it is closed. With `terminal` the streams are a terminal of that size and all output is `Stream.STDOUT`.
+    `exec_id` None lets the supervisor choose one; a chosen one makes a repeat attach instead of running twice.
     """
 
-    command: str = attrs.field(repr=False)
+    command: str | None = attrs.field(default=None, repr=False)
+    argv: tuple[str, ...] | None = attrs.field(default=None, repr=False)
+    shell: str = DEFAULT_SHELL
+    stateless: bool = False
     timeout_ms: int | None = None
+    unlimited: bool = False
     cwd: str | None = None
     env: Mapping[str, str] = attrs.field(factory=dict, repr=False)
+    user: str | None = None
     stdin: bytes | None = attrs.field(default=None, repr=False)
+    stdin_open: bool = False
+    terminal: TerminalSize | None = None
     exec_id: str | None = None
+
+    @property
+    def is_program(self) -> bool:
+        """Whether it runs beside the shells."""
+        return self.stateless or self.argv is not None
+
+
+@attrs.frozen
+class ProcessSpec:
+    """A background process: `argv`, or `command` for a fresh shell. It has no time limit and its standard input stays
+    open until it is closed. With `keep_alive` it holds off the session's idle end like a running command."""
+
+    command: str | None = attrs.field(default=None, repr=False)
+    argv: tuple[str, ...] | None = attrs.field(default=None, repr=False)
+    process_id: str | None = None
+    cwd: str | None = None
+    env: Mapping[str, str] = attrs.field(factory=dict, repr=False)
+    user: str | None = None
+    terminal: TerminalSize | None = None
+    keep_alive: bool = False
+
+
+@attrs.frozen
+class ShellSpec:
+    """One more persistent shell of a session. `shell` is the program's name (`bash`, `sh`), None the session's own."""
+
+    name: str
+    shell: str | None = None
+    cwd: str | None = None
+    env: Mapping[str, str] = attrs.field(factory=dict, repr=False)
+
+
+@attrs.frozen
+class TerminalSpec:
+    """A terminal to open: of an interactive shell of its own, or onto the persistent shell named `shell`, which is
+    watched until `take_over`. `terminal_id` of an open terminal joins it as one more viewer."""
+
+    size: TerminalSize = attrs.field(factory=TerminalSize)
+    shell: str | None = None
+    terminal_id: str | None = None
+    read_only: bool = False
+    cwd: str | None = None
+    env: Mapping[str, str] = attrs.field(factory=dict, repr=False)
+    user: str | None = None
 
 
 @attrs.frozen
 class Output:
-    """One piece of a command's output, at most 64 KiB; `sequence` counts from 1 over both streams."""
+    """One piece of a run's output, at most 64 KiB; `sequence` counts from 1 over both streams."""
 
     stream: Stream
     data: bytes
@@ -161,19 +251,36 @@ class Output:
 
 
 @attrs.frozen
-class Usage:
-    """What the sandbox used while the command ran (other processes of the session included); -1 = unknown.
+class OutputSlice:
+    """A part of a run's output, by offset in bytes. `offset` is where `data` begins, `first_offset` where what is kept
+    begins, `total_bytes` what was written so far; `is_final`: nothing will follow `data`."""
 
-    `peak_memory_bytes` is a lower bound when the session once used more than it did during this command.
+    data: bytes = attrs.field(repr=False)
+    offset: int
+    next_offset: int
+    first_offset: int
+    total_bytes: int
+    is_final: bool
+
+
+@attrs.frozen
+class Usage:
+    """What ran used; -1 = unknown.
+
+    For a command in a shell, `cpu_ms` and `peak_memory_bytes` are the sandbox's while it ran (other processes of the
+    session included), and the peak is a lower bound when the session once used more than it did during this command.
+    For a program they are its own. `written_bytes` went to storage.
     """
 
     cpu_ms: int = -1
     peak_memory_bytes: int = -1
+    written_bytes: int = -1
 
 
 @attrs.frozen
 class ExecEnd:
-    """How a command ended, without its output. `exit_code` is 128+n after signal n."""
+    """How a run ended, without its output. `exit_code` is 128+n after signal n. `timeout_ms` None: it had none.
+    `victim` is the process that ran out of memory, by the name it gave itself."""
 
     exec_id: str
     exit_code: int
@@ -181,9 +288,10 @@ class ExecEnd:
     cause: Cause
     cwd: str
     duration_ms: int
-    timeout_ms: int
+    timeout_ms: int | None
     shell_restarted: bool
     usage: Usage
+    victim: str | None = None
 
 
 @attrs.frozen
@@ -205,6 +313,104 @@ class ExecResult:
     def truncated(self) -> bool:
         """Whether anything is missing from `output`."""
         return self.bytes_omitted > 0
+
+
+@attrs.frozen
+class ExecInfo:
+    """A run as it is at one moment. `command` is what runs, cut after 200 characters; `shell` None: beside the shells.
+
+    `end` is there once it ended. Output is kept from `first_sequence` on; `last_sequence` is that of the latest piece.
+    """
+
+    exec_id: str
+    kind: ExecKind
+    state: ExecState
+    command: str = attrs.field(repr=False)
+    created_at: datetime
+    shell: str | None = None
+    started_at: datetime | None = None
+    ended_at: datetime | None = None
+    pid: int | None = None
+    end: ExecEnd | None = None
+    stdout_bytes: int = 0
+    stderr_bytes: int = 0
+    first_sequence: int = 1
+    last_sequence: int = 0
+    last_line: str = ""
+    keep_alive: bool = False
+    terminal: TerminalSize | None = None
+
+
+@attrs.frozen
+class ShellInfo:
+    """A persistent shell. `running` is the run it is busy with, `queued` the ids of those that wait for it."""
+
+    name: str
+    cwd: str
+    running: ExecInfo | None = None
+    queued: tuple[str, ...] = ()
+
+
+@attrs.frozen
+class Port:
+    """A TCP port that something inside listens on. `address` is `0.0.0.0` or `::` for all."""
+
+    port: int
+    address: str
+
+
+@attrs.frozen
+class WaitFor:
+    """What to wait for: exactly one of the end of the process, any listener on a port, a line of output in which
+    a regular expression (RE2 syntax: linear time, whatever the output) finds something."""
+
+    exit: bool = False
+    port: int | None = None
+    pattern: str | None = None
+
+
+@attrs.frozen
+class Waited:
+    """What came of waiting: whether it happened, the run as it was then, and the line that matched."""
+
+    happened: bool
+    run: ExecInfo
+    line: str | None = None
+
+
+class EventType(enum.StrEnum):
+    """What an event tells; a closed set."""
+
+    SESSION_CREATED = "session.created"
+    SESSION_PAUSED = "session.paused"
+    SESSION_RESUMED = "session.resumed"
+    SESSION_EXPIRING = "session.expiring"
+    SESSION_EXPIRED = "session.expired"
+    SESSION_DESTROYED = "session.destroyed"
+    SESSION_CRASHED = "session.crashed"
+    SESSION_LOST = "session.lost"
+    EXEC_STARTED = "exec.started"
+    EXEC_ENDED = "exec.ended"
+    PROCESS_STARTED = "process.started"
+    PROCESS_EXITED = "process.exited"
+    TERMINAL_OPENED = "terminal.opened"
+    TERMINAL_CLOSED = "terminal.closed"
+    SHELL_OPENED = "shell.opened"
+    SHELL_CLOSED = "shell.closed"
+    PORT_OPENED = "port.opened"
+    PORT_CLOSED = "port.closed"
+    OOM = "oom"
+
+
+@attrs.frozen
+class Event:
+    """Something that happened. Cursors are opaque to clients and ordered; `data` holds JSON values."""
+
+    cursor: str
+    time: datetime
+    type: EventType
+    session_id: str
+    data: Mapping[str, Any] = attrs.field(factory=dict)  # JSON values
 
 
 @attrs.frozen

@@ -1,8 +1,11 @@
 """The supervisor's interface: one typed async protocol with no HTTP type in it.
 
-REST, command line and library users stand on `Supervisor`; `app.open_supervisor` gives the local implementation
-(`actors/tree.py`). Every method raises members of `errors.SandkastenError` only. Cancelling a call drops its answer;
-a command opened with `open_exec` is cancelled when its context is left before it ended.
+REST, WebSocket, command line and library users stand on `Supervisor`; `app.open_supervisor` gives the local
+implementation (`actors/tree.py`). Every method raises members of `errors.SandkastenError` only. Cancelling a call drops
+its answer.
+
+Commands, processes and terminals are all runs: each has an id, a log of its output that is kept for a while after its
+end, and at most one owner who may leave. A run that was detached, or never had an owner, goes on by itself.
 """
 
 from __future__ import annotations
@@ -12,31 +15,59 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from sandkasten.model import (
+    Event,
     ExecEnd,
+    ExecInfo,
     ExecResult,
     ExecSpec,
     FileHead,
+    OnDisconnect,
     Output,
+    OutputSlice,
+    Port,
+    ProcessSpec,
     Readiness,
     Session,
     SessionPatch,
     SessionSpec,
     SessionStats,
+    ShellInfo,
+    ShellSpec,
     Status,
+    Stream,
+    TerminalSize,
+    TerminalSpec,
+    Waited,
+    WaitFor,
 )
 
 
 class ExecStream(Protocol):
-    """A command that was handed to the shell. Iterate for its output, then read `end`.
+    """A reader of one run. Iterate for its output, then `wait_end`.
 
-    A reader that stops iterating stops the command's pipe, and nothing else.
+    A reader that stops iterating stops the run's pipe (once it lags by a window) and nothing else. Several readers of
+    one run each get everything from where they joined; the pipe waits for the slowest of them.
     """
 
     @property
     def exec_id(self) -> str: ...
 
+    @property
+    def info(self) -> ExecInfo:
+        """The run as it is now."""
+        ...
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the run was there before: somebody else began it, and leaving never cancels it."""
+        ...
+
     def __aiter__(self) -> AsyncIterator[Output]:
-        """Yield output until the command has ended and all of it was handed out."""
+        """Yield output until the run has ended and all of it was handed out.
+
+        Raises:
+            ExecGone: what comes next is not kept any more (only for a reader that joined a run without one).
+        """
         ...
 
     async def wait_end(self) -> ExecEnd:
@@ -44,7 +75,19 @@ class ExecStream(Protocol):
         ...
 
     async def cancel(self) -> None:
-        """Walk the kill ladder on this command; its end then says `cancelled`. The shell lives on."""
+        """Walk the kill ladder on this run; its end then says `cancelled`. The shell lives on."""
+        ...
+
+    def detach(self) -> None:
+        """Let the run go on without us: leaving does not cancel it any more."""
+        ...
+
+    async def send_stdin(self, data: bytes) -> None:
+        """Send input, waiting while the run does not read. Raises `ExecEnded`, `InvalidRequest` (it has no stdin)."""
+        ...
+
+    async def close_stdin(self) -> None:
+        """End the input."""
         ...
 
 
@@ -65,6 +108,69 @@ class FileWriter(Protocol):
     async def commit(self) -> str:
         """Put the new content in place atomically and return the resolved path."""
         ...
+
+
+class TerminalViewer(Protocol):
+    """One viewer of a terminal. Iterate for what its screen gets: first what is kept of the past, then what comes.
+
+    The terminal runs at the speed of its fastest viewer, or freely without one; a viewer that falls behind by more
+    than is kept misses the middle, and `skipped_bytes` says how much. Leaving the context leaves the terminal open,
+    except that a shell which was taken over is given back when its last taker leaves.
+    """
+
+    @property
+    def terminal_id(self) -> str: ...
+
+    @property
+    def info(self) -> ExecInfo: ...
+
+    @property
+    def skipped_bytes(self) -> int: ...
+
+    @property
+    def is_taken_over(self) -> bool:
+        """Whether what this viewer types reaches a shell now; of a terminal of its own always, if it may type."""
+        ...
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        """Yield what the screen gets, in pieces of at most 64 KiB, until the terminal has ended."""
+        ...
+
+    async def send(self, data: bytes) -> None:
+        """Type. Raises `PermissionDenied` for a read-only viewer or a shell that is only watched, `ExecEnded`."""
+        ...
+
+    async def resize(self, size: TerminalSize) -> None:
+        """Change the size for all viewers. Raises as `send`."""
+        ...
+
+    async def take_over(self) -> None:
+        """Sit down at the watched shell: behind what it runs, a prompt comes. Its commands wait until `give_back`, or
+        until the prompt is left with `exit`. Cancelling the wait withdraws it. Raises `PermissionDenied` for a
+        read-only viewer, `ShellBusy`, `ExecEnded` (the prompt was ended before it came)."""
+        ...
+
+    async def give_back(self) -> None:
+        """Leave the prompt of a shell that was taken over; what runs there is ended. Otherwise no effect."""
+        ...
+
+    async def wait_end(self) -> ExecEnd:
+        """Wait until the terminal has ended. A watched shell ends with its session or by `close_shell`."""
+        ...
+
+
+class EventStream(Protocol):
+    """Events in order, from a cursor on. A reader that does not read is bounded: it is served from the journal and
+    raises `CursorGone` once the journal has moved past it. Cancelling a read loses no event."""
+
+    @property
+    def cursor(self) -> str:
+        """Where to go on later: what came up to here was read, or is of another session."""
+        ...
+
+    def __aiter__(self) -> AsyncIterator[Event]: ...
+
+    async def __anext__(self) -> Event: ...
 
 
 class Supervisor(Protocol):
@@ -97,21 +203,139 @@ class Supervisor(Protocol):
         """End a session and return its final state; on an ended one a no-op. Raises `SessionNotFound`."""
         ...
 
+    async def wait_ended(self, session_id: str) -> Session:
+        """Wait until a session has ended, whatever ended it, or its supervisor stops, and return it. Raises
+        `SessionNotFound`."""
+        ...
+
     async def stats(self, session_id: str) -> SessionStats:
         """Raises `SessionNotFound`, `SessionExpired`."""
         ...
 
-    def open_exec(self, session_id: str, spec: ExecSpec) -> AbstractAsyncContextManager[ExecStream]:
-        """Run a command. Entering waits for its turn in the shell; leaving early cancels it.
+    # Commands
+
+    def open_exec(
+        self, session_id: str, spec: ExecSpec, *, on_disconnect: OnDisconnect = OnDisconnect.CANCEL
+    ) -> AbstractAsyncContextManager[ExecStream]:
+        """Run a command. Entering waits for its turn in the shell; leaving before its end cancels or detaches it.
+
+        With the id of a run that exists and the same spec, join that run instead, from its first output on; leaving
+        then never cancels it.
 
         Raises:
-            SessionNotFound, SessionExpired, ShellBusy, TooLarge, InvalidRequest, RunnerLost.
+            SessionNotFound, SessionExpired, ShellBusy, ShellNotFound, Conflict, ExecGone, TooLarge, InvalidRequest,
+            Capacity, RunnerLost.
         """
         ...
 
-    async def exec(self, session_id: str, spec: ExecSpec) -> ExecResult:
-        """Run a command to its end and return its capped output. A timeout is a result with cause `timed_out`."""
+    async def exec(
+        self, session_id: str, spec: ExecSpec, *, on_disconnect: OnDisconnect = OnDisconnect.CANCEL
+    ) -> ExecResult:
+        """Run a command to its end and return its capped output; joins as `open_exec` does. A timeout is a result
+        with cause `timed_out`."""
         ...
+
+    def attach_exec(self, session_id: str, exec_id: str, *, after: int = 0) -> AbstractAsyncContextManager[ExecStream]:
+        """Join a run of any kind behind the piece of output numbered `after`. Leaving never cancels it.
+
+        Raises:
+            SessionNotFound, SessionExpired, ExecNotFound, ExecGone.
+        """
+        ...
+
+    async def execs(self, session_id: str) -> Sequence[ExecInfo]:
+        """Return the runs of a session that are known, of every kind, oldest first."""
+        ...
+
+    async def get_exec(self, session_id: str, exec_id: str) -> ExecInfo:
+        """Raises `ExecNotFound`, `ExecGone`."""
+        ...
+
+    async def read_output(
+        self, session_id: str, exec_id: str, *, stream: Stream | None = None, offset: int = 0, limit: int = 1024 * 1024
+    ) -> OutputSlice:
+        """Return output from an offset on, of one stream or (None) of both in order of arrival. Never waits.
+
+        Raises:
+            ExecNotFound.
+            ExecGone: the run, or the output at that offset, is not kept any more.
+        """
+        ...
+
+    async def send_stdin(self, session_id: str, exec_id: str, data: bytes, *, close: bool = False) -> None:
+        """Send input to a run with open stdin or a terminal, then end it with `close`. Waits while it does not read.
+
+        Raises:
+            ExecNotFound, ExecGone, ExecEnded, InvalidRequest.
+            Capacity: too many callers wait for the run to read.
+        """
+        ...
+
+    async def signal_exec(self, session_id: str, exec_id: str, number: int) -> None:
+        """Send a signal (1 to 64) to what the run started. SIGINT makes a shell leave the command, like Ctrl-C."""
+        ...
+
+    async def cancel_exec(self, session_id: str, exec_id: str, *, now: bool = False) -> ExecInfo:
+        """Walk the kill ladder on a run, from its last rung with `now`, and return it ended; an ended one as it is."""
+        ...
+
+    async def resize_exec(self, session_id: str, exec_id: str, size: TerminalSize) -> None:
+        """Change the size of the terminal of a run."""
+        ...
+
+    # Shells
+
+    async def open_shell(self, session_id: str, spec: ShellSpec) -> ShellInfo:
+        """Start one more persistent shell. Raises `Conflict` (the name is taken), `Capacity`, `InvalidRequest`."""
+        ...
+
+    async def shells(self, session_id: str) -> Sequence[ShellInfo]:
+        """Return the session's shells, the default one first."""
+        ...
+
+    async def close_shell(self, session_id: str, name: str) -> None:
+        """End a shell and everything it started; its commands end as cancelled. Raises `ShellNotFound`, and
+        `InvalidRequest` for the default shell."""
+        ...
+
+    # Processes
+
+    async def start_process(self, session_id: str, spec: ProcessSpec) -> ExecInfo:
+        """Start a background process; joins as `open_exec` does when its id is in use with the same spec."""
+        ...
+
+    async def wait_process(self, session_id: str, exec_id: str, condition: WaitFor, *, timeout_s: float) -> Waited:
+        """Wait until a condition holds or the time is over; a process that ended ends the wait."""
+        ...
+
+    async def ports(self, session_id: str) -> Sequence[Port]:
+        """Return the TCP ports that something inside listens on."""
+        ...
+
+    # Terminals
+
+    def open_terminal(self, session_id: str, spec: TerminalSpec) -> AbstractAsyncContextManager[TerminalViewer]:
+        """Open a terminal or join one as a viewer.
+
+        Raises:
+            SessionNotFound, SessionExpired, ShellNotFound, TerminalNotFound, Capacity, InvalidRequest.
+        """
+        ...
+
+    # Events
+
+    def events(
+        self, *, session_id: str | None = None, after: str | None = None
+    ) -> AbstractAsyncContextManager[EventStream]:
+        """Follow events, of one session or of all: those behind the cursor `after`, from now on without one, and with
+        `"0"` all that are kept.
+
+        Raises:
+            CursorGone, InvalidRequest (no cursor of ours), SessionNotFound.
+        """
+        ...
+
+    # Files
 
     def open_read(self, session_id: str, path: str, *, max_bytes: int) -> AbstractAsyncContextManager[FileReader]:
         """Open a regular file for reading, as the sandbox user; relative paths are under `/workspace`.

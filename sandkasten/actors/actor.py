@@ -91,6 +91,10 @@ class Reply(Generic[R]):
             else:
                 other.set(self._value)  # type: ignore[arg-type]  # set() stored an R
 
+    async def wait_done(self) -> None:
+        """Wait until there is an answer, whatever it is."""
+        await self._done.wait()
+
     async def wait(self) -> R:
         """Wait for the answer. Cancelling this drops the answer, not the work."""
         await self._done.wait()
@@ -156,6 +160,10 @@ class Ref:
                 if trio.current_time() >= give_up_at:
                     raise
                 await trio.sleep(_RESTART_PAUSE_S)
+
+    def post(self, message: object, reply: Reply[R]) -> None:
+        """Send `message` and have its answer put into `reply`, which others may wait for, too. Raises as `tell`."""
+        self._post(_Envelope(message, reply))
 
     def tell(self, message: object) -> None:
         """Send `message` without waiting. Raises `Overloaded` or `ActorGone`; never blocks."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import attrs
+import trio
 
 from sandkasten.actors.actor import Ref
 from sandkasten.model import Session
@@ -16,10 +17,11 @@ from sandkasten.store.sessions import SessionRecord
 
 @attrs.frozen
 class Entry:
-    """One live session. `view` returns its state now."""
+    """One live session. `view` returns its state now; `ended` is set when it is live no more."""
 
     ref: Ref
     view: Callable[[], Session]
+    ended: trio.Event = attrs.field(factory=trio.Event)
 
     @property
     def session(self) -> Session:
@@ -53,8 +55,10 @@ class SessionDirectory:
         self._entries[session_id] = Entry(ref, view)
 
     def remove(self, session_id: str) -> None:
-        self._entries.pop(session_id, None)
+        if (entry := self._entries.pop(session_id, None)) is not None:
+            entry.ended.set()
 
     def clear(self) -> None:
-        self._entries.clear()
+        for session_id in list(self._entries):
+            self.remove(session_id)
         self.reserved.clear()

@@ -11,6 +11,9 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
+WARNING_S = 60.0
+"""How long before its end a session's expiry is announced."""
+
 
 class Lease:
     """Idle end and hard end of a session, and how many activities hold the idle end off."""
@@ -19,6 +22,7 @@ class Lease:
         self.active = 0
         self._idle_end = math.inf
         self._hard_end = math.inf
+        self._alarm = math.inf
         self._scope: trio.CancelScope | None = None
 
     @property
@@ -36,8 +40,7 @@ class Lease:
         self._idle_end = now + ttl_s
         if lifetime_left_s is not None:
             self._hard_end = now + lifetime_left_s
-        if self._scope is not None:
-            self._scope.deadline = self.end
+        self._set_alarm(now)
         return min(self._idle_end, self._hard_end) - now
 
     def restore(self, *, remaining_s: float, lifetime_left_s: float | None) -> None:
@@ -46,10 +49,21 @@ class Lease:
         self._idle_end = now + remaining_s
         if lifetime_left_s is not None:
             self._hard_end = now + lifetime_left_s
+        self._set_alarm(now)
 
-    async def watch(self, on_end: Callable[[], Awaitable[None]]) -> None:
-        """Call `on_end` each time the end is reached; a renewal before it moves the moment."""
+    async def watch(self, on_end: Callable[[], Awaitable[None]], on_warning: Callable[[float], None]) -> None:
+        """Call `on_end` each time the end is reached, and `on_warning` with the seconds that remain `WARNING_S` before
+        it, unless less than that was left when the lease was renewed; a renewal before it moves the moment."""
         while True:
-            with trio.CancelScope(deadline=self.end) as self._scope:
+            with trio.CancelScope(deadline=self._alarm) as self._scope:
                 await trio.sleep_forever()
-            await on_end()
+            if self.has_ended:
+                await on_end()
+            else:
+                on_warning(self.end - trio.current_time())
+                self._alarm = self.end
+
+    def _set_alarm(self, now: float) -> None:
+        self._alarm = self.end - WARNING_S if self.end - WARNING_S > now else self.end
+        if self._scope is not None:
+            self._scope.deadline = self._alarm

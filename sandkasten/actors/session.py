@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import OrderedDict
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
-from typing import Any, assert_never
+from typing import Any, TypeVar, TypeVarTuple
 
 import attrs
 import trio
@@ -20,43 +20,34 @@ import trio
 from runner import protocol as runner_protocol
 from sandkasten.actors import store as store_actor
 from sandkasten.actors import zygote as zygote_actor
-from sandkasten.actors.actor import DEFERRED, Actor, Deferred, Ref, Reply
-from sandkasten.actors.exec_account import Account, cut_short
-from sandkasten.actors.exec_run import ExecRun, is_lost, unwrap
+from sandkasten.actors.actor import Actor, Ref, Reply
 from sandkasten.actors.lease import Lease
-from sandkasten.actors.session_messages import (
-    Borrow,
-    Destroy,
-    Died,
-    Expire,
-    Message,
-    OpenExec,
-    RunExec,
-    Stats,
-    Update,
-)
+from sandkasten.actors.run_driver import ask_runner
+from sandkasten.actors.sandbox_watch import SandboxWatch
+from sandkasten.actors.session_messages import Destroy, Died, Expire, Life, Stats, Update, Work
 from sandkasten.actors.session_setup import Creation, Services
+from sandkasten.actors.session_work import SessionWork
+from sandkasten.actors.unwrap import unwrap
 from sandkasten.errors import (
     BuildFailed,
-    Capacity,
-    Conflict,
     Overloaded,
     RunnerLost,
     RunnerProtocolError,
     SandboxError,
     SandkastenError,
     SessionExpired,
-    ShellBusy,
 )
 from sandkasten.lifecycle import USABLE, Event, next_status
-from sandkasten.model import Cause, ExecEnd, Session, SessionPatch, Status
+from sandkasten.model import Cause, EventType, Session, SessionPatch, Status
 from sandkasten.runtime.cgroup_stats import CgroupStats
-from sandkasten.runtime.oom_event import OomEvent
 from sandkasten.runtime.plan import check_limits, plan_limits, plan_sandbox
 from sandkasten.runtime.runner_link import RunnerLink
 from sandkasten.store.sessions import KernelIdentity, SessionRecord
 
 log = logging.getLogger(__name__)
+
+A = TypeVar("A")
+Ts = TypeVarTuple("Ts")
 
 _HELLO_S = 10.0
 """How long a new or adopted runner may take to answer the first request."""
@@ -64,14 +55,14 @@ _HELLO_S = 10.0
 _PERSIST_EVERY_S = 10.0
 """A renewed lease reaches the database at most this often; state changes reach it at once."""
 
-_DEATH_NEWS_S = 2.0
-"""How long after a lost connection the news of PID 1's death may take."""
-
-_MAX_LOANS = 32
-"""File transfers of one session at a time; the runner takes four times as many connections."""
-
-_EXEC_IDS = 4096
-"""How many ids of commands a session remembers."""
+ENDINGS = {
+    Status.DESTROYED: EventType.SESSION_DESTROYED,
+    Status.EXPIRED: EventType.SESSION_EXPIRED,
+    Status.CRASHED: EventType.SESSION_CRASHED,
+    Status.LOST: EventType.SESSION_LOST,
+}
+_MAX_CONTROLS = 8
+"""Requests at a time that are answered at once; see `runs.MAX_ACTIVE`."""
 
 _FULL_MAILBOX_PAUSE_S = 0.02
 _INIT_ENDED = "its init process ended"
@@ -90,14 +81,17 @@ class SessionActor(Actor):
         self._renewed: tuple[datetime, datetime] | None = None
         self._lease = Lease()
         self._persisted_at = -math.inf
-        self._runs: list[ExecRun] = []
-        self._loans = 0
-        self._exec_ids: OrderedDict[str, None] = OrderedDict()
-        self._sandbox: zygote_actor.Sandbox | None = None
-        self._oom: OomEvent | None = None
         self._link: RunnerLink | None = None
         self._stats = CgroupStats(services.cgroup_dirs, record.session.id)
-        self._has_died = trio.Event()
+        self._controls = trio.CapacityLimiter(_MAX_CONTROLS)
+        self._watch = SandboxWatch(record.session.id, services.zygote, self._stats)
+        self._work = SessionWork(
+            self,
+            zygote=services.zygote,
+            stats=self._stats,
+            logs=services.spool.session(record.session.id),
+            queue_length=services.shell_queue_length,
+        )
 
     @property
     def session(self) -> Session:
@@ -126,10 +120,9 @@ class SessionActor(Actor):
             log.warning("session_start_failed", extra={"session_id": self.session.id, "error": repr(error)})
             await self._give_up(error)
             return
-        self._nursery.start_soon(self._watch_init)
-        self._nursery.start_soon(self._lease.watch, self._report_lease_end)
-        if self._oom is not None:
-            self._nursery.start_soon(self._watch_oom, self._oom)
+        self._nursery.start_soon(self._watch.watch_init, self._report_death)
+        self._nursery.start_soon(self._watch.watch_memory, self._report_kill)
+        self._nursery.start_soon(self._lease.watch, self._report_lease_end, self._warn_of_lease_end)
         self.ready.set(self.session)
 
     async def _give_up(self, error: SandkastenError) -> None:
@@ -145,31 +138,18 @@ class SessionActor(Actor):
         self.ready.fail(error)
 
     async def on_stop(self) -> None:
-        is_alive = self.session.status in USABLE and not self._has_died.is_set()
-        for run in self._runs:
-            if not run.has_ended:
-                cause = Cause.DAEMON_RESTARTED if is_alive else Cause.SANDBOX_DIED
-                run.finish(cut_short(run, cause, self.session.cwd))
+        self._work.close()
         if self._link is not None:
             self._link.close()
-        if self._sandbox is not None:
-            self._sandbox.pidfd.close()
-        if self._oom is not None:
-            self._oom.close()
+        self._watch.close()
         self._stats.close()
         self.ready.fail(self.gone())
 
     def gone(self) -> SandkastenError:
         return ended_error(self.session)
 
-    async def handle(self, message: Message) -> Any:
+    async def handle(self, message: Life | Work) -> Any:
         match message:
-            case OpenExec(run):
-                return self._open_exec(run, starts=self._current)
-            case RunExec(run):
-                return self._open_exec(run, ends=self._current)
-            case Borrow(done):
-                return self._lend(done)
             case Stats():
                 self._require_usable()
                 return self._stats.read_all()
@@ -185,7 +165,8 @@ class SessionActor(Actor):
                 await self._finish(Event.DIED, reason)
                 return None
             case _:
-                assert_never(message)
+                self._require_usable()
+                return self._work.handle(message)
 
     async def _create(self, creation: Creation) -> None:
         marks = _Marks()
@@ -205,7 +186,9 @@ class SessionActor(Actor):
             marks.mark("workspace")
         self._hold(await zygote_actor.ask_when_up(self._services.zygote, zygote_actor.Build(plan)))
         marks.mark("build")
-        setup = runner_protocol.Setup(env=dict(creation.env), shell=creation.resolved.shell)
+        setup = runner_protocol.Setup(
+            env=dict(creation.env), shell=creation.resolved.shell, graces=self._services.graces
+        )
         self._change(status=next_status(session.status, Event.BUILT))
         try:
             async with trio.open_nursery() as both:
@@ -216,6 +199,15 @@ class SessionActor(Actor):
         marks.mark("runner")
         self._change(timings_ms=marks.phases)
         self._renew()
+        made = self.session
+        self.emit(
+            EventType.SESSION_CREATED,
+            image=made.image,
+            workspace_id=made.workspace_id,
+            acquire_source=made.acquire_source,
+            ttl_s=made.ttl_s,
+            expires_at=made.expires_at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+        )
 
     async def _adopt(self) -> None:
         """Take over a sandbox that outlived its daemon, shell state and all."""
@@ -227,9 +219,7 @@ class SessionActor(Actor):
         self._persist_soon()
 
     def _hold(self, sandbox: zygote_actor.Sandbox) -> None:
-        self._sandbox = sandbox
-        if sandbox.oom_fd is not None:
-            self._oom = OomEvent(sandbox.oom_kind, sandbox.oom_fd)
+        self._watch.hold(sandbox)
         identity = sandbox.identity
         kernel = KernelIdentity(identity.pid, identity.start_ticks, identity.pid_ns)
         self._record = attrs.evolve(self._record, identity=kernel)
@@ -246,6 +236,7 @@ class SessionActor(Actor):
         match answer:
             case runner_protocol.HelloReply(version=runner_protocol.PROTOCOL_VERSION):
                 self._change(cwd=answer.cwd)
+                self._work.runs.shells.adopt(answer)
             case runner_protocol.HelloReply():
                 raise SandboxError(f"the sandbox's init speaks protocol {answer.version}")
             case runner_protocol.Error():
@@ -274,97 +265,72 @@ class SessionActor(Actor):
         self._record = attrs.evolve(self.record, ended_at=datetime.now(UTC))
         self._change(status=next_status(self.session.status, Event.TORN_DOWN, cause=event), reason=reason)
         await self._put_or_keep()
+        self.emit(ENDINGS[self.session.status], reason=reason)
         facts = {"session_id": session_id, "status": self.session.status, "reason": reason}
         log.info("session_ended", extra=facts)
         return self.session
 
-    # Work -------------------------------------------------------------------------------------------------------
+    # What work in the session needs of it -----------------------------------------------------------------------
 
-    def _open_exec(
-        self, run: ExecRun, *, starts: Reply[None] | None = None, ends: Reply[ExecEnd] | None = None
-    ) -> Deferred:
-        """Begin to run a command; answer one of both when it starts, or ends."""
-        self._require_usable()
-        self._require_fresh(run.exec_id)
-        limit = self._services.shell_queue_length
-        if len(self._runs) >= limit:
-            running = self._runs[0]
-            age_s = trio.current_time() - running.started_at if running.started_at is not None else 0.0
-            raise ShellBusy(
-                f"{len(self._runs)} commands are waiting for this shell",
-                exec_id=running.exec_id,
-                age_ms=round(age_s * 1000),
-                last_line=running.last_line,
-                queue_length=limit,
-            )
-        self._exec_ids[run.exec_id] = None
-        if len(self._exec_ids) > _EXEC_IDS:
-            self._exec_ids.popitem(last=False)
-        run.expect_start(after=self._runs)
-        self._runs.append(run)
-        self._begin_activity()
-        self._nursery.start_soon(self._run_exec, run, starts or Reply(), ends or Reply())
-        return DEFERRED
+    @property
+    def session_id(self) -> str:
+        return self._record.session.id
 
-    def _require_fresh(self, exec_id: str) -> None:
-        """Refuse an id that was used before: a retry must never run a command twice."""
-        if exec_id in self._exec_ids:
-            is_running = any(run.exec_id == exec_id for run in self._runs)
-            status = "running" if is_running else "ended"
-            raise Conflict("a command with this exec_id was run before", exec_id=exec_id, status=status)
+    @property
+    def cwd(self) -> str:
+        return self._record.session.cwd
 
-    async def _run_exec(self, run: ExecRun, started: Reply[None], ended: Reply[ExecEnd]) -> None:
+    @property
+    def link(self) -> RunnerLink:
         assert self._link is not None
-        try:
-            account = Account.open(self._stats)
-            with run.scope:
-                reply = await run.drive(self._link, started)
-                run.finish(account.close(run, reply, self._stats))
-                if reply.cwd != self._record.session.cwd:
-                    self._change(cwd=reply.cwd)
-            if not run.has_ended:  # its reader left, which cancelled it
-                run.finish(cut_short(run, Cause.CANCELLED, self.session.cwd))
-        except SandkastenError as error:
-            await self._judge(run, started, error)
-        finally:
-            if not run.has_ended:
-                run.finish(cut_short(run, Cause.SANDBOX_DIED, self._record.session.cwd))
-            run.answer(ended)
-            ended.fail(self.gone())
-            started.fail(self.gone())  # no effect when it was answered
-            self._runs.remove(run)
-            self._end_activity()
-
-    async def _judge(self, run: ExecRun, started: Reply[None], error: SandkastenError) -> None:
-        """A command failed below the shell: find out whether the sandbox is dead, hostile, or only said no."""
-        if isinstance(error, RunnerLost):
-            with trio.move_on_after(_DEATH_NEWS_S):
-                await self._has_died.wait()
-        if isinstance(error, RunnerProtocolError):
-            await self._tell_self(Died(f"its init broke the protocol: {error}"))
-        if self._has_died.is_set() and run.started_at is not None:
-            run.finish(cut_short(run, Cause.SANDBOX_DIED, self.session.cwd))
-        else:
-            verdict = error
-            if self._has_died.is_set() and is_lost(error):
-                verdict = SessionExpired("session is crashed", status="crashed", reason=_INIT_ENDED)
-            started.fail(verdict)  # no effect when it was answered
-            run.fail(verdict)
-
-    def _lend(self, done: trio.Event) -> RunnerLink:
-        self._require_usable()
-        assert self._link is not None
-        if self._loans >= _MAX_LOANS:
-            raise Capacity("too many files of this session are being transferred", limit=_MAX_LOANS)
-        self._loans += 1
-        self._begin_activity()
-        self._nursery.start_soon(self._await_return, done)
         return self._link
 
-    async def _await_return(self, done: trio.Event) -> None:
-        await done.wait()
-        self._loans -= 1
-        self._end_activity()
+    @property
+    def has_died(self) -> trio.Event:
+        return self._watch.has_died
+
+    @property
+    def cause_of_stop(self) -> Cause:
+        is_alive = self._record.session.status in USABLE and not self.has_died.is_set()
+        return Cause.DAEMON_RESTARTED if is_alive else Cause.SANDBOX_DIED
+
+    def start_task(self, work: Callable[[*Ts], Awaitable[object]], *args: *Ts) -> None:
+        try:
+            self._nursery.start_soon(work, *args)
+        except RuntimeError:  # closed to new tasks: the session has ended
+            log.debug("task_not_started", extra={"session_id": self.session_id})
+
+    def begin_activity(self) -> None:
+        self._lease.active += 1
+        self._renew()
+
+    def end_activity(self) -> None:
+        self._lease.active -= 1
+        if not self._is_stopping:
+            self._renew()
+            if trio.current_time() - self._persisted_at > _PERSIST_EVERY_S:
+                self._persist_soon()
+
+    def emit(self, event: EventType, **data: object) -> None:
+        self._services.journal.emit(event, self.session_id, **data)
+
+    def note_cwd(self, cwd: str) -> None:
+        if cwd != self._record.session.cwd:
+            self._change(cwd=cwd)
+
+    def distrust(self, error: RunnerProtocolError) -> None:
+        self.start_task(self._tell_self, Died(f"its init broke the protocol: {error}"))
+
+    async def ask_runner(self, request: object, answer: type[A], *, fd: int | None = None) -> A:
+        try:
+            async with self._controls:
+                return await ask_runner(self.link, request, answer, fd=fd)
+        except RunnerProtocolError as error:
+            self.distrust(error)
+            raise
+
+    async def find_victim(self) -> str | None:
+        return await self._watch.find_victim()
 
     async def _update(self, patch: SessionPatch) -> Session:
         self._require_usable()
@@ -373,6 +339,8 @@ class SessionActor(Actor):
             limits = plan_limits(patch.limits)
             await self._services.zygote.ask(zygote_actor.SetLimits(self.session.id, limits))
             self._change(limits=patch.limits)
+        if patch.env is not None:
+            await self.ask_runner(runner_protocol.SetEnv(dict(patch.env)), runner_protocol.Done)
         if patch.labels is not None:
             self._change(labels=dict(patch.labels))
         if patch.ttl_s is not None:
@@ -382,21 +350,10 @@ class SessionActor(Actor):
         return self.session
 
     def _require_usable(self) -> None:
-        if self.session.status not in USABLE:
+        if self._record.session.status not in USABLE:
             raise self.gone()
 
     # Lease ------------------------------------------------------------------------------------------------------
-
-    def _begin_activity(self) -> None:
-        self._lease.active += 1
-        self._renew()
-
-    def _end_activity(self) -> None:
-        self._lease.active -= 1
-        if not self._is_stopping:
-            self._renew()
-            if trio.current_time() - self._persisted_at > _PERSIST_EVERY_S:
-                self._persist_soon()
 
     def _renew(self) -> None:
         moment = datetime.now(UTC)
@@ -428,6 +385,9 @@ class SessionActor(Actor):
         except SandkastenError as error:  # the actor is ending anyway
             log.info("expiry_skipped", extra={"session_id": self.session.id, "error": str(error)})
 
+    def _warn_of_lease_end(self, remaining_s: float) -> None:
+        self.emit(EventType.SESSION_EXPIRING, remaining_s=round(remaining_s))
+
     async def _tell_self(self, message: Expire | Died) -> None:
         """Put news into the own mailbox and, for an `Ask`, wait until it was served; waits when the mailbox is full."""
         while True:
@@ -438,22 +398,13 @@ class SessionActor(Actor):
             except Overloaded:
                 await trio.sleep(_FULL_MAILBOX_PAUSE_S)
 
-    # Death ------------------------------------------------------------------------------------------------------
+    # Signs of life ----------------------------------------------------------------------------------------------
 
-    async def _watch_init(self) -> None:
-        assert self._sandbox is not None
-        await trio.lowlevel.wait_readable(self._sandbox.pidfd.fileno())
-        self._has_died.set()
+    async def _report_death(self) -> None:
         await self._tell_self(Died(_INIT_ENDED))
 
-    async def _watch_oom(self, event: OomEvent) -> None:
-        known = 0
-        while True:
-            await event.wait()  # a v1 cgroup that is removed wakes us as well
-            kills = self._stats.read_oom_kills()
-            if kills > known:
-                known = kills
-                log.warning("oom", extra={"session_id": self.session.id, "oom_kills": kills})
+    def _report_kill(self, kills: int, victim: str | None) -> None:
+        self.emit(EventType.OOM, oom_kills=kills, victim=victim)
 
     # Record -----------------------------------------------------------------------------------------------------
 

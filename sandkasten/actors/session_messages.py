@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 import trio
 
 from sandkasten.actors.actor import Ask
-from sandkasten.actors.exec_run import ExecRun
-from sandkasten.model import ExecEnd, Session, SessionPatch, SessionStats
+from sandkasten.actors.ports import Ports
+from sandkasten.actors.run import Run
+from sandkasten.actors.run_reader import Hold
+from sandkasten.actors.terminals import Viewer
+from sandkasten.model import (
+    ExecEnd,
+    ExecInfo,
+    Session,
+    SessionPatch,
+    SessionStats,
+    ShellInfo,
+    ShellSpec,
+    TerminalSize,
+    TerminalSpec,
+)
 from sandkasten.runtime.runner_link import RunnerLink
 
-
-@attrs.frozen
-class OpenExec(Ask[None]):
-    """Run a command; answered when the shell has taken it."""
-
-    run: ExecRun
-
-
-@attrs.frozen
-class RunExec(Ask[ExecEnd]):
-    """Run a command whose output is collected; answered with its end."""
-
-    run: ExecRun
-
-
-@attrs.frozen
-class Borrow(Ask[RunnerLink]):
-    """Use the runner link for a file. Counts as activity until the asker sets `done`, which it does in any case."""
-
-    done: trio.Event
+# Life -----------------------------------------------------------------------------------------------------------
 
 
 @attrs.frozen
@@ -59,4 +55,99 @@ class Died:
     reason: str
 
 
-Message = OpenExec | RunExec | Borrow | Stats | Update | Destroy | Expire | Died
+# Work -----------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class OpenRun(Ask[None]):
+    """Begin the run of a hold, or let it hold the one that has its id; answered when it is queued."""
+
+    hold: Hold
+
+
+@attrs.frozen
+class RunToEnd(Ask[ExecEnd]):
+    """As `OpenRun`, answered with the run's end, or `Joined`. To be posted with the `ended` of the hold's run."""
+
+    hold: Hold
+
+
+@attrs.frozen
+class FindRun(Ask[Run]):
+    exec_id: str
+
+
+@attrs.frozen
+class ListRuns(Ask[Sequence[ExecInfo]]):
+    pass
+
+
+@attrs.frozen
+class SignalRun(Ask[None]):
+    exec_id: str
+    number: int
+
+
+@attrs.frozen
+class KillRest(Ask[None]):
+    """Kill what an ended run left behind in its cgroup."""
+
+    exec_id: str
+
+
+@attrs.frozen
+class ResizeRun(Ask[None]):
+    exec_id: str
+    size: TerminalSize
+
+
+@attrs.frozen
+class OpenShell(Ask[ShellInfo]):
+    spec: ShellSpec
+
+
+@attrs.frozen
+class ListShells(Ask[Sequence[ShellInfo]]):
+    pass
+
+
+@attrs.frozen
+class CloseShell(Ask[None]):
+    name: str
+
+
+@attrs.frozen
+class OpenTerminal(Ask[Viewer]):
+    """Join a terminal, or open one; the asker closes the viewer."""
+
+    spec: TerminalSpec
+
+
+@attrs.frozen
+class WatchPorts(Ask[Ports]):
+    """Return the session's ports, watched from now on."""
+
+
+@attrs.frozen
+class Borrow(Ask[RunnerLink]):
+    """Use the runner link for a file. Counts as activity until the asker sets `done`, which it does in any case."""
+
+    done: trio.Event
+
+
+Work = (
+    OpenRun
+    | RunToEnd
+    | FindRun
+    | ListRuns
+    | SignalRun
+    | KillRest
+    | ResizeRun
+    | OpenShell
+    | ListShells
+    | CloseShell
+    | OpenTerminal
+    | WatchPorts
+    | Borrow
+)
+Life = Stats | Update | Destroy | Expire | Died

@@ -7,10 +7,13 @@ from collections.abc import Mapping
 import attrs
 
 from nsinit.protocol import ImageKind
+from runner.protocol import Graces
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.directory import SessionDirectory
+from sandkasten.runtime.journal import Journal
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.plan import Resolved
+from sandkasten.runtime.spool import Spool
 
 
 @attrs.frozen
@@ -23,6 +26,9 @@ class Services:
     paths: DataPaths
     cgroup_dirs: Mapping[str, str]
     shell_queue_length: int
+    graces: Graces
+    journal: Journal
+    spool: Spool
 
 
 @attrs.frozen

@@ -18,22 +18,25 @@ from typing import Any, assert_never
 import attrs
 import trio
 
+from runner.protocol import Graces
 from sandkasten.actors import images as images_actor
 from sandkasten.actors import store as store_actor
 from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Actor, Ask, Ref, Reply
 from sandkasten.actors.directory import SessionDirectory
-from sandkasten.actors.exec_run import unwrap
-from sandkasten.actors.session import SessionActor, ended_error
+from sandkasten.actors.session import ENDINGS, SessionActor, ended_error
 from sandkasten.actors.session_messages import Destroy
 from sandkasten.actors.session_setup import Creation, Services
+from sandkasten.actors.unwrap import unwrap
 from sandkasten.config import Config
 from sandkasten.errors import Capacity, Conflict, SandboxError, SandkastenError, SessionNotFound, ShuttingDown
 from sandkasten.lifecycle import ENDED, LIVE, Event, next_status
 from sandkasten.model import Session, SessionSpec, Status
 from sandkasten.reconcile import Action, Decision, plan_reconciliation
+from sandkasten.runtime.journal import Journal
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.plan import Resolved, resolve, spec_digest
+from sandkasten.runtime.spool import Spool
 from sandkasten.store.sessions import SessionRecord
 
 log = logging.getLogger(__name__)
@@ -107,12 +110,15 @@ class Sessions(Actor):
         zygote: Ref,
         images: Ref,
         directory: SessionDirectory,
+        journal: Journal,
+        spool: Spool,
         vessels: int,
     ) -> None:
         super().__init__(ref)
         self._config, self._node = config, node
         self._store, self._zygote, self._images = store, zygote, images
         self._directory = directory
+        self._journal, self._spool = journal, spool
         self._vessels_wanted = vessels
         self._max_sessions = min(config.server.max_sessions, _sessions_for_descriptors())
         self._vessels: deque[tuple[str, int]] = deque()
@@ -134,6 +140,13 @@ class Sessions(Actor):
             paths=DataPaths(self._config.data_dir),
             cgroup_dirs=ready.cgroup_dirs,
             shell_queue_length=self._config.server.shell_queue_length,
+            graces=Graces(
+                interrupt_ms=self._config.runs.interrupt_grace_ms,
+                terminate_ms=self._config.runs.terminate_grace_ms,
+                kill_ms=self._config.runs.kill_grace_ms,
+            ),
+            journal=self._journal,
+            spool=self._spool,
         )
         await self._reconcile()
         self._nursery.start_soon(self._refill_vessels)
@@ -373,6 +386,7 @@ class Sessions(Actor):
                 session = attrs.evolve(before, status=status, reason=reason or before.reason, epoch=before.epoch + 1)
                 ended = attrs.evolve(record, session=session, ending=event, ended_at=datetime.now(UTC))
                 await store_actor.put_or_keep(self._store, self._directory.unwritten, ended)
+                self._journal.emit(ENDINGS[session.status], session.id, reason=session.reason)
                 log.info("session_ended", extra={"session_id": session.id, "status": status, "reason": session.reason})
                 return session
         except SandkastenError as error:  # the reaper tries again

@@ -19,9 +19,11 @@ import trio
 
 from sandkasten.actors.actor import DEFERRED, Actor, Ask, Ref, Reply
 from sandkasten.errors import SandkastenError, StoreFailed
-from sandkasten.model import Status
+from sandkasten.model import Event, Status
+from sandkasten.store import events as events_sql
 from sandkasten.store import sessions as sql
 from sandkasten.store.database import open_database
+from sandkasten.store.events import EventPage, JournalState, Purged
 from sandkasten.store.sessions import SessionRecord
 
 log = logging.getLogger(__name__)
@@ -67,7 +69,41 @@ class Ping(Ask[None]):
     """Answered when the database answers."""
 
 
-Message = Put | Get | FindByKey | LiveSessions | ListSessions | ForgetEnded | Ping
+@attrs.frozen
+class OpenJournal(Ask[JournalState]):
+    """Begin the next epoch of the journal of events; `now_ms` is the wall clock's time."""
+
+    now_ms: int
+
+
+@attrs.frozen
+class AppendEvents(Ask[int]):
+    """Write events and, if given, a higher floor; answers how many were new."""
+
+    events: Sequence[Event]
+    floor: str | None
+
+
+@attrs.frozen
+class ReadEvents(Ask[EventPage]):
+    """Read the first `limit` events behind `after`, none behind `upto`."""
+
+    after: str
+    upto: str
+    session_id: str | None
+    limit: int
+
+
+@attrs.frozen
+class PurgeEvents(Ask[Purged]):
+    """Forget the `oldest` events."""
+
+    oldest: int
+
+
+SessionMessage = Put | Get | FindByKey | LiveSessions | ListSessions | ForgetEnded
+EventMessage = OpenJournal | AppendEvents | ReadEvents | PurgeEvents
+Message = SessionMessage | EventMessage | Ping
 
 
 @attrs.frozen
@@ -151,6 +187,22 @@ def _work_of(message: Message) -> Callable[[sqlite3.Connection], object]:
             return lambda database: sql.forget_ended(database, before=before)
         case Ping():
             return lambda database: database.execute("SELECT 1 FROM node LIMIT 1").fetchone() and None
+        case _:
+            return _event_work_of(message)
+
+
+def _event_work_of(message: EventMessage) -> Callable[[sqlite3.Connection], object]:
+    match message:
+        case OpenJournal(now_ms):
+            return lambda database: events_sql.open_journal(database, now_ms=now_ms)
+        case AppendEvents(events, floor):
+            return lambda database: events_sql.append_events(database, events, floor=floor)
+        case ReadEvents(after, upto, session_id, limit):
+            return lambda database: events_sql.read_events(
+                database, after=after, upto=upto, session_id=session_id, limit=limit
+            )
+        case PurgeEvents(oldest):
+            return lambda database: events_sql.purge_events(database, oldest=oldest)
         case _:
             assert_never(message)
 

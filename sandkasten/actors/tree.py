@@ -2,13 +2,16 @@
 
     supervisor     one_for_one; children start in this order and stop in reverse
     ├── store      the one SQLite writer
+    ├── events     the journal's way to disk
+    ├── spool      output that is kept for a while
     ├── zygote     the one connection to nsinit
     ├── images     the image store
     ├── sessions   id → Ref; one temporary session actor per sandbox
     ├── reaper     sweeps what no live session owns
     └── …          what the caller adds (the HTTP front)
 
-Network leases, the warm pool and events join between `images` and `reaper`.
+Network leases and the warm pool join between `images` and `reaper`. What can be asked of a session's work is in
+`tree_work.py`.
 """
 
 from __future__ import annotations
@@ -20,24 +23,21 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import trio
 
-from sandkasten.actors import images, reaper, sessions, store, zygote
+from sandkasten.actors import events, images, reaper, sessions, store, zygote
 from sandkasten.actors.actor import Ask, R, Ref
 from sandkasten.actors.directory import Entry, SessionDirectory
-from sandkasten.actors.exec_run import ExecRun
 from sandkasten.actors.files import LocalFileReader, LocalFileWriter, open_reader, open_writer
-from sandkasten.actors.output import Collector
 from sandkasten.actors.session import ended_error
-from sandkasten.actors.session_messages import Borrow, Destroy, OpenExec, RunExec, Stats, Update
+from sandkasten.actors.session_messages import Borrow, Destroy, Stats, Update
 from sandkasten.actors.sessions import Node
 from sandkasten.actors.supervisor import ChildSpec
-from sandkasten.config import Config
-from sandkasten.errors import Capacity, InvalidRequest, SandkastenError, SessionExpired, SessionNotFound, TooLarge
+from sandkasten.actors.tree_work import WorkOfSessions
+from sandkasten.config import MIB, Config
+from sandkasten.errors import Capacity, SandkastenError, SessionExpired, SessionNotFound
 from sandkasten.images.catalog import Catalog
 from sandkasten.lifecycle import ENDED, LIVE
 from sandkasten.model import (
     SESSION_ID,
-    ExecResult,
-    ExecSpec,
     Readiness,
     Session,
     SessionPatch,
@@ -45,21 +45,35 @@ from sandkasten.model import (
     SessionStats,
     Status,
 )
+from sandkasten.runtime.journal import Journal
+from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.runner_link import RunnerLink
+from sandkasten.runtime.spool import Spool
 
 log = logging.getLogger(__name__)
 
+_MATCHERS = 2
+_SPOOL_STOP_S = 5.0
 _READY_S = 5.0
 _MIN_FREE_RATIO = 0.02
 
 
-class LocalSupervisor:
+class LocalSupervisor(WorkOfSessions):
     """The supervisor of this machine; implements `supervisor.Supervisor`."""
 
     def __init__(self, config: Config, catalog: Catalog, node: Node, *, vessels: int) -> None:
         self._config, self._catalog, self._node, self._vessels = config, catalog, node, vessels
         self._directory = SessionDirectory()
         self._store, self._zygote, self._images = Ref("store"), Ref("zygote"), Ref("images")
+        self._journal = Journal()
+        self._matchers = trio.CapacityLimiter(_MATCHERS)
+        self._spool = Spool(
+            DataPaths(config.data_dir).spool,
+            memory_bytes=config.runs.spool_memory_mb * MIB,
+            session_bytes=config.runs.keep_mb * MIB,
+            retention_s=config.runs.keep_seconds,
+        )
+        self._is_spool_open = False
         self._sessions, self._reaper = Ref("sessions"), Ref("reaper")
 
     @property
@@ -71,6 +85,22 @@ class LocalSupervisor:
 
         async def start_store(*, task_status: trio.TaskStatus[Ref]) -> None:
             await store.Store(self._store, self._config.db_path).run(task_status=task_status)
+
+        async def start_events(*, task_status: trio.TaskStatus[Ref]) -> None:
+            actor = events.Events(Ref("events"), self._journal, store=self._store, kept=self._config.events.keep)
+            await actor.run(task_status=task_status)
+
+        async def start_spool(*, task_status: trio.TaskStatus[None]) -> None:
+            if not self._is_spool_open:  # a restart after a bug keeps what there is
+                await self._spool.open()
+                self._is_spool_open = True
+            task_status.started()
+            try:
+                await self._spool.run()
+            except trio.Cancelled:
+                with trio.move_on_after(_SPOOL_STOP_S, shield=True):
+                    await self._spool.close()
+                raise
 
         async def start_zygote(*, task_status: trio.TaskStatus[Ref]) -> None:
             await zygote.Zygote(self._zygote, self._config.data_dir, self._node.id).run(task_status=task_status)
@@ -87,6 +117,8 @@ class LocalSupervisor:
                 zygote=self._zygote,
                 images=self._images,
                 directory=self._directory,
+                journal=self._journal,
+                spool=self._spool,
                 vessels=self._vessels,
             )
             await actor.run(task_status=task_status)
@@ -103,11 +135,17 @@ class LocalSupervisor:
 
         return (
             ChildSpec("store", start_store),
+            ChildSpec("events", start_events),
+            ChildSpec("spool", start_spool),
             ChildSpec("zygote", start_zygote),
             ChildSpec("images", start_images),
             ChildSpec("sessions", start_sessions),
             ChildSpec("reaper", start_reaper),
         )
+
+    def close(self) -> None:
+        """The tree has ended: whoever still follows the journal is told."""
+        self._journal.close()
 
     async def drain(self) -> None:
         """Refuse new sessions and end all there are."""
@@ -150,39 +188,15 @@ class LocalSupervisor:
             session = await self._sessions.ask(sessions.Forget(session_id))
         return _require_ended(session)
 
+    async def wait_ended(self, session_id: str) -> Session:
+        entry = self._directory.get(session_id)
+        if entry is not None:
+            await entry.ended.wait()
+        return await self._recorded(session_id)
+
     async def stats(self, session_id: str) -> SessionStats:
         entry = await self._live(session_id)
         return await entry.ref.ask(Stats())
-
-    # Commands ---------------------------------------------------------------------------------------------------
-
-    def open_exec(self, session_id: str, spec: ExecSpec) -> AbstractAsyncContextManager[ExecRun]:
-        return self._open_exec(session_id, spec)
-
-    @asynccontextmanager
-    async def _open_exec(self, session_id: str, spec: ExecSpec) -> AsyncIterator[ExecRun]:
-        entry = await self._live(session_id)
-        _check_command(spec, self._config.server.max_command_bytes)
-        run = ExecRun(spec, self._timeout_ms(spec))
-        try:
-            await entry.ref.ask(OpenExec(run))
-            yield run
-        finally:
-            run.abandon()
-
-    async def exec(self, session_id: str, spec: ExecSpec) -> ExecResult:
-        entry = await self._live(session_id)
-        _check_command(spec, self._config.server.max_command_bytes)
-        collector = Collector(self._config.server.output_cap_bytes)
-        run = ExecRun(spec, self._timeout_ms(spec), collector)
-        try:
-            return collector.result(await entry.ref.ask(RunExec(run)))
-        finally:
-            run.abandon()
-
-    def _timeout_ms(self, spec: ExecSpec) -> int:
-        maximum = self._config.defaults.max_exec_timeout_ms
-        return min(spec.timeout_ms or maximum, maximum)
 
     # Files ------------------------------------------------------------------------------------------------------
 
@@ -248,23 +262,6 @@ def _require_ended(session: Session) -> Session:
     if session.status in LIVE:
         raise Capacity("the session's end has begun and will be finished", session_id=session.id)
     return session
-
-
-def _check_command(spec: ExecSpec, max_bytes: int) -> None:
-    """Refuse what no shell could be given. Raises `InvalidRequest`, `TooLarge`."""
-    try:
-        size = len(spec.command.encode())
-    except UnicodeEncodeError:
-        raise InvalidRequest("the command is not valid Unicode", cmd="lone surrogate") from None
-    if "\0" in spec.command:
-        raise InvalidRequest("the command holds a NUL", cmd="NUL character")
-    if size > max_bytes:
-        raise TooLarge(
-            "the command is too long",
-            cmd_bytes=size,
-            max_cmd_bytes=max_bytes,
-            recommendation="write it to a file in the session and run that",
-        )
 
 
 async def _check(ref: Ref, message: Ask[R]) -> str:

@@ -6,12 +6,13 @@ time is killed, which fails every waiting caller with `ZygoteLost`. Knows nothin
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, Literal, assert_never
 
 import attrs
 import trio
@@ -26,6 +27,9 @@ log = logging.getLogger(__name__)
 
 _REQUEST_S = 30.0
 """Longer than anything nsinit does; a request that takes this long means that nsinit hangs."""
+
+_VICTIM_AGE_S = 10.0
+"""A kill that is older was another one than that which is asked about."""
 
 _STOP_S = 10.0
 _AFTER_ALL_IDS = "g"
@@ -87,6 +91,44 @@ class MakeWorkspace(Ask[None]):
 
 
 @attrs.frozen
+class MakeGroup(Ask["GroupHandle"]):
+    """Make a cgroup of its own for a program or shell of a session; raises `BuildFailed`."""
+
+    session_id: str
+    name: str
+
+
+@attrs.frozen
+class RemoveGroup(Ask[None]):
+    """Remove a group, with `kill` after killing what is in it; raises `BuildFailed` when something in it lives on."""
+
+    session_id: str
+    name: str
+    kill: bool = False
+
+
+@attrs.frozen
+class FindVictim(Ask[str | None]):
+    """Name of the process that the kernel killed in a session for memory just now; None when that can't be known."""
+
+    session_id: str
+
+
+@attrs.frozen
+class GroupHandle:
+    """A group that was made, and the descriptor for the sandbox's PID 1 (`membership` says what it is good for: see
+    `nsinit.protocol.Grouped`). The receiver owns it, and closes it once it was sent."""
+
+    name: str
+    membership: Literal["clone", "join"]
+    fd: OwnedFd
+
+    def close_unused(self) -> None:
+        """Close the descriptor; for whoever gets the handle and does not keep it. The group stays."""
+        self.fd.close()
+
+
+@attrs.frozen
 class Sandbox:
     """A running sandbox. The receiver owns the descriptors."""
 
@@ -103,7 +145,20 @@ class Sandbox:
             self.oom_fd.close()
 
 
-Message = Node | Ping | Prepare | Build | Attach | Teardown | Scan | SetLimits | MakeWorkspace
+Message = (
+    Node
+    | Ping
+    | Prepare
+    | Build
+    | Attach
+    | Teardown
+    | Scan
+    | SetLimits
+    | MakeWorkspace
+    | MakeGroup
+    | RemoveGroup
+    | FindVictim
+)
 
 
 async def ask_when_up(zygote: Ref, message: Ask[R]) -> R:
@@ -172,6 +227,12 @@ class Zygote(Actor):
                 return self.defer(self._ok, protocol.SetLimits(self._link.next_seq(), session_id, limits))
             case MakeWorkspace(workspace_id):
                 return self.defer(self._ok, protocol.MakeWorkspace(self._link.next_seq(), workspace_id))
+            case MakeGroup(session_id, name):
+                return self.defer(self._make_group, session_id, name)
+            case RemoveGroup():
+                return self.defer(self._remove_group, message)
+            case FindVictim(session_id):
+                return self.defer(self._find_victim, session_id)
             case _:
                 assert_never(message)
 
@@ -217,6 +278,27 @@ class Zygote(Actor):
         timings = found.timings_us if isinstance(found, protocol.Built) else {}
         oom_fd = answer.fds[1] if len(answer.fds) > 1 else None
         return Sandbox(found.identity, answer.fds[0], found.oom_event, oom_fd, timings)
+
+    async def _make_group(self, session_id: str, name: str) -> GroupHandle:
+        request = protocol.MakeGroup(self._link.next_seq(), session_id, name)
+        answer = _expect(await self._request(request), protocol.Grouped)
+        if len(answer.fds) != 1:
+            _close(answer)
+            raise ZygoteLost("the fork server sent the wrong descriptors")
+        return GroupHandle(name, answer.message.membership, answer.fds[0])
+
+    async def _remove_group(self, group: RemoveGroup) -> None:
+        request = protocol.RemoveGroup(self._link.next_seq(), group.session_id, group.name, group.kill)
+        answer = await self._request(request)
+        match answer.message:
+            case protocol.Failed(errno=errno.EBUSY) as failed:  # everyday, so not in the log
+                raise BuildFailed(failed.message, stage=failed.stage, path=failed.path, errno=failed.errno)
+        _expect(answer, protocol.Ok)
+
+    async def _find_victim(self, session_id: str) -> str | None:
+        request = protocol.FindVictim(self._link.next_seq(), session_id)
+        victim = _expect(await self._request(request), protocol.Victim).message
+        return victim.name if victim.name and victim.age_s < _VICTIM_AGE_S else None
 
     async def _forward_log(self) -> None:
         """Pass nsinit's log lines on. It holds no secret and sees no command, so nothing needs hiding."""

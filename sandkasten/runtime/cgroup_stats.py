@@ -7,6 +7,7 @@ Sources: Documentation/admin-guide/cgroup-v2.rst; Documentation/admin-guide/cgro
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 
@@ -49,8 +50,13 @@ class CgroupStats:
         return self._field("memory", "memory.oom_control", "oom_kill")
 
     def read_pids_refused(self) -> int:
-        """Return how many forks the pids limit refused."""
-        return self._field(self._home("pids"), "pids.events", "max")
+        """Return how many forks the pids limit refused.
+
+        In v1 the kernel counts them where the forking process was, which may be a group below the session.
+        """
+        session = self._field(self._home("pids"), "pids.events", "max")
+        is_flat = "unified" in self._dirs or session < 0  # there the groups are in the v2 tree
+        return session if is_flat else session + self._groups_refused()
 
     def read_all(self) -> SessionStats:
         """Return every counter."""
@@ -94,16 +100,22 @@ class CgroupStats:
         nanoseconds = self._number("cpuacct", "cpuacct.usage")
         return nanoseconds // 1000 if nanoseconds >= 0 else UNKNOWN
 
+    def _groups_refused(self) -> int:
+        """Groups come and go, so nothing of them is kept open."""
+        refused = 0
+        with contextlib.suppress(OSError), os.scandir(self._dirs["pids"]) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    with contextlib.suppress(OSError), open(f"{entry.path}/pids.events", "rb", buffering=0) as file:
+                        refused += max(0, _field_of(file.read(_READ_BYTES).decode("ascii"), "max"))
+        return refused
+
     def _number(self, home: str, name: str) -> int:
         text = self._read(home, name).strip()
         return int(text) if text.isdigit() else UNKNOWN  # "max" is no limit
 
     def _field(self, home: str, name: str, key: str) -> int:
-        for line in self._read(home, name).splitlines():
-            label, _, value = line.partition(" ")
-            if label == key and value.isdigit():
-                return int(value)
-        return UNKNOWN
+        return _field_of(self._read(home, name), key)
 
     def _read(self, home: str, name: str) -> str:
         fd = self._fds[home, name] if (home, name) in self._fds else self._open(home, name)
@@ -127,3 +139,11 @@ class CgroupStats:
 
 
 _V1_LIMIT = "memory.limit_in_bytes"
+
+
+def _field_of(text: str, key: str) -> int:
+    for line in text.splitlines():
+        label, _, value = line.partition(" ")
+        if label == key and value.isdigit():
+            return int(value)
+    return UNKNOWN

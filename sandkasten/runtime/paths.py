@@ -39,6 +39,11 @@ class DataPaths:
         """Held while a daemon owns this directory."""
         return self.root / "lock"
 
+    @property
+    def spool(self) -> Path:
+        """Output of runs that memory has no room for; emptied at every start."""
+        return self.root / "spool"
+
     def run_dir(self, session_id: str) -> Path:
         """Directory that holds the runner's socket of one session."""
         return self.root / "run" / session_id

@@ -36,7 +36,7 @@ from runner.protocol import (
     ProtocolError,
     encode_frame,
 )
-from sandkasten.errors import RunnerLost, RunnerProtocolError
+from sandkasten.errors import Capacity, RunnerLost, RunnerProtocolError
 from sandkasten.runtime.paths import RUNNER_SOCKET
 
 _MAX_IDLE = 4
@@ -45,7 +45,7 @@ _BULK_RECEIVE_BYTES = 4 * (CHUNK_BYTES + HEADER_BYTES)
 _CONNECT_PAUSE_S = 0.01
 _CONNECT_PATIENCE_S = 10.0
 _MAX_NUMBER = 2**53
-_MAX_TEXT_BYTES = 64 * 1024
+_MAX_TEXT_BYTES = 8 * 1024
 
 
 class RunnerConnection:
@@ -61,30 +61,52 @@ class RunnerConnection:
         self._decoder = FrameDecoder(FROM_RUNNER, max_body_bytes=MAX_FRAME_BYTES)
         self._receive_bytes = _FIRST_RECEIVE_BYTES
         self.is_idle = True
-        self.is_sending = False
+        self._sending = 0
+        self._unsent = b""
+        self._patience: trio.CancelScope | None = None
         self._send_lock = trio.Lock()
 
-    async def send_request(self, request: Any) -> None:  # a member of runner.protocol.REQUESTS
-        """Start a request; the connection is busy until its final frame was received."""
+    async def send_request(
+        self, request: Any, *, fd: int | None = None
+    ) -> None:  # a member of runner.protocol.REQUESTS
+        """Start a request; the connection is busy until its final frame was received. `fd` rides along and stays the
+        caller's."""
         self.is_idle = False
-        await self.send(Kind.REQUEST, REQUESTS.encode(request))
+        if fd is None:
+            await self.send(Kind.REQUEST, REQUESTS.encode(request))
+            return
+        async with self._send_lock:
+            frame = self._unsent + encode_frame(Kind.REQUEST, REQUESTS.encode(request))
+            await self._send_all(memoryview(frame)[await self._send_first(frame, fd) :])
 
     async def send(self, kind: Kind, body: bytes = b"") -> None:
         """Send one frame, whole, whichever task it comes from. Raises `RunnerLost` when PID 1 is gone.
 
-        Cancelled in the middle of a frame it leaves `is_sending` true: the connection is of no further use.
+        Cancelled in the middle of a frame it keeps the rest, which goes out before the next one.
         """
-        async with self._send_lock:
-            self.is_sending = True
-            await self._send_all(memoryview(encode_frame(kind, body)))
-            self.is_sending = False
+        self._sending += 1
+        try:
+            async with self._send_lock:
+                await self._send_all(memoryview(self._unsent + encode_frame(kind, body)))
+        finally:
+            self._sending -= 1
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether a frame is, or was left, half sent or waiting to be sent."""
+        return self._sending > 0 or bool(self._unsent)
+
+    def hasten(self, deadline: float) -> None:
+        """Whoever waits for a frame waits no longer than until then."""
+        if self._patience is not None:
+            self._patience.deadline = min(self._patience.deadline, deadline)
 
     async def receive(self, *, deadline: float = math.inf) -> Frame:
         """Return the next frame; REPLY and ERROR make the connection idle again.
 
         Raises:
-            RunnerLost: PID 1 closed the connection, or is gone.
-            RunnerProtocolError: it sent something that is no frame of the contract, or nothing until `deadline`.
+            RunnerLost: PID 1 closed the connection, is gone, or sent nothing until `deadline`.
+            RunnerProtocolError: it sent something that is no frame of the contract.
         """
         while True:
             try:
@@ -101,7 +123,7 @@ class RunnerConnection:
     async def receive_answer(self, *, deadline: float = math.inf) -> Any:  # a member of runner.protocol.ANSWERS
         """Return the message of the next frame, which must carry one; `Error` messages are returned, too."""
         kind, body = await self.receive(deadline=deadline)
-        if kind not in (Kind.STARTED, Kind.REPLY, Kind.ERROR):
+        if kind not in (Kind.STARTED, Kind.REPLY, Kind.ERROR, Kind.EVENT):
             raise RunnerProtocolError(f"unexpected {kind.name} frame")
         return decode_answer(kind, body)
 
@@ -112,28 +134,45 @@ class RunnerConnection:
             self._socket.close()
 
     async def _send_all(self, data: memoryview) -> None:
+        whole = len(data)
+        self._unsent = b""
+        try:
+            with _lost_on_error():
+                while data:
+                    try:
+                        data = data[self._socket.send(data) :]
+                        is_full = False
+                    except BlockingIOError:
+                        is_full = True
+                    if is_full:
+                        await trio.lowlevel.wait_writable(self._socket)
+        except trio.Cancelled:
+            self._unsent = bytes(data) if len(data) < whole else b""
+            raise
+
+    async def _send_first(self, data: bytes, fd: int) -> int:
+        """Send what the socket takes at once, at least one byte, and with it the descriptor; return how much."""
         with _lost_on_error():
-            while data:
+            while True:
                 try:
-                    data = data[self._socket.send(data) :]
-                    is_full = False
+                    return socket.send_fds(self._socket, [data], [fd])
                 except BlockingIOError:
-                    is_full = True
-                if is_full:
-                    await trio.lowlevel.wait_writable(self._socket)
+                    pass
+                await trio.lowlevel.wait_writable(self._socket)
 
     async def _receive_some(self, deadline: float) -> bytes:
         """Return what has come, waiting for it if need be; always lets other tasks run."""
         with _lost_on_error():
             data = self._receive_nowait()
             if data is None:
-                with trio.move_on_at(deadline):
+                with trio.CancelScope(deadline=deadline) as self._patience:
                     await trio.lowlevel.wait_readable(self._socket)
+                self._patience = None
                 data = self._receive_nowait()
             else:
                 await trio.lowlevel.checkpoint()
-        if data is None or trio.current_time() > deadline:
-            raise RunnerProtocolError("the sandbox's init did not answer in time")
+        if data is None:  # starved, or frozen: late is not hostile
+            raise RunnerLost("the sandbox's init did not answer in time")
         if not data:
             raise RunnerLost("the sandbox closed the connection")
         if len(data) == self._receive_bytes:
@@ -156,16 +195,25 @@ def _lost_on_error() -> Iterator[None]:
 
 
 def decode_answer(kind: Kind, body: bytes) -> Any:  # a member of runner.protocol.ANSWERS
-    """Return the message in the body of a STARTED, REPLY or ERROR frame. Raises `RunnerProtocolError`."""
+    """Return the message in the body of a STARTED, EVENT, REPLY or ERROR frame. Raises `RunnerProtocolError`."""
     try:
         message = ANSWERS.decode(body)
     except ProtocolError as error:
         raise RunnerProtocolError(str(error)) from None
     if isinstance(message, Error) is not (kind is Kind.ERROR):
         raise RunnerProtocolError(f"{type(message).__name__} in an {kind.name} frame")
-    for field in dataclasses.fields(message):
-        _check_value(getattr(message, field.name))
+    _check_message(message)
     return message
+
+
+def _check_message(message: Any) -> None:  # a dataclass of runner.protocol
+    for field in dataclasses.fields(message):
+        value = getattr(message, field.name)
+        if isinstance(value, tuple):
+            for each in value:
+                _check_message(each)
+        else:
+            _check_value(value)
 
 
 def _check_value(value: object) -> None:
@@ -221,7 +269,10 @@ class RunnerLink:
         while True:
             if self._closed:
                 raise RunnerLost("the session has ended")
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            try:
+                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            except OSError as error:  # EMFILE
+                raise Capacity(f"no descriptor to be had: {os.strerror(error.errno or 0)}") from error
             try:
                 sock.connect(f"/proc/self/fd/{self._dir_fd}/{RUNNER_SOCKET}")
             except OSError as error:

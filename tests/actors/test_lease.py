@@ -5,7 +5,7 @@ from __future__ import annotations
 import trio
 import trio.testing
 
-from sandkasten.actors.lease import Lease
+from sandkasten.actors.lease import WARNING_S, Lease
 
 
 async def _ends(lease: Lease, seconds: float) -> list[float]:
@@ -17,7 +17,7 @@ async def _ends(lease: Lease, seconds: float) -> list[float]:
         await trio.sleep(1000)
 
     with trio.move_on_after(seconds):
-        await lease.watch(note)
+        await lease.watch(note, lambda _remaining_s: None)
     return ends
 
 
@@ -60,3 +60,43 @@ async def test_the_hard_end_is_not_moved_by_renewals(autojump_clock: trio.testin
     await trio.sleep(59)
     assert lease.renew(ttl_s=60, lifetime_left_s=41) == 41
     assert await _ends(lease, 900) == [41]
+
+
+async def _warnings(lease: Lease, seconds: float) -> list[tuple[float, float]]:
+    """Return when the end was announced, and how much it was said to be away."""
+    began, warnings = trio.current_time(), []
+
+    async def wait() -> None:
+        await trio.sleep(1000)
+
+    with trio.move_on_after(seconds):
+        await lease.watch(wait, lambda remaining_s: warnings.append((trio.current_time() - began, remaining_s)))
+    return warnings
+
+
+async def test_the_end_is_announced_a_minute_before(autojump_clock: trio.testing.MockClock) -> None:
+    """Once, with what remains."""
+    lease = Lease()
+    lease.renew(ttl_s=100, lifetime_left_s=None)
+    assert await _warnings(lease, 900) == [(40, WARNING_S)]
+
+
+async def test_a_renewal_takes_the_warning_back(autojump_clock: trio.testing.MockClock) -> None:
+    """The next warning is a minute before the new end."""
+    lease = Lease()
+    lease.renew(ttl_s=100, lifetime_left_s=None)
+
+    async def renew_later() -> None:
+        await trio.sleep(50)
+        lease.renew(ttl_s=100, lifetime_left_s=None)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(renew_later)
+        assert await _warnings(lease, 900) == [(40, WARNING_S), (90, WARNING_S)]
+
+
+async def test_a_short_lease_is_not_announced(autojump_clock: trio.testing.MockClock) -> None:
+    """Every renewal would be a warning."""
+    lease = Lease()
+    lease.renew(ttl_s=30, lifetime_left_s=None)
+    assert await _warnings(lease, 900) == []

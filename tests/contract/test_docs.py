@@ -13,11 +13,14 @@ from pathlib import Path
 import pytest
 
 from sandkasten.api.errors import STATUS
+from sandkasten.api.routes import JSON_ROUTES, RAW_ROUTES
 from tests.e2e.daemon import running_daemon
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+API = (ROOT / "docs/api.md").read_text()
 _BLOCK = re.compile(r"^```(\w+)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_PARAMETER = re.compile(r"\{\w+\}")
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
@@ -31,7 +34,7 @@ def _shape(text: str) -> str:
     text = re.sub(r"\b[0-9a-f]{24}\b", "<id>", text)
     text = re.sub(r"\b[0-9a-f]{16}\b", "<id>", text)
     text = re.sub(r"\d{4}-\d\d-\d\dT[\d:.]+Z", "<time>", text)
-    text = re.sub(r'("(?:duration_ms|cpu_ms|peak_memory_bytes)":\s?)\d+', r"\1<n>", text)
+    text = re.sub(r'("(?:duration_ms|cpu_ms|peak_memory_bytes|written_bytes)":\s?)\d+', r"\1<n>", text)
     return re.sub(r'"timestamp":\s?\d+', '"timestamp":<n>', text).strip()
 
 
@@ -42,9 +45,12 @@ def data_dir() -> Iterator[Path]:
 
 
 @needs_root
-def test_the_library_example_runs_and_prints_what_is_shown(data_dir: Path) -> None:
-    """docs/library.md: the program, then its output."""
-    (_, program), (_, shown) = _blocks((ROOT / "docs/library.md").read_text())
+@pytest.mark.parametrize("number", range(2))
+def test_the_library_examples_run_and_print_what_is_shown(data_dir: Path, number: int) -> None:
+    """docs/library.md: each program, then its output."""
+    blocks = [text for _, text in _blocks((ROOT / "docs/library.md").read_text())]
+    assert len(blocks) == 4
+    program, shown = blocks[2 * number : 2 * number + 2]
     command = [sys.executable, "-c", program, str(data_dir)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == shown, done.stderr
@@ -54,6 +60,17 @@ def test_the_library_example_runs_and_prints_what_is_shown(data_dir: Path) -> No
 def test_the_first_session_of_the_readme_works_line_by_line(data_dir: Path) -> None:
     """Each `$` line of the console block is run by one shell, as a new user would paste it."""
     block = next(text for kind, text in _blocks(README) if kind == "console")
+    _check_console(block, data_dir)
+
+
+@needs_root
+def test_the_examples_of_the_api_work_line_by_line(data_dir: Path) -> None:
+    """docs/api.md: all its console blocks, one after the other, in one shell."""
+    _check_console("".join(text for kind, text in _blocks(API) if kind == "console"), data_dir)
+
+
+def _check_console(block: str, data_dir: Path) -> None:
+    """Run the `$` lines against a daemon; what they print must have the shape of the other lines."""
     commands: list[str] = []
     shown: list[str] = []
     for line in block.splitlines():
@@ -82,11 +99,23 @@ def test_the_readme_names_make_targets_that_exist() -> None:
 
 def test_the_documented_error_codes_are_those_of_the_table() -> None:
     """docs/api.md lists every code with its status, and no other."""
-    text = (ROOT / "docs/api.md").read_text()
     documented = set()
-    for codes, status in re.findall(r"^\| (`[A-Z_`, ]+`) \| (\d{3}) \|", text, re.MULTILINE):
+    for codes, status in re.findall(r"^\| (`[A-Z_`, ]+`) \| (\d{3}) \|", API, re.MULTILINE):
         documented |= {(code, int(status)) for code in re.findall(r"`([A-Z_]+)`", codes)}
     assert documented == {(error.code, status) for error, status in STATUS.items()}
+
+
+def test_the_documented_routes_are_those_that_there_are() -> None:
+    """docs/api.md and docs/events.md name every route beneath a session with its method, and no other."""
+    routes = {(method, pattern) for pattern, methods in RAW_ROUTES.routes.items() for method in methods}
+    routes |= {(route.method, route.rule.removeprefix("/v1/sessions/<session_id>/")) for route in JSON_ROUTES}
+    routes = {(method, rule) for method, rule in routes if method != "HEAD" and not rule.startswith("/")}
+    text = API + (ROOT / "docs/events.md").read_text()
+    found = re.findall(r"`(GET|POST|PUT|PATCH|DELETE) (?:/v1/sessions/\{id\}|…)/([^`?\s]+)", text)
+    documented = {(method, path) for method, path in found if not path.endswith("/ws")}
+    assert {(method, _PARAMETER.sub("{}", path)) for method, path in documented} == {
+        (method, _PARAMETER.sub("{}", path)) for method, path in routes
+    }
 
 
 def test_links_between_documents_lead_somewhere() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -35,19 +37,24 @@ GARBAGE = {
 }
 
 
+@contextmanager
+def _impostor(path: Path) -> Iterator[trio.SocketListener]:
+    """Listen where the runner did."""
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as plain:
+        plain.bind(str(path))
+        plain.listen()
+        yield trio.SocketListener(trio.socket.from_stdlib_socket(plain))
+
+
 @pytest.mark.parametrize("name", GARBAGE)
 async def test_garbage_crashes_the_session_and_nothing_else(
     supervisor: LocalSupervisor, data_dir: Path, nursery: trio.Nursery, name: str
 ) -> None:
     """The command fails typed, the session ends with the reason, another session works."""
     victim, witness = await supervisor.create(SessionSpec()), await supervisor.create(SessionSpec())
-    path = data_dir / "run" / victim.id / "r.sock"
-    path.unlink()
-    with socket.socket(socket.AF_UNIX) as plain:
-        plain.bind(str(path))
-        plain.listen()
-        listener = trio.SocketListener(trio.socket.from_stdlib_socket(plain))
-        async with supervisor.open_exec(victim.id, ExecSpec("sleep 60")):  # takes the one connection that is open
+    async with supervisor.open_exec(victim.id, ExecSpec("sleep 60")):  # takes the connection that is open
+        with _impostor(data_dir / "run" / victim.id / "r.sock") as listener:
 
             async def answer(stream: trio.SocketStream) -> None:
                 await stream.receive_some(65536)

@@ -17,7 +17,7 @@ from sandkasten.actors import reaper, store
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, ConfigError, Server
-from sandkasten.errors import Capacity, Conflict, InvalidRequest, SandkastenError
+from sandkasten.errors import Capacity, InvalidRequest, SandkastenError
 from sandkasten.lifecycle import Event
 from sandkasten.model import ExecSpec, Limits, SessionPatch, SessionSpec, Status
 from tests.kernel.processes import nsinit_pid
@@ -180,18 +180,6 @@ async def test_a_database_that_is_none_is_one_sentence(config: Config, data_dir:
     with pytest.raises(ConfigError, match="can't be used"):
         async with open_supervisor(config):
             pass
-
-
-async def test_an_exec_id_runs_once(supervisor: LocalSupervisor) -> None:
-    """Neither while it runs nor afterwards is a retry a second run."""
-    session = await supervisor.create(SessionSpec())
-    spec = ExecSpec("echo run >> /tmp/count", exec_id="mine")
-    await supervisor.exec(session.id, spec)
-    with pytest.raises(Conflict) as refused:
-        await supervisor.exec(session.id, spec)
-    assert refused.value.details == {"exec_id": "mine", "status": "ended"}
-    result = await supervisor.exec(session.id, ExecSpec("cat /tmp/count"))
-    assert result.stdout == b"run\n"
 
 
 @pytest.mark.parametrize("limits", [Limits(memory_mb=1), Limits(pids=1), Limits(cpu=0), Limits(memory_mb=2**40)])

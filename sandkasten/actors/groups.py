@@ -1,0 +1,83 @@
+"""The cgroups of their own that programs and named shells of one session are born in: made by nsinit, handed to PID 1.
+
+A group whose program ended may still hold what the program left running; it is removed when it is empty, and with the
+session at the latest.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+
+import trio
+
+from sandkasten.actors import zygote as zygote_actor
+from sandkasten.actors.actor import Ref
+from sandkasten.errors import BuildFailed, Capacity, SandkastenError
+
+log = logging.getLogger(__name__)
+
+
+class Groups:
+    """See the module's docstring. Names are never used twice."""
+
+    def __init__(self, zygote: Ref, session_id: str) -> None:
+        self._zygote = zygote
+        self._session_id = session_id
+        self._released: dict[str, None] = {}
+        self._tidying = trio.Lock()
+
+    async def make(self) -> zygote_actor.GroupHandle:
+        """Return a new group; the caller gives it to `release`.
+
+        Raises:
+            Capacity: the session has as many as it may have.
+            SandkastenError: nsinit is away.
+        """
+        name = f"g{secrets.token_hex(6)}"
+        try:
+            return await self._try_make(name)
+        except BuildFailed:
+            await self._tidy()  # what ended meanwhile makes room
+        try:
+            return await self._try_make(name)
+        except BuildFailed as error:
+            raise Capacity("what earlier programs of this session left running is in the way") from error
+
+    async def _try_make(self, name: str) -> zygote_actor.GroupHandle:
+        try:
+            return await self._zygote.ask(zygote_actor.MakeGroup(self._session_id, name))
+        except trio.Cancelled:
+            self._released[name] = None  # made or not, nobody will use it
+            raise
+
+    def release(self, group: zygote_actor.GroupHandle) -> None:
+        """Nothing more will be started in it."""
+        group.fd.close()
+        self._released[group.name] = None
+
+    async def discard(self, name: str) -> None:
+        """Remove a released group, if it is empty."""
+        if await self._remove(name, kill=False):
+            self._released.pop(name, None)
+
+    async def kill(self, name: str) -> None:
+        """Kill everything in a group, whatever it is doing, and remove it."""
+        self._released[name] = None
+        if await self._remove(name, kill=True):
+            self._released.pop(name, None)
+
+    async def _tidy(self) -> None:
+        async with self._tidying:
+            for name in list(self._released):
+                await self.discard(name)
+
+    async def _remove(self, name: str, *, kill: bool) -> bool:
+        try:
+            await self._zygote.ask(zygote_actor.RemoveGroup(self._session_id, name, kill))
+        except BuildFailed:  # something in it lives on
+            return False
+        except SandkastenError as error:
+            log.warning("group_not_removed", extra={"session_id": self._session_id, "error": str(error)})
+            return False
+        return True

@@ -1,0 +1,86 @@
+"""The signs of one sandbox's life: the death of its PID 1, and processes of it that the kernel killed for memory.
+
+Owns the descriptors that came with the sandbox. What a death means is the session's to say.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from sandkasten.actors import zygote as zygote_actor
+from sandkasten.actors.actor import Ref
+from sandkasten.errors import SandkastenError
+from sandkasten.runtime.cgroup_stats import CgroupStats
+from sandkasten.runtime.oom_event import OomEvent
+
+log = logging.getLogger(__name__)
+
+_VICTIM_S = 2.0
+"""How long is waited for the victim's name."""
+
+_OOM_NEWS_S = 2.0
+_OOM_PAUSE_S = 0.005
+_OOM_REST_S = 0.5
+"""A sandbox that is killed in again and again is told of this often."""
+
+
+class SandboxWatch:
+    """See the module's docstring. `has_died` is set with PID 1's death."""
+
+    def __init__(self, session_id: str, zygote: Ref, stats: CgroupStats) -> None:
+        self.has_died = trio.Event()
+        self._session_id = session_id
+        self._zygote = zygote
+        self._stats = stats
+        self._sandbox: zygote_actor.Sandbox | None = None
+        self._oom: OomEvent | None = None
+
+    def hold(self, sandbox: zygote_actor.Sandbox) -> None:
+        """Take over the descriptors."""
+        self._sandbox = sandbox
+        if sandbox.oom_fd is not None:
+            self._oom = OomEvent(sandbox.oom_kind, sandbox.oom_fd)
+
+    def close(self) -> None:
+        if self._sandbox is not None:
+            self._sandbox.pidfd.close()
+        if self._oom is not None:
+            self._oom.close()
+
+    async def watch_init(self, on_death: Callable[[], Awaitable[None]]) -> None:
+        """Wait for the death of PID 1 and tell it."""
+        assert self._sandbox is not None
+        await trio.lowlevel.wait_readable(self._sandbox.pidfd.fileno())
+        self.has_died.set()
+        await on_death()
+
+    async def watch_memory(self, on_kill: Callable[[int, str | None], None]) -> None:
+        """Tell each time that the kernel killed for memory: how many kills there were so far, and the last victim."""
+        known = 0
+        while self._oom is not None:
+            await self._oom.wait()  # a v1 cgroup that is removed wakes us as well
+            kills = await self._await_kill(known)
+            if kills > known:
+                known = kills
+                log.warning("oom", extra={"session_id": self._session_id, "oom_kills": kills})
+                on_kill(kills, await self.find_victim())
+                await trio.sleep(_OOM_REST_S)
+
+    async def find_victim(self) -> str | None:
+        """Return the name of the process that was killed for memory last, if that can be known."""
+        try:
+            with trio.move_on_after(_VICTIM_S):
+                return await self._zygote.ask(zygote_actor.FindVictim(self._session_id))
+        except SandkastenError as error:
+            log.info("victim_unknown", extra={"session_id": self._session_id, "error": str(error)})
+        return None
+
+    async def _await_kill(self, known: int) -> int:
+        """Return the kills so far. v1 notifies when memory is out, a moment before the kill that follows is counted."""
+        give_up_at = trio.current_time() + _OOM_NEWS_S
+        while (kills := self._stats.read_oom_kills()) <= known and trio.current_time() < give_up_at:  # noqa: ASYNC110
+            await trio.sleep(_OOM_PAUSE_S)
+        return kills

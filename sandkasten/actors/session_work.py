@@ -1,0 +1,122 @@
+"""What is done in a session: its runs, shells, terminals, ports and file transfers. Serves the `Work` messages.
+
+Belongs to the session's actor, which decides whether the session may work at all, and runs in its nursery.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVarTuple, assert_never
+
+import trio
+
+from sandkasten.actors.actor import DEFERRED, Deferred, Ref
+from sandkasten.actors.ports import Ports
+from sandkasten.actors.run_reader import Hold, Joined
+from sandkasten.actors.runs import Host, Runs
+from sandkasten.actors.session_messages import (
+    Borrow,
+    CloseShell,
+    FindRun,
+    KillRest,
+    ListRuns,
+    ListShells,
+    OpenRun,
+    OpenShell,
+    OpenTerminal,
+    ResizeRun,
+    RunToEnd,
+    SignalRun,
+    WatchPorts,
+    Work,
+)
+from sandkasten.actors.terminals import Terminals
+from sandkasten.errors import Capacity
+from sandkasten.runtime.cgroup_stats import CgroupStats
+from sandkasten.runtime.runner_link import RunnerLink
+from sandkasten.runtime.spool import RunLogs
+
+Ts = TypeVarTuple("Ts")
+
+_MAX_LOANS = 32
+"""File transfers of one session at a time; see `runs.MAX_ACTIVE`."""
+
+
+class WorkHost(Host, Protocol):
+    """A session as its work sees it."""
+
+    def defer(self, work: Callable[[*Ts], Awaitable[object]], *args: *Ts) -> Deferred: ...
+
+
+class SessionWork:
+    """See the module's docstring."""
+
+    def __init__(self, host: WorkHost, *, zygote: Ref, stats: CgroupStats, logs: RunLogs, queue_length: int) -> None:
+        self._host = host
+        self._logs = logs
+        self._loans = 0
+        self.runs = Runs(host, zygote=zygote, stats=stats, logs=logs, queue_length=queue_length)
+        self.ports = Ports(host)
+        self._terminals = Terminals(host, self.runs)
+
+    def handle(self, message: Work) -> Any:  # each message names its answer
+        match message:
+            case OpenRun(hold):
+                return self._open_run(hold)
+            case RunToEnd(hold):
+                return self._run_to_end(hold)
+            case FindRun(exec_id):
+                return self.runs.find(exec_id)
+            case ListRuns():
+                return self.runs.infos()
+            case SignalRun(exec_id, number):
+                return self._host.defer(self.runs.signal, self.runs.find(exec_id), number)
+            case KillRest(exec_id):
+                return self._host.defer(self.runs.kill_rest, self.runs.find(exec_id))
+            case ResizeRun(exec_id, size):
+                return self._host.defer(self.runs.resize, self.runs.find(exec_id), size)
+            case OpenShell(spec):
+                return self._host.defer(self.runs.shells.open, spec)
+            case ListShells():
+                return self.runs.shells.infos()
+            case CloseShell(name):
+                return self._host.defer(self.runs.shells.close, name)
+            case OpenTerminal(spec):
+                self.ports.ensure_watched()
+                return self._terminals.join(spec)
+            case WatchPorts():
+                self.ports.ensure_watched()
+                return self.ports
+            case Borrow(done):
+                return self._lend(done)
+            case _:
+                assert_never(message)
+
+    def close(self) -> None:
+        """The session has ended: nothing of it is kept."""
+        self._terminals.close()
+        self._logs.close()
+
+    def _open_run(self, hold: Hold) -> None:
+        self.ports.ensure_watched()
+        self.runs.admit(hold)
+
+    def _run_to_end(self, hold: Hold) -> Deferred:
+        wish = hold.run
+        self._open_run(hold)
+        if hold.run is not wish:
+            raise Joined("another run has this id")
+        return DEFERRED
+
+    def _lend(self, done: trio.Event) -> RunnerLink:
+        if self._loans >= _MAX_LOANS:
+            raise Capacity("too many files of this session are being transferred", limit=_MAX_LOANS)
+        self._loans += 1
+        self._host.begin_activity()
+        self._host.start_task(self._await_return, done)
+        return self._host.link
+
+    async def _await_return(self, done: trio.Event) -> None:
+        await done.wait()
+        self._loans -= 1
+        self._host.end_activity()

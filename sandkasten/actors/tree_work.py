@@ -1,0 +1,321 @@
+"""What the supervisor of this machine does with the work of its sessions: runs, shells, terminals and events.
+
+The half of `supervisor.Supervisor` that `tree.LocalSupervisor` inherits. Runs in the caller's task: it asks the
+session's actor, and what it holds (a run, a reader, a viewer) it gives back when its context is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import attrs
+import trio
+
+from sandkasten.actors.actor import Ref
+from sandkasten.actors.directory import Entry
+from sandkasten.actors.events import EventReader, open_reader
+from sandkasten.actors.output import Collector
+from sandkasten.actors.run import Run
+from sandkasten.actors.run_reader import Hold, Joined, RunReader, read_log
+from sandkasten.actors.session_messages import (
+    CloseShell,
+    FindRun,
+    KillRest,
+    ListRuns,
+    ListShells,
+    OpenRun,
+    OpenShell,
+    OpenTerminal,
+    ResizeRun,
+    RunToEnd,
+    SignalRun,
+    WatchPorts,
+)
+from sandkasten.actors.terminals import Viewer
+from sandkasten.actors.waiting import wait_for
+from sandkasten.config import Config
+from sandkasten.errors import InvalidRequest, TooLarge
+from sandkasten.model import (
+    EXEC_ID,
+    ExecEnd,
+    ExecInfo,
+    ExecKind,
+    ExecResult,
+    ExecSpec,
+    OnDisconnect,
+    OutputSlice,
+    Port,
+    ProcessSpec,
+    Session,
+    ShellInfo,
+    ShellSpec,
+    Stream,
+    TerminalSize,
+    TerminalSpec,
+    Waited,
+    WaitFor,
+)
+from sandkasten.runtime.journal import Journal
+
+_MAX_READ_BYTES = 4 * 1024 * 1024
+_MAX_CELLS = 1000
+_MAX_SIGNAL = 64
+_MAX_ARGUMENTS = 4096
+
+
+class WorkOfSessions:
+    """See the module's docstring. The heir brings the fields, `get` and `_live`."""
+
+    _config: Config
+    _store: Ref
+    _journal: Journal
+    _matchers: trio.CapacityLimiter
+
+    async def _live(self, session_id: str) -> Entry:
+        """Return the entry of a live session; of an ended one, raise what became of it."""
+        raise NotImplementedError
+
+    async def get(self, session_id: str) -> Session:
+        """See `Supervisor.get`."""
+        raise NotImplementedError
+
+    # Commands ---------------------------------------------------------------------------------------------------
+
+    def open_exec(
+        self, session_id: str, spec: ExecSpec, *, on_disconnect: OnDisconnect = OnDisconnect.CANCEL
+    ) -> AbstractAsyncContextManager[RunReader]:
+        return self._open_exec(session_id, self._command(spec, on_disconnect))
+
+    @asynccontextmanager
+    async def _open_exec(self, session_id: str, wish: Run) -> AsyncIterator[RunReader]:
+        hold = Hold(wish)
+        try:
+            await self._open(session_id, hold)
+            reader = RunReader(hold.run, is_joined=hold.run is not wish)
+            try:
+                if hold.run is wish:
+                    await wish.started.wait()
+                yield reader
+            finally:
+                reader.close()
+        finally:
+            hold.leave()
+
+    async def exec(
+        self, session_id: str, spec: ExecSpec, *, on_disconnect: OnDisconnect = OnDisconnect.CANCEL
+    ) -> ExecResult:
+        collector = Collector(self._config.server.output_cap_bytes)
+        wish = self._command(spec, on_disconnect, collector)
+        hold = Hold(wish)
+        try:
+            entry = await self._live(session_id)
+            entry.ref.post(RunToEnd(hold), wish.ended)
+            try:
+                return collector.result(await wish.ended.wait())
+            except Joined:
+                end = await hold.run.ended.wait()
+                return await _result_of(hold.run, end, collector)
+        finally:
+            hold.leave()
+
+    async def _open(self, session_id: str, hold: Hold) -> None:
+        entry = await self._live(session_id)
+        await entry.ref.ask(OpenRun(hold))
+
+    def _command(self, spec: ExecSpec, on_disconnect: OnDisconnect, collector: Collector | None = None) -> Run:
+        check_spec(spec, self._config.server.max_command_bytes)
+        return Run(spec, timeout_ms=self._timeout_ms(spec), on_disconnect=on_disconnect, collector=collector)
+
+    def _timeout_ms(self, spec: ExecSpec) -> int | None:
+        if spec.unlimited:
+            if not self._config.runs.allow_unlimited:
+                raise InvalidRequest("this server lets no command run without a time limit", timeout_ms="is null")
+            return None
+        maximum = self._config.defaults.max_exec_timeout_ms
+        return min(spec.timeout_ms or maximum, maximum)
+
+    def attach_exec(self, session_id: str, exec_id: str, *, after: int = 0) -> AbstractAsyncContextManager[RunReader]:
+        return self._attach_exec(session_id, exec_id, after)
+
+    @asynccontextmanager
+    async def _attach_exec(self, session_id: str, exec_id: str, after: int) -> AsyncIterator[RunReader]:
+        reader = RunReader(await self._find(session_id, exec_id), after=after)
+        try:
+            yield reader
+        finally:
+            reader.close()
+
+    async def execs(self, session_id: str) -> Sequence[ExecInfo]:
+        entry = await self._live(session_id)
+        return await entry.ref.ask(ListRuns())
+
+    async def get_exec(self, session_id: str, exec_id: str) -> ExecInfo:
+        return (await self._find(session_id, exec_id)).info
+
+    async def read_output(
+        self, session_id: str, exec_id: str, *, stream: Stream | None = None, offset: int = 0, limit: int = 1024 * 1024
+    ) -> OutputSlice:
+        if offset < 0 or not 0 < limit <= _MAX_READ_BYTES:
+            raise InvalidRequest("no such part of the output", limit=f"must be between 1 and {_MAX_READ_BYTES}")
+        return await read_log(await self._find(session_id, exec_id), stream, offset, limit)
+
+    async def send_stdin(self, session_id: str, exec_id: str, data: bytes, *, close: bool = False) -> None:
+        await (await self._find(session_id, exec_id)).queue_stdin(data, close=close)
+
+    async def signal_exec(self, session_id: str, exec_id: str, number: int) -> None:
+        if not 0 < number <= _MAX_SIGNAL:
+            raise InvalidRequest("no such signal", signal=f"must be between 1 and {_MAX_SIGNAL}")
+        entry = await self._live(session_id)
+        await entry.ref.ask(SignalRun(exec_id, number))
+
+    async def cancel_exec(self, session_id: str, exec_id: str, *, now: bool = False) -> ExecInfo:
+        run = await self._find(session_id, exec_id)
+        run.cancel(now=now)
+        await run.ended.wait_done()
+        if now:
+            entry = await self._live(session_id)
+            await entry.ref.ask(KillRest(exec_id))
+        return run.info
+
+    async def resize_exec(self, session_id: str, exec_id: str, size: TerminalSize) -> None:
+        _check_size(size)
+        entry = await self._live(session_id)
+        await entry.ref.ask(ResizeRun(exec_id, size))
+
+    async def _find(self, session_id: str, exec_id: str) -> Run:
+        entry = await self._live(session_id)
+        return await entry.ref.ask(FindRun(exec_id))
+
+    # Shells -----------------------------------------------------------------------------------------------------
+
+    async def open_shell(self, session_id: str, spec: ShellSpec) -> ShellInfo:
+        entry = await self._live(session_id)
+        return await entry.ref.ask(OpenShell(spec))
+
+    async def shells(self, session_id: str) -> Sequence[ShellInfo]:
+        entry = await self._live(session_id)
+        return await entry.ref.ask(ListShells())
+
+    async def close_shell(self, session_id: str, name: str) -> None:
+        entry = await self._live(session_id)
+        await entry.ref.ask(CloseShell(name))
+
+    # Processes --------------------------------------------------------------------------------------------------
+
+    async def start_process(self, session_id: str, spec: ProcessSpec) -> ExecInfo:
+        program = ExecSpec(
+            command=spec.command,
+            argv=spec.argv,
+            stateless=True,
+            cwd=spec.cwd,
+            env=spec.env,
+            user=spec.user,
+            stdin_open=True,
+            terminal=spec.terminal,
+            exec_id=spec.process_id,
+        )
+        check_spec(program, self._config.server.max_command_bytes)
+        wish = Run(
+            program,
+            timeout_ms=None,
+            kind=ExecKind.PROCESS,
+            on_disconnect=OnDisconnect.DETACH,
+            keep_alive=spec.keep_alive,
+        )
+        hold = Hold(wish)
+        try:
+            await self._open(session_id, hold)
+            await hold.run.started.wait()
+            return hold.run.info
+        finally:
+            hold.leave()
+
+    async def wait_process(self, session_id: str, exec_id: str, condition: WaitFor, *, timeout_s: float) -> Waited:
+        run = await self._find(session_id, exec_id)
+        entry = await self._live(session_id)
+        ports = await entry.ref.ask(WatchPorts())
+        return await wait_for(run, condition, ports, timeout_s=timeout_s, matchers=self._matchers)
+
+    async def ports(self, session_id: str) -> Sequence[Port]:
+        entry = await self._live(session_id)
+        return (await entry.ref.ask(WatchPorts())).list()
+
+    # Terminals --------------------------------------------------------------------------------------------------
+
+    def open_terminal(self, session_id: str, spec: TerminalSpec) -> AbstractAsyncContextManager[Viewer]:
+        return self._open_terminal(session_id, spec)
+
+    @asynccontextmanager
+    async def _open_terminal(self, session_id: str, spec: TerminalSpec) -> AsyncIterator[Viewer]:
+        _check_size(spec.size)
+        entry = await self._live(session_id)
+        viewer = await entry.ref.ask(OpenTerminal(spec))
+        try:
+            yield viewer
+        finally:
+            viewer.close()
+
+    # Events -----------------------------------------------------------------------------------------------------
+
+    def events(
+        self, *, session_id: str | None = None, after: str | None = None
+    ) -> AbstractAsyncContextManager[EventReader]:
+        return self._events(session_id, after)
+
+    @asynccontextmanager
+    async def _events(self, session_id: str | None, after: str | None) -> AsyncIterator[EventReader]:
+        if session_id is not None:
+            await self.get(session_id)
+        async with open_reader(self._journal, self._store, session_id=session_id, after=after) as reader:
+            yield reader
+
+
+async def _result_of(run: Run, end: ExecEnd, collector: Collector) -> ExecResult:
+    """Put the result of a run together from what is kept of its output; what isn't counts as omitted."""
+    assert run.log is not None
+    reader = RunReader(run, after=run.log.first_sequence - 1)
+    try:
+        async for piece in reader:
+            collector.add(piece)
+    finally:
+        reader.close()
+    result = collector.result(end)
+    total = run.log.stdout_bytes + run.log.stderr_bytes
+    return attrs.evolve(result, bytes_total=total, bytes_omitted=total - len(result.output))
+
+
+def check_spec(spec: ExecSpec, max_bytes: int) -> None:
+    """Refuse what no shell and no program could be given. Raises `InvalidRequest`, `TooLarge`."""
+    if (spec.command is None) == (spec.argv is None):
+        raise InvalidRequest("say what to run", cmd="exactly one of cmd and argv is needed")
+    if spec.user is not None and not spec.is_program:
+        raise InvalidRequest("a persistent shell has one user", user="needs argv or the stateless mode")
+    if spec.exec_id is not None and not EXEC_ID.match(spec.exec_id):
+        raise InvalidRequest("the id is malformed", exec_id="must be 1 to 128 visible ASCII characters")
+    if spec.argv is not None and not 0 < len(spec.argv) <= _MAX_ARGUMENTS:
+        raise InvalidRequest("no such program", argv=f"must have 1 to {_MAX_ARGUMENTS} elements")
+    if spec.terminal is not None:
+        _check_size(spec.terminal)
+    size = sum(_size(text) for text in (spec.argv if spec.argv is not None else (spec.command or "",)))
+    if size > max_bytes:
+        raise TooLarge(
+            "the command is too long",
+            cmd_bytes=size,
+            max_cmd_bytes=max_bytes,
+            recommendation="write it to a file in the session and run that",
+        )
+
+
+def _size(text: str) -> int:
+    if "\0" in text:
+        raise InvalidRequest("the command holds a NUL", cmd="NUL character")
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        raise InvalidRequest("the command is not valid Unicode", cmd="lone surrogate") from None
+
+
+def _check_size(size: TerminalSize) -> None:
+    if not (0 < size.cols <= _MAX_CELLS and 0 < size.rows <= _MAX_CELLS):
+        raise InvalidRequest("no such size", cols=f"cols and rows must be between 1 and {_MAX_CELLS}")

@@ -1,0 +1,106 @@
+"""SQL for the journal of events: append, read on from a cursor, purge the oldest. Synchronous, over an open connection.
+
+Cursors are made elsewhere (`runtime/journal.py`); here they are text whose order is that of the events. The *floor* is
+the newest cursor behind which everything is still kept; it only ever rises.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+import attrs
+import orjson
+
+from sandkasten.model import Event, EventType
+
+_EPOCH_KEY = "events_epoch"
+_FLOOR_KEY = "events_floor"
+
+_APPEND = "INSERT OR IGNORE INTO events (cursor, time_ms, type, session_id, data) VALUES (?, ?, ?, ?, ?)"
+_RAISE_FLOOR = (
+    "INSERT INTO node (key, value) VALUES (?, ?) "
+    "ON CONFLICT (key) DO UPDATE SET value = excluded.value WHERE excluded.value > value"
+)
+
+
+@attrs.frozen
+class JournalState:
+    """What a start finds: the epoch of its own cursors, the floor (None: nothing was ever written), rows there are."""
+
+    epoch: int
+    floor: str | None
+    rows: int
+
+
+@attrs.frozen
+class EventPage:
+    """Some events in order, and the floor as it was when they were read."""
+
+    events: Sequence[Event]
+    floor: str
+
+
+@attrs.frozen
+class Purged:
+    """How many rows went, and the floor after it."""
+
+    rows: int
+    floor: str
+
+
+def open_journal(database: sqlite3.Connection, *, now_ms: int) -> JournalState:
+    """Take the next epoch. It follows the clock, so that none comes again after the file was lost or a power cut undid
+    the last writes, and the last epoch, so that none comes again after the clock was set back."""
+    epoch = max(int(_node_value(database, _EPOCH_KEY) or 0) + 1, now_ms)
+    database.execute("INSERT OR REPLACE INTO node (key, value) VALUES (?, ?)", (_EPOCH_KEY, str(epoch)))
+    rows: int = database.execute("SELECT COUNT(*) FROM events").fetchone()[0]
+    return JournalState(epoch, _node_value(database, _FLOOR_KEY), rows)
+
+
+def append_events(database: sqlite3.Connection, events: Sequence[Event], *, floor: str | None) -> int:
+    """Write events and, if given, a higher floor. Events that are there already stay: a batch may be written again.
+    Return how many were new."""
+    before = database.total_changes
+    database.executemany(_APPEND, [_to_row(event) for event in events])
+    added = database.total_changes - before
+    if floor is not None:
+        database.execute(_RAISE_FLOOR, (_FLOOR_KEY, floor))
+    return added
+
+
+def read_events(
+    database: sqlite3.Connection, *, after: str, upto: str, session_id: str | None, limit: int
+) -> EventPage:
+    """Return the first `limit` events behind `after`, none behind `upto`, of one session or of all."""
+    where, values = "cursor > ? AND cursor <= ?", [after, upto]
+    if session_id is not None:
+        where, values = f"session_id = ? AND {where}", [session_id, *values]
+    rows = database.execute(f"SELECT * FROM events WHERE {where} ORDER BY cursor LIMIT ?", (*values, limit))
+    return EventPage([_from_row(row) for row in rows], _node_value(database, _FLOOR_KEY) or "")
+
+
+def purge_events(database: sqlite3.Connection, *, oldest: int) -> Purged:
+    """Delete the `oldest` rows, and raise the floor to the last of them."""
+    row = database.execute("SELECT cursor FROM events ORDER BY cursor LIMIT 1 OFFSET ?", (oldest - 1,)).fetchone()
+    rows = 0
+    if row is not None:
+        rows = database.execute("DELETE FROM events WHERE cursor <= ?", (row["cursor"],)).rowcount
+        database.execute(_RAISE_FLOOR, (_FLOOR_KEY, row["cursor"]))
+    return Purged(rows, _node_value(database, _FLOOR_KEY) or "")
+
+
+def _node_value(database: sqlite3.Connection, key: str) -> str | None:
+    row = database.execute("SELECT value FROM node WHERE key = ?", (key,)).fetchone()
+    return None if row is None else str(row["value"])
+
+
+def _to_row(event: Event) -> tuple[str, int, str, str, str]:
+    time_ms = round(event.time.timestamp() * 1000)
+    return event.cursor, time_ms, event.type.value, event.session_id, orjson.dumps(event.data).decode()
+
+
+def _from_row(row: sqlite3.Row) -> Event:
+    time = datetime.fromtimestamp(row["time_ms"] / 1000, UTC)
+    return Event(row["cursor"], time, EventType(row["type"]), row["session_id"], orjson.loads(row["data"]))

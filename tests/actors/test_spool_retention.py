@@ -1,0 +1,89 @@
+"""Logs of ended runs are kept for a while and then dropped, by the clock of the loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import trio
+import trio.testing
+
+from sandkasten.model import Stream
+from sandkasten.runtime.spool import OutputLog, RunLogs, Spool
+
+
+@asynccontextmanager
+async def spool_in_memory(root: Path, *, retention_s: float) -> AsyncIterator[Spool]:
+    """A spool whose background task runs and never has anything to do with the disk."""
+    spool = Spool(root, retention_s=retention_s)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(spool.run)
+        yield spool
+        nursery.cancel_scope.cancel()
+
+
+async def ended(logs: RunLogs, exec_id: str) -> OutputLog:
+    log = logs.open(exec_id)
+    await log.append(Stream.STDOUT, b"x")
+    logs.retire(exec_id)
+    return log
+
+
+async def test_an_ended_run_is_dropped_when_its_time_is_over(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Each at its own time, in order, and its session is told; a running one stays."""
+    async with spool_in_memory(tmp_path, retention_s=900) as spool:
+        logs, others = spool.session("a"), spool.session("b")
+        gone: list[tuple[str, float]] = []
+        logs.on_gone = others.on_gone = lambda exec_id: gone.append((exec_id, trio.current_time() - start))
+        start = trio.current_time()
+        running = logs.open("running")
+        await running.append(Stream.STDOUT, b"x")
+        await ended(logs, "first")
+        await trio.sleep(100)
+        await ended(others, "second")
+        await trio.sleep(799)
+        assert (gone, logs.get("first") is None) == ([], False)
+        await trio.sleep(2)
+        assert ([("first", 900)], logs.get("first")) == (gone, None)
+        await trio.sleep(100)
+        await ended(logs, "third")
+        await trio.sleep(2000)
+        assert gone == [("first", 900), ("second", 1000), ("third", 1901)]
+        assert logs.get("running") is running
+        assert others.bytes_used == 0 < logs.bytes_used == spool.memory_bytes_used
+
+
+async def test_a_session_that_ended_is_forgotten_by_the_clock(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Its logs are gone at once, nobody is told, and nothing happens when their time would be over."""
+    async with spool_in_memory(tmp_path, retention_s=10) as spool:
+        logs = spool.session("a")
+        gone: list[str] = []
+        logs.on_gone = gone.append
+        await ended(logs, "first")
+        logs.close()
+        assert logs.get("first") is None
+        await trio.sleep(100)
+        assert gone == []
+        assert spool.memory_bytes_used == 0
+
+
+async def test_a_dropped_log_stays_with_the_reader_that_followed_it(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    """A slow client still gets the end of what it began to read."""
+    async with spool_in_memory(tmp_path, retention_s=10) as spool:
+        logs = spool.session("a")
+        log = logs.open("first")
+        reader = log.reader()
+        await log.append(Stream.STDOUT, b"x")
+        logs.retire("first")
+        await trio.sleep(100)
+        assert logs.get("first") is None
+        assert [piece.data async for piece in reader] == [b"x"]
+        reader.close()
+        assert spool.memory_bytes_used == 0

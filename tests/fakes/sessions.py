@@ -1,0 +1,185 @@
+"""The part of the supervisor in memory that has sessions and what happens to them. Knows no HTTP."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+
+import attrs
+import trio
+
+from sandkasten import errors
+from sandkasten.lifecycle import ENDED, LIVE
+from sandkasten.model import (
+    Event,
+    EventType,
+    Limits,
+    Readiness,
+    Session,
+    SessionPatch,
+    SessionSpec,
+    SessionStats,
+    Status,
+)
+
+DEFAULT_TTL_S = 1800.0
+
+
+class Events:
+    """`EventStream` over the list of events."""
+
+    def __init__(self, supervisor: FakeSessions, session_id: str | None, position: int) -> None:
+        self._supervisor = supervisor
+        self._session_id = session_id
+        self._position = position
+
+    @property
+    def cursor(self) -> str:
+        return f"{self._position:08d}"
+
+    def __aiter__(self) -> Events:
+        return self
+
+    async def __anext__(self) -> Event:
+        await trio.lowlevel.checkpoint()
+        while True:
+            self._supervisor.check_cursor(self._position)
+            while self._position < len(self._supervisor.journal):
+                event = self._supervisor.journal[self._position]
+                self._position += 1
+                if self._session_id in (None, event.session_id):
+                    return event
+            await self._supervisor.event_emitted.wait()
+
+
+class FakeSessions:
+    """Sessions are records. `events_forgotten` is how many of the journal's events are not kept any more."""
+
+    node_id = "fake"
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, Session] = {}
+        self.environments: dict[str, dict[str, str]] = {}
+        self.specs: list[SessionSpec] = []
+        self.patches: list[SessionPatch] = []
+        self.journal: list[Event] = []
+        self.events_forgotten = 0
+        self.event_emitted = trio.Event()
+        self.readiness_checks = {"store": "ok", "zygote": "ok", "disk": "ok"}
+        self.create_failure: Exception | None = None
+
+    async def create(self, spec: SessionSpec) -> Session:
+        await trio.lowlevel.checkpoint()
+        if self.create_failure is not None:
+            raise self.create_failure
+        self.specs.append(spec)
+        now = datetime.now(UTC)
+        ttl_s = spec.ttl_s or DEFAULT_TTL_S
+        session = Session(
+            id=secrets.token_hex(12),
+            image=spec.image or "python",
+            status=Status.RUNNING,
+            cwd="/workspace",
+            created_at=now,
+            expires_at=now + timedelta(seconds=ttl_s),
+            last_activity=now,
+            ttl_s=ttl_s,
+            limits=spec.limits or Limits(),
+            workspace_id=spec.workspace_id,
+            labels=dict(spec.labels),
+            timings_ms={"queue": 0.1, "clone 3": 2.5},
+        )
+        self.sessions[session.id] = session
+        self.environments[session.id] = dict(spec.env)
+        self.emit(EventType.SESSION_CREATED, session.id, image=session.image)
+        return session
+
+    async def get(self, session_id: str) -> Session:
+        await trio.lowlevel.checkpoint()
+        try:
+            return self.sessions[session_id]
+        except KeyError:
+            raise errors.SessionNotFound("no such session") from None
+
+    async def list(self, *, status: Status | None = None, ended: bool = False, limit: int = 1000) -> Sequence[Session]:
+        await trio.lowlevel.checkpoint()
+        wanted = {status} if status else LIVE | (ENDED if ended else set())
+        found = [session for session in reversed(self.sessions.values()) if session.status in wanted]
+        return found[:limit]
+
+    async def update(self, session_id: str, patch: SessionPatch) -> Session:
+        session = await self._live(session_id)
+        self.patches.append(patch)
+        changes = {name: value for name, value in attrs.asdict(patch, recurse=False).items() if value is not None}
+        for name, value in (changes.pop("env", None) or {}).items():
+            if value is None:
+                self.environments[session_id].pop(name, None)
+            else:
+                self.environments[session_id][name] = value
+        self.sessions[session_id] = attrs.evolve(session, **changes)
+        return self.sessions[session_id]
+
+    async def destroy(self, session_id: str) -> Session:
+        session = await self.get(session_id)
+        if session.status in LIVE:
+            session = self.end(session_id, Status.DESTROYED, "destroyed by request")
+        return session
+
+    def end(self, session_id: str, status: Status, reason: str) -> Session:
+        """Let a session end as if by itself."""
+        self.sessions[session_id] = attrs.evolve(self.sessions[session_id], status=status, reason=reason)
+        self.emit(EventType(f"session.{status.value}"), session_id, reason=reason)
+        return self.sessions[session_id]
+
+    async def wait_ended(self, session_id: str) -> Session:
+        while (session := await self.get(session_id)).status in LIVE:
+            await self.event_emitted.wait()
+        return session
+
+    async def stats(self, session_id: str) -> SessionStats:
+        await self._live(session_id)
+        return SessionStats(
+            memory_bytes=1024,
+            memory_limit=2048,
+            memory_peak_bytes=-1,
+            cpu_usage_usec=99,
+            cpu_throttled=0,
+            pids=2,
+            pids_limit=256,
+            oom_kills=0,
+        )
+
+    def emit(self, kind: EventType, session_id: str, **data: object) -> None:
+        """Let something happen. Cursors count the events from 1 on."""
+        self.journal.append(Event(f"{len(self.journal) + 1:08d}", datetime.now(UTC), kind, session_id, data))
+        self.event_emitted.set()
+        self.event_emitted = trio.Event()
+
+    def check_cursor(self, position: int) -> None:
+        """Raise `CursorGone` if what follows the first `position` events is not kept."""
+        if position < self.events_forgotten:
+            raise errors.CursorGone("those events are not kept any more", oldest=f"{self.events_forgotten:08d}")
+
+    @asynccontextmanager
+    async def events(self, *, session_id: str | None = None, after: str | None = None) -> AsyncIterator[Events]:
+        if session_id is not None:
+            await self.get(session_id)
+        position = len(self.journal)
+        if after is not None:
+            if not (after.isascii() and after.isdigit() and len(after) == 8 and int(after) <= position):
+                raise errors.InvalidRequest("the cursor is malformed", cursor="is none of this server")
+            position = int(after)
+        self.check_cursor(position)
+        yield Events(self, session_id, position)
+
+    async def readiness(self) -> Readiness:
+        await trio.lowlevel.checkpoint()
+        return Readiness(all(value == "ok" for value in self.readiness_checks.values()), self.readiness_checks)
+
+    async def _live(self, session_id: str) -> Session:
+        session = await self.get(session_id)
+        if session.status not in LIVE:
+            raise errors.SessionExpired("the session has ended", status=session.status.value, reason=session.reason)
+        return session

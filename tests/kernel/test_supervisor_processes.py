@@ -1,0 +1,170 @@
+"""Background processes on the real kernel: started, watched, waited for, fed, ended with all they started."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.errors import InvalidRequest
+from sandkasten.model import (
+    Cause,
+    EventType,
+    ExecSpec,
+    ExecState,
+    Port,
+    ProcessSpec,
+    SessionSpec,
+    Status,
+    TerminalSize,
+    WaitFor,
+)
+from tests.waiting import until
+
+SERVER = "import socket, time; s = socket.create_server(('127.0.0.1', 8123)); print('up', flush=True); time.sleep(60)"
+
+
+@pytest.fixture
+async def session_id(supervisor: LocalSupervisor) -> str:
+    return (await supervisor.create(SessionSpec())).id
+
+
+async def test_a_process_outlives_its_caller_and_tells_its_end(supervisor: LocalSupervisor, session_id: str) -> None:
+    """Its log, status and usage are there afterwards."""
+    info = await supervisor.start_process(session_id, ProcessSpec(command="echo out; echo err >&2; exit 3"))
+    waited = await supervisor.wait_process(session_id, info.exec_id, WaitFor(exit=True), timeout_s=10)
+    assert waited.happened
+    assert waited.run.end is not None
+    assert (waited.run.end.exit_code, waited.run.end.cause) == (3, Cause.EXITED)
+    assert waited.run.end.usage.cpu_ms >= 0
+    assert (await supervisor.read_output(session_id, info.exec_id)).data in (b"out\nerr\n", b"err\nout\n")
+
+
+async def test_a_port_is_waited_for_listed_and_told(supervisor: LocalSupervisor, session_id: str) -> None:
+    """It opens with the server and closes with it."""
+    async with supervisor.events(session_id=session_id) as events:
+        process = await supervisor.start_process(session_id, ProcessSpec(argv=("python3", "-c", SERVER)))
+        waited = await supervisor.wait_process(session_id, process.exec_id, WaitFor(port=8123), timeout_s=10)
+        assert waited.happened
+        assert list(await supervisor.ports(session_id)) == [Port(8123, "127.0.0.1")]
+        await supervisor.cancel_exec(session_id, process.exec_id, now=True)
+        seen = []
+        with trio.fail_after(10):
+            async for event in events:
+                seen.append(event.type)
+                if {EventType.PORT_CLOSED, EventType.PROCESS_EXITED} <= set(seen):
+                    break
+    assert set(seen) == {
+        EventType.PROCESS_STARTED,
+        EventType.PORT_OPENED,
+        EventType.PORT_CLOSED,
+        EventType.PROCESS_EXITED,
+    }
+    assert seen.index(EventType.PORT_OPENED) < seen.index(EventType.PORT_CLOSED)
+
+
+async def test_a_line_of_output_is_waited_for(supervisor: LocalSupervisor, session_id: str) -> None:
+    """One that came before the wait, or comes later; the pattern is a regular expression over lines."""
+    process = await supervisor.start_process(
+        session_id, ProcessSpec(command="printf 'port: '; sleep 0.2; echo 80; cat")
+    )
+    for _ in range(2):
+        waited = await supervisor.wait_process(
+            session_id, process.exec_id, WaitFor(pattern=r"port: \d+$"), timeout_s=10
+        )
+        assert (waited.happened, waited.line) == (True, "port: 80")
+    missing = await supervisor.wait_process(session_id, process.exec_id, WaitFor(pattern="never"), timeout_s=0.1)
+    assert not missing.happened
+    with pytest.raises(InvalidRequest):
+        await supervisor.wait_process(session_id, process.exec_id, WaitFor(pattern="(unclosed"), timeout_s=1)
+
+
+async def test_a_wait_ends_with_the_process(supervisor: LocalSupervisor, session_id: str) -> None:
+    """Nobody waits out the time for what can't happen any more."""
+    process = await supervisor.start_process(session_id, ProcessSpec(command="exit 1"))
+    with trio.fail_after(10):
+        for condition in (WaitFor(port=9999), WaitFor(pattern="never")):
+            waited = await supervisor.wait_process(session_id, process.exec_id, condition, timeout_s=60)
+            assert (waited.happened, waited.run.state) == (False, ExecState.ENDED)
+
+
+async def test_a_hostile_pattern_takes_no_time(supervisor: LocalSupervisor, session_id: str) -> None:
+    """What would keep a backtracking matcher busy for years."""
+    process = await supervisor.start_process(session_id, ProcessSpec(command=f"echo {'a' * 3000}b; cat"))
+    with trio.fail_after(10):
+        waited = await supervisor.wait_process(session_id, process.exec_id, WaitFor(pattern="(a+)+$"), timeout_s=0.5)
+    assert not waited.happened
+
+
+async def test_killing_a_process_kills_its_tree(supervisor: LocalSupervisor, session_id: str) -> None:
+    """Daemons that left its session included, and nothing else."""
+    await supervisor.exec(session_id, ExecSpec("sleep 1001 &"))
+    command = "sleep 1002 & (setsid sleep 1003 &) ; trap '' INT TERM; echo up; while :; do sleep 1; done"
+    process = await supervisor.start_process(session_id, ProcessSpec(command=command))
+    await supervisor.wait_process(session_id, process.exec_id, WaitFor(pattern="up"), timeout_s=10)
+    ended = await supervisor.cancel_exec(session_id, process.exec_id, now=True)
+    assert ended.end is not None
+    assert ended.end.cause is Cause.CANCELLED
+    left = await supervisor.exec(session_id, ExecSpec("pgrep -a sleep | cut -d' ' -f2-"))
+    assert left.output == b"sleep 1001\n"
+
+
+async def test_what_an_ended_process_left_can_be_killed(supervisor: LocalSupervisor, session_id: str) -> None:
+    """A daemon outlives the process that started it, until the process is killed after all."""
+    process = await supervisor.start_process(session_id, ProcessSpec(command="(setsid sleep 1001 &)"))
+    await supervisor.wait_process(session_id, process.exec_id, WaitFor(exit=True), timeout_s=10)
+    count = ExecSpec("pgrep -c sleep")
+
+    async def is_there() -> bool:
+        return (await supervisor.exec(session_id, count)).output == b"1\n"
+
+    await until(is_there)
+    await supervisor.cancel_exec(session_id, process.exec_id, now=True)
+    assert (await supervisor.exec(session_id, count)).output == b"0\n"
+
+
+async def test_a_process_takes_input_and_a_terminal(supervisor: LocalSupervisor, session_id: str) -> None:
+    """A pipe by default, a terminal if asked for, whose size can change."""
+    piped = await supervisor.start_process(session_id, ProcessSpec(argv=("cat",)))
+    await supervisor.send_stdin(session_id, piped.exec_id, b"over\n", close=True)
+    await supervisor.wait_process(session_id, piped.exec_id, WaitFor(exit=True), timeout_s=10)
+    assert (await supervisor.read_output(session_id, piped.exec_id)).data == b"over\n"
+    spec = ProcessSpec(command="stty size; read line; stty size", terminal=TerminalSize(40, 10))
+    typed = await supervisor.start_process(session_id, spec)
+    await supervisor.wait_process(session_id, typed.exec_id, WaitFor(pattern="10 40"), timeout_s=10)
+    await supervisor.resize_exec(session_id, typed.exec_id, TerminalSize(100, 30))
+    await supervisor.send_stdin(session_id, typed.exec_id, b"\r")
+    waited = await supervisor.wait_process(session_id, typed.exec_id, WaitFor(pattern="30 100"), timeout_s=10)
+    assert waited.happened
+
+
+async def test_only_a_process_that_keeps_alive_holds_the_lease_off(supervisor: LocalSupervisor) -> None:
+    """One session expires over its idle process, the other lives as long as its process."""
+    idle, kept = [(await supervisor.create(SessionSpec(ttl_s=1))).id for _ in range(2)]
+    await supervisor.start_process(idle, ProcessSpec(argv=("sleep", "60")))
+    process = await supervisor.start_process(kept, ProcessSpec(argv=("sleep", "60"), keep_alive=True))
+
+    async def has_expired() -> bool:
+        return (await supervisor.get(idle)).status is Status.EXPIRED
+
+    await until(has_expired)
+    assert (await supervisor.get(kept)).status is Status.RUNNING
+    await supervisor.cancel_exec(kept, process.exec_id, now=True)
+
+
+async def test_many_programs_leave_no_group_behind(supervisor: LocalSupervisor, session_id: str) -> None:
+    """More in a row than may be at a time; those that leave a daemon each don't block the later ones."""
+    for number in range(110):
+        command = "(setsid sleep 1001 &)" if number < 5 else ":"
+        assert (await supervisor.exec(session_id, ExecSpec(command, stateless=True))).end.exit_code == 0
+
+
+async def test_a_program_s_user_is_looked_up_inside(supervisor: LocalSupervisor, session_id: str) -> None:
+    """By name or number; never root, never the runner's."""
+    named = await supervisor.exec(session_id, ExecSpec(argv=("id", "-un"), user="nobody"))
+    assert named.output == b"nobody\n"
+    numbered = await supervisor.exec(session_id, ExecSpec("id -u; id -g; echo $HOME", stateless=True, user="1234:99"))
+    assert numbered.output.split()[:2] == [b"1234", b"99"]
+    for user in ("root", "0", "0:0", "65535", "70000", "no such", "-1", ""):
+        with pytest.raises(InvalidRequest):
+            await supervisor.exec(session_id, ExecSpec(argv=("id",), user=user))

@@ -1,0 +1,117 @@
+"""Named shells on the real kernel: each its own directory, variables and process tree, beside the default one."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.errors import Capacity, Conflict, InvalidRequest, ShellNotFound
+from sandkasten.model import Cause, ExecSpec, SessionSpec, ShellSpec
+from tests.waiting import until
+
+
+@pytest.fixture
+async def session_id(supervisor: LocalSupervisor) -> str:
+    return (await supervisor.create(SessionSpec(env={"SHARED": "yes"}))).id
+
+
+async def test_shells_share_files_and_nothing_else(supervisor: LocalSupervisor, session_id: str) -> None:
+    """Directory, variables and functions of one are unknown to the other; the session's variables are in both."""
+    opened = await supervisor.open_shell(session_id, ShellSpec("second", cwd="/tmp", env={"OWN": "1"}))
+    assert (opened.name, opened.cwd) == ("second", "/tmp")
+    await supervisor.exec(session_id, ExecSpec("first=1; f() { echo f; }; echo data > file"))
+    second = await supervisor.exec(
+        session_id, ExecSpec("pwd; echo $SHARED $OWN ${first-none}; type f; cat /workspace/file", shell="second")
+    )
+    assert second.stdout == b"/tmp\nyes 1 none\ndata\n"
+    default = await supervisor.exec(session_id, ExecSpec("echo ${OWN-none}"))
+    assert default.stdout == b"none\n"
+    assert [shell.name for shell in await supervisor.shells(session_id)] == ["default", "second"]
+
+
+async def test_shells_run_beside_each_other(supervisor: LocalSupervisor, session_id: str) -> None:
+    """A command in one waits for a command in the other: both are running."""
+    await supervisor.open_shell(session_id, ShellSpec("second"))
+    await supervisor.exec(session_id, ExecSpec("mkfifo pipe"))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(supervisor.exec, session_id, ExecSpec("cat pipe > got"))
+        with trio.fail_after(10):
+            await supervisor.exec(session_id, ExecSpec("echo through > pipe", shell="second"))
+    assert (await supervisor.exec(session_id, ExecSpec("cat got"))).output == b"through\n"
+
+
+async def test_a_busy_shell_shows_what_it_runs(supervisor: LocalSupervisor, session_id: str) -> None:
+    """The list names the running command and those that wait."""
+    async with supervisor.open_exec(session_id, ExecSpec("echo working; sleep 60", exec_id="one")) as stream:
+        await anext(aiter(stream))
+        (shell,) = await supervisor.shells(session_id)
+        assert shell.running is not None
+        assert (shell.running.exec_id, shell.running.last_line, shell.queued) == ("one", "working", ())
+
+
+async def test_closing_a_shell_ends_all_it_started(supervisor: LocalSupervisor, session_id: str) -> None:
+    """Its command, its jobs and its daemons; what another shell runs stays."""
+    await supervisor.open_shell(session_id, ShellSpec("second"))
+    await supervisor.exec(session_id, ExecSpec("sleep 1001 & setsid sleep 1002 >/dev/null 2>&1 &", shell="second"))
+    await supervisor.exec(session_id, ExecSpec("sleep 1003 &"))
+    async with trio.open_nursery() as nursery:
+        causes: list[Cause] = []
+
+        async def run() -> None:
+            causes.append((await supervisor.exec(session_id, ExecSpec("sleep 1004", shell="second"))).end.cause)
+
+        nursery.start_soon(run)
+
+        async def is_running() -> bool:
+            return (await supervisor.shells(session_id))[1].running is not None
+
+        await until(is_running)
+        await supervisor.close_shell(session_id, "second")
+    assert causes == [Cause.CANCELLED]
+    left = await supervisor.exec(session_id, ExecSpec("pgrep -a sleep | cut -d' ' -f2-"))
+    assert left.output == b"sleep 1003\n"
+    with pytest.raises(ShellNotFound):
+        await supervisor.exec(session_id, ExecSpec("echo", shell="second"))
+
+
+async def test_a_time_limit_in_one_shell_leaves_the_other_s_orphans(
+    supervisor: LocalSupervisor, session_id: str
+) -> None:
+    """An orphan of one shell that began meanwhile is not blamed on the other's command."""
+    await supervisor.open_shell(session_id, ShellSpec("second"))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(supervisor.exec, session_id, ExecSpec("sleep 60", timeout_ms=800))
+
+        async def is_running() -> bool:
+            return (await supervisor.shells(session_id))[0].running is not None
+
+        await until(is_running)
+        await supervisor.exec(session_id, ExecSpec("(setsid sleep 1005 >/dev/null 2>&1 &)", shell="second"))
+        await supervisor.exec(session_id, ExecSpec("kill -9 $$", shell="second"))
+    left = await supervisor.exec(session_id, ExecSpec("pgrep -a sleep | cut -d' ' -f2-"))
+    assert left.output == b"sleep 1005\n"
+
+
+async def test_names_of_shells_are_checked(supervisor: LocalSupervisor, session_id: str) -> None:
+    """Taken, malformed, unknown, and the default one, which can't be closed."""
+    with pytest.raises(Conflict):
+        await supervisor.open_shell(session_id, ShellSpec("default"))
+    with pytest.raises(InvalidRequest):
+        await supervisor.open_shell(session_id, ShellSpec("../x"))
+    with pytest.raises(InvalidRequest):
+        await supervisor.open_shell(session_id, ShellSpec("second", cwd="/nowhere"))
+    with pytest.raises(ShellNotFound):
+        await supervisor.close_shell(session_id, "second")
+    with pytest.raises(InvalidRequest):
+        await supervisor.close_shell(session_id, "default")
+
+
+async def test_the_number_of_shells_is_bounded(supervisor: LocalSupervisor, session_id: str) -> None:
+    """One more is refused, and closing one makes room."""
+    for number in range(15):
+        await supervisor.open_shell(session_id, ShellSpec(f"s{number}"))
+    with pytest.raises(Capacity):
+        await supervisor.open_shell(session_id, ShellSpec("more"))
+    await supervisor.close_shell(session_id, "s3")
+    await supervisor.open_shell(session_id, ShellSpec("more"))

@@ -1,0 +1,240 @@
+"""Terminals on the real kernel: shells of their own, several viewers, and the agent's own shell watched and taken."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+import trio.testing
+
+from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.errors import ExecEnded, PermissionDenied, ShellNotFound, TerminalNotFound
+from sandkasten.model import ExecSpec, SessionSpec, TerminalSize, TerminalSpec
+from sandkasten.supervisor import TerminalViewer
+from tests.waiting import until
+
+LINE_TAKEN = b"\x1b[?2004l"
+"""What bash sends when it has read a line; a key that makes a signal drops what is typed and not read yet."""
+
+CTRL_C, CTRL_D, CTRL_Z = b"\x03", b"\x04", b"\x1a"
+
+
+@pytest.fixture
+async def session_id(supervisor: LocalSupervisor) -> str:
+    return (await supervisor.create(SessionSpec())).id
+
+
+class Screen:
+    """What a viewer has seen so far."""
+
+    def __init__(self, viewer: TerminalViewer) -> None:
+        self._pieces = aiter(viewer)
+        self.text = b""
+
+    async def until(self, wanted: bytes) -> bytes:
+        """Read until `wanted` is on the screen; return what came up to it, and forget that."""
+        with trio.fail_after(15):
+            while wanted not in self.text:
+                self.text += await anext(self._pieces)
+        seen, _, self.text = self.text.partition(wanted)
+        return seen + wanted
+
+
+async def press_until(viewer: TerminalViewer, screen: Screen, key: bytes, wanted: bytes) -> None:
+    """Press a key again and again: one that comes before a program has begun is for nobody."""
+    with trio.fail_after(15):
+        while True:
+            await viewer.send(key)
+            with trio.move_on_after(0.5):
+                await screen.until(wanted)
+                return
+
+
+async def test_a_terminal_has_job_control(supervisor: LocalSupervisor, session_id: str) -> None:
+    """Ctrl-C ends a job, Ctrl-Z stops one and `fg` goes on with it, and the size is the viewer's."""
+    async with supervisor.open_terminal(session_id, TerminalSpec(TerminalSize(90, 20))) as viewer:
+        screen = Screen(viewer)
+        await viewer.send(b"stty size; cat\r")
+        await screen.until(b"20 90")
+        await press_until(viewer, screen, CTRL_C, b"$ ")
+        await viewer.send(b"echo status=$?\r")
+        await screen.until(b"status=130")
+        await viewer.send(b"cat\r")
+        await screen.until(LINE_TAKEN)
+        await press_until(viewer, screen, CTRL_Z, b"Stopped")
+        await viewer.send(b"jobs; fg\r")
+        await screen.until(b"Stopped                 cat\r\ncat\r\n")
+        await viewer.send(CTRL_D)
+        await screen.until(b"$ ")
+        await viewer.resize(TerminalSize(100, 30))
+        await viewer.send(b"stty size\r")
+        await screen.until(b"30 100")
+        await viewer.send(CTRL_D)
+        assert (await viewer.wait_end()).exit_code == 0
+        with pytest.raises(ExecEnded):
+            await viewer.send(b"x")
+
+
+async def test_a_later_viewer_sees_the_past(supervisor: LocalSupervisor, session_id: str) -> None:
+    """Both see the same; the terminal lives without any viewer; a read-only one can't type."""
+    async with supervisor.open_terminal(session_id, TerminalSpec()) as first:
+        await first.send(b"X=mark; echo $X-one\r")
+        await Screen(first).until(b"mark-one")
+        terminal_id = first.terminal_id
+    async with supervisor.open_terminal(session_id, TerminalSpec(terminal_id=terminal_id)) as second:
+        screen = Screen(second)
+        await screen.until(b"mark-one")
+        watching = TerminalSpec(terminal_id=terminal_id, read_only=True)
+        async with supervisor.open_terminal(session_id, watching) as third:
+            await second.send(b"echo $X-two\r")
+            await screen.until(b"mark-two")
+            await Screen(third).until(b"mark-two")
+            with pytest.raises(PermissionDenied):
+                await third.send(b"rm -rf /\r")
+            with pytest.raises(PermissionDenied):
+                await third.resize(TerminalSize())
+        await second.send(b"exit\r")
+        await second.wait_end()
+        assert second.is_taken_over  # an end is told as such, not as hands that changed
+    with pytest.raises(TerminalNotFound):
+        async with supervisor.open_terminal(session_id, TerminalSpec(terminal_id=terminal_id)):
+            pass
+
+
+async def test_a_viewer_that_does_not_read_holds_up_nobody(supervisor: LocalSupervisor, session_id: str) -> None:
+    """Megabytes pass; the other viewer sees the end, and the slow one misses the middle and knows it."""
+    async with supervisor.open_terminal(session_id, TerminalSpec()) as fast:
+        joining = TerminalSpec(terminal_id=fast.terminal_id)
+        async with supervisor.open_terminal(session_id, joining) as slow:
+            await fast.send(b"head -c 3000000 /dev/zero | tr '\\0' x; echo; echo the''end\r")
+            await Screen(fast).until(b"theend")
+            await anext(aiter(slow))
+            assert slow.skipped_bytes > 1_000_000
+
+
+async def test_the_agent_s_shell_can_be_watched(supervisor: LocalSupervisor, session_id: str) -> None:
+    """Its commands, their output and bad endings are on the screen; the results stay exact."""
+    async with supervisor.open_terminal(session_id, TerminalSpec(shell="default")) as viewer:
+        screen = Screen(viewer)
+        with pytest.raises(PermissionDenied):
+            await viewer.send(b"not mine\r")
+        result = await supervisor.exec(session_id, ExecSpec("echo one; echo two >&2; exit 3"))
+        assert (result.stdout, result.stderr, result.end.exit_code) == (b"one\n", b"two\n", 3)
+        seen = await screen.until(b"exited: 3")
+        assert b"$ echo one; echo two >&2; exit 3" in seen
+        assert b"one\r\n" in seen
+        assert b"two\r\n" in seen
+
+
+async def test_the_agent_s_shell_can_be_taken_over(supervisor: LocalSupervisor, session_id: str) -> None:
+    """What a person types there is in the agent's shell afterwards; the agent's commands wait and stay exact."""
+    await supervisor.exec(session_id, ExecSpec("mine=agent; f() { echo from-f; }"))
+    async with (
+        trio.open_nursery() as nursery,
+        supervisor.open_terminal(session_id, TerminalSpec(shell="default")) as viewer,
+    ):
+        screen = Screen(viewer)
+        await viewer.take_over()
+        assert viewer.is_taken_over
+        await viewer.send(b"cd /tmp; echo $mine-too; f; theirs=person\r")
+        await screen.until(b"agent-too")
+        await screen.until(b"from-f")
+        results = []
+
+        async def run() -> None:
+            results.append(await supervisor.exec(session_id, ExecSpec("pwd; echo $theirs; (: </dev/tty) 2>&1")))
+
+        nursery.start_soon(run)
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        assert results == []
+        await viewer.give_back()
+    assert results[0].output.startswith(b"/tmp\nperson\n")
+    assert b"/dev/tty" in results[0].output  # the command has no terminal
+    assert not results[0].end.shell_restarted
+
+
+async def test_a_taken_shell_is_given_back_when_its_taker_leaves(supervisor: LocalSupervisor, session_id: str) -> None:
+    """Also in the middle of something."""
+    async with supervisor.open_terminal(session_id, TerminalSpec(shell="default")) as viewer:
+        await viewer.take_over()
+        await viewer.send(b"kept=yes\rsleep 1000\r")
+        await Screen(viewer).until(b"sleep 1000")
+    with trio.fail_after(10):
+        assert (await supervisor.exec(session_id, ExecSpec("echo $kept"))).output == b"yes\n"
+
+
+async def test_a_prompt_that_nobody_waits_for_any_more_never_comes(
+    supervisor: LocalSupervisor, session_id: str
+) -> None:
+    """Giving up the wait takes it out of the shell's queue, at once."""
+    async with supervisor.open_exec(session_id, ExecSpec("echo up; read -r x", stdin_open=True)) as running:
+        assert (await anext(aiter(running))).data == b"up\n"
+        async with supervisor.open_terminal(session_id, TerminalSpec(shell="default")) as viewer:
+            with trio.move_on_after(0.1) as scope:
+                await viewer.take_over()
+            assert scope.cancelled_caught
+            assert not viewer.is_taken_over
+
+            async def is_out_of_the_queue() -> bool:
+                return not (await supervisor.shells(session_id))[0].queued
+
+            await until(is_out_of_the_queue)
+            await running.send_stdin(b"on\n")
+            assert (await running.wait_end()).exit_code == 0
+            assert (await supervisor.exec(session_id, ExecSpec("echo $x"))).output == b"on\n"
+            await viewer.take_over()
+            assert viewer.is_taken_over
+
+
+async def test_each_viewer_sits_at_the_prompt_it_took(supervisor: LocalSupervisor, session_id: str) -> None:
+    """Two may sit at one; `exit` ends it for both, and the next one is for who takes it."""
+    async with (
+        supervisor.open_terminal(session_id, TerminalSpec(shell="default")) as first,
+        supervisor.open_terminal(session_id, TerminalSpec(shell="default")) as second,
+    ):
+        screen = Screen(first)
+        await first.take_over()
+        assert (first.is_taken_over, second.is_taken_over) == (True, False)
+        with pytest.raises(PermissionDenied):
+            await second.send(b"x")
+        await second.take_over()
+        assert second.is_taken_over
+        await first.give_back()
+        assert (first.is_taken_over, second.is_taken_over) == (False, True)
+        await first.take_over()
+        await second.send(b"exit\r")
+        await screen.until(b"[given back]")
+        assert (first.is_taken_over, second.is_taken_over) == (False, False)
+        for viewer in (first, second):
+            with pytest.raises(PermissionDenied):
+                await viewer.send(b"lost\r")
+        await second.take_over()
+        assert (first.is_taken_over, second.is_taken_over) == (False, True)
+        await first.give_back()
+        assert second.is_taken_over
+        await second.send(b"echo it''works\r")
+        await screen.until(b"itworks")
+
+
+async def test_unknown_shells_and_terminals_are_refused(supervisor: LocalSupervisor, session_id: str) -> None:
+    """By name."""
+    with pytest.raises(ShellNotFound):
+        async with supervisor.open_terminal(session_id, TerminalSpec(shell="nobody")):
+            pass
+    with pytest.raises(TerminalNotFound):
+        async with supervisor.open_terminal(session_id, TerminalSpec(terminal_id="nothing")):
+            pass
+
+
+async def test_the_end_of_a_session_ends_every_view(supervisor: LocalSupervisor, session_id: str) -> None:
+    """Of a shell that was only watched, and of a terminal of its own."""
+    async with (
+        supervisor.open_terminal(session_id, TerminalSpec(shell="default")) as view,
+        supervisor.open_terminal(session_id, TerminalSpec()) as own,
+    ):
+        await anext(aiter(own))
+        await supervisor.destroy(session_id)
+        with trio.fail_after(10):
+            for viewer in (view, own):
+                async for _ in viewer:
+                    pass
+                await viewer.wait_end()

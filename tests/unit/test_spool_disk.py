@@ -1,0 +1,319 @@
+"""The spool on a real disk: memory and files stay within their bounds, and what was written comes back."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from sandkasten.model import Stream
+from sandkasten.runtime.spool import OutputLog, RunLogs, Spool
+from tests.spools import (
+    KB,
+    MB,
+    PIECE,
+    contents,
+    disk_bytes,
+    drain,
+    ended,
+    files,
+    fill,
+    numbered_piece,
+    open_spool,
+    take,
+    wait_memory_below,
+)
+from tests.waiting import until
+
+OUT = Stream.STDOUT
+
+
+async def ended_with(logs: RunLogs, exec_id: str, data: bytes) -> None:
+    await logs.open(exec_id).append(OUT, data)
+    logs.retire(exec_id)
+
+
+async def test_short_runs_touch_no_file(tmp_path: Path) -> None:
+    """As long as there is memory, output stays there."""
+    async with open_spool(tmp_path) as spool:
+        logs = spool.session("session")
+        for number in range(100):
+            await ended(logs, str(number), pieces=1)
+        await trio.testing.wait_all_tasks_blocked()
+        assert files(tmp_path) == []
+        assert spool.disk_bytes_used == 0
+
+
+async def test_ended_runs_go_to_disk_first_and_are_read_from_there(tmp_path: Path) -> None:
+    """What memory has no room for is read back exactly, from any number and any offset."""
+    async with open_spool(tmp_path, memory_bytes=4 * MB) as spool:
+        logs = spool.session("../evil\n/session")
+        old = await ended(logs, "../../../../etc/passwd", pieces=40)
+        running = logs.open("/dev/null")
+        await fill(running, 40)
+        await wait_memory_below(spool, 4 * MB)
+        assert old.kept.memory_bytes < MB
+        assert running.kept.memory_bytes > 40 * len(PIECE)
+        assert spool.disk_bytes_used == disk_bytes(tmp_path) > MB
+        assert all(re.fullmatch(r"[0-9a-f]{16}\.spool", path.name) for path in files(tmp_path))
+        assert [numbered_piece(number) for number in range(40)] == [piece.data async for piece in old.reader()]
+        assert [numbered_piece(number) for number in range(7, 40)] == [
+            piece.data async for piece in old.reader(after=7)
+        ]
+        joined = old.reader(after=6)
+        await take(joined, 1)
+        assert joined.offset == 7 * len(PIECE)
+        joined.close()
+        slice_ = await old.read(OUT, 3 * len(PIECE) - 16, 48)
+        assert slice_.data == b"%016d%016d%016d" % (2, 3, 3)
+        assert old.last_line[-16:] == "0" * 14 + "39"
+
+
+async def test_one_file_takes_many_short_runs(tmp_path: Path) -> None:
+    """The disk sees few large files, not one for each command."""
+    async with open_spool(tmp_path, memory_bytes=MB) as spool:
+        logs = spool.session("session")
+        ended_logs = []
+        for number in range(1000):
+            log = logs.open(str(number))
+            await log.append(OUT, b"%d" % number * 300)
+            logs.retire(str(number))
+            ended_logs.append(log)
+        await wait_memory_below(spool, MB)
+        assert 0 < len(files(tmp_path)) <= 3
+        for number, log in enumerate(ended_logs):
+            assert b"%d" % number * 300 == await drain(log.reader())
+
+
+@pytest.mark.parametrize("has_reader", [False, True])
+async def test_a_long_stream_grows_neither_memory_nor_disk(tmp_path: Path, has_reader: bool) -> None:
+    """Far more than all budgets flows through while memory and files stay within theirs."""
+    memory, session = 2 * MB, 8 * MB
+    got = 0
+
+    async def follow(log: OutputLog) -> None:
+        nonlocal got
+        async for piece in log.reader():
+            got += len(piece.data)
+
+    async with (
+        open_spool(tmp_path, memory_bytes=memory, session_bytes=session) as spool,
+        trio.open_nursery() as nursery,
+    ):
+        logs = spool.session("session")
+        log = logs.open("stream")
+        if has_reader:
+            nursery.start_soon(follow, log)
+        for _ in range(1000):
+            await fill(log, 1)
+            assert spool.memory_bytes_used <= 1.5 * memory + 2 * len(PIECE)
+            assert logs.bytes_used <= session
+            assert spool.disk_bytes_used <= session + 2 * MB
+        log.close()
+        logs.retire("stream")
+        assert log.first_sequence > 1000 - session // len(PIECE)
+    assert got == (1000 * len(PIECE) if has_reader else 0)
+
+
+async def test_many_streams_at_once_share_the_memory(tmp_path: Path) -> None:
+    """Each writer gets on, and together they stay within the bounds."""
+    memory, streams = 2 * MB, 10
+    async with open_spool(tmp_path, memory_bytes=memory) as spool, trio.open_nursery() as nursery:
+        highest = 0
+
+        async def write(log: OutputLog) -> None:
+            nonlocal highest
+            for number in range(50):
+                await log.append(OUT, numbered_piece(number))
+                highest = max(highest, spool.memory_bytes_used)
+                await trio.lowlevel.checkpoint()
+            log.close()
+
+        logs = [spool.session(str(number % 4)).open(str(number)) for number in range(streams)]
+        for log in logs:
+            nursery.start_soon(write, log)
+        whole = b"".join(numbered_piece(number) for number in range(50))
+        for log in logs:
+            assert whole == await drain(log.reader())
+        assert highest <= 1.5 * memory + streams * 2 * len(PIECE)
+
+
+async def test_a_writer_waits_for_the_disk(tmp_path: Path, nursery: trio.Nursery) -> None:
+    """When memory is full and nothing is written, a writer stands still instead of filling it."""
+    spool = Spool(tmp_path / "spool", memory_bytes=MB)
+    await spool.open()
+    log = spool.session("session").open("a")
+    nursery.start_soon(fill, log, 100)
+    await trio.testing.wait_all_tasks_blocked()
+    assert 1.25 * MB < spool.memory_bytes_used < 1.5 * MB
+    assert log.last_sequence < 25
+    nursery.start_soon(spool.run)
+    assert b"".join([piece.data for piece in await take(log.reader(), 100)]) == 100 * PIECE
+    nursery.cancel_scope.cancel()
+    await spool.close()
+
+
+async def test_a_small_writer_does_not_wait_for_those_that_fill_the_memory(
+    tmp_path: Path, nursery: trio.Nursery
+) -> None:
+    """Each log has its share, whatever the others hold."""
+    spool = Spool(tmp_path / "spool", memory_bytes=MB)
+    logs = spool.session("session")
+    for name in "abc":
+        nursery.start_soon(fill, logs.open(name), 100)
+    await trio.testing.wait_all_tasks_blocked()
+    assert spool.memory_bytes_used > 1.25 * MB
+    small = logs.open("small")
+    with trio.testing.assert_no_checkpoints():
+        await fill(small, 1)
+    assert small.last_sequence == 1
+    nursery.cancel_scope.cancel()
+
+
+async def test_what_is_dropped_while_it_is_written_leaves_no_file(tmp_path: Path) -> None:
+    """A file nobody needs any more when it is there is removed at once."""
+    async with open_spool(tmp_path, memory_bytes=MB) as spool:
+        logs = spool.session("session")
+        async with spool._writing:  # the thread that writes can't begin
+            await ended(logs, "a", pieces=15)
+            await ended(logs, "b", pieces=5)
+            await trio.testing.wait_all_tasks_blocked()
+            assert spool._writing.statistics().tasks_waiting == 1
+            logs.close()
+
+        async def is_written() -> bool:
+            return spool._writing.statistics().borrowed_tokens == 0
+
+        await until(is_written)
+        await trio.testing.wait_all_tasks_blocked()
+        await until(is_written)
+        assert files(tmp_path) == []
+        assert (spool.memory_bytes_used, spool.disk_bytes_used, spool.lost_bytes) == (0, 0, 0)
+
+
+async def test_sessions_go_to_disk_in_turn(tmp_path: Path) -> None:
+    """The oldest of each leaves memory first, not all of one session."""
+    async with open_spool(tmp_path, memory_bytes=4 * MB) as spool:
+        logs = [await ended(spool.session(name), "a", pieces=38) for name in ("first", "second")]
+        await wait_memory_below(spool, 4 * MB)
+        assert all(log.kept.blocks[0].segment is not None for log in logs)
+        assert all(log.kept.blocks[-1].segment is None for log in logs)
+
+
+async def test_sessions_share_no_file(tmp_path: Path) -> None:
+    """What one leaves behind does not stay because of another, however their commands took turns."""
+    async with open_spool(tmp_path, memory_bytes=MB) as spool:
+        first, second = spool.session("first"), spool.session("second")
+        for number in range(500):
+            await ended_with(first, str(number), b"x" * 3000)
+            await ended_with(second, str(number), b"y" * 3000)
+        await wait_memory_below(spool, MB)
+        assert 2 <= len(files(tmp_path)) <= 6
+        second.close()
+
+        async def only_the_others_are_left() -> bool:
+            return {content[-1:] for content in contents(tmp_path)} == {b"x"}
+
+        await until(only_the_others_are_left)
+        assert not any(b"y" in content for content in contents(tmp_path))
+        assert all(first.get(str(number)) for number in range(500))
+
+
+async def test_files_go_when_what_they_hold_goes(tmp_path: Path) -> None:
+    """The end of a session removes its files and no others."""
+    async with open_spool(tmp_path, memory_bytes=MB) as spool:
+        first, second = spool.session("first"), spool.session("second")
+        await ended(first, "a", pieces=40)
+        await ended(second, "b", pieces=40)
+        await wait_memory_below(spool, MB)
+        both = spool.disk_bytes_used
+        first.close()
+
+        async def is_removed() -> bool:
+            return spool.disk_bytes_used == disk_bytes(tmp_path) < both
+
+        await until(is_removed)
+        log = second.get("b")
+        assert log is not None
+        assert 40 * len(PIECE) == len(await drain(log.reader()))
+        second.close()
+
+        async def is_empty() -> bool:
+            return spool.disk_bytes_used == 0 and files(tmp_path) == []
+
+        await until(is_empty)
+        assert (spool.memory_bytes_used, spool.lost_bytes) == (0, 0)
+
+
+async def test_a_tail_on_disk_is_kept_for_a_reader_close_behind(tmp_path: Path) -> None:
+    """A session that ended leaves a reader its rest, wherever it lies, and no file once that was read."""
+    async with open_spool(tmp_path, memory_bytes=512 * KB) as spool:
+        logs = spool.session("session")
+        log = logs.open("a")
+        reader = log.reader()
+        for number in range(16):
+            await log.append(OUT, numbered_piece(number))
+        logs.retire("a")
+        await wait_memory_below(spool, 512 * KB)
+        logs.close()
+        assert b"".join(numbered_piece(number) for number in range(16)) == await drain(reader)
+
+        async def is_empty() -> bool:
+            return spool.disk_bytes_used == 0 and files(tmp_path) == []
+
+        await until(is_empty)
+        assert spool.memory_bytes_used == 0
+
+
+async def test_the_disk_limit_holds_over_all_sessions(tmp_path: Path) -> None:
+    """The oldest ended runs give way; without any, running ones lose output, and none has to wait."""
+    async with open_spool(tmp_path, memory_bytes=MB, disk_bytes=4 * MB) as spool:
+        gone: list[str] = []
+        for number in range(5):
+            logs = spool.session(str(number))
+            logs.on_gone = gone.append
+            await ended(logs, str(number), pieces=32)
+            await wait_memory_below(spool, MB)
+            assert spool.disk_bytes_used <= 4 * MB
+        assert gone == ["0", "1", "2"]
+        assert spool.lost_bytes == 0
+        log = spool.session("last").open("running")
+        await fill(log, 200)
+        await wait_memory_below(spool, MB)
+        assert spool.disk_bytes_used <= 4 * MB
+        assert gone == ["0", "1", "2", "3", "4"]
+        assert log.last_sequence == 200
+        assert spool.lost_bytes > 0
+
+
+async def test_what_an_earlier_daemon_left_is_removed(tmp_path: Path) -> None:
+    """Nothing refers to it any more."""
+    root = tmp_path / "spool"
+    left = Spool(root, memory_bytes=KB)
+    await left.open()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(left.run)
+        await ended(left.session("session"), "a", pieces=4)
+        await wait_memory_below(left, KB)
+        nursery.cancel_scope.cancel()
+    assert files(root) != []
+    async with open_spool(root) as spool:
+        assert files(root) == []
+        assert spool.disk_bytes_used == 0
+
+
+async def test_closing_removes_everything_and_frees_everyone(tmp_path: Path) -> None:
+    """At the stop of the daemon no file stays, and nobody waits."""
+    root = tmp_path / "spool"
+    async with trio.open_nursery() as nursery, open_spool(root, memory_bytes=MB) as spool:
+        log = spool.session("session").open("a")
+        reader = log.reader()
+        nursery.start_soon(fill, log, 100)
+        await trio.testing.wait_all_tasks_blocked()
+        await wait_memory_below(spool, MB)
+    assert files(root) == []
+    assert log.is_closed
+    reader.close()

@@ -1,0 +1,163 @@
+"""A disk that is full, broken or slow costs old output at most: runs go on, readers are told what is gone."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from sandkasten.errors import ExecGone
+from sandkasten.model import Stream
+from sandkasten.runtime.spool import ReaderMode
+from tests.spools import (
+    KB,
+    MB,
+    PIECE,
+    disk_bytes,
+    drain,
+    ended,
+    files,
+    fill,
+    numbered_piece,
+    open_spool,
+    take,
+    wait_memory_below,
+)
+from tests.unit.test_spool_segment import file_size_limit
+from tests.waiting import until
+
+OUT = Stream.STDOUT
+
+
+async def test_a_disk_that_takes_nothing_costs_output_and_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run goes on, readers are told what is gone, the failure is logged once, and all is well again after it."""
+    caplog.set_level(logging.ERROR)
+    async with open_spool(tmp_path, memory_bytes=MB) as spool:
+        logs = spool.session("session")
+        log = logs.open("a")
+        with file_size_limit(1000):
+            await fill(log, 100)
+            await wait_memory_below(spool, MB)
+        assert [record.message for record in caplog.records] == ["spool_failed"]
+        assert log.last_sequence == 100
+        assert 0 < spool.lost_bytes == (log.first_sequence - 1) * len(PIECE)
+        assert files(tmp_path) == []
+        with pytest.raises(ExecGone):
+            log.reader()
+        after = log.first_sequence - 1
+        await fill(log, 40)
+        log.close()
+        await wait_memory_below(spool, MB)
+        assert disk_bytes(tmp_path) > 0
+        assert (140 - after) * PIECE == await drain(log.reader(after=after))
+
+
+async def test_a_viewer_that_lost_everything_holds_nobody(tmp_path: Path, nursery: trio.Nursery) -> None:
+    """It skips to the end of what there is, and the writer it held goes on."""
+    async with open_spool(tmp_path, memory_bytes=KB) as spool:
+        log = spool.session("session").open("a")
+        viewer = log.reader(mode=ReaderMode.FASTEST)
+        with file_size_limit(1000):
+            nursery.start_soon(fill, log, 100)
+
+            async def is_held() -> bool:
+                return log.last_sequence == 16 and spool.memory_bytes_used == 0
+
+            await until(is_held)
+            (piece,) = await take(viewer, 1)
+        assert piece.sequence > 16
+        assert viewer.skipped_bytes == (piece.sequence - 1) * len(PIECE)
+        viewer.close()
+
+
+async def test_files_that_were_damaged_are_gone(tmp_path: Path) -> None:
+    """What the disk gives back wrong is handed to nobody; what comes behind it still is."""
+    async with open_spool(tmp_path, memory_bytes=MB) as spool:
+        log = await ended(spool.session("session"), "a", pieces=60)
+        await wait_memory_below(spool, MB)
+        viewer, reader = log.reader(mode=ReaderMode.FASTEST), log.reader()
+        on_disk = len([block for block in log.kept.blocks if block.segment is not None])
+        assert on_disk > 4
+        for path in files(tmp_path):
+            path.write_bytes(path.read_bytes()[:-1])
+        rest = await drain(viewer)
+        first = log.first_sequence
+        assert first > 1
+        assert viewer.skipped_bytes + len(rest) >= 60 * len(PIECE)
+        assert rest.endswith(b"".join(numbered_piece(number) for number in range(first - 1, 60)))
+        assert spool.lost_bytes > 0
+        with pytest.raises(ExecGone):
+            await drain(reader)
+        with pytest.raises(ExecGone):
+            await log.read(OUT, 0, 10)
+
+
+async def test_a_slice_ends_where_the_disk_fails(tmp_path: Path) -> None:
+    """What was read until then is given, the next one is told that it's gone."""
+    async with open_spool(tmp_path, memory_bytes=MB) as spool:
+        log = await ended(spool.session("session"), "a", pieces=60)
+        await wait_memory_below(spool, MB)
+        second = next(block for block in log.kept.blocks if block.segment is not log.kept.blocks[0].segment)
+        assert second.segment is not None
+        second.segment.path.unlink()
+        part = await log.read(None, 0, 4 * MB)
+        assert second.offset == len(part.data) == part.next_offset
+        with pytest.raises(ExecGone):
+            await log.read(None, part.next_offset, MB)
+
+
+async def test_a_file_that_goes_before_it_is_read_is_no_failure(
+    tmp_path: Path, nursery: trio.Nursery, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The reader is told that it's gone; nothing is lost to the disk."""
+    caplog.set_level(logging.ERROR)
+    async with open_spool(tmp_path, memory_bytes=MB) as spool:
+        logs = spool.session("session")
+        log = await ended(logs, "a", pieces=60)
+        await wait_memory_below(spool, MB)
+
+        async def read() -> None:
+            with pytest.raises(ExecGone):
+                await drain(log.reader())
+
+        reading = spool._ledger.reading
+        reading.total_tokens = 1
+        async with reading:  # the thread that reads can't begin
+            nursery.start_soon(read)
+            await trio.testing.wait_all_tasks_blocked()
+            assert reading.statistics().tasks_waiting == 1
+            logs.close()
+
+            async def is_removed() -> bool:
+                return files(tmp_path) == []
+
+            await until(is_removed)
+
+        async def has_ended() -> bool:
+            return not nursery.child_tasks
+
+        await until(has_ended)
+        assert (caplog.records, spool.lost_bytes) == ([], 0)
+
+
+async def test_a_cancelled_read_from_disk_loses_nothing(tmp_path: Path) -> None:
+    """The reader goes on where it was, and nobody waits for the disk."""
+    async with open_spool(tmp_path, memory_bytes=MB) as spool:
+        log = await ended(spool.session("session"), "a", pieces=40)
+        await wait_memory_below(spool, MB)
+        reader = log.reader()
+        got: list[bytes] = []
+        while len(got) < 40:
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                while len(got) < 40:
+                    got.append((await anext(reader)).data)
+            if scope.cancelled_caught:
+                got.append((await anext(reader)).data)
+        assert [numbered_piece(number) for number in range(40)] == got
+        reader.close()
