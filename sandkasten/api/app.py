@@ -1,7 +1,7 @@
 """The HTTP front as one ASGI application: what holds for every request, then raw handlers or Quart.
 
 Owns the order: request id, size of the head, key, route. Errors of both halves become the same body here and in
-`jsonapp.py`, through `errors.py`.
+`jsonapp.py`, through `errors.py`. WebSockets take the same way; `websocket.py` lets them in.
 """
 
 from __future__ import annotations
@@ -10,23 +10,29 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Mapping
 from typing import cast
-from urllib.parse import urlsplit
 
 from sandkasten import errors, logcontext
 from sandkasten.api.auth import Gate
 from sandkasten.api.errors import MAX_HEADERS, error_answer, head_too_large
-from sandkasten.api.exchange import Exchange
+from sandkasten.api.exchange import JSON, Exchange, one_header
 from sandkasten.api.guard import App, Message, Receive, Scope, Send
 from sandkasten.api.jsonapp import EXCHANGE_KEY, make_json_app
-from sandkasten.api.routes import PUBLIC_PATHS, RAW_ROUTES, RawHandler, split_session_path
+from sandkasten.api.routes import PUBLIC_PATHS, RAW_PATHS, RAW_ROUTES, RawHandler, split_session
+from sandkasten.api.routing import Target, parse_target
 from sandkasten.api.settings import ApiSettings
 from sandkasten.api.stream import ClientGone
+from sandkasten.api.websocket import ConnectionOver, Doorman, WebSocketExchange
+from sandkasten.api.ws_routes import SESSION_WEBSOCKETS, WEBSOCKETS
 from sandkasten.errors import InvalidRequest
 from sandkasten.model import SESSION_ID
 from sandkasten.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
+
+MAX_PUBLIC_BODY_BYTES = 1024
+"""What is read of whoever has not shown a key."""
 
 _REQUEST_ID = re.compile(rb"[\x20-\x7e]{1,128}\Z")
 
@@ -41,6 +47,7 @@ class _Front:
         self._supervisor = supervisor
         self._settings = settings
         self._gate = Gate(settings.api_key)
+        self._doorman = Doorman(self._gate)
         self._json_app = cast(App, make_json_app())  # typed for hypercorn's own message types
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -48,55 +55,83 @@ class _Front:
         request_id = choose_request_id(scope)
         logcontext.request_id.set(request_id)
         if scope["type"] == "websocket":
-            await self._refuse_websocket(scope, send)
+            await self._serve_websocket(scope, receive, _with_id(send, request_id))
             return
         if scope["type"] != "http":
             raise RuntimeError(f"unknown ASGI scope {scope['type']!r}")
+        target = read_target(scope)
         exchange = Exchange(
             scope, receive, _with_id(send, request_id), supervisor=self._supervisor, settings=self._settings
         )
         try:
-            await self._serve(exchange)
-        except ClientGone:
-            log.debug("the client left")
+            await self._serve(exchange, target)
         except Exception as error:  # noqa: BLE001  # the edge: whatever it is, the client gets one kind of answer
-            await _answer_error(exchange, error)
+            await _answer_error(exchange, unwrap(error))
         elapsed_ms = (time.perf_counter() - started) * 1000
-        level = logging.DEBUG if scope["path"] in PUBLIC_PATHS else logging.INFO
+        level = logging.DEBUG if is_public(target) else logging.INFO
         facts = {"method": exchange.method, "path": scope["path"], "status": exchange.status}
         log.log(level, "request", extra=facts | {"duration_ms": round(elapsed_ms, 1)})
 
-    async def _serve(self, exchange: Exchange) -> None:
+    async def _serve(self, exchange: Exchange, target: Target | None) -> None:
         scope = exchange.scope
         if is_head_too_large(scope, self._settings.max_header_bytes):
             raise head_too_large(self._settings.max_header_bytes)
         if has_two_lengths(scope):
             raise InvalidRequest("the body's length is given twice", transfer_encoding="came with content-length")
-        scope["path"] = path = origin_path(scope["path"])
-        if path not in PUBLIC_PATHS:
+        if not is_public(target):
             self._gate.check(scope)
-        if (beneath := split_session_path(path)) is not None:
+        if target is None:
+            raise errors.RouteNotFound("no such URL")
+        if (beneath := split_session(target.segments)) is not None:
             session_id, rest = beneath
             if not SESSION_ID.match(session_id):
                 raise errors.SessionNotFound("no such session")
             exchange.session_id = session_id
             logcontext.session_id.set(session_id)
-            if rest in RAW_ROUTES:
-                await _raw_handler(exchange, rest)(exchange)
+            if (found := RAW_ROUTES.find(rest)) is not None:
+                methods, exchange.params = found
+                await _raw_handler(exchange, methods)(exchange)
                 return
-        exchange.scope[EXCHANGE_KEY] = exchange
-        await exchange.hand_over(self._json_app)
-
-    async def _refuse_websocket(self, scope: Scope, send: Send) -> None:
-        try:
-            self._gate.check(scope)
+        if target.path is None:
             raise errors.RouteNotFound("no such URL")
-        except errors.ClientError as error:
-            answer = error_answer(error)
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(answer.body))]
-        guarded = _with_id(send, logcontext.request_id.get() or "")
-        await guarded({"type": "websocket.http.response.start", "status": answer.status, "headers": headers})
-        await guarded({"type": "websocket.http.response.body", "body": answer.body})
+        if target.path in RAW_PATHS:
+            await _raw_handler(exchange, RAW_PATHS[target.path])(exchange)
+            return
+        limit_bytes = MAX_PUBLIC_BODY_BYTES if is_public(target) else self._settings.max_request_bytes
+        scope[EXCHANGE_KEY] = exchange
+        await exchange.hand_over(self._json_app, limit_bytes=limit_bytes)
+
+    async def _serve_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one WebSocket from its handshake to its end. Nothing but `Cancelled` gets out."""
+        started = time.perf_counter()
+        target = read_target(scope)
+        exchange = WebSocketExchange(
+            scope, receive, send, supervisor=self._supervisor, settings=self._settings, doorman=self._doorman
+        )
+        status = 101
+        try:
+            await self._talk(exchange, target)
+        except Exception as error:  # noqa: BLE001  # the edge: whatever it is, the client gets one kind of answer
+            status = await _end_websocket(exchange, send, unwrap(error))
+        facts = {"path": scope["path"], "status": status, "close_code": exchange.code}
+        log.info("websocket", extra=facts | {"duration_ms": round((time.perf_counter() - started) * 1000, 1)})
+
+    async def _talk(self, exchange: WebSocketExchange, target: Target | None) -> None:
+        if is_head_too_large(exchange.scope, self._settings.max_header_bytes):
+            raise head_too_large(self._settings.max_header_bytes)
+        route = None
+        if target is not None and (beneath := split_session(target.segments)) is not None:
+            session_id, rest = beneath
+            found = SESSION_WEBSOCKETS.find(rest)
+            route = found[0] if found is not None else None
+            exchange.session_id = session_id
+            logcontext.session_id.set(session_id if SESSION_ID.match(session_id) else "")
+        elif target is not None and target.path is not None:
+            route = WEBSOCKETS.get(target.path)
+        exchange.needs_live_session = route is None or route.needs_live_session
+        await exchange.check(exists=route is not None)
+        if route is not None:
+            await route.handler(exchange)
 
 
 def choose_request_id(scope: Scope) -> str:
@@ -119,21 +154,30 @@ def has_two_lengths(scope: Scope) -> bool:
     return {b"content-length", b"transfer-encoding"} <= {bytes(name) for name, _ in scope["headers"]}
 
 
-def origin_path(path: str) -> str:
-    """Return the path of a request target in origin or absolute form (RFC 9112 §3.2)."""
-    if path.startswith("/") and not path.startswith("//"):
-        return path
-    try:
-        target = urlsplit(path)
-    except ValueError:
-        raise errors.RouteNotFound("no such URL") from None
-    if target.scheme in ("http", "https") and target.path.startswith("/"):
-        return target.path
-    raise errors.RouteNotFound("no such URL")
+def read_target(scope: Scope) -> Target | None:
+    """Return where a request goes, None for nowhere, and make that the scope's path for whoever looks there."""
+    target = parse_target(scope["raw_path"], host=one_header(scope, b"host"))
+    path = None if target is None else target.path
+    scope["path"] = bytes(scope["raw_path"]).decode("latin-1") if path is None else path
+    return target
 
 
-def _raw_handler(exchange: Exchange, rest: str) -> RawHandler:
-    methods = RAW_ROUTES[rest]
+def is_public(target: Target | None) -> bool:
+    """Whether it is answered without a key."""
+    return target is not None and target.path in PUBLIC_PATHS
+
+
+def unwrap(error: Exception) -> Exception:
+    """Return what went wrong out of its groups; `ClientGone` if it was only that the connection ended."""
+    if isinstance(error, ExceptionGroup):
+        _, rest = error.split((ClientGone, ConnectionOver))
+        error = ClientGone() if rest is None else rest
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
+def _raw_handler(exchange: Exchange, methods: Mapping[str, RawHandler]) -> RawHandler:
     if exchange.method not in methods:
         raise errors.MethodNotAllowed("no such method here", allow=", ".join(methods))
     return methods[exchange.method]
@@ -141,16 +185,47 @@ def _raw_handler(exchange: Exchange, rest: str) -> RawHandler:
 
 async def _answer_error(exchange: Exchange, error: Exception) -> None:
     """Answer with an error. One that comes after the answer began can only end it unfinished; it is logged."""
+    if not isinstance(error, ClientGone):
+        answer = error_answer(error)
+        if exchange.is_started:
+            return
+        try:
+            await exchange.answer(answer)
+            return
+        except ClientGone:
+            pass
+    log.debug("the client left")
+
+
+async def _end_websocket(exchange: WebSocketExchange, send: Send, error: Exception) -> int:
+    """Tell the client what went wrong, if it is still there; return the handshake's status."""
+    try:
+        if isinstance(error, ClientGone | ConnectionOver):
+            log.debug("the connection is over")
+        elif exchange.is_accepted:
+            await exchange.fail(error)
+        else:
+            return await _refuse_websocket(send, error)
+    except ClientGone:
+        log.debug("the client left before it was told")
+    return 101
+
+
+async def _refuse_websocket(send: Send, error: Exception) -> int:
+    """Answer the handshake with an error instead; return its status."""
     answer = error_answer(error)
-    if not exchange.is_started:
-        await exchange.answer(answer)
+    fields = (JSON, ("content-length", str(len(answer.body))), ("connection", "close"), *answer.headers)
+    headers = [(name.encode("ascii"), value.encode("latin-1")) for name, value in fields]
+    await send({"type": "websocket.http.response.start", "status": answer.status, "headers": headers})
+    await send({"type": "websocket.http.response.body", "body": answer.body})
+    return answer.status
 
 
 def _with_id(send: Send, request_id: str) -> Send:
     header = (b"x-request-id", request_id.encode("ascii"))
 
     async def send_with_id(message: Message) -> None:
-        if message["type"].endswith(".start"):
+        if message["type"].endswith((".start", ".accept")):
             message["headers"] = [*message["headers"], header, (b"x-content-type-options", b"nosniff")]
         await send(message)
 

@@ -12,7 +12,7 @@ import hmac
 import ipaddress
 
 from sandkasten.api.guard import Scope
-from sandkasten.errors import Unauthorized
+from sandkasten.errors import PermissionDenied, Unauthorized
 
 
 class Gate:
@@ -23,19 +23,47 @@ class Gate:
 
     def check(self, scope: Scope) -> None:
         """Let the request pass or raise `Unauthorized`."""
-        headers: dict[bytes, list[bytes]] = {}
-        for name, value in scope["headers"]:
-            headers.setdefault(bytes(name), []).append(bytes(value))
+        headers = _headers(scope)
         if self._digest is not None:
-            self._check_key(headers.get(b"authorization", []))
+            self._check_bearer(headers.get(b"authorization", []))
         elif scope.get("server") is not None:  # hypercorn gives a unix socket no address
             _check_is_local(headers)
 
-    def _check_key(self, values: list[bytes]) -> None:
+    def check_key(self, key: bytes) -> None:
+        """Let whoever knows `key` pass or raise `Unauthorized`. Takes as long for every wrong key."""
+        if self._digest is None or not hmac.compare_digest(_digest(key), self._digest):
+            raise Unauthorized("the API key is wrong")
+
+    def is_key_missing(self, scope: Scope) -> bool:
+        """Whether a key is needed and the request says nothing of one."""
+        return self._digest is not None and not any(name == b"authorization" for name, _ in scope["headers"])
+
+    def check_origin(self, scope: Scope, *, allowed: tuple[str, ...]) -> None:
+        """Let a WebSocket of our own or an allowed origin pass: browsers open one to anywhere, with what they hold
+        for us, and only tell where the page is from (RFC 6455 §10.2). Without a key `check` is stricter.
+
+        Raises:
+            PermissionDenied: a page of another origin asks.
+        """
+        headers = _headers(scope)
+        hosts = headers.get(b"host", [])
+        own = {scheme + host for host in hosts for scheme in (b"http://", b"https://")}
+        for origin in headers.get(b"origin", []):
+            if self._digest is not None and origin not in own and origin.decode("latin-1") not in allowed:
+                raise PermissionDenied("this web origin may not open a WebSocket; see allowed_origins")
+
+    def _check_bearer(self, values: list[bytes]) -> None:
         scheme, _, key = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
         is_right = hmac.compare_digest(_digest(key.strip()), self._digest or b"")
         if scheme.lower() != b"bearer" or not is_right:
             raise Unauthorized("send the API key as 'Authorization: Bearer <key>'")
+
+
+def _headers(scope: Scope) -> dict[bytes, list[bytes]]:
+    headers: dict[bytes, list[bytes]] = {}
+    for name, value in scope["headers"]:
+        headers.setdefault(bytes(name), []).append(bytes(value))
+    return headers
 
 
 def _digest(key: bytes) -> bytes:

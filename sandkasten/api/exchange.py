@@ -7,7 +7,7 @@ nothing about routes, keys or errors.
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 from urllib.parse import parse_qsl
 
@@ -15,6 +15,7 @@ import trio
 
 from sandkasten.api.errors import Answer, Headers
 from sandkasten.api.guard import App, Message, Receive, Scope, Send, has_body
+from sandkasten.api.jsonsize import check_value_count
 from sandkasten.api.settings import ApiSettings
 from sandkasten.api.stream import ClientGone
 from sandkasten.errors import InvalidRequest, SandkastenError, TooLarge
@@ -27,7 +28,8 @@ MAX_QUERY_FIELDS = 32
 
 
 class Exchange:
-    """What a handler works with. `session_id` is set for routes beneath a session, `status` once it was sent."""
+    """What a handler works with. `session_id` and `params`, the path's open segments, are set for routes beneath a
+    session, `status` once it was sent."""
 
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, *, supervisor: Supervisor, settings: ApiSettings
@@ -36,6 +38,7 @@ class Exchange:
         self.supervisor = supervisor
         self.settings = settings
         self.session_id = ""
+        self.params: Mapping[str, str] = {}
         self.is_started = False
         self.status = 0
         self._receive = receive
@@ -50,8 +53,7 @@ class Exchange:
 
     def header(self, name: bytes) -> str | None:
         """Return a header's value, or None if it is missing or there are several."""
-        values = [value for key, value in self.scope["headers"] if key == name]
-        return values[0].decode("latin-1") if len(values) == 1 else None
+        return one_header(self.scope, name)
 
     @functools.cached_property
     def query(self) -> dict[str, str]:
@@ -60,13 +62,7 @@ class Exchange:
         Raises:
             InvalidRequest: it is not UTF-8 or has too many fields.
         """
-        try:
-            text = self.scope["query_string"].decode("ascii")
-            return dict(
-                parse_qsl(text, keep_blank_values=True, errors="strict", max_num_fields=MAX_QUERY_FIELDS, separator="&")
-            )
-        except ValueError:
-            raise InvalidRequest("the query is not UTF-8 or has too many fields", query="malformed") from None
+        return parse_query(self.scope["query_string"])
 
     # The request's body
 
@@ -100,17 +96,22 @@ class Exchange:
             body += chunk
         return bytes(body)
 
-    async def read_json_body(self) -> bytes:
+    async def read_json_body(self, *, limit_bytes: int | None = None) -> bytes:
         """Return a body that is meant to be JSON, not parsed yet; the second time the same one.
 
-        Without a key its type must be `application/json`: a web page can't send that across origins unasked
-        (Fetch standard, "CORS-safelisted request-header"). Raises as `read_chunk`.
+        Up to `max_request_bytes` unless told otherwise. Without a key its type must be `application/json`: a web page
+        can't send that across origins unasked (Fetch standard, "CORS-safelisted request-header").
+
+        Raises:
+            InvalidRequest: its type is another one, or it has too many values.
+            TooLarge, InvalidRequest, ClientGone: as `read_chunk`.
         """
         if self._json_body is not None:
             return self._json_body
-        body = await self.read_body(limit_bytes=self.settings.max_json_bytes)
+        body = await self.read_body(limit_bytes=limit_bytes or self.settings.max_request_bytes)
         if body and self.settings.api_key is None and self.media_type != "application/json":
             raise InvalidRequest("without an API key bodies must be application/json", content_type=self.media_type)
+        await check_value_count(body)
         self._json_body = body
         return body
 
@@ -151,13 +152,13 @@ class Exchange:
         await self.start(answer.status, headers)
         await self.finish(answer.body)
 
-    async def hand_over(self, app: App) -> None:
-        """Let another ASGI application answer.
+    async def hand_over(self, app: App, *, limit_bytes: int) -> None:
+        """Let another ASGI application answer, after a body of up to `limit_bytes`.
 
         It gets the body in one piece, since Quart would buffer it without bound, and isn't told when the client
         leaves, since quart-trio would drop the answer of a client that only ended its own side.
         """
-        bodies = [await self.read_json_body()]
+        bodies = [await self.read_json_body(limit_bytes=limit_bytes)]
 
         async def receive() -> Message:
             if not bodies:
@@ -176,6 +177,9 @@ class Exchange:
 
     async def until_disconnect(self, work: Callable[[], Awaitable[T]]) -> T:
         """Run `work`, cancelled when the client leaves. Call it after the body has been read.
+
+        The end of the client's side is a leave: a socket that was closed looks the same as one that was half-closed
+        until something is written to it, and a command must not go on for nobody (RFC 9293 §3.6).
 
         Raises:
             ClientGone: it left first.
@@ -203,6 +207,27 @@ class Exchange:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         scope.cancel()
+
+
+def one_header(scope: Scope, name: bytes) -> str | None:
+    """Return a header's value, or None if it is missing or there are several."""
+    values = [value for key, value in scope["headers"] if key == name]
+    return bytes(values[0]).decode("latin-1") if len(values) == 1 else None
+
+
+def parse_query(query_string: bytes) -> dict[str, str]:
+    """Return a query's fields, the last of a name.
+
+    Raises:
+        InvalidRequest: it is not UTF-8 or has too many fields.
+    """
+    try:
+        text = query_string.decode("ascii")
+        return dict(
+            parse_qsl(text, keep_blank_values=True, errors="strict", max_num_fields=MAX_QUERY_FIELDS, separator="&")
+        )
+    except ValueError:
+        raise InvalidRequest("the query is not UTF-8 or has too many fields", query="malformed") from None
 
 
 def _too_large(limit_bytes: int) -> TooLarge:

@@ -1,4 +1,4 @@
-"""A command's result as clients read it: texts, base64, and the fields of every ending."""
+"""Runs, their results and shells as clients read them: texts, base64, and the fields of every ending."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import attrs
 import trio
 
 from sandkasten.api.jsontext import scrub
-from sandkasten.api.schemas import ExecRequest
+from sandkasten.api.schemas import OutputFormat
+from sandkasten.api.sessions import rfc3339
 from sandkasten.api.text import OutputText
 from sandkasten.errors import CommandTimeout
-from sandkasten.model import Cause, ExecEnd, ExecResult
+from sandkasten.model import Cause, ExecEnd, ExecInfo, ExecResult, ShellInfo
 
 SLICE_BYTES = 64 * 1024
 """How much output is turned into text before other tasks get a turn."""
@@ -35,10 +36,54 @@ def end_view(end: ExecEnd) -> dict[str, Any]:  # JSON values
         "shell_restarted": end.shell_restarted,
         "usage": attrs.asdict(end.usage),
     }
-    return view if end.signal is None else view | {"signal": end.signal}
+    if end.signal is not None:
+        view["signal"] = end.signal
+    if end.victim is not None:
+        view["victim"] = scrub(end.victim)
+    return view
 
 
-async def output_view(result: ExecResult, request: ExecRequest) -> dict[str, Any]:  # JSON values
+def run_view(run: ExecInfo) -> dict[str, Any]:  # JSON values
+    """Return a run as it is; how it ended is in `end` once it did."""
+    view: dict[str, Any] = {
+        "exec_id": run.exec_id,
+        "kind": run.kind.value,
+        "state": run.state.value,
+        "command": scrub(run.command),
+        "created_at": rfc3339(run.created_at),
+        "stdout_bytes": run.stdout_bytes,
+        "stderr_bytes": run.stderr_bytes,
+        "first_sequence": run.first_sequence,
+        "last_sequence": run.last_sequence,
+        "last_line": scrub(run.last_line),
+    }
+    optional = {
+        "shell": run.shell,
+        "started_at": None if run.started_at is None else rfc3339(run.started_at),
+        "ended_at": None if run.ended_at is None else rfc3339(run.ended_at),
+        "pid": run.pid,
+        "tty": None if run.terminal is None else attrs.asdict(run.terminal),
+        "end": None if run.end is None else end_view(run.end),
+    }
+    return view | {name: value for name, value in optional.items() if value is not None}
+
+
+def process_view(run: ExecInfo) -> dict[str, Any]:  # JSON values
+    """Return a background process: a run, with the name its id has there."""
+    return {"process_id": run.exec_id, **run_view(run), "keep_alive": run.keep_alive}
+
+
+def shell_view(shell: ShellInfo) -> dict[str, Any]:  # JSON values
+    """Return a shell; `running` is null while it waits for a command."""
+    return {
+        "name": shell.name,
+        "cwd": scrub(shell.cwd),
+        "running": None if shell.running is None else run_view(shell.running),
+        "queued": list(shell.queued),
+    }
+
+
+async def output_view(result: ExecResult, output_format: OutputFormat) -> dict[str, Any]:  # JSON values
     """Return what a command wrote, as the client wants to have it."""
     view: dict[str, Any] = {
         "truncated": result.truncated,
@@ -46,16 +91,16 @@ async def output_view(result: ExecResult, request: ExecRequest) -> dict[str, Any
         "bytes_omitted": result.bytes_omitted,
     }
     for name, data in (("output", result.output), ("stdout", result.stdout), ("stderr", result.stderr)):
-        if request.is_base64:
+        if output_format.is_base64:
             view[name] = base64.b64encode(data).decode("ascii")
         else:
-            view[name] = await _text(data, is_raw=bool(request.raw_output))
-    return view | {"encoding": "base64"} if request.is_base64 else view
+            view[name] = await _text(data, is_raw=output_format.is_raw)
+    return view | {"encoding": "base64"} if output_format.is_base64 else view
 
 
-def is_timeout_error(end: ExecEnd, request: ExecRequest) -> bool:
+def is_timeout_error(end: ExecEnd, output_format: OutputFormat) -> bool:
     """Whether this ending is an error to this client."""
-    return end.cause is Cause.TIMED_OUT and request.on_timeout != "result"
+    return end.cause is Cause.TIMED_OUT and output_format.is_timeout_error
 
 
 def timeout_error(end: ExecEnd, view: dict[str, Any]) -> CommandTimeout:

@@ -9,20 +9,26 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+import signal
 from collections.abc import Callable, Mapping
 from typing import Any, NewType
 
 import attrs
 import cattrs
-from cattrs.gen import make_dict_structure_fn
+from cattrs.gen import make_dict_structure_fn, override
 
-from sandkasten.model import LIMIT_BOUNDS, WORKSPACE_ID
+from sandkasten.model import EXEC_ID, LIMIT_BOUNDS, SHELL_NAME, WORKSPACE_ID
 
 MAX_TTL_S = 86_400
 MAX_PATH_BYTES = 4096
 MAX_ENV_BYTES = 128 * 1024
+MAX_ENV_NAMES = 4096
 MAX_LABELS = 64
 MAX_LABEL_CHARS = 256
+MAX_ARGUMENTS = 4096
+MAX_CELLS = 1000
+MAX_PATTERN_CHARS = 1000
+MAX_SIGNAL = 64
 
 Ttl = NewType("Ttl", int)
 Lifetime = NewType("Lifetime", int)
@@ -32,6 +38,7 @@ MemoryMegabytes = NewType("MemoryMegabytes", int)
 DiskMegabytes = NewType("DiskMegabytes", int)
 Pids = NewType("Pids", int)
 Token = NewType("Token", str)
+ExecId = NewType("ExecId", str)
 WorkspaceId = NewType("WorkspaceId", str)
 Text = NewType("Text", str)
 Path = NewType("Path", str)
@@ -39,14 +46,31 @@ Base64 = NewType("Base64", bytes)
 Environment = NewType("Environment", dict[str, str])
 Labels = NewType("Labels", dict[str, str])
 Shell = NewType("Shell", str)
-NamedShell = NewType("NamedShell", str)
+ShellName = NewType("ShellName", str)
+User = NewType("User", str)
+Argv = NewType("Argv", tuple[str, ...])
+Cells = NewType("Cells", int)
+SignalNumber = NewType("SignalNumber", int)
+PortNumber = NewType("PortNumber", int)
+Pattern = NewType("Pattern", str)
+EnvironmentPatch = NewType("EnvironmentPatch", dict[str, str | None])
 NetworkMode = NewType("NetworkMode", str)
+SessionMode = NewType("SessionMode", str)
 ExecMode = NewType("ExecMode", str)
 Encoding = NewType("Encoding", str)
 OnTimeout = NewType("OnTimeout", str)
-OnDisconnect = NewType("OnDisconnect", str)
+WhenLeft = NewType("WhenLeft", str)
 NoHosts = NewType("NoHosts", list[str])
 NotOffered = NewType("NotOffered", object)
+WaitTarget = NewType("WaitTarget", str)
+
+
+@attrs.frozen
+class Stdin:
+    """What a command reads: this text and then the end, or, open, what is sent to it later."""
+
+    text: str = attrs.field(default="", repr=False)
+    is_open: bool = False
 
 
 def check_path(value: object) -> str:
@@ -65,9 +89,13 @@ def _string(value: object) -> str:
 
 def _text(value: object) -> str:
     """Text that reaches the kernel as a C string."""
-    text = _string(value)
-    if "\0" in text:
+    if "\0" in _string(value):
         raise ValueError("must not contain NUL")
+    return _encodable(value)
+
+
+def _encodable(value: object) -> str:
+    text = _string(value)
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -122,10 +150,38 @@ def _choice(*offered: str, not_offered: tuple[str, ...] = ()) -> Callable[[objec
     return check
 
 
-def _named_shell(value: object) -> str:
-    if _string(value) != "default":
-        raise ValueError("named shells other than 'default' are not available on this server")
-    return "default"
+def _stdin(value: object) -> Stdin:
+    if value is True:
+        return Stdin(is_open=True)
+    if not isinstance(value, str):
+        raise ValueError("must be a string, or true for input that is sent later")
+    return Stdin(text=_encodable(value))
+
+
+def _argv(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_ARGUMENTS:
+        raise ValueError(f"must be an array of 1 to {MAX_ARGUMENTS} strings")
+    arguments = tuple(_text(argument) for argument in value)
+    if not arguments[0]:
+        raise ValueError("must begin with the name of a program")
+    return arguments
+
+
+def _signal_number(value: object) -> int:
+    """A number, or a name with or without SIG (signal(7))."""
+    if isinstance(value, str):
+        name = value if value.startswith("SIG") else f"SIG{value}"
+        if name not in signal.Signals.__members__:
+            raise ValueError("is no name of a signal")
+        return int(signal.Signals[name])
+    return _integer(1, MAX_SIGNAL)(value)
+
+
+def _pattern(value: object) -> str:
+    text = _string(value)
+    if not 1 <= len(text) <= MAX_PATTERN_CHARS:
+        raise ValueError(f"must have 1 to {MAX_PATTERN_CHARS} characters")
+    return text
 
 
 def _no_hosts(value: object) -> list[str]:
@@ -153,12 +209,27 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 def _environment(value: object) -> dict[str, str]:
     if not isinstance(value, Mapping):
         raise ValueError("must be an object of strings")
+    _check_names(value)
     for name, content in value.items():
         if not _VARIABLE.match(name):
             raise ValueError(f"{name[:100]!r} is not a variable name")
         _text(content)
     if sum(len(name) + len(content.encode()) + 2 for name, content in value.items()) > MAX_ENV_BYTES:
         raise ValueError(f"must not be larger than {MAX_ENV_BYTES} bytes")
+    return dict(value)
+
+
+def _check_names(variables: Mapping[str, object]) -> None:
+    """Before anything is looked at one by one."""
+    if len(variables) > MAX_ENV_NAMES:
+        raise ValueError(f"must not have more than {MAX_ENV_NAMES} names")
+
+
+def _environment_patch(value: object) -> dict[str, str | None]:
+    if not isinstance(value, Mapping):
+        raise ValueError("must be an object of strings and nulls")
+    _check_names(value)
+    _environment({name: "" if content is None else content for name, content in value.items()})
     return dict(value)
 
 
@@ -172,7 +243,7 @@ def _labels(value: object) -> dict[str, str]:
 
 TOKEN = re.compile(r"[\x21-\x7e]{1,128}\Z")
 TOKEN_RULE = "must be 1 to 128 visible ASCII characters"
-
+_USER = re.compile(r"(?:[A-Za-z_][A-Za-z0-9_.-]{0,31}|[0-9]{1,10}(?::[0-9]{1,10})?)\Z")
 
 _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     str: _string,
@@ -193,12 +264,25 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     Environment: _environment,
     Labels: _labels,
     Shell: _choice("bash", "sh"),
-    NamedShell: _named_shell,
+    ShellName: _matching(
+        SHELL_NAME, "must be 1 to 32 of A-Z, a-z, 0-9, '.', '_', '-', and begin with none of these signs"
+    ),
+    ExecId: _matching(EXEC_ID, TOKEN_RULE),
+    User: _matching(_USER, "must be a user's name, or UID or UID:GID as numbers"),
+    Stdin: _stdin,
+    Argv: _argv,
+    Cells: _integer(1, MAX_CELLS),
+    SignalNumber: _signal_number,
+    PortNumber: _integer(1, 65_535),
+    Pattern: _pattern,
+    EnvironmentPatch: _environment_patch,
+    WaitTarget: _choice("exit"),
     NetworkMode: _choice("none", not_offered=("proxy", "bridge", "host")),
-    ExecMode: _choice("stateful", not_offered=("stateless",)),
+    SessionMode: _choice("stateful", not_offered=("stateless",)),
+    ExecMode: _choice("stateful", "stateless"),
     Encoding: _choice("utf-8", "base64"),
     OnTimeout: _choice("error", "result"),
-    OnDisconnect: _choice("cancel", not_offered=("detach",)),
+    WhenLeft: _choice("cancel", "detach"),
     NoHosts: _no_hosts,
     NotOffered: _not_offered,
 }
@@ -218,7 +302,10 @@ def _hook(check: Callable[[object], object]) -> Callable[[object, type], object]
 
 
 def _object_hook(cls: type, converter: cattrs.Converter) -> Callable[[object, type], object]:
-    fields: Callable[[Mapping[str, Any], type], object] = make_dict_structure_fn(cls, converter)  # Any: JSON
+    """Return what makes a `cls` of an object; the field `for_` is named `for` there."""
+    names = {field.name: override(rename=field.name[:-1]) for field in attrs.fields(cls) if field.name.endswith("_")}
+    fields: Callable[[Mapping[str, Any], type], object]  # Any: JSON
+    fields = make_dict_structure_fn(cls, converter, **names)  # type: ignore[arg-type]
 
     def structure(value: object, _type: type) -> object:
         if not isinstance(value, dict):  # a string would pass: "mode" is in "mode", and no field would be found

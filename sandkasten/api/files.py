@@ -11,8 +11,8 @@ from sandkasten.api.errors import json_answer
 from sandkasten.api.exchange import JSON, Exchange
 from sandkasten.api.fields import check_path
 from sandkasten.api.jsontext import encode_json, scrub
+from sandkasten.api.query import query_integer
 from sandkasten.api.schemas import WriteRequest, parse
-from sandkasten.api.sessions import query_integer
 from sandkasten.errors import InvalidRequest
 
 PIECE_BYTES = 64 * 1024
@@ -20,7 +20,8 @@ PIECE_BYTES = 64 * 1024
 
 async def write(exchange: Exchange) -> None:
     """POST /v1/sessions/{id}/fs/write"""
-    request = parse(await exchange.read_json_body(), WriteRequest)
+    body = await exchange.read_json_body(limit_bytes=exchange.settings.max_json_bytes)
+    request = parse(body, WriteRequest)
     content = memoryview(request.content)
     async with exchange.supervisor.open_write(exchange.session_id, request.path) as writer:
         for start in range(0, len(content), PIECE_BYTES):
@@ -34,7 +35,7 @@ async def read(exchange: Exchange) -> None:
     settings = exchange.settings
     path = _query_path(exchange)
     max_bytes = query_integer(exchange, "max_bytes", default=settings.default_read_bytes, high=settings.max_read_bytes)
-    await exchange.read_body(limit_bytes=settings.max_json_bytes)  # a GET's body means nothing
+    await exchange.read_body(limit_bytes=settings.max_request_bytes)  # a GET's body means nothing
     await exchange.until_disconnect(lambda: _send_file(exchange, path, max_bytes))
 
 

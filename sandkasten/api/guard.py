@@ -2,8 +2,9 @@
 
 Per connection, not per request. It looks at no route, header or key.
 - hypercorn's `send` returns without a checkpoint once the client is gone, so a loop of sends would freeze the event
-  loop: here every send is a checkpoint, and raises once the connection is over. An HTTP client that only ended its own
-  side still gets its answer (RFC 9112 §9.6).
+  loop: here every send is a checkpoint, and raises once the connection is over (`ws_stream.py` sees to that for
+  WebSockets). The end of an HTTP client's side alone doesn't end the connection here: whoever is asked for something
+  short still answers. Whoever waits hears `http.disconnect`, and `Exchange.until_disconnect` takes it for a leave.
 - hypercorn reports `http.disconnect` after each complete answer and quart-trio cancels itself on it, which also cancels
   hypercorn's keep-alive timer: here `receive` stays silent after the final part of the answer.
 """
@@ -55,7 +56,8 @@ class GuardedApp:
                 is_answered = True
                 self._stream.has_unread_body = not is_body_read and has_body(scope)
             await send(message)
-            await trio.lowlevel.checkpoint()
+            if is_http:
+                await trio.lowlevel.checkpoint()
 
         self._stream.has_unread_body = False
         try:

@@ -10,10 +10,11 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import attrs
 
+from sandkasten.api import events, execs, files, health, processes, sessions, shells
 from sandkasten.api import exec as commands
-from sandkasten.api import files, health, sessions
 from sandkasten.api.errors import Answer
 from sandkasten.api.exchange import Exchange
+from sandkasten.api.routing import RouteTable
 from sandkasten.api.upload import upload
 
 JsonHandler = Callable[[Exchange], Awaitable[Answer]]
@@ -21,6 +22,7 @@ RawHandler = Callable[[Exchange], Awaitable[None]]
 
 PUBLIC_PATHS = frozenset({"/healthz"})
 SESSIONS = "/v1/sessions"
+_ABOVE_SESSIONS = ("v1", "sessions")
 
 
 @attrs.frozen
@@ -41,19 +43,52 @@ JSON_ROUTES = (
     JsonRoute("GET", f"{SESSIONS}/<session_id>/stats", sessions.stats),
 )
 
-RAW_ROUTES: Mapping[str, Mapping[str, RawHandler]] = {
-    "exec": {"POST": commands.run},
-    "exec/stream": {"POST": commands.stream},
-    "fs/read": {"GET": files.read, "HEAD": files.read},
-    "fs/write": {"POST": files.write},
-    "fs/upload": {"POST": upload},
-}
+
+def _get(handler: RawHandler) -> Mapping[str, RawHandler]:
+    return {"GET": handler, "HEAD": handler}
+
+
+def _post(handler: RawHandler) -> Mapping[str, RawHandler]:
+    return {"POST": handler}
+
+
+RAW_ROUTES: RouteTable[Mapping[str, RawHandler]] = RouteTable(
+    {
+        "exec": _post(commands.run),
+        "exec/stream": _post(commands.stream),
+        "execs": _get(execs.list_runs),
+        "execs/{exec_id}": _get(execs.get),
+        "execs/{exec_id}/output": _get(execs.output),
+        "execs/{exec_id}/stream": _get(execs.stream),
+        "execs/{exec_id}/signal": _post(execs.send_signal),
+        "execs/{exec_id}/cancel": _post(execs.cancel),
+        "execs/{exec_id}/stdin": _post(execs.send_stdin),
+        "execs/{exec_id}/resize": _post(execs.resize),
+        "shells": {**_get(shells.list_shells), **_post(shells.open_shell)},
+        "shells/{name}": {"DELETE": shells.close_shell},
+        "processes": {**_get(processes.list_processes), **_post(processes.start)},
+        "processes/{exec_id}": {**_get(processes.get), "DELETE": processes.kill},
+        "processes/{exec_id}/logs": _get(processes.logs),
+        "processes/{exec_id}/stdin": _post(processes.send_stdin),
+        "processes/{exec_id}/signal": _post(processes.send_signal),
+        "processes/{exec_id}/resize": _post(processes.resize),
+        "processes/{exec_id}/kill": _post(processes.kill),
+        "processes/{exec_id}/wait": _post(processes.wait),
+        "ports": _get(processes.ports),
+        "events": _get(events.stream),
+        "fs/read": _get(files.read),
+        "fs/write": _post(files.write),
+        "fs/upload": _post(upload),
+    }
+)
 """What follows `/v1/sessions/{id}/`, and the handler per method."""
 
+RAW_PATHS: Mapping[str, Mapping[str, RawHandler]] = {"/v1/events": _get(events.stream)}
+"""Whole paths, and the handler per method."""
 
-def split_session_path(path: str) -> tuple[str, str] | None:
-    """Return the session id and what follows it, or None for a path that is not beneath a session."""
-    if not path.startswith(f"{SESSIONS}/"):
+
+def split_session(segments: tuple[str, ...]) -> tuple[str, tuple[str, ...]] | None:
+    """Return the session id and the segments behind it, or None for what is not beneath a session."""
+    if len(segments) < 3 or segments[:2] != _ABOVE_SESSIONS:
         return None
-    session_id, _, rest = path.removeprefix(f"{SESSIONS}/").partition("/")
-    return session_id, rest
+    return segments[2], segments[3:]

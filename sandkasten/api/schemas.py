@@ -6,7 +6,8 @@ client that asked for it would otherwise believe it has it.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import attrs
 import cattrs
@@ -14,36 +15,55 @@ import cattrs
 from sandkasten.api.fields import (
     TOKEN,
     TOKEN_RULE,
+    Argv,
     Base64,
+    Cells,
     Cores,
     DiskMegabytes,
     Encoding,
     Environment,
+    EnvironmentPatch,
+    ExecId,
     ExecMode,
     Labels,
     Lifetime,
     MemoryMegabytes,
     Milliseconds,
-    NamedShell,
     NetworkMode,
     NoHosts,
     NotOffered,
-    OnDisconnect,
     OnTimeout,
     Path,
     Pids,
+    SessionMode,
     Shell,
+    ShellName,
+    Stdin,
     Text,
     Token,
     Ttl,
+    User,
+    WhenLeft,
     WorkspaceId,
     make_converter,
 )
 from sandkasten.api.jsontext import decode_object
+from sandkasten.api.settings import ApiSettings
 from sandkasten.errors import InvalidImage, InvalidRequest, TooLarge
-from sandkasten.model import IMAGE_NAME, ExecSpec, Limits, SessionPatch, SessionSpec
+from sandkasten.model import (
+    DEFAULT_SHELL,
+    IMAGE_NAME,
+    ExecSpec,
+    Limits,
+    OnDisconnect,
+    SessionPatch,
+    SessionSpec,
+    TerminalSize,
+)
 
 T = TypeVar("T")
+
+_MAXIMUM_MS = Milliseconds(0)
 
 _ABSENT = NotOffered(None)
 """The default of a field that is refused even as null, because null would ask for something, too."""
@@ -81,7 +101,7 @@ class CreateRequest:
     readonly_rootfs: bool | None = None
     shell: Shell | None = None
     network: NetworkRequest | None = None
-    exec_mode: ExecMode | None = None
+    exec_mode: SessionMode | None = None
     idle_timeout_seconds: NotOffered = _ABSENT
 
     def to_spec(self, *, default_limits: Limits, key_header: str | None) -> SessionSpec:
@@ -112,7 +132,7 @@ class PatchRequest:
     ttl_seconds: Ttl | None = None
     labels: Labels | None = None
     limits: LimitsRequest | None = None
-    env: NotOffered | None = None
+    env: EnvironmentPatch | None = attrs.field(default=None, repr=False)
     idle_timeout_seconds: NotOffered = _ABSENT
 
     def to_patch(self, *, current: Limits) -> SessionPatch:
@@ -121,52 +141,124 @@ class PatchRequest:
             ttl_s=float(self.ttl_seconds) if self.ttl_seconds else None,
             labels=self.labels,
             limits=None if self.limits is None else self.limits.over(current),
+            env=self.env,
         )
+
+
+@attrs.frozen(kw_only=True)
+class OutputFormat:
+    """How a client wants to have output: exact bytes, or text, raw or cleaned; and whether a timeout is an error."""
+
+    is_base64: bool = False
+    is_raw: bool = False
+    is_timeout_error: bool = True
+
+
+@attrs.frozen
+class TerminalRequest:
+    cols: Cells
+    rows: Cells
+
+    @property
+    def size(self) -> TerminalSize:
+        return TerminalSize(self.cols, self.rows)
 
 
 @attrs.frozen
 class ExecRequest:
-    cmd: Text = attrs.field(repr=False)
-    timeout_ms: Milliseconds | None = None
-    raw_output: bool | None = None
-    encoding: Encoding | None = None
+    """A command. In `timeout_ms` 0 means the maximum, as if it were absent, and null means none at all."""
+
+    cmd: Text | None = attrs.field(default=None, repr=False)
+    argv: Argv | None = attrs.field(default=None, repr=False)
+    mode: ExecMode | None = None
+    shell: ShellName | None = None
+    user: User | None = None
+    timeout_ms: Milliseconds | None = _MAXIMUM_MS
     cwd: Path | None = None
     env: Environment | None = attrs.field(default=None, repr=False)
-    stdin: str | None = attrs.field(default=None, repr=False)
-    exec_id: Token | None = None
+    stdin: Stdin | None = attrs.field(default=None, repr=False)
+    tty: TerminalRequest | None = None
+    exec_id: ExecId | None = None
+    raw_output: bool | None = None
+    encoding: Encoding | None = None
     on_timeout: OnTimeout | None = None
-    on_disconnect: OnDisconnect | None = None
-    shell: NamedShell | None = None
-    mode: ExecMode | None = None
-    tty: NotOffered | None = None
-    argv: NotOffered | None = None
+    on_disconnect: WhenLeft | None = None
 
-    def to_spec(self, *, max_command_bytes: int, max_timeout_ms: int) -> ExecSpec:
-        """Return the model's command; a timeout above the maximum is the maximum.
+    def to_spec(self, settings: ApiSettings, *, exec_id: str | None = None) -> ExecSpec:
+        """Return the model's command; a timeout above the maximum is the maximum. `exec_id` is for one without.
 
         Raises:
             TooLarge: the command is longer than `max_command_bytes`.
+            InvalidRequest: fields contradict each other, or no limit in time is asked for and not allowed.
         """
-        cmd_bytes = len(self.cmd.encode())
-        if cmd_bytes > max_command_bytes:
-            raise TooLarge(
-                "the command is too long",
-                cmd_bytes=cmd_bytes,
-                max_cmd_bytes=max_command_bytes,
-                recommendation="write the script to a file with fs/write or fs/upload and run that",
-            )
+        check_command(self.cmd, self.argv, settings)
+        self._check_place()
+        is_unlimited = self.timeout_ms is None
+        if is_unlimited and not settings.allow_unlimited_exec:
+            raise bad_fields(timeout_ms="must not be null on this server: every command has a limit in time")
+        if self.tty is not None and self.stdin is not None and not self.stdin.is_open:
+            raise bad_fields(stdin="must be absent or true with tty: what is typed is sent later")
         return ExecSpec(
             command=self.cmd,
-            timeout_ms=min(self.timeout_ms or max_timeout_ms, max_timeout_ms),
+            argv=self.argv,
+            shell=self.shell or DEFAULT_SHELL,
+            stateless=self.mode == "stateless",
+            timeout_ms=None if is_unlimited else clamp_timeout(self.timeout_ms, settings),
+            unlimited=is_unlimited,
             cwd=self.cwd,
             env=self.env or {},
-            stdin=None if self.stdin is None else self.stdin.encode(),
-            exec_id=self.exec_id,
+            user=self.user,
+            stdin=None if self.stdin is None or self.stdin.is_open else self.stdin.text.encode(),
+            stdin_open=self.stdin is not None and self.stdin.is_open,
+            terminal=None if self.tty is None else self.tty.size,
+            exec_id=self.exec_id or exec_id,
         )
 
+    def when_left(self, default: OnDisconnect) -> OnDisconnect:
+        """Return what becomes of the command when its client leaves."""
+        return default if self.on_disconnect is None else OnDisconnect(self.on_disconnect)
+
+    def _check_place(self) -> None:
+        """Refuse what can't be had where the command runs."""
+        if self.argv is not None and self.mode == "stateful":
+            raise bad_fields(mode="must be 'stateless' or absent with argv: a program runs beside the shells")
+        is_program = self.argv is not None or self.mode == "stateless"
+        if is_program and self.shell not in (None, DEFAULT_SHELL):
+            raise bad_fields(shell="must be absent for what runs beside the shells")
+        if not is_program and self.user is not None:
+            raise bad_fields(user="needs argv or the mode 'stateless': a shell has its user")
+
     @property
-    def is_base64(self) -> bool:
-        return self.encoding == "base64"
+    def output_format(self) -> OutputFormat:
+        return OutputFormat(
+            is_base64=self.encoding == "base64",
+            is_raw=bool(self.raw_output),
+            is_timeout_error=self.on_timeout != "result",
+        )
+
+
+def check_command(cmd: str | None, argv: tuple[str, ...] | None, settings: ApiSettings) -> None:
+    """Check that there is exactly one of the two and that it is not too long. Raises `InvalidRequest`, `TooLarge`."""
+    if (cmd is None) == (argv is None):
+        raise bad_fields(cmd="is required" if cmd is None else "exactly one of cmd and argv is needed")
+    size = len((cmd or "").encode()) + sum(len(argument.encode()) + 1 for argument in argv or ())
+    if size > settings.max_command_bytes:
+        raise TooLarge(
+            "the command is too long",
+            cmd_bytes=size,
+            max_cmd_bytes=settings.max_command_bytes,
+            recommendation="write the script to a file with fs/write or fs/upload and run that",
+        )
+
+
+def clamp_timeout(asked_ms: int | None, settings: ApiSettings) -> int:
+    """Return a time limit: what was asked for up to the maximum, which absent and 0 stand for."""
+    return min(asked_ms or settings.max_exec_timeout_ms, settings.max_exec_timeout_ms)
+
+
+def bad_fields(**problems: str) -> InvalidRequest:
+    """Return the refusal of a request that names each bad field."""
+    return InvalidRequest("the request has bad fields", **problems)
 
 
 @attrs.frozen
@@ -184,16 +276,21 @@ class WriteRequest:
 
 
 def parse(body: bytes, cls: type[T]) -> T:
-    """Return the request in a JSON body.
+    """Return the request in a JSON body; raises as `structure`."""
+    return structure(decode_object(body), cls, _converter)
+
+
+def structure(value: Mapping[str, Any], cls: type[T], converter: cattrs.Converter) -> T:  # Any: JSON
+    """Return the request in a JSON object; `converter` is one that `make_converter` made.
 
     Raises:
         InvalidRequest: `details` maps the path of each bad field to what is wrong with it.
     """
     try:
-        return _converter.structure(decode_object(body), cls)
+        return converter.structure(value, cls)
     except cattrs.BaseValidationError as error:
         problems = (line.rpartition(" @ $.") for line in cattrs.transform_error(error, format_exception=_describe))
-        raise InvalidRequest("the request has bad fields", **{path: what for what, _, path in problems}) from None
+        raise bad_fields(**{path.removesuffix("_"): what for what, _, path in problems}) from None
 
 
 def _describe(error: BaseException, _type: type | None) -> str:

@@ -61,7 +61,8 @@ def hypercorn_config(settings: ApiSettings) -> Config:
     config.keep_alive_timeout = settings.keep_alive_timeout_s
     config.keep_alive_max_requests = 2**62
     config.h11_max_incomplete_size = settings.max_header_bytes
-    config.websocket_max_message_size = 1024 * 1024
+    config.websocket_max_message_size = settings.max_message_bytes
+    config.websocket_ping_interval = settings.websocket_ping_s
     return config
 
 
@@ -136,7 +137,8 @@ class _Server:
         app = ASGIWrapper(cast(ASGIFramework, GuardedApp(self._app, stream)))
         # TCPServer is typed for a TLS stream and uses the methods that GuardedStream has.
         transport = cast("trio.SSLStream[trio.SocketStream]", stream)
-        await _Connection(app, self._config, self._context, ConnectionState({}), transport).run()
+        state = ConnectionState({"stopping": self._stopping})
+        await _Connection(app, self._config, self._context, state, transport).run()
 
     async def _refuse(self, stream: trio.SocketStream) -> None:
         if self._refusing >= REFUSALS:

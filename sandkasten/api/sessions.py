@@ -12,7 +12,7 @@ import attrs
 from sandkasten.api import schemas
 from sandkasten.api.errors import Answer, json_answer
 from sandkasten.api.exchange import Exchange
-from sandkasten.errors import InvalidRequest
+from sandkasten.api.query import bad_query, query_integer
 from sandkasten.model import Session, SessionPatch, Status
 
 MAX_LIST = 10_000
@@ -41,7 +41,7 @@ async def list_sessions(exchange: Exchange) -> Answer:
     wanted = exchange.query.get("status")
     for name in ("label", "cursor"):
         if name in exchange.query:
-            raise InvalidRequest("the query has bad fields", **{name: "is not available on this server"})
+            raise bad_query(name, "is not available on this server")
     sessions = await exchange.supervisor.list(
         status=None if wanted in (None, "all") else _status(wanted),
         ended=wanted == "all",
@@ -107,19 +107,9 @@ def server_timing(timings_ms: Mapping[str, float]) -> str:
     return ", ".join(f"{_NOT_A_TOKEN.sub('_', phase)};dur={ms:.3f}" for phase, ms in timings_ms.items())
 
 
-def query_integer(exchange: Exchange, name: str, *, default: int, high: int) -> int:
-    """Return an integer from 1 to `high` out of the query. Raises `InvalidRequest`."""
-    text = exchange.query.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) < 18 and 1 <= int(text) <= high):
-        raise InvalidRequest("the query has bad fields", **{name: f"must be an integer between 1 and {high}"})
-    return int(text)
-
-
 def _status(text: str | None) -> Status:
     try:
         return Status(text or "")
     except ValueError:
         choices = ", ".join([*Status, "all"])
-        raise InvalidRequest("the query has bad fields", status=f"must be one of {choices}") from None
+        raise bad_query("status", f"must be one of {choices}") from None

@@ -16,6 +16,7 @@ class ApiSettings:
     """Sizes in bytes, durations in seconds unless the name says otherwise.
 
     `api_key` None: no key is asked for, and then only loopback addresses and unix sockets are served.
+    `allowed_origins`: web pages of other origins (`https://host[:port]`) that may open WebSockets, with the key.
     `default_limits` fills what a partial `limits` object leaves open. `spool_dir` None: the
     system's temporary directory.
     """
@@ -24,6 +25,7 @@ class ApiSettings:
     api_key: str | None = attrs.field(default=None, repr=False)
     default_limits: Limits = attrs.field(factory=Limits)
     max_exec_timeout_ms: int = 120_000
+    allow_unlimited_exec: bool = False
 
     max_command_bytes: int = MIB
     max_json_bytes: int = 16 * MIB
@@ -36,8 +38,21 @@ class ApiSettings:
     ping_interval_s: float = 15.0
     coalesce_ms: int = 15
 
+    allowed_origins: tuple[str, ...] = ()
+    max_message_bytes: int = MIB
+    websocket_ping_s: float = 20.0
+    websocket_auth_s: float = 10.0
+
     max_connections: int = 1000
     read_timeout_s: float = 30.0
     write_timeout_s: float = 30.0
     keep_alive_timeout_s: float = 75.0
     graceful_timeout_s: float = 5.0
+
+    @property
+    def max_request_bytes(self) -> int:
+        """The largest JSON body where a command is the largest thing in it; `max_json_bytes` is for contents.
+
+        Three times the command: as JSON, a character of two bytes may have six.
+        """
+        return min(self.max_json_bytes, 3 * self.max_command_bytes + MIB)

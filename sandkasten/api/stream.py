@@ -59,6 +59,9 @@ class GuardedStream:
         except trio.BrokenResourceError:
             self.is_broken = True
             raise
+        except trio.BusyResourceError:  # `send_eof` is at it
+            self.is_broken = True
+            raise trio.BrokenResourceError("the connection is being ended") from None
         finally:
             self._is_sending = False
         if scope.cancelled_caught:

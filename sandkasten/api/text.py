@@ -41,6 +41,12 @@ class OutputText:
             return text
         return self._newlines(self._without_sequences(text, is_last=is_last), is_last=is_last)
 
+    @property
+    def held(self) -> bytes:
+        """What is held back: fed to a new one, it brings that to the state of this one, and gives no text."""
+        text = "\r" * self._ends_in_cr + self._held
+        return text.encode() + self._decoder.getstate()[0]
+
     def _without_sequences(self, text: str, *, is_last: bool) -> str:
         text = self._held + text
         self._held = ""

@@ -47,7 +47,7 @@ async def test_a_result_has_the_published_and_the_new_fields() -> None:
                 "timed_out": False,
                 "timeout_ms": 500,
                 "shell_restarted": False,
-                "usage": {"cpu_ms": -1, "peak_memory_bytes": -1},
+                "usage": {"cpu_ms": -1, "peak_memory_bytes": -1, "written_bytes": -1},
             },
         )
 
@@ -113,7 +113,7 @@ async def test_a_command_over_a_mebibyte_is_413_and_one_of_it_runs() -> None:
     async with running_front() as running, running.client() as client:
         url = await make_session(running, client)
         assert (await client.post(f"{url}/exec", json={"cmd": "é" * 2**19})).status_code == 200
-        assert len(running.supervisor.runs[0].spec.command.encode()) == 2**20
+        assert running.supervisor.runs[0].spec.command == "é" * 2**19
         answer = await client.post(f"{url}/exec", json={"cmd": "a" * (2**20 + 1)})
         assert (answer.status_code, answer.json()["error_code"]) == (413, "TOO_LARGE")
         assert set(answer.json()["details"]) == {"cmd_bytes", "max_cmd_bytes", "recommendation"}
@@ -121,7 +121,8 @@ async def test_a_command_over_a_mebibyte_is_413_and_one_of_it_runs() -> None:
 
 async def test_a_busy_shell_is_409_with_what_keeps_it_busy() -> None:
     """Details go through as the supervisor gave them."""
-    busy = errors.ShellBusy("the shell's queue is full", exec_id="e-1", age_s=3.5, last_line="building")
+    details = {"exec_id": "e-1", "age_ms": 3500, "last_line": "building", "queue_length": 16}
+    busy = errors.ShellBusy("the shell's queue is full", **details)
     async with running_front() as running, running.client() as client:
         answer = await run(running, client, Script(refusal=busy))
         assert (answer.status_code, answer.json()["error_code"], answer.json()["retryable"]) == (
@@ -129,7 +130,7 @@ async def test_a_busy_shell_is_409_with_what_keeps_it_busy() -> None:
             "SHELL_BUSY",
             True,
         )
-        assert answer.json()["details"] == {"exec_id": "e-1", "age_s": 3.5, "last_line": "building"}
+        assert answer.json()["details"] == details
 
 
 async def test_a_client_that_leaves_cancels_its_command() -> None:

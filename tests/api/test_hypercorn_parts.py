@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import re
 from importlib.metadata import version
 from typing import Any
 
 import trio
+from wsproto.events import Ping
 
 from sandkasten.api.server import hypercorn_config
 from sandkasten.api.settings import ApiSettings
@@ -55,6 +57,29 @@ def test_hypercorn_makes_up_answers_with_the_known_headers() -> None:
     assert all(spelled in inspect.getsource(each._send_error_response) for each in (HTTPStream, WSStream))
     assert list(inspect.signature(H11Protocol._send_error_response).parameters) == ["self", "status_code"]
     assert list(inspect.signature(H11Protocol.stream_send).parameters) == ["self", "event"]
+
+
+def test_a_websocket_is_made_by_a_method_of_the_protocol() -> None:
+    """`_create_stream` decides what a request becomes; what takes its place has `handle`, and the protocol `stream`."""
+    from hypercorn.protocol.h11 import H11Protocol, H11WSConnection
+
+    assert list(inspect.signature(H11Protocol._create_stream).parameters) == ["self", "request"]
+    source = inspect.getsource(H11Protocol)
+    assert "self.stream = WSStream(" in source
+    assert set(re.findall(r"self\.stream\.(\w+)", source)) == {"handle"}
+    assert list(inspect.signature(H11WSConnection).parameters) == ["h11_connection"]
+
+
+def test_a_handshake_offers_no_extension_when_none_was_asked_for() -> None:
+    """`accept` answers with what the headers ask; without them nothing is negotiated."""
+    from hypercorn.protocol.ws_stream import Handshake
+
+    wanted = [(b"connection", b"Upgrade"), (b"upgrade", b"websocket"), (b"sec-websocket-version", b"13")]
+    handshake = Handshake([*wanted, (b"sec-websocket-key", b"dGhlIHNhbXBsZSBub25jZQ==")], "1.1")
+    assert handshake.is_valid()
+    status, headers, connection = handshake.accept(None, [])
+    assert (status, dict(headers).get(b"sec-websocket-extensions")) == (101, None)
+    assert connection.send(Ping()) == b"\x89\x00"
 
 
 async def test_a_stopped_idle_task_stays_stopped() -> None:

@@ -10,12 +10,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sandkasten.api.schemas import CreateRequest, ExecRequest, PatchRequest, WriteRequest, parse
+from sandkasten.api import runschemas
+from sandkasten.api.schemas import CreateRequest, ExecRequest, PatchRequest, TerminalRequest, WriteRequest, parse
+from sandkasten.api.settings import ApiSettings
 from sandkasten.config import Defaults
 from sandkasten.errors import InvalidImage, InvalidRequest, TooLarge
-from sandkasten.model import LIMIT_BOUNDS, ExecSpec, Limits, SessionPatch, SessionSpec
+from sandkasten.model import LIMIT_BOUNDS, ExecSpec, Limits, SessionPatch, SessionSpec, TerminalSize
 
-CLASSES: tuple[type[Any], ...] = (CreateRequest, ExecRequest, PatchRequest, WriteRequest)
+CLASSES: tuple[type[Any], ...] = (
+    CreateRequest,
+    ExecRequest,
+    PatchRequest,
+    WriteRequest,
+    TerminalRequest,
+    runschemas.SignalRequest,
+    runschemas.CancelRequest,
+    runschemas.StdinRequest,
+    runschemas.ShellRequest,
+    runschemas.ProcessRequest,
+    runschemas.WaitRequest,
+)
 
 
 def refused(cls: type[object], body: object) -> dict[str, object]:
@@ -149,8 +163,6 @@ def test_the_idempotency_key_may_come_in_a_header() -> None:
 @pytest.mark.parametrize(
     ("body", "field", "words"),
     [
-        ({}, "cmd", "is required"),
-        ({"cmd": None}, "cmd", "string"),
         ({"cmd": ["ls"]}, "cmd", "string"),
         ({"cmd": "a\0b"}, "cmd", "NUL"),
         ({"cmd": "a", "timeout_ms": -1}, "timeout_ms", "between"),
@@ -163,24 +175,43 @@ def test_the_idempotency_key_may_come_in_a_header() -> None:
         ({"cmd": "a", "exec_id": "a b"}, "exec_id", "visible"),
         ({"cmd": "a", "stdin": 5}, "stdin", "string"),
         ({"cmd": "a", "on_timeout": "ignore"}, "on_timeout", "one of"),
-        ({"cmd": "a", "on_disconnect": "detach"}, "on_disconnect", "not available"),
-        ({"cmd": "a", "shell": "build"}, "shell", "not available"),
-        ({"cmd": "a", "mode": "stateless"}, "mode", "not available"),
-        ({"cmd": "a", "tty": {"cols": 80, "rows": 24}}, "tty", "not available"),
-        ({"cmd": "a", "argv": ["ls"]}, "argv", "not available"),
+        ({"cmd": "a", "stdin": False}, "stdin", "string"),
+        ({"cmd": "a", "stdin": 1}, "stdin", "string"),
+        ({"cmd": "a", "on_disconnect": "stay"}, "on_disconnect", "one of"),
+        ({"cmd": "a", "shell": "a b"}, "shell", "1 to 32"),
+        ({"cmd": "a", "shell": ""}, "shell", "1 to 32"),
+        ({"cmd": "a", "shell": "../x"}, "shell", "1 to 32"),
+        ({"cmd": "a", "mode": "quick"}, "mode", "one of"),
+        ({"cmd": "a", "user": "a b"}, "user", "name"),
+        ({"cmd": "a", "user": "-x"}, "user", "name"),
+        ({"cmd": "a", "user": "1:"}, "user", "name"),
+        ({"cmd": "a", "user": 1000}, "user", "string"),
+        ({"cmd": "a", "tty": True}, "tty", "object"),
+        ({"cmd": "a", "tty": {"cols": 80}}, "tty.rows", "required"),
+        ({"cmd": "a", "tty": {"cols": 0, "rows": 24}}, "tty.cols", "between"),
+        ({"cmd": "a", "tty": {"cols": 80, "rows": 1001}}, "tty.rows", "between"),
+        ({"cmd": "a", "tty": {"cols": 80, "rows": "24"}}, "tty.rows", "integer"),
+        ({"argv": "ls"}, "argv", "array"),
+        ({"argv": []}, "argv", "array"),
+        ({"argv": ["ls", 5]}, "argv", "string"),
+        ({"argv": ["ls", "a\0"]}, "argv", "NUL"),
+        ({"argv": [""]}, "argv", "program"),
+        ({"argv": ["a"] * 4097}, "argv", "4096"),
     ],
 )
 def test_a_bad_exec_field_is_named(body: dict[str, object], field: str, words: str) -> None:
-    """What is not offered is refused, never ignored."""
+    """And nothing else."""
     details = refused(ExecRequest, body)
     assert list(details) == [field]
     assert words in str(details[field])
 
 
 def exec_spec(**body: object) -> ExecSpec:
-    """Return the spec that an exec body becomes."""
-    request = parse(json.dumps(body).encode(), ExecRequest)
-    return request.to_spec(max_command_bytes=10, max_timeout_ms=1000)
+    """Return the spec that an exec body becomes on a server that allows little."""
+    return parse(json.dumps(body).encode(), ExecRequest).to_spec(SMALL)
+
+
+SMALL = ApiSettings(max_command_bytes=10, max_exec_timeout_ms=1000)
 
 
 def test_an_exec_reaches_the_spec() -> None:
@@ -192,10 +223,59 @@ def test_an_exec_reaches_the_spec() -> None:
     assert exec_spec(cmd="a", stdin="").stdin == b""
 
 
-@pytest.mark.parametrize(("asked", "given"), [(None, 1000), (0, 1000), (5, 5), (999_999, 1000)])
-def test_a_timeout_is_clamped_to_the_maximum(asked: int | None, given: int) -> None:
-    """0 and absent mean the maximum."""
-    assert exec_spec(cmd="a", timeout_ms=asked).timeout_ms == given
+@pytest.mark.parametrize(("body", "given"), [({}, 1000), ({"timeout_ms": 0}, 1000), ({"timeout_ms": 5}, 5)])
+def test_a_timeout_of_zero_is_the_maximum(body: dict[str, object], given: int) -> None:
+    """So is none; a longer one becomes it."""
+    assert exec_spec(cmd="a", **body) == ExecSpec("a", timeout_ms=given)
+    assert exec_spec(cmd="a", timeout_ms=2**53).timeout_ms == 1000
+
+
+def test_no_limit_in_time_is_had_where_it_is_allowed() -> None:
+    """Null is not the same as absent."""
+    with pytest.raises(InvalidRequest) as caught:
+        exec_spec(cmd="a", timeout_ms=None)
+    assert list(caught.value.details) == ["timeout_ms"]
+    request = parse(b'{"cmd": "a", "timeout_ms": null}', ExecRequest)
+    assert request.to_spec(attrs.evolve(SMALL, allow_unlimited_exec=True)) == ExecSpec("a", unlimited=True)
+
+
+def test_a_program_reaches_the_spec() -> None:
+    """With its user, terminal and open input; without a shell."""
+    tty = {"cols": 100, "rows": 30}
+    spec = exec_spec(argv=["ls", "-l", ""], user="1001:100", tty=tty, stdin=True, mode="stateless", shell="default")
+    assert spec == ExecSpec(
+        argv=("ls", "-l", ""),
+        stateless=True,
+        timeout_ms=1000,
+        user="1001:100",
+        stdin_open=True,
+        terminal=TerminalSize(100, 30),
+    )
+    assert exec_spec(argv=["ls"]) == ExecSpec(argv=("ls",), timeout_ms=1000)
+    assert exec_spec(cmd="ls", mode="stateless", user="app") == ExecSpec(
+        "ls", stateless=True, timeout_ms=1000, user="app"
+    )
+    assert exec_spec(cmd="ls", shell="build").shell == "build"
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "cmd"),
+        ({"cmd": None}, "cmd"),
+        ({"cmd": "ls", "argv": ["ls"]}, "cmd"),
+        ({"argv": ["ls"], "mode": "stateful"}, "mode"),
+        ({"argv": ["ls"], "shell": "build"}, "shell"),
+        ({"cmd": "ls", "mode": "stateless", "shell": "build"}, "shell"),
+        ({"cmd": "ls", "user": "app"}, "user"),
+        ({"cmd": "ls", "tty": {"cols": 1, "rows": 1}, "stdin": "text"}, "stdin"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(body: dict[str, object], field: str) -> None:
+    """Never is one of them ignored."""
+    with pytest.raises(InvalidRequest) as caught:
+        exec_spec(**body)
+    assert list(caught.value.details) == [field]
 
 
 def test_a_long_command_is_too_large() -> None:
@@ -205,6 +285,9 @@ def test_a_long_command_is_too_large() -> None:
         exec_spec(cmd="é" * 6)
     assert caught.value.details["cmd_bytes"] == 12
     assert caught.value.details["max_cmd_bytes"] == 10
+    assert exec_spec(argv=["abcd", "efgh"]).argv == ("abcd", "efgh")
+    with pytest.raises(TooLarge):
+        exec_spec(argv=["abcd", "efghi"])
     assert "file" in str(caught.value.details["recommendation"])
 
 
@@ -252,7 +335,10 @@ def test_a_patch_changes_only_what_it_names() -> None:
     current = Limits(cpu=3.0, memory_mb=100)
     assert request.to_patch(current=current) == SessionPatch(ttl_s=60.0, limits=Limits(cpu=3.0, memory_mb=100, pids=9))
     assert parse(b"{}", PatchRequest).to_patch(current=current) == SessionPatch()
-    assert list(refused(PatchRequest, {"env": {}})) == ["env"]
+    variables = {"A": "b", "GONE": None}
+    assert parse(json.dumps({"env": variables}).encode(), PatchRequest).to_patch(current=current).env == variables
+    for bad in ("x", {"A": 1}, {"A=": "x"}, {"A": "x\0"}, {"A": "x" * 200_000}):
+        assert list(refused(PatchRequest, {"env": bad})) == ["env"]
     assert list(refused(PatchRequest, {"limits": {"pids": 7}})) == ["limits.pids"]
     assert list(refused(PatchRequest, {"idle_timeout_seconds": None})) == ["idle_timeout_seconds"]
 
@@ -273,7 +359,7 @@ _JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
-_FIELDS = sorted({attribute.name for cls in CLASSES for attribute in cls.__attrs_attrs__})
+_FIELDS = sorted({attribute.name.removesuffix("_") for cls in CLASSES for attribute in cls.__attrs_attrs__})
 
 
 @settings(deadline=None)

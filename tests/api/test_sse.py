@@ -8,8 +8,13 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sandkasten.api.sse import MAX_EVENT_BYTES, base64_events, event, text_events
+from sandkasten.api.sse import MAX_EVENT_BYTES, base64_literals, chunk_event, event, text_literals
+from sandkasten.api.transcript import MAX_HELD_BYTES, Position
 from sandkasten.model import Stream
+
+LONGEST_POSITION = str(
+    Position(10**15 - 1, dict.fromkeys(Stream, bytes(MAX_HELD_BYTES)), dict.fromkeys(Stream, 10**15 - 1))
+)
 
 
 def data_of(chunk: bytes) -> dict[str, object]:
@@ -26,42 +31,46 @@ def test_an_event_is_spelled_exactly() -> None:
     assert event("done", {"exit_code": 0, "cwd": "/é"}) == b'event: done\ndata: {"exit_code":0,"cwd":"/\\u00e9"}\n\n'
 
 
+def test_an_event_takes_text_that_is_none() -> None:
+    """A lone surrogate, deep inside, would break strict parsers."""
+    chunk = event("error", {"details": {"last_line": ["bad \udcff"]}})
+    assert data_of(chunk) == {"details": {"last_line": ["bad \ufffd"]}}
+
+
+def text_events(text: str, *, stream: Stream = Stream.STDOUT) -> list[bytes]:
+    return [chunk_event(stream, literal, LONGEST_POSITION) for literal, _ in text_literals(text)]
+
+
 @settings(deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=3000), st.integers(1, 4))
 def test_text_is_split_into_small_ascii_events_without_loss(text: str, repeat: int) -> None:
-    """Every event is ASCII, has one data line, at most 4 KiB, and splits no character."""
+    """Every event is ASCII, has one data line, at most 4 KiB, and splits no character; lengths count characters."""
     text *= repeat
-    events = list(text_events(Stream.STDOUT, text, 9))
+    events = text_events(text)
     assert all(len(each) <= MAX_EVENT_BYTES for each in events)
     assert "".join(str(data_of(each)["chunk"]) for each in events) == text
     for each in events:
         str(data_of(each)["chunk"]).encode()  # a lone surrogate would raise
+    assert sum(length for _, length in text_literals(text)) == len(text)
 
 
 def test_the_worst_text_still_fits() -> None:
     """Characters outside the BMP take twelve ASCII bytes each."""
-    events = list(text_events(Stream.STDERR, "\U0001f600" * 5000, 1))
+    events = text_events("\U0001f600" * 5000, stream=Stream.STDERR)
     assert max(map(len, events)) <= MAX_EVENT_BYTES
     assert len(events) < 25
     assert data_of(events[0])["stream"] == "stderr"
 
 
-def test_only_the_last_event_of_a_run_carries_its_number() -> None:
-    """An id promises that everything up to it was sent."""
-    events = list(text_events(Stream.STDOUT, "x" * 10_000, 42))
-    assert [b"\nid: 42\n" in each for each in events] == [False] * (len(events) - 1) + [True]
-
-
-def test_a_flush_has_no_number() -> None:
-    """No piece of output came with it."""
-    (chunk,) = text_events(Stream.STDOUT, "\ufffd", None)
-    assert b"id:" not in chunk
+def test_a_chunk_carries_its_position() -> None:
+    """Between the name and the data."""
+    assert chunk_event(Stream.STDOUT, '"a"', "12.3.0").startswith(b'event: chunk\nid: 12.3.0\ndata: {"chunk":"a",')
 
 
 def test_line_splitting_characters_never_appear_raw() -> None:
     """U+0085, U+2028, VT, FF and friends end lines for some parsers."""
     text = "\x85\u2028\u2029\x0b\x0c\x1c\x1d\x1e\r\n"
-    (chunk,) = text_events(Stream.STDOUT, text, 1)
+    (chunk,) = text_events(text)
     assert len(chunk.decode().splitlines()) == 4
     assert data_of(chunk)["chunk"] == text
 
@@ -69,7 +78,9 @@ def test_line_splitting_characters_never_appear_raw() -> None:
 @settings(deadline=None)
 @given(st.binary(max_size=9000))
 def test_base64_events_are_decodable_one_by_one(data: bytes) -> None:
-    """A client may decode each as it comes."""
-    events = list(base64_events(Stream.STDOUT, data, 1))
+    """A client may decode each as it comes; lengths count bytes."""
+    literals = list(base64_literals(data))
+    events = [chunk_event(Stream.STDOUT, literal, LONGEST_POSITION) for literal, _ in literals]
     assert all(len(each) <= MAX_EVENT_BYTES for each in events)
     assert b"".join(base64.b64decode(str(data_of(each)["chunk"])) for each in events) == data
+    assert sum(length for _, length in literals) == len(data)

@@ -19,12 +19,14 @@ from tests.api.harness import PATIENCE_S, Running, read_until, request_bytes, ru
 from tests.api.test_exec import make_session
 from tests.fakes.supervisor import Script
 
+CANCELLED_WHEN_LEFT = b'{"cmd": "cmd", "on_disconnect": "cancel"}'
+
 
 @attrs.frozen
 class Event:
     name: str
     data: dict[str, Any]  # JSON values
-    number: int | None
+    position: str | None
 
 
 class EventReader:
@@ -33,7 +35,7 @@ class EventReader:
     def __init__(self, answer: httpx.Response) -> None:
         self._lines = answer.aiter_lines()
         self._name = ""
-        self._number: int | None = None
+        self._position: str | None = None
 
     def __aiter__(self) -> EventReader:
         return self
@@ -41,11 +43,11 @@ class EventReader:
     async def __anext__(self) -> Event:
         async for line in self._lines:
             if line.startswith("event: "):
-                self._name, self._number = line.removeprefix("event: "), None
+                self._name, self._position = line.removeprefix("event: "), None
             elif line.startswith("id: "):
-                self._number = int(line.removeprefix("id: "))
+                self._position = line.removeprefix("id: ")
             elif line.startswith("data: "):
-                return Event(self._name, json.loads(line.removeprefix("data: ")), self._number)
+                return Event(self._name, json.loads(line.removeprefix("data: ")), self._position)
             else:
                 assert line == "" or line.startswith(":"), line
         raise StopAsyncIteration
@@ -72,7 +74,7 @@ async def test_a_stream_is_chunks_and_one_done() -> None:
     async with running_front() as running, running.client() as client:
         events = await stream(running, client, script)
         assert (text_of(events), text_of(events, "stderr")) == ("a\nb\nc", "b\n")
-        assert [event.number for event in events] == [1, 2, 3, None]
+        assert [event.position for event in events] == ["1", "2", "3", None]
         assert all(event.data["timestamp"] > 1_600_000_000_000 for event in events[:-1])
         done = events[-1]
         wanted = {"exit_code": 5, "cwd": "/workspace", "duration_ms": 7, "cause": "exited", "timed_out": False}
@@ -132,16 +134,16 @@ async def test_characters_and_sequences_cut_between_pieces_stay_whole() -> None:
         assert text_of(events, "stderr") == "x\ufffd"
 
 
-async def test_no_number_comes_twice() -> None:
-    """What is held back to the end, on both streams, has none."""
+async def test_no_position_comes_twice() -> None:
+    """What is held back, on both streams, is part of it."""
     script = Script([(Stream.STDOUT, b"a\xc3"), (Stream.STDERR, b"b\xff\xe2")])
     async with running_front() as running, running.client() as client:
         events = await stream(running, client, script)
-        assert [(event.data["chunk"], event.number) for event in events[:-1]] == [
-            ("a", 1),
-            ("b\ufffd", 2),
-            ("\ufffd", None),
-            ("\ufffd", None),
+        assert [(event.data["chunk"], event.position) for event in events[:-1]] == [
+            ("a", "1~c3~"),
+            ("b\ufffd", "2~c3~e2"),
+            ("\ufffd", "2~c3~e2.1.0"),
+            ("\ufffd", "2~c3~e2.1.1"),
         ]
 
 
@@ -259,7 +261,7 @@ async def test_a_bug_in_the_middle_ends_the_stream_unfinished() -> None:
 
 
 async def test_a_client_that_leaves_cancels_its_command(caplog: pytest.LogCaptureFixture) -> None:
-    """In the middle of the output, in silence, and while it waits for its turn; it is nothing to complain about."""
+    """If it said so: in the middle of the output, in silence, and in the queue; it is nothing to complain about."""
     never = trio.Event()
     endless = Script([(Stream.STDOUT, bytes(60_000))], repeat=10**9)
     async with running_front() as running:
@@ -269,7 +271,7 @@ async def test_a_client_that_leaves_cancels_its_command(caplog: pytest.LogCaptur
             running.supervisor.scripts["cmd"] = script
             running.supervisor.run_opened = trio.Event()
             connection = await running.connect()
-            await connection.send_all(request_bytes("POST", f"{url}/exec/stream", body=b'{"cmd": "cmd"}'))
+            await connection.send_all(request_bytes("POST", f"{url}/exec/stream", body=CANCELLED_WHEN_LEFT))
             await running.supervisor.run_opened.wait()
             await connection.aclose()
             with trio.fail_after(PATIENCE_S):
@@ -286,7 +288,7 @@ async def test_a_slow_reader_stops_the_command_and_not_the_server(caplog: pytest
             url = await make_session(running, client)
         running.supervisor.scripts["cmd"] = endless
         async with await running.connect(receive_buffer=4096) as connection:
-            await connection.send_all(request_bytes("POST", f"{url}/exec/stream", body=b'{"cmd": "cmd"}'))
+            await connection.send_all(request_bytes("POST", f"{url}/exec/stream", body=CANCELLED_WHEN_LEFT))
             await running.supervisor.run_opened.wait()
             run = running.supervisor.runs[0]
             await trio.testing.wait_all_tasks_blocked(0.05)
@@ -305,7 +307,7 @@ async def test_a_stop_ends_streams_in_time() -> None:
         running.supervisor.scripts["cmd"] = Script([(Stream.STDOUT, b"x")], hold=trio.Event())
         url = await make_session(running, client)
         async with await running.connect() as connection:
-            await connection.send_all(request_bytes("POST", f"{url}/exec/stream", body=b'{"cmd": "cmd"}'))
+            await connection.send_all(request_bytes("POST", f"{url}/exec/stream", body=CANCELLED_WHEN_LEFT))
             await read_until(connection, b"event: chunk")
             assert await running.stop() < 1
         assert running.supervisor.runs[0].cancelled.is_set()

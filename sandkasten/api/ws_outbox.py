@@ -1,0 +1,180 @@
+"""What waits to be sent on one WebSocket, and in which order: control first, then the channels in turn.
+
+One task at a time writes. Each turn takes one frame of each channel, and small frames of a turn go out in one write.
+Everything here is bounded: a channel waits for room before it adds output, control messages over a limit are too many.
+Knows no message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+import trio
+
+MAX_CONTROL = 256
+"""Control messages that a client has not taken; a client that goes on asking is told to leave."""
+
+QUEUE_BYTES = 64 * 1024
+"""A channel may add output while less than this waits; with a piece on top that is the most it holds."""
+
+WRITE_BYTES = 96 * 1024
+"""How much is gathered into one write."""
+
+HOLD_S = 0.001
+"""How long the first frames of a channel may wait for what is likely to follow: many runs are over at once."""
+
+HOLD_BYTES = 4 * 1024
+"""More than this does not wait."""
+
+
+class Lane:
+    """The frames of one channel, in order."""
+
+    def __init__(self, outbox: Outbox, *, on_end: Callable[[], None]) -> None:
+        """`on_end` is called when the last frame has been taken."""
+        self._outbox = outbox
+        self._on_end = on_end
+        self._changed = trio.lowlevel.ParkingLot()
+        self.frames: deque[bytes] = deque()
+        self.queued_bytes = 0
+        self.is_held = False
+        self.is_in_turn = False
+        self.is_ended = False
+
+    @property
+    def has_room(self) -> bool:
+        return self.queued_bytes < QUEUE_BYTES
+
+    async def wait_for_room(self) -> None:
+        """Wait until output may be added."""
+        while not self.has_room:
+            await self._changed.park()
+
+    def put(self, frame: bytes, *, hold: bool = False) -> None:
+        """Add a frame. With `hold` it and what follows may wait a moment, so that all of it goes out at once."""
+        self.frames.append(frame)
+        self.queued_bytes += len(frame)
+        if self.is_held and self.queued_bytes < HOLD_BYTES:
+            return
+        self._outbox.add(self, hold=hold)
+        self._outbox.wake()
+
+    async def end(self, frame: bytes) -> None:
+        """Add the last frame and, if nobody else is writing, write what waits."""
+        self.is_ended = True
+        self.frames.append(frame)
+        self.queued_bytes += len(frame)
+        self._outbox.add(self, hold=False)
+        await self._outbox.flush()
+
+    def take(self) -> bytes:
+        """Return the next frame."""
+        frame = self.frames.popleft()
+        self.queued_bytes -= len(frame)
+        self._changed.unpark()
+        if self.is_ended and not self.frames:
+            self._on_end()
+        return frame
+
+
+class Outbox:
+    """All of a connection's lanes, and its control messages."""
+
+    def __init__(self, write: Callable[[bytes], Awaitable[None]], *, on_overflow: Callable[[], None]) -> None:
+        """`on_overflow` is called for every control message over the limit; that message is dropped."""
+        self._write = write
+        self._on_overflow = on_overflow
+        self._control: deque[bytes] = deque()
+        self._turns: deque[Lane] = deque()
+        self._held: deque[tuple[float, Lane]] = deque()
+        self._writer = trio.lowlevel.ParkingLot()
+        self._nap: trio.CancelScope | None = None
+        self._idle = trio.lowlevel.ParkingLot()
+        self._is_writing = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether everything was written."""
+        return not (self._control or self._turns or self._held or self._is_writing)
+
+    def put(self, frame: bytes) -> None:
+        """Add a control message."""
+        if len(self._control) >= MAX_CONTROL:
+            self._on_overflow()
+            return
+        self._control.append(frame)
+        self.wake()
+
+    def add(self, lane: Lane, *, hold: bool) -> None:
+        """A lane has one more frame."""
+        if lane.is_in_turn:
+            return
+        if hold and not lane.is_held:
+            deadline = trio.current_time() + HOLD_S
+            self._held.append((deadline, lane))
+            lane.is_held = True
+            if self._nap is not None and not self._is_writing:
+                self._nap.deadline = min(self._nap.deadline, deadline)
+            return
+        lane.is_held, lane.is_in_turn = False, True
+        self._turns.append(lane)
+
+    def wake(self) -> None:
+        """Have the writer look at what waits; needed unless `flush` follows."""
+        if self._turns or self._control:
+            self._writer.unpark()
+
+    async def run(self) -> None:
+        """Write until cancelled."""
+        while True:
+            await self.flush()
+            is_due = self._held and not self._is_writing  # else whoever writes wakes us
+            with trio.CancelScope(deadline=self._held[0][0] if is_due else math.inf) as self._nap:
+                await self._writer.park()
+            self._nap = None
+
+    async def flush(self) -> None:
+        """Write what waits, unless somebody else is about it."""
+        while not self._is_writing:
+            self._release_held()
+            if not (self._control or self._turns):
+                break
+            self._is_writing = True
+            try:
+                await self._write(self._gather())
+            finally:
+                self._is_writing = False
+                if self._held:
+                    self._writer.unpark()
+        if self.is_empty:
+            self._idle.unpark_all()
+
+    async def wait_until_empty(self) -> None:
+        """Wait until everything was written."""
+        while not self.is_empty:
+            await self._idle.park()
+
+    def _release_held(self) -> None:
+        """Put lanes in turn whose frame has waited long enough, and forget those that are not held any more."""
+        while self._held and (not self._held[0][1].is_held or self._held[0][0] <= trio.current_time()):
+            _, lane = self._held.popleft()
+            if lane.is_held:
+                self.add(lane, hold=False)  # the flush that asks goes on
+
+    def _gather(self) -> bytes:
+        """Return what is written next: all control messages, and one frame of each lane until it is enough."""
+        frames = list(self._control)
+        self._control.clear()
+        size = sum(map(len, frames))
+        while self._turns and (not frames or size + len(self._turns[0].frames[0]) <= WRITE_BYTES):
+            lane = self._turns.popleft()
+            frame = lane.take()
+            frames.append(frame)
+            size += len(frame)
+            if lane.frames:
+                self._turns.append(lane)
+            else:
+                lane.is_in_turn = False
+        return frames[0] if len(frames) == 1 else b"".join(frames)

@@ -1,0 +1,34 @@
+"""The URLs that are WebSockets, and who serves them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+from sandkasten.api.events import events_ws
+from sandkasten.api.exec_ws import exec_ws
+from sandkasten.api.routing import RouteTable
+from sandkasten.api.terminal_ws import terminal_ws
+from sandkasten.api.websocket import WebSocketHandler
+
+
+@attrs.frozen
+class WebSocketRoute:
+    """`needs_live_session`: an ended session is refused before the handler is asked."""
+
+    handler: WebSocketHandler
+    needs_live_session: bool = True
+
+
+SESSION_WEBSOCKETS: RouteTable[WebSocketRoute] = RouteTable(
+    {
+        "exec/ws": WebSocketRoute(exec_ws),
+        "terminal/ws": WebSocketRoute(terminal_ws),
+        "events": WebSocketRoute(events_ws, needs_live_session=False),
+    }
+)
+"""What follows `/v1/sessions/{id}/`."""
+
+WEBSOCKETS: Mapping[str, WebSocketRoute] = {"/v1/events": WebSocketRoute(events_ws)}
+"""Whole paths."""

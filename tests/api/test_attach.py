@@ -1,0 +1,321 @@
+"""A run and those who come and go: retries that attach, clients that leave, streams that go on where they were cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+import trio
+import trio.testing
+
+from sandkasten import errors
+from sandkasten.model import ExecState, OnDisconnect, Stream
+from tests.api.harness import PATIENCE_S, Running, read_until, request_bytes, running_front
+from tests.api.test_exec import make_session
+from tests.api.test_stream import Event, EventReader, text_of
+from tests.fakes.supervisor import Script
+
+
+async def events_of(answer: httpx.Response) -> list[Event]:
+    """Return all events of a stream."""
+    return [event async for event in EventReader(answer)]
+
+
+async def leave_after(running: Running, path: str, body: bytes, mark: bytes) -> None:
+    """Send a request, read up to `mark`, and go away."""
+    connection = await running.connect()
+    await connection.send_all(request_bytes("POST", path, body=body))
+    await read_until(connection, mark)
+    await connection.aclose()
+
+
+@pytest.mark.parametrize("first_ended", [False, True])
+async def test_the_same_id_and_body_attach_and_nothing_runs_twice(first_ended: bool) -> None:
+    """To a run that goes on or has ended; both clients get all of its output."""
+    end = trio.Event()
+    body = {"cmd": "cmd", "exec_id": "e-1", "env": {"A": "1"}, "timeout_ms": 900}
+    answers: list[httpx.Response] = []
+    async with running_front() as running, running.client() as client:
+        url = await make_session(running, client)
+        running.supervisor.scripts["cmd"] = Script([(Stream.STDOUT, b"once\n")], exit_code=3, hold=end)
+
+        async def post() -> None:
+            answers.append(await client.post(f"{url}/exec", json=body))
+
+        if first_ended:
+            end.set()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(post)
+            await running.supervisor.run_opened.wait()
+            nursery.start_soon(post)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            end.set()
+        assert len(running.supervisor.runs) == 1
+        assert [(answer.status_code, answer.json()["output"], answer.json()["exit_code"]) for answer in answers] == [
+            (200, "once\n", 3)
+        ] * 2
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"cmd": "b"}, {"timeout_ms": 5}, {"cwd": "/tmp"}, {"env": {"A": "2"}}, {"stdin": ""}, {"mode": "stateless"}],
+)
+async def test_the_same_id_with_another_body_is_409(other: dict[str, object]) -> None:
+    """Blocking and streamed; what only concerns the answer may differ."""
+    async with running_front() as running, running.client() as client:
+        url = await make_session(running, client)
+        body = {"cmd": "a", "exec_id": "e-1"}
+        assert (await client.post(f"{url}/exec", json=body)).status_code == 200
+        for route in ("exec", "exec/stream"):
+            answer = await client.post(f"{url}/{route}", json=body | other)
+            assert (answer.status_code, answer.json()["error_code"]) == (409, "CONFLICT")
+            same = body | {"raw_output": True, "on_timeout": "result", "on_disconnect": "detach"}
+            assert (await client.post(f"{url}/{route}", json=same)).status_code == 200
+        assert len(running.supervisor.runs) == 1
+
+
+async def test_a_run_that_is_not_kept_any_more_is_410() -> None:
+    """It is not run again, whoever asks."""
+    async with running_front() as running, running.client() as client:
+        url = await make_session(running, client)
+        body = {"cmd": "a", "exec_id": "e-1"}
+        await client.post(f"{url}/exec", json=body)
+        running.supervisor.forget(url.rpartition("/")[2], "e-1")
+        answers = [
+            await client.post(f"{url}/exec", json=body),
+            await client.post(f"{url}/exec/stream", json=body),
+            await client.get(f"{url}/execs/e-1"),
+            await client.get(f"{url}/execs/e-1/output"),
+            await client.get(f"{url}/execs/e-1/stream"),
+        ]
+        assert [(answer.status_code, answer.json()["error_code"]) for answer in answers] == [(410, "EXEC_GONE")] * 5
+        assert len(running.supervisor.runs) == 1
+
+
+@pytest.mark.parametrize(
+    ("route", "asked", "wanted"),
+    [
+        ("exec", {}, OnDisconnect.CANCEL),
+        ("exec", {"on_disconnect": "cancel"}, OnDisconnect.CANCEL),
+        ("exec", {"on_disconnect": "detach"}, OnDisconnect.DETACH),
+        ("exec/stream", {}, OnDisconnect.DETACH),
+        ("exec/stream", {"on_disconnect": "cancel"}, OnDisconnect.CANCEL),
+        ("exec/stream", {"on_disconnect": "detach"}, OnDisconnect.DETACH),
+    ],
+)
+async def test_a_client_that_leaves_cancels_or_detaches(
+    route: str, asked: dict[str, str], wanted: OnDisconnect
+) -> None:
+    """As it said, or as the route does; a detached run is there with its end and output later on."""
+    end = trio.Event()
+    async with running_front() as running, running.client() as client:
+        url = await make_session(running, client)
+        running.supervisor.scripts["cmd"] = Script([(Stream.STDOUT, b"done\n")], hold=end)
+        connection = await running.connect()
+        body = httpx.Request("POST", "http://x", json={"cmd": "cmd", "exec_id": "e-1"} | asked).content
+        await connection.send_all(request_bytes("POST", f"{url}/{route}", body=body))
+        await running.supervisor.run_opened.wait()
+        (run,) = running.supervisor.runs
+        with trio.fail_after(PATIENCE_S):
+            while not run.pieces_taken:
+                await run.changed.wait()
+        await connection.aclose()
+        with trio.fail_after(PATIENCE_S):
+            while run.readers:
+                await run.changed.wait()
+        end.set()
+        seen = (await client.get(f"{url}/execs/e-1")).json()
+        assert run.cancelled.is_set() is (wanted is OnDisconnect.CANCEL)
+        assert (seen["state"], seen["end"]["cause"]) == (
+            "ended",
+            "cancelled" if wanted is OnDisconnect.CANCEL else "exited",
+        )
+        assert (await client.get(f"{url}/execs/e-1/output")).json()["text"] == "done\n"
+
+
+async def test_one_who_attached_never_ends_the_run_by_leaving() -> None:
+    """Whatever it says: the run belongs to who began it."""
+    async with running_front() as running, running.client() as client:
+        url = await make_session(running, client)
+        end = trio.Event()
+        running.supervisor.scripts["cmd"] = Script([(Stream.STDOUT, b"on\n")], hold=end)
+        async with client.stream("POST", f"{url}/exec/stream", json={"cmd": "cmd", "exec_id": "e-1"}) as answer:
+            events = EventReader(answer)
+            assert (await anext(events)).name == "chunk"
+            body = b'{"cmd": "cmd", "exec_id": "e-1", "on_disconnect": "cancel"}'
+            await leave_after(running, f"{url}/exec/stream", body, b"event: chunk")
+            (run,) = running.supervisor.runs
+            with trio.fail_after(PATIENCE_S):
+                while len(run.readers) > 1:
+                    await run.changed.wait()
+            assert not run.cancelled.is_set()
+            end.set()
+            assert [event.name async for event in events] == ["done"]
+
+
+async def resume(client: httpx.AsyncClient, url: str, how: str, position: str, **body: Any) -> list[Event]:  # JSON
+    """Go on with the run `e-1` behind a position, in one of the ways there are."""
+    headers = {"Last-Event-ID": position}
+    if how == "post":
+        request = client.stream("POST", f"{url}/exec/stream", json={"exec_id": "e-1"} | body, headers=headers)
+    elif how == "get":
+        request = client.stream("GET", f"{url}/execs/e-1/stream", headers=headers)
+    else:
+        request = client.stream("GET", f"{url}/execs/e-1/stream?after={position}")
+    async with request as answer:
+        assert answer.status_code == 200, await answer.aread()
+        assert answer.headers["x-exec-id"] == "e-1"
+        return await events_of(answer)
+
+
+@pytest.mark.parametrize("how", ["post", "get", "query"])
+async def test_a_stream_goes_on_exactly_where_it_was_cut(how: str) -> None:
+    """After each of its events, though a character, a line end and a colour lie across pieces."""
+    pieces = [b"one\r", b"\ntwo\xc3", b"\xa9\x1b[3", b"1mthree\x1b[0m", b"x" * 9000, b"\r", b"end\xff"]
+    script = Script([(Stream.STDERR if index == 5 else Stream.STDOUT, piece) for index, piece in enumerate(pieces)])
+    async with running_front(coalesce_ms=0) as running, running.client() as client:
+        running.supervisor.scripts["cmd"] = script
+        url = await make_session(running, client)
+        async with client.stream("POST", f"{url}/exec/stream", json={"cmd": "cmd", "exec_id": "e-1"}) as answer:
+            assert answer.headers["x-exec-id"] == "e-1"
+            events = await events_of(answer)
+        whole = {kind: text_of(events, kind) for kind in Stream}
+        assert whole[Stream.STDOUT] == f"one\ntwoéthree{'x' * 9000}end\ufffd"
+        for count in range(1, len(events)):
+            rest = await resume(client, url, how, str(events[count - 1].position), cmd="cmd")
+            for kind in Stream:
+                assert text_of(events[:count], kind) + text_of(rest, kind) == whole[kind]
+            assert (rest[-1].name, rest[-1].data) == ("done", events[-1].data)
+        assert len(running.supervisor.runs) == 1
+
+
+async def test_a_client_can_go_on_while_the_run_does() -> None:
+    """It gets what was written in between, then what comes."""
+    end = trio.Event()
+    async with running_front() as running, running.client() as client:
+        url = await make_session(running, client)
+        running.supervisor.scripts["cmd"] = Script([(Stream.STDOUT, b"one")], hold=end)
+        body = b'{"cmd": "cmd", "exec_id": "e-1"}'
+        await leave_after(running, f"{url}/exec/stream", body, b"id: 1\n")
+        (run,) = running.supervisor.runs
+        run.write(Stream.STDOUT, b"two")
+        async with client.stream("GET", f"{url}/execs/e-1/stream", headers={"Last-Event-ID": "1"}) as answer:
+            events = EventReader(answer)
+            assert (await anext(events)).data["chunk"] == "two"
+            run.write(Stream.STDOUT, b"three")
+            end.set()
+            assert [event.data.get("chunk") async for event in events] == ["three", None]
+
+
+async def test_a_stream_without_an_id_is_told_the_one_it_got() -> None:
+    """So that it can go on, too."""
+    async with running_front() as running, running.client() as client:
+        url = await make_session(running, client)
+        answer = await client.post(f"{url}/exec/stream", json={"cmd": "a"})
+        seen = await client.get(f"{url}/execs/{answer.headers['x-exec-id']}")
+        assert (seen.status_code, seen.json()["command"]) == (200, "a")
+
+
+async def test_resuming_never_runs_a_command() -> None:
+    """One that is not known is 404, one without an id is refused."""
+    async with running_front() as running, running.client() as client:
+        url = await make_session(running, client)
+        headers = {"Last-Event-ID": "3"}
+        unknown = await client.post(f"{url}/exec/stream", json={"cmd": "a", "exec_id": "e-9"}, headers=headers)
+        assert (unknown.status_code, unknown.json()["error_code"]) == (404, "EXEC_NOT_FOUND")
+        nameless = await client.post(f"{url}/exec/stream", json={"cmd": "a"}, headers=headers)
+        assert (nameless.status_code, list(nameless.json()["details"])) == (400, ["exec_id"])
+        assert running.supervisor.runs == []
+
+
+@pytest.mark.parametrize("position", ["x", "-1", "1.5", "1~0~", "9" * 20])
+async def test_a_bad_position_is_refused(position: str) -> None:
+    """By name, in the header and in the query."""
+    async with running_front() as running, running.client() as client:
+        url = await make_session(running, client)
+        await client.post(f"{url}/exec", json={"cmd": "a", "exec_id": "e-1"})
+        answers = [
+            await client.get(f"{url}/execs/e-1/stream", headers={"Last-Event-ID": position}),
+            await client.post(
+                f"{url}/exec/stream", json={"cmd": "a", "exec_id": "e-1"}, headers={"Last-Event-ID": position}
+            ),
+            await client.get(f"{url}/execs/e-1/stream", params={"after": position}),
+        ]
+        assert [(answer.status_code, list(answer.json()["details"])) for answer in answers] == [
+            (400, ["last_event_id"]),
+            (400, ["last_event_id"]),
+            (400, ["after"]),
+        ]
+
+
+async def test_output_that_is_not_kept_is_410_before_and_an_error_event_after_the_start() -> None:
+    """With where what is kept begins."""
+    async with running_front() as running, running.client() as client:
+        url = await make_session(running, client)
+        running.supervisor.scripts["cmd"] = Script([(Stream.STDOUT, b"one")], repeat=3, hold=trio.Event())
+        await leave_after(running, f"{url}/exec/stream", b'{"cmd": "cmd", "exec_id": "e-1"}', b"id: 3\n")
+        (run,) = running.supervisor.runs
+        run.forget_output()
+        gone = await client.get(f"{url}/execs/e-1/stream", headers={"Last-Event-ID": "1"})
+        assert (gone.status_code, gone.json()["error_code"], gone.json()["details"]) == (
+            410,
+            "EXEC_GONE",
+            {"first_sequence": 4},
+        )
+        async with client.stream("GET", f"{url}/execs/e-1/stream", headers={"Last-Event-ID": "3"}) as answer:
+            run.write(Stream.STDOUT, b"four")
+            run.forget_output()
+            run.write(Stream.STDOUT, b"five")
+            (event,) = await events_of(answer)
+            assert (event.name, event.data["error_code"]) == ("error", "EXEC_GONE")
+        assert run.state is ExecState.RUNNING
+
+
+@pytest.mark.parametrize(
+    ("failure", "chunks"),
+    [
+        (errors.ActorGone("the session's actor is being restarted"), ["a"]),
+        (errors.SessionExpired("the session has ended", status="crashed"), ["a", "\r"]),
+    ],
+)
+async def test_what_is_held_back_is_told_only_when_nothing_can_follow(
+    failure: errors.SandkastenError, chunks: list[str]
+) -> None:
+    """After an error that may pass a client comes back with a position that has it."""
+    async with running_front() as running, running.client() as client:
+        url = await make_session(running, client)
+        running.supervisor.scripts["cmd"] = Script([(Stream.STDOUT, b"a\r")], failure=failure)
+        async with client.stream("POST", f"{url}/exec/stream", json={"cmd": "cmd"}) as answer:
+            events = await events_of(answer)
+        assert [event.data["chunk"] for event in events[:-1]] == chunks
+        assert (events[0].position, events[-1].name, events[-1].data["error_code"]) == (
+            "1~0d~",
+            "error",
+            failure.code,
+        )
+
+
+async def test_a_client_that_does_not_read_is_cut_off_and_can_come_back() -> None:
+    """Its command waits for it as long as it is there, and not a moment longer."""
+    async with running_front(write_timeout_s=0.3) as running:
+        async with running.client() as client:
+            url = await make_session(running, client)
+        running.supervisor.kept_bytes = 100_000_000
+        running.supervisor.scripts["cmd"] = Script([(Stream.STDOUT, b"x" * 60_000)], repeat=300)
+        async with await running.connect(receive_buffer=4096) as connection:
+            body = b'{"cmd": "cmd", "exec_id": "e-1"}'
+            await connection.send_all(request_bytes("POST", f"{url}/exec/stream", body=body))
+            await running.supervisor.run_opened.wait()
+            (run,) = running.supervisor.runs
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            assert 0 < run.pieces_taken < 200
+            with trio.fail_after(PATIENCE_S):
+                while run.readers:
+                    await run.changed.wait()
+        async with running.client() as client:
+            seen = (await client.get(f"{url}/execs/e-1")).json()
+            assert (seen["state"], seen["end"]["cause"], seen["stdout_bytes"]) == ("ended", "exited", 18_000_000)
+            async with client.stream("GET", f"{url}/execs/e-1/stream?after=299") as answer:
+                events = await events_of(answer)
+            assert (len(text_of(events)), events[-1].name) == (60_000, "done")

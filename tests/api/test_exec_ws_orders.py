@@ -1,0 +1,198 @@
+"""Orders to runs over a WebSocket: signals, sizes, cancellations, and what becomes of those that come late."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import trio
+import trio.testing
+
+from sandkasten.api import exec_ws, ws_orders
+from sandkasten.model import Stream, TerminalSize
+from tests.api.harness import PATIENCE_S, running_front
+from tests.api.ws_client import (
+    Chunk,
+    exec_talk,
+    is_quiet,
+    last,
+    output_of,
+    started,
+)
+from tests.fakes.supervisor import Script
+from tests.waiting import until
+
+
+@pytest.mark.parametrize("name", ["INT", "SIGINT", 2])
+async def test_a_signal_reaches_the_run(name: str | int) -> None:
+    """By name or number."""
+    async with running_front() as running, exec_talk(running) as client:
+        run = await started(running, client)
+        await client.say("signal", id=1, signal=name)
+        end = await client.hear_text("exit")
+    assert (run.signals, end["cause"], end["signal"]) == ([signal.SIGINT], "signalled", 2)
+
+
+@pytest.mark.parametrize("now", [None, False, True])
+async def test_a_run_is_cancelled_and_its_exit_says_so(now: bool | None) -> None:
+    """`now` skips asking it."""
+    async with running_front() as running, exec_talk(running) as client:
+        run = await started(running, client)
+        await client.say("cancel", id=1, **({} if now is None else {"now": now}))
+        assert (await client.hear_text("exit"))["cause"] == "cancelled"
+    assert run.was_killed_now is bool(now)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "cause"),
+    [("cancel", {"now": True}, "cancelled"), ("signal", {"signal": "KILL"}, "signalled")],
+)
+async def test_a_cancellation_that_takes_its_time_holds_up_no_order(
+    kind: str, fields: dict[str, object], cause: str
+) -> None:
+    """A run that ignores the polite way can be killed meanwhile, and resized."""
+    async with running_front() as running, exec_talk(running) as client:
+        running.supervisor.scripts["wait"] = Script(hold=trio.Event(), is_tough=True)
+        run = await started(running, client, tty={"cols": 80, "rows": 24})
+        await client.say("cancel", id=1)
+        await client.say("resize", id=1, cols=100, rows=30)
+
+        async def is_resized() -> bool:
+            return run.sizes[-1] == TerminalSize(100, 30)
+
+        await until(is_resized)
+        assert run.end is None
+        await client.say(kind, id=1, **fields)
+        assert (await client.hear_text("exit"))["cause"] == cause
+
+
+async def test_a_run_that_was_cancelled_by_a_client_without_credit_ends() -> None:
+    """What there is no credit for is dropped and counted; it can be had by joining the run again."""
+    async with running_front() as running, exec_talk(running) as client:
+        run = await started(running, client, credit=60)
+        for _ in range(4):
+            run.write(Stream.STDOUT, bytes(50))
+        heard = [await client.hear(), await client.hear()]
+        assert [len(each.data) for each in heard if isinstance(each, Chunk)] == [50, 10]
+        await client.say("cancel", id=1)
+        end = await client.hear_text("exit")
+        assert (end["cause"], end["seq"], end["stdout_bytes"]) == ("cancelled", 1, 200)
+        assert end["omitted_bytes"] == 140
+        await client.say("attach", id=1, exec_id=run.exec_id, after=end["seq"])
+        rest = await client.hear_until("exit", 1)
+        assert len(output_of(rest)) == 150
+        assert "omitted_bytes" not in last(rest)
+
+
+async def test_a_run_that_was_cancelled_sends_what_there_is_credit_for() -> None:
+    """Whole, with its exit behind it."""
+    async with running_front() as running, exec_talk(running) as client:
+        run = await started(running, client)
+        run.write(Stream.STDOUT, b"all of it")
+        await client.say("cancel", id=1)
+        heard = await client.hear_until("exit")
+        assert (output_of(heard), last(heard)["seq"]) == (b"all of it", 1)
+        assert "omitted_bytes" not in last(heard)
+
+
+async def test_what_was_ordered_before_a_detach_is_done() -> None:
+    """`detached` comes behind it."""
+    async with running_front() as running, exec_talk(running) as client:
+        running.supervisor.scripts["tough"] = Script(hold=trio.Event(), ignores=frozenset({1}))
+        await client.say("start", id=1, cmd="tough")
+        await client.hear_text("started")
+        for _ in range(5):
+            await client.say("signal", id=1, signal=1)
+        await client.say("detach", id=1)
+        await client.hear_text("detached")
+        assert running.supervisor.runs[0].signals == [1] * 5
+
+
+async def test_an_order_that_outlives_its_channel_is_heard_of_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever comes of it, the next run on that number is not told."""
+    monkeypatch.setattr(ws_orders, "LAST_ORDERS_S", 0.05)
+    async with running_front() as running, exec_talk(running) as client:
+        running.supervisor.scripts["wait"] = Script(hold=trio.Event(), is_tough=True)
+        run = await started(running, client)
+        await client.say("cancel", id=1)
+        await client.say("detach", id=1)
+        await client.hear_text("detached")
+        tasks = trio.lowlevel.current_statistics().tasks_living
+        for _ in range(20):
+            await client.say("attach", id=1, exec_id=run.exec_id)
+            await client.hear_text("started")
+            await client.say("cancel", id=1)
+            await client.say("detach", id=1)
+            await client.hear_text("detached")
+        await started(running, client)
+        assert await is_quiet(client)
+        assert trio.lowlevel.current_statistics().tasks_living <= tasks + exec_ws.MAX_WAITING
+
+
+async def test_a_run_that_waits_for_its_turn_can_be_cancelled() -> None:
+    """Even if the order comes in the same breath as the start."""
+    async with running_front() as running, exec_talk(running) as client:
+        turn = trio.Event()
+        running.supervisor.scripts["queued"] = Script(turn=turn, hold=trio.Event())
+        await client.say("start", id=1, cmd="queued")
+        await client.say("cancel", id=1)
+        with trio.fail_after(PATIENCE_S):
+            await running.supervisor.run_opened.wait()
+            await running.supervisor.runs[0].cancelled.wait()
+        turn.set()
+        assert (await client.hear_until("exit", 1))[-1]["cause"] == "cancelled"  # type: ignore[index]  # it is text
+
+
+async def test_a_terminal_is_resized() -> None:
+    """A run with a terminal has one stream and a size; one without refuses it and goes on."""
+    async with running_front() as running, exec_talk(running) as client:
+        run = await started(running, client, tty={"cols": 80, "rows": 24})
+        await client.say("resize", id=1, cols=120, rows=50)
+        other = await started(running, client, 2)
+        assert run.sizes == [TerminalSize(80, 24), TerminalSize(120, 50)]
+        await client.say("resize", id=2, cols=1, rows=1)
+        error = await client.hear_text("error")
+        assert (error["id"], error["final"], error["refused"]) == (2, False, "resize")
+        other.finish()
+        await client.hear_text("exit")
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("signal", {"signal": 1}),
+        ("cancel", {}),
+        ("resize", {"cols": 1, "rows": 1}),
+        ("close_stdin", {}),
+        ("detach", {}),
+    ],
+)
+async def test_an_order_to_nobody_is_refused(kind: str, fields: dict[str, int]) -> None:
+    """It may have crossed the exit on its way: nothing else happens."""
+    async with running_front() as running, exec_talk(running) as client:
+        await client.say(kind, id=5, **fields)
+        error = await client.hear_text("error")
+        assert (error["error_code"], error["id"], error["refused"]) == ("EXEC_NOT_FOUND", 5, kind)
+        assert error["final"] is False
+        await client.feed(5, b"late input")
+        await client.say("credit", id=5, bytes=1)
+        assert await is_quiet(client)
+
+
+async def test_a_flood_of_orders_is_bounded() -> None:
+    """Those over the limit are refused; the run takes the others."""
+    async with running_front() as running, exec_talk(running) as client:
+        running.supervisor.scripts["tough"] = Script(hold=trio.Event(), ignores=frozenset({1}))
+        await client.say("start", id=1, cmd="tough")
+        await client.hear_text("started")
+        run = running.supervisor.runs[0]
+        for _ in range(100):
+            await client.say("signal", id=1, signal=1)
+        answered = 0
+
+        async def all_are_answered() -> bool:
+            return len(run.signals) + answered == 100
+
+        while not await is_quiet(client):
+            answered += 1
+        await until(all_are_answered)

@@ -1,0 +1,189 @@
+"""docs/websocket.md and the code name the same messages, fields, tags, codes and limits."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from sandkasten.api import (
+    terminal_ws,
+    websocket,
+    ws_fields,
+    ws_messages,
+    ws_orders,
+    ws_stream,
+    ws_terminal_messages,
+)
+from sandkasten.api.events import SUBPROTOCOL
+from sandkasten.api.settings import ApiSettings
+from sandkasten.api.ws_frames import CloseCode
+from sandkasten.api.ws_routes import SESSION_WEBSOCKETS, WEBSOCKETS
+from sandkasten.model import Cause, ExecEnd, TerminalSize, Usage
+
+TEXT = (Path(__file__).parents[2] / "docs/websocket.md").read_text()
+
+FULL_END = ExecEnd("e", 1, 9, Cause.OOM, "/", 1, 1, False, Usage(), victim="v")
+PLAIN_END = attrs.evolve(FULL_END, signal=None, victim=None)
+ERROR: dict[str, Any] = {"error_code": "C", "message": "m", "retryable": True}
+PUBLIC = ERROR | {"request_id": "r", "details": {}}
+
+Fields = dict[str, bool]
+"""Of a message: whether each is required."""
+
+
+def table(heading: str) -> list[list[str]]:
+    """Return the rows of the table beneath a heading, without its head."""
+    section = TEXT.split(f"{heading}\n", 1)[1].split("\n#", 1)[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    ends = [index for index, line in enumerate(lines) if line.startswith("|---")]
+    return rows[ends[0] + 1 : ends[1] - 1 if len(ends) > 1 else None]
+
+
+def documented(heading: str) -> dict[str, Fields]:
+    """Return the messages in a table."""
+    return {
+        kind.strip("`"): {name: not mark for name, mark in re.findall(r"`(\w+)`(\??)", fields)}
+        for kind, fields, _ in table(heading)
+    }
+
+
+def said(encode: Callable[[Any], bytes], full: Any, plain: Any) -> Fields:  # messages
+    """Return the fields of a message as it is sent, from one with everything and one with as little as possible."""
+    values = [json.loads(frame[frame.index(b"{") :]) for frame in (encode(full), encode(plain))]
+    assert all(value.pop("type") == full.kind for value in values)
+    return {name: name in values[1] for name in values[0]}
+
+
+EXEC_SAID: Mapping[str, tuple[Any, Any]] = {
+    "hello": (ws_messages.Hello("p", "s", {}),) * 2,
+    "started": (ws_messages.Started(1, 0, "e", False),) * 2,
+    "exit": (ws_messages.Exit(1, 0, 0, 0, FULL_END, 1), ws_messages.Exit(1, 0, 0, 0, PLAIN_END)),
+    "detached": (ws_messages.Detached(1, 0),) * 2,
+    "error": (ws_messages.Error(**PUBLIC, id=1, seq=0, refused="x"), ws_messages.Error(**ERROR)),
+    "credit": (ws_messages.Granted(1, 1),) * 2,
+    "pong": (ws_messages.Pong("x"), ws_messages.Pong()),
+}
+TERMINAL_SAID: Mapping[str, tuple[Any, Any]] = {
+    "ready": (ws_terminal_messages.Ready("t", 1, 1, True, True),) * 2,
+    "skipped": (ws_terminal_messages.Skipped(1),) * 2,
+    "taken_over": (ws_terminal_messages.TakenOver(),) * 2,
+    "given_back": (ws_terminal_messages.GivenBack(),) * 2,
+    "exit": (ws_terminal_messages.Exit(FULL_END), ws_terminal_messages.Exit(PLAIN_END)),
+    "error": (ws_terminal_messages.Error(**PUBLIC, refused="x"), ws_terminal_messages.Error(**ERROR)),
+    "pong": (ws_terminal_messages.Pong("x"), ws_terminal_messages.Pong()),
+}
+
+
+def test_every_message_of_a_client_is_documented_with_its_fields() -> None:
+    """Name by name, and which may be left out."""
+    runs = {kind: dict(ws_messages.wire_fields(cls)) for kind, cls in ws_messages.CLIENT_MESSAGES.items()}
+    assert documented("### What a client says about runs") == runs
+    terminals = {kind: dict(ws_messages.wire_fields(cls)) for kind, cls in ws_terminal_messages.CLIENT_MESSAGES.items()}
+    assert documented("### What a client says about a terminal") == terminals
+
+
+def test_every_message_of_the_server_is_documented_with_its_fields() -> None:
+    """Compared with what is really sent."""
+    assert set(EXEC_SAID) == set(ws_messages.SERVER_MESSAGES)
+    sent = {kind: said(ws_messages.encode_message, *pair) for kind, pair in EXEC_SAID.items()}
+    assert documented("### What the server says about runs") == sent
+    assert set(TERMINAL_SAID) == set(ws_terminal_messages.SERVER_MESSAGES)
+    sent = {kind: said(ws_terminal_messages.encode_message, *pair) for kind, pair in TERMINAL_SAID.items()}
+    assert documented("### What the server says about a terminal") == sent
+
+
+def test_the_tags_and_the_header_are_documented() -> None:
+    """Numbers and sizes."""
+    tags = [int(number) for number, _ in table("### Bytes")]
+    assert tags == [*ws_messages.Tag, ws_messages.MORE]
+    assert f"a header of {ws_messages.HEADER.size} bytes" in TEXT
+    assert ws_messages.HEADER.format == "!IBQ"
+
+
+def test_the_close_codes_are_documented() -> None:
+    """All that the server sends; 1006 is never sent (RFC 6455 §7.4.1)."""
+    codes = {int(code) for code, _ in table("## Opening")}
+    assert codes == set(CloseCode) - {CloseCode.ABNORMAL}
+
+
+def test_the_urls_and_subprotocols_are_documented() -> None:
+    """One row for each route."""
+    rows = {name.strip("`"): urls for urls, name, _ in table("# WebSockets")}
+    assert set(rows) == {ws_messages.PROTOCOL, ws_terminal_messages.PROTOCOL, SUBPROTOCOL}
+    paths = set(re.findall(r"`GET ([^`]+)`", " ".join(rows.values())))
+    prefix = "/v1/sessions/{id}/"
+    beneath = {path.removeprefix(prefix) for path in paths if path.startswith(prefix)}
+    assert all(SESSION_WEBSOCKETS.find(tuple(path.split("/"))) for path in beneath)
+    assert len(beneath) == 3
+    assert {path for path in paths if not path.startswith(prefix)} == set(WEBSOCKETS)
+
+
+def test_the_query_of_a_terminal_is_documented() -> None:
+    """Every field that is taken, and no other."""
+    names = {name for cell, _ in table("## Terminals") for name in re.findall(r"`(\w+)`", cell)}
+    assert names == {field.name for field in attrs.fields(ws_terminal_messages.Query)}
+    size = TerminalSize()
+    assert f"{size.cols} × {size.rows}" in TEXT
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        f"up to {ws_messages.MAX_CHANNELS} runs at once",
+        f"a number from 1 to {ws_fields.MAX_CHANNEL}",
+        f"at most {ws_messages.DEFAULT_FRAME_BYTES // 1024} KiB, or `max_frame` "
+        f"({ws_fields.MIN_FRAME_BYTES} to {ws_fields.MAX_FRAME_BYTES}) bytes",
+        f"{ws_messages.DEFAULT_CREDIT_BYTES // 2**20} MiB if not given",
+        f"up to {ws_fields.MAX_CREDIT_BYTES // 2**20} MiB",
+        f"may send {ws_messages.STDIN_CREDIT_BYTES // 1024} KiB at once",
+        f"at most {ws_fields.MAX_PING_CHARS} characters",
+        f"{ws_fields.MIN_FRAME_BYTES} to {ws_fields.MAX_CREDIT_BYTES} |",
+        f"within {ApiSettings().websocket_auth_s:.0f} seconds",
+        f"Every {ApiSettings().websocket_ping_s:.0f} seconds the server pings",
+        f"within {ApiSettings().write_timeout_s:.0f} seconds ends",
+        f"may have {ApiSettings().max_message_bytes // 2**20} MiB",
+        f"kept, up to {terminal_ws.MAX_TYPED_BYTES // 2**20} MiB",
+        f"the first {websocket.MAX_UNPROVEN_BYTES // 1024} KiB that are sent",
+        f"in at most {ws_stream.MAX_PARTS} parts",
+        f"{ws_stream.MAX_CONTROL_FRAMES} pings and pongs within a second",
+        f"at most {ws_orders.MAX_ORDERS} of a run may wait",
+    ],
+)
+def test_the_limits_are_those_of_the_code(sentence: str) -> None:
+    """Each number stands in its sentence."""
+    assert sentence in " ".join(TEXT.split())
+
+
+def refusals(heading: str) -> set[str]:
+    """Return the values of `refused` that are named beneath a heading."""
+    section = TEXT.split(f"{heading}\n", 1)[1]
+    sentence = re.split(r"[.:]\s", section.split("\n`refused` is the type of the message", 1)[1], maxsplit=1)[0]
+    return set(re.findall(r"`(\w+)`", sentence))
+
+
+def test_the_values_of_refused_are_documented() -> None:
+    """The types of messages that can be refused, and what a binary message is called."""
+    assert refusals("### What the server says about runs") == {*ws_messages.CLIENT_MESSAGES, ws_messages.Input.kind}
+    assert refusals("### What the server says about a terminal") == {
+        *ws_terminal_messages.CLIENT_MESSAGES,
+        ws_terminal_messages.INPUT,
+    }
+
+
+def test_the_limits_in_hello_are_listed() -> None:
+    """A client can read them instead of this page."""
+    told = {*ws_messages.LIMITS, "message_bytes"}
+    row = next(text for kind, _, text in table("### What the server says about runs") if kind == "`hello`")
+    assert told == set(re.findall(r"`(\w+)`", row)) - {"limits"}
+
+
+def test_a_silent_client_is_given_up_after_two_minutes() -> None:
+    """So many pings, one interval each."""
+    assert ws_stream.PINGS_UNANSWERED * ApiSettings().websocket_ping_s == 120
