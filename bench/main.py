@@ -20,7 +20,9 @@ from pathlib import Path
 
 import trio
 
-from bench import daemon, measure, rivals
+from bench import daemon, echo, measure, rivals
+from bench.streams import print_streams
+from bench.websocket import ExecSocket, WebSocket
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, Server
 from sandkasten.images.catalog import Catalog
@@ -31,15 +33,22 @@ from sandkasten.supervisor import Supervisor
 
 COMMANDS = {"builtin (:)": ":", "/bin/true": "/bin/true", "python3 -c pass": "python3 -c pass"}
 BURST = 100
+IN_A_ROW = 20
+"""How many of the fastest things are done one after another in each round."""
 
 FORK, TRUE, RTT, HEALTHZ = "fork and wait, this process", "/bin/true", "loopback round trip", "GET /healthz"
 CREATE, COLD, CREATE_HTTP = "create, in-process", "create, in-process, no vessel ready", "create, HTTP"
+ECHO, WARM = "WebSocket echo, one after another", "exec builtin (:), in-process, one after another"
+OPEN = "exec builtin (:), open WebSocket, one after another"
 DESTROY, DESTROY_HTTP, FIRST = "destroy, in-process", "destroy, HTTP", "create to first output, HTTP"
 
 
 def exec_row(name: str, where: str) -> str:
     return f"exec {name}, {where}"
 
+
+_ECHO_TEXT = "x" * 600
+"""As long as what a command's `started` and `exit` are together, about."""
 
 RATIOS = {
     CREATE: "bwrap",
@@ -50,6 +59,7 @@ RATIOS = {
     exec_row("builtin (:)", "HTTP"): HEALTHZ,
     exec_row("/bin/true", "in-process"): TRUE,
     exec_row("/bin/true", "HTTP"): HEALTHZ,
+    OPEN: ECHO,
 }
 """Row to the row it is divided by."""
 
@@ -76,6 +86,7 @@ async def _bench(scratch: Path, rounds: int, sessions: int) -> None:
         round_trip = stack.enter_context(measure.loopback())
         pid, address = stack.enter_context(daemon.running(scratch / "daemon"))
         client = stack.enter_context(daemon.Client(address))
+        plain = stack.enter_context(echo.running())
         async with AsyncExitStack() as opened:
             ready = await opened.enter_async_context(open_supervisor(_config(scratch / "ready", vessels=2)))
             cold = await opened.enter_async_context(open_supervisor(_config(scratch / "cold", vessels=0)))
@@ -85,7 +96,10 @@ async def _bench(scratch: Path, rounds: int, sessions: int) -> None:
                 _measure_machine(kept, round_trip, client, compared)
                 await _measure_sessions(kept, ready, cold)
                 _measure_http(kept, client, address)
+                _measure_websocket(kept, client, address, plain)
         _print_rows(samples)
+        print()
+        await print_streams(pid, client, address, plain)
         burst_ms = await _create_at_once(address)
         print(f"\n{BURST} creates at once over HTTP, all answered after {burst_ms:.0f} ms (goal: < 1000 ms)")
         _destroy_all(client)
@@ -122,6 +136,9 @@ async def _measure_sessions(samples: measure.Samples, ready: Supervisor, cold: S
     for name, command in COMMANDS.items():
         with samples.timed(exec_row(name, "in-process")):
             await ready.exec(session.id, ExecSpec(command))
+    for _ in range(IN_A_ROW):
+        with samples.timed(WARM):
+            await ready.exec(session.id, ExecSpec(":"))
     with samples.timed(DESTROY):
         await ready.destroy(session.id)
 
@@ -140,6 +157,21 @@ def _measure_http(samples: measure.Samples, client: daemon.Client, address: tupl
         session = other.call("POST", "/v1/sessions", {})
         other.wait_for("POST", f"/v1/sessions/{session['id']}/exec/stream", {"cmd": "echo x"}, b"event: chunk")
     client.call("DELETE", f"/v1/sessions/{session['id']}")
+
+
+def _measure_websocket(
+    samples: measure.Samples, client: daemon.Client, address: tuple[str, int], plain: tuple[str, int]
+) -> None:
+    session = client.call("POST", "/v1/sessions", {})["id"]
+    with ExecSocket(address, session) as stream, WebSocket(plain, "/echo") as back:
+        stream.run(":")
+        for _ in range(IN_A_ROW):
+            with samples.timed(ECHO):
+                back.send(_ECHO_TEXT)
+                back.receive()
+            with samples.timed(OPEN):
+                stream.run(":")
+    client.call("DELETE", f"/v1/sessions/{session}")
 
 
 async def _create_at_once(address: tuple[str, int]) -> float:
@@ -199,12 +231,12 @@ def _print_header(scratch: Path, compared: list[rivals.Rival]) -> None:
 
 
 def _print_rows(samples: measure.Samples) -> None:
-    print(f"\n{'':<40} {'n':>4} {'median ms':>10} {'p95 ms':>9}  ratio")
+    print(f"\n{'':<52} {'n':>4} {'median ms':>10} {'p95 ms':>9}  ratio")
     for row in samples.rows():
         base = RATIOS.get(row, "")
         ratio = samples.median(row) / samples.median(base) if base else math.nan
         shown = "" if math.isnan(ratio) else f"{ratio:.2f} x {base}"
-        print(f"{row:<40} {samples.count(row):>4} {samples.median(row):>10.3f} {samples.p95(row):>9.3f}  {shown}")
+        print(f"{row:<52} {samples.count(row):>4} {samples.median(row):>10.3f} {samples.p95(row):>9.3f}  {shown}")
 
 
 if __name__ == "__main__":

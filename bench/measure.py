@@ -100,6 +100,11 @@ def resident_bytes(root: int) -> int:
     return sum(_pss(pid) for pid in _family(root))
 
 
+def own_resident_bytes(pid: int) -> int:
+    """Return the resident set size of one process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def kernel_bytes() -> int:
     """Return what the kernel uses for its own structures and for tmpfs, on the whole machine."""
     fields = {}
