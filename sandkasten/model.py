@@ -128,7 +128,8 @@ class Session:
 
 @attrs.frozen
 class SessionStats:
-    """Counters of the session's cgroup; -1 where the kernel offers none."""
+    """Counters of the session's cgroup, -1 where the kernel offers none, and what is kept of its runs' output outside
+    of it, in memory and on disk."""
 
     memory_bytes: int
     memory_limit: int
@@ -138,6 +139,7 @@ class SessionStats:
     pids: int
     pids_limit: int
     oom_kills: int
+    spool_bytes: int = 0
 
 
 class ExecKind(enum.StrEnum):

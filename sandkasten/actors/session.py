@@ -152,7 +152,7 @@ class SessionActor(Actor):
         match message:
             case Stats():
                 self._require_usable()
-                return self._stats.read_all()
+                return attrs.evolve(self._stats.read_all(), spool_bytes=self._work.kept_bytes)
             case Update(patch):
                 return await self._update(patch)
             case Destroy():

@@ -92,6 +92,11 @@ class SessionWork:
             case _:
                 assert_never(message)
 
+    @property
+    def kept_bytes(self) -> int:
+        """What the output of the session's runs costs, in memory or on disk."""
+        return self._logs.bytes_used
+
     def close(self) -> None:
         """The session has ended: nothing of it is kept."""
         self._terminals.close()

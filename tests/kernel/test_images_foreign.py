@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
 from sandkasten.images.archive import import_tar
 from sandkasten.images.catalog import Catalog
-from sandkasten.model import ExecSpec, SessionSpec
+from sandkasten.model import Cause, ExecSpec, SessionSpec
 from tests import debian
 
 
@@ -27,7 +28,7 @@ async def run(supervisor: LocalSupervisor, image: str, command: str) -> str:
     return result.output.decode()
 
 
-def busybox_tar(path: Path) -> Path:
+def busybox_tar(path: Path, *, links: Sequence[str] = ("bin/sh", "bin/id", "bin/ls", "bin/cat")) -> Path:
     found = shutil.which("busybox")
     if found is None:
         pytest.skip("needs busybox")
@@ -36,7 +37,7 @@ def busybox_tar(path: Path) -> Path:
         program.mode, content = 0o755, Path(found).read_bytes()
         program.size = len(content)
         archive.addfile(program, io.BytesIO(content))
-        for name in ("bin/sh", "bin/id", "bin/ls", "bin/cat"):
+        for name in links:
             link = tarfile.TarInfo(name)
             link.type, link.linkname = tarfile.SYMTYPE, "busybox"
             archive.addfile(link)
@@ -57,6 +58,25 @@ async def test_an_image_of_one_program_has_a_stateful_shell(
     await supervisor.destroy(session.id)
     assert result.end.exit_code == 0
     assert result.output.decode().split() == ["yes", "/tmp", "1000", "busybox", "cat", "id", "ls", "sh"]
+
+
+async def test_an_image_without_any_other_program_runs_builtins(
+    supervisor: LocalSupervisor, config: Config, tmp_path: Path
+) -> None:
+    """No coreutils: state, time limits, interrupts and files need none, and what is missing is said so."""
+    import_tar(Catalog(config.data_dir), "bare", busybox_tar(tmp_path / "bare.tar", links=("bin/sh",)))
+    session = await supervisor.create(SessionSpec(image="bare"))
+    await supervisor.exec(session.id, ExecSpec("cd /tmp; kept=yes; PATH=/nowhere"))
+    looping = await supervisor.exec(session.id, ExecSpec("while :; do :; done", timeout_ms=200))
+    assert looping.end.cause is Cause.TIMED_OUT
+    result = await supervisor.exec(session.id, ExecSpec("echo $kept; pwd; echo x > file; gcc"))
+    assert result.stdout == b"yes\n/tmp\n"
+    assert result.end.exit_code == 127
+    async with supervisor.open_read(session.id, "/tmp/file", max_bytes=10) as reader:
+        assert b"".join([piece async for piece in reader]) == b"x\n"
+    missing = await supervisor.exec(session.id, ExecSpec(argv=("ls",)))
+    assert missing.end.exit_code == 127
+    await supervisor.destroy(session.id)
 
 
 async def test_a_debian_from_the_archive_is_an_image(supervisor: LocalSupervisor, config: Config) -> None:
