@@ -33,6 +33,7 @@ from sandkasten.model import (
     ShellSpec,
     Stream,
 )
+from sandkasten.supervisor import ExecStream
 from tests.waiting import until
 
 SIGINT, SIGUSR1 = 2, 10
@@ -411,3 +412,27 @@ async def test_a_shell_reopened_under_a_slow_reader_is_another_one(
         await stream.wait_end()
     (_, reopened) = await supervisor.shells(session_id)
     assert (reopened.cwd, reopened.running) == ("/tmp", None)
+
+
+async def test_fifty_streams_at_once_are_bounded_and_none_starves(supervisor: LocalSupervisor) -> None:
+    """Unread they cost a window each and hold only their own commands up; read at once they all come to their end."""
+    sessions = [(await supervisor.create(SessionSpec())).id for _ in range(50)]
+    sizes: list[int] = []
+    async with AsyncExitStack() as opened, trio.open_nursery() as nursery:
+        flood = ExecSpec("head -c 4000000 /dev/zero", exec_id="flood")
+        streams = [await opened.enter_async_context(supervisor.open_exec(session_id, flood)) for session_id in sessions]
+
+        async def all_are_held() -> bool:
+            held = [(await supervisor.get_exec(session_id, "flood")).stdout_bytes for session_id in sessions]
+            return min(held) > 900_000
+
+        await until(all_are_held)
+        kept = [(await supervisor.stats(session_id)).spool_bytes for session_id in sessions]
+        assert max(kept) < 1_500_000
+
+        async def read(stream: ExecStream) -> None:
+            sizes.append(sum([len(piece.data) async for piece in stream]))
+
+        for stream in streams:
+            nursery.start_soon(read, stream)
+    assert sizes == [4_000_000] * 50
