@@ -68,8 +68,10 @@ async def test_a_terminal_has_job_control(supervisor: LocalSupervisor, session_i
         await viewer.resize(TerminalSize(100, 30))
         await viewer.send(b"stty size\r")
         await screen.until(b"30 100")
+        await screen.until(b"$ ")  # before the prompt is there, the key means nothing to bash
         await viewer.send(CTRL_D)
-        assert (await viewer.wait_end()).exit_code == 0
+        with trio.fail_after(15):
+            assert (await viewer.wait_end()).exit_code == 0
         with pytest.raises(ExecEnded):
             await viewer.send(b"x")
 
