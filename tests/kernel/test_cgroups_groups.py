@@ -103,6 +103,11 @@ def test_a_powerless_init_starts_a_process_in_a_group(server: Nsinit) -> None:
     box.teardown()
 
 
+def _names_in(directory: Path) -> list[str]:
+    pids = (directory / "cgroup.procs").read_text().split()
+    return [Path(f"/proc/{pid}/comm").read_text().strip() for pid in pids]
+
+
 def test_pid_1_runs_a_program_in_a_group(server: Nsinit) -> None:
     """And what the program leaves running is in it, too, wherever it went meanwhile: it ends with the group."""
     box = server.build(host_plan())
@@ -113,8 +118,7 @@ def test_pid_1_runs_a_program_in_a_group(server: Nsinit) -> None:
         reply, out, err = box.request(program, fd)
     assert isinstance(reply, ExecReply), reply
     assert (out, err, reply.exit_code) == (b"0::/p-1\n", b"", 0)
-    (left,) = (directory / "cgroup.procs").read_text().split()
-    assert Path(f"/proc/{left}/comm").read_text() == "sleep\n"
+    wait_until(lambda: _names_in(directory) == ["sleep"], "the job has become sleep")
     assert box.run("pidof sleep | wc -w").out == "1\n"
     _remove(server, box.session_id, "p-1", kill=True)
     assert not directory.exists()
