@@ -8,7 +8,7 @@ import trio
 
 from sandkasten.actors.run import Run
 from sandkasten.errors import SandkastenError
-from sandkasten.model import ExecEnd, ExecInfo, Output, OutputSlice, Stream
+from sandkasten.model import ExecEnd, ExecInfo, Output
 from sandkasten.runtime.spool import LogReader, ReaderMode
 
 
@@ -87,9 +87,3 @@ class RunReader:
     def close(self) -> None:
         """Stop holding the run up."""
         self._pieces.close()
-
-
-async def read_log(run: Run, stream: Stream | None, offset: int, limit: int) -> OutputSlice:
-    """Return kept output; see `Supervisor.read_output`."""
-    assert run.log is not None
-    return await run.log.read(stream, offset, limit)

@@ -55,9 +55,6 @@ class Shells:
         self.preferred = "bash"
         """The program of a shell whose opener names none."""
 
-    def find(self, name: str) -> Shell | None:
-        return self._shells.get(name)
-
     def get(self, name: str) -> Shell:
         """Raises `ShellNotFound`."""
         shell = self._shells.get(name)

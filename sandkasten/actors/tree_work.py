@@ -17,7 +17,7 @@ from sandkasten.actors.directory import Entry
 from sandkasten.actors.events import EventReader, open_reader
 from sandkasten.actors.output import Collector
 from sandkasten.actors.run import Run
-from sandkasten.actors.run_reader import Hold, Joined, RunReader, read_log
+from sandkasten.actors.run_reader import Hold, Joined, RunReader
 from sandkasten.actors.session_messages import (
     CloseShell,
     FindRun,
@@ -158,7 +158,9 @@ class WorkOfSessions:
     ) -> OutputSlice:
         if offset < 0 or not 0 < limit <= _MAX_READ_BYTES:
             raise InvalidRequest("no such part of the output", limit=f"must be between 1 and {_MAX_READ_BYTES}")
-        return await read_log(await self._find(session_id, exec_id), stream, offset, limit)
+        run = await self._find(session_id, exec_id)
+        assert run.log is not None
+        return await run.log.read(stream, offset, limit)
 
     async def send_stdin(self, session_id: str, exec_id: str, data: bytes, *, close: bool = False) -> None:
         await (await self._find(session_id, exec_id)).queue_stdin(data, close=close)

@@ -48,6 +48,19 @@ from sandkasten.runtime.cgroup_stats import CgroupStats
 from tests.leaks import descendants
 
 PATIENCE_S = 20.0
+FORK_UNTIL_REFUSED = """
+import errno, os, signal
+children = []
+try:
+    while len(children) < 100:
+        children.append(os.fork() or signal.pause())
+except BlockingIOError as error:
+    print(errno.errorcode[error.errno], 8 < len(children) < 16)
+for child in children:
+    os.kill(child, signal.SIGKILL)
+"""
+"""Python that forks until it may not; prints why, and whether that was just below a limit of 16 processes."""
+
 ROOMY = Limits(memory_bytes=256 << 20, pids=64, cpu_quota_us=200_000)
 _MERGED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _MOUNT_POINTS = ("dev", "proc", "sys", "tmp", "run", "usr", "etc", "root", "var", "workspace", "home/sandbox")

@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 from nsinit.protocol import Attach, Ok, Prepare, Ready, SetLimits
-from tests.kernel.harness import PATIENCE_S, ROOMY, Nsinit, check_counters, data_directory, host_plan, running
+from tests.kernel.harness import (
+    FORK_UNTIL_REFUSED,
+    PATIENCE_S,
+    ROOMY,
+    Nsinit,
+    check_counters,
+    data_directory,
+    host_plan,
+    running,
+)
 
 SMALL = replace(ROOMY, memory_bytes=48 << 20)
 SHARES = ("cpu.weight", "cpu.shares")
@@ -118,18 +127,7 @@ def test_tmpfs_counts_as_memory(server: Nsinit) -> None:
 def test_forking_beyond_the_pids_limit_fails_with_eagain(server: Nsinit) -> None:
     """The limit is exact, and it holds back the session alone."""
     box = server.build(host_plan(limits=replace(ROOMY, pids=16)))
-    script = """
-import errno, os, signal
-children = []
-try:
-    while len(children) < 100:
-        children.append(os.fork() or signal.pause())
-except BlockingIOError as error:
-    print(errno.errorcode[error.errno], 8 < len(children) < 16)
-for child in children:
-    os.kill(child, signal.SIGKILL)
-"""
-    assert box.python(script) == "EAGAIN True"
+    assert box.python(FORK_UNTIL_REFUSED) == "EAGAIN True"
     box.teardown()
 
 

@@ -22,6 +22,7 @@ from nsinit.protocol import Attach, Attached, Failed, FindVictim, Grouped, MakeG
 from runner.protocol import ExecReply, Group, RunProgram
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from tests.kernel.harness import (
+    FORK_UNTIL_REFUSED,
     PATIENCE_S,
     ROOMY,
     Nsinit,
@@ -109,18 +110,7 @@ def test_a_memory_hog_dies_alone_and_counters_are_read(server: Nsinit) -> None:
 def test_forking_beyond_the_pids_limit_fails_with_eagain(server: Nsinit) -> None:
     """The limit holds back the session alone."""
     box = server.build(host_plan(limits=replace(ROOMY, pids=16)))
-    script = """
-import errno, os, signal
-children = []
-try:
-    while len(children) < 100:
-        children.append(os.fork() or signal.pause())
-except BlockingIOError as error:
-    print(errno.errorcode[error.errno], 8 < len(children) < 16)
-for child in children:
-    os.kill(child, signal.SIGKILL)
-"""
-    assert box.python(script) == "EAGAIN True"
+    assert box.python(FORK_UNTIL_REFUSED) == "EAGAIN True"
     box.teardown()
 
 
