@@ -13,6 +13,7 @@ What each odd-looking line is for, each tried in bash, dash and BusyBox sh:
   `return` in this frame and, through a DEBUG trap, in every frame above; others: an expansion error, which unwinds to
   `command .`, or to `command eval` when it came a moment before or after; hence the backslashes, against aliases in
   what is parsed anew. The guard `__sk_r` makes a late signal harmless.
+- SIGINT is trapped in bash, for it raises one against itself when a command substitution died of one, and would end.
 - a trapped signal interrupts `read` in dash and BusyBox sh, and what it had read of the line is lost. So a line that is
   not whole is asked for again (`0 r`), a number is never run twice, and a shell that can't read at all ends.
 - `__sk_st` sets `$?` to what the previous command left.
@@ -44,12 +45,15 @@ VARIABLE = "__sk_driver"
 PROGRAM = f'eval "${VARIABLE}"'
 """What the shell is started with; the driver comes in `VARIABLE`, so that `ps` shows one short line."""
 
+LEAVE_BASH = r"""case $__sk_r in 1) __sk_a=130
+trap "case \$__sk_r in 1) return 130;; esac" DEBUG; set -T; return 130;; esac"""
+"""What bash does to leave a command, without single quotes."""
+
 DRIVER = r"""
 unset __sk_driver
 if [ -n "${BASH_VERSION-}" ]; then
 shopt -s expand_aliases
-trap 'case $__sk_r in 1) __sk_a=130
-trap "case \$__sk_r in 1) return 130;; esac" DEBUG; set -T; return 130;; esac' @SIGNAL@
+trap '@LEAVE@' @SIGNAL@ INT
 else
 trap 'case $__sk_r in 1) __sk_a=130; { : "${__sk_unset?}"; } 2>/dev/null;; esac' @SIGNAL@
 fi
@@ -132,7 +136,7 @@ def driver_text(directory: str, revision: int, *, is_busybox: bool = False) -> s
     """Return the program for a shell whose files are in `directory`, a path without shell metacharacters, and whose
     environment has the session's variables as of `revision`. BusyBox sh reads it from its standard input, and needs
     `busybox_text` in the file `run`."""
-    text = DRIVER.replace("@RUN@", _RUN_BUSYBOX if is_busybox else _RUN)
+    text = DRIVER.replace("@RUN@", _RUN_BUSYBOX if is_busybox else _RUN).replace("@LEAVE@", LEAVE_BASH)
     text = text.replace("@DIR@", directory).replace("@SIGNAL@", str(ABANDON_SIGNAL))
     return text.replace("@REVISION@", str(revision))
 

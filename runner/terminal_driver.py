@@ -18,7 +18,7 @@ Sources: POSIX.1-2024 XCU 2.15 `trap`; tty_ioctl(4) "Controlling terminal"; `tty
 
 from __future__ import annotations
 
-from runner import repl
+from runner import driver, repl
 
 TERMINAL_TYPE = "xterm-256color"
 """What TERM says on a terminal, unless the shell's says something better than `dumb`."""
@@ -59,7 +59,7 @@ unset __sk_t
 _RESTORE = r"""
 trap - HUP INT QUIT
 case ${__sk_h-} in *[hiq]*) command . @DIR@/traps;; esac
-case ${__sk_h-} in *I*) trap - INT;; esac
+case ${__sk_h-}${BASH_VERSION-} in *I*.*) trap '@LEAVE@' INT;; *I*) trap - INT;; esac
 case ${__sk_h-} in *Q*) trap - QUIT;; esac
 unset __sk_h
 """
@@ -93,4 +93,4 @@ def leave(directory: str) -> str:
 
 def restore(directory: str) -> str:
     """Return what comes before the command after it, of whatever kind."""
-    return _RESTORE.replace("@DIR@", directory)
+    return _RESTORE.replace("@DIR@", directory).replace("@LEAVE@", driver.LEAVE_BASH)

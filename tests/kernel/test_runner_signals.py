@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from runner.protocol import Done, Error, Exec, ExecReply, RunProgram, Signal
-from tests.kernel.runner_harness import Client, Sandbox, needs_namespaces, wait_until
+from runner.protocol import Done, Error, Exec, ExecReply, RunProgram, Signal, TerminalSize
+from tests.kernel.runner_harness import SHELLS, Client, Sandbox, needs_namespaces, wait_until
 
 pytestmark = needs_namespaces
 
@@ -52,6 +52,16 @@ def test_an_interrupt_brings_the_prompt_back(client: Client, other: Client, comm
     outcome = client.outcome()
     assert (ending(outcome.reply), outcome.stdout) == (INTERRUPTED, b"")
     assert client.stdout("echo $x; kill -USR1 $$") == b"kept\nbye\n"
+
+
+@pytest.mark.parametrize("client", SHELLS[:1], indirect=True)
+def test_a_substitution_that_dies_of_an_interrupt_leaves_the_command(client: Client) -> None:
+    """bash sends itself the interrupt then, and would end. Also after a terminal, for whose time the traps change."""
+    client.run("x=kept")
+    for _ in range(2):
+        outcome = client.run("y=$(kill -INT $BASHPID); echo no")
+        assert (ending(outcome.reply), outcome.stdout) == (INTERRUPTED, b"")
+        assert client.run("echo $x", terminal=TerminalSize(80, 24)).stdout == b"kept\r\n"
 
 
 @pytest.mark.parametrize("command", ["sleep 1234", "while :; do :; done"])
