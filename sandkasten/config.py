@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import attrs
 
-from sandkasten.model import IMAGE_NAME, LIMIT_BOUNDS, Limits
+from sandkasten.model import EXEC_MODES, IMAGE_NAME, LIMIT_BOUNDS, STATEFUL, Limits
 
 DEFAULT_DATA_DIR = Path("/var/lib/sandkasten")
 MIB = 1024 * 1024
@@ -85,7 +85,7 @@ class Defaults:
     max_exec_timeout_ms: int = attrs.field(default=120_000, validator=_between(1, 7 * 86_400_000))
     network_mode: str = attrs.field(default="none", validator=_only("none", "proxy", "bridge", "host"))
     readonly_rootfs: bool = False
-    exec_mode: str = attrs.field(default="stateful", validator=_only("stateful", "stateless"))
+    exec_mode: str = attrs.field(default=STATEFUL, validator=_one_of(*EXEC_MODES))
     shell_prefer: Literal["bash", "sh"] = attrs.field(default="bash", validator=_one_of("bash", "sh"))
 
     @property

@@ -21,6 +21,8 @@ SESSION_ID = re.compile(r"[0-9a-f]{16,32}\Z")
 WORKSPACE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}[a-z0-9]\Z")
 EXEC_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
 SHELL_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,31}\Z")
+STATEFUL, STATELESS = EXEC_MODES = ("stateful", "stateless")
+
 DEFAULT_SHELL = "default"
 IMAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}\Z")
 
@@ -75,6 +77,17 @@ class Limits:
 
 
 @attrs.frozen
+class SessionOptions:
+    """What was chosen when the session was made and holds for its life. Kept with its record, so every field has a
+    default: older records lack the newer ones.
+
+    `exec_mode`: `stateful`, or `stateless`: a command that names no shell and no mode runs beside the shells.
+    """
+
+    exec_mode: str = STATEFUL
+
+
+@attrs.frozen
 class SessionSpec:
     """What a caller wants. `None` means the configured default; `ttl_s` is an idle timeout in seconds.
 
@@ -91,6 +104,7 @@ class SessionSpec:
     max_lifetime_s: float | None = None
     readonly_rootfs: bool | None = None
     shell: str | None = None
+    exec_mode: str | None = None
     idempotency_key: str | None = None
 
 
@@ -124,6 +138,7 @@ class Session:
     reason: str | None = None
     epoch: int = 0
     timings_ms: Mapping[str, float] = attrs.field(factory=dict)
+    options: SessionOptions = attrs.field(factory=SessionOptions)
 
 
 @attrs.frozen
@@ -175,8 +190,9 @@ class TerminalSize:
 class ExecSpec:
     """What to run. Exactly one of `command` (a script for a shell) and `argv` (a program, no shell) is given.
 
-    A command runs in the persistent shell named `shell`, behind what that shell already has to do, unless `stateless`:
-    then, like `argv`, it is a process of its own beside the shells, and may have another `user` (a name of the image's
+    A command runs in the persistent shell named `shell`, behind what that shell already has to do, unless `stateless`
+    (None: as the session's `exec_mode` says, and always in a shell that is not the default one): then, like `argv`, it
+    is a process of its own beside the shells, and may have another `user` (a name of the image's
     `/etc/passwd` or `UID[:GID]`; never root).
     `timeout_ms` None or 0 means the configured maximum, `unlimited` none at all (where the configuration allows it).
     `env` and `cwd` hold for this run only. `stdin` None is `/dev/null` unless `stdin_open`: then more may be sent until
@@ -187,7 +203,7 @@ class ExecSpec:
     command: str | None = attrs.field(default=None, repr=False)
     argv: tuple[str, ...] | None = attrs.field(default=None, repr=False)
     shell: str = DEFAULT_SHELL
-    stateless: bool = False
+    stateless: bool | None = None
     timeout_ms: int | None = None
     unlimited: bool = False
     cwd: str | None = None
@@ -201,7 +217,13 @@ class ExecSpec:
     @property
     def is_program(self) -> bool:
         """Whether it runs beside the shells."""
-        return self.stateless or self.argv is not None
+        return bool(self.stateless) or self.argv is not None
+
+    def in_session(self, options: SessionOptions) -> ExecSpec:
+        """Return the same with what it leaves to the session."""
+        if self.stateless is not None or self.argv is not None or self.shell != DEFAULT_SHELL:
+            return self
+        return attrs.evolve(self, stateless=True) if options.exec_mode == STATELESS else self
 
 
 @attrs.frozen

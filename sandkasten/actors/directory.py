@@ -11,7 +11,7 @@ import attrs
 import trio
 
 from sandkasten.actors.actor import Ref
-from sandkasten.model import Session
+from sandkasten.model import Session, SessionOptions
 from sandkasten.store.sessions import SessionRecord
 
 
@@ -21,6 +21,7 @@ class Entry:
 
     ref: Ref
     view: Callable[[], Session]
+    options: SessionOptions
     ended: trio.Event = attrs.field(factory=trio.Event)
 
     @property
@@ -52,7 +53,7 @@ class SessionDirectory:
         return self._entries.get(session_id)
 
     def add(self, session_id: str, ref: Ref, view: Callable[[], Session]) -> None:
-        self._entries[session_id] = Entry(ref, view)
+        self._entries[session_id] = Entry(ref, view, view().options)
 
     def remove(self, session_id: str) -> None:
         if (entry := self._entries.pop(session_id, None)) is not None:

@@ -248,6 +248,7 @@ class Sessions(Actor):
             labels=dict(spec.labels),
             acquire_source="cold",
             acquire_detail=source,
+            options=resolved.options,
         )
         return SessionRecord(
             session=session,

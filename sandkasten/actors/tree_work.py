@@ -85,13 +85,18 @@ class WorkOfSessions:
     def open_exec(
         self, session_id: str, spec: ExecSpec, *, on_disconnect: OnDisconnect = OnDisconnect.CANCEL
     ) -> AbstractAsyncContextManager[RunReader]:
-        return self._open_exec(session_id, self._command(spec, on_disconnect))
+        check_spec(spec, self._config.server.max_command_bytes)
+        return self._open_exec(session_id, spec, on_disconnect)
 
     @asynccontextmanager
-    async def _open_exec(self, session_id: str, wish: Run) -> AsyncIterator[RunReader]:
+    async def _open_exec(
+        self, session_id: str, spec: ExecSpec, on_disconnect: OnDisconnect
+    ) -> AsyncIterator[RunReader]:
+        entry = await self._live(session_id)
+        wish = self._command(entry, spec, on_disconnect)
         hold = Hold(wish)
         try:
-            await self._open(session_id, hold)
+            await entry.ref.ask(OpenRun(hold))
             reader = RunReader(hold.run, is_joined=hold.run is not wish)
             try:
                 if hold.run is wish:
@@ -105,11 +110,12 @@ class WorkOfSessions:
     async def exec(
         self, session_id: str, spec: ExecSpec, *, on_disconnect: OnDisconnect = OnDisconnect.CANCEL
     ) -> ExecResult:
+        check_spec(spec, self._config.server.max_command_bytes)
         collector = Collector(self._config.server.output_cap_bytes)
-        wish = self._command(spec, on_disconnect, collector)
+        entry = await self._live(session_id)
+        wish = self._command(entry, spec, on_disconnect, collector)
         hold = Hold(wish)
         try:
-            entry = await self._live(session_id)
             entry.ref.post(RunToEnd(hold), wish.ended)
             try:
                 return collector.result(await wish.ended.wait())
@@ -119,12 +125,12 @@ class WorkOfSessions:
         finally:
             hold.leave()
 
-    async def _open(self, session_id: str, hold: Hold) -> None:
-        entry = await self._live(session_id)
-        await entry.ref.ask(OpenRun(hold))
-
-    def _command(self, spec: ExecSpec, on_disconnect: OnDisconnect, collector: Collector | None = None) -> Run:
-        check_spec(spec, self._config.server.max_command_bytes)
+    def _command(
+        self, entry: Entry, spec: ExecSpec, on_disconnect: OnDisconnect, collector: Collector | None = None
+    ) -> Run:
+        spec = spec.in_session(entry.options)
+        if spec.user is not None and not spec.is_program:
+            raise InvalidRequest("a persistent shell has one user", user="needs argv or the stateless mode")
         return Run(spec, timeout_ms=self._timeout_ms(spec), on_disconnect=on_disconnect, collector=collector)
 
     def _timeout_ms(self, spec: ExecSpec) -> int | None:
@@ -227,7 +233,8 @@ class WorkOfSessions:
         )
         hold = Hold(wish)
         try:
-            await self._open(session_id, hold)
+            entry = await self._live(session_id)
+            await entry.ref.ask(OpenRun(hold))
             await hold.run.started.wait()
             return hold.run.info
         finally:
@@ -291,8 +298,6 @@ def check_spec(spec: ExecSpec, max_bytes: int) -> None:
     """Refuse what no shell and no program could be given. Raises `InvalidRequest`, `TooLarge`."""
     if (spec.command is None) == (spec.argv is None):
         raise InvalidRequest("say what to run", cmd="exactly one of cmd and argv is needed")
-    if spec.user is not None and not spec.is_program:
-        raise InvalidRequest("a persistent shell has one user", user="needs argv or the stateless mode")
     if spec.exec_id is not None and not EXEC_ID.match(spec.exec_id):
         raise InvalidRequest("the id is malformed", exec_id="must be 1 to 128 visible ASCII characters")
     if spec.argv is not None and not 0 < len(spec.argv) <= _MAX_ARGUMENTS:

@@ -55,7 +55,6 @@ PortNumber = NewType("PortNumber", int)
 Pattern = NewType("Pattern", str)
 EnvironmentPatch = NewType("EnvironmentPatch", dict[str, str | None])
 NetworkMode = NewType("NetworkMode", str)
-SessionMode = NewType("SessionMode", str)
 ExecMode = NewType("ExecMode", str)
 Encoding = NewType("Encoding", str)
 OnTimeout = NewType("OnTimeout", str)
@@ -278,7 +277,6 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     EnvironmentPatch: _environment_patch,
     WaitTarget: _choice("exit"),
     NetworkMode: _choice("none", not_offered=("proxy", "bridge", "host")),
-    SessionMode: _choice("stateful", not_offered=("stateless",)),
     ExecMode: _choice("stateful", "stateless"),
     Encoding: _choice("utf-8", "base64"),
     OnTimeout: _choice("error", "result"),

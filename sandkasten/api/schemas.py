@@ -35,7 +35,6 @@ from sandkasten.api.fields import (
     OnTimeout,
     Path,
     Pids,
-    SessionMode,
     Shell,
     ShellName,
     Stdin,
@@ -101,7 +100,7 @@ class CreateRequest:
     readonly_rootfs: bool | None = None
     shell: Shell | None = None
     network: NetworkRequest | None = None
-    exec_mode: SessionMode | None = None
+    exec_mode: ExecMode | None = None
     idle_timeout_seconds: NotOffered = _ABSENT
 
     def to_spec(self, *, default_limits: Limits, key_header: str | None) -> SessionSpec:
@@ -123,6 +122,7 @@ class CreateRequest:
             max_lifetime_s=None if self.max_lifetime_seconds is None else float(self.max_lifetime_seconds),
             readonly_rootfs=self.readonly_rootfs,
             shell=self.shell,
+            exec_mode=self.exec_mode,
             idempotency_key=_one_key(self.idempotency_key, key_header),
         )
 
@@ -202,7 +202,7 @@ class ExecRequest:
             command=self.cmd,
             argv=self.argv,
             shell=self.shell or DEFAULT_SHELL,
-            stateless=self.mode == "stateless",
+            stateless=None if self.mode is None else self.mode == "stateless",
             timeout_ms=None if is_unlimited else clamp_timeout(self.timeout_ms, settings),
             unlimited=is_unlimited,
             cwd=self.cwd,
@@ -225,7 +225,7 @@ class ExecRequest:
         is_program = self.argv is not None or self.mode == "stateless"
         if is_program and self.shell not in (None, DEFAULT_SHELL):
             raise bad_fields(shell="must be absent for what runs beside the shells")
-        if not is_program and self.user is not None:
+        if self.mode == "stateful" and self.user is not None:
             raise bad_fields(user="needs argv or the mode 'stateless': a shell has its user")
 
     @property

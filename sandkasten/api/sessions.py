@@ -86,6 +86,7 @@ def session_view(session: Session) -> dict[str, Any]:  # JSON values
         "acquire_source": session.acquire_source,
         "ttl_seconds": int(session.ttl_s) if session.ttl_s.is_integer() else session.ttl_s,
         "limits": attrs.asdict(session.limits),
+        **attrs.asdict(session.options),
         "labels": dict(session.labels),
         "epoch": session.epoch,
     }

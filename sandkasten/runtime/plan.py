@@ -11,7 +11,7 @@ from nsinit import protocol
 from nsinit.protocol import ImageKind, SandboxPlan
 from sandkasten.config import Config, Defaults
 from sandkasten.errors import InvalidImage, InvalidRequest
-from sandkasten.model import IMAGE_NAME, WORKSPACE_ID, Limits, SessionSpec
+from sandkasten.model import EXEC_MODES, IMAGE_NAME, WORKSPACE_ID, Limits, SessionOptions, SessionSpec
 
 _CPU_PERIOD_US = 100_000
 _MIN_CPU_QUOTA_US = 1_000
@@ -29,6 +29,7 @@ class Resolved:
     limits: Limits
     readonly_rootfs: bool
     shell: str
+    options: SessionOptions
 
 
 def resolve(spec: SessionSpec, config: Config) -> Resolved:
@@ -51,6 +52,9 @@ def resolve(spec: SessionSpec, config: Config) -> Resolved:
     ttl_s = spec.ttl_s or float(config.session_ttl_seconds)
     if not 0 < ttl_s <= MAX_TTL_S:
         raise InvalidRequest("ttl out of range", ttl_seconds=f"1 to {MAX_TTL_S:.0f}")
+    exec_mode = spec.exec_mode or config.defaults.exec_mode
+    if exec_mode not in EXEC_MODES:
+        raise InvalidRequest("no such mode", exec_mode=f"must be one of {', '.join(EXEC_MODES)}")
     limits = spec.limits or config.defaults.limits
     check_limits(limits)
     return Resolved(
@@ -60,6 +64,7 @@ def resolve(spec: SessionSpec, config: Config) -> Resolved:
         limits=limits,
         readonly_rootfs=config.defaults.readonly_rootfs if spec.readonly_rootfs is None else spec.readonly_rootfs,
         shell=spec.shell or config.defaults.shell_prefer,
+        options=SessionOptions(exec_mode=exec_mode),
     )
 
 

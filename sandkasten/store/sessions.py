@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 import attrs
 
 from sandkasten.lifecycle import LIVE, Event
-from sandkasten.model import Limits, Session, Status
+from sandkasten.model import Limits, Session, SessionOptions, Status
 
 
 @attrs.frozen
@@ -42,8 +42,8 @@ class SessionRecord:
 
 _COLUMNS = (
     *("id", "status", "image", "cwd", "workspace_id", "created_at", "expires_at", "last_activity", "ended_at"),
-    *("ttl_s", "max_lifetime_s", "limits", "labels", "acquire_source", "reason", "ending", "epoch", "incarnation"),
-    *("pid", "start_ticks", "pid_ns", "idempotency_key", "spec_digest"),
+    *("ttl_s", "max_lifetime_s", "limits", "labels", "options", "acquire_source", "reason", "ending", "epoch"),
+    *("incarnation", "pid", "start_ticks", "pid_ns", "idempotency_key", "spec_digest"),
 )
 
 _PUT = (
@@ -124,6 +124,7 @@ def _to_row(record: SessionRecord) -> dict[str, object]:
         "max_lifetime_s": record.max_lifetime_s,
         "limits": json.dumps(attrs.asdict(session.limits)),
         "labels": json.dumps(dict(session.labels)),
+        "options": json.dumps(attrs.asdict(session.options)),
         "acquire_source": session.acquire_source,
         "reason": session.reason,
         "ending": record.ending,
@@ -150,6 +151,7 @@ def _from_row(row: sqlite3.Row) -> SessionRecord:
         limits=Limits(**json.loads(row["limits"])),
         workspace_id=row["workspace_id"],
         labels=json.loads(row["labels"]),
+        options=SessionOptions(**json.loads(row["options"])),
         acquire_source=row["acquire_source"],
         reason=row["reason"],
         epoch=row["epoch"],

@@ -67,7 +67,7 @@ def test_a_full_create_reaches_the_spec() -> None:
             "readonly_rootfs": True,
             "shell": "sh",
             "network": {"mode": "none", "allow": []},
-            "exec_mode": "stateful",
+            "exec_mode": "stateless",
             "something_new": {"unknown": [1]},
         }
     )
@@ -81,6 +81,7 @@ def test_a_full_create_reaches_the_spec() -> None:
         max_lifetime_s=60.0,
         readonly_rootfs=True,
         shell="sh",
+        exec_mode="stateless",
         idempotency_key="k",
     )
 
@@ -129,7 +130,7 @@ def test_a_full_create_reaches_the_spec() -> None:
         ({"network": {"mode": "host"}}, "network.mode"),
         ({"network": {"mode": "bridge"}}, "network.mode"),
         ({"network": {"mode": "x"}}, "network.mode"),
-        ({"exec_mode": "stateless"}, "exec_mode"),
+        ({"exec_mode": "stateles"}, "exec_mode"),
         ({"idle_timeout_seconds": 5}, "idle_timeout_seconds"),
     ],
 )
@@ -218,7 +219,9 @@ def test_an_exec_reaches_the_spec() -> None:
     """Defaults that are spelled out are accepted."""
     offered = {"shell": "default", "mode": "stateful", "on_disconnect": "cancel", "on_timeout": "error"}
     spec = exec_spec(cmd="cat", cwd="/tmp", env={"A": "1"}, stdin="é", exec_id="e1", timeout_ms=5, **offered)
-    assert spec == ExecSpec("cat", timeout_ms=5, cwd="/tmp", env={"A": "1"}, stdin="é".encode(), exec_id="e1")
+    assert spec == ExecSpec(
+        "cat", stateless=False, timeout_ms=5, cwd="/tmp", env={"A": "1"}, stdin="é".encode(), exec_id="e1"
+    )
     assert exec_spec(cmd="").command == ""
     assert exec_spec(cmd="a", stdin="").stdin == b""
 
@@ -267,7 +270,7 @@ def test_a_program_reaches_the_spec() -> None:
         ({"argv": ["ls"], "mode": "stateful"}, "mode"),
         ({"argv": ["ls"], "shell": "build"}, "shell"),
         ({"cmd": "ls", "mode": "stateless", "shell": "build"}, "shell"),
-        ({"cmd": "ls", "user": "app"}, "user"),
+        ({"cmd": "ls", "mode": "stateful", "user": "app"}, "user"),
         ({"cmd": "ls", "tty": {"cols": 1, "rows": 1}, "stdin": "text"}, "stdin"),
     ],
 )

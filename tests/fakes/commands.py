@@ -75,7 +75,7 @@ class FakeRuns(FakeSessions):
     async def open_exec(
         self, session_id: str, spec: ExecSpec, *, on_disconnect: OnDisconnect = OnDisconnect.CANCEL
     ) -> AsyncIterator[Reader]:
-        await self._live(session_id)
+        spec = spec.in_session((await self._live(session_id)).options)
         if (run := self._joined(session_id, spec.exec_id, spec)) is not None:
             with Reader(run) as reader:
                 yield reader

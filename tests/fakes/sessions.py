@@ -13,11 +13,13 @@ import trio
 from sandkasten import errors
 from sandkasten.lifecycle import ENDED, LIVE
 from sandkasten.model import (
+    STATEFUL,
     Event,
     EventType,
     Limits,
     Readiness,
     Session,
+    SessionOptions,
     SessionPatch,
     SessionSpec,
     SessionStats,
@@ -89,6 +91,7 @@ class FakeSessions:
             limits=spec.limits or Limits(),
             workspace_id=spec.workspace_id,
             labels=dict(spec.labels),
+            options=SessionOptions(exec_mode=spec.exec_mode or STATEFUL),
             timings_ms={"queue": 0.1, "clone 3": 2.5},
         )
         self.sessions[session.id] = session

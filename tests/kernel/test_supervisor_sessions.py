@@ -22,7 +22,7 @@ from sandkasten.errors import (
     SessionExpired,
     SessionNotFound,
 )
-from sandkasten.model import Cause, ExecSpec, Limits, Session, SessionPatch, SessionSpec, Status
+from sandkasten.model import Cause, ExecSpec, Limits, Session, SessionPatch, SessionSpec, ShellSpec, Status
 from tests.kernel.processes import init_pid, nsinit_pid
 from tests.waiting import until
 
@@ -242,6 +242,29 @@ async def test_kept_sessions_are_adopted_by_the_next_daemon_with_shell_state(con
         assert found.acquire_detail == "adopted"
         result = await supervisor.exec(session.id, ExecSpec("echo $kept; pwd; cat /workspace/file"))
         assert result.stdout == b"state\n/tmp\ndata\n"
+
+
+async def test_commands_of_a_stateless_session_share_no_shell(config: Config) -> None:
+    """Unless they say so or name a shell; the choice is the session's, and survives the daemon."""
+    keeping = attrs.evolve(config, sessions_on_stop="keep")
+    async with open_supervisor(keeping) as supervisor:
+        session = await supervisor.create(SessionSpec(exec_mode="stateless"))
+        await supervisor.open_shell(session.id, ShellSpec("named"))
+    async with open_supervisor(config) as supervisor:
+        for spec, seen in (
+            (ExecSpec("x=1"), b""),
+            (ExecSpec("echo ${x-none}"), b"none\n"),
+            (ExecSpec("x=2", stateless=False), b""),
+            (ExecSpec("echo ${x-none}"), b"none\n"),
+            (ExecSpec("echo ${x-none}", stateless=False), b"2\n"),
+            (ExecSpec("x=3", shell="named"), b""),
+            (ExecSpec("echo ${x-none}", shell="named"), b"3\n"),
+            (ExecSpec("id -un", user="nobody"), b"nobody\n"),
+        ):
+            assert (await supervisor.exec(session.id, spec)).stdout == seen
+        assert (await supervisor.get(session.id)).options.exec_mode == "stateless"
+        with pytest.raises(InvalidRequest):
+            await supervisor.exec(session.id, ExecSpec("id", user="nobody", stateless=False))
 
 
 async def test_a_workspace_outlives_its_sessions_and_belongs_to_the_sandbox_user(
