@@ -216,7 +216,7 @@ def _print_memory(pid: int, client: daemon.Client, sessions: int) -> None:
 
 
 def _print_header(scratch: Path, compared: list[rivals.Rival]) -> None:
-    cgroups = next((check.detail for check in precheck.probe(scratch) if check.name == "cgroups"), "unknown")
+    cgroups = next((check.seen for check in precheck.probe(scratch).checks if check.id == "cgroups"), "unknown")
     print(f"date      {datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
     machine = f"Linux {platform.release()} {platform.machine()}"
     print(f"machine   {machine}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.2f}")

@@ -22,7 +22,10 @@ from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config, ConfigError
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.host import ensure_host_image
+from sandkasten.machine import Machine, Protection
+from sandkasten.runtime import precheck
 from sandkasten.runtime.paths import DataPaths
+from sandkasten.runtime.protections import Situation, lacking, protections
 from sandkasten.store import sessions as session_store
 from sandkasten.store.database import DatabaseTooNew, open_database
 
@@ -95,8 +98,10 @@ async def _open_tree(
 ) -> AsyncIterator[LocalSupervisor]:
     paths = DataPaths(config.data_dir)
     with _locked(paths.lock):
+        machine = await trio.to_thread.run_sync(precheck.examine, config.data_dir)
+        require_protections(config, machine)
         catalog, node = await trio.to_thread.run_sync(_prepare, config)
-        supervisor = LocalSupervisor(config, catalog, node, vessels=config.server.vessels)
+        supervisor = LocalSupervisor(config, catalog, node, machine=machine, vessels=config.server.vessels)
         tree = ChildSupervisor([*supervisor.children(), *more(supervisor)])
         stop = trio.CancelScope()
 
@@ -108,6 +113,12 @@ async def _open_tree(
             with trio.fail_after(_START_S):
                 await nursery.start(run_tree)
             stop.shield = True  # from here on only we end it: whoever cancels us must not outrun the draining
+            try:
+                _require((await supervisor.system()).protections, config)
+            except BaseException:  # what was adopted lives on
+                stop.cancel()
+                supervisor.close()
+                raise
             log.info("supervisor_started", extra={"node": node.id, "incarnation": node.incarnation})
             try:
                 yield supervisor
@@ -119,6 +130,20 @@ async def _open_tree(
                         log.error("drain_timed_out", extra={"waited_s": _DRAIN_S})
                 stop.cancel()
                 supervisor.close()
+
+
+def require_protections(config: Config, machine: Machine) -> None:
+    """Refuse to start on a machine that can't protect as it must.
+
+    Raises:
+        ConfigError: one line for each required protection that is missing, with its fix.
+    """
+    _require(protections(Situation(config, machine)), config)
+
+
+def _require(found: Sequence[Protection], config: Config) -> None:
+    if lacks := lacking(config, found):
+        raise ConfigError("\n".join(lacks))
 
 
 def _raise_descriptor_limit() -> None:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import attrs
 
+from sandkasten.machine import PROTECTIONS, Need
 from sandkasten.model import EXEC_MODES, IMAGE_NAME, LIMIT_BOUNDS, STATEFUL, Limits
 
 DEFAULT_DATA_DIR = Path("/var/lib/sandkasten")
@@ -97,6 +98,28 @@ class Defaults:
 @attrs.frozen
 class Security:
     seccomp: Literal["off", "mvp", "strict"] = attrs.field(default="strict", validator=_one_of("off", "mvp", "strict"))
+
+
+def _protections(_instance: object, attribute: attrs.Attribute[Any], value: tuple[str, ...]) -> None:
+    for name in value:
+        if name not in PROTECTIONS:
+            raise ValueError(f"{attribute.name}: {name!r} is no protection; there are {', '.join(PROTECTIONS)}")
+        if attribute.name == "allow_missing" and PROTECTIONS[name] is Need.ESSENTIAL:
+            raise ValueError(f"allow_missing: no sandbox can be made without {name}")
+
+
+@attrs.frozen
+class Isolation:
+    """By name: protections that must be fully on besides those that always must be there, and those that may be missing
+    though by default the start is refused without them."""
+
+    required: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_protections)
+    allow_missing: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_protections)
+
+    def __attrs_post_init__(self) -> None:
+        for name in self.required:
+            if name in self.allow_missing:
+                raise ValueError(f"required and allow_missing both name {name}")
 
 
 @attrs.frozen
@@ -221,6 +244,7 @@ class Config:
     sessions_on_stop: Literal["destroy", "keep"] = attrs.field(default="destroy", validator=_one_of("destroy", "keep"))
     defaults: Defaults = attrs.field(factory=Defaults)
     security: Security = attrs.field(factory=Security)
+    isolation: Isolation = attrs.field(factory=Isolation)
     pool: Pool = attrs.field(factory=Pool)
     workspace: Workspace = attrs.field(factory=Workspace)
     dashboard: Dashboard = attrs.field(factory=Dashboard)
@@ -236,11 +260,6 @@ class Config:
     def notices(self) -> list[str]:
         """Say which accepted settings have no effect in this version, one sentence each."""
         notices = []
-        if self.security.seccomp != "off":
-            notices.append("security.seccomp: no system call filter is applied yet; the other layers hold")
-        notices.append(
-            "defaults.disk_limit_mb: recorded and not enforced yet; sessions share the data directory's disk"
-        )
         if self.pool.enabled:
             notices.append("pool.enabled: there is no warm pool yet; every session starts cold")
         return notices

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+from sandkasten.machine import NodeInfo, System
 from sandkasten.model import (
     Event,
     ExecEnd,
@@ -351,4 +352,12 @@ class Supervisor(Protocol):
 
     async def readiness(self) -> Readiness:
         """Check store, fork server and disk."""
+        ...
+
+    async def system(self) -> System:
+        """Return versions, the machine's checks as they were at start, limits and protections in force."""
+        ...
+
+    async def node(self) -> NodeInfo:
+        """Return what this node has, has promised and uses now."""
         ...

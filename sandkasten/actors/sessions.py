@@ -94,7 +94,21 @@ class DestroyAll(Ask[None]):
     """Refuse new sessions and end all there are."""
 
 
-Message = Create | Forget | Readopt | DestroyAll
+@attrs.frozen
+class Occupancy:
+    """How many sessions there may be, how many blank vessels are ready, and whether new sessions are refused."""
+
+    max_sessions: int
+    vessels: int
+    is_draining: bool
+
+
+@attrs.frozen
+class Occupied(Ask[Occupancy]):
+    """What can be taken."""
+
+
+Message = Create | Forget | Readopt | DestroyAll | Occupied
 
 
 class Sessions(Actor):
@@ -162,6 +176,8 @@ class Sessions(Actor):
             case DestroyAll():
                 self._is_draining = True
                 return self.defer(self._destroy_all)
+            case Occupied():
+                return Occupancy(self._max_sessions, len(self._vessels), self._is_draining)
             case _:
                 assert_never(message)
 

@@ -20,6 +20,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from datetime import UTC, datetime
 
 import trio
 
@@ -27,6 +28,7 @@ from sandkasten.actors import events, images, reaper, sessions, store, zygote
 from sandkasten.actors.actor import Ask, R, Ref
 from sandkasten.actors.directory import Entry, SessionDirectory
 from sandkasten.actors.files import LocalFileReader, LocalFileWriter, open_reader, open_writer
+from sandkasten.actors.node_view import NodeFacts, describe_node, describe_system
 from sandkasten.actors.session import ended_error
 from sandkasten.actors.session_messages import Borrow, Destroy, Stats, Update
 from sandkasten.actors.sessions import Node
@@ -36,6 +38,7 @@ from sandkasten.config import MIB, Config
 from sandkasten.errors import Capacity, SandkastenError, SessionExpired, SessionNotFound
 from sandkasten.images.catalog import Catalog
 from sandkasten.lifecycle import ENDED, LIVE
+from sandkasten.machine import Machine, NodeInfo, System
 from sandkasten.model import (
     SESSION_ID,
     Readiness,
@@ -61,8 +64,9 @@ _MIN_FREE_RATIO = 0.02
 class LocalSupervisor(WorkOfSessions):
     """The supervisor of this machine; implements `supervisor.Supervisor`."""
 
-    def __init__(self, config: Config, catalog: Catalog, node: Node, *, vessels: int) -> None:
+    def __init__(self, config: Config, catalog: Catalog, node: Node, *, machine: Machine, vessels: int) -> None:
         self._config, self._catalog, self._node, self._vessels = config, catalog, node, vessels
+        self._machine, self._started_at = machine, datetime.now(UTC)
         self._directory = SessionDirectory()
         self._store, self._zygote, self._images = Ref("store"), Ref("zygote"), Ref("images")
         self._journal = Journal()
@@ -235,6 +239,26 @@ class LocalSupervisor(WorkOfSessions):
             "disk": await trio.to_thread.run_sync(_check_disk, self._config),
         }
         return Readiness(ready=all(each == "ok" for each in checks.values()), checks=checks)
+
+    async def system(self) -> System:
+        ready = await self._zygote.ask_again(zygote.Node())
+        return await trio.to_thread.run_sync(describe_system, self._config, self._machine, ready)
+
+    async def node(self) -> NodeInfo:
+        ready = await self._zygote.ask_again(zygote.Node())
+        occupancy = await self._sessions.ask_again(sessions.Occupied())
+        is_ready = (await self.readiness()).ready
+        facts = NodeFacts(
+            id=self._node.id,
+            incarnation=self._node.incarnation,
+            status="draining" if occupancy.is_draining else "ready" if is_ready else "not_ready",
+            started_at=self._started_at,
+            sessions=[entry.session for entry in self._directory],
+            max_sessions=occupancy.max_sessions,
+            vessels=occupancy.vessels,
+            cgroup_dirs=ready.cgroup_dirs,
+        )
+        return await describe_node(self._config, self._catalog, facts)
 
     async def sweep(self) -> int:
         """Have the reaper sweep now; return what it tore down or finished."""

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import attrs
 
-from sandkasten.api import events, execs, files, health, processes, sessions, shells
+from sandkasten.api import events, execs, files, health, processes, sessions, shells, system
 from sandkasten.api import exec as commands
 from sandkasten.api.errors import Answer
 from sandkasten.api.exchange import Exchange
@@ -35,6 +35,8 @@ class JsonRoute:
 JSON_ROUTES = (
     JsonRoute("GET", "/healthz", health.healthz),
     JsonRoute("GET", "/readyz", health.readyz),
+    JsonRoute("GET", "/v1/system", system.system),
+    JsonRoute("GET", "/v1/node", system.node),
     JsonRoute("POST", SESSIONS, sessions.create),
     JsonRoute("GET", SESSIONS, sessions.list_sessions),
     JsonRoute("GET", f"{SESSIONS}/<session_id>", sessions.get),

@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     init.set_defaults(command=_init)
 
     doctor = commands.add_parser("doctor", parents=[common], help="say whether this machine can run sandboxes")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
     doctor.set_defaults(command=_doctor)
 
     image = commands.add_parser("image", help="look after images")

@@ -1,4 +1,7 @@
-"""What the configuration says of images, held against the store; `Config.notices` has what needs no disk."""
+"""What a start has to say: of protections that are not fully on, and of images that the configuration names.
+
+`Config.notices` has what needs neither machine nor disk.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,14 @@ import os
 
 from sandkasten.config import Config
 from sandkasten.images.catalog import Catalog
+from sandkasten.machine import Machine, State
+from sandkasten.runtime.protections import Situation, protections
+
+
+def protection_notices(config: Config, machine: Machine) -> list[str]:
+    """Say which protections are not fully on, one sentence each."""
+    found = protections(Situation(config, machine))
+    return [f"{each.name} is {each.state}: {each.detail}" for each in found if each.state is not State.ON]
 
 
 def image_notices(config: Config) -> list[str]:

@@ -21,7 +21,7 @@ from sandkasten import app, log
 from sandkasten.api.listen import ListenError
 from sandkasten.cli.key import make_data_dir, with_key
 from sandkasten.cli.main import Stop, load, require_root
-from sandkasten.cli.notices import image_notices
+from sandkasten.cli.notices import image_notices, protection_notices
 from sandkasten.config import Config, ConfigError
 from sandkasten.errors import SandkastenError
 from sandkasten.runtime import precheck
@@ -32,13 +32,15 @@ def serve(arguments: argparse.Namespace) -> int:
     config = load(arguments)
     require_root()
     make_data_dir(config.data_dir)
-    missing = [check for check in precheck.run(config.data_dir) if check.required and not check.ok]
-    if missing:
-        raise Stop("\n".join(f"{check.name}: {check.detail}" for check in missing))
+    machine = precheck.examine(config.data_dir)
+    try:
+        app.require_protections(config, machine)
+    except ConfigError as lacks:
+        raise Stop(f"{lacks}\n`sandkasten doctor` shows everything that was tried") from None
     key_is_given = config.api_key is not None
     config = with_key(config)
     writer = log.configure(config.server.log_level)
-    for notice in [*config.notices(), *image_notices(config)]:
+    for notice in [*protection_notices(config, machine), *config.notices(), *image_notices(config)]:
         print(f"note: {notice}")
     try:
         trio.run(_run, config, key_is_given, strict_exception_groups=True)

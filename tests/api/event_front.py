@@ -25,10 +25,10 @@ class JournalSupervisor(FakeSupervisor):
 
     def __init__(self, node: EventNode) -> None:
         super().__init__()
-        self.node = node
+        self.event_node = node
 
     def emit(self, kind: EventType, session_id: str, **data: object) -> None:
-        self.node.journal.emit(kind, session_id, **data)
+        self.event_node.journal.emit(kind, session_id, **data)
 
     @asynccontextmanager
     async def events(  # type: ignore[override]  # the real reader, not the fake's
@@ -36,7 +36,7 @@ class JournalSupervisor(FakeSupervisor):
     ) -> AsyncIterator[EventReader]:
         if session_id is not None:
             await self.get(session_id)
-        async with self.node.reader(session_id, after=after) as reader:
+        async with self.event_node.reader(session_id, after=after) as reader:
             yield reader
 
 
@@ -49,7 +49,7 @@ class Front:
 
     @property
     def node(self) -> EventNode:
-        return self.supervisor.node
+        return self.supervisor.event_node
 
     async def session(self) -> str:
         return (await self.supervisor.create(SessionSpec())).id

@@ -26,6 +26,8 @@ from tests.api.harness import (
 
 ROUTES = [
     ("GET", "/readyz"),
+    ("GET", "/v1/system"),
+    ("GET", "/v1/node"),
     ("GET", "/v1/sessions"),
     ("POST", "/v1/sessions"),
     ("GET", "/v1/sessions/0123456789abcdef"),

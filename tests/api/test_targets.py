@@ -16,6 +16,8 @@ from tests.waiting import until
 SESSION = "/v1/sessions/{id}"
 REQUESTS = [
     ("GET", "/readyz"),
+    ("GET", "/v1/system"),
+    ("GET", "/v1/node"),
     ("GET", "/v1/sessions"),
     ("POST", "/v1/sessions"),
     ("GET", SESSION),

@@ -25,7 +25,7 @@ LAYERS = (
     Layer("runtime", "store", "images"),
     Layer("supervisor", "configfile", "lifecycle", independent=False),
     Layer("config"),
-    Layer("model", "errors", "log"),
+    Layer("model", "machine", "errors", "log"),
     Layer("logcontext"),
 )
 CONTRACTS = {"runner.protocol", "runner.wire", "nsinit.protocol", "nsinit"}

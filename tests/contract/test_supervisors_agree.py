@@ -10,17 +10,20 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+import attrs
 import pytest
 import trio
 
 from sandkasten import errors
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, Server
+from sandkasten.machine import PROTECTIONS, Need
 from sandkasten.model import (
     Cause,
     ExecKind,
     ExecSpec,
     ExecState,
+    Limits,
     OnDisconnect,
     ProcessSpec,
     SessionSpec,
@@ -281,3 +284,28 @@ async def test_a_session_that_is_not_there_says_so_everywhere(
     for call in calls:
         with pytest.raises(wanted):
             await call()
+
+
+async def test_the_node_counts_its_sessions(supervisor: Supervisor, session_id: str) -> None:
+    """What they may use is summed up, and no total is made up."""
+    node = await supervisor.node()
+    limits = (await supervisor.get(session_id)).limits
+    assert (node.id, node.status, node.sessions) == (supervisor.node_id, "ready", {"running": 1})
+    assert (node.committed.sessions, node.committed.cpu, node.committed.pids) == (1, limits.cpu, limits.pids)
+    assert node.committed.memory_bytes == limits.memory_mb * 2**20
+    assert "host" in node.images
+    assert node.totals.memory_bytes is not None
+    assert node.used.memory_bytes is not None
+    assert 0 < node.used.memory_bytes < node.totals.memory_bytes
+    assert node.started_at <= node.time
+
+
+async def test_the_system_says_what_is_in_force(supervisor: Supervisor) -> None:
+    """Every protection once, those that no sandbox can do without marked so, and the defaults of a create."""
+    system = await supervisor.system()
+    assert [each.name for each in system.protections] == list(PROTECTIONS)
+    essential = {name for name, need in PROTECTIONS.items() if need is Need.ESSENTIAL}
+    assert essential <= {each.name for each in system.protections if each.required}
+    assert system.defaults["limits"] == attrs.asdict(Limits())
+    assert system.cgroup_mode in ("v2", "hybrid", "v1")
+    assert system.machine.checks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -11,7 +12,10 @@ import attrs
 import trio
 
 from sandkasten import errors
+from sandkasten.actors.node_view import defaults_in_force, limits_in_force
+from sandkasten.config import Config
 from sandkasten.lifecycle import ENDED, LIVE
+from sandkasten.machine import Amounts, Machine, NodeInfo, System
 from sandkasten.model import (
     STATEFUL,
     Event,
@@ -25,6 +29,9 @@ from sandkasten.model import (
     SessionStats,
     Status,
 )
+from sandkasten.runtime.capacity import committed
+from sandkasten.runtime.checks import works
+from sandkasten.runtime.protections import Situation, protections
 
 DEFAULT_TTL_S = 1800.0
 
@@ -56,6 +63,23 @@ class Events:
             await self._supervisor.event_emitted.wait()
 
 
+def _system(now: datetime) -> System:
+    config = Config()
+    machine = Machine(now, [works("clone3", "done")], {"cgroup_mode": "mode v2"})
+    return System(
+        version="0",
+        python="3.11.0",
+        kernel="6.1.0",
+        architecture="x86_64",
+        cgroup_mode="v2",
+        features={"overlay_by_fd": True},
+        defaults=defaults_in_force(config),
+        limits=limits_in_force(config),
+        protections=protections(Situation(config, machine)),
+        machine=machine,
+    )
+
+
 class FakeSessions:
     """Sessions are records. `events_forgotten` is how many of the journal's events are not kept any more."""
 
@@ -71,6 +95,8 @@ class FakeSessions:
         self.event_emitted = trio.Event()
         self.readiness_checks = {"store": "ok", "zygote": "ok", "disk": "ok"}
         self.create_failure: Exception | None = None
+        self.started_at = datetime.now(UTC)
+        self.system_answer = _system(self.started_at)
 
     async def create(self, spec: SessionSpec) -> Session:
         await trio.lowlevel.checkpoint()
@@ -180,6 +206,26 @@ class FakeSessions:
     async def readiness(self) -> Readiness:
         await trio.lowlevel.checkpoint()
         return Readiness(all(value == "ok" for value in self.readiness_checks.values()), self.readiness_checks)
+
+    async def system(self) -> System:
+        await trio.lowlevel.checkpoint()
+        return self.system_answer
+
+    async def node(self) -> NodeInfo:
+        await trio.lowlevel.checkpoint()
+        live = [session for session in self.sessions.values() if session.status in LIVE]
+        return NodeInfo(
+            id=self.node_id,
+            incarnation=1,
+            status="ready" if (await self.readiness()).ready else "not_ready",
+            time=datetime.now(UTC),
+            started_at=self.started_at,
+            totals=Amounts(sessions=1000, cpu=2.0, memory_bytes=2**32, pids=32768, disk_bytes=2**40),
+            committed=committed(session.limits for session in live),
+            used=Amounts(sessions=len(live), memory_bytes=4096, disk_bytes=2**30),
+            images=("host",),
+            sessions=dict(Counter(session.status.value for session in live)),
+        )
 
     async def _live(self, session_id: str) -> Session:
         session = await self.get(session_id)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sandkasten.machine import Verdict
 from sandkasten.runtime import precheck
 
 pytestmark = [pytest.mark.kernel, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
@@ -16,15 +17,15 @@ pytestmark = [pytest.mark.kernel, pytest.mark.skipif(os.geteuid() != 0, reason="
 
 def test_the_probe_tries_every_step_and_leaves_nothing(tmp_path: Path) -> None:
     """All steps answer, and the data directory is as empty as before."""
-    checks = {check.name: check for check in precheck.run(tmp_path)}
+    checks = {check.id: check for check in precheck.examine(tmp_path).checks}
     assert {"cgroups", "openat2", "clone3", "mounts", "overlay"} <= checks.keys()
-    assert [check.name for check in checks.values() if check.required and not check.ok] == []
+    assert [check.id for check in checks.values() if check.verdict is Verdict.MISSING] == []
     assert os.listdir(tmp_path) == []
 
 
 def test_before_the_first_start_the_probe_runs_where_the_data_directory_will_be(tmp_path: Path) -> None:
     """Nothing is skipped, the directory is not made, and nothing stays."""
-    checks = {check.name: check for check in precheck.run(tmp_path / "not/there")}
+    checks = {check.id: check for check in precheck.examine(tmp_path / "not/there").checks}
     assert {"cgroups", "openat2", "clone3", "mounts", "overlay"} <= checks.keys()
     assert os.listdir(tmp_path) == []
 
@@ -32,9 +33,9 @@ def test_before_the_first_start_the_probe_runs_where_the_data_directory_will_be(
 def test_a_place_where_no_directory_can_be_made_is_a_finding(tmp_path: Path) -> None:
     """The sentence names the place and the reason."""
     (tmp_path / "file").touch()
-    (check,) = precheck.probe(tmp_path / "file")
-    assert not check.ok
-    assert check.detail.startswith(f"nothing can be tried in {tmp_path / 'file'}: NotADirectoryError")
+    (check,) = precheck.probe(tmp_path / "file").checks
+    assert check.verdict is Verdict.MISSING
+    assert check.seen.startswith(f"nothing can be tried in {tmp_path / 'file'}: NotADirectoryError")
 
 
 def test_a_data_directory_that_can_not_hold_a_layer_is_found_by_trying(tmp_path: Path) -> None:
@@ -43,11 +44,12 @@ def test_a_data_directory_that_can_not_hold_a_layer_is_found_by_trying(tmp_path:
 set -e
 for d in lower upper work merged; do mkdir "$1/$d"; done
 mount -t overlay overlay -o lowerdir="$1/lower",upperdir="$1/upper",workdir="$1/work" "$1/merged"
-exec "$2" -c 'import sys; from pathlib import Path; from sandkasten.runtime import precheck
-for check in precheck.probe(Path(sys.argv[1])): print(check.name, check.ok)
-print(precheck.check_filesystem(Path(sys.argv[1]), open("/proc/self/mountinfo").read()).ok)' "$1/merged"
+exec "$2" -c 'import sys; from pathlib import Path; from sandkasten.machine import Verdict
+from sandkasten.runtime import host_checks, precheck
+for check in precheck.probe(Path(sys.argv[1])).checks: print(check.id, check.verdict)
+print(host_checks.check_filesystem(Path(sys.argv[1]), open("/proc/self/mountinfo").read()).verdict)' "$1/merged"
 """
     command = ["unshare", "--mount", "sh", "-c", script, "sh", str(tmp_path), sys.executable]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "overlay False" in done.stdout.splitlines(), done.stderr
-    assert done.stdout.splitlines()[-1] == "False"
+    assert "overlay missing" in done.stdout.splitlines(), done.stderr
+    assert done.stdout.splitlines()[-1] == "missing"

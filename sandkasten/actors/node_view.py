@@ -1,0 +1,116 @@
+"""Assembles what `Supervisor.system()` and `.node()` answer, from the configuration, the machine and nsinit's word.
+
+Owns no state. What it reads itself comes from `runtime/capacity.py`, in a worker thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any
+
+import attrs
+import trio
+
+from nsinit import protocol
+from sandkasten.config import Config
+from sandkasten.images.catalog import Catalog
+from sandkasten.machine import Amounts, Machine, NodeInfo, System
+from sandkasten.model import LIMIT_BOUNDS, Session
+from sandkasten.runtime import capacity
+from sandkasten.runtime.protections import Situation, protections, with_needs
+
+
+def describe_system(config: Config, machine: Machine, ready: protocol.Ready) -> System:
+    """Return the installation as it is in force. Blocking: the first call reads the package's version."""
+    return System(
+        version=_version(),
+        python=platform.python_version(),
+        kernel=platform.release(),
+        architecture=platform.machine(),
+        cgroup_mode=ready.cgroup_mode,
+        features=dict(ready.features),
+        defaults=defaults_in_force(config),
+        limits=limits_in_force(config),
+        protections=protections(Situation(config, machine, ready.features)),
+        machine=with_needs(config, machine),
+    )
+
+
+@functools.cache
+def _version() -> str:
+    return version("sandkasten-runtime")
+
+
+def defaults_in_force(config: Config) -> dict[str, Any]:  # JSON values
+    """Return what a session or a command gets when its creator says nothing, under the names of the HTTP API."""
+    defaults = config.defaults
+    return {
+        "image": config.default_image,
+        "ttl_seconds": config.session_ttl_seconds,
+        "limits": attrs.asdict(defaults.limits),
+        "network_mode": defaults.network_mode,
+        "readonly_rootfs": defaults.readonly_rootfs,
+        "shell": defaults.shell_prefer,
+        "timeout_ms": defaults.max_exec_timeout_ms,
+    }
+
+
+def limits_in_force(config: Config) -> dict[str, Any]:  # JSON values
+    """Return the bounds of what may be asked for."""
+    bounds: dict[str, Any] = {name: {"min": low, "max": high} for name, (low, high) in LIMIT_BOUNDS.items()}
+    names = ("max_sessions", "max_command_bytes", "max_upload_bytes", "max_read_bytes", "output_cap_bytes")
+    return (
+        bounds
+        | {
+            "timeout_ms": {
+                "min": 1,
+                "max": None if config.runs.allow_unlimited else config.defaults.max_exec_timeout_ms,
+            }
+        }
+        | {name: getattr(config.server, name) for name in names}
+    )
+
+
+@attrs.frozen
+class NodeFacts:
+    """What only the tree knows."""
+
+    id: str
+    incarnation: int
+    status: str
+    started_at: datetime
+    sessions: Sequence[Session]
+    max_sessions: int
+    vessels: int
+    cgroup_dirs: Mapping[str, str]
+
+
+async def describe_node(config: Config, catalog: Catalog, facts: NodeFacts) -> NodeInfo:
+    """Return the node as it is now."""
+    totals, used, images = await trio.to_thread.run_sync(_read, config, catalog, facts)
+    return NodeInfo(
+        id=facts.id,
+        incarnation=facts.incarnation,
+        status=facts.status,
+        time=datetime.now(UTC),
+        started_at=facts.started_at,
+        totals=totals,
+        committed=capacity.committed(session.limits for session in facts.sessions),
+        used=used,
+        images=images,
+        sessions=dict(Counter(session.status.value for session in facts.sessions)),
+        vessels=facts.vessels,
+    )
+
+
+def _read(config: Config, catalog: Catalog, facts: NodeFacts) -> tuple[Amounts, Amounts, tuple[str, ...]]:
+    return (
+        capacity.read_totals(config.data_dir, max_sessions=facts.max_sessions),
+        capacity.read_used(config.data_dir, facts.cgroup_dirs, sessions=len(facts.sessions)),
+        tuple(image.name for image in catalog.images()),
+    )

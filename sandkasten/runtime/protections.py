@@ -1,0 +1,128 @@
+"""Which protections are in force: one entry each, drawn from the machine's checks, the configuration and nsinit.
+
+The one source of what `doctor`, the start messages, `/v1/system` and the refusal to start say. Pure: performs nothing.
+An entry per name of `machine.PROTECTIONS`; most rest on their checks alone, the others have a function in `_ENTRIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from sandkasten.config import Config
+from sandkasten.machine import PROTECTIONS, Check, Machine, Need, Protection, State, Verdict
+
+_WORST_FIRST = (Verdict.MISSING, Verdict.NOT_TRIED, Verdict.FALLS_BACK, Verdict.WORKS)
+_STATES = {
+    Verdict.MISSING: State.MISSING,
+    Verdict.NOT_TRIED: State.UNKNOWN,
+    Verdict.FALLS_BACK: State.DEGRADED,
+    Verdict.WORKS: State.ON,
+}
+
+
+@attrs.frozen
+class Situation:
+    """What is known when the question is asked. `features` is nsinit's own word, empty before it has started."""
+
+    config: Config
+    machine: Machine
+    features: Mapping[str, Any] = attrs.field(factory=dict)  # JSON values
+
+
+Entry = Callable[[Situation, Protection], Protection]
+"""Gets what the checks alone say and returns what is so."""
+
+
+def _seccomp(now: Situation, found: Protection) -> Protection:
+    if now.config.security.seccomp == "off":
+        return attrs.evolve(found, state=State.OFF, detail="security.seccomp is off")
+    return attrs.evolve(found, state=State.MISSING, detail="this version applies no system call filter")
+
+
+def _landlock(_now: Situation, found: Protection) -> Protection:
+    return attrs.evolve(found, state=State.MISSING, detail="this version applies no Landlock rules")
+
+
+def _disk(_now: Situation, found: Protection) -> Protection:
+    return attrs.evolve(found, state=State.MISSING, detail="defaults.disk_limit_mb is recorded and not enforced yet")
+
+
+def _daemon_privilege(_now: Situation, found: Protection) -> Protection:
+    return attrs.evolve(found, state=State.MISSING, detail="the daemon itself runs as root")
+
+
+_ENTRIES: Mapping[str, Entry] = {
+    "seccomp": _seccomp,
+    "landlock": _landlock,
+    "disk": _disk,
+    "daemon_privilege": _daemon_privilege,
+}
+
+
+def protections(now: Situation) -> tuple[Protection, ...]:
+    """Return every protection as it is in force."""
+    found = ((name, _from_checks(now, name)) for name in PROTECTIONS)
+    return tuple(_ENTRIES[name](now, each) if name in _ENTRIES else each for name, each in found)
+
+
+def with_needs(config: Config, machine: Machine) -> Machine:
+    """Return the machine with each check's `required` as the configuration has it."""
+    checks = [
+        attrs.evolve(check, required=is_required(config, check.protection)) if check.protection else check
+        for check in machine.checks
+    ]
+    return attrs.evolve(machine, checks=checks)
+
+
+def is_required(config: Config, name: str) -> bool:
+    """Whether the daemon may not start without the protection."""
+    if PROTECTIONS[name] is Need.ESSENTIAL or name in config.isolation.required:
+        return True
+    return PROTECTIONS[name] is Need.PROMISED and name not in config.isolation.allow_missing
+
+
+def lacking(config: Config, found: Sequence[Protection]) -> list[str]:
+    """Return one sentence for each protection without which the start is refused; none: all is well.
+
+    What the configuration lists as required must be fully on; what is required by itself may fall back.
+    """
+    sentences = []
+    for each in found:
+        good = {State.ON} if each.name in config.isolation.required else {State.ON, State.DEGRADED}
+        if each.required and each.state not in good:
+            sentences.append(_sentence(each))
+    return sentences
+
+
+def _sentence(lack: Protection) -> str:
+    text = f"{lack.name} is required and {_WORDS[lack.state]}: {lack.detail}"
+    if lack.fix:
+        text += f"; {lack.fix}"
+    if PROTECTIONS[lack.name] is not Need.ESSENTIAL:
+        text += f" (or list {lack.name} in isolation.allow_missing)"
+    return text
+
+
+_WORDS = {State.MISSING: "missing", State.UNKNOWN: "unproven", State.OFF: "off", State.DEGRADED: "not complete"}
+
+
+def _checks_of(now: Situation, name: str) -> list[Check]:
+    return [check for check in now.machine.checks if check.protection == name]
+
+
+def _from_checks(now: Situation, name: str) -> Protection:
+    """The worst of the checks says how it is."""
+    required = is_required(now.config, name)
+    checks = _checks_of(now, name)
+    if not checks:
+        return Protection(name, State.UNKNOWN, "not examined", required)
+    worst = min(checks, key=lambda check: _WORST_FIRST.index(check.verdict))
+    if worst.verdict is Verdict.WORKS:
+        return Protection(name, State.ON, "; ".join(check.seen for check in checks), required)
+    bad = [check for check in checks if check.verdict is worst.verdict]
+    fixes = dict.fromkeys(check.fix for check in bad if check.fix)
+    detail = "; ".join(f"{check.title}: {check.seen}" for check in bad)
+    return Protection(name, _STATES[worst.verdict], detail, required, "; ".join(fixes))

@@ -1,0 +1,54 @@
+"""What the installation and the node say of themselves over HTTP."""
+
+from __future__ import annotations
+
+from sandkasten.machine import PROTECTIONS
+from sandkasten.model import SessionSpec
+from tests.api.harness import running_front
+
+
+async def test_the_installation_is_described() -> None:
+    """Versions, defaults, bounds, every protection by name, and the checks behind them."""
+    async with running_front() as running, running.client() as client:
+        answer = await client.get("/v1/system")
+        found = answer.json()
+    assert answer.status_code == 200
+    assert (found["cgroup_mode"], found["features"]) == ("v2", {"overlay_by_fd": True})
+    assert found["defaults"]["limits"] == {"cpu": 1.0, "memory_mb": 512, "pids": 256, "disk_mb": 2048}
+    assert found["limits"]["pids"] == {"min": 8, "max": 4 * 2**20}
+    assert [each["name"] for each in found["protections"]] == list(PROTECTIONS)
+    assert {each["state"] for each in found["protections"]} <= {"on", "degraded", "missing", "off", "unknown"}
+    assert found["checks"][0] | {"required": True} == {
+        "id": "clone3",
+        "title": found["checks"][0]["title"],
+        "verdict": "works",
+        "seen": "done",
+        "protection": "namespaces",
+        "required": True,
+        "consequence": "",
+        "fix": "",
+    }
+    assert found["examined_at"].endswith("Z")
+
+
+async def test_the_node_adds_up_what_its_sessions_may_use() -> None:
+    """Committed is the sum over live sessions; an amount that is not known is null, never 0."""
+    async with running_front() as running, running.client() as client:
+        for _ in range(2):
+            await running.supervisor.create(SessionSpec())
+        ended = await running.supervisor.create(SessionSpec())
+        await running.supervisor.destroy(ended.id)
+        found = (await client.get("/v1/node")).json()
+        running.supervisor.readiness_checks["disk"] = "full"
+        later = (await client.get("/v1/node")).json()
+    assert (found["id"], found["status"], later["status"]) == ("fake", "ready", "not_ready")
+    assert found["capacity"]["committed"] == {
+        "sessions": 2,
+        "cpu": 2.0,
+        "memory_bytes": 2 * 512 * 2**20,
+        "pids": 512,
+        "disk_bytes": 2 * 2048 * 2**20,
+    }
+    assert found["capacity"]["used"]["cpu"] is None
+    assert found["sessions"] == {"running": 2}
+    assert found["images"] == ["host"]
