@@ -35,7 +35,7 @@ def main() -> None:
     for name in _CODECS:
         codecs.lookup(name)
     ctypes.CDLL("libgcc_s.so.1")  # the C library loads it late, from wherever / then is
-    kernel = RunnerKernel()
+    kernels = RunnerKernel(filters_commands=False), RunnerKernel(filters_commands=True)
     syscalls.close_range(_CHANNEL_FD + 1)
     syscalls.reset_library_signals()
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
@@ -50,7 +50,12 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     channel = socket.socket(fileno=_CHANNEL_FD)
-    serve(channel, lambda listener_fd, on_ready: runner_main.run(listener_fd, kernel, on_ready=on_ready))
+    serve(
+        channel,
+        lambda listener_fd, is_filtered, on_ready: runner_main.run(
+            listener_fd, kernels[is_filtered], on_ready=on_ready
+        ),
+    )
 
 
 if __name__ == "__main__":

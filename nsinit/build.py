@@ -70,8 +70,9 @@ POWER_STEPS: tuple[tuple[str, Callable[[pid1.Init], object]], ...] = (
     ("keyring", pid1.leave_keyring),
     ("not dumpable", pid1.forbid_dumps),
     ("import lockdown", pid1.lock_imports),
+    ("system call filter", pid1.filter_system_calls),
 )
 """PID 1: from joining the user namespace on, nothing of the above can be done or undone; then the runner takes over.
 
-The place of Landlock, then of the system call filter, is after the last of these: PID 1 lives under both, and no step
-above must need a hole in them."""
+The place of Landlock is just before the system call filter, which is last: PID 1 lives under both, and no step above
+must need a hole in them."""

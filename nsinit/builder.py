@@ -8,6 +8,7 @@ Sources: setns(2) (several namespaces by one pidfd), unix(7) SCM_RIGHTS.
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -20,6 +21,7 @@ from nsinit import constants as k
 from nsinit.furnish import JOINED, Box, Machine
 from nsinit.pid1 import keep_only
 from nsinit.protocol import MAX_DATAGRAM_BYTES, SandboxPlan
+from nsinit.seccomp.profile import ProfileError
 from nsinit.steps import StepFailed, Steps
 from runner.wire import Vocabulary
 
@@ -73,16 +75,24 @@ def _serve(order: Order, fds: list[int], machine: Machine, kept: set[int], home_
         if workspace:
             (box.workspace_userns_fd,) = workspace
         try:
+            filter_number = _filter_number(order, machine)
             try:
                 _work(order, box, steps)
             finally:
                 syscalls.setns(home_fd, JOINED)
                 keep_only(kept | {control_fd})
             if order.plan is not None:
-                control.say_begin(connection, box.root_id)
+                control.say_begin(connection, control.Begin(*box.root_id, filter_number))
         except StepFailed as error:
             return control.describe(error)
     return control.STATUS.encode(control.Furnished(steps.timings_us))
+
+
+def _filter_number(order: Order, machine: Machine) -> int:
+    try:
+        return machine.filters.number(order.plan.seccomp) if order.plan is not None else 0
+    except ProfileError as error:
+        raise StepFailed("seccomp profile", str(error), errno=errno.ENOENT) from None
 
 
 def _work(order: Order, box: Box, steps: Steps) -> None:

@@ -9,23 +9,25 @@ import os
 from collections.abc import Callable
 from typing import NoReturn
 
-from nsinit import build, control, syscalls
+from nsinit import build, control, pid1, syscalls
 from nsinit import constants as k
 from nsinit.pid1 import Init
 from nsinit.steps import StepFailed, failure_of
 
-Enter = Callable[[int, Callable[[], None]], NoReturn]
-"""Hands a process to the runner: (listener descriptor, what to call when it is about to serve)."""
+Enter = Callable[[int, bool, Callable[[], None]], NoReturn]
+"""Hands a process to the runner: (listener descriptor, whether a system call filter is on, what to call when it is
+about to serve)."""
 
 
 def live(init: Init, enter: Enter) -> NoReturn:
     """Run the child. Ends the process, always."""
     try:
         init.steps.run(build.BIRTH_STEPS, init)
-        init.root_id = control.wait_begin(init.control_fd)
-        if init.root_id is not None:
+        word = control.wait_begin(init.control_fd)
+        if word is not None:
+            pid1.begin(init, word)
             init.steps.run(build.POWER_STEPS, init)
-            enter(init.listener_fd, lambda: _say_ready(init))
+            enter(init.listener_fd, init.filter is not None, lambda: _say_ready(init))
     except StepFailed as error:
         _report(init, error)
     except Exception as error:  # noqa: BLE001 - the last frame of the process: nothing may unwind into nsinit's stack

@@ -11,13 +11,14 @@ import platform
 # asm/unistd.h, asm-generic/unistd.h (aarch64)
 _X86_64 = {"rt_sigaction": 13, "capset": 126, "pivot_root": 155, "keyctl": 250, "setfsuid": 122, "setfsgid": 123}
 _AARCH64 = {"rt_sigaction": 134, "capset": 91, "pivot_root": 41, "keyctl": 219, "setfsuid": 151, "setfsgid": 152}
-_NUMBERS = {"x86_64": _X86_64, "aarch64": _AARCH64}[platform.machine()]
+_NUMBERS = {"x86_64": _X86_64 | {"seccomp": 317}, "aarch64": _AARCH64 | {"seccomp": 277}}[platform.machine()]
 SYS_rt_sigaction = _NUMBERS["rt_sigaction"]
 SYS_capset = _NUMBERS["capset"]
 SYS_pivot_root = _NUMBERS["pivot_root"]
 SYS_keyctl = _NUMBERS["keyctl"]
 SYS_setfsuid = _NUMBERS["setfsuid"]
 SYS_setfsgid = _NUMBERS["setfsgid"]
+SYS_seccomp = _NUMBERS["seccomp"]
 SYS_pidfd_send_signal = 424
 SYS_open_tree = 428
 SYS_move_mount = 429
@@ -28,6 +29,9 @@ SYS_clone3 = 435
 SYS_close_range = 436
 SYS_openat2 = 437
 SYS_mount_setattr = 442
+
+# linux/seccomp.h
+SECCOMP_SET_MODE_FILTER = 1
 
 # linux/sched.h
 CLONE_VM = 0x00000100

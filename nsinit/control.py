@@ -11,17 +11,26 @@ import os
 import socket
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nsinit.protocol import MAX_DATAGRAM_BYTES, Failed
 from nsinit.steps import StepFailed
 from runner.wire import Vocabulary
 
 _PROC = b"proc"
-_BEGIN = struct.Struct("=QQ")
+_BEGIN = struct.Struct("=QQB")
 
 
 RootId = tuple[int, int]
 """Device and inode of a root directory; the device is that of one overlay mount alone."""
+
+
+class Begin(NamedTuple):
+    """What PID 1 must know to go on: its root, and the number of its system call filter (`seccomp.filters`)."""
+
+    device: int
+    inode: int
+    filter_number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +59,18 @@ def wait_proc(control: socket.socket) -> None:
         raise StepFailed("child", "the child spoke out of turn")
 
 
-def say_begin(control: socket.socket, root: RootId) -> None:
-    """The builder: let PID 1 go on, in `root`. Raises `StepFailed` when it is gone."""
+def say_begin(control: socket.socket, begin: Begin) -> None:
+    """The builder: let PID 1 go on. Raises `StepFailed` when it is gone."""
     try:
-        control.send(_BEGIN.pack(*root))
+        control.send(_BEGIN.pack(*begin))
     except OSError as error:
         raise StepFailed("child", "the child died without a word", errno=error.errno or 0) from error
 
 
-def wait_begin(control_fd: int) -> RootId | None:
+def wait_begin(control_fd: int) -> Begin | None:
     """PID 1: wait for the builder; None when nobody is there any more."""
     data = os.read(control_fd, _BEGIN.size)
-    return _BEGIN.unpack(data) if data else None
+    return Begin._make(_BEGIN.unpack(data)) if data else None
 
 
 def read_status(data: bytes) -> dict[str, int]:

@@ -17,6 +17,7 @@ from nsinit import constants as k
 from nsinit.control import RootId
 from nsinit.paths import Layout, open_directory, open_in_root
 from nsinit.protocol import SandboxPlan
+from nsinit.seccomp.filters import Filters
 from nsinit.steps import StepFailed
 
 JOINED = k.CLONE_NEWNS | k.CLONE_NEWNET | k.CLONE_NEWUTS
@@ -51,6 +52,7 @@ class Machine:
     layout: Layout
     features: mounts.Features
     last_capability: int
+    filters: Filters
 
 
 @dataclass(slots=True)

@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 
 from nsinit import capabilities, control, network, syscalls
 from nsinit import constants as k
+from nsinit.seccomp.filters import Filters
 from nsinit.steps import Steps
+from nsinit.syscalls import FilterProgram
 
 _LIMITS = (
     # CORE is 1: with a `|pipe` core_pattern the kernel ignores 0 and starts the host's handler as root; 1 means none.
@@ -45,8 +47,11 @@ class Init:
     control_fd: int
     proc_path: str
     last_capability: int
+    filters: Filters
     root_id: control.RootId | None = None
     """The root it must find itself in, once the builder is done."""
+    filter: FilterProgram | None = None
+    """The system call filter of the session; None is `off`."""
     steps: Steps = field(default_factory=Steps)
 
     @property
@@ -157,6 +162,18 @@ def lock_imports(init: Init | None = None) -> None:
         entries.clear()
     sys.path_importer_cache.clear()
     linecache.getlines = lambda *_args, **_kwargs: []
+
+
+def begin(init: Init, word: control.Begin) -> None:
+    """Take the builder's word."""
+    init.root_id = word.device, word.inode
+    init.filter = init.filters.programs[word.filter_number]
+
+
+def filter_system_calls(init: Init) -> None:
+    """Last of all: no step before it needs a hole in the filter."""
+    if init.filter is not None:
+        syscalls.set_filter(init.filter)
 
 
 def keep_only(fds: set[int]) -> None:

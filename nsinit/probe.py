@@ -7,18 +7,22 @@ The answer is one JSON object: check name to {"ok", "detail"}; a check that need
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from typing import NoReturn
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from nsinit import cgroup_tree, mounts, slots, stage, syscalls
 from nsinit import constants as k
 from nsinit.mountinfo import parse_mountinfo, parse_own_cgroups
+from nsinit.seccomp.filters import prepare
+from nsinit.seccomp.profiles import STRICT
 
 _NAMESPACES = k.CLONE_NEWNS | k.CLONE_NEWPID | k.CLONE_NEWUTS | k.CLONE_NEWIPC | k.CLONE_NEWNET
 
@@ -47,6 +51,7 @@ def _run(directory: str) -> dict[str, dict[str, object]]:
     check("cgroups", _cgroups)
     check("openat2", _openat2)
     check("clone3", _clone3)
+    check("seccomp", _seccomp)
     check("mounts", lambda: _own_mounts(directory))
     if results["mounts"]["ok"]:
         check("overlay", lambda: _overlay(directory))
@@ -77,6 +82,36 @@ def _clone3() -> str:
     os.close(pidfd)
     os.waitpid(pid, 0)
     return "processes can be started in new namespaces"
+
+
+def _seccomp() -> str:
+    """Put a child under the default filter: what it refuses is refused, the rest goes on."""
+    filters = prepare()
+    program = filters.programs[filters.number(STRICT.name)]
+    assert program is not None
+    pid = os.fork()
+    if pid == 0:
+        _end_by_filter(program)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status:
+        raise OSError(status, os.strerror(abs(status)))
+    return "a process was put under the filter of sandboxes, and it held"
+
+
+def _end_by_filter(program: syscalls.FilterProgram) -> NoReturn:
+    """The child: 0 if a call that is allowed without the filter is refused under it, else an errno."""
+    try:
+        syscalls.unshare(0)
+        syscalls.prctl(k.PR_SET_NO_NEW_PRIVS, 1)
+        syscalls.set_filter(program)
+    except OSError as error:
+        os._exit(error.errno or 1)
+    try:
+        syscalls.unshare(0)
+    except PermissionError:
+        os._exit(0)
+    finally:
+        os._exit(errno.EINVAL)
 
 
 def _own_mounts(directory: str) -> str:

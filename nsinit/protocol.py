@@ -58,6 +58,8 @@ class SandboxPlan:
     network: NetworkMode = "none"
     tmp_bytes: int = 256 * 1024 * 1024
     shm_bytes: int = 64 * 1024 * 1024
+    seccomp: str = "strict"
+    """A profile that comes along, or `off`."""
 
 
 # Requests ---------------------------------------------------------------------------------------------------------

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from nsinit import constants as k
 from nsinit import syscalls
+from nsinit.seccomp.filters import command_filter
 
 
 class RunnerKernel:
-    """Thin: each method is one system call."""
+    """Thin: each method is one system call. `filters_commands`: the session has a system call filter."""
+
+    def __init__(self, *, filters_commands: bool) -> None:
+        self._command_filter = command_filter() if filters_commands else None
 
     def setfsuid(self, uid: int) -> None:
         syscalls.setfsuid(uid)
@@ -26,6 +30,10 @@ class RunnerKernel:
 
     def clear_caps(self) -> None:
         syscalls.capset(0)
+
+    def restrict_command(self) -> None:
+        if self._command_filter is not None:
+            syscalls.set_filter(self._command_filter)
 
     def openat2(self, dirfd: int, path: bytes, flags: int, mode: int, resolve: int) -> int:
         return syscalls.openat2(dirfd, path, flags, mode=mode, resolve=resolve)

@@ -20,6 +20,7 @@ from nsinit.mountinfo import parse_mountinfo, parse_own_cgroups
 from nsinit.paths import Layout
 from nsinit.protocol import Ready, Start
 from nsinit.scheduler import Scheduler
+from nsinit.seccomp.filters import prepare
 from nsinit.sessions import Sessions, scan
 from nsinit.steps import StepFailed, Steps
 from nsinit.validate import check_cgroup_parent, check_data_dir, check_node_id
@@ -55,6 +56,8 @@ def start(request: Start, scheduler: Scheduler, enter: child.Enter) -> Node:
         check_data_dir(request.data_dir)
         check_node_id(request.node_id)
         check_cgroup_parent(request.cgroup_parent)
+    with steps.step("seccomp profiles"):
+        filters = prepare()
     with steps.step("data directory"):
         layout.make()
         lock_fd = _lock(layout.run)
@@ -72,7 +75,7 @@ def start(request: Start, scheduler: Scheduler, enter: child.Enter) -> Node:
         slot = table.take()
     with steps.step("features"):
         features = mounts.probe_features(layout.stage, slot.userns_fd)
-        machine = furnish.Machine(layout, features, read_last_capability())
+        machine = furnish.Machine(layout, features, read_last_capability(), filters)
     table.free(slot)
     with steps.step("helpers"):
         builders = Builders(machine, scheduler)

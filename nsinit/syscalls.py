@@ -99,6 +99,13 @@ class _CapData(ctypes.Structure):
     _fields_ = (("effective", c_uint), ("permitted", c_uint), ("inheritable", c_uint))
 
 
+class _FilterHeader(ctypes.Structure):
+    _fields_ = (("len", ctypes.c_ushort), ("filter", c_void_p))
+
+
+_FILTER_BYTES = 8
+
+
 def _check(result: int, call: str, detail: str = "") -> int:
     if result == -1:
         raise _error(ctypes.get_errno(), call, detail)
@@ -217,6 +224,20 @@ def capset(capabilities: int) -> None:
     low, high = capabilities & 0xFFFFFFFF, capabilities >> 32
     data = (_CapData * 2)(_CapData(low, low, 0), _CapData(high, high, 0))
     _call("capset", k.SYS_capset, byref(header), byref(data))
+
+
+class FilterProgram:
+    """A program of `struct sock_filter`s, kept where the kernel can read it (linux/filter.h, `struct sock_fprog`)."""
+
+    def __init__(self, code: bytes) -> None:
+        self._code = ctypes.create_string_buffer(code, len(code))
+        self._header = _FilterHeader(len(code) // _FILTER_BYTES, ctypes.addressof(self._code))
+        self.reference = byref(self._header)
+
+
+def set_filter(program: FilterProgram) -> None:
+    """seccomp(2), SECCOMP_SET_MODE_FILTER: put this thread, and all it will start, under the program for good."""
+    _call("seccomp", k.SYS_seccomp, k.SECCOMP_SET_MODE_FILTER, 0, program.reference)
 
 
 def setfsuid(uid: int) -> None:

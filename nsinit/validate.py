@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from nsinit.protocol import Limits, SandboxPlan
+from nsinit.seccomp.profile import PROFILE_NAME
 
 _SESSION_ID = re.compile(r"[0-9a-f]{16,32}")
 _WORKSPACE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}[a-z0-9]")
@@ -81,6 +82,7 @@ def check_plan(plan: SandboxPlan) -> None:
     if plan.workspace_id is not None:
         check_workspace_id(plan.workspace_id)
     check_limits(plan.limits)
+    _match(PROFILE_NAME, plan.seccomp, "seccomp profile")
     _range("tmp_bytes", plan.tmp_bytes, 4096, MAX_BYTES)
     _range("shm_bytes", plan.shm_bytes, 4096, MAX_BYTES)
 

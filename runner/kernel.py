@@ -39,6 +39,9 @@ class Kernel(Protocol):
     def clear_caps(self) -> None:
         """capset(2): empty the effective, permitted and inheritable sets."""
 
+    def restrict_command(self) -> None:
+        """Put a command to be under the filter that only commands have: seccomp(2). Without one it does nothing."""
+
     def openat2(self, dirfd: int, path: bytes, flags: int, mode: int, resolve: int) -> int:
         """openat2(2); the returned descriptor is the caller's."""
 

@@ -112,6 +112,7 @@ def _become(kernel: Kernel, launch: _Launch) -> None:
         os.setresgid(gid, gid, gid)
         os.setresuid(uid, uid, uid)
         kernel.clear_caps()  # non-zero to non-zero uid: the kernel keeps them unless told
+        kernel.restrict_command()
         os.umask(0o022)
         _enter_directory(launch)
     except OSError as error:

@@ -53,7 +53,7 @@ PROTECTIONS: Mapping[str, Need] = MappingProxyType(
         "namespaces": Need.ESSENTIAL,
         "filesystem": Need.ESSENTIAL,
         "limits": Need.ESSENTIAL,
-        "seccomp": Need.OPTIONAL,
+        "seccomp": Need.PROMISED,
         "landlock": Need.OPTIONAL,
         "disk": Need.OPTIONAL,
         "daemon_privilege": Need.OPTIONAL,

@@ -42,6 +42,12 @@ CATALOGUE: Mapping[str, Subject] = MappingProxyType(
         "cgroups": Subject("cgroups", "limits", "a session could use up the machine"),
         "openat2": Subject("openat2", "filesystem", "a link in an image could lead out of it", "a kernel from 5.6 on"),
         "clone3": Subject("clone3", "namespaces", "no process can be started in namespaces of its own"),
+        "seccomp": Subject(
+            "system call filter",
+            "seccomp",
+            "every system call of the kernel would be within reach",
+            "a kernel with CONFIG_SECCOMP_FILTER; in a container, one that allows seccomp(2)",
+        ),
         "mounts": Subject("mount calls", "filesystem", "no root filesystem can be put together"),
         "overlay": Subject("overlayfs", "filesystem", "no session can have a writable layer over an image"),
     }

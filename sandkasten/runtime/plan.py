@@ -28,6 +28,7 @@ class Resolved:
     max_lifetime_s: float | None
     limits: Limits
     readonly_rootfs: bool
+    seccomp: str
     shell: str
     options: SessionOptions
 
@@ -63,6 +64,7 @@ def resolve(spec: SessionSpec, config: Config) -> Resolved:
         max_lifetime_s=spec.max_lifetime_s,
         limits=limits,
         readonly_rootfs=config.defaults.readonly_rootfs if spec.readonly_rootfs is None else spec.readonly_rootfs,
+        seccomp=config.security.seccomp,
         shell=spec.shell or config.defaults.shell_prefer,
         options=SessionOptions(exec_mode=exec_mode),
     )
@@ -93,6 +95,7 @@ def plan_sandbox(
         limits=plan_limits(resolved.limits),
         workspace_id=workspace_id,
         readonly_rootfs=resolved.readonly_rootfs,
+        seccomp=resolved.seccomp,
         tmp_bytes=min(memory_bytes // 2, 1024 * _MIB),
         shm_bytes=min(memory_bytes // 4, 64 * _MIB),
     )

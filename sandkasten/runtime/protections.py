@@ -37,9 +37,14 @@ Entry = Callable[[Situation, Protection], Protection]
 
 
 def _seccomp(now: Situation, found: Protection) -> Protection:
-    if now.config.security.seccomp == "off":
-        return attrs.evolve(found, state=State.OFF, detail="security.seccomp is off")
-    return attrs.evolve(found, state=State.MISSING, detail="this version applies no system call filter")
+    profile = now.config.security.seccomp
+    if profile == "off":
+        return attrs.evolve(found, state=State.OFF, detail="security.seccomp is off", fix="")
+    if found.state is State.ON and profile == "mvp":
+        return attrs.evolve(
+            found, state=State.DEGRADED, detail="security.seccomp is mvp: only what it lists is refused"
+        )
+    return found
 
 
 def _landlock(_now: Situation, found: Protection) -> Protection:
@@ -81,6 +86,8 @@ def is_required(config: Config, name: str) -> bool:
     """Whether the daemon may not start without the protection."""
     if PROTECTIONS[name] is Need.ESSENTIAL or name in config.isolation.required:
         return True
+    if name == "seccomp" and config.security.seccomp == "off":
+        return False
     return PROTECTIONS[name] is Need.PROMISED and name not in config.isolation.allow_missing
 
 

@@ -17,6 +17,7 @@ from nsinit.builders import COUNT
 from nsinit.forker import NAME as FORKER
 from nsinit.pid1 import Init
 from nsinit.protocol import Build, Failed, Prepare, SandboxPlan, Teardown
+from nsinit.seccomp.filters import Filters
 from tests.kernel.harness import Nsinit, data_directory, host_plan, new_id, running, wait_until
 
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "pid_for_children", "user", "uts")
@@ -208,7 +209,7 @@ def test_helpers_end_with_nsinit() -> None:
 def test_pid_1_refuses_a_root_that_is_not_the_one_that_was_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were nsinit in a chroot, say, the builder's pivot_root would leave PID 1 in the host's tree: the build fails."""
     monkeypatch.chdir("/tmp")
-    init = Init(0, -1, (), -1, -1, "", 0, root_id=(0, 0))
+    init = Init(0, -1, (), -1, -1, "", 0, Filters((), ()), root_id=(0, 0))
     with pytest.raises(OSError, match="not the root") as refused:
         pid1.enter_root(init)
     assert refused.value.errno == errno.ESTALE

@@ -1,0 +1,1 @@
+"""The system call filter: which calls a sandbox may make. `table` has the numbers, `profiles` the policy."""

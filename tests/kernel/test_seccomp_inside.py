@@ -1,0 +1,162 @@
+"""The system call filter from inside real sessions: what is refused, what dies, and that nothing gets round it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nsinit.seccomp.profiles import FLOOR, STRICT_REFUSED
+from nsinit.seccomp.table import NUMBERS
+from runner.protocol import ExecReply, RunProgram
+from tests.kernel.harness import Nsinit, Sandbox, data_directory, host_plan, running
+
+pytestmark = pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs the machine's python3 in /usr")
+
+SYS = NUMBERS["x86_64"]
+CALLS = """
+import ctypes, errno, json, os, signal, sys
+libc = ctypes.CDLL(None, use_errno=True)
+libc.syscall.argtypes = [ctypes.c_long] * 7
+def call(number, *args):
+    ctypes.set_errno(0)
+    result = libc.syscall(number, *(*args, *[0] * 6)[:6])
+    return "ok" if result != -1 else errno.errorcode.get(ctypes.get_errno(), "?")
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Nsinit]:
+    with data_directory() as data_dir, running(data_dir) as running_server:
+        yield running_server
+
+
+@pytest.fixture(scope="module")
+def sandbox(server: Nsinit) -> Sandbox:
+    return server.build(host_plan())
+
+
+def calls(sandbox: Sandbox, body: str) -> dict[str, str]:
+    """Run Python that fills `said`; return that."""
+    answer: dict[str, str] = json.loads(sandbox.python(f"{CALLS}\nsaid = {{}}\n{body}\nprint(json.dumps(said))"))
+    return answer
+
+
+def test_every_refused_call_is_refused_in_a_real_session(sandbox: Sandbox) -> None:
+    """Mounts, namespaces, modules, keys, bpf, tracing, io_uring and the rest fail before the kernel looks at them."""
+    names = sorted(name for name in (*FLOOR[0].names, *STRICT_REFUSED) if name in SYS)
+    said = calls(sandbox, f"for name, number in {[(name, SYS[name]) for name in names]!r}: said[name] = call(number)")
+    assert said == dict.fromkeys(names, "EPERM")
+    assert len(names) > 60
+
+
+def test_arguments_are_looked_at_as_the_kernel_uses_them(sandbox: Sandbox) -> None:
+    """The dangerous ioctls, namespaces by clone, foreign protocols, personalities and core limits, high bits or not."""
+    said = calls(
+        sandbox,
+        f"""
+HIGH = 1 << 32
+leader, follower = os.openpty()
+letter = ctypes.create_string_buffer(b"x")
+address = ctypes.addressof(letter)
+for high in (0, HIGH):
+    for request in (0x5412, 0x541C, 0x5423):
+        said[f"ioctl {{request:#x}} {{bool(high)}}"] = call({SYS["ioctl"]}, follower, high | request, address)
+    for bit in (17, 25, 26, 27, 28, 29, 30):
+        said[f"clone {{bit}} {{bool(high)}}"] = call({SYS["clone"]}, high | 1 << bit | signal.SIGCHLD)
+    for socket in ((2, 1, 132), (2, 5, 33), (2, 1, 262), (16, 3, 12), (17, 3, 0), (38, 5, 0), (40, 1, 0), (31, 3, 1)):
+        said[f"socket {{socket}} {{bool(high)}}"] = call({SYS["socket"]}, *(high | each for each in socket))
+    said[f"personality {{bool(high)}}"] = call({SYS["personality"]}, high | 0x40000)
+""",
+    )
+    assert set(said.values()) == {"EPERM"}
+    assert len(said) == 2 * (3 + 7 + 8 + 1)
+    said = calls(
+        sandbox,
+        f"""
+import resource, socket, termios
+leader, follower = os.openpty()
+termios.tcgetattr(follower)
+for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+    for family in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX):
+        socket.socket(family, kind).close()
+socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0).close()
+said["personality"] = call({SYS["personality"]}, 0xFFFFFFFF)
+before = resource.getrlimit(resource.RLIMIT_CORE)
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+said["core"] = str(before == resource.getrlimit(resource.RLIMIT_CORE) == (1, 1))
+""",
+    )
+    assert said == {"personality": "ok", "core": "True"}
+
+
+def _status(text: str) -> dict[str, str]:
+    return dict(line.split(":\t") for line in text.splitlines() if line.startswith(("Seccomp", "NoNewPrivs")))
+
+
+@pytest.mark.parametrize("place", ["shell", "program", "descendant"])
+def test_commands_everywhere_are_under_both_filters(sandbox: Sandbox, place: str) -> None:
+    """In the shell, in programs beside it and below both: two filters, and clone3 does not exist."""
+    script = f"{CALLS}\nprint(call({SYS['clone3']}), open('/proc/self/status').read())"
+    if place == "program":
+        reply, out, _ = sandbox.request(RunProgram("p1", argv=("/usr/bin/python3", "-c", script)))
+        assert isinstance(reply, ExecReply), reply
+        seen = out.decode()
+    elif place == "shell":
+        seen = sandbox.python(script)
+    else:
+        seen = sandbox.python(
+            f"import subprocess, sys\nscript = {script!r}\n"
+            "print(subprocess.run(['setsid', sys.executable, '-c', script], capture_output=True, text=True).stdout)"
+        )
+    assert seen.split()[0] == "ENOSYS"
+    assert _status(seen) == {"NoNewPrivs": "1", "Seccomp": "2", "Seccomp_filters": "2"}
+
+
+def test_pid_1_is_under_the_filter_itself(sandbox: Sandbox) -> None:
+    """One filter and no_new_privs: what takes PID 1 over has no more of the kernel than a command."""
+    status = _status(Path(f"/proc/{sandbox.pid}/status").read_text())
+    assert status == {"NoNewPrivs": "1", "Seccomp": "2", "Seccomp_filters": "1"}
+
+
+def test_no_filter_means_none(server: Nsinit) -> None:
+    """`off` is what it says, for PID 1 and for commands; the other layers still refuse."""
+    box = server.build(host_plan(seccomp="off"))
+    assert _status(Path(f"/proc/{box.pid}/status").read_text())["Seccomp"] == "0"
+    assert _status(box.run("cat /proc/self/status").out)["Seccomp"] == "0"
+    assert box.run("unshare -U true").code != 0
+    box.teardown()
+
+
+def test_a_profile_nobody_knows_builds_nothing(server: Nsinit) -> None:
+    """A name without a filter is refused; there is no second best."""
+    for name in ("nobody", "", "../strict", "STRICT"):
+        plan = host_plan(seccomp=name)
+        assert "seccomp profile" in server.refused(plan).message
+        assert server.traces(plan.session_id) == []
+
+
+def test_a_call_of_the_other_architecture_kills(sandbox: Sandbox) -> None:
+    """`int 0x80` speaks i386, where the numbers mean other calls: the process dies of SIGSYS."""
+    script = """
+import ctypes, mmap, os, signal
+code = b"\\xb8\\x14\\x00\\x00\\x00\\xcd\\x80\\xc3"  # mov eax, 20 (getpid); int 0x80; ret
+page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+page.write(code)
+call = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))
+pid = os.fork()
+if not pid:
+    call()
+    os._exit(0)
+print(os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGSYS)
+"""
+    assert sandbox.python(script) == "True"
+    assert sandbox.run("echo lives").out == "lives\n"
+
+
+def test_x32_calls_are_refused(sandbox: Sandbox) -> None:
+    """The bit that makes an x32 call of a number makes it EPERM, whatever the number."""
+    said = calls(sandbox, "for number in (0, 39, 101, 165, 520, 547): said[number] = call(0x40000000 | number)")
+    assert set(said.values()) == {"EPERM"}

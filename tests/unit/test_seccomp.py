@@ -1,0 +1,306 @@
+"""The system call filter on both architectures, run by an interpreter: what it says to which call."""
+
+from __future__ import annotations
+
+import errno
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nsinit.seccomp import compile as compiler
+from nsinit.seccomp.bpf import encode
+from nsinit.seccomp.compile import compile_command_filter, compile_profile
+from nsinit.seccomp.profile import STRICTNESS, Action, ArgTest, Comparison, Profile, ProfileError, Rule
+from nsinit.seccomp.profiles import BUILT_IN, FLOOR, INIT_NEEDS, MVP, STRICT, STRICT_NAMES, STRICT_REFUSED
+from nsinit.seccomp.table import AUDIT_ARCH, NAMES, NUMBERS, WIDTHS, Arch
+from tests import cbpf
+
+ARCHES: tuple[Arch, ...] = ("x86_64", "aarch64")
+ALLOW, KILL = 0x7FFF0000, 0x80000000
+I386, ARM = 0x40000003, 0x40000028
+HIGH = 1 << 32
+CLONE_THREAD_FLAGS = 0x3D0F00
+"""What a C library starts a thread with."""
+FORK_FLAGS = 0x1200011
+
+
+def refused(number: int) -> int:
+    return 0x50000 | number
+
+
+EPERM, ENOSYS = refused(errno.EPERM), refused(errno.ENOSYS)
+
+CASES = [
+    *(("strict", name, (), ALLOW) for name in ("read", "openat", "execve", "futex", "ppoll", "sendmsg", "seccomp")),
+    *(("strict", name, (), EPERM) for name in ("ptrace", "process_vm_readv", "pidfd_getfd", "kcmp", "process_madvise")),
+    *(("strict", name, (), EPERM) for name in ("io_uring_setup", "userfaultfd", "bpf", "perf_event_open", "keyctl")),
+    *(("strict", name, (), EPERM) for name in ("add_key", "request_key", "open_by_handle_at", "setns", "unshare")),
+    *(("strict", name, (), EPERM) for name in ("mount", "umount2", "pivot_root", "open_tree", "open_tree_attr")),
+    *(("strict", name, (), EPERM) for name in ("move_mount", "fsopen", "fsmount", "mount_setattr", "quotactl_fd")),
+    *(("strict", name, (), EPERM) for name in ("reboot", "init_module", "kexec_load", "swapon", "settimeofday")),
+    *(("strict", name, (), ENOSYS) for name in ("statmount", "lsm_list_modules", "listns")),
+    ("strict", "clone", (FORK_FLAGS,), ALLOW),
+    ("strict", "clone", (CLONE_THREAD_FLAGS,), ALLOW),
+    *(("strict", "clone", (FORK_FLAGS | 1 << bit,), EPERM) for bit in (17, 25, 26, 27, 28, 29, 30)),
+    ("strict", "clone", (HIGH | FORK_FLAGS | 1 << 28,), EPERM),
+    ("strict", "ioctl", (0, 0x5413), ALLOW),
+    *(("strict", "ioctl", (0, request), EPERM) for request in (0x5412, 0x541C, 0x5423)),
+    *(("strict", "ioctl", (0, HIGH | request), EPERM) for request in (0x5412, 0x541C, 0x5423)),
+    ("strict", "ioctl", (0, 0xFFFFFFFF_00005412), EPERM),
+    ("strict", "socket", (1, 1, 0), ALLOW),
+    ("strict", "socket", (2, 1, 0), ALLOW),
+    ("strict", "socket", (2, 1, 6), ALLOW),
+    ("strict", "socket", (10, 2, 17), ALLOW),
+    ("strict", "socket", (10, 2, 58), ALLOW),
+    ("strict", "socket", (HIGH | 2, 1, HIGH), ALLOW),
+    ("strict", "socket", (2, 1, 132), EPERM),
+    ("strict", "socket", (2, 1, 262), EPERM),
+    ("strict", "socket", (2, 1, HIGH | 132), EPERM),
+    ("strict", "socket", (16, 3, 0), ALLOW),
+    ("strict", "socket", (16, 3, 12), EPERM),
+    ("strict", "socket", (38, 5, 0), EPERM),
+    ("strict", "socket", (40, 1, 0), EPERM),
+    ("strict", "socket", (17, 3, 0), EPERM),
+    ("strict", "socketpair", (1, 1, 0), ALLOW),
+    ("strict", "socketpair", (38, 1, 0), EPERM),
+    *(("strict", "personality", (persona,), ALLOW) for persona in (0, 8, 0x20000, 0x20008, 0xFFFFFFFF, HIGH, -1)),
+    *(("strict", "personality", (persona,), EPERM) for persona in (0x40000, 0x400000, HIGH | 0x40000, 1)),
+    ("strict", "prlimit64", (0, 7, 1, 0), ALLOW),
+    ("strict", "prlimit64", (0, 4, 0, 1), ALLOW),
+    ("strict", "prlimit64", (0, 4, 1, 0), refused(0)),
+    ("strict", "prlimit64", (0, HIGH | 4, HIGH, 0), refused(0)),
+    ("strict", "setrlimit", (7, 1), ALLOW),
+    ("strict", "setrlimit", (HIGH | 4, 1), refused(0)),
+    *(("debug", name, (), ALLOW) for name in ("ptrace", "process_vm_readv", "kcmp", "pidfd_getfd", "read")),
+    *(("debug", name, (), EPERM) for name in ("mount", "bpf", "unshare", "io_uring_setup", "perf_event_open")),
+    ("debug", "personality", (0x40000,), ALLOW),
+    ("debug", "personality", (0x400000,), EPERM),
+    ("debug", "ioctl", (0, HIGH | 0x5412), EPERM),
+    *(("mvp", name, (), ALLOW) for name in ("read", "mbind", "move_pages", "fanotify_mark", "personality")),
+    *(("mvp", name, (), EPERM) for name in ("mount", "ptrace", "bpf", "io_uring_enter", "unshare", "keyctl", "setns")),
+    ("mvp", "socket", (38, 5, 0), ALLOW),
+    ("mvp", "clone", (1 << 28,), EPERM),
+    ("mvp", "clone", (FORK_FLAGS,), ALLOW),
+    ("mvp", "ioctl", (0, HIGH | 0x5412), EPERM),
+    ("mvp", "prlimit64", (0, 4, 1, 0), refused(0)),
+]
+
+
+@cache
+def program(profile: str, arch: Arch) -> cbpf.Program:
+    return cbpf.load(encode(compile_profile(BUILT_IN[profile], arch)))
+
+
+def answer(profile: Profile, arch: Arch, name: str, *args: int) -> int:
+    compiled = cbpf.load(encode(compile_profile(profile, arch)))
+    return cbpf.run(compiled, AUDIT_ARCH[arch], NUMBERS[arch][name], *args)
+
+
+def own(*rules: Rule, default: Action = "allow", default_errno: int = 1) -> Profile:
+    return Profile("own", default, rules, default_errno)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_a_call_gets_what_the_profile_says(arch: Arch) -> None:
+    """The same on both architectures, and bits that the kernel throws away change nothing."""
+    said = [
+        (profile, name, args, cbpf.run(program(profile, arch), AUDIT_ARCH[arch], NUMBERS[arch][name], *args))
+        for profile, name, args, _ in CASES
+    ]
+    assert said == CASES
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("profile", BUILT_IN)
+def test_a_call_of_another_architecture_kills(profile: str, arch: Arch) -> None:
+    """The numbers of i386 mean other calls, so the first one is the last."""
+    other = next(each for each in ARCHES if each != arch)
+    for foreign in (I386, ARM, AUDIT_ARCH[other], 0):
+        for number in (0, 1, 11, 40, 165, 435, 2**32 - 1):
+            assert cbpf.run(program(profile, arch), foreign, number) == KILL
+
+
+@pytest.mark.parametrize("profile", BUILT_IN)
+def test_x32_numbers_are_refused(profile: str) -> None:
+    """x32 has the native architecture's mark and other numbers: none of them passes."""
+    for number in (*range(600), 0x3FFFFFFF):
+        assert cbpf.run(program(profile, "x86_64"), AUDIT_ARCH["x86_64"], 0x40000000 | number) == EPERM
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("profile", BUILT_IN)
+def test_unknown_numbers_do_not_exist(profile: str, arch: Arch) -> None:
+    """A call that is newer than the table, or in a gap of it, is ENOSYS even where all is allowed."""
+    unknown = set(range(1200)) - set(NUMBERS[arch].values()) | {0x3FFFFFFF}
+    assert len(unknown) > 700
+    for number in unknown:
+        assert cbpf.run(program(profile, arch), AUDIT_ARCH[arch], number) == ENOSYS
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("profile", BUILT_IN)
+def test_what_init_needs_passes(profile: str, arch: Arch) -> None:
+    """PID 1 lives under its session's profile; clone3 is its alone, by the second filter."""
+    for name in (*INIT_NEEDS, "clone3"):
+        if name in NUMBERS[arch]:
+            args = (FORK_FLAGS,) if name == "clone" else ()
+            assert cbpf.run(program(profile, arch), AUDIT_ARCH[arch], NUMBERS[arch][name], *args) == ALLOW, name
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_commands_have_no_clone3(arch: Arch) -> None:
+    """The second filter refuses that one call and has no opinion on the others."""
+    compiled = cbpf.load(encode(compile_command_filter(arch)))
+    answers = {number: cbpf.run(compiled, AUDIT_ARCH[arch], number) for number in range(600)}
+    assert {number for number, said in answers.items() if said != ALLOW} == {435}
+    assert answers[435] == ENOSYS
+
+
+def test_every_call_of_the_table_was_decided_on() -> None:
+    """A name that is added to the table is put on one of the lists of `strict`, not on the default."""
+    named = {name for rule in (*STRICT.rules, *FLOOR) for name in rule.names} | STRICT_REFUSED
+    assert named == NAMES
+    assert not STRICT_NAMES & STRICT_REFUSED
+    assert not STRICT_NAMES & set(FLOOR[0].names)
+
+
+def test_each_number_is_one_call() -> None:
+    """The table gives no number twice, and what both architectures number alike is in the range they share."""
+    for arch in ARCHES:
+        assert len(set(NUMBERS[arch].values())) == len(NUMBERS[arch]) > 300
+    for name in NUMBERS["x86_64"].keys() & NUMBERS["aarch64"].keys():
+        x86_64, aarch64 = NUMBERS["x86_64"][name], NUMBERS["aarch64"][name]
+        assert (x86_64 == aarch64) == (x86_64 >= 424), name
+
+
+def test_the_floor_holds_under_a_profile_that_allows_all() -> None:
+    """An operator's own profile can open much, but neither mounts nor namespaces nor typing into terminals."""
+    profile = own(Rule(("ptrace", "io_uring_setup"), "allow"))
+    for name in FLOOR[0].names:
+        for arch in ARCHES:
+            if name in NUMBERS[arch]:
+                assert answer(profile, arch, name) == EPERM
+    assert answer(profile, "x86_64", "ioctl", 0, HIGH | 0x5412) == EPERM
+    assert answer(profile, "x86_64", "clone", 1 << 28) == EPERM
+    assert answer(profile, "x86_64", "ptrace") == answer(profile, "x86_64", "io_uring_setup") == ALLOW
+
+
+def test_the_strictest_rule_wins_in_any_order() -> None:
+    """A rule that refuses is not undone by one that allows, before or after it."""
+    refuse = Rule(("socket",), "errno", 97, (ArgTest(0, "eq", 38),))
+    allow = Rule(("socket",), "allow")
+    kill = Rule(("socket",), "kill_process", args=(ArgTest(2, "eq", 9),))
+    for rules in ((refuse, allow, kill), (kill, allow, refuse), (allow, refuse, kill)):
+        assert answer(own(*rules), "x86_64", "socket", 38, 0, 0) == refused(97)
+        assert answer(own(*rules), "x86_64", "socket", 38, 0, 9) == KILL
+        assert answer(own(*rules), "x86_64", "socket", 2, 0, 0) == ALLOW
+    assert answer(own(Rule(("mount",), "kill_process")), "x86_64", "mount") == KILL
+
+
+_COMPARISONS = {
+    "eq": lambda left, right: left == right,
+    "ne": lambda left, right: left != right,
+    "lt": lambda left, right: left < right,
+    "le": lambda left, right: left <= right,
+    "gt": lambda left, right: left > right,
+    "ge": lambda left, right: left >= right,
+}
+_longs = st.integers(0, 2**64 - 1) | st.sampled_from([0, 1, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 2**63, 2**64 - 1])
+
+
+@given(op=st.sampled_from(sorted(_COMPARISONS)), value=_longs, argument=_longs)
+def test_wide_arguments_are_compared_whole(op: Comparison, value: int, argument: int) -> None:
+    """All comparisons on 64 bits are those of numbers."""
+    profile = own(Rule(("mmap",), "errno", 12, (ArgTest(1, op, value),)))
+    assert (answer(profile, "x86_64", "mmap", 0, argument) == refused(12)) == _COMPARISONS[op](argument, value)
+
+
+@given(op=st.sampled_from(sorted(_COMPARISONS)), value=st.integers(0, 2**32 - 1), argument=_longs)
+def test_narrow_arguments_are_compared_as_the_kernel_uses_them(op: Comparison, value: int, argument: int) -> None:
+    """Of an `int` only the low half counts, for refusing and for allowing."""
+    profile = own(Rule(("kill",), "errno", 3, (ArgTest(1, op, value),)))
+    assert (answer(profile, "aarch64", "kill", 1, argument) == refused(3)) == _COMPARISONS[op](argument % HIGH, value)
+
+
+@given(value=_longs, mask=_longs, argument=_longs)
+def test_masks_cover_both_halves(value: int, mask: int, argument: int) -> None:
+    """`masked_eq` compares all bits of the mask."""
+    profile = own(Rule(("mmap",), "errno", 12, (ArgTest(3, "masked_eq", value & mask, mask),)))
+    said = answer(profile, "x86_64", "mmap", 0, 0, 0, argument)
+    assert (said == refused(12)) == (argument & mask == value & mask)
+
+
+def test_all_tests_of_a_rule_must_hold() -> None:
+    """Several arguments are a conjunction."""
+    profile = own(Rule(("socket",), "errno", 97, (ArgTest(0, "eq", 2), ArgTest(1, "ge", 3))))
+    said = [answer(profile, "x86_64", "socket", family, kind) for family in (1, 2) for kind in (2, 3, 4)]
+    assert said == [ALLOW, ALLOW, ALLOW, ALLOW, refused(97), refused(97)]
+
+
+@pytest.mark.parametrize("action", STRICTNESS)
+def test_every_action_is_the_kernels(action: Action) -> None:
+    """The values are those of linux/seccomp.h, ranked as the kernel ranks them."""
+    values = {"allow": ALLOW, "log": 0x7FFC0000, "errno": refused(5), "trap": 0x30000, "kill_thread": 0}
+    rule = Rule(("mbind",), action, 5 if action == "errno" else 1)
+    assert answer(own(rule), "x86_64", "mbind") == values.get(action, KILL)
+
+
+def test_programs_with_far_jumps_are_right() -> None:
+    """More argument tests than a conditional jump can cross still give the right answers."""
+    rules = [Rule(("fcntl",), "errno", each, (ArgTest(1, "eq", each),)) for each in range(1, 400)]
+    profile = own(*rules, *(Rule(("futex",), "errno", each, (ArgTest(2, "eq", each),)) for each in range(1, 90)))
+    compiled = cbpf.load(encode(compile_profile(profile, "x86_64")))
+    for each in (1, 2, 200, 398, 399):
+        assert cbpf.run(compiled, AUDIT_ARCH["x86_64"], 72, 0, each) == refused(each)
+    assert cbpf.run(compiled, AUDIT_ARCH["x86_64"], 72, 0, 400) == ALLOW
+    assert cbpf.run(compiled, AUDIT_ARCH["x86_64"], 202, 0, 0, 89) == refused(89)
+    assert cbpf.run(compiled, AUDIT_ARCH["x86_64"], 0) == ALLOW
+
+
+@pytest.mark.parametrize(
+    ("profile", "what"),
+    [
+        (Profile("Bad Name", "allow", ()), "malformed profile name"),
+        (own(Rule(("ptrcae",), "errno")), "no system call of that name"),
+        (own(Rule((), "errno")), "names"),
+        (own(Rule(("read",), "errno", 4096)), "errno must be"),
+        (own(default_errno=-1), "errno must be"),
+        (own(Rule(("socket",), "errno", args=(ArgTest(6, "eq", 0),))), "index is 0 to 5"),
+        (own(Rule(("socket",), "errno", args=(ArgTest(-1, "eq", 0),))), "index is 0 to 5"),
+        (own(Rule(("socket",), "errno", args=(ArgTest(0, "eq", 1), ArgTest(0, "eq", 2)))), "twice"),
+        (own(Rule(("socket",), "errno", args=(ArgTest(3, "eq", 0),))), "can't be compared"),
+        (own(Rule(("mbind",), "errno", args=(ArgTest(2, "eq", 0),))), "can't be compared"),
+        (own(Rule(("socket",), "errno", args=(ArgTest(0, "eq", HIGH),))), "can't have that value"),
+        (own(Rule(("mmap",), "errno", args=(ArgTest(0, "eq", 2**64),))), "can't have that value"),
+        (own(*[Rule(("read",), "allow")] * 501), "more than 500 rules"),
+        (own(default="errno"), "PID 1 of the sandbox needs"),
+        (own(Rule(("clone",), "errno")), "PID 1 of the sandbox needs clone"),
+    ],
+)
+def test_a_profile_that_can_not_be_kept_is_refused(profile: Profile, what: str) -> None:
+    """Unknown names, unknown arguments and what would leave no PID 1 are told, never skipped."""
+    with pytest.raises(ProfileError, match=what):
+        compile_profile(profile, "x86_64")
+
+
+def test_names_of_other_architectures_mean_nothing() -> None:
+    """Profiles in circulation name calls of i386 and Arm; they are no mistake."""
+    profile = own(Rule(("socketcall", "_llseek", "mbind"), "errno", 9))
+    assert answer(profile, "x86_64", "mbind") == refused(9)
+
+
+def test_built_in_programs_are_small() -> None:
+    """A quarter of a page-sized limit, so that the kernel's walk over every number at install stays short."""
+    for profile in BUILT_IN.values():
+        for arch in ARCHES:
+            assert len(compile_profile(profile, arch)) < 300
+
+
+def test_argument_widths_name_known_calls() -> None:
+    """The table of widths has no misspelt name."""
+    assert set(WIDTHS) <= NAMES
+    assert all(set(widths) <= {"w", "l"} and len(widths) <= 6 for widths in WIDTHS.values())
+    assert set(compiler.HOT_CALLS) <= NAMES
+    assert MVP.default == "allow"
