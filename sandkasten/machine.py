@@ -51,8 +51,12 @@ PROTECTIONS: Mapping[str, Need] = MappingProxyType(
     {
         "privilege": Need.ESSENTIAL,
         "namespaces": Need.ESSENTIAL,
+        "user_ids": Need.ESSENTIAL,
         "filesystem": Need.ESSENTIAL,
         "limits": Need.ESSENTIAL,
+        "network": Need.ESSENTIAL,
+        "capabilities": Need.ESSENTIAL,
+        "swap": Need.PROMISED,
         "seccomp": Need.PROMISED,
         "landlock": Need.OPTIONAL,
         "disk": Need.OPTIONAL,

@@ -12,8 +12,8 @@ import os
 import attrs
 
 from sandkasten.cli.main import load
-from sandkasten.cli.notices import image_notices, protection_notices
-from sandkasten.machine import Check, Machine, Verdict
+from sandkasten.cli.notices import image_notices
+from sandkasten.machine import Check, Machine, Protection, State, Verdict
 from sandkasten.runtime import precheck
 from sandkasten.runtime.protections import Situation, lacking, protections, with_needs
 
@@ -26,29 +26,36 @@ _MARKS = {
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Print every check; 0 if sandboxes can be made here."""
+    """Print every check and what they add up to; 0 if sandboxes can be made here."""
     config = load(arguments)
-    machine = with_needs(config, precheck.examine(config.data_dir))
+    machine = with_needs(config, precheck.examine(config.data_dir, thorough=True))
     found = protections(Situation(config, machine))
     lacks = lacking(config, found)
-    notes = [*config.notices(), *image_notices(config)]
     if arguments.json:
         print(json.dumps(_view(machine) | {"protections": [attrs.asdict(each) for each in found], "lacks": lacks}))
         return 1 if lacks else 0
     _print_table(machine)
-    for line in [*protection_notices(config, machine), *notes]:
-        print(f"note  {line}")
+    print()
+    for protection in found:
+        print(f"{protection.state:<9} {protection.name:<17} {_need(protection)}{_plain(protection.detail)}")
+    for notice in [*config.notices(), *image_notices(config)]:
+        print(f"note      {notice}")
+    print()
     for line in lacks:
-        print(f"FAIL  {line}")
+        print(f"FAIL  {_plain(line)}")
     if not lacks:
         print("sandboxes can be made here")
     return 1 if lacks else 0
 
 
+def _need(protection: Protection) -> str:
+    return "required, " if protection.required and protection.state is not State.ON else ""
+
+
 def _print_table(machine: Machine) -> None:
     for check in machine.checks:
         mark = "FAIL" if check.is_fatal else _MARKS[check.verdict]
-        print(f"{mark:<5} {check.title:<16} {check.seen}")
+        print(f"{mark:<5} {check.title:<18} {_plain(check.seen)}")
         if check.verdict is not Verdict.WORKS:
             _print_advice(check)
 
@@ -56,7 +63,7 @@ def _print_table(machine: Machine) -> None:
 def _print_advice(check: Check) -> None:
     for name, text in (("means", check.consequence), ("fix", check.fix)):
         for line in text.splitlines():
-            print(f"{'':<22} {name}: {line}")
+            print(f"{'':<24} {name}: {_plain(line)}")
 
 
 def _view(machine: Machine) -> dict[str, object]:
@@ -66,3 +73,8 @@ def _view(machine: Machine) -> dict[str, object]:
         "facts": dict(machine.facts),
         "checks": [attrs.asdict(check) for check in machine.checks],
     }
+
+
+def _plain(text: str) -> str:
+    """A path may hold anything; a terminal gets what is printable."""
+    return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)

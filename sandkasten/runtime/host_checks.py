@@ -6,17 +6,35 @@ number, so that a test can make it up; `read_all` reads them. Sources: capabilit
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import platform
 import re
-import shutil
+import resource
+import shlex
+import stat
+import sys
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 from sandkasten.machine import Check, Verdict
 from sandkasten.runtime.checks import fails, judged, works
+from sandkasten.runtime.host import CONTAINER_FIX, Host, read
 
 MIN_KERNEL = (5, 15)
 FULL_KERNEL = (5, 19)
 MIN_FREE_BYTES = 1024**3
+MIN_FREE_INODES = 100_000
+_MIN_DESCRIPTORS = 16_384
+_MIN_INOTIFY = 1024
+_DAY_S = 86_400
+_CAP_SYS_RESOURCE = 24
+_WSL_FIX = """\
+put this into %UserProfile%\\.wslconfig in Windows, then `wsl --shutdown` (only if `cgroups` below is not v2):
+[wsl2]
+kernelCommandLine = cgroup_no_v1=all systemd.unified_cgroup_hierarchy=1
+and keep the data directory on the Linux disk, not below /mnt/c"""
 
 # linux/capability.h
 _CAPABILITIES = {
@@ -32,16 +50,6 @@ _CAPABILITIES = {
     "SYS_ADMIN": 21,
     "MKNOD": 27,
 }
-_OPTIONS = {
-    "cgroup": "CONFIG_CGROUPS",
-    "ipc": "CONFIG_IPC_NS",
-    "mnt": "CONFIG_NAMESPACES",
-    "net": "CONFIG_NET_NS",
-    "pid": "CONFIG_PID_NS",
-    "user": "CONFIG_USER_NS",
-    "uts": "CONFIG_UTS_NS",
-}
-_NAMESPACES = tuple(_OPTIONS)
 _FOREIGN = {
     "9p": "a Windows drive or a shared folder; keep the data directory on the Linux disk (in WSL not below /mnt/c)",
     "v9fs": "a Windows drive or a shared folder; keep the data directory on the Linux disk",
@@ -57,15 +65,24 @@ _FOREIGN = {
 }
 
 
-def read_all(data_dir: Path) -> list[Check]:
+def read_all(data_dir: Path, host: Host) -> list[Check]:
     """Return these checks. `data_dir` need not exist."""
+    status = read("/proc/self/status")
     return [
         check_root(os.geteuid()),
-        check_capabilities(_read("/proc/self/status")),
+        check_capabilities(status, host),
+        check_sys_resource(status),
+        check_python(),
         check_kernel(os.uname().release),
-        check_namespaces(),
-        check_filesystem(data_dir, _read("/proc/self/mountinfo")),
+        check_container(host),
+        check_wsl(host),
+        check_filesystem(data_dir, read("/proc/self/mountinfo")),
+        check_mode(data_dir),
         check_space(data_dir),
+        check_descriptors(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
+        check_inotify(read("/proc/sys/fs/inotify/max_user_instances")),
+        check_core_pattern(read("/proc/sys/kernel/core_pattern")),
+        check_clock(time.time(), Path(__file__).stat().st_mtime),
     ]
 
 
@@ -74,14 +91,46 @@ def check_root(euid: int) -> Check:
     return judged("root", euid == 0, "runs as root" if euid == 0 else f"runs as user {euid}")
 
 
-def check_capabilities(status: str) -> Check:
+def check_capabilities(status: str, host: Host) -> Check:
     """Root in a container may have lost some of its power."""
-    match = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
-    effective = int(match[1], 16) if match else 0
+    effective = _effective(status)
     missing = [name for name, number in _CAPABILITIES.items() if not effective >> number & 1]
     if missing:
-        return fails("capabilities", f"CAP_{', CAP_'.join(missing)} missing")
+        fix = CONTAINER_FIX if host.container else "run this as root, outside of anything that takes capabilities away"
+        return fails("capabilities", f"CAP_{', CAP_'.join(missing)} missing", fix=fix)
     return works("capabilities", "all that are needed")
+
+
+def check_sys_resource(status: str) -> Check:
+    """Wanted, not needed."""
+    has_it = bool(_effective(status) >> _CAP_SYS_RESOURCE & 1)
+    return judged("sys_resource", has_it, "there" if has_it else "missing")
+
+
+def _effective(status: str) -> int:
+    match = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return int(match[1], 16) if match else 0
+
+
+def check_python() -> Check:
+    """nsinit is plain Python, and calls the kernel through ctypes."""
+    has_ctypes = importlib.util.find_spec("_ctypes") is not None
+    seen = f"Python {platform.python_version()}, {'with' if has_ctypes else 'without'} ctypes"
+    return judged("python", has_ctypes and sys.version_info >= (3, 11), seen)
+
+
+def check_container(host: Host) -> Check:
+    """Works as long as the container was given what it takes."""
+    if not host.container:
+        return works("container", "none around this process")
+    return fails("container", f"in {host.container}", verdict=Verdict.FALLS_BACK, fix=CONTAINER_FIX)
+
+
+def check_wsl(host: Host) -> Check:
+    """WSL 1 has no Linux kernel; WSL 2 has one, with the old control groups unless told otherwise."""
+    if not host.is_wsl:
+        return works("wsl", "not in WSL")
+    return fails("wsl", "in WSL 2", verdict=Verdict.FALLS_BACK, fix=_WSL_FIX)
 
 
 def check_kernel(release: str) -> Check:
@@ -98,25 +147,12 @@ def check_kernel(release: str) -> Check:
     return works("kernel", f"Linux {release}")
 
 
-def check_namespaces(proc: str = "/proc") -> Check:
-    """A kernel may lack a kind of namespace, or a limit may forbid making any."""
-    for name in _NAMESPACES:
-        if not os.path.exists(f"{proc}/self/ns/{name}"):
-            return fails("namespaces", f"this kernel has no {name} namespaces", fix=f"a kernel with {_OPTIONS[name]}=y")
-        limit = _read(f"{proc}/sys/user/max_{name}_namespaces").strip()
-        if limit == "0":
-            fix = f"sysctl -w user.max_{name}_namespaces=65536"
-            return fails("namespaces", f"user.max_{name}_namespaces is 0", fix=fix)
-    return works("namespaces", ", ".join(_NAMESPACES))
-
-
 def check_filesystem(data_dir: Path, mountinfo: str) -> Check:
     """Some file systems can't hold a session's writable layer whatever is tried."""
     point, fstype = find_filesystem(data_dir, mountinfo)
     if fstype in _FOREIGN or fstype.startswith("fuse"):
         what = _FOREIGN.get(fstype, "a file system in user space; keep the data directory on a disk")
-        fix = "sandkasten serve --data-dir DIR, with DIR on a Linux disk (ext4, xfs, btrfs)"
-        return fails("data_dir", f"{data_dir} is on {fstype} ({point}): {what}", fix=fix)
+        return fails("data_dir", f"{data_dir} is on {fstype} ({point}): {what}")
     return works("data_dir", f"{data_dir} is on {fstype}")
 
 
@@ -134,19 +170,50 @@ def find_filesystem(path: Path, mountinfo: str) -> tuple[str, str]:
 
 def check_space(data_dir: Path) -> Check:
     """A warning only: what is enough depends on the sessions."""
-    free = shutil.disk_usage(nearest(data_dir)).free
-    detail = f"{free / 1024**3:.1f} GiB free for images, sessions and workspaces"
-    return judged("space", free >= MIN_FREE_BYTES, detail)
+    space = os.statvfs(nearest(data_dir))
+    free_bytes, has_inodes = space.f_bavail * space.f_frsize, space.f_files > 0  # btrfs counts none
+    seen = f"{free_bytes / 1024**3:.1f} GiB free for images, sessions and workspaces"
+    if has_inodes:
+        seen += f", {space.f_favail} inodes"
+    is_enough = free_bytes >= MIN_FREE_BYTES and (not has_inodes or space.f_favail >= MIN_FREE_INODES)
+    return judged("space", is_enough, seen)
+
+
+def check_mode(data_dir: Path) -> Check:
+    """Nobody but its owner may make names in it."""
+    if not data_dir.exists():
+        return works("data_dir_mode", "made with mode 0700 at the first start")
+    status = data_dir.stat()
+    seen = f"mode {stat.S_IMODE(status.st_mode):04o}, owner {status.st_uid}"
+    fix = f"chmod go-w {shlex.quote(str(data_dir))}"
+    return works("data_dir_mode", seen) if not status.st_mode & 0o022 else fails("data_dir_mode", seen, fix=fix)
+
+
+def check_descriptors(hard: int) -> Check:
+    """A session takes about a dozen of the daemon's."""
+    seen = "no limit" if hard == resource.RLIM_INFINITY else f"{hard} per process"
+    return judged("descriptors", hard == resource.RLIM_INFINITY or hard >= _MIN_DESCRIPTORS, seen)
+
+
+def check_inotify(text: str) -> Check:
+    """The kernel charges what is used in a user namespace to who made it as well: for all sessions that is root."""
+    instances = int(text) if text.strip().isdigit() else 0
+    return judged("inotify", instances >= _MIN_INOTIFY, f"{instances} instances for a user, all sessions together")
+
+
+def check_core_pattern(text: str) -> Check:
+    """With a handler the kernel would start it as root, outside; a limit of one byte keeps sandboxes from that."""
+    pattern = text.strip()
+    seen = "a handler" if pattern.startswith("|") else f"files ({pattern})"
+    return works("core_pattern", f"{seen}; sandboxes dump none: their limit is one byte")
+
+
+def check_clock(now_s: float, installed_s: float) -> Check:
+    """It can't be earlier than this file was written."""
+    seen = datetime.fromtimestamp(now_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return judged("clock", now_s >= installed_s - _DAY_S, seen)
 
 
 def nearest(path: Path) -> Path:
     """Return `path`, or the nearest directory above it that exists."""
     return next(each for each in (path, *path.parents) if each.exists())
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            return file.read()
-    except OSError:
-        return ""

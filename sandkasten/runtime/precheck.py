@@ -1,16 +1,18 @@
 """Examines the machine: reads what can be read and lets `nsinit/probe.py` try the rest. Changes nothing that stays.
 
-Used at start, by `sandkasten doctor` and by `/v1/system`. The facts a person can act on (who runs this, where the data
+Used at start, by `sandkasten doctor` and by `/v1/system`. Facts a person can act on (who runs this, where the data
 directory is) come first, so that a failed system call is the last resort for an explanation, not the first.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,11 +22,15 @@ import attrs
 
 from nsinit import protocol as nsinit_protocol
 from sandkasten.machine import Check, Machine, Verdict
-from sandkasten.runtime import host_checks
-from sandkasten.runtime.checks import fails, judged
+from sandkasten.runtime import hardening, host_checks
+from sandkasten.runtime.checks import CATALOGUE, fails, works
+from sandkasten.runtime.host import Host, advise, read_host
 
 _PROBE = Path(nsinit_protocol.__file__).with_name("probe.py")
-_PROBE_S = 30
+_PROBE_S = 120
+"""Longer than every trial's own deadline together; a healthy machine takes a third of a second."""
+
+_REFUSED = (errno.EPERM, errno.EACCES)
 
 
 @attrs.frozen
@@ -35,14 +41,29 @@ class Probed:
     facts: Mapping[str, Any] = attrs.field(factory=dict)  # JSON values
 
 
-def examine(data_dir: Path) -> Machine:
+def examine(data_dir: Path, *, thorough: bool = False) -> Machine:
     """Return the examination of this machine for that data directory, which need not exist.
 
-    A process examines once for each file system: what a kernel can do does not change while it runs.
+    A process tries once for each file system: what a kernel can do does not change while it runs. With `thorough`
+    everything is tried afresh, and also what takes a moment or writes to the kernel's log.
     """
-    place = host_checks.nearest(data_dir)
-    tried = _try_once(_Place(place.stat().st_dev, place)) if os.geteuid() == 0 else Probed([])
-    return Machine(datetime.now(UTC), [*host_checks.read_all(data_dir), *tried.checks], tried.facts)
+    host = read_host()
+    directory = _place(data_dir)
+    if thorough:
+        tried = probe(directory, host, thorough=True)
+    else:
+        tried = _try_once(_Place(directory.stat().st_dev, directory, host))
+    checks = [*host_checks.read_all(data_dir, host), *tried.checks]
+    order = list(CATALOGUE)
+    checks.sort(key=lambda check: order.index(check.id))
+    facts = {"container": host.container, "wsl": host.is_wsl, **tried.facts}
+    return Machine(datetime.now(UTC), [*checks, *hardening.check_settings()], facts)
+
+
+def _place(data_dir: Path) -> Path:
+    """Return where trials may write: on the data directory's file system, or where an ordinary user may."""
+    nearest = host_checks.nearest(data_dir)
+    return nearest if os.access(nearest, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
 
 
 @attrs.frozen
@@ -51,6 +72,7 @@ class _Place:
 
     device: int
     path: Path = attrs.field(eq=False)
+    host: Host = attrs.field(eq=False)
 
 
 class _Lacks(Exception):
@@ -70,23 +92,36 @@ def _try_once(place: _Place) -> Probed:
 
 @functools.lru_cache(maxsize=8)
 def _tried(place: _Place) -> Probed:
-    probed = probe(place.path)
-    if any(check.verdict is not Verdict.WORKS for check in probed.checks):
+    probed = probe(place.path, place.host)
+    if any(check.verdict in (Verdict.MISSING, Verdict.NOT_TRIED) for check in probed.checks):
         raise _Lacks(probed)
     return probed
 
 
-def probe(directory: Path) -> Probed:
-    """Let nsinit's probe try the privileged steps in a directory of its own below `directory`."""
-    command = [sys.executable, "-I", "-S", "-B", str(_PROBE), str(directory)]
+def probe(directory: Path, host: Host | None = None, *, thorough: bool = False) -> Probed:
+    """Let nsinit's probe make its trials in a directory of its own below `directory`."""
+    host = read_host() if host is None else host
+    command = [sys.executable, "-I", "-S", "-B", str(_PROBE), str(directory), *(["thorough"] if thorough else [])]
     try:
         done = subprocess.run(command, capture_output=True, cwd="/", env={"LANG": "C.UTF-8"}, timeout=_PROBE_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         return Probed([fails("probe", f"the probe did not answer: {error}")])
     try:
-        results = json.loads(done.stdout)
+        answers = json.loads(done.stdout)
     except ValueError:
         reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         return Probed([fails("probe", f"nothing can be tried in {directory}: {reason}")])
-    checks = [judged(name, bool(found["ok"]), str(found["detail"])) for name, found in results.items()]
-    return Probed(checks)
+    facts = {name: value for answer in answers.values() for name, value in answer["facts"].items()}
+    return Probed([_judge(check_id, answer, host) for check_id, answer in answers.items()], facts)
+
+
+def _judge(check_id: str, answer: Mapping[str, Any], host: Host) -> Check:  # JSON values
+    verdict, seen, number = Verdict(answer["verdict"]), str(answer["seen"]), int(answer["errno"])
+    if verdict is Verdict.WORKS:
+        return works(check_id, seen)
+    fix = advise(check_id, number, host, CATALOGUE[check_id].fix)
+    if verdict is Verdict.MISSING and number in _REFUSED and host.euid != 0:
+        return fails(
+            check_id, f"not tried: takes root ({seen})", fix="run this as root (sudo)", verdict=Verdict.NOT_TRIED
+        )
+    return fails(check_id, seen, fix=fix, verdict=verdict)

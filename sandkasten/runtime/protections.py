@@ -108,9 +108,11 @@ def _sentence(lack: Protection) -> str:
     text = f"{lack.name} is required and {_WORDS[lack.state]}: {lack.detail}"
     if lack.fix:
         text += f"; {lack.fix}"
-    if PROTECTIONS[lack.name] is not Need.ESSENTIAL:
-        text += f" (or list {lack.name} in isolation.allow_missing)"
-    return text
+    if PROTECTIONS[lack.name] is Need.ESSENTIAL:
+        return text
+    if PROTECTIONS[lack.name] is Need.PROMISED:
+        return f"{text} (or list {lack.name} in isolation.allow_missing)"
+    return f"{text} (or take {lack.name} out of isolation.required)"
 
 
 _WORDS = {State.MISSING: "missing", State.UNKNOWN: "unproven", State.OFF: "off", State.DEGRADED: "not complete"}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
 from sandkasten.machine import Verdict
 from sandkasten.runtime import host_checks
+from sandkasten.runtime.hardening import check_settings
+from sandkasten.runtime.host import Host, advise, read_host
 
 MOUNTINFO = """\
 21 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
@@ -67,13 +70,19 @@ def test_kernels_are_judged_by_number(release: str, verdict: Verdict) -> None:
 
 
 def test_missing_capabilities_are_named() -> None:
-    """Root in a container without SYS_ADMIN is told what is missing."""
-    assert host_checks.check_capabilities("CapEff:\t000001ffffffffff\n").verdict is Verdict.WORKS
-    check = host_checks.check_capabilities("CapEff:\t00000000a80425fb\n")
+    """Root in a container without SYS_ADMIN is told what is missing, and what to pass to the container."""
+    assert host_checks.check_capabilities("CapEff:\t000001ffffffffff\n", Host()).verdict is Verdict.WORKS
+    check = host_checks.check_capabilities("CapEff:\t00000000a80425fb\n", Host(container="docker"))
     assert check.verdict is Verdict.MISSING
     assert "CAP_SYS_ADMIN" in check.seen
-    assert "--privileged" in check.fix
-    assert host_checks.check_capabilities("").verdict is Verdict.MISSING
+    assert "docker run --privileged" in check.fix
+    assert host_checks.check_capabilities("", Host()).verdict is Verdict.MISSING
+
+
+def test_a_capability_that_only_helps_is_no_reason_to_stop() -> None:
+    """Without CAP_SYS_RESOURCE the check falls back."""
+    assert host_checks.check_sys_resource("CapEff:\t000001ffffffffff\n").verdict is Verdict.WORKS
+    assert host_checks.check_sys_resource("CapEff:\t000001fffeffffff\n").verdict is Verdict.FALLS_BACK
 
 
 def test_who_is_not_root_is_told_so() -> None:
@@ -82,19 +91,87 @@ def test_who_is_not_root_is_told_so() -> None:
     assert (check.verdict, check.seen, check.fix) == (Verdict.MISSING, "runs as user 1000", "run this as root (sudo)")
 
 
-def test_a_forbidden_namespace_names_its_sysctl(tmp_path: Path) -> None:
-    """A limit of zero is found before the first clone fails, and so is a missing kind."""
-    for name in ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts"):
-        (tmp_path / "self/ns").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "self/ns" / name).touch()
-    assert host_checks.check_namespaces(str(tmp_path)).verdict is Verdict.WORKS
-    (tmp_path / "sys/user").mkdir(parents=True)
-    (tmp_path / "sys/user/max_user_namespaces").write_text("0\n")
-    check = host_checks.check_namespaces(str(tmp_path))
-    assert (check.seen, check.fix) == ("user.max_user_namespaces is 0", "sysctl -w user.max_user_namespaces=65536")
-    (tmp_path / "self/ns/net").unlink()
-    (tmp_path / "sys/user/max_user_namespaces").unlink()
-    assert "no net namespaces" in host_checks.check_namespaces(str(tmp_path)).seen
+MACHINES: dict[str, dict[str, str]] = {
+    "docker": {".dockerenv": "", "proc/self/status": "Seccomp:\t2\n"},
+    "podman": {"run/.containerenv": ""},
+    "lxc": {"proc/1/environ": "HOME=/\0container=lxc\0TERM=x"},
+    "wsl": {
+        "run/systemd/container": "wsl\n",
+        "proc/sys/kernel/osrelease": "5.15.167.4-microsoft-standard-WSL2\n",
+    },
+    "plain": {"proc/self/status": "Seccomp:\t0\n", "proc/sys/user/max_net_namespaces": "0\n"},
+}
+
+
+def look_around(tmp_path: Path, files: dict[str, str]) -> Host:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return read_host(f"{tmp_path}/")
+
+
+@pytest.mark.parametrize(
+    ("name", "container", "is_wsl"),
+    [("docker", "docker", False), ("podman", "podman", False), ("lxc", "lxc", False), ("wsl", "", True)],
+)
+def test_what_is_around_is_recognised(tmp_path: Path, name: str, container: str, is_wsl: bool) -> None:
+    """Containers by their marks, WSL by its kernel; each has a check that says what to do."""
+    host = look_around(tmp_path, MACHINES[name])
+    assert (host.container, host.is_wsl) == (container, is_wsl)
+    check = host_checks.check_wsl(host) if is_wsl else host_checks.check_container(host)
+    assert check.verdict is Verdict.FALLS_BACK
+    assert ("kernelCommandLine" if is_wsl else "--privileged") in check.fix
+    assert host_checks.check_wsl(Host()).verdict is host_checks.check_container(Host()).verdict is Verdict.WORKS
+
+
+def test_the_same_failure_has_another_cure_elsewhere(tmp_path: Path) -> None:
+    """A sysctl, AppArmor, a container's privilege, a container's filter, or else the usual."""
+    plain, docker = look_around(tmp_path, MACHINES["plain"]), Host(container="docker", is_filtered=True)
+    assert advise("namespaces", errno.ENOSPC, plain, "usual").startswith("sysctl -w user.max_net_namespaces=65536")
+    debian = Host(sysctls={"kernel/unprivileged_userns_clone": "0"})
+    assert advise("user_namespace", errno.EPERM, debian, "usual") == "sysctl -w kernel.unprivileged_userns_clone=1"
+    ubuntu = Host(sysctls={"kernel/apparmor_restrict_unprivileged_userns": "1"})
+    assert "\n  userns,\n" in advise("user_namespace", errno.EACCES, ubuntu, "usual")
+    assert advise("overlay", errno.EACCES, ubuntu, "usual") == "usual"
+    assert "--privileged" in advise("overlay", errno.EPERM, docker, "usual")
+    assert "--security-opt seccomp=unconfined" in advise("mounts", errno.ENOSYS, docker, "usual")
+    assert advise("mounts", errno.ENOSYS, Host(), "usual") == "usual"
+
+
+def test_settings_are_judged_and_come_with_the_line_that_sets_them(tmp_path: Path) -> None:
+    """Each in its own direction; one that the kernel does not have is left out."""
+    values = {"fs/protected_symlinks": "0", "fs/protected_regular": "2", "dev/tty/legacy_tiocsti": "1"}
+    look_around(tmp_path, {f"sys/{name}": f"{value}\n" for name, value in values.items()})
+    checks = {check.id: check for check in check_settings(str(tmp_path))}
+    assert {check_id: check.verdict for check_id, check in checks.items()} == {
+        "fs.protected_symlinks": Verdict.FALLS_BACK,
+        "fs.protected_regular": Verdict.WORKS,
+        "dev.tty.legacy_tiocsti": Verdict.FALLS_BACK,
+    }
+    assert checks["fs.protected_symlinks"].fix.startswith("sysctl -w fs.protected_symlinks=1 ")
+    assert checks["dev.tty.legacy_tiocsti"].fix.startswith("sysctl -w dev.tty.legacy_tiocsti=0 ")
+    assert not any(check.protection for check in checks.values())
+
+
+def test_what_is_scarce_is_told() -> None:
+    """Descriptors, inotify instances and a clock that stands before the installation."""
+    assert host_checks.check_descriptors(1024).verdict is Verdict.FALLS_BACK
+    assert host_checks.check_descriptors(1 << 20).verdict is Verdict.WORKS
+    assert "fs.inotify.max_user_instances" in host_checks.check_inotify("128\n").fix
+    assert host_checks.check_inotify("8192\n").verdict is Verdict.WORKS
+    assert host_checks.check_clock(0.0, 1e9).verdict is Verdict.FALLS_BACK
+    assert host_checks.check_clock(1e9, 1e9).verdict is Verdict.WORKS
+    assert "one byte" in host_checks.check_core_pattern("|/usr/lib/systemd/systemd-coredump %P\n").seen
+
+
+def test_a_data_directory_that_others_may_write_is_told(tmp_path: Path) -> None:
+    """With the line that closes it, quoted."""
+    directory = tmp_path / "with space"
+    assert host_checks.check_mode(directory).verdict is Verdict.WORKS
+    directory.mkdir()
+    directory.chmod(0o777)
+    check = host_checks.check_mode(directory)
+    assert (check.verdict, check.fix) == (Verdict.FALLS_BACK, f"chmod go-w '{directory}'")
 
 
 def test_space_is_measured_before_the_directory_exists(tmp_path: Path) -> None:
