@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_NODE_ID = re.compile(r"[0-9a-f]{8}")
 _START_S = 30.0
 """Everything must be up within this time."""
 
@@ -181,16 +182,18 @@ def _prepare(config: Config) -> tuple[Catalog, Node]:
 
 
 def _kept_node_id(path: Path, stored_id: str) -> str:
-    """Return the node's id from a file of its own, made from the database's copy if there is none.
+    """Return the node's id from a file of its own, made from the database's copy if there is none, or anew.
 
     Every sandbox's cgroup hangs below it, so it must survive the loss of the database: what runs is found by it.
     """
     try:
         node_id = path.read_text("ascii").strip()
-        if re.fullmatch(r"[0-9a-f]{8}", node_id):
+        if _NODE_ID.fullmatch(node_id):
             return node_id
     except (OSError, ValueError):
         pass
+    if not _NODE_ID.fullmatch(stored_id):
+        stored_id = secrets.token_hex(4)
     new = path.with_suffix(".new")
     new.write_text(f"{stored_id}\n", "ascii")
     new.replace(path)

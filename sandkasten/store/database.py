@@ -30,6 +30,7 @@ def open_database(path: Path) -> sqlite3.Connection:
     database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
         database.row_factory = sqlite3.Row
+        database.text_factory = _decode
         database.execute("PRAGMA journal_mode=WAL")
         database.execute("PRAGMA synchronous=NORMAL")
         database.execute("PRAGMA busy_timeout=5000")
@@ -39,6 +40,11 @@ def open_database(path: Path) -> sqlite3.Connection:
         database.close()
         raise
     return database
+
+
+def _decode(text: bytes) -> str:
+    """One value that is no UTF-8 must not make a whole table unreadable; `checked.py` finds what this lets through."""
+    return text.decode("utf-8", "surrogateescape")
 
 
 def _migrate(database: sqlite3.Connection) -> None:

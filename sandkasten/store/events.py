@@ -6,6 +6,7 @@ the newest cursor behind which everything is still kept; it only ever rises.
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -14,6 +15,9 @@ import attrs
 import orjson
 
 from sandkasten.model import Event, EventType
+from sandkasten.store.checked import count_of
+
+log = logging.getLogger(__name__)
 
 _EPOCH_KEY = "events_epoch"
 _FLOOR_KEY = "events_floor"
@@ -53,7 +57,7 @@ class Purged:
 def open_journal(database: sqlite3.Connection, *, now_ms: int) -> JournalState:
     """Take the next epoch. It follows the clock, so that none comes again after the file was lost or a power cut undid
     the last writes, and the last epoch, so that none comes again after the clock was set back."""
-    epoch = max(int(_node_value(database, _EPOCH_KEY) or 0) + 1, now_ms)
+    epoch = max(count_of(_node_value(database, _EPOCH_KEY)) + 1, now_ms)
     database.execute("INSERT OR REPLACE INTO node (key, value) VALUES (?, ?)", (_EPOCH_KEY, str(epoch)))
     rows: int = database.execute("SELECT COUNT(*) FROM events").fetchone()[0]
     return JournalState(epoch, _node_value(database, _FLOOR_KEY), rows)
@@ -77,8 +81,12 @@ def read_events(
     where, values = "cursor > ? AND cursor <= ?", [after, upto]
     if session_id is not None:
         where, values = f"session_id = ? AND {where}", [session_id, *values]
-    rows = database.execute(f"SELECT * FROM events WHERE {where} ORDER BY cursor LIMIT ?", (*values, limit))
-    return EventPage([_from_row(row) for row in rows], _node_value(database, _FLOOR_KEY) or "")
+    query = f"SELECT * FROM events WHERE {where} ORDER BY cursor LIMIT ?"
+    while True:  # each round removes a row at least
+        rows = database.execute(query, (*values, limit)).fetchall()
+        events = [_event_or_none(database, row) for row in rows]
+        if None not in events:
+            return EventPage([each for each in events if each], _node_value(database, _FLOOR_KEY) or "")
 
 
 def purge_events(database: sqlite3.Connection, *, oldest: int) -> Purged:
@@ -99,6 +107,16 @@ def _node_value(database: sqlite3.Connection, key: str) -> str | None:
 def _to_row(event: Event) -> tuple[str, int, str, str, str]:
     time_ms = round(event.time.timestamp() * 1000)
     return event.cursor, time_ms, event.type.value, event.session_id, orjson.dumps(event.data).decode()
+
+
+def _event_or_none(database: sqlite3.Connection, row: sqlite3.Row) -> Event | None:
+    """Return the event of a row, or remove a row that none was written to."""
+    try:
+        return _from_row(row)
+    except (ValueError, OverflowError, OSError):
+        database.execute("DELETE FROM events WHERE cursor = ?", (row["cursor"],))
+        log.error("damaged_event")
+        return None
 
 
 def _from_row(row: sqlite3.Row) -> Event:

@@ -1,7 +1,7 @@
 """SQL for sessions: the durable record of each one. Synchronous functions over an open connection.
 
 A record holds what must survive the daemon; the kernel stays the truth about what runs (`reconcile.py`). It never
-holds a session's environment or commands.
+holds a session's environment or commands. A damaged row is set aside when it is first read, and then is no more.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import attrs
 
 from sandkasten.lifecycle import LIVE, Event
 from sandkasten.model import Limits, Session, SessionOptions, Status
+from sandkasten.store.checked import check_session, count_of, set_aside
 
 
 @attrs.frozen
@@ -61,30 +62,24 @@ def put_session(database: sqlite3.Connection, record: SessionRecord) -> None:
 
 def get_session(database: sqlite3.Connection, session_id: str) -> SessionRecord | None:
     """Return the record of that id, live or ended."""
-    row = database.execute("SELECT * FROM sessions WHERE id = ?", (session_id,)).fetchone()
-    return _from_row(row) if row else None
+    return _first(_select(database, "WHERE id = ?", session_id))
 
 
 def find_by_key(database: sqlite3.Connection, idempotency_key: str) -> SessionRecord | None:
     """Return the record that was made with that idempotency key."""
-    row = database.execute("SELECT * FROM sessions WHERE idempotency_key = ?", (idempotency_key,)).fetchone()
-    return _from_row(row) if row else None
+    return _first(_select(database, "WHERE idempotency_key = ?", idempotency_key))
 
 
 def live_sessions(database: sqlite3.Connection) -> Sequence[SessionRecord]:
     """Return every record whose status says that something of it may exist."""
-    rows = database.execute(f"SELECT * FROM sessions WHERE status IN ({_LIVE_LIST})")
-    return [_from_row(row) for row in rows]
+    return _select(database, f"WHERE status IN ({_LIVE_LIST})")
 
 
 def list_sessions(database: sqlite3.Connection, *, status: Status | None, limit: int) -> Sequence[SessionRecord]:
     """Return records of one status, or all, newest first."""
     if status is None:
-        rows = database.execute("SELECT * FROM sessions ORDER BY created_at DESC LIMIT ?", (limit,))
-    else:
-        query = "SELECT * FROM sessions WHERE status = ? ORDER BY created_at DESC LIMIT ?"
-        rows = database.execute(query, (status, limit))
-    return [_from_row(row) for row in rows]
+        return _select(database, "ORDER BY created_at DESC LIMIT ?", limit)
+    return _select(database, "WHERE status = ? ORDER BY created_at DESC LIMIT ?", status, limit)
 
 
 def forget_ended(database: sqlite3.Connection, *, before: datetime) -> int:
@@ -102,9 +97,25 @@ def node_value(database: sqlite3.Connection, key: str, default: str) -> str:
 
 def next_incarnation(database: sqlite3.Connection) -> int:
     """Count this start of the daemon and return the number."""
-    number = int(node_value(database, "incarnation", "0")) + 1
+    number = count_of(node_value(database, "incarnation", "0")) + 1
     database.execute("UPDATE node SET value = ? WHERE key = 'incarnation'", (str(number),))
     return number
+
+
+def _select(database: sqlite3.Connection, condition: str, *values: object) -> list[SessionRecord]:
+    """Return the records of the sound rows among those that are asked for, and set the others aside."""
+    records = []
+    for row in database.execute(f"SELECT rowid, * FROM sessions {condition}", values).fetchall():
+        try:
+            check_session(row)
+            records.append(_from_row(row))
+        except (ValueError, TypeError, OverflowError) as error:
+            set_aside(database, row, error)
+    return records
+
+
+def _first(records: Sequence[SessionRecord]) -> SessionRecord | None:
+    return records[0] if records else None
 
 
 def _to_row(record: SessionRecord) -> dict[str, object]:

@@ -182,6 +182,14 @@ class Nsinit:
         for sandbox in self._sandboxes:
             sandbox.release()
 
+    def remove_sandboxes(self) -> None:
+        """Tear down every session there is, and wait until nothing is left but nsinit and its helpers."""
+        self.release_sandboxes()
+        self._sandboxes.clear()
+        for session_id in self.scan():
+            self.teardown(session_id)
+        wait_until(lambda: self.processes() == set(), "the process that deletes the trash ended")
+
     def kill(self) -> None:
         """SIGKILL it and wait until it is gone."""
         os.kill(self.pid, signal.SIGKILL)
@@ -315,6 +323,7 @@ def running(data_dir: Path, node_id: str | None = None, wrapper: tuple[str, ...]
         server.release_sandboxes()
         if server.pid:
             try:
+                server.release_sandboxes()
                 for session_id in server.scan():
                     server.teardown(session_id)
             finally:

@@ -30,14 +30,23 @@ from nsinit.protocol import (
 from runner.protocol import ExecReply, Group, RunProgram
 from tests.kernel.harness import ROOMY, Nsinit, Sandbox, data_directory, host_plan, new_id, running, wait_until
 
+pytestmark = pytest.mark.cgroup_v2
+
 SMALL = replace(ROOMY, memory_bytes=48 << 20)
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture
-def server() -> Iterator[Nsinit]:
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Nsinit]:
+    """One nsinit for all tests here: its start is most of what each would cost, above all on an emulated machine."""
     with data_directory() as data_dir, running(data_dir) as nsinit:
         yield nsinit
+
+
+@pytest.fixture
+def server(shared: Nsinit) -> Iterator[Nsinit]:
+    yield shared
+    shared.remove_sandboxes()
 
 
 def _session_directory(server: Nsinit, session_id: str) -> Path:
@@ -249,27 +258,27 @@ def test_a_teardown_takes_members_of_groups_too(server: Nsinit) -> None:
     assert server.traces(box.session_id) == []
 
 
-def test_groups_outlive_nsinit(server: Nsinit) -> None:
+def test_groups_outlive_nsinit() -> None:
     """After a crash the next one finds session and groups, makes and removes more of them, and takes all down."""
-    box = server.build(host_plan())
-    assert isinstance(server.ready, Ready)
-    node_id = Path(server.ready.cgroup_dirs["memory"]).name.removeprefix("sandkasten-")
-    directory = _session_directory(server, box.session_id)
-    with _group(server, box.session_id, "old"), _group(server, box.session_id, "older"), _member(directory / "old"):
-        server.kill()
-        with running(server.data_dir, node_id) as successor:
-            answer, fds = successor.ask(Attach, session_id=box.session_id)
-            assert isinstance(answer, Attached), answer
-            for fd in fds:
-                os.close(fd)
-            assert answer.identity == box.built.identity
-            with _group(successor, box.session_id, "new") as fd:
-                assert _probe(successor, box, fd)[0]["clone"] == "/new"
-            _remove(successor, box.session_id, "older")
-            assert sorted(each.name for each in directory.iterdir() if each.is_dir()) == ["new", "old"]
-            box.release()
-            assert successor.teardown(box.session_id).leftovers == ()
-            assert successor.traces(box.session_id) == []
+    node_id = "node-000000000004"
+    with data_directory() as data_dir, running(data_dir, node_id) as server:
+        box = server.build(host_plan())
+        directory = _session_directory(server, box.session_id)
+        with _group(server, box.session_id, "old"), _group(server, box.session_id, "older"), _member(directory / "old"):
+            server.kill()
+            with running(data_dir, node_id) as successor:
+                answer, fds = successor.ask(Attach, session_id=box.session_id)
+                assert isinstance(answer, Attached), answer
+                for fd in fds:
+                    os.close(fd)
+                assert answer.identity == box.built.identity
+                with _group(successor, box.session_id, "new") as fd:
+                    assert _probe(successor, box, fd)[0]["clone"] == "/new"
+                _remove(successor, box.session_id, "older")
+                assert sorted(each.name for each in directory.iterdir() if each.is_dir()) == ["new", "old"]
+                box.release()
+                assert successor.teardown(box.session_id).leftovers == ()
+                assert successor.traces(box.session_id) == []
 
 
 def test_a_session_of_which_only_groups_are_left_is_found_and_removed(server: Nsinit) -> None:

@@ -20,6 +20,8 @@ from sandkasten.actors.actor import Ref
 from sandkasten.errors import BuildFailed
 from tests.kernel.harness import ROOMY, data_directory, host_plan
 
+pytestmark = pytest.mark.cgroup_v2
+
 
 @asynccontextmanager
 async def _started() -> AsyncIterator[tuple[Ref, Path]]:

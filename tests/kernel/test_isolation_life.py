@@ -55,6 +55,7 @@ def _is_dead(pidfd: int, timeout_s: float = PATIENCE_S) -> bool:
     return bool(poller.poll(timeout_s * 1000))
 
 
+@pytest.mark.cgroup_v2
 def test_teardown_leaves_nothing_and_may_be_repeated(server: Nsinit) -> None:
     """No process, cgroup or directory; the second and third answer say the same with unknown counters."""
     sandbox = server.build(host_plan())
@@ -68,6 +69,7 @@ def test_teardown_leaves_nothing_and_may_be_repeated(server: Nsinit) -> None:
     assert server.teardown(new_id()).leftovers == ()
 
 
+@pytest.mark.cgroup_v2
 def test_teardown_counts_what_the_session_used(server: Nsinit) -> None:
     """CPU time and peak memory are read before the cgroup goes."""
     sandbox = server.build(host_plan())
@@ -78,6 +80,7 @@ def test_teardown_counts_what_the_session_used(server: Nsinit) -> None:
     assert counters.oom_kills == 0
 
 
+@pytest.mark.cgroup_v2
 def test_a_fork_bomb_ends_with_its_session(server: Nsinit) -> None:
     """However fast it forks, teardown ends all of it."""
     sandbox = server.build(host_plan())
@@ -87,6 +90,7 @@ def test_a_fork_bomb_ends_with_its_session(server: Nsinit) -> None:
     wait_until(lambda: server.processes() == set(), "the process that deletes the trash ended")
 
 
+@pytest.mark.cgroup_v2
 def test_the_death_of_pid_1_takes_everything_and_shows_on_its_pidfd(server: Nsinit) -> None:
     """The descriptor that came with `Built` becomes readable, and no process of the session is left."""
     sandbox = server.build(host_plan())
@@ -99,6 +103,7 @@ def test_the_death_of_pid_1_takes_everything_and_shows_on_its_pidfd(server: Nsin
     sandbox.teardown()
 
 
+@pytest.mark.cgroup_v2
 def test_sessions_outlive_nsinit_and_are_found_again(data_dir: Path) -> None:
     """SIGKILL of nsinit ends no session; the next one finds it by the kernel alone, attaches and tears it down."""
     with running(data_dir, "node-000000000001") as first:

@@ -14,6 +14,8 @@ from nsinit import mounts, rootfs, stage, syscalls
 from nsinit.mounts import Features, Layers
 from nsinit.slots import FIRST_BASE, SIZE, make_user_namespace
 
+pytestmark = pytest.mark.cgroup_v2
+
 
 def _in_own_mount_namespace(check: Callable[[], None]) -> None:
     """Run `check` in a process with its own mount namespace; fail with what it raised."""

@@ -78,6 +78,7 @@ async def test_a_port_that_is_listened_on_is_told(supervisor: LocalSupervisor) -
     assert opened.data == closed.data == {"port": 8123, "address": "0.0.0.0"}
 
 
+@pytest.mark.cgroup_v2
 async def test_a_lack_of_memory_and_a_death_are_told(supervisor: LocalSupervisor) -> None:
     """Who was killed, and that the sandbox died by itself."""
     session = await supervisor.create(SessionSpec(limits=Limits(memory_mb=64)))

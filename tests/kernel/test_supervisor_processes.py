@@ -96,6 +96,7 @@ async def test_a_hostile_pattern_takes_no_time(supervisor: LocalSupervisor, sess
     assert not waited.happened
 
 
+@pytest.mark.cgroup_v2
 async def test_killing_a_process_kills_its_tree(supervisor: LocalSupervisor, session_id: str) -> None:
     """Daemons that left its session included, and nothing else."""
     await supervisor.exec(session_id, ExecSpec("sleep 1001 &"))

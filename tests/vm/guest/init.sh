@@ -1,24 +1,42 @@
 #!/bin/sh
-# PID 1 of the test machine: a pure cgroup v2 tree, the tests named on the kernel's command line, then off.
-# The root disk is thrown away afterwards, the second disk has the project.
-export PATH=/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C.UTF-8 HOME=/root PYTHONPATH=/opt/site-packages
-mount -t ext4 /dev/vdb /project
+# PID 1 of the test machine: a pure cgroup v2 tree, the plan that lies on the project's disk, then off.
+# vda is the root, vdb the project, vdc a disk with project quotas; whatever is written to them is thrown away.
+export PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C.UTF-8 HOME=/root PYTHONPATH=/opt/site-packages
+mount -t proc none /proc
+mount -t sysfs none /sys
+mount -t tmpfs none /run
+mount -t ext4 -o noatime /dev/vdb /project
+mount -t ext4 -o noatime,prjquota /dev/vdc /data
 mount -t cgroup2 none /sys/fs/cgroup
 mkdir -p /dev/pts /dev/shm
 mount -t devpts none /dev/pts
 mount -t tmpfs none /dev/shm
-modprobe overlay
+modprobe -a overlay loop
 hostname guest
+ip link set lo up 2>/dev/null || busybox ip link set lo up
 echo "guest: $(uname -r), controllers $(cat /sys/fs/cgroup/cgroup.controllers)"
-# As under systemd: the tests' own cgroup is not the root one, and its parent hands controllers down.
+echo "guest: project quota $(grep -o prjquota /proc/mounts || echo missing)"
+echo "guest: booted after $(cut -d ' ' -f 1 /proc/uptime) s"
+# As under systemd: no test runs in the root cgroup, and parents hand controllers down.
 echo "+cpu +memory +pids" >/sys/fs/cgroup/cgroup.subtree_control
-mkdir /sys/fs/cgroup/tests
-echo $$ >/sys/fs/cgroup/tests/cgroup.procs
 cd /project || exit 1
-tests=$(sed 's/.*sandkasten.tests=\([^ ]*\).*/\1/; s/,/ /g' /proc/cmdline)
-# shellcheck disable=SC2086 # several file names
-python3 -m pytest -p no:cacheprovider -p no:hypothesispytest --color=no --durations=6 $tests 2>&1
-echo "guest: exit status $?"
-sync
+workers=$(cat guest-workers)
+for worker in $(seq "$workers"); do
+	mkdir -p "/sys/fs/cgroup/worker-$worker" "/data/worker-$worker"
+	(
+		# A worker sees only what is its own: its cgroup, its temporary files, its mounts.
+		sh -c 'echo $PPID' >"/sys/fs/cgroup/worker-$worker/cgroup.procs"
+		export WORKER="$worker" WORKERS="$workers" TMPDIR="/data/worker-$worker"
+		exec unshare --mount sh -c 'mount -t tmpfs none /run; mount -t tmpfs none /dev/shm; exec sh ./guest-work'
+	) >"/data/output-$worker" 2>&1 </dev/null &
+	eval "pid_$worker=$!"
+done
+for worker in $(seq "$workers"); do
+	eval "wait \$pid_$worker"
+	status=$?
+	cat "/data/output-$worker"
+	echo "guest: worker $worker: exit status $status"
+done
+echo "guest: done after $(cut -d ' ' -f 1 /proc/uptime) s"
 echo o >/proc/sysrq-trigger
 sleep 60

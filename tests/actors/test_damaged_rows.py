@@ -1,0 +1,163 @@
+"""A database that somebody else wrote to: a damaged row is set aside, never acted on, and costs no other row."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import trio
+
+from sandkasten.actors.actor import Ref
+from sandkasten.actors.store import (
+    AppendEvents,
+    FindByKey,
+    Get,
+    ListSessions,
+    LiveSessions,
+    OpenJournal,
+    Put,
+    ReadEvents,
+    Store,
+)
+from sandkasten.store.checked import KEPT_ROWS
+from sandkasten.store.database import open_database
+from sandkasten.store.sessions import KernelIdentity
+from tests.strategies import make_record
+
+VICTIM, WITNESS = "a" * 24, "b" * 24
+
+DAMAGE: dict[str, tuple[str, object]] = {
+    "an id that climbs": ("id", "../../../etc"),
+    "an absolute id": ("id", "/etc/passwd"),
+    "an empty id": ("id", ""),
+    "an id with a line end": ("id", "a" * 24 + "\n"),
+    "an id in capitals": ("id", "A" * 24),
+    "an image that climbs": ("image", "../../etc"),
+    "a workspace that climbs": ("workspace_id", "../.."),
+    "an absolute workspace": ("workspace_id", "/"),
+    "a negative pid": ("pid", -1),
+    "pid 2**63-1": ("pid", 2**63 - 1),
+    "a pid without start time": ("start_ticks", None),
+    "a negative start time": ("start_ticks", -5),
+    "a namespace below zero": ("pid_ns", -1),
+    "an end of nothing": ("ending", "explode"),
+    "a directory that is no text": ("cwd", b"\xff\xfe"),
+    "a moment beyond all time": ("expires_at", 1e300),
+    "an infinite moment": ("created_at", float("inf")),
+    "a moment before time": ("last_activity", -1.0),
+    "an endless lease": ("ttl_s", float("inf")),
+    "a negative lease": ("ttl_s", -1.0),
+    "an endless life": ("max_lifetime_s", 1e308),
+    "limits that are none": ("limits", "no json"),
+    "limits of a list": ("limits", "[]"),
+    "unknown limits": ("limits", '{"root": 1}'),
+    "NaN for memory": ("limits", '{"memory_mb": NaN}'),
+    "negative memory": ("limits", '{"memory_mb": -1}'),
+    "huge memory": ("limits", '{"memory_mb": 1' + "0" * 400 + "}"),
+    "true for pids": ("limits", '{"pids": true}'),
+    "deep limits": ("limits", "[" * 100_000),
+    "options that are none": ("options", "[1]"),
+    "unknown options": ("options", '{"uid": 0}'),
+    "labels of numbers": ("labels", '{"a": 1}'),
+    "labels of a string": ("labels", '"a"'),
+    "a negative epoch": ("epoch", -1),
+    "a negative incarnation": ("incarnation", -(2**63)),
+    "a reason of a megabyte": ("reason", "x" * 2**20),
+}
+
+
+@pytest.fixture
+async def store(tmp_path: Path, nursery: trio.Nursery) -> Ref:
+    ref: Ref = await nursery.start(Store(Ref("store"), tmp_path / "test.db").run)
+    for name in (VICTIM, WITNESS):
+        await ref.ask(Put(make_record(name, identity=KernelIdentity(1, 2, 3), idempotency_key=name)))
+    return ref
+
+
+def _damage(path: Path, sql: str, *values: object) -> None:
+    """Write to the file behind the store's back, as text whatever the bytes."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as database:
+        assert database.execute(sql, values).rowcount >= 1
+
+
+def _set_aside(path: Path) -> list[tuple[str, str]]:
+    with closing(sqlite3.connect(path)) as database:
+        return list(database.execute("SELECT reason, content FROM damaged"))
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+async def test_a_damaged_row_is_set_aside_and_the_others_are_read(store: Ref, tmp_path: Path, name: str) -> None:
+    """Whatever asks first, the row is gone for everybody afterwards and kept with the reason, for people."""
+    column, value = DAMAGE[name]
+    _damage(
+        tmp_path / "test.db", f"UPDATE sessions SET {column} = CAST(? AS {_type(value)}) WHERE id = ?", value, VICTIM
+    )
+    assert [each.session.id for each in await store.ask(LiveSessions())] == [WITNESS]
+    assert [each.session.id for each in await store.ask(ListSessions(None, 100))] == [WITNESS]
+    assert await store.ask(Get(VICTIM)) is None
+    assert await store.ask(FindByKey(VICTIM)) is None
+    assert await store.ask(FindByKey(WITNESS)) is not None
+    ((reason, content),) = _set_aside(tmp_path / "test.db")
+    assert column in reason or "don't go together" in reason
+    assert len(content) <= 16 * 1024
+
+
+async def test_an_unknown_state_is_no_session(store: Ref, tmp_path: Path) -> None:
+    """It is in no list, not found by id or key, and can be made anew."""
+    _damage(tmp_path / "test.db", "UPDATE sessions SET status = 'root' WHERE id = ?", VICTIM)
+    assert [each.session.id for each in await store.ask(LiveSessions())] == [WITNESS]
+    assert await store.ask(Get(VICTIM)) is None
+    await store.ask(Put(make_record(VICTIM)))
+    assert await store.ask(Get(VICTIM)) is not None
+    assert len(_set_aside(tmp_path / "test.db")) == 1
+
+
+async def test_what_is_set_aside_is_bounded(store: Ref, tmp_path: Path) -> None:
+    """The newest are kept."""
+    with closing(open_database(tmp_path / "test.db")) as database:
+        columns = [row["name"] for row in database.execute("PRAGMA table_info(sessions)")]
+        others = ", ".join(name for name in columns if name not in ("id", "idempotency_key"))
+        for number in range(KEPT_ROWS + 5):
+            copy = f"SELECT ?, ?, {others} FROM sessions WHERE id = ?"
+            database.execute(
+                f"INSERT INTO sessions (id, idempotency_key, {others}) {copy}", (f"../{number}", f"k{number}", WITNESS)
+            )
+    assert len(await store.ask(LiveSessions())) == 2
+    assert len(_set_aside(tmp_path / "test.db")) == KEPT_ROWS
+
+
+async def test_a_damaged_event_costs_no_other_event(store: Ref, tmp_path: Path) -> None:
+    """It is removed; a reader gets a full page of what is sound."""
+    state = await store.ask(OpenJournal(1))
+    await store.ask(AppendEvents([], None))
+    rows = [
+        ("000000000001-000000000001", 1, "no.such.type", "{}"),
+        ("000000000001-000000000002", 2**62, "session.destroyed", "{}"),
+        ("000000000001-000000000003", 1, "session.destroyed", "no json"),
+        ("000000000001-000000000004", 1, "session.destroyed", "{}"),
+    ]
+    for cursor, time_ms, kind, data in rows:
+        _damage(tmp_path / "test.db", "INSERT INTO events VALUES (?, ?, ?, ?, ?)", cursor, time_ms, kind, VICTIM, data)
+    page = await store.ask(ReadEvents("", "f", None, 1))
+    assert [event.cursor for event in page.events] == ["000000000001-000000000004"]
+    assert state.rows == 0
+
+
+@pytest.mark.parametrize("value", ["", "garbage", "-1", "9" * 40, "1e9", "\u0661"])
+async def test_a_damaged_counter_is_begun_anew(store: Ref, tmp_path: Path, value: str) -> None:
+    """The epoch of the journal follows the clock then, and stays within its twelve digits."""
+    await store.ask(OpenJournal(1))
+    _damage(tmp_path / "test.db", "UPDATE node SET value = ? WHERE key = 'events_epoch'", value)
+    assert (await store.ask(OpenJournal(1_700_000_000_000))).epoch == 1_700_000_000_000
+
+
+def _type(value: object) -> str:
+    match value:
+        case None | int():
+            return "INTEGER"
+        case float():
+            return "REAL"
+        case _:
+            return "TEXT"
