@@ -13,13 +13,14 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME PYTHONWARNINGS
 # A start with few descriptors allowed is no reason to fail: take what the hard limit grants.
 LIMITS := ulimit -S -n 65536 2>/dev/null || ulimit -S -n "$$(ulimit -H -n)" 2>/dev/null || true
 
-.PHONY: help install run test bench lint lock tools clean as-root
+.PHONY: help install run test vm bench lint lock tools clean as-root
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make install            make .venv with the locked dependencies'
 	@echo 'make run [ARGS=...]     serve from here (data in .sandkasten); ARGS as for `sandkasten serve`'
 	@echo 'make test [ARGS=...]    all tests; ARGS as for pytest'
+	@echo 'make vm                 what is claimed of cgroup v2, on an emulated machine with a pure v2 tree and an older kernel'
 	@echo 'make bench [ARGS=...]   measure create, exec, HTTP and memory'
 	@echo 'make lint               types, lint, format, layers'
 	@echo 'make lock               resolve the dependencies anew (needs pip-tools in .venv)'
@@ -33,6 +34,9 @@ run: as-root $(VENV)/.installed
 
 test: tools $(VENV)/.installed-dev
 	@$(LIMITS); exec $(PYTHON) tests/guardian.py $(PYTHON) -m pytest $(ARGS)
+
+vm: tools $(VENV)/.installed-dev
+	@exec $(PYTHON) -m pytest -s tests/vm $(ARGS)
 
 bench: as-root $(VENV)/.installed-dev
 	@$(LIMITS); exec $(PYTHON) -m bench.main $(ARGS)

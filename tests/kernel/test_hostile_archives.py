@@ -1,0 +1,150 @@
+"""Archives with what no image needs: extended attributes, whiteouts, sparse and packed bombs, links at mount points."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sandkasten.errors import InvalidImage
+from sandkasten.images.archive import import_tar
+from sandkasten.images.catalog import Catalog
+from sandkasten.images.rootfs import MOUNT_POINTS
+from tests import canary
+
+Entries = list[tuple[tarfile.TarInfo, bytes]]
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Catalog:
+    return Catalog(tmp_path / "data", aliases={})
+
+
+@pytest.fixture(autouse=True)
+def outside(tmp_path: Path) -> Iterator[Path]:
+    with canary.untouched(tmp_path / "outside") as root:
+        yield root
+
+
+def entry(
+    name: str, kind: bytes = tarfile.REGTYPE, content: bytes = b"", **fields: object
+) -> tuple[tarfile.TarInfo, bytes]:
+    info = tarfile.TarInfo(name)
+    info.type, info.mode, info.size = kind, 0o755, len(content)
+    for field, value in fields.items():
+        setattr(info, field, value)
+    return info, content
+
+
+SHELL: Entries = [entry("etc", tarfile.DIRTYPE), entry("bin/sh", content=b"#!\n")]
+
+
+def write(path: Path, entries: Entries) -> Path:
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
+        for info, content in entries:
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+ATTRIBUTES = (
+    "trusted.overlay.redirect",
+    "trusted.overlay.opaque",
+    "trusted.overlay.metacopy",
+    "trusted.overlay.origin",
+    "user.overlay.redirect",
+    "user.overlay.opaque",
+    "user.overlay.whiteout",
+    "security.capability",
+    "security.selinux",
+    "system.posix_acl_access",
+    "user.anything",
+)
+
+
+@pytest.mark.parametrize("prefix", ["SCHILY.xattr.", "LIBARCHIVE.xattr."])
+def test_no_extended_attribute_arrives(catalog: Catalog, tmp_path: Path, prefix: str, outside: Path) -> None:
+    """Neither marks of overlayfs nor file capabilities, on files, directories and links, however they are spelled."""
+    headers = {f"{prefix}{name}": str(outside) for name in ATTRIBUTES}
+    entries = [
+        *SHELL,
+        entry("srv", tarfile.DIRTYPE, pax_headers=headers),
+        entry("srv/file", content=b"x", pax_headers=headers),
+        entry("srv/link", tarfile.SYMTYPE, linkname="file", pax_headers=headers),
+    ]
+    import_tar(catalog, "x", write(tmp_path / "x.tar", entries))
+    paths = [path for path in catalog.rootfs_path("x").rglob("*") if path.parts[-2:] and "srv" in path.parts]
+    assert len(paths) == 3
+    assert [os.listxattr(path, follow_symlinks=False) for path in paths] == [[], [], []]
+
+
+def test_whiteouts_are_left_out_or_plain_files(catalog: Catalog, tmp_path: Path) -> None:
+    """A device 0:0, overlayfs' own mark, is not made; a name that marks a layer elsewhere hides nothing here."""
+    entries = [
+        *SHELL,
+        entry("srv", tarfile.DIRTYPE),
+        entry("srv/kept", content=b"kept"),
+        entry("srv/whiteout", tarfile.CHRTYPE, devmajor=0, devminor=0),
+        entry("srv/.wh.kept"),
+        entry("srv/.wh..wh..opq"),
+        entry(".wh.etc"),
+    ]
+    _, counts = import_tar(catalog, "x", write(tmp_path / "x.tar", entries))
+    srv = catalog.rootfs_path("x") / "srv"
+    assert sorted(os.listdir(srv)) == [".wh..wh..opq", ".wh.kept", "kept"]
+    assert (srv / "kept").read_bytes() == b"kept"
+    assert counts["skipped"] == 1
+
+
+def _sparse(size: int) -> Entries:
+    """A member that is a hole of `size` bytes, in a format of a few hundred bytes."""
+    return [entry("hole", pax_headers={"GNU.sparse.map": f"0,0,{size},0", "GNU.sparse.size": str(size)})]
+
+
+BOMBS: dict[str, tuple[Callable[[], Entries], str]] = {
+    "a sparse file of a terabyte": (lambda: _sparse(1 << 40), "more than 1000000 bytes"),
+    "a sparse file of all there is": (lambda: _sparse((1 << 63) - 1), "more than 1000000 bytes"),
+    "more inodes than allowed": (lambda: [entry(f"f{number}") for number in range(200)], "more than 100 members"),
+    "directories without end": (lambda: [entry("d/" * 2500, tarfile.DIRTYPE)], "File name too long"),
+    "a name of a megabyte": (lambda: [entry("n" * 2**20)], "File name too long"),
+    "a link target of a megabyte": (
+        lambda: [entry("link", tarfile.SYMTYPE, linkname="t" * 2**20)],
+        "File name too long",
+    ),
+    "a file that hides below a file": (lambda: [entry("a", content=b"x"), entry("a/b")], "Not a directory"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_refused_in_words_and_leaves_nothing(catalog: Catalog, tmp_path: Path, name: str) -> None:
+    """Before it has used more than its share of the disk, the inodes or the memory."""
+    make, words = BOMBS[name]
+    tar = write(tmp_path / "x.tar", [*SHELL, *make()])
+    with pytest.raises(InvalidImage, match=words):
+        import_tar(catalog, "x", tar, max_members=100, max_bytes=1_000_000)
+    assert os.listdir(tmp_path / "data/images") == []
+
+
+def test_a_hundred_levels_of_directories_are_imported_and_removed(catalog: Catalog, tmp_path: Path) -> None:
+    """Deeper than anything that recurses likes: made, and deleted again when the image is refused."""
+    deep = [entry("/".join(["d" * 20] * depth), tarfile.DIRTYPE) for depth in range(1, 150)]
+    with pytest.raises(InvalidImage, match="there is no shell"):
+        import_tar(catalog, "x", write(tmp_path / "x.tar", [entry("etc", tarfile.DIRTYPE), *deep]))
+    assert os.listdir(tmp_path / "data/images") == []
+
+
+@pytest.mark.parametrize("name", MOUNT_POINTS)
+@pytest.mark.parametrize("kind", ["absolute link", "relative link", "chain", "file"])
+def test_a_mount_point_that_is_none_is_refused_at_import(
+    catalog: Catalog, tmp_path: Path, outside: Path, name: str, kind: str
+) -> None:
+    """With its name in the sentence, so that nobody finds out at the first session."""
+    targets = {"absolute link": str(outside), "relative link": "../" * 20 + str(outside)[1:], "chain": "step"}
+    lie = entry(name, content=b"x") if kind == "file" else entry(name, tarfile.SYMTYPE, linkname=targets[kind])
+    steps = [entry("step", tarfile.SYMTYPE, linkname=str(outside))] if kind == "chain" else []
+    with pytest.raises(InvalidImage, match=f"/{name} is no plain directory"):
+        import_tar(catalog, "x", write(tmp_path / "x.tar", [*SHELL, *steps, lie]))
+    assert os.listdir(tmp_path / "data/images") == []
