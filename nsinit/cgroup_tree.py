@@ -17,6 +17,8 @@ from nsinit.protocol import CgroupMode
 REQUIRED = ("memory", "cpu", "pids")
 OPTIONAL = ("cpuacct",)
 """Counters v1 keeps apart; in v2 `cpu.stat` always has them."""
+WITHOUT_V2 = ("freezer",)
+"""What every v2 tree offers, even one without controllers, and v1 keeps apart."""
 
 
 class CgroupsUnusable(Exception):
@@ -94,7 +96,8 @@ def claim(located: Located, *, group: str, parent: str) -> Tree:
         directory = _claim_v2(located.unified, located.unified_mount, group=group, parent=parent)
         return Tree(mode, dict.fromkeys((*REQUIRED, "unified"), directory))
     dirs = {}
-    for name in (*REQUIRED, *(each for each in OPTIONAL if each in located.v1)):
+    optional = OPTIONAL if located.unified is not None else (*OPTIONAL, *WITHOUT_V2)
+    for name in (*REQUIRED, *(each for each in optional if each in located.v1)):
         base = located.v1[name] if parent == "auto" else _below(located.v1_mounts[name], parent)
         dirs[name] = _make_group(base, group)
     if located.unified is not None and located.unified_mount is not None:

@@ -123,6 +123,18 @@ class SetLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class SetFrozen:
+    """Stop, or let go on, all processes of a session at once, PID 1 included. Idempotent.
+
+    Answer: `Ok`, when it is so, or `Failed` (`ETIMEDOUT`: not all would stop, and all go on; `ENOTSUP`: no freezer).
+    """
+
+    seq: int
+    session_id: str
+    frozen: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Teardown:
     """Kill a sandbox and remove all of it; idempotent, and right for half-built ones. Answer: `TornDown`."""
 
@@ -285,6 +297,7 @@ class Failed:
 
 
 REQUESTS = Vocabulary(
-    Start, Prepare, Build, Attach, Scan, SetLimits, Teardown, MakeWorkspace, MakeGroup, RemoveGroup, FindVictim
+    *(Start, Prepare, Build, Attach, Scan, SetLimits, SetFrozen, Teardown),
+    *(MakeWorkspace, MakeGroup, RemoveGroup, FindVictim),
 )
 ANSWERS = Vocabulary(Ready, Built, Attached, Scanned, TornDown, Grouped, Victim, Ok, Failed)

@@ -16,7 +16,7 @@ from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-from nsinit import control, groups, syscalls, trash
+from nsinit import control, freezer, groups, syscalls, trash
 from nsinit.builder import Order
 from nsinit.builders import Builders, Outcome
 from nsinit.cgroup_tree import Tree
@@ -150,6 +150,13 @@ class Sessions:
         except OSError as error:
             raise failure_of("set limits", error) from error
 
+    def set_frozen(self, session_id: str, *, frozen: bool) -> Generator[Wait, bool, None]:
+        """Freeze or thaw a session that has a cgroup. Raises `StepFailed`."""
+        try:
+            yield from freezer.set_frozen(self._cgroup(session_id), frozen=frozen)
+        except OSError as error:
+            raise failure_of("freeze", error) from error
+
     def make_group(self, session_id: str, name: str) -> tuple[groups.Membership, int]:
         """Make a group in a running session; returns what its descriptor is for, and that. Raises `StepFailed`."""
         cgroup, process = self._cgroup(session_id), self.processes.get(session_id)
@@ -189,6 +196,7 @@ class Sessions:
             if not cgroup.processes():
                 break
             cgroup.kill()
+            freezer.thaw_dying(cgroup)
             yield Wait(timeout_s=pause_s)
         counters = cgroup.counters()
         for pause_s in _EMPTY_BACKOFF_S:
@@ -277,6 +285,7 @@ class Sessions:
         process = self.processes.get(session_id)
         if process is not None:
             process.kill()
+            freezer.thaw_dying(cgroup)
             yield Wait(event=process.dead, timeout_s=_DEATH_DEADLINE_S)
             return None
         identity = find_identity(cgroup)
@@ -288,6 +297,7 @@ class Sessions:
             return identity.base_uid
         try:
             syscalls.pidfd_send_signal(pidfd, signal.SIGKILL)
+            freezer.thaw_dying(cgroup)
             yield Wait(fd=pidfd, timeout_s=_DEATH_DEADLINE_S)
         except ProcessLookupError:
             pass

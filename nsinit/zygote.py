@@ -36,6 +36,7 @@ from nsinit.protocol import (
     RemoveGroup,
     Scan,
     Scanned,
+    SetFrozen,
     SetLimits,
     Start,
     Teardown,
@@ -164,6 +165,8 @@ class Zygote:
                 self._submit(seq, session_id, lambda: self._teardown(request))
             case Prepare(seq, session_id):
                 self._submit(seq, session_id, lambda: self._prepare(request))
+            case SetFrozen(seq, session_id):
+                self._submit(seq, session_id, lambda: self._set_frozen(request))
             case RemoveGroup(seq, session_id):
                 self._submit(seq, session_id, lambda: self._remove_group(request))
             case Attach(seq, session_id) | SetLimits(seq, session_id) | MakeGroup(seq, session_id):
@@ -227,6 +230,11 @@ class Zygote:
             *(request.seq, request.session_id, counters.oom_kills, counters.cpu_usec, counters.memory_peak_bytes),
             removed.leftovers,
         ), []
+
+    def _set_frozen(self, request: SetFrozen) -> Work:
+        check_session_id(request.session_id)
+        yield from self._sessions.set_frozen(request.session_id, frozen=request.frozen)
+        return Ok(request.seq), []
 
     def _remove_group(self, request: RemoveGroup) -> Work:
         check_session_id(request.session_id)

@@ -1,5 +1,8 @@
 """The one event loop of PID 1: descriptors, timers, and the wall that no exception passes.
 
+A loop that slept much longer than it wanted to was frozen, or starved. Then timers wait a moment for news, for they may
+have to be moved (`postpone`): what stood still was not late.
+
 It must not know what the descriptors are for. A callback that raises is reported to its owner's `on_error` and nothing
 else happens: PID 1 is the sandbox, so nothing may raise out of the loop.
 
@@ -9,6 +12,7 @@ Sources: epoll(7) (level-triggered), "Possible pitfalls" for events of descripto
 from __future__ import annotations
 
 import heapq
+import math
 import select
 import time
 from collections import deque
@@ -25,6 +29,8 @@ HANG_UP = select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
 
 _MIN_SWEEP = 64
 _MAX_PATIENCE_S = 3600.0
+_LATE_S = 1.0
+_NEWS_S = 1.0
 
 
 class Timer:
@@ -65,6 +71,8 @@ class Loop:
         self._soon: deque[Timer] = deque()
         self._batch = 0
         self._sweep_at = _MIN_SWEEP
+        self._overslept: list[Timer] = []
+        self._timers_from = 0.0
 
     def watch(self, fd: int, events: int, callback: Callback, on_error: OnError) -> None:
         """Call `callback(events)` whenever `fd` is ready, until `unwatch`. The descriptor stays the caller's."""
@@ -90,6 +98,14 @@ class Loop:
         heapq.heappush(self._timers, timer)
         return timer
 
+    def postpone(self, seconds: float) -> None:
+        """Move what was planned before the loop overslept; nothing, if it didn't."""
+        for timer in self._overslept:
+            timer.deadline += seconds
+        heapq.heapify(self._timers)
+        self._overslept = []
+        self._timers_from = 0.0
+
     def call_soon(self, callback: Callable[[], None], on_error: OnError) -> Timer:
         """Call `callback` once, after the events that are ready now."""
         timer = Timer(0.0, callback, on_error)
@@ -107,7 +123,13 @@ class Loop:
     def run_once(self) -> None:
         """Wait for events or the next timer and make the calls that are due."""
         self._batch += 1
-        for fd, events in self._epoll.poll(self._patience_s()):
+        patience_s = self._patience_s()
+        wake_by = time.monotonic() + patience_s
+        ready = self._epoll.poll(patience_s)
+        if patience_s > 0.0 and time.monotonic() > wake_by + _LATE_S:
+            self._overslept = list(self._timers)
+            self._timers_from = time.monotonic() + _NEWS_S
+        for fd, events in ready:
             watch = self._watches.get(fd)
             if watch is not None and watch.batch < self._batch:  # otherwise: a new owner of a closed number
                 self.guard(watch.callback, events, watch.on_error)
@@ -137,11 +159,16 @@ class Loop:
             heapq.heappop(self._timers)
         if not self._timers:
             return -1.0
-        return min(_MAX_PATIENCE_S, max(0.0, self._timers[0].deadline - time.monotonic()))
+        due = max(self._timers[0].deadline, self._timers_from)
+        return min(_MAX_PATIENCE_S, max(0.0, due - time.monotonic()))
 
     def _run_due(self) -> None:
         due, self._soon = self._soon, deque()
         now = time.monotonic()
+        if now < self._timers_from:
+            now = -math.inf
+        elif self._overslept:
+            self._overslept = []
         while self._timers and self._timers[0].deadline <= now:
             due.append(heapq.heappop(self._timers))
         for timer in due:

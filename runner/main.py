@@ -35,6 +35,7 @@ from runner.protocol import (
     SetEnv,
     Setup,
     Signal,
+    Thawed,
     Watch,
     WriteFile,
 )
@@ -63,6 +64,9 @@ class Service:
                 self._shells.set_up(request, sink)
             case SetEnv():
                 self._set_env(request, sink)
+            case Thawed(frozen_ms):
+                self._context.loop.postpone(max(0, frozen_ms) / 1000)
+                sink.finish(Done())
             case OpenShell():
                 self._wake_ports()
                 self._shells.open(request, descriptor, sink)

@@ -193,6 +193,13 @@ class SetEnv:
 
 
 @dataclass(frozen=True, slots=True)
+class Thawed:
+    """All of the sandbox stood still for so long, until now: time limits go on from there. Answer: `Done`."""
+
+    frozen_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class Exec:
     """Run `command` in a persistent shell. Answer: STARTED, output frames, then `ExecReply`.
 
@@ -432,6 +439,7 @@ REQUESTS = Vocabulary(
     Hello,
     Setup,
     SetEnv,
+    Thawed,
     Exec,
     RunProgram,
     Signal,

@@ -77,6 +77,13 @@ class SessionExpired(ClientError):
     scope = "session"
 
 
+class SessionPaused(ClientError):
+    """The session is paused and was not to be resumed by requests like this one."""
+
+    code = "SESSION_PAUSED"
+    scope = "session"
+
+
 class ExecNotFound(ClientError):
     """No run of that id was ever started in this session."""
 

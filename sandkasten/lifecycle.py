@@ -34,6 +34,9 @@ LIVE = frozenset({Status.CREATING, Status.RUNNING, Status.PAUSED, Status.DESTROY
 
 ENDED = frozenset(Status) - LIVE
 
+WHOLE = frozenset({Status.RUNNING, Status.PAUSED})
+"""States in which there is a sandbox and nobody has begun to end it."""
+
 USABLE = frozenset({Status.RUNNING})
 """States in which commands and file requests are served."""
 

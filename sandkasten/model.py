@@ -119,8 +119,27 @@ class SessionPatch:
 
 
 @attrs.frozen
+class PauseSpec:
+    """How to pause. `auto_resume`: the next request that needs the session's processes makes them go on; otherwise it
+    is refused. `stop_lease`: the idle end comes no nearer meanwhile; the end of its whole life does."""
+
+    auto_resume: bool = True
+    stop_lease: bool = False
+
+
+@attrs.frozen
+class Pause:
+    """A pause under way, and since when; otherwise as `PauseSpec`."""
+
+    since: datetime
+    auto_resume: bool
+    stop_lease: bool
+
+
+@attrs.frozen
 class Session:
-    """A session as it was at one moment. `timings_ms` has the phases of its create, in order."""
+    """A session as it was at one moment. `timings_ms` has the phases of its create, in order. While a stopped lease is
+    paused, `expires_at` is what it would be if the session were resumed now."""
 
     id: str
     image: str
@@ -139,6 +158,7 @@ class Session:
     epoch: int = 0
     timings_ms: Mapping[str, float] = attrs.field(factory=dict)
     options: SessionOptions = attrs.field(factory=SessionOptions)
+    pause: Pause | None = None
 
 
 @attrs.frozen

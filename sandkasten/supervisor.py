@@ -25,6 +25,7 @@ from sandkasten.model import (
     OnDisconnect,
     Output,
     OutputSlice,
+    PauseSpec,
     Port,
     ProcessSpec,
     Readiness,
@@ -198,6 +199,20 @@ class Supervisor(Protocol):
 
     async def update(self, session_id: str, patch: SessionPatch) -> Session:
         """Change a live session. Raises `SessionNotFound`, `SessionExpired`."""
+        ...
+
+    async def pause(self, session_id: str, spec: PauseSpec | None = None) -> Session:
+        """Let all of a session stand still: it uses no processor time and keeps its memory. Time limits of what runs go
+        on where they were when it is resumed. Of a paused session, change how it is paused.
+
+        Raises:
+            Conflict: a file is being transferred.
+            SessionNotFound, SessionExpired.
+        """
+        ...
+
+    async def resume(self, session_id: str) -> Session:
+        """Let a paused session go on; one that runs is left alone. Raises `SessionNotFound`, `SessionExpired`."""
         ...
 
     async def destroy(self, session_id: str) -> Session:

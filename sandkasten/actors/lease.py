@@ -1,7 +1,8 @@
 """The lease of one session: when it ends, and the task that says so. Clock values are `trio.current_time()` seconds.
 
 Activity renews the idle end by the session's own time to live; a running command holds the idle end off, and nothing
-holds off the hard end. The owner's mailbox decides; this only knows the time.
+holds off the hard end. While the session is paused nothing runs that could hold off anything. The owner's mailbox
+decides; this only knows the time.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ class Lease:
 
     def __init__(self) -> None:
         self.active = 0
+        self._is_paused = False
+        self._is_stopped = False
         self._idle_end = math.inf
         self._hard_end = math.inf
         self._alarm = math.inf
@@ -28,7 +31,8 @@ class Lease:
     @property
     def end(self) -> float:
         """When the session expires as things are."""
-        return self._hard_end if self.active else min(self._idle_end, self._hard_end)
+        idle_end = math.inf if self._is_stopped or (self.active and not self._is_paused) else self._idle_end
+        return min(idle_end, self._hard_end)
 
     @property
     def has_ended(self) -> bool:
@@ -50,6 +54,15 @@ class Lease:
         if lifetime_left_s is not None:
             self._hard_end = now + lifetime_left_s
         self._set_alarm(now)
+
+    def pause(self, *, stop: bool) -> None:
+        """The session stands still: no activity holds the idle end off, which with `stop` comes no nearer."""
+        self._is_paused, self._is_stopped = True, stop
+        self._set_alarm(trio.current_time())
+
+    def resume(self) -> None:
+        """It goes on; whoever says so renews the lease as well."""
+        self._is_paused = self._is_stopped = False
 
     async def watch(self, on_end: Callable[[], Awaitable[None]], on_warning: Callable[[float], None]) -> None:
         """Call `on_end` each time the end is reached, and `on_warning` with the seconds that remain `WARNING_S` before

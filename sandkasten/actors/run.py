@@ -114,6 +114,9 @@ class Run:
         self._start_by = math.inf
         self._waited_for_reader_s = 0.0
         self._end_by = math.inf
+        self._stopped_at: float | None = None
+        self.wake: Callable[[], Awaitable[None]] | None = None
+        """Makes a paused session go on."""
 
     # Facts ------------------------------------------------------------------------------------------------------
 
@@ -197,7 +200,10 @@ class Run:
         Raises:
             ExecEnded: it has ended, or ended meanwhile.
             InvalidRequest: it has no open standard input.
+            SessionPaused: the session is, and is not to go on by itself.
         """
+        if self.wake is not None:
+            await self.wake()
         await self.connected.wait()
         async with self._stdin_lock:
             connection = self._connection
@@ -267,7 +273,7 @@ class Run:
     def _close(self) -> None:
         self.state = ExecState.ENDED
         self.connected.set()
-        self.collector = self.on_begin = self.on_output = self.wait_room = None
+        self.collector = self.on_begin = self.on_output = self.wait_room = self.wake = None
         self._ended_at = datetime.now(UTC)
         if self._is_bulky():
             self.spec = attrs.evolve(self.spec, command=None, argv=None, env={}, stdin=None)
@@ -286,9 +292,27 @@ class Run:
         self._connection = connection
         self.connected.set()
 
+    def stop_clock(self) -> None:
+        """The session stands still: nothing is late."""
+        self._stopped_at = trio.current_time()
+        if self._connection is not None:
+            self._connection.wait_until(math.inf)
+
+    def start_clock(self) -> None:
+        """It goes on: what was due is due by so much later."""
+        if self._stopped_at is not None:
+            still_s = trio.current_time() - self._stopped_at
+            self._start_by += still_s
+            self._end_by += still_s
+            self._stopped_at = None
+        if self._connection is not None:
+            self._connection.wait_until(self.answer_by)
+
     @property
     def answer_by(self) -> float:
         """When a runner that says nothing is given up: long after it had to end the run itself."""
+        if self._stopped_at is not None:
+            return math.inf
         if self.began_at is None:
             return min(self._start_by, self._end_by)
         return self._end_by + self._waited_for_reader_s

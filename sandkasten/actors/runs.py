@@ -103,6 +103,10 @@ class Host(Protocol):
 
     def gone(self) -> SandkastenError: ...
 
+    async def wake(self) -> None:
+        """Make a paused session go on, if it may. Raises `SessionPaused`."""
+        ...
+
     async def find_victim(self) -> str | None:
         """Return the name of the process that was killed for memory last."""
         ...
@@ -158,6 +162,7 @@ class Runs:
             raise _busy(queue, self._queue_length)
         run.admit(self._logs.open(run.exec_id), self._request_cancel, ahead=() if run.is_program else queue)
         run.on_begin = self._on_begin
+        run.wake = self._host.wake
         self._known[run.exec_id] = self._active[run.exec_id] = run
         if not run.is_program:
             queue.append(run)
@@ -167,6 +172,16 @@ class Runs:
 
     def _programs(self) -> list[Run]:
         return [run for run in self._active.values() if run.is_program]
+
+    def stop_clocks(self) -> None:
+        """The session is about to stand still."""
+        for run in self._active.values():
+            run.stop_clock()
+
+    def start_clocks(self) -> None:
+        """It goes on."""
+        for run in self._active.values():
+            run.start_clock()
 
     # Looking up -------------------------------------------------------------------------------------------------
 

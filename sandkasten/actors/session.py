@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -22,9 +22,23 @@ from sandkasten.actors import store as store_actor
 from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Actor, Ref, Reply
 from sandkasten.actors.lease import Lease
+from sandkasten.actors.marks import Marks
+from sandkasten.actors.pausing import Pausing
 from sandkasten.actors.run_driver import ask_runner
 from sandkasten.actors.sandbox_watch import SandboxWatch
-from sandkasten.actors.session_messages import Destroy, Died, Expire, Life, Stats, Update, Work
+from sandkasten.actors.session_messages import (
+    Destroy,
+    Died,
+    Expire,
+    Life,
+    PauseSession,
+    ResumeSession,
+    Stats,
+    Update,
+    Wake,
+    Work,
+    is_read,
+)
 from sandkasten.actors.session_setup import Creation, Services
 from sandkasten.actors.session_work import SessionWork
 from sandkasten.actors.unwrap import unwrap
@@ -37,7 +51,7 @@ from sandkasten.errors import (
     SandkastenError,
     SessionExpired,
 )
-from sandkasten.lifecycle import USABLE, Event, next_status
+from sandkasten.lifecycle import WHOLE, Event, next_status
 from sandkasten.model import Cause, EventType, Session, SessionPatch, Status
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from sandkasten.runtime.plan import check_limits, plan_limits, plan_sandbox
@@ -92,11 +106,17 @@ class SessionActor(Actor):
             logs=services.spool.session(record.session.id),
             queue_length=services.shell_queue_length,
         )
+        self._pausing = Pausing(self, zygote=services.zygote, lease=self._lease, work=self._work)
 
     @property
     def session(self) -> Session:
         """The session as it is now."""
-        return self.record.session
+        session = self.record.session
+        if session.pause is not None and session.pause.stop_lease:
+            moment = datetime.now(UTC)
+            remaining_s = min(session.ttl_s, self._lifetime_left_s(moment) or math.inf)
+            return attrs.evolve(session, expires_at=moment + timedelta(seconds=remaining_s))
+        return session
 
     @property
     def record(self) -> SessionRecord:
@@ -151,10 +171,19 @@ class SessionActor(Actor):
     async def handle(self, message: Life | Work) -> Any:
         match message:
             case Stats():
-                self._require_usable()
+                self._require(WHOLE)
                 return attrs.evolve(self._stats.read_all(), spool_bytes=self._work.kept_bytes)
             case Update(patch):
                 return await self._update(patch)
+            case PauseSession(spec):
+                self._require(WHOLE)
+                await self._pausing.pause(spec)
+                return self.session
+            case ResumeSession():
+                await self._go_on(self._pausing.resume)
+                return self.session
+            case Wake():
+                return await self._go_on(self._pausing.wake)
             case Destroy():
                 return await self._finish(Event.DESTROY, "destroyed by request")
             case Expire():
@@ -165,12 +194,24 @@ class SessionActor(Actor):
                 await self._finish(Event.DIED, reason)
                 return None
             case _:
-                self._require_usable()
+                if not is_read(message):
+                    await self._go_on(self._pausing.wake)
+                self._require(WHOLE)
                 return self._work.handle(message)
 
+    async def _go_on(self, resume: Callable[[], Awaitable[None]]) -> None:
+        """Let it go on, if it stands still; one that can't has died."""
+        self._require(WHOLE)
+        try:
+            return await resume()
+        except (RunnerLost, RunnerProtocolError) as error:
+            reason = str(error)
+        await self._finish(Event.DIED, reason)
+        raise self.gone()
+
     async def _create(self, creation: Creation) -> None:
-        marks = _Marks()
-        await self._put()
+        marks = Marks()
+        await self.put()
         marks.mark("store")
         session = self.session
         plan = plan_sandbox(
@@ -189,16 +230,16 @@ class SessionActor(Actor):
         setup = runner_protocol.Setup(
             env=dict(creation.env), shell=creation.resolved.shell, graces=self._services.graces
         )
-        self._change(status=next_status(session.status, Event.BUILT))
+        self.change(status=next_status(session.status, Event.BUILT))
         try:
             async with trio.open_nursery() as both:
-                both.start_soon(self._put)
-                await self._greet(setup)
+                both.start_soon(self.put)
+                await self.greet(setup)
         except BaseExceptionGroup as group:
             raise unwrap(group) from None
         marks.mark("runner")
-        self._change(timings_ms=marks.phases)
-        self._renew()
+        self.change(timings_ms=marks.phases)
+        self.renew()
         made = self.session
         self.emit(
             EventType.SESSION_CREATED,
@@ -213,8 +254,11 @@ class SessionActor(Actor):
         """Take over a sandbox that outlived its daemon, shell state and all."""
         attach = zygote_actor.Attach(self.session.id)
         self._hold(await zygote_actor.ask_patiently(self._services.zygote, attach))
-        await self._greet(runner_protocol.Hello())
-        self._change(acquire_detail="adopted")
+        if self.session.status is Status.PAUSED:
+            await self._pausing.adopt()
+        else:
+            await self.greet(runner_protocol.Hello())
+        self.change(acquire_detail="adopted")
         self._restore_lease()
         self._persist_soon()
 
@@ -225,7 +269,7 @@ class SessionActor(Actor):
         self._record = attrs.evolve(self._record, identity=kernel)
         self._link = RunnerLink(self._services.paths.run_dir(self.session.id))
 
-    async def _greet(self, request: runner_protocol.Setup | runner_protocol.Hello) -> None:
+    async def greet(self, request: runner_protocol.Setup | runner_protocol.Hello) -> None:
         assert self._link is not None
         with trio.move_on_after(_HELLO_S) as patience:
             async with self._link.connection() as connection:
@@ -235,7 +279,7 @@ class SessionActor(Actor):
             raise RunnerLost("the sandbox's init does not answer")
         match answer:
             case runner_protocol.HelloReply(version=runner_protocol.PROTOCOL_VERSION):
-                self._change(cwd=answer.cwd)
+                self.change(cwd=answer.cwd)
                 self._work.runs.shells.adopt(answer)
             case runner_protocol.HelloReply():
                 raise SandboxError(f"the sandbox's init speaks protocol {answer.version}")
@@ -252,7 +296,7 @@ class SessionActor(Actor):
         self.stop()
         session_id = self.session.id
         self._record = attrs.evolve(self.record, ending=event)
-        self._change(status=next_status(self.session.status, event), reason=reason)
+        self.change(status=next_status(self.session.status, event), reason=reason)
         await self._put_or_keep()
         try:
             teardown = zygote_actor.Teardown(session_id)
@@ -263,7 +307,7 @@ class SessionActor(Actor):
         if event is Event.DIED and torn_down.oom_kills > 0:
             reason = f"out of memory: {reason}"
         self._record = attrs.evolve(self.record, ended_at=datetime.now(UTC))
-        self._change(status=next_status(self.session.status, Event.TORN_DOWN, cause=event), reason=reason)
+        self.change(status=next_status(self.session.status, Event.TORN_DOWN, cause=event), reason=reason)
         await self._put_or_keep()
         self.emit(ENDINGS[self.session.status], reason=reason)
         facts = {"session_id": session_id, "status": self.session.status, "reason": reason}
@@ -291,7 +335,7 @@ class SessionActor(Actor):
 
     @property
     def cause_of_stop(self) -> Cause:
-        is_alive = self._record.session.status in USABLE and not self.has_died.is_set()
+        is_alive = self._record.session.status in WHOLE and not self.has_died.is_set()
         return Cause.DAEMON_RESTARTED if is_alive else Cause.SANDBOX_DIED
 
     def start_task(self, work: Callable[[*Ts], Awaitable[object]], *args: *Ts) -> None:
@@ -302,12 +346,12 @@ class SessionActor(Actor):
 
     def begin_activity(self) -> None:
         self._lease.active += 1
-        self._renew()
+        self.renew()
 
     def end_activity(self) -> None:
         self._lease.active -= 1
         if not self._is_stopping:
-            self._renew()
+            self.renew()
             if trio.current_time() - self._persisted_at > _PERSIST_EVERY_S:
                 self._persist_soon()
 
@@ -316,7 +360,7 @@ class SessionActor(Actor):
 
     def note_cwd(self, cwd: str) -> None:
         if cwd != self._record.session.cwd:
-            self._change(cwd=cwd)
+            self.change(cwd=cwd)
 
     def distrust(self, error: RunnerProtocolError) -> None:
         self.start_task(self._tell_self, Died(f"its init broke the protocol: {error}"))
@@ -329,33 +373,39 @@ class SessionActor(Actor):
             self.distrust(error)
             raise
 
+    async def wake(self) -> None:
+        if self._record.session.status is Status.PAUSED:
+            await self.ref.ask(Wake())
+
     async def find_victim(self) -> str | None:
         return await self._watch.find_victim()
 
     async def _update(self, patch: SessionPatch) -> Session:
-        self._require_usable()
+        self._require(WHOLE)
+        if patch.env is not None:
+            await self._go_on(self._pausing.wake)
         if patch.limits is not None:
             check_limits(patch.limits)
             limits = plan_limits(patch.limits)
             await self._services.zygote.ask(zygote_actor.SetLimits(self.session.id, limits))
-            self._change(limits=patch.limits)
+            self.change(limits=patch.limits)
         if patch.env is not None:
             await self.ask_runner(runner_protocol.SetEnv(dict(patch.env)), runner_protocol.Done)
         if patch.labels is not None:
-            self._change(labels=dict(patch.labels))
+            self.change(labels=dict(patch.labels))
         if patch.ttl_s is not None:
-            self._change(ttl_s=patch.ttl_s)
-        self._renew()
-        await self._put()
+            self.change(ttl_s=patch.ttl_s)
+        self.renew()
+        await self.put()
         return self.session
 
-    def _require_usable(self) -> None:
-        if self._record.session.status not in USABLE:
+    def _require(self, states: Container[Status]) -> None:
+        if self._record.session.status not in states:
             raise self.gone()
 
     # Lease ------------------------------------------------------------------------------------------------------
 
-    def _renew(self) -> None:
+    def renew(self) -> None:
         moment = datetime.now(UTC)
         lifetime_left_s = self._lifetime_left_s(moment)
         remaining_s = self._lease.renew(ttl_s=self._record.session.ttl_s, lifetime_left_s=lifetime_left_s)
@@ -408,32 +458,19 @@ class SessionActor(Actor):
 
     # Record -----------------------------------------------------------------------------------------------------
 
-    def _change(self, **changes: Any) -> None:  # fields of Session
+    def change(self, **changes: Any) -> None:  # fields of Session
         session = self.session
         if "status" in changes and changes["status"] is not session.status:
             changes["epoch"] = session.epoch + 1
         self._record = attrs.evolve(self._record, session=attrs.evolve(session, **changes))
 
-    async def _put(self) -> None:
+    async def put(self) -> None:
         self._persisted_at = trio.current_time()
         await self._services.store.ask_again(store_actor.Put(self.record))
 
     async def _put_or_keep(self) -> None:
         self._persisted_at = trio.current_time()
         await store_actor.put_or_keep(self._services.store, self._services.directory.unwritten, self.record)
-
-
-class _Marks:
-    """Phases of a create and how long each took, in milliseconds."""
-
-    def __init__(self) -> None:
-        self._last = trio.current_time()
-        self.phases: dict[str, float] = {}
-
-    def mark(self, phase: str) -> None:
-        now = trio.current_time()
-        self.phases[phase] = round((now - self._last) * 1000, 3)
-        self._last = now
 
 
 def ended_error(session: Session) -> SessionExpired:

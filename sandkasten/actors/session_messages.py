@@ -15,6 +15,7 @@ from sandkasten.actors.terminals import Viewer
 from sandkasten.model import (
     ExecEnd,
     ExecInfo,
+    PauseSpec,
     Session,
     SessionPatch,
     SessionStats,
@@ -36,6 +37,23 @@ class Stats(Ask[SessionStats]):
 @attrs.frozen
 class Update(Ask[Session]):
     patch: SessionPatch
+
+
+@attrs.frozen
+class PauseSession(Ask[Session]):
+    """Let it stand still; of one that does already, change how."""
+
+    spec: PauseSpec
+
+
+@attrs.frozen
+class ResumeSession(Ask[Session]):
+    """Let it go on; answered when it does."""
+
+
+@attrs.frozen
+class Wake(Ask[None]):
+    """Somebody needs its processes: let it go on if it may. Raises `SessionPaused`."""
 
 
 @attrs.frozen
@@ -74,7 +92,10 @@ class RunToEnd(Ask[ExecEnd]):
 
 @attrs.frozen
 class FindRun(Ask[Run]):
+    """`to_act`: something is to be done to it, for which its session has to be awake."""
+
     exec_id: str
+    to_act: bool = False
 
 
 @attrs.frozen
@@ -150,4 +171,9 @@ Work = (
     | WatchPorts
     | Borrow
 )
-Life = Stats | Update | Destroy | Expire | Died
+Life = Stats | Update | PauseSession | ResumeSession | Wake | Destroy | Expire | Died
+
+
+def is_read(message: Work) -> bool:
+    """Whether it is served from what the daemon knows, and the sandbox may stand still."""
+    return isinstance(message, ListRuns | ListShells) or (isinstance(message, FindRun) and not message.to_act)

@@ -55,6 +55,7 @@ class SessionWork:
         self._host = host
         self._logs = logs
         self._loans = 0
+        self._returned = trio.Event()
         self.runs = Runs(host, zygote=zygote, stats=stats, logs=logs, queue_length=queue_length)
         self.ports = Ports(host)
         self._terminals = Terminals(host, self.runs)
@@ -65,7 +66,7 @@ class SessionWork:
                 return self._open_run(hold)
             case RunToEnd(hold):
                 return self._run_to_end(hold)
-            case FindRun(exec_id):
+            case FindRun(exec_id, _):
                 return self.runs.find(exec_id)
             case ListRuns():
                 return self.runs.infos()
@@ -91,6 +92,13 @@ class SessionWork:
                 return self._lend(done)
             case _:
                 assert_never(message)
+
+    async def wait_transferred(self, timeout_s: float) -> bool:
+        """Wait until no file is being transferred; False if that takes longer."""
+        with trio.move_on_after(timeout_s):
+            while self._loans:
+                await self._returned.wait()
+        return self._loans == 0
 
     @property
     def kept_bytes(self) -> int:
@@ -124,4 +132,6 @@ class SessionWork:
     async def _await_return(self, done: trio.Event) -> None:
         await done.wait()
         self._loans -= 1
+        self._returned.set()
+        self._returned = trio.Event()
         self._host.end_activity()

@@ -30,7 +30,7 @@ from sandkasten.actors.directory import Entry, SessionDirectory
 from sandkasten.actors.files import LocalFileReader, LocalFileWriter, open_reader, open_writer
 from sandkasten.actors.node_view import NodeFacts, describe_node, describe_system
 from sandkasten.actors.session import ended_error
-from sandkasten.actors.session_messages import Borrow, Destroy, Stats, Update
+from sandkasten.actors.session_messages import Borrow, Destroy, PauseSession, ResumeSession, Stats, Update
 from sandkasten.actors.sessions import Node
 from sandkasten.actors.supervisor import ChildSpec
 from sandkasten.actors.tree_work import WorkOfSessions
@@ -41,6 +41,7 @@ from sandkasten.lifecycle import ENDED, LIVE
 from sandkasten.machine import Machine, NodeInfo, System
 from sandkasten.model import (
     SESSION_ID,
+    PauseSpec,
     Readiness,
     Session,
     SessionPatch,
@@ -179,6 +180,14 @@ class LocalSupervisor(WorkOfSessions):
     async def update(self, session_id: str, patch: SessionPatch) -> Session:
         entry = await self._live(session_id)
         return await entry.ref.ask(Update(patch))
+
+    async def pause(self, session_id: str, spec: PauseSpec | None = None) -> Session:
+        entry = await self._live(session_id)
+        return await entry.ref.ask(PauseSession(spec or PauseSpec()))
+
+    async def resume(self, session_id: str) -> Session:
+        entry = await self._live(session_id)
+        return await entry.ref.ask(ResumeSession())
 
     async def destroy(self, session_id: str) -> Session:
         entry = self._directory.get(session_id)

@@ -169,7 +169,7 @@ class WorkOfSessions:
         return await run.log.read(stream, offset, limit)
 
     async def send_stdin(self, session_id: str, exec_id: str, data: bytes, *, close: bool = False) -> None:
-        await (await self._find(session_id, exec_id)).queue_stdin(data, close=close)
+        await (await self._find(session_id, exec_id, to_act=True)).queue_stdin(data, close=close)
 
     async def signal_exec(self, session_id: str, exec_id: str, number: int) -> None:
         if not 0 < number <= _MAX_SIGNAL:
@@ -178,7 +178,7 @@ class WorkOfSessions:
         await entry.ref.ask(SignalRun(exec_id, number))
 
     async def cancel_exec(self, session_id: str, exec_id: str, *, now: bool = False) -> ExecInfo:
-        run = await self._find(session_id, exec_id)
+        run = await self._find(session_id, exec_id, to_act=True)
         run.cancel(now=now)
         await run.ended.wait_done()
         if now:
@@ -191,9 +191,9 @@ class WorkOfSessions:
         entry = await self._live(session_id)
         await entry.ref.ask(ResizeRun(exec_id, size))
 
-    async def _find(self, session_id: str, exec_id: str) -> Run:
+    async def _find(self, session_id: str, exec_id: str, *, to_act: bool = False) -> Run:
         entry = await self._live(session_id)
-        return await entry.ref.ask(FindRun(exec_id))
+        return await entry.ref.ask(FindRun(exec_id, to_act))
 
     # Shells -----------------------------------------------------------------------------------------------------
 

@@ -86,6 +86,14 @@ class SetLimits(Ask[None]):
 
 
 @attrs.frozen
+class SetFrozen(Ask[None]):
+    """Freeze or thaw a session; raises `BuildFailed` when not all of it would stand still."""
+
+    session_id: str
+    frozen: bool
+
+
+@attrs.frozen
 class MakeWorkspace(Ask[None]):
     workspace_id: str
 
@@ -154,6 +162,7 @@ Message = (
     | Teardown
     | Scan
     | SetLimits
+    | SetFrozen
     | MakeWorkspace
     | MakeGroup
     | RemoveGroup
@@ -225,6 +234,8 @@ class Zygote(Actor):
                 return self.defer(self._scan)
             case SetLimits(session_id, limits):
                 return self.defer(self._ok, protocol.SetLimits(self._link.next_seq(), session_id, limits))
+            case SetFrozen(session_id, frozen):
+                return self.defer(self._ok, protocol.SetFrozen(self._link.next_seq(), session_id, frozen))
             case MakeWorkspace(workspace_id):
                 return self.defer(self._ok, protocol.MakeWorkspace(self._link.next_seq(), workspace_id))
             case MakeGroup(session_id, name):

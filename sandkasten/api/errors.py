@@ -33,6 +33,7 @@ STATUS: dict[type[SandkastenError], int] = {
     errors.MethodNotAllowed: 405,
     errors.IsADirectory: 409,
     errors.NotAFile: 409,
+    errors.SessionPaused: 409,
     errors.ShellBusy: 409,
     errors.Conflict: 409,
     errors.ExecEnded: 409,

@@ -43,6 +43,8 @@ JSON_ROUTES = (
     JsonRoute("PATCH", f"{SESSIONS}/<session_id>", sessions.update),
     JsonRoute("DELETE", f"{SESSIONS}/<session_id>", sessions.destroy),
     JsonRoute("GET", f"{SESSIONS}/<session_id>/stats", sessions.stats),
+    JsonRoute("POST", f"{SESSIONS}/<session_id>/pause", sessions.pause),
+    JsonRoute("POST", f"{SESSIONS}/<session_id>/resume", sessions.resume),
 )
 
 

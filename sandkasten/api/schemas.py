@@ -55,6 +55,7 @@ from sandkasten.model import (
     ExecSpec,
     Limits,
     OnDisconnect,
+    PauseSpec,
     SessionPatch,
     SessionSpec,
     TerminalSize,
@@ -143,6 +144,16 @@ class PatchRequest:
             limits=None if self.limits is None else self.limits.over(current),
             env=self.env,
         )
+
+
+@attrs.frozen
+class PauseRequest:
+    auto_resume: bool | None = None
+    stop_lease: bool | None = None
+
+    def to_spec(self) -> PauseSpec:
+        """Return the model's wish."""
+        return PauseSpec(auto_resume=self.auto_resume is not False, stop_lease=bool(self.stop_lease))
 
 
 @attrs.frozen(kw_only=True)

@@ -13,7 +13,7 @@ from sandkasten.api import schemas
 from sandkasten.api.errors import Answer, json_answer
 from sandkasten.api.exchange import Exchange
 from sandkasten.api.query import bad_query, query_integer
-from sandkasten.model import Session, SessionPatch, Status
+from sandkasten.model import Pause, Session, SessionPatch, Status
 
 MAX_LIST = 10_000
 DEFAULT_LIST = 1000
@@ -60,6 +60,17 @@ async def update(exchange: Exchange) -> Answer:
     return json_answer(session_view(await exchange.supervisor.update(exchange.session_id, patch)))
 
 
+async def pause(exchange: Exchange) -> Answer:
+    """POST /v1/sessions/{id}/pause; an empty body is one without fields."""
+    request = schemas.parse(await exchange.read_json_body(), schemas.PauseRequest)
+    return json_answer(session_view(await exchange.supervisor.pause(exchange.session_id, request.to_spec())))
+
+
+async def resume(exchange: Exchange) -> Answer:
+    """POST /v1/sessions/{id}/resume"""
+    return json_answer(session_view(await exchange.supervisor.resume(exchange.session_id)))
+
+
 async def destroy(exchange: Exchange) -> Answer:
     """DELETE /v1/sessions/{id}; on an ended session it changes nothing."""
     await exchange.supervisor.destroy(exchange.session_id)
@@ -94,8 +105,13 @@ def session_view(session: Session) -> dict[str, Any]:  # JSON values
         "workspace_id": session.workspace_id,
         "acquire_detail": session.acquire_detail,
         "reason": session.reason,
+        "pause": None if session.pause is None else pause_view(session.pause),
     }
     return view | {name: value for name, value in optional.items() if value is not None}
+
+
+def pause_view(pause: Pause) -> dict[str, Any]:  # JSON values
+    return attrs.asdict(pause) | {"since": rfc3339(pause.since)}
 
 
 def rfc3339(moment: datetime) -> str:

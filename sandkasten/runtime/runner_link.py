@@ -96,6 +96,11 @@ class RunnerConnection:
         """Whether a frame is, or was left, half sent or waiting to be sent."""
         return self._sending > 0 or bool(self._unsent)
 
+    def wait_until(self, deadline: float) -> None:
+        """Whoever waits for a frame waits until then, not until what it meant."""
+        if self._patience is not None:
+            self._patience.deadline = deadline
+
     def hasten(self, deadline: float) -> None:
         """Whoever waits for a frame waits no longer than until then."""
         if self._patience is not None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 import attrs
 
 from sandkasten.lifecycle import Event
-from sandkasten.model import IMAGE_NAME, SESSION_ID, WORKSPACE_ID, Limits, SessionOptions, Status
+from sandkasten.model import IMAGE_NAME, SESSION_ID, WORKSPACE_ID, Limits, Pause, SessionOptions, Status
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +114,13 @@ def _options(value: object) -> bool:
     return options is not None and options.keys() <= _OPTIONS and _text(value)
 
 
+def _pause(value: object) -> bool:
+    pause = _object(value)
+    if pause is None or pause.keys() != _PAUSE or not _MOMENT(pause["since"]):
+        return False
+    return all(isinstance(pause[name], bool) for name in _PAUSE - {"since"})
+
+
 def _labels(value: object) -> bool:
     labels = _object(value)
     return labels is not None and all(isinstance(each, str) for each in labels.values())
@@ -130,6 +137,7 @@ def _object(value: object) -> Mapping[str, object] | None:
 
 _LIMITS = {field.name for field in attrs.fields(Limits)}
 _OPTIONS = {field.name for field in attrs.fields(SessionOptions)}
+_PAUSE = {field.name for field in attrs.fields(Pause)}
 _MOMENT, _SPAN = _number(0, _MAX_MOMENT_S), _number(0, _MAX_SPAN_S)
 
 _CHECKS: Mapping[str, Callable[[object], bool]] = {
@@ -147,6 +155,7 @@ _CHECKS: Mapping[str, Callable[[object], bool]] = {
     "limits": _limits,
     "labels": _labels,
     "options": _options,
+    "pause": _or_none(_pause),
     "acquire_source": _text,
     "reason": _or_none(_text),
     "ending": _or_none(_one_of(Event)),

@@ -10,11 +10,12 @@ import json
 import sqlite3
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 import attrs
 
 from sandkasten.lifecycle import LIVE, Event
-from sandkasten.model import Limits, Session, SessionOptions, Status
+from sandkasten.model import Limits, Pause, Session, SessionOptions, Status
 from sandkasten.store.checked import check_session, count_of, set_aside
 
 
@@ -43,8 +44,8 @@ class SessionRecord:
 
 _COLUMNS = (
     *("id", "status", "image", "cwd", "workspace_id", "created_at", "expires_at", "last_activity", "ended_at"),
-    *("ttl_s", "max_lifetime_s", "limits", "labels", "options", "acquire_source", "reason", "ending", "epoch"),
-    *("incarnation", "pid", "start_ticks", "pid_ns", "idempotency_key", "spec_digest"),
+    *("ttl_s", "max_lifetime_s", "limits", "labels", "options", "pause", "acquire_source", "reason", "ending"),
+    *("epoch", "incarnation", "pid", "start_ticks", "pid_ns", "idempotency_key", "spec_digest"),
 )
 
 _PUT = (
@@ -136,6 +137,7 @@ def _to_row(record: SessionRecord) -> dict[str, object]:
         "limits": json.dumps(attrs.asdict(session.limits)),
         "labels": json.dumps(dict(session.labels)),
         "options": json.dumps(attrs.asdict(session.options)),
+        "pause": None if session.pause is None else json.dumps(attrs.asdict(session.pause), default=datetime.timestamp),
         "acquire_source": session.acquire_source,
         "reason": session.reason,
         "ending": record.ending,
@@ -163,6 +165,7 @@ def _from_row(row: sqlite3.Row) -> SessionRecord:
         workspace_id=row["workspace_id"],
         labels=json.loads(row["labels"]),
         options=SessionOptions(**json.loads(row["options"])),
+        pause=None if row["pause"] is None else _pause(json.loads(row["pause"])),
         acquire_source=row["acquire_source"],
         reason=row["reason"],
         epoch=row["epoch"],
@@ -178,6 +181,10 @@ def _from_row(row: sqlite3.Row) -> SessionRecord:
         ending=Event(row["ending"]) if row["ending"] else None,
         ended_at=_moment(row["ended_at"]) if row["ended_at"] is not None else None,
     )
+
+
+def _pause(values: dict[str, Any]) -> Pause:  # JSON values
+    return Pause(**{**values, "since": _moment(values["since"])})
 
 
 def _moment(seconds: float) -> datetime:

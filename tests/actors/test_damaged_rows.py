@@ -60,6 +60,8 @@ DAMAGE: dict[str, tuple[str, object]] = {
     "deep limits": ("limits", "[" * 100_000),
     "options that are none": ("options", "[1]"),
     "unknown options": ("options", '{"uid": 0}'),
+    "a pause without its time": ("pause", '{"auto_resume": true, "stop_lease": false}'),
+    "a pause at no time": ("pause", '{"since": NaN, "auto_resume": true, "stop_lease": false}'),
     "labels of numbers": ("labels", '{"a": 1}'),
     "labels of a string": ("labels", '"a"'),
     "a negative epoch": ("epoch", -1),

@@ -62,6 +62,28 @@ async def test_the_hard_end_is_not_moved_by_renewals(autojump_clock: trio.testin
     assert await _ends(lease, 900) == [41]
 
 
+async def test_a_pause_lets_no_activity_hold_the_end_off(autojump_clock: trio.testing.MockClock) -> None:
+    """What stands still is no activity; when it goes on it is again."""
+    lease = Lease()
+    lease.active = 1
+    lease.renew(ttl_s=10, lifetime_left_s=None)
+    lease.pause(stop=False)
+    assert await _ends(lease, 900) == [10]
+    lease.resume()
+    lease.renew(ttl_s=10, lifetime_left_s=None)
+    assert await _ends(lease, 900) == []
+
+
+async def test_a_stopped_lease_ends_only_with_the_hard_end(autojump_clock: trio.testing.MockClock) -> None:
+    """The idle end comes no nearer."""
+    lease = Lease()
+    lease.renew(ttl_s=10, lifetime_left_s=None)
+    lease.pause(stop=True)
+    assert await _ends(lease, 900) == []
+    lease.renew(ttl_s=10, lifetime_left_s=300)
+    assert await _ends(lease, 900) == [300]
+
+
 async def _warnings(lease: Lease, seconds: float) -> list[tuple[float, float]]:
     """Return when the end was announced, and how much it was said to be away."""
     began, warnings = trio.current_time(), []

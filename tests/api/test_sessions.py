@@ -175,3 +175,24 @@ def test_times_are_rfc_3339_in_utc() -> None:
 def test_server_timing_names_are_tokens() -> None:
     """Whatever a phase is called, the header stays well-formed."""
     assert server_timing({'a,b;"\r\n': 1.0}) == "a_b____;dur=1.000"
+
+
+async def test_a_pause_and_its_end_reach_the_supervisor() -> None:
+    """With or without a body; wrong types are refused, an unknown session is 404, an ended one 410."""
+    async with running_front() as running, running.client() as client:
+        session = (await client.post("/v1/sessions")).json()
+        path = f"/v1/sessions/{session['id']}"
+        plain = (await client.post(f"{path}/pause")).json()
+        assert (plain["status"], plain["pause"]["auto_resume"], plain["pause"]["stop_lease"]) == ("paused", True, False)
+        assert RFC_3339.match(plain["pause"]["since"])
+        chosen = (await client.post(f"{path}/pause", json={"auto_resume": False, "stop_lease": True})).json()
+        assert chosen["pause"] == plain["pause"] | {"auto_resume": False, "stop_lease": True}
+        for body in ({"auto_resume": 1}, {"stop_lease": "yes"}):
+            assert (await client.post(f"{path}/pause", json=body)).status_code == 400
+        resumed = (await client.post(f"{path}/resume")).json()
+        assert resumed["status"] == "running"
+        assert "pause" not in resumed
+        await client.delete(path)
+        for act in ("pause", "resume"):
+            assert (await client.post(f"{path}/{act}")).status_code == 410
+            assert (await client.post(f"/v1/sessions/{'0' * 24}/{act}")).status_code == 404

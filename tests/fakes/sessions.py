@@ -21,6 +21,8 @@ from sandkasten.model import (
     Event,
     EventType,
     Limits,
+    Pause,
+    PauseSpec,
     Readiness,
     Session,
     SessionOptions,
@@ -148,6 +150,18 @@ class FakeSessions:
             else:
                 self.environments[session_id][name] = value
         self.sessions[session_id] = attrs.evolve(session, **changes)
+        return self.sessions[session_id]
+
+    async def pause(self, session_id: str, spec: PauseSpec | None = None) -> Session:
+        session, spec = await self._live(session_id), spec or PauseSpec()
+        since = datetime.now(UTC) if session.pause is None else session.pause.since
+        pause = Pause(since, spec.auto_resume, spec.stop_lease)
+        self.sessions[session_id] = attrs.evolve(session, status=Status.PAUSED, pause=pause)
+        return self.sessions[session_id]
+
+    async def resume(self, session_id: str) -> Session:
+        session = await self._live(session_id)
+        self.sessions[session_id] = attrs.evolve(session, status=Status.RUNNING, pause=None)
         return self.sessions[session_id]
 
     async def destroy(self, session_id: str) -> Session:

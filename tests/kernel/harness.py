@@ -7,6 +7,7 @@ command inside as the sandbox user. Everything is closed and removed by the cont
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import secrets
@@ -34,10 +35,12 @@ from nsinit.protocol import (
     Built,
     Found,
     Limits,
+    Ok,
     Ready,
     SandboxPlan,
     Scan,
     Scanned,
+    SetFrozen,
     Start,
     Teardown,
     TornDown,
@@ -380,3 +383,26 @@ def check_counters(server: Nsinit, limits: Limits) -> None:
     assert after.cpu_usec > before.cpu_usec >= 0
     assert refused > 0
     box.teardown()
+
+
+def check_freezing(server: Nsinit) -> None:
+    """Freeze a busy session and look whether anything of it still computes; thaw it; tear it down while frozen."""
+    assert isinstance(server.ready, Ready)
+    box = server.build(host_plan())
+    stats = CgroupStats(server.ready.cgroup_dirs, box.session_id)
+    box.run("while :; do :; done & while :; do sleep 0.001; done & n=kept")
+    for _ in range(2):
+        assert isinstance(server.ask(SetFrozen, session_id=box.session_id, frozen=True)[0], Ok)
+        frozen_at = stats.read_usage().cpu_usec
+        time.sleep(0.1)
+        assert stats.read_usage().cpu_usec - frozen_at < 1000
+        assert isinstance(server.ask(SetFrozen, session_id=box.session_id, frozen=True)[0], Ok)
+        assert isinstance(server.ask(SetFrozen, session_id=box.session_id, frozen=False)[0], Ok)
+        assert box.run("echo $n").out == "kept\n"
+        wait_until(lambda: stats.read_usage().cpu_usec > frozen_at + 1000, "it computes again")  # noqa: B023
+    server.ask(SetFrozen, session_id=box.session_id, frozen=True)
+    stats.close()
+    assert box.teardown().leftovers == ()
+    assert server.traces(box.session_id) == []
+    answer, _ = server.ask(SetFrozen, session_id=box.session_id, frozen=True)
+    assert (answer.stage, answer.errno) == ("freeze", errno.ENOENT)

@@ -17,6 +17,7 @@ from tests.kernel.harness import (
     ROOMY,
     Nsinit,
     check_counters,
+    check_freezing,
     data_directory,
     host_plan,
     running,
@@ -167,6 +168,11 @@ def test_nothing_of_a_cgroup_is_writable_inside(server: Nsinit) -> None:
     assert box.run("cut -d' ' -f3 /proc/self/mounts | grep -c cgroup").out == "0\n"
     assert box.run("ls -A /sys").out == ""
     box.teardown()
+
+
+def test_a_frozen_session_stands_still_and_goes_on_as_it_was(server: Nsinit) -> None:
+    """Computing or sleeping, all of it; and it can be torn down in that state."""
+    check_freezing(server)
 
 
 def test_the_counters_the_daemon_reads_are_there(server: Nsinit) -> None:

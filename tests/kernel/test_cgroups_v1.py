@@ -27,6 +27,7 @@ from tests.kernel.harness import (
     ROOMY,
     Nsinit,
     check_counters,
+    check_freezing,
     data_directory,
     host_plan,
     running,
@@ -142,6 +143,11 @@ def test_another_nsinit_finds_and_removes_a_session(server: Nsinit) -> None:
         box.release()
         assert successor.teardown(box.session_id).leftovers == ()
         assert successor.traces(box.session_id) == []
+
+
+def test_a_frozen_session_stands_still_and_goes_on_as_it_was(server: Nsinit) -> None:
+    """Computing or sleeping, all of it; and it can be torn down in that state."""
+    check_freezing(server)
 
 
 def test_the_counters_the_daemon_reads_are_there(server: Nsinit) -> None:
