@@ -83,6 +83,14 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     doctor.set_defaults(command=_doctor)
 
+    security = commands.add_parser("security", parents=[common], help="say what is weak here, and attack it")
+    security.add_argument("--attack", action="store_true", help="make the attempts of the catalogue, in own sessions")
+    security.add_argument("--json", action="store_true", help="print JSON")
+    security.add_argument("--user", action="append", choices=("sandbox", "root"), help="attack as; default: both")
+    security.add_argument("--only", action="append", metavar="ID", help="attempts whose id begins so; may be repeated")
+    security.add_argument("--patience", type=float, default=1.0, metavar="FACTOR", help="stretch all time limits")
+    security.set_defaults(command=_security)
+
     image = commands.add_parser("image", help="look after images")
     actions = image.add_subparsers(metavar="ACTION", required=True)
     for name, about in (("list", "show all images"), ("validate", "check an image"), ("delete", "remove an image")):
@@ -116,6 +124,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from sandkasten.cli.doctor import doctor
 
     return doctor(arguments)
+
+
+def _security(arguments: argparse.Namespace) -> int:
+    from sandkasten.cli.security import security
+
+    return security(arguments)
 
 
 def _image(arguments: argparse.Namespace) -> int:

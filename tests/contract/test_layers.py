@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = (
     Layer("__main__"),
     Layer("cli"),
+    Layer("security"),
     Layer("app"),
     Layer("api"),
     Layer("actors"),
@@ -87,6 +88,14 @@ def test_calls_go_down_the_layers_of_the_daemon() -> None:
     assert {(each.importer, each.imported) for each in broken} == set()
 
 
+def test_what_is_sent_into_sessions_is_standard_library_only() -> None:
+    """The attempts made inside import nothing that a session's own Python lacks, and nothing of the daemon's."""
+    package = "sandkasten.security.probes"
+    foreign = {edge for edge in imports(package) if not edge[1].startswith(package)}
+    assert {name for _, name in foreign if top(name) not in sys.stdlib_module_names} == set()
+    assert foreign
+
+
 def test_every_module_of_the_daemon_has_a_layer() -> None:
     """A new module must say where it belongs."""
     children = {module.split(".")[1] for module in graph().find_children("sandkasten")}
@@ -105,14 +114,18 @@ def test_importing_the_library_loads_no_web_framework() -> None:
 
 
 def test_only_one_file_loads_a_c_library() -> None:
-    """System calls have one home; the fork server's entry only loads a library early that would else be loaded late."""
+    """System calls have one home; the fork server's entry only loads a library early that would else be loaded late.
+
+    The attempts that are sent into sessions bring their own: they run there, not here.
+    """
     found = set()
     for package in ("sandkasten", "nsinit", "runner"):
         for path in (ROOT / package).rglob("*.py"):
             names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
             if names & {"CDLL", "PyDLL", "LoadLibrary"}:
                 found.add(str(path.relative_to(ROOT)))
-    assert found == {"nsinit/syscalls.py", "nsinit/__main__.py"}
+    probes = {f"sandkasten/security/probes/{name}.py" for name in ("kernel", "network")}
+    assert found == {"nsinit/syscalls.py", "nsinit/__main__.py"} | probes
 
 
 def test_signals_are_received_by_the_command_line_alone() -> None:

@@ -1,0 +1,71 @@
+"""`sandkasten security`: what weakens this installation, and with `--attack` what holds when it is attacked."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+
+import orjson
+import trio
+
+from sandkasten.cli.main import Stop, load, require_root
+from sandkasten.cli.serve import explain
+from sandkasten.config import Config
+from sandkasten.configfile import find_file
+from sandkasten.runtime import precheck
+from sandkasten.security.campaign import Result, attack
+from sandkasten.security.field import USERS
+from sandkasten.security.posture.check import find_weaknesses
+from sandkasten.security.posture.finding import Finding, Severity
+from sandkasten.security.report import HEADER, finding_json, finding_lines, result_json, result_line, summary
+
+
+def security(arguments: argparse.Namespace) -> int:
+    """Print findings and results; 1 if a finding is of severity high or an attempt is BROKEN."""
+    config = load(arguments)
+    findings = find_weaknesses(config, find_file(arguments.config, os.environ))
+    if not arguments.json:
+        for finding in findings:
+            print("\n".join(finding_lines(finding)))
+        print(f"{len(findings)} findings, {_count_high(findings)} of them high", flush=True)
+    started = time.monotonic()
+    results = _attack(config, arguments) if arguments.attack else []
+    if arguments.json:
+        shown = {"findings": list(map(finding_json, findings)), "attempts": list(map(result_json, results))}
+        print(orjson.dumps(shown, option=orjson.OPT_INDENT_2).decode())
+    elif arguments.attack:
+        print(summary(results, time.monotonic() - started))
+    return 1 if _count_high(findings) or any(each.is_broken for each in results) else 0
+
+
+def _count_high(findings: list[Finding]) -> int:
+    return sum(each.severity is Severity.HIGH for each in findings)
+
+
+def _attack(config: Config, arguments: argparse.Namespace) -> list[Result]:
+    require_root()
+    if missing := [check for check in precheck.run(config.data_dir) if check.required and not check.ok]:
+        raise Stop("\n".join(f"{check.name}: {check.detail}" for check in missing))
+    if not arguments.json:
+        print(HEADER, flush=True)
+
+    def show(result: Result) -> None:
+        if not arguments.json:
+            print(result_line(result), flush=True)
+
+    async def run() -> list[Result]:
+        return await attack(
+            config,
+            users=arguments.user or USERS,
+            only=arguments.only or (),
+            patience=arguments.patience,
+            report=show,
+        )
+
+    try:
+        return trio.run(run, strict_exception_groups=True)
+    except Exception as error:
+        if reason := explain(error):
+            raise Stop(reason) from error
+        raise

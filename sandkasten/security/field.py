@@ -1,0 +1,166 @@
+"""Where attempts are made: a supervisor of their own, a session to attack from, a neighbour, a witness, canaries.
+
+Owns everything that must be gone afterwards. The data directory is a temporary one beside the configured one, on the
+same file system, with the configured protections; sessions that people use are not touched.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import attrs
+import orjson
+import trio
+
+from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.app import open_supervisor
+from sandkasten.config import Config, Pool, Server
+from sandkasten.images.removal import remove_tree
+from sandkasten.model import ExecResult, ExecSpec, Limits, ProcessSpec, SessionSpec, WaitFor
+from sandkasten.security.package import pack_probes
+from sandkasten.security.probes.attempt import CANARY, Target
+from sandkasten.security.probes.neighbour import PLANTED
+
+SANDBOX, ROOT = "sandbox", "root"
+USERS = (SANDBOX, ROOT)
+PROBES = "/tmp/probes.zip"
+SMALL = Limits(cpu=0.5, memory_mb=96, pids=48, disk_mb=24)
+"""What a session gets whose limits are tried."""
+
+_ORDINARY = Limits(cpu=1.0, memory_mb=256, pids=128, disk_mb=64)
+_PLANT_S = 10.0
+_PORT = 47808
+
+
+@attrs.frozen
+class Field:
+    """Everything an attack may use. `patience` stretches every time limit, for machines that are slow."""
+
+    supervisor: LocalSupervisor
+    config: Config
+    neighbour: str
+    witness: str
+    outside: Path
+    target: Target
+    patience: float
+    user: str = SANDBOX
+
+    @property
+    def exec_user(self) -> str | None:
+        """The user as a command names it; None is the sandbox user."""
+        return None if self.user == SANDBOX else self.user
+
+    @asynccontextmanager
+    async def session(self, limits: Limits = _ORDINARY) -> AsyncIterator[str]:
+        """A new session, destroyed afterwards; yields its id."""
+        session = await self.supervisor.create(SessionSpec(image="host", limits=limits))
+        try:
+            yield session.id
+        finally:
+            with trio.move_on_after(30 * self.patience, shield=True):
+                await self.supervisor.destroy(session.id)
+
+    async def run(self, session_id: str, command: str, *, timeout_s: float = 10.0) -> ExecResult:
+        """Run a shell command as the user who attacks."""
+        timeout_ms = round(timeout_s * self.patience * 1000)
+        spec = ExecSpec(command, stateless=True, user=self.exec_user, timeout_ms=timeout_ms)
+        return await self.supervisor.exec(session_id, spec)
+
+    async def python(self, session_id: str, program: str, *, timeout_s: float = 10.0) -> ExecResult:
+        """Run a Python program as the user who attacks."""
+        timeout_ms = round(timeout_s * self.patience * 1000)
+        argv = ("python3", "-I", "-S", "-c", program)
+        return await self.supervisor.exec(session_id, ExecSpec(argv=argv, user=self.exec_user, timeout_ms=timeout_ms))
+
+    async def probe(self, session_id: str, *names: str, timeout_s: float) -> ExecResult:
+        """Run the packed attempts `names`."""
+        await put(self.supervisor, session_id, PROBES, pack_probes())
+        argv = ("python3", "-I", "-B", PROBES, orjson.dumps(asdict(self.target)).decode(), *names)
+        timeout_ms = round(timeout_s * self.patience * 1000)
+        return await self.supervisor.exec(session_id, ExecSpec(argv=argv, user=self.exec_user, timeout_ms=timeout_ms))
+
+    async def ask_witness(self, answer_s: float = 5.0) -> str:
+        """Return `answers` if a session that has no part in it still runs a command in good time."""
+        with trio.move_on_after(answer_s * self.patience):
+            result = await self.supervisor.exec(self.witness, ExecSpec("echo here"))
+            return "answers" if result.stdout == b"here\n" else f"says {result.output[:80]!r}"
+        return f"silent for {answer_s * self.patience:.0f} s"
+
+
+async def put(supervisor: LocalSupervisor, session_id: str, path: str, content: bytes) -> None:
+    """Write a file by the file interface."""
+    async with supervisor.open_write(session_id, path) as writer:
+        await writer.send(content)
+        await writer.commit()
+
+
+@asynccontextmanager
+async def open_field(config: Config, *, patience: float = 1.0) -> AsyncIterator[Field]:
+    """Lay out the field; nothing of it is left afterwards."""
+    with _directories(config.data_dir) as (data_dir, outside):
+        own = attrs.evolve(
+            config,
+            data_dir=data_dir,
+            db_path=data_dir / "sandkasten.db",
+            default_image="host",
+            allowed_images=(),
+            sessions_on_stop="destroy",
+            api_key=secret(),
+            pool=Pool(),
+            server=Server(vessels=0),
+        )
+        async with open_supervisor(own) as supervisor:
+            target = Target(
+                outside_pid=os.getpid(),
+                outside_paths=(str(outside / "secret"), str(data_dir)),
+                neighbour_port=_PORT,
+                abstract_name=f"neighbour-{secrets.token_hex(4)}",
+                ipc_key=secrets.randbits(30),
+            )
+            witness = await supervisor.create(SessionSpec(image="host", limits=_ORDINARY))
+            neighbour = await supervisor.create(SessionSpec(image="host", limits=_ORDINARY))
+            field = Field(supervisor, own, neighbour.id, witness.id, outside, target, patience)
+            await _plant(field)
+            yield field
+
+
+async def _plant(field: Field) -> None:
+    await put(field.supervisor, field.neighbour, PROBES, pack_probes())
+    argv = ("python3", "-I", "-B", PROBES, orjson.dumps(asdict(field.target)).decode(), "plant")
+    spec = ProcessSpec(argv=argv, env={"NEIGHBOUR_SECRET": secret()}, process_id="neighbour")
+    process = await field.supervisor.start_process(field.neighbour, spec)
+    waited = await field.supervisor.wait_process(
+        field.neighbour, process.exec_id, WaitFor(pattern=PLANTED), timeout_s=_PLANT_S * field.patience
+    )
+    if not waited.happened:
+        raise RuntimeError(f"the neighbour could not be prepared: {waited.run.last_line}")
+
+
+def secret() -> str:
+    """Return a new secret that is known by its beginning wherever it turns up."""
+    return CANARY + secrets.token_hex(16)
+
+
+@contextmanager
+def _directories(configured: Path) -> Iterator[tuple[Path, Path]]:
+    """Make the data directory, on the file system of the configured one, and a directory that nobody may touch."""
+    parent = configured if configured.is_dir() else Path(tempfile.gettempdir())
+    base = Path(tempfile.mkdtemp(prefix="sandkasten-attack-", dir=parent))
+    try:
+        outside = base / "outside"
+        outside.mkdir(mode=0o755)
+        (outside / "secret").write_text(secret())
+        (base / "data").mkdir(mode=0o700)
+        yield base / "data", outside
+    finally:
+        fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            remove_tree(fd, base.name)
+        finally:
+            os.close(fd)

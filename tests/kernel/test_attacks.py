@@ -1,0 +1,121 @@
+"""Every attempt of the catalogue, as each user, on one field; and that an attempt can fail.
+
+What is proved twice is the verdict: an attempt must be held in a session, and must be BROKEN where what it attacks is
+not protected (in the neighbour itself, outside as root, with a layer switched off).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import attrs
+import pytest
+import trio
+
+from sandkasten.config import Config, Security
+from sandkasten.security.campaign import Result, attack, catalogue, choose, make_all, show_controls
+from sandkasten.security.field import USERS, open_field
+from sandkasten.security.package import pack_probes
+from sandkasten.security.probes.attempt import BROKEN, HELD, NOT_APPLICABLE, Attempt, Target, judge
+from sandkasten.security.probes.inside import INSIDE
+
+ISSUED = (
+    *("processes", "proc", "sys", "devices", "namespaces", "mounts", "ptrace", "signals", "descriptors", "sockets"),
+    *("keyrings", "ttys", "io_uring", "userfaultfd", "bpf", "setuid"),
+)
+"""The classes that there must be."""
+
+ALL = [(each, user) for each in catalogue() for user in each.users]
+NOT_YET = {"seccomp", "disk"}
+"""Layers that the catalogue knows and this version may not have."""
+
+Results = dict[tuple[str, str], Result]
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    """All attempts, made once."""
+    with tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory:
+        made = trio.run(_attack, Config(data_dir=Path(directory)))
+        assert os.listdir(directory) == []
+    return {(each.attempt.id, each.user): each for each in made}
+
+
+async def _attack(config: Config) -> list[Result]:
+    return await attack(config, users=USERS)
+
+
+@pytest.mark.parametrize(("attempt", "user"), ALL, ids=[f"{each.id}-{user or 'any'}" for each, user in ALL])
+def test_the_attempt_is_held(results: Results, attempt: Attempt, user: str) -> None:
+    """What was seen is what is expected; one that says nothing here says why."""
+    result = results[attempt.id, user]
+    if result.verdict == NOT_APPLICABLE or (result.is_broken and attempt.layer in NOT_YET):
+        pytest.skip(f"{result.verdict}: {result.seen}")
+    assert (result.verdict, result.seen) == (HELD, result.seen)
+
+
+def test_the_catalogue_is_what_was_promised() -> None:
+    """Sixty attempts and more, each with a name of its own, all classes, and CVE numbers that look like such."""
+    attempts = catalogue()
+    assert len({each.id for each in attempts}) == len(attempts) >= 60
+    assert set(ISSUED) <= {each.group for each in attempts}
+    named = [each.stands_for for each in attempts if each.stands_for.startswith("CVE")]
+    assert len(named) > 20
+    assert all(re.fullmatch(r"CVE-20\d\d-\d{4,5}", each) for each in named)
+    assert all(each.what and each.expected for each in attempts)
+
+
+async def test_what_looks_for_the_neighbour_finds_it_where_it_is(config: Config) -> None:
+    """In the neighbour's own session the same attempts are BROKEN: what they look for is really there."""
+    async with open_field(config) as field:
+        shown = await show_controls(field)
+    expected = [each.id for each in INSIDE if each.control == "neighbour"]
+    assert {name: outcome.verdict for name, outcome in shown.items()} == dict.fromkeys(expected, BROKEN)
+    assert len(expected) >= 5
+
+
+@pytest.fixture
+def probes(tmp_path: Path) -> tuple[Path, Target]:
+    """The packed attempts on the host, and a target with a readable file."""
+    path, secret = tmp_path / "probes.zip", tmp_path / "secret"
+    path.write_bytes(pack_probes())
+    secret.write_text("here")
+    return path, Target(outside_pid=os.getpid(), outside_paths=(str(secret),))
+
+
+@pytest.mark.parametrize("name", [each.id for each in INSIDE if each.control == "host"])
+def test_without_a_sandbox_the_attempt_succeeds(probes: tuple[Path, Target], name: str) -> None:
+    """As root outside, in mount, host name and IPC namespaces that are thrown away, the same attempt is BROKEN."""
+    path, target = probes
+    kinds = ["--mount", "--uts", "--ipc", *(["--net"] if name == "sockets.links" else [])]
+    command = ["unshare", *kinds, sys.executable, "-I", "-B", str(path), json.dumps(asdict(target)), name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    found = json.loads(done.stdout)
+    assert (found["id"], found["verdict"]) == (name, BROKEN), found
+
+
+async def test_without_the_filter_what_only_it_holds_is_broken(config: Config) -> None:
+    """With the system call filter off, each attempt that says it is the filter's is BROKEN, so the filter is tested."""
+    weak = attrs.evolve(config, security=Security(seccomp="off"))
+    attempts = [each for each in choose(()) if each.layer == "seccomp"]
+    async with open_field(weak) as field:
+        made = await make_all(field, attempts, users=("sandbox",), report=lambda _result: None)
+    assert {each.attempt.id: each.verdict for each in made if each.verdict != NOT_APPLICABLE} == {
+        each.attempt.id: BROKEN for each in made if each.verdict != NOT_APPLICABLE
+    }
+    assert sum(each.is_broken for each in made) >= 8
+
+
+def test_an_answer_that_nobody_expected_is_no_hold() -> None:
+    """Neither is no answer."""
+    assert judge(("EPERM",), {"a": "EPERM"}).verdict == HELD
+    assert judge(("EPERM",), {"a": "EPERM", "b": "EINVAL"}).verdict == BROKEN
+    assert judge(("EPERM",), {"a": "ok"}).verdict == BROKEN
+    assert judge(("EPERM",), {}).verdict == BROKEN
