@@ -13,7 +13,6 @@ from sandkasten.cli.main import Stop, load, require_root
 from sandkasten.cli.serve import explain
 from sandkasten.config import Config
 from sandkasten.configfile import find_file
-from sandkasten.runtime import precheck
 from sandkasten.security.campaign import Result, attack
 from sandkasten.security.field import USERS
 from sandkasten.security.posture.check import find_weaknesses
@@ -45,8 +44,6 @@ def _count_high(findings: list[Finding]) -> int:
 
 def _attack(config: Config, arguments: argparse.Namespace) -> list[Result]:
     require_root()
-    if missing := [check for check in precheck.run(config.data_dir) if check.required and not check.ok]:
-        raise Stop("\n".join(f"{check.name}: {check.detail}" for check in missing))
     if not arguments.json:
         print(HEADER, flush=True)
 

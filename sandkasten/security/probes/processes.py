@@ -126,33 +126,34 @@ def _write(path: str, text: str) -> None:
         os.close(fd)
 
 
-@attempt("processes.raise-limits", "raise hard limits", "exhaustion", ("EPERM", "not allowed to raise maximum limit"))
+@attempt("processes.raise-limits", "raise hard limits", "exhaustion", ("unchanged",))
 def raise_limits(target: Target) -> Answers:
     return {name: _raise_limit(name) for name in ("RLIMIT_NOFILE", "RLIMIT_CORE", "RLIMIT_MEMLOCK", "RLIMIT_MSGQUEUE")}
 
 
 def _raise_limit(name: str) -> str:
     kind = getattr(resource, name, 12)  # RLIMIT_MSGQUEUE has no name in older versions of the module
+    before = resource.getrlimit(kind)
     try:
-        resource.setrlimit(kind, (resource.getrlimit(kind)[0], 1 << 30))
-    except ValueError as error:
-        return str(error)
-    except OSError:
-        return "EPERM"
-    return "ok"
+        resource.setrlimit(kind, (before[0], 1 << 30))
+    except (ValueError, OSError):
+        pass
+    return "unchanged" if resource.getrlimit(kind) == before else f"{resource.getrlimit(kind)[1]}"
 
 
 @attempt(
     "processes.core-handler",
     "set the core limit to 0, with which a piped core_pattern runs its handler as root of the host",
     "CVE-2025-4598",
-    _FILTERED,
+    ("still 1",),
     layer="seccomp",
 )
 def call_core_handler(target: Target) -> Answers:
-    """0 means `no file`, and a pipe is none; 1 is what the kernel takes for `no dump at all`."""
+    """0 means `no file`, and a pipe is none; 1 is what the kernel takes for `no dump at all`. What counts is whether
+    the limit changes: a filter may tell programs that want no dumps that they got their way."""
     nothing = struct.pack("QQ", 0, 0)
-    return calls(("prlimit64", 0, resource.RLIMIT_CORE, nothing, 0), ("setrlimit", resource.RLIMIT_CORE, nothing))
+    calls(("prlimit64", 0, resource.RLIMIT_CORE, nothing, 0), ("setrlimit", resource.RLIMIT_CORE, nothing))
+    return {"RLIMIT_CORE": "still 1" if resource.getrlimit(resource.RLIMIT_CORE) == (1, 1) else "changed"}
 
 
 # Tracing ----------------------------------------------------------------------------------------------------------
