@@ -56,8 +56,13 @@ async def open_supervisor(config: Config) -> AsyncIterator[LocalSupervisor]:
         yield supervisor
 
 
-async def serve(config: Config, *, started: Callable[[Sequence[str]], None]) -> None:
-    """Run the tree with its HTTP front until cancelled. `started` gets the addresses that are bound."""
+async def serve(
+    config: Config, *, started: Callable[[Sequence[str]], None], machine: Machine | None = None
+) -> None:
+    """Run the tree with its HTTP front until cancelled. `started` gets the addresses that are bound.
+
+    `machine`: an examination that was made already, by who had the power for it.
+    """
     from sandkasten.api.app import make_app  # importing the web framework takes 0.3 s, and library users need none
     from sandkasten.api.server import serve as serve_http
     from sandkasten.api.settings import ApiSettings
@@ -89,17 +94,18 @@ async def serve(config: Config, *, started: Callable[[Sequence[str]], None]) -> 
 
         return (ChildSpec("api", start_api),)
 
-    async with _open_tree(config, front):
+    async with _open_tree(config, front, machine):
         await trio.sleep_forever()
 
 
 @asynccontextmanager
 async def _open_tree(
-    config: Config, more: Callable[[LocalSupervisor], Sequence[ChildSpec]]
+    config: Config, more: Callable[[LocalSupervisor], Sequence[ChildSpec]], machine: Machine | None = None
 ) -> AsyncIterator[LocalSupervisor]:
     paths = DataPaths(config.data_dir)
     with _locked(paths.lock):
-        machine = await trio.to_thread.run_sync(precheck.examine, config.data_dir)
+        if machine is None:
+            machine = await trio.to_thread.run_sync(precheck.examine, config.data_dir)
         require_protections(config, machine)
         catalog, node = await trio.to_thread.run_sync(_prepare, config)
         supervisor = LocalSupervisor(config, catalog, node, machine=machine, vessels=config.server.vessels)

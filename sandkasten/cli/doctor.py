@@ -1,6 +1,7 @@
 """`sandkasten doctor`: everything that was tried on this machine, as a table or as JSON.
 
-Exit status 0: all that is required works; 1: something required is missing. Needs no root, but can try less without.
+Exit status 0: all that is required works; 1: something required is missing; 2: wrong arguments or configuration. Needs
+no root, but can try less without.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 
 import attrs
 
-from sandkasten.cli.main import load
+from sandkasten.cli.main import Stop, load
 from sandkasten.cli.notices import image_notices
 from sandkasten.machine import Check, Machine, Protection, State, Verdict
 from sandkasten.runtime import precheck
@@ -27,7 +29,12 @@ _MARKS = {
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Print every check and what they add up to; 0 if sandboxes can be made here."""
-    config = load(arguments)
+    try:
+        config = load(arguments)
+    except Stop as mistakes:
+        for line in str(mistakes).splitlines():
+            print(f"sandkasten: {line}", file=sys.stderr)
+        return 2
     machine = with_needs(config, precheck.examine(config.data_dir, thorough=True))
     found = protections(Situation(config, machine))
     lacks = lacking(config, found)

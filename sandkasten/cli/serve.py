@@ -24,6 +24,7 @@ from sandkasten.cli.main import Stop, load, require_root
 from sandkasten.cli.notices import image_notices, protection_notices
 from sandkasten.config import Config, ConfigError
 from sandkasten.errors import SandkastenError
+from sandkasten.machine import Machine
 from sandkasten.runtime import precheck
 
 
@@ -43,7 +44,7 @@ def serve(arguments: argparse.Namespace) -> int:
     for notice in [*protection_notices(config, machine), *config.notices(), *image_notices(config)]:
         print(f"note: {notice}")
     try:
-        trio.run(_run, config, key_is_given, strict_exception_groups=True)
+        trio.run(_run, config, machine, key_is_given, strict_exception_groups=True)
     except Exception as error:
         if reason := explain(error):
             raise Stop(reason) from error
@@ -53,11 +54,11 @@ def serve(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def _run(config: Config, key_is_given: bool) -> None:
+async def _run(config: Config, machine: Machine, key_is_given: bool) -> None:
     numbers = stop_signals()
     with trio.open_signal_receiver(*numbers) as signals:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_serve, config, key_is_given)
+            nursery.start_soon(_serve, config, machine, key_is_given)
             async for number in signals:
                 print(f"{signal.Signals(number).name}: stopping", flush=True)
                 break
@@ -72,8 +73,11 @@ def stop_signals() -> list[signal.Signals]:
     return [signal.SIGINT, signal.SIGTERM, *(each for each in optional if signal.getsignal(each) != signal.SIG_IGN)]
 
 
-async def _serve(config: Config, key_is_given: bool) -> None:
-    await app.serve(config, started=lambda addresses: greet(config, addresses, key_is_given=key_is_given))
+async def _serve(config: Config, machine: Machine, key_is_given: bool) -> None:
+    def started(addresses: Sequence[str]) -> None:
+        greet(config, addresses, key_is_given=key_is_given)
+
+    await app.serve(config, started=started, machine=machine)
 
 
 def greet(config: Config, addresses: Sequence[str], *, key_is_given: bool) -> None:
