@@ -11,6 +11,7 @@ import secrets
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config, ConfigError
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.host import ensure_host_image
-from sandkasten.machine import Machine, Protection
+from sandkasten.machine import Machine, Protection, System
 from sandkasten.runtime import precheck
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.protections import Situation, lacking, protections
@@ -57,9 +58,14 @@ async def open_supervisor(config: Config) -> AsyncIterator[LocalSupervisor]:
 
 
 async def serve(
-    config: Config, *, started: Callable[[Sequence[str]], None], machine: Machine | None = None
+    config: Config,
+    *,
+    started: Callable[[Sequence[str]], None],
+    told: Callable[[System], None] | None = None,
+    machine: Machine | None = None,
 ) -> None:
-    """Run the tree with its HTTP front until cancelled. `started` gets the addresses that are bound.
+    """Run the tree with its HTTP front until cancelled. `started` gets the addresses that are bound, `told` before
+    that what is in force.
 
     `machine`: an examination that was made already, by who had the power for it.
     """
@@ -94,13 +100,17 @@ async def serve(
 
         return (ChildSpec("api", start_api),)
 
-    async with _open_tree(config, front, machine):
+    async with _open_tree(config, front, told=told, machine=machine):
         await trio.sleep_forever()
 
 
 @asynccontextmanager
 async def _open_tree(
-    config: Config, more: Callable[[LocalSupervisor], Sequence[ChildSpec]], machine: Machine | None = None
+    config: Config,
+    more: Callable[[LocalSupervisor], Sequence[ChildSpec]],
+    *,
+    told: Callable[[System], None] | None = None,
+    machine: Machine | None = None,
 ) -> AsyncIterator[LocalSupervisor]:
     paths = DataPaths(config.data_dir)
     with _locked(paths.lock):
@@ -109,7 +119,8 @@ async def _open_tree(
         require_protections(config, machine)
         catalog, node = await trio.to_thread.run_sync(_prepare, config)
         supervisor = LocalSupervisor(config, catalog, node, machine=machine, vessels=config.server.vessels)
-        tree = ChildSupervisor([*supervisor.children(), *more(supervisor)])
+        guard = ChildSpec("guard", partial(_guard, supervisor, config, told), restart="temporary")
+        tree = ChildSupervisor([*supervisor.children(), guard, *more(supervisor)])
         stop = trio.CancelScope()
 
         async def run_tree(*, task_status: trio.TaskStatus[None]) -> None:
@@ -120,12 +131,6 @@ async def _open_tree(
             with trio.fail_after(_START_S):
                 await nursery.start(run_tree)
             stop.shield = True  # from here on only we end it: whoever cancels us must not outrun the draining
-            try:
-                _require((await supervisor.system()).protections, config)
-            except BaseException:  # what was adopted lives on
-                stop.cancel()
-                supervisor.close()
-                raise
             log.info("supervisor_started", extra={"node": node.id, "incarnation": node.incarnation})
             try:
                 yield supervisor
@@ -146,6 +151,22 @@ def require_protections(config: Config, machine: Machine) -> None:
         ConfigError: one line for each required protection that is missing, with its fix.
     """
     _require(protections(Situation(config, machine)), config)
+
+
+async def _guard(
+    supervisor: LocalSupervisor,
+    config: Config,
+    told: Callable[[System], None] | None,
+    *,
+    task_status: trio.TaskStatus[None],
+) -> None:
+    """Stop the start when nsinit found less than is required; before anybody can connect, and without ending what was
+    adopted."""
+    system = await supervisor.system()
+    _require(system.protections, config)
+    if told is not None:
+        told(system)
+    task_status.started()
 
 
 def _require(found: Sequence[Protection], config: Config) -> None:

@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from sandkasten.config import Config
 from sandkasten.images.catalog import Catalog
-from sandkasten.machine import Machine, State
-from sandkasten.runtime.protections import Situation, protections
+from sandkasten.machine import Protection, State
 
 
-def protection_notices(config: Config, machine: Machine) -> list[str]:
+def protection_notices(found: Sequence[Protection]) -> list[str]:
     """Say which protections are not fully on, one sentence each."""
-    found = protections(Situation(config, machine))
     return [f"{each.name} is {each.state}: {each.detail}" for each in found if each.state is not State.ON]
 
 

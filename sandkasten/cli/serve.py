@@ -24,7 +24,7 @@ from sandkasten.cli.main import Stop, load, require_root
 from sandkasten.cli.notices import image_notices, protection_notices
 from sandkasten.config import Config, ConfigError
 from sandkasten.errors import SandkastenError
-from sandkasten.machine import Machine
+from sandkasten.machine import Machine, System
 from sandkasten.runtime import precheck
 
 
@@ -41,7 +41,7 @@ def serve(arguments: argparse.Namespace) -> int:
     key_is_given = config.api_key is not None
     config = with_key(config)
     writer = log.configure(config.server.log_level)
-    for notice in [*protection_notices(config, machine), *config.notices(), *image_notices(config)]:
+    for notice in [*config.notices(), *image_notices(config)]:
         print(f"note: {notice}")
     try:
         trio.run(_run, config, machine, key_is_given, strict_exception_groups=True)
@@ -77,7 +77,12 @@ async def _serve(config: Config, machine: Machine, key_is_given: bool) -> None:
     def started(addresses: Sequence[str]) -> None:
         greet(config, addresses, key_is_given=key_is_given)
 
-    await app.serve(config, started=started, machine=machine)
+    await app.serve(config, started=started, told=_tell, machine=machine)
+
+
+def _tell(system: System) -> None:
+    for notice in protection_notices(system.protections):
+        print(f"note: {notice}")
 
 
 def greet(config: Config, addresses: Sequence[str], *, key_is_given: bool) -> None:

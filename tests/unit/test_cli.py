@@ -99,6 +99,18 @@ def test_a_mistake_in_the_configuration_is_a_line_not_a_traceback(
     assert len(captured.err.splitlines()) == 1
 
 
+def test_doctor_tells_a_mistake_of_ours_from_a_lack_of_the_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Status 2 and the sentence; nothing was tried."""
+    (tmp_path / "c.yaml").write_text("isolation: {required: [landlok]}")
+    (tmp_path / "c.yaml").chmod(0o600)
+    assert main(["doctor", "--config", str(tmp_path / "c.yaml")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("sandkasten: isolation.required: 'landlok' is no protection; there are ")
+
+
 @pytest.mark.parametrize("arguments", [("serve",), ("init",), ("image", "list")])
 def test_who_is_not_root_gets_one_sentence(
     arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
