@@ -1,8 +1,8 @@
 """Try on a throw-away directory what building a sandbox needs: `python -I -S -B probe.py DIRECTORY [thorough]`.
 
-A short-lived process whose trials (`trials/`) live in processes of their own, so that what one unshares, mounts or dies
-of is nobody else's; what they write lies in one directory, which is removed. The calls are those of the real build: a
-machine that passes here fails there only for reasons of the session. It needs no privilege to run and is told by the
+A short-lived process whose trials (`trials/`) live in a few processes of their own, so that what they unshare, mount or
+die of is nobody else's; what they write lies in one directory, which is removed. The calls are those of the real build:
+a machine that passes here fails there only for reasons of the session. It needs no privilege to run and is told by the
 kernel what takes some. The answer, on stdout, is one JSON object: name of the check to its `attempt.Answer`.
 """
 
@@ -19,28 +19,35 @@ sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from nsinit.trials import groups, mounting, network, processes
 from nsinit.trials.attempt import Answer, Room, Trial, attempt
 
-_TRIALS: dict[str, Trial] = {
-    "clone3": processes.clone3,
-    "pidfd": processes.pidfd,
-    "close_range": processes.close_range,
-    "openat2": processes.openat2,
-    "namespaces": processes.namespaces,
-    "user_namespace": processes.user_namespace,
-    "id_ranges": processes.id_ranges,
-    "capability_drop": processes.drop_capabilities,
-    "seccomp": processes.seccomp,
-    "keyring": processes.keyring,
-    "mounts": mounting.mount_calls,
-    "overlay": mounting.overlay,
-    "overlay_by_fd": mounting.overlay_by_descriptor,
-    "idmapped_tmpfs": mounting.mapped_tmpfs,
-    "tmpfs": mounting.tmpfs,
-    "proc": mounting.proc,
-    "devpts": mounting.devpts,
-    "pivot_root": mounting.pivot_root,
-    "loopback": network.loopback,
-}
-_LATER: dict[str, Trial] = {"kernel_log": processes.kernel_log, "nftables": network.nftables, "veth": network.veth}
+_TOGETHER: tuple[dict[str, Trial], ...] = (
+    {
+        "clone3": processes.clone3,
+        "pidfd": processes.pidfd,
+        "close_range": processes.close_range,
+        "openat2": processes.openat2,
+        "namespaces": processes.namespaces,
+        "user_namespace": processes.user_namespace,
+        "id_ranges": processes.id_ranges,
+        "keyring": processes.keyring,
+        "loopback": network.loopback,
+    },
+    {
+        "mounts": mounting.mount_calls,
+        "overlay": mounting.overlay,
+        "overlay_by_fd": mounting.overlay_by_descriptor,
+        "idmapped_tmpfs": mounting.mapped_tmpfs,
+        "tmpfs": mounting.tmpfs,
+        "devpts": mounting.devpts,
+        "proc": mounting.proc,
+        "pivot_root": mounting.pivot_root,
+    },
+    {"capability_drop": processes.drop_capabilities},
+    {"seccomp": processes.seccomp},
+)
+"""Those of one group leave each other what they need, in this order."""
+_THOROUGH: tuple[dict[str, Trial], ...] = (
+    {"kernel_log": processes.kernel_log, "nftables": network.nftables, "veth": network.veth},
+)
 """What nothing rests on at start."""
 
 
@@ -56,8 +63,9 @@ def main() -> None:
 
 
 def _try_all(room: Room) -> dict[str, Answer]:
-    trials = _TRIALS | (_LATER if room.is_thorough else {})
-    answers = {name: attempt(trial, room) for name, trial in trials.items()}
+    answers: dict[str, Answer] = {}
+    for trials in (*_TOGETHER, *(_THOROUGH if room.is_thorough else ())):
+        answers |= attempt(trials, room)
     return answers | groups.try_all(room)
 
 

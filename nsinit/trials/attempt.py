@@ -1,4 +1,4 @@
-"""How a trial is made: in a forked process of its own that may unshare, mount, be killed or hang, and then is gone.
+"""How trials are made: in a forked process that may unshare, mount, be killed or hang, and then is gone.
 
 Owns what a trial's answer looks like. A trial returns what it did and saw, raises `FallsBack` where the product then
 works in another way, and raises anything else when the thing does not work.
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 TIMEOUT_S = 10.0
-_MAX_ANSWER_BYTES = 64 * 1024
+_PIECE_BYTES = 64 * 1024
 
 Answer = dict[str, object]
 """`verdict` (works, falls_back, missing), `seen`, `errno` (0: no call failed) and `facts`."""
@@ -48,27 +48,42 @@ class FallsBack(Exception):
 Trial = Callable[[Room], Seen | str]
 
 
-def attempt(trial: Trial, room: Room) -> Answer:
-    """Make a trial in a process of its own and return its answer."""
+def attempt(trials: dict[str, Trial], room: Room) -> dict[str, Answer]:
+    """Make trials one after the other in one process of their own and return their answers.
+
+    When one of them ends or blocks that process, it and those after it are made again, each in a process of its own, so
+    that nobody answers for another. A fork costs more than most trials.
+    """
+    answers, _ = _run(trials, room)
+    for name, trial in trials.items():
+        if name not in answers:
+            found, end = _run({name: trial}, room)
+            answers[name] = found.get(name) or _answer("missing", end)
+    return answers
+
+
+def _run(trials: dict[str, Trial], room: Room) -> tuple[dict[str, Answer], str]:
+    """Return the answers that came, and how the process ended."""
     read_fd, write_fd = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _live(trial, room, write_fd)
+        _live(trials, room, write_fd)
     os.close(write_fd)
     try:
-        data = _read_all(read_fd)
+        data, is_complete = _read_all(read_fd)
     finally:
         os.close(read_fd)
-    if data is None:
+    if not is_complete:
         os.kill(pid, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if data is None:
-        return _answer("missing", f"no answer within {TIMEOUT_S:g} s")
-    if not data:
-        reason = f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        return _answer("missing", f"the trial's process was {reason}")
-    answer: Answer = json.loads(data)
-    return answer
+    reason = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    end = f"the trial's process {reason}" if is_complete else f"no answer within {TIMEOUT_S:g} s"
+    answers: dict[str, Answer] = {}
+    for line in data.splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            name, answer = json.loads(line)
+            answers[name] = answer
+    return answers, end
 
 
 def answer_of(trial: Trial, room: Room) -> Answer:
@@ -89,23 +104,23 @@ def _answer(verdict: str, seen: str, *, errno: int = 0, facts: dict[str, object]
     return {"verdict": verdict, "seen": seen, "errno": errno, "facts": facts or {}}
 
 
-def _live(trial: Trial, room: Room, write_fd: int) -> None:
-    """The trial's process. Never returns."""
+def _live(trials: dict[str, Trial], room: Room, write_fd: int) -> None:
+    """The trials' process. Never returns."""
     try:
-        data = json.dumps(answer_of(trial, room)).encode()[:_MAX_ANSWER_BYTES]
-        os.write(write_fd, data)
+        for name, trial in trials.items():
+            os.write(write_fd, json.dumps([name, answer_of(trial, room)]).encode() + b"\n")
     finally:
         os._exit(0)
 
 
-def _read_all(fd: int) -> bytes | None:
-    """Return what comes until the other end is closed, None if that takes too long."""
+def _read_all(fd: int) -> tuple[bytes, bool]:
+    """Return what comes, and whether the other end was closed before that took too long."""
     data, deadline = b"", time.monotonic() + TIMEOUT_S
     while True:
         readable, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
         if not readable:
-            return None
-        piece = os.read(fd, _MAX_ANSWER_BYTES)
+            return data, False
+        piece = os.read(fd, _PIECE_BYTES)
         if not piece:
-            return data
+            return data, True
         data += piece

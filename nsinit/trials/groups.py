@@ -215,12 +215,15 @@ _TRIALS: dict[str, Callable[[Tried], str]] = {
     "pids_limit": _pids,
     "swap": _swap,
     "clone_into_cgroup": _birth,
+}
+_THOROUGH: dict[str, Callable[[Tried], str]] = {
     "cgroup_kill": _kill,
     "cgroup_freeze": _freeze,
     "pressure": _pressure,
+    "memory_limit": _memory,
+    "cpu_limit": _cpu,
 }
-_THOROUGH: dict[str, Callable[[Tried], str]] = {"memory_limit": _memory, "cpu_limit": _cpu}
-"""They take a moment, or write to the kernel's log."""
+"""They take a moment, write to the kernel's log, or are such that nothing rests on them at start."""
 
 
 def _wait() -> int:

@@ -1,6 +1,7 @@
 """Trials of what a root filesystem is put together with: mount calls, overlayfs, tmpfs, proc, devpts, pivot_root.
 
-Each happens in a mount namespace of the trial's own. Sources: fsopen(2), mount_setattr(2), pivot_root(2);
+All happen in a mount namespace of the trials' own; `proc` and `pivot_root` are the last that a process can make.
+Sources: fsopen(2), mount_setattr(2), pivot_root(2);
 Documentation/filesystems/{overlayfs,proc,tmpfs,devpts}.rst.
 """
 
@@ -124,6 +125,9 @@ def _stage(room: Room) -> str:
 
 
 def _enter_own_mounts(room: Room) -> None:
+    """Once for all trials of a process."""
+    if os.path.ismount(_stage(room)):
+        return
     syscalls.unshare(k.CLONE_NEWNS)
     syscalls.mount("", "/", flags=k.MS_REC | k.MS_PRIVATE)
     os.makedirs(_stage(room), exist_ok=True)

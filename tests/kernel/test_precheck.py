@@ -15,6 +15,7 @@ from sandkasten.runtime import precheck
 pytestmark = [pytest.mark.kernel, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 
 
+@pytest.mark.cgroup_v2
 def test_the_probe_tries_every_step_and_leaves_nothing(tmp_path: Path) -> None:
     """All steps answer, and the data directory is as empty as before."""
     checks = {check.id: check for check in precheck.examine(tmp_path).checks}
@@ -23,6 +24,7 @@ def test_the_probe_tries_every_step_and_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.cgroup_v2
 def test_before_the_first_start_the_probe_runs_where_the_data_directory_will_be(tmp_path: Path) -> None:
     """Nothing is skipped, the directory is not made, and nothing stays."""
     checks = {check.id: check for check in precheck.examine(tmp_path / "not/there", thorough=True).checks}
