@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_PATIENCE_S = 5.0
+from tests.waiting import SLOWNESS
+
+_PATIENCE_S = 5.0 * SLOWNESS
 _PAUSE_S = 0.02
 _OURS = "sandkasten"
 

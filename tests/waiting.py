@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable
 
 import trio
 
-PATIENCE_S = 10.0
+SLOWNESS = float(os.environ.get("SANDKASTEN_TEST_SLOWNESS", "1"))
+"""How much longer than usual everything may take: more than 1 on an emulated processor."""
+
+PATIENCE_S = 10.0 * SLOWNESS
 _PAUSE_S = 0.01
 
 

@@ -16,10 +16,12 @@ from typing import IO
 
 import httpx
 
+from tests.waiting import SLOWNESS
+
 KEY = "test-key-0123456789"
 SCRIPT = Path(sys.executable).parent / "sandkasten"
-START_S = 30.0
-STOP_S = 30.0
+START_S = 30.0 * SLOWNESS
+STOP_S = 30.0 * SLOWNESS
 
 
 class Daemon:

@@ -49,8 +49,9 @@ from runner import protocol as runner_protocol
 from runner.protocol import Exec, ExecReply, FrameDecoder, Kind, Setup, encode_frame
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from tests.leaks import descendants
+from tests.waiting import SLOWNESS
 
-PATIENCE_S = 20.0
+PATIENCE_S = 20.0 * SLOWNESS
 FORK_UNTIL_REFUSED = """
 import errno, os, signal
 children = []
@@ -191,7 +192,11 @@ class Nsinit:
         self._sandboxes.clear()
         for session_id in self.scan():
             self.teardown(session_id)
-        wait_until(lambda: self.processes() == set(), "the process that deletes the trash ended")
+        wait_until(self._is_alone, "the trash was deleted")
+
+    def _is_alone(self) -> bool:
+        """The deletion begins a moment after a teardown: first there is something to delete, then someone who does."""
+        return not os.listdir(self.data_dir / "trash") and self.processes() == set()
 
     def kill(self) -> None:
         """SIGKILL it and wait until it is gone."""

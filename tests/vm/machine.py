@@ -18,8 +18,10 @@ from pathlib import Path
 from tests import debian
 from tests.vm import disks
 
-BOOT_S = 600
+BOOT_S = 900
 PROCESSORS = 2
+SLOWNESS = 6
+"""How much slower than a real processor an emulated one is on a busy machine, for limits that tests set."""
 _MEMORY_MB = 2048
 _QEMU = "qemu-system-x86_64"
 _KERNEL = (
@@ -41,7 +43,10 @@ def boot_tests(marker: str, files: Sequence[str]) -> str:
         debian.Unavailable: what it takes can't be had here; the message says what.
     """
     options = "-p no:cacheprovider -p no:hypothesispytest -p tests.vm.split --color=no --durations=8"
-    return boot(f"exec python3 -m pytest {options} -m {marker} {' '.join(files)}", workers=PROCESSORS)
+    return boot(
+        f"exec env SANDKASTEN_TEST_SLOWNESS={SLOWNESS} python3 -m pytest {options} -m {marker} {' '.join(files)}",
+        workers=PROCESSORS,
+    )
 
 
 def boot(script: str, *, workers: int = 1) -> str:
