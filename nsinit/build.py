@@ -38,13 +38,14 @@ BLANK_STEPS: tuple[tuple[str, Callable[[Box], object]], ...] = (
     ("private mounts", lambda box: syscalls.mount("", "/", flags=k.MS_REC | k.MS_PRIVATE)),
     ("network settings", lambda box: network.write_settings(box.base)),
     ("loopback", lambda box: network.loopback_up()),
-    ("session directories", furnish.make_session_directories),
+    ("disk", furnish.make_disk),
     ("stage dev", furnish.stage_dev),
     ("protect proc", furnish.protect_proc),
 )
 """The builder, at the same time; nothing of an image is needed or touched. A prepared vessel waits here."""
 
 IMAGE_STEPS: tuple[tuple[str, Callable[[Box, SandboxPlan], object]], ...] = (
+    ("disk limits", furnish.fit_disk),
     ("overlay root", furnish.mount_root),
     ("overlay usr", furnish.mount_usr),
     ("proc", furnish.place_proc),

@@ -16,11 +16,11 @@ import socket
 from dataclasses import dataclass
 from typing import NoReturn
 
-from nsinit import build, control, syscalls
+from nsinit import build, capabilities, control, syscalls
 from nsinit import constants as k
 from nsinit.furnish import JOINED, Box, Machine
 from nsinit.pid1 import keep_only
-from nsinit.protocol import MAX_DATAGRAM_BYTES, SandboxPlan
+from nsinit.protocol import MAX_DATAGRAM_BYTES, DiskLimits, SandboxPlan
 from nsinit.seccomp.profile import ProfileError
 from nsinit.steps import StepFailed, Steps
 from runner.wire import Vocabulary
@@ -35,13 +35,15 @@ class Order:
     """Work on one sandbox: pidfd, user namespace, map of the machine's files and control socket come along; the
     workspace's map, too, if it has one.
 
-    Without a plan only the blank part is done; `is_blank_done` says that it was done before.
+    Without a plan only the blank part is done; `is_blank_done` says that it was done before. `disk` is what the disk is
+    made for then.
     """
 
     session_id: str
     base: int
     plan: SandboxPlan | None
     is_blank_done: bool
+    disk: DiskLimits
 
 
 ORDERS = Vocabulary(Order)
@@ -51,6 +53,7 @@ def live(channel: socket.socket, machine: Machine) -> NoReturn:
     """Run the builder until nsinit hangs up. Ends the process, always."""
     try:
         syscalls.prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL)
+        capabilities.give_up(k.CAP_SYS_RESOURCE)  # an overlay writes with its maker's rights: no quota would bind it
         gc.freeze()  # nothing of nsinit's objects may be finalised here: their descriptor numbers are others' now
         keep_only({0, 1, 2, channel.fileno()})
         os.chdir("/")  # where setns leads, too
@@ -71,7 +74,7 @@ def _serve(order: Order, fds: list[int], machine: Machine, kept: set[int], home_
     pidfd, userns_fd, system_userns_fd, control_fd, *workspace = fds
     steps = Steps()
     with socket.socket(fileno=control_fd) as connection:
-        box = Box(machine, order.session_id, order.base, pidfd, userns_fd, system_userns_fd, connection)
+        box = Box(machine, order.session_id, order.base, pidfd, userns_fd, system_userns_fd, connection, order.disk)
         if workspace:
             (box.workspace_userns_fd,) = workspace
         try:

@@ -32,6 +32,13 @@ def read_last_capability() -> int:
         return int(file.read())
 
 
+def give_up(capability: int) -> None:
+    """Go on without one capability of those this process has (root of the initial user namespace: for good)."""
+    with open("/proc/self/status", "rb") as file:
+        (permitted,) = (line.split()[1] for line in file if line.startswith(b"CapPrm:"))
+    syscalls.capset(int(permitted, 16) & ~(1 << capability))
+
+
 def drop_bounding_set(last_capability: int) -> None:
     """no_new_privs, then an empty bounding and ambient set: no exec can ever gain a capability."""
     syscalls.prctl(k.PR_SET_NO_NEW_PRIVS, 1)

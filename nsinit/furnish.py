@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from nsinit import capabilities, control, mounts, rootfs, stage, syscalls
 from nsinit import constants as k
 from nsinit.control import RootId
+from nsinit.disk.mechanism import Mechanism, Place
 from nsinit.paths import Layout, open_directory, open_in_root
-from nsinit.protocol import SandboxPlan
+from nsinit.protocol import DiskLimits, SandboxPlan
 from nsinit.seccomp.filters import Filters
 from nsinit.steps import StepFailed
 
@@ -53,6 +54,7 @@ class Machine:
     features: mounts.Features
     last_capability: int
     filters: Filters
+    disk: Mechanism
 
 
 @dataclass(slots=True)
@@ -66,6 +68,8 @@ class Box:
     userns_fd: int
     system_userns_fd: int
     control: socket.socket
+    disk: DiskLimits
+    """What its disk is made for, unless the plan says otherwise."""
     workspace_userns_fd: int = -1
     root_fd: int = -1
     usr_fd: int = -1
@@ -74,6 +78,11 @@ class Box:
     @property
     def hostname(self) -> str:
         return f"sk-{self.session_id[:8]}"
+
+    def place(self, plan: SandboxPlan | None = None) -> Place:
+        """Return what its disk is made from."""
+        memory_bytes = None if plan is None else plan.limits.memory_bytes
+        return Place(self.machine.layout, self.session_id, self.base, memory_bytes)
 
 
 # Blank sandbox: nothing of an image is needed or touched ---------------------------------------------------------
@@ -86,8 +95,8 @@ def join_namespaces(box: Box) -> None:
         raise StepFailed("child", "the child died without a word", errno=errno.ESRCH) from error
 
 
-def make_session_directories(box: Box) -> None:
-    rootfs.make_session_directories(box.machine.layout.session(box.session_id), ("root", "usr"), box.base)
+def make_disk(box: Box) -> None:
+    box.machine.disk.make(box.place(), box.disk)
 
 
 def stage_dev(box: Box) -> None:
@@ -125,6 +134,10 @@ def protect_proc(box: Box) -> None:
 
 
 # The image --------------------------------------------------------------------------------------------------------
+
+
+def fit_disk(box: Box, plan: SandboxPlan) -> None:
+    box.machine.disk.fit(box.place(plan), plan.disk)
 
 
 def mount_root(box: Box, plan: SandboxPlan) -> None:
@@ -228,7 +241,7 @@ def _bind_if_present(source: str, target: str) -> bool:
 
 def _overlay(box: Box, lower_paths: tuple[str, ...], name: str, userns_fd: int) -> int:
     machine = box.machine
-    layers = mounts.Layers(lower_paths, machine.layout.session(box.session_id), name, userns_fd)
+    layers = mounts.Layers(lower_paths, machine.disk.layers(box.place()), name, userns_fd)
     return mounts.overlay(layers, features=machine.features, stage_path=machine.layout.stage)
 
 

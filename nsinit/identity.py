@@ -49,6 +49,18 @@ def open_verified(identity: Identity) -> int:
     return pidfd
 
 
+def open_root(identity: Identity) -> int:
+    """Return the root directory of exactly this process (O_PATH). Nobody inside can change which one that is."""
+    fd = os.open(f"/proc/{identity.pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if _start_ticks(identity.pid) != identity.start_ticks:
+            raise ProcessLookupError(3, "process was replaced")
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
 def _innermost_pid(pid: int) -> int:
     for line in _read(pid, "status").splitlines():
         if line.startswith("NSpid:"):

@@ -37,6 +37,11 @@ class Layout:
         return f"{self.data_dir}/sessions"
 
     @property
+    def disk(self) -> str:
+        """Templates of disk images."""
+        return f"{self.data_dir}/disk"
+
+    @property
     def workspaces(self) -> str:
         return f"{self.data_dir}/workspaces"
 

@@ -31,6 +31,13 @@ EventKind = Literal["none", "eventfd", "memory_events"]
 
 CgroupMode = Literal["v2", "hybrid", "v1"]
 
+DiskMode = Literal["project", "btrfs", "loop", "tmpfs", "none"]
+"""How the writable layer of a session is kept to its size: a project quota (ext4, xfs), a subvolume's quota, an ext4
+image of its own behind a loop device, a tmpfs, or not at all."""
+
+DiskWish = Literal["auto", "project", "btrfs", "loop", "tmpfs", "none"]
+"""`auto`: the first of the modes, in their order, that works on the data directory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -43,10 +50,22 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskLimits:
+    """What the session's writable layer may hold. What the file system needs for itself counts in `loop` mode."""
+
+    size_bytes: int
+    inodes: int
+
+
+DEFAULT_DISK = DiskLimits(size_bytes=2 << 30, inodes=200_000)
+
+
+@dataclass(frozen=True, slots=True)
 class SandboxPlan:
     """Everything nsinit needs to build one sandbox. Names only; no path, no environment, no command.
 
-    `/tmp` gets at most half of the memory and `/dev/shm` a quarter, whatever `tmp_bytes` and `shm_bytes` say.
+    `/tmp` gets at most half of the memory and `/dev/shm` a quarter, whatever `tmp_bytes` and `shm_bytes` say; a disk in
+    memory (mode `tmpfs`) gets at most half, too.
     """
 
     session_id: str
@@ -60,6 +79,7 @@ class SandboxPlan:
     shm_bytes: int = 64 * 1024 * 1024
     seccomp: str = "strict"
     """A profile that comes along, or `off`."""
+    disk: DiskLimits = DEFAULT_DISK
 
 
 # Requests ---------------------------------------------------------------------------------------------------------
@@ -69,24 +89,27 @@ class SandboxPlan:
 class Start:
     """First message. `cgroup_parent`: `auto`, or the directory below every hierarchy's mount point to build in.
 
-    Answer: `Ready` or `Failed`.
+    Answer: `Ready` or `Failed` (a `disk` that can't be had is one).
     """
 
     seq: int
     data_dir: str
     node_id: str
     cgroup_parent: str = "auto"
+    disk: DiskWish = "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
     """Make a blank vessel for a session id to come: cloned, in its cgroup, nothing of an image mounted yet.
 
-    A later `Build` of that id starts from it; a `Teardown` discards it. It dies with nsinit. Answer: `Ok` or `Failed`.
+    A later `Build` of that id starts from it; a `Teardown` discards it. It dies with nsinit. `disk` is what the build
+    will probably ask for; it may ask for something else. Answer: `Ok` or `Failed`.
     """
 
     seq: int
     session_id: str
+    disk: DiskLimits = DEFAULT_DISK
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +138,23 @@ class Scan:
 
 @dataclass(frozen=True, slots=True)
 class SetLimits:
-    """Change the limits of a running sandbox. Answer: `Ok` or `Failed`."""
+    """Change the limits of a running sandbox; None leaves its disk as it is. Answer: `Ok` or `Failed`.
+
+    `Failed` with stage `disk limits` and `EOPNOTSUPP`: this mode's disks can't change; nothing else was changed either.
+    """
 
     seq: int
     session_id: str
     limits: Limits
+    disk: DiskLimits | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AskDisk:
+    """Ask how full the disk of a running sandbox is. Answer: `DiskUse` or `Failed`."""
+
+    seq: int
+    session_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +231,9 @@ class Ready:
     cgroup_mode: CgroupMode
     cgroup_dirs: dict[str, str]
     features: dict[str, bool] = field(default_factory=dict)
+    disk: DiskMode = "none"
+    disk_refused: dict[str, str] = field(default_factory=dict)
+    """Why a mode that comes before `disk` can't be had here, one sentence each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +319,17 @@ class Victim:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskUse:
+    """What the kernel counts for the writable layer; -1 where nobody counts or limits."""
+
+    seq: int
+    used_bytes: int
+    limit_bytes: int
+    used_inodes: int
+    limit_inodes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ok:
     seq: int
 
@@ -298,6 +347,6 @@ class Failed:
 
 REQUESTS = Vocabulary(
     *(Start, Prepare, Build, Attach, Scan, SetLimits, SetFrozen, Teardown),
-    *(MakeWorkspace, MakeGroup, RemoveGroup, FindVictim),
+    *(MakeWorkspace, MakeGroup, RemoveGroup, FindVictim, AskDisk),
 )
-ANSWERS = Vocabulary(Ready, Built, Attached, Scanned, TornDown, Grouped, Victim, Ok, Failed)
+ANSWERS = Vocabulary(Ready, Built, Attached, Scanned, TornDown, Grouped, Victim, DiskUse, Ok, Failed)

@@ -21,10 +21,12 @@ from nsinit.builder import Order
 from nsinit.builders import Builders, Outcome
 from nsinit.cgroup_tree import Tree
 from nsinit.cgroups import Counters, SessionCgroup
+from nsinit.disk import running
+from nsinit.disk.mechanism import Usage
 from nsinit.identity import find_identity, open_verified, read_identity
 from nsinit.log import log
 from nsinit.paths import Layout
-from nsinit.protocol import MAX_DATAGRAM_BYTES, Attached, Build, Built, Found, Limits, SandboxPlan
+from nsinit.protocol import MAX_DATAGRAM_BYTES, Attached, Build, Built, DiskLimits, Found, Limits, SandboxPlan
 from nsinit.scheduler import Event, Job, Scheduler, Wait
 from nsinit.slots import SANDBOX_ID
 from nsinit.steps import StepFailed, failure_of
@@ -64,13 +66,13 @@ class Sessions:
     _deleting: bool = False
     _hurry: Event = field(default_factory=Event)
 
-    def prepare(self, session_id: str) -> Generator[Wait, bool, None]:
+    def prepare(self, session_id: str, disk: DiskLimits) -> Generator[Wait, bool, None]:
         """Make a blank vessel. Raises `StepFailed`, and then nothing is left."""
         yield from self._admit()
         try:
             vessel = self.vessels[session_id] = self._make_vessel(session_id, None)
             try:
-                outcome = yield from self._order(vessel, None)
+                outcome = yield from self._order(vessel, None, disk)
                 yield Wait(event=outcome.done)
                 outcome.result()
             except StepFailed:
@@ -91,7 +93,7 @@ class Sessions:
             try:
                 if is_prepared:
                     self.set_limits(session_id, request.plan.limits)
-                outcome = yield from self._order(vessel, request.plan, is_blank_done=is_prepared)
+                outcome = yield from self._order(vessel, request.plan, request.plan.disk, is_blank_done=is_prepared)
                 return (yield from self._fill(vessel, request, outcome))
             except StepFailed:
                 yield from self.remove(session_id)
@@ -157,6 +159,11 @@ class Sessions:
         except OSError as error:
             raise failure_of("freeze", error) from error
 
+    def disk_usage(self, session_id: str) -> Usage:
+        """Return how full a running session's disk is. Raises `StepFailed`."""
+        machine = self.foundry.machine
+        return running.usage(machine.disk, machine.layout, self._cgroup(session_id), session_id)
+
     def make_group(self, session_id: str, name: str) -> tuple[groups.Membership, int]:
         """Make a group in a running session; returns what its descriptor is for, and that. Raises `StepFailed`."""
         cgroup, process = self._cgroup(session_id), self.processes.get(session_id)
@@ -191,6 +198,8 @@ class Sessions:
         vessel = self.vessels.pop(session_id, None)
         if vessel is not None:
             vessel.control.close()
+        machine = self.foundry.machine
+        running.abandon(machine.disk, machine.layout, session_id)
         base = yield from self._kill(session_id, cgroup)
         for pause_s in _EMPTY_BACKOFF_S:
             if not cgroup.processes():
@@ -231,10 +240,10 @@ class Sessions:
         return vessel
 
     def _order(
-        self, vessel: Vessel, plan: SandboxPlan | None, *, is_blank_done: bool = False
+        self, vessel: Vessel, plan: SandboxPlan | None, disk: DiskLimits, *, is_blank_done: bool = False
     ) -> Generator[Wait, bool, Outcome]:
         """Set a builder to work. Raises `StepFailed`."""
-        order = Order(vessel.session_id, vessel.process.slot.base, plan, is_blank_done)
+        order = Order(vessel.session_id, vessel.process.slot.base, plan, is_blank_done, disk)
         return (yield from self.builders.hand_over(order, self.foundry.builder_fds(vessel, plan)))
 
     def _fill(self, vessel: Vessel, request: Build, outcome: Outcome) -> Generator[Wait, bool, tuple[Built, list[int]]]:
@@ -333,7 +342,8 @@ class Sessions:
             self._deleting = False
 
     def _run_deletion(self) -> Generator[Wait, bool, None]:
-        pidfd = trash.start_deletion(self.foundry.machine.layout)
+        machine = self.foundry.machine
+        pidfd = trash.start_deletion(machine.layout, machine.disk.remove)
         try:
             yield Wait(fd=pidfd)
             os.waitid(os.P_PIDFD, pidfd, os.WEXITED)

@@ -20,6 +20,8 @@ EMPTY_DIRECTORY = "directory"
 OWN_DEV = "own-dev"
 PROC = "proc"
 ROOT = "root"
+DISK = "disk"
+DEVICES = "devices"
 STAGED_ROOT = "merged"
 LOWER = ("lower", "lower-2")
 UPPER = "upper"
@@ -58,7 +60,7 @@ def make_stage(stage: str) -> None:
     syscalls.mount("sandkasten", stage, "tmpfs", inert, "mode=0700,size=1m,nr_inodes=64")
     mask = os.umask(0)
     try:
-        for name in (DEV, OWN_DEV, PROC, ROOT, STAGED_ROOT, *LOWER, UPPER):
+        for name in (DEV, OWN_DEV, PROC, ROOT, DISK, DEVICES, STAGED_ROOT, *LOWER, UPPER):
             os.mkdir(f"{stage}/{name}", 0o755)
         os.mkdir(f"{stage}/{EMPTY_DIRECTORY}", 0o555)
         os.close(os.open(f"{stage}/{EMPTY_FILE}", os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o000))

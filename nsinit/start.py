@@ -9,11 +9,13 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from nsinit import cgroup_tree, child, furnish, mounts, slots, stage
 from nsinit.builders import Builders
 from nsinit.capabilities import read_last_capability
+from nsinit.disk import choose
 from nsinit.forker import Forker
 from nsinit.kmsg import KernelLog
 from nsinit.mountinfo import parse_mountinfo, parse_own_cgroups
@@ -51,6 +53,13 @@ class Node:
 
 def start(request: Start, scheduler: Scheduler, enter: child.Enter) -> Node:
     """Do all of the start. Raises `StepFailed`."""
+    with ExitStack() as undo:
+        node = _start(request, scheduler, enter, undo)
+        undo.pop_all()
+    return node
+
+
+def _start(request: Start, scheduler: Scheduler, enter: child.Enter, undo: ExitStack) -> Node:
     steps, layout = Steps(), Layout(request.data_dir)
     with steps.step("validate"):
         check_data_dir(request.data_dir)
@@ -58,6 +67,7 @@ def start(request: Start, scheduler: Scheduler, enter: child.Enter) -> Node:
         check_cgroup_parent(request.cgroup_parent)
     with steps.step("seccomp profiles"):
         filters = prepare()
+    disks = choose.candidates(layout, request.disk)
     with steps.step("data directory"):
         layout.make()
         lock_fd = _lock(layout.run)
@@ -65,17 +75,21 @@ def start(request: Start, scheduler: Scheduler, enter: child.Enter) -> Node:
         located = _locate()
         group = f"sandkasten-{request.node_id[:8]}"
         tree = cgroup_tree.claim(located, group=group, parent=request.cgroup_parent)
+        undo.callback(cgroup_tree.release, tree, located)
     kernel_log = KernelLog()
+    undo.callback(kernel_log.close)
     with steps.step("mount namespace"):
         stage.enter_own_mount_namespace((layout.data_dir, furnish.HOST_USR, "/proc", *tree.unique))
     with steps.step("stage"):
         stage.make_stage(layout.stage)
+    with steps.step("disk"):
+        disk, refused = choose.choose(layout, request.disk, disks)
     with steps.step("id slots"):
         table = slots.SlotTable(reserved=slots.read_reserved_ranges(), taken=_taken_bases(tree, layout))
         slot = table.take()
     with steps.step("features"):
         features = mounts.probe_features(layout.stage, slot.userns_fd)
-        machine = furnish.Machine(layout, features, read_last_capability(), filters)
+        machine = furnish.Machine(layout, features, read_last_capability(), filters, disk)
     table.free(slot)
     with steps.step("helpers"):
         builders = Builders(machine, scheduler)
@@ -88,6 +102,8 @@ def start(request: Start, scheduler: Scheduler, enter: child.Enter) -> Node:
         cgroup_mode=tree.mode,
         cgroup_dirs=tree.dirs,
         features={"overlay_by_fd": features.overlay_by_fd, "idmapped_tmpfs": features.idmapped_tmpfs},
+        disk=disk.mode,
+        disk_refused=refused,
     )
     return Node(ready, sessions, located, kernel_log, lock_fd)
 

@@ -357,3 +357,9 @@ def fsmount(fs_fd: int, attributes: int) -> int:
     """Create the configured superblock and return a detached mount of it: fsconfig(2) CMD_CREATE, fsmount(2)."""
     _call("fsconfig", k.SYS_fsconfig, fs_fd, k.FSCONFIG_CMD_CREATE, 0, 0, 0, detail="create")
     return _call("fsmount", k.SYS_fsmount, fs_fd, k.FSMOUNT_CLOEXEC, attributes)
+
+
+def quotactl_fd(fd: int, command: int, identity: int, buffer: bytearray) -> None:
+    """quotactl_fd(2): on the file system of `fd`; the kernel reads and writes `buffer`."""
+    address = (ctypes.c_char * len(buffer)).from_buffer(buffer)
+    _call("quotactl_fd", k.SYS_quotactl_fd, fd, command, identity, byref(address))

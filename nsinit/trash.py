@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from nsinit import constants as k
 from nsinit import syscalls
@@ -20,6 +20,9 @@ from nsinit.paths import SOCKET_NAME, Layout
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _BENEATH = k.RESOLVE_BENEATH | k.RESOLVE_NO_SYMLINKS | k.RESOLVE_NO_XDEV
 _NICENESS = 19
+
+Remove = Callable[[int, str], None]
+"""Deletes a directory of this name below that descriptor: `remove_tree`, or what a disk mechanism makes of it."""
 
 
 def discard_session(layout: Layout, session_id: str) -> bool:
@@ -40,11 +43,11 @@ def discard_session(layout: Layout, session_id: str) -> bool:
     return _move(layout, layout.session(session_id), session_id) or moved
 
 
-def start_deletion(layout: Layout) -> int:
-    """Delete the trash in a process of its own; return its pidfd."""
+def start_deletion(layout: Layout, remove: Remove) -> int:
+    """Delete the trash in a process of its own, each thing in it by `remove`; return its pidfd."""
     pid = os.fork()
     if pid == 0:
-        _delete_all(layout)
+        _delete_all(layout, remove)
     return os.pidfd_open(pid)
 
 
@@ -119,7 +122,7 @@ def _move(layout: Layout, path: str, session_id: str) -> bool:
     return True
 
 
-def _delete_all(layout: Layout) -> None:
+def _delete_all(layout: Layout, remove: Remove) -> None:
     """The deleting process: at lowest priority, ends when all was tried once."""
     status = 1
     try:
@@ -129,7 +132,7 @@ def _delete_all(layout: Layout) -> None:
         status = 0
         for name in os.listdir(trash_fd):
             try:
-                remove_tree(trash_fd, name)
+                remove(trash_fd, name)
             except OSError as error:
                 status = 2  # stays in the trash until the next start
                 log("error", "trash not deleted", name=name, reason=str(error))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from nsinit.protocol import Limits, SandboxPlan
+from nsinit.protocol import DiskLimits, Limits, SandboxPlan
 from nsinit.seccomp.profile import PROFILE_NAME
 
 _SESSION_ID = re.compile(r"[0-9a-f]{16,32}")
@@ -21,6 +21,9 @@ MAX_BYTES = 1 << 46
 MAX_PIDS = 1 << 22
 MIN_QUOTA_US, MAX_QUOTA_US = 1_000, 1 << 40
 """Below 1 ms the kernel refuses a cpu quota."""
+MIN_DISK_BYTES, MAX_DISK_BYTES = 16 << 20, 1 << 44
+"""Below, an ext4 has no room for itself; above, it has no block numbers."""
+MIN_DISK_INODES, MAX_DISK_INODES = 256, 1 << 32
 MIN_PERIOD_US, MAX_PERIOD_US = 1_000, 1_000_000
 
 
@@ -75,6 +78,12 @@ def check_limits(limits: Limits) -> None:
     _range("cpu_period_us", limits.cpu_period_us, MIN_PERIOD_US, MAX_PERIOD_US)
 
 
+def check_disk(disk: DiskLimits) -> None:
+    """Raise `InvalidName` unless every mechanism could be asked for it."""
+    _range("disk size_bytes", disk.size_bytes, MIN_DISK_BYTES, MAX_DISK_BYTES)
+    _range("disk inodes", disk.inodes, MIN_DISK_INODES, MAX_DISK_INODES)
+
+
 def check_plan(plan: SandboxPlan) -> None:
     """Raise `InvalidName` unless every field of the plan is acceptable."""
     check_session_id(plan.session_id)
@@ -83,6 +92,7 @@ def check_plan(plan: SandboxPlan) -> None:
         check_workspace_id(plan.workspace_id)
     check_limits(plan.limits)
     _match(PROFILE_NAME, plan.seccomp, "seccomp profile")
+    check_disk(plan.disk)
     _range("tmp_bytes", plan.tmp_bytes, 4096, MAX_BYTES)
     _range("shm_bytes", plan.shm_bytes, 4096, MAX_BYTES)
 

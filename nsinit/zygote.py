@@ -23,8 +23,10 @@ from nsinit.protocol import (
     ANSWERS,
     MAX_DATAGRAM_BYTES,
     REQUESTS,
+    AskDisk,
     Attach,
     Build,
+    DiskUse,
     Failed,
     FindVictim,
     Grouped,
@@ -49,6 +51,7 @@ from nsinit.start import Node, start
 from nsinit.steps import StepFailed, failure_of
 from nsinit.validate import (
     InvalidName,
+    check_disk,
     check_group_name,
     check_limits,
     check_plan,
@@ -173,6 +176,8 @@ class Zygote:
                 self._submit(seq, session_id, lambda: self._at_once(request))
             case Scan(seq):
                 self._scheduler.spawn(self._answered(seq, None, self._scan(request)))
+            case AskDisk(seq):
+                self._scheduler.spawn(self._answered(seq, None, self._ask_disk(request)))
             case FindVictim(seq):
                 self._scheduler.spawn(self._answered(seq, None, self._find_victim(request)))
             case MakeWorkspace(seq):
@@ -212,7 +217,8 @@ class Zygote:
 
     def _prepare(self, request: Prepare) -> Work:
         check_session_id(request.session_id)
-        yield from self._sessions.prepare(request.session_id)
+        check_disk(request.disk)
+        yield from self._sessions.prepare(request.session_id, request.disk)
         return Ok(request.seq), []
 
     def _build(self, request: Build) -> Work:
@@ -248,6 +254,11 @@ class Zygote:
         check_session_id(request.session_id)
         kill = yield from self._kernel_log.find_victim(request.session_id)
         return Victim(request.seq, kill.name, kmsg.age_s(kill)) if kill else Victim(request.seq, ""), []
+
+    def _ask_disk(self, request: AskDisk) -> Work:
+        check_session_id(request.session_id)
+        return DiskUse(request.seq, *self._sessions.disk_usage(request.session_id)), []
+        yield  # a generator, like all work
 
     def _scan(self, request: Scan) -> Work:
         found = sorted(self._sessions.scan(), key=lambda each: each.session_id)

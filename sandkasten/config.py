@@ -83,6 +83,7 @@ class Defaults:
     mem_limit_mb: int = attrs.field(default=512, validator=_between(*LIMIT_BOUNDS["memory_mb"]))
     pids_limit: int = attrs.field(default=256, validator=_between(*LIMIT_BOUNDS["pids"]))
     disk_limit_mb: int = attrs.field(default=2048, validator=_between(*LIMIT_BOUNDS["disk_mb"]))
+    disk_inodes_limit: int = attrs.field(default=200_000, validator=_between(*LIMIT_BOUNDS["disk_inodes"]))
     max_exec_timeout_ms: int = attrs.field(default=120_000, validator=_between(1, 7 * 86_400_000))
     network_mode: str = attrs.field(default="none", validator=_only("none", "proxy", "bridge", "host"))
     readonly_rootfs: bool = False
@@ -92,7 +93,13 @@ class Defaults:
     @property
     def limits(self) -> Limits:
         """The limits as the model knows them."""
-        return Limits(cpu=self.cpu_limit, memory_mb=self.mem_limit_mb, pids=self.pids_limit, disk_mb=self.disk_limit_mb)
+        return Limits(
+            cpu=self.cpu_limit,
+            memory_mb=self.mem_limit_mb,
+            pids=self.pids_limit,
+            disk_mb=self.disk_limit_mb,
+            disk_inodes=self.disk_inodes_limit,
+        )
 
 
 @attrs.frozen
@@ -120,6 +127,22 @@ class Isolation:
         for name in self.required:
             if name in self.allow_missing:
                 raise ValueError(f"required and allow_missing both name {name}")
+
+
+@attrs.frozen
+class Disk:
+    """How sessions are kept to their disk limits, and what of the data directory's disk is kept free of them.
+
+    No session is created while less than `reserve_percent` of the bytes or inodes, or less than `reserve_mb`, is free.
+    """
+
+    mode: Literal["auto", "project", "btrfs", "loop", "tmpfs", "none"] = attrs.field(
+        default="auto", validator=_one_of("auto", "project", "btrfs", "loop", "tmpfs", "none")
+    )
+    max_mb: int = attrs.field(default=102_400, validator=_between(*LIMIT_BOUNDS["disk_mb"]))
+    max_inodes: int = attrs.field(default=10_000_000, validator=_between(*LIMIT_BOUNDS["disk_inodes"]))
+    reserve_percent: float = attrs.field(default=5.0, validator=_between(0, 90))
+    reserve_mb: int = attrs.field(default=256, validator=_between(0, MIB * MIB))
 
 
 @attrs.frozen
@@ -245,6 +268,7 @@ class Config:
     defaults: Defaults = attrs.field(factory=Defaults)
     security: Security = attrs.field(factory=Security)
     isolation: Isolation = attrs.field(factory=Isolation)
+    disk: Disk = attrs.field(factory=Disk)
     pool: Pool = attrs.field(factory=Pool)
     workspace: Workspace = attrs.field(factory=Workspace)
     dashboard: Dashboard = attrs.field(factory=Dashboard)

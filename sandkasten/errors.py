@@ -206,6 +206,13 @@ class DiskFull(Unavailable):
     retryable = False
 
 
+class DiskReserve(Unavailable):
+    """The machine's own disk is so full that no session is created; `details` says what is free and what must be."""
+
+    code = "DISK_FULL"
+    scope = "node"
+
+
 # The sandbox's doing ----------------------------------------------------------------------------------------------
 
 

@@ -61,19 +61,26 @@ class Stream(enum.StrEnum):
 
 
 LIMIT_BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
-    {"cpu": (0.01, 1024), "memory_mb": (16, 16 * 2**20), "pids": (8, 4 * 2**20), "disk_mb": (1, 1024 * 2**20)}
+    {
+        "cpu": (0.01, 1024),
+        "memory_mb": (16, 16 * 2**20),
+        "pids": (8, 4 * 2**20),
+        "disk_mb": (16, 16 * 2**20),
+        "disk_inodes": (256, 2**32),
+    }
 )
 """Lowest and highest value of each field of `Limits`, for requests and for the configuration's defaults alike."""
 
 
 @attrs.frozen
 class Limits:
-    """What one session may use. `cpu` is in cores (0.5 = half of one)."""
+    """What one session may use. `cpu` is in cores (0.5 = half of one); `disk_inodes` counts files and directories."""
 
     cpu: float = 1.0
     memory_mb: int = 512
     pids: int = 256
     disk_mb: int = 2048
+    disk_inodes: int = 200_000
 
 
 @attrs.frozen

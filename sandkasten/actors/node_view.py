@@ -27,16 +27,17 @@ from sandkasten.runtime.protections import Situation, protections, with_needs
 
 def describe_system(config: Config, machine: Machine, ready: protocol.Ready) -> System:
     """Return the installation as it is in force. Blocking: the first call reads the package's version."""
+    features = {**ready.features, "disk": ready.disk, "disk_refused": ready.disk_refused}
     return System(
         version=_version(),
         python=platform.python_version(),
         kernel=platform.release(),
         architecture=platform.machine(),
         cgroup_mode=ready.cgroup_mode,
-        features=dict(ready.features),
+        features=features,
         defaults=defaults_in_force(config),
         limits=limits_in_force(config),
-        protections=protections(Situation(config, machine, ready.features)),
+        protections=protections(Situation(config, machine, features)),
         machine=with_needs(config, machine),
     )
 

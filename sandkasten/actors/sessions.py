@@ -33,9 +33,10 @@ from sandkasten.errors import Capacity, Conflict, SandboxError, SandkastenError,
 from sandkasten.lifecycle import ENDED, LIVE, Event, next_status
 from sandkasten.model import Session, SessionSpec, Status
 from sandkasten.reconcile import Action, Decision, plan_reconciliation
+from sandkasten.runtime import reserve
 from sandkasten.runtime.journal import Journal
 from sandkasten.runtime.paths import DataPaths
-from sandkasten.runtime.plan import Resolved, resolve, spec_digest
+from sandkasten.runtime.plan import Resolved, plan_disk, resolve, spec_digest
 from sandkasten.runtime.spool import Spool
 from sandkasten.store.sessions import SessionRecord
 
@@ -222,6 +223,7 @@ class Sessions(Actor):
         if self._is_draining:
             raise ShuttingDown("the daemon is stopping", retry_after_s=5)
         resolved = resolve(spec, self._config)
+        reserve.check(self._config.data_dir, self._config.disk)
         image = await self._images.ask(images_actor.Resolve(resolved.image))
         if len(self._directory) + self._creating >= self._max_sessions:
             raise Capacity("this node has all the sessions it may have", max_sessions=self._max_sessions)
@@ -294,7 +296,7 @@ class Sessions(Actor):
             self._directory.reserved.add(session_id)
             self._preparing += 1
             try:
-                await self._zygote.ask(zygote_actor.Prepare(session_id))
+                await self._zygote.ask(zygote_actor.Prepare(session_id, plan_disk(self._config.defaults.limits)))
             except SandkastenError as error:
                 log.warning("vessel_not_prepared", extra={"error": str(error)})
                 self._nursery.start_soon(self._reap, session_id)

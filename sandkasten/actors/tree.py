@@ -108,7 +108,8 @@ class LocalSupervisor(WorkOfSessions):
                 raise
 
         async def start_zygote(*, task_status: trio.TaskStatus[Ref]) -> None:
-            await zygote.Zygote(self._zygote, self._config.data_dir, self._node.id).run(task_status=task_status)
+            data_dir, disk = self._config.data_dir, self._config.disk.mode
+            await zygote.Zygote(self._zygote, data_dir, self._node.id, disk=disk).run(task_status=task_status)
 
         async def start_images(*, task_status: trio.TaskStatus[Ref]) -> None:
             await images.Images(self._images, self._catalog).run(task_status=task_status)

@@ -50,9 +50,10 @@ class Ping(Ask[None]):
 
 @attrs.frozen
 class Prepare(Ask[None]):
-    """Make a blank vessel for a session id to come."""
+    """Make a blank vessel for a session id to come, with a disk of the size it will probably want."""
 
     session_id: str
+    disk: protocol.DiskLimits
 
 
 @attrs.frozen
@@ -91,6 +92,13 @@ class SetFrozen(Ask[None]):
 
     session_id: str
     frozen: bool
+
+
+@attrs.frozen
+class AskDisk(Ask[protocol.DiskUse]):
+    """How full the disk of a running session is; raises `BuildFailed` when nothing of it runs."""
+
+    session_id: str
 
 
 @attrs.frozen
@@ -163,6 +171,7 @@ Message = (
     | Scan
     | SetLimits
     | SetFrozen
+    | AskDisk
     | MakeWorkspace
     | MakeGroup
     | RemoveGroup
@@ -184,9 +193,9 @@ async def ask_patiently(zygote: Ref, message: Ask[R]) -> R:
 class Zygote(Actor):
     """See the module's docstring."""
 
-    def __init__(self, ref: Ref, data_dir: Path, node_id: str) -> None:
+    def __init__(self, ref: Ref, data_dir: Path, node_id: str, *, disk: protocol.DiskWish = "auto") -> None:
         super().__init__(ref)
-        self._data_dir, self._node_id = data_dir, node_id
+        self._data_dir, self._node_id, self._disk = data_dir, node_id, disk
         self._process: NsinitProcess | None = None
 
     async def on_start(self) -> None:
@@ -194,10 +203,12 @@ class Zygote(Actor):
         self._link = ZygoteLink(self._process.sock)
         self._nursery.start_soon(self._forward_log)
         self._nursery.start_soon(self._link.serve)
-        start = protocol.Start(self._link.next_seq(), str(self._data_dir), self._node_id)
+        start = protocol.Start(self._link.next_seq(), str(self._data_dir), self._node_id, disk=self._disk)
         answer = await self._request(start)
         self._ready: protocol.Ready = _expect(answer, protocol.Ready).message
-        log.info("zygote_ready", extra={"pid": self._ready.pid, "cgroups": self._ready.cgroup_mode})
+        log.info("zygote_ready", extra=describe(self._ready))
+        if self._ready.disk == "none":
+            log.warning("disk_unlimited", extra={"reasons": self._ready.disk_refused})
 
     async def on_stop(self) -> None:
         """Close the socket, which ends nsinit, and wait for it; kill it when it takes too long."""
@@ -222,8 +233,8 @@ class Zygote(Actor):
                 return self._ready
             case Ping():
                 return self.defer(self._ping)
-            case Prepare(session_id):
-                return self.defer(self._ok, protocol.Prepare(self._link.next_seq(), session_id))
+            case Prepare(session_id, disk):
+                return self.defer(self._ok, protocol.Prepare(self._link.next_seq(), session_id, disk))
             case Build(plan):
                 return self.defer(self._sandbox, protocol.Build(self._link.next_seq(), plan))
             case Attach(session_id):
@@ -236,6 +247,8 @@ class Zygote(Actor):
                 return self.defer(self._ok, protocol.SetLimits(self._link.next_seq(), session_id, limits))
             case SetFrozen(session_id, frozen):
                 return self.defer(self._ok, protocol.SetFrozen(self._link.next_seq(), session_id, frozen))
+            case AskDisk(session_id):
+                return self.defer(self._ask_disk, session_id)
             case MakeWorkspace(workspace_id):
                 return self.defer(self._ok, protocol.MakeWorkspace(self._link.next_seq(), workspace_id))
             case MakeGroup(session_id, name):
@@ -259,6 +272,11 @@ class Zygote(Actor):
 
     async def _ok(self, message: Any) -> None:
         _expect(await self._request(message), protocol.Ok)
+
+    async def _ask_disk(self, session_id: str) -> protocol.DiskUse:
+        request = protocol.AskDisk(self._link.next_seq(), session_id)
+        use: protocol.DiskUse = _expect(await self._request(request), protocol.DiskUse).message
+        return use
 
     async def _ping(self) -> None:
         _expect(await self._request(protocol.Scan(self._link.next_seq(), _AFTER_ALL_IDS)), protocol.Scanned)
@@ -339,6 +357,11 @@ def _log_line(line: bytes) -> None:
     except (ValueError, AttributeError):
         if line.strip():
             log.warning("nsinit_output", extra={"line": line.decode("utf-8", "replace")})
+
+
+def describe(ready: protocol.Ready) -> dict[str, object]:
+    """Return what is worth a line in the log: how this machine enforces what it enforces."""
+    return {"pid": ready.pid, "cgroups": ready.cgroup_mode, "disk": ready.disk}
 
 
 def _expect(answer: Answer, *expected: type) -> Answer:

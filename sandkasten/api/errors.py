@@ -52,6 +52,7 @@ STATUS: dict[type[SandkastenError], int] = {
     errors.ShuttingDown: 503,
     errors.CommandTimeout: 504,
     errors.DiskFull: 507,
+    errors.DiskReserve: 507,
 }
 
 MAX_HEADERS = 100

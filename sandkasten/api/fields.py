@@ -36,6 +36,7 @@ Milliseconds = NewType("Milliseconds", int)
 Cores = NewType("Cores", float)
 MemoryMegabytes = NewType("MemoryMegabytes", int)
 DiskMegabytes = NewType("DiskMegabytes", int)
+DiskInodes = NewType("DiskInodes", int)
 Pids = NewType("Pids", int)
 Token = NewType("Token", str)
 ExecId = NewType("ExecId", str)
@@ -254,6 +255,7 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     Cores: _cores,
     MemoryMegabytes: _integer(*LIMIT_BOUNDS["memory_mb"]),
     DiskMegabytes: _integer(*LIMIT_BOUNDS["disk_mb"]),
+    DiskInodes: _integer(*LIMIT_BOUNDS["disk_inodes"]),
     Pids: _integer(*LIMIT_BOUNDS["pids"]),
     Token: _matching(TOKEN, TOKEN_RULE),
     WorkspaceId: _matching(WORKSPACE_ID, "must be 2 to 64 of a-z, 0-9, '.', '_', '-', no sign at either end"),

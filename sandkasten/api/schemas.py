@@ -19,6 +19,7 @@ from sandkasten.api.fields import (
     Base64,
     Cells,
     Cores,
+    DiskInodes,
     DiskMegabytes,
     Encoding,
     Environment,
@@ -75,6 +76,7 @@ class LimitsRequest:
     memory_mb: MemoryMegabytes | None = None
     pids: Pids | None = None
     disk_mb: DiskMegabytes | None = None
+    disk_inodes: DiskInodes | None = None
 
     def over(self, base: Limits) -> Limits:
         """Return `base` with what was asked for."""

@@ -23,7 +23,7 @@ from sandkasten.cli.key import make_data_dir, with_key
 from sandkasten.cli.main import Stop, load, require_root
 from sandkasten.cli.notices import image_notices, protection_notices
 from sandkasten.config import Config, ConfigError
-from sandkasten.errors import SandkastenError
+from sandkasten.errors import SandkastenError, ZygoteLost
 from sandkasten.machine import Machine, System
 from sandkasten.runtime import precheck
 
@@ -111,7 +111,9 @@ def curl_line(config: Config, addresses: Sequence[str], *, key_is_given: bool) -
 
 def explain(error: BaseException) -> str | None:
     """Return one sentence for a failure that the operator can do something about, None for a bug."""
-    for leaf in _leaves(error):
+    for leaf in sorted(
+        _leaves(error), key=lambda leaf: isinstance(leaf, ZygoteLost)
+    ):  # it says why right before it ends
         if isinstance(leaf, OSError) and leaf.errno == errno.EADDRINUSE:
             return f"the address is in use: {leaf}; choose another with --listen, or stop who has it"
         if isinstance(leaf, ConfigError | SandkastenError | ListenError):

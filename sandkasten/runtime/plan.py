@@ -9,7 +9,7 @@ import attrs
 
 from nsinit import protocol
 from nsinit.protocol import ImageKind, SandboxPlan
-from sandkasten.config import Config, Defaults
+from sandkasten.config import Config, Defaults, Disk
 from sandkasten.errors import InvalidImage, InvalidRequest
 from sandkasten.model import EXEC_MODES, IMAGE_NAME, WORKSPACE_ID, Limits, SessionOptions, SessionSpec
 
@@ -58,6 +58,7 @@ def resolve(spec: SessionSpec, config: Config) -> Resolved:
         raise InvalidRequest("no such mode", exec_mode=f"must be one of {', '.join(EXEC_MODES)}")
     limits = spec.limits or config.defaults.limits
     check_limits(limits)
+    check_disk_limits(limits, config.disk)
     return Resolved(
         image=image,
         ttl_s=ttl_s,
@@ -78,9 +79,18 @@ def check_limits(limits: Limits) -> None:
             mem_limit_mb=limits.memory_mb,
             pids_limit=limits.pids,
             disk_limit_mb=limits.disk_mb,
+            disk_inodes_limit=limits.disk_inodes,
         )
     except ValueError as error:
         raise InvalidRequest("limits out of range", limits=str(error)) from None
+
+
+def check_disk_limits(limits: Limits, disk: Disk) -> None:
+    """Refuse more disk than the configuration lets any session have. Raises `InvalidRequest`."""
+    if limits.disk_mb > disk.max_mb:
+        raise InvalidRequest("limits out of range", **{"limits.disk_mb": f"at most {disk.max_mb}"})
+    if limits.disk_inodes > disk.max_inodes:
+        raise InvalidRequest("limits out of range", **{"limits.disk_inodes": f"at most {disk.max_inodes}"})
 
 
 def plan_sandbox(
@@ -98,7 +108,13 @@ def plan_sandbox(
         seccomp=resolved.seccomp,
         tmp_bytes=min(memory_bytes // 2, 1024 * _MIB),
         shm_bytes=min(memory_bytes // 4, 64 * _MIB),
+        disk=plan_disk(resolved.limits),
     )
+
+
+def plan_disk(limits: Limits) -> protocol.DiskLimits:
+    """Return the disk's part of the limits."""
+    return protocol.DiskLimits(size_bytes=limits.disk_mb * _MIB, inodes=limits.disk_inodes)
 
 
 def plan_limits(limits: Limits) -> protocol.Limits:

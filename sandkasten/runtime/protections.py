@@ -51,8 +51,25 @@ def _landlock(_now: Situation, found: Protection) -> Protection:
     return attrs.evolve(found, state=State.MISSING, detail="this version applies no Landlock rules")
 
 
-def _disk(_now: Situation, found: Protection) -> Protection:
-    return attrs.evolve(found, state=State.MISSING, detail="defaults.disk_limit_mb is recorded and not enforced yet")
+_DISK_MODES = {
+    "project": "a project quota for each session",
+    "btrfs": "a subvolume with a quota for each session",
+    "loop": "an ext4 image behind a loop device for each session",
+    "tmpfs": "a disk in memory for each session",
+}
+
+
+def _disk(now: Situation, found: Protection) -> Protection:
+    """nsinit tries the mechanisms when it starts; before that the checks say what it will find."""
+    if now.config.disk.mode == "none":
+        return attrs.evolve(found, state=State.OFF, detail="disk.mode is none")
+    mode = now.features.get("disk")
+    if mode is None:
+        return found
+    if mode == "none":
+        refused = "; ".join(f"{name}: {why}" for name, why in now.features["disk_refused"].items())
+        return attrs.evolve(found, state=State.MISSING, detail=f"no mechanism works here ({refused})")
+    return attrs.evolve(found, state=State.ON, detail=_DISK_MODES[mode])
 
 
 def _daemon_privilege(_now: Situation, found: Protection) -> Protection:

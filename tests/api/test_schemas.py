@@ -353,7 +353,8 @@ def test_the_bounds_themselves_are_limits_for_requests_and_configuration(name: s
     bound: Any = LIMIT_BOUNDS[name][side]  # a float for one field, an int for the others
     limits = create({"limits": {name: bound}}).limits
     assert limits == attrs.evolve(Limits(), **{name: bound})
-    setting = {"cpu": "cpu_limit", "memory_mb": "mem_limit_mb", "pids": "pids_limit", "disk_mb": "disk_limit_mb"}[name]
+    names = {"cpu": "cpu_limit", "memory_mb": "mem_limit_mb", "pids": "pids_limit", "disk_mb": "disk_limit_mb"}
+    setting = names.get(name, f"{name}_limit")
     assert Defaults(**{setting: bound}).limits == limits
 
 

@@ -14,7 +14,13 @@ async def test_the_installation_is_described() -> None:
         found = answer.json()
     assert answer.status_code == 200
     assert (found["cgroup_mode"], found["features"]) == ("v2", {"overlay_by_fd": True})
-    assert found["defaults"]["limits"] == {"cpu": 1.0, "memory_mb": 512, "pids": 256, "disk_mb": 2048}
+    assert found["defaults"]["limits"] == {
+        "cpu": 1.0,
+        "memory_mb": 512,
+        "pids": 256,
+        "disk_mb": 2048,
+        "disk_inodes": 200_000,
+    }
     assert found["limits"]["pids"] == {"min": 8, "max": 4 * 2**20}
     assert [each["name"] for each in found["protections"]] == list(PROTECTIONS)
     assert {each["state"] for each in found["protections"]} <= {"on", "degraded", "missing", "off", "unknown"}

@@ -33,6 +33,7 @@ from nsinit.protocol import (
     REQUESTS,
     Build,
     Built,
+    DiskWish,
     Found,
     Limits,
     Ok,
@@ -85,7 +86,7 @@ class Nsinit:
     `wrapper` is a command that ends by executing its arguments, to give nsinit other surroundings than the test's.
     """
 
-    def __init__(self, data_dir: Path, node_id: str, wrapper: tuple[str, ...] = ()) -> None:
+    def __init__(self, data_dir: Path, node_id: str, wrapper: tuple[str, ...] = (), *, disk: DiskWish = "auto") -> None:
         self.data_dir = data_dir
         self._wrapper = wrapper
         self._seq = itertools.count(1)
@@ -95,7 +96,7 @@ class Nsinit:
         self.channel.settimeout(PATIENCE_S)
         with theirs:
             self.pid = self._spawn(theirs)
-        self.ready = self.ask(Start, data_dir=str(data_dir), node_id=node_id)[0]
+        self.ready = self.ask(Start, data_dir=str(data_dir), node_id=node_id, disk=disk)[0]
 
     def _spawn(self, theirs: socket.socket) -> int:
         null_fd = os.open("/dev/null", os.O_RDWR)
@@ -322,9 +323,11 @@ def data_directory() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def running(data_dir: Path, node_id: str | None = None, wrapper: tuple[str, ...] = ()) -> Iterator[Nsinit]:
+def running(
+    data_dir: Path, node_id: str | None = None, wrapper: tuple[str, ...] = (), *, disk: DiskWish = "auto"
+) -> Iterator[Nsinit]:
     """An nsinit; every session it knows of is torn down afterwards."""
-    server = Nsinit(data_dir, node_id or secrets.token_hex(8), wrapper)
+    server = Nsinit(data_dir, node_id or secrets.token_hex(8), wrapper, disk=disk)
     try:
         yield server
     finally:

@@ -1,0 +1,105 @@
+"""Which mechanism a data directory gets: each is tried for real, in a process of its own, before it is believed.
+
+A trial makes the disk of a session that never lives, in mount namespaces of its own and without the right to exceed
+quotas, and must be refused more room than it asked for. What a trial that is killed leaves is a session's directory,
+which the next start removes. Sources: fallocate(2); quotactl(2) (CAP_SYS_RESOURCE).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from nsinit import capabilities, syscalls
+from nsinit import constants as k
+from nsinit.disk.btrfs import Btrfs
+from nsinit.disk.loop import Loop
+from nsinit.disk.mechanism import LAYERS, Mechanism, Place, Unavailable
+from nsinit.disk.memory import Memory
+from nsinit.disk.plain import Plain
+from nsinit.disk.project import Project
+from nsinit.paths import Layout
+from nsinit.protocol import DiskLimits, DiskWish
+from nsinit.slots import FIRST_BASE
+from nsinit.steps import StepFailed
+
+_TRIAL = DiskLimits(size_bytes=16 << 20, inodes=1024)
+_MAX_REASON_BYTES = 400
+
+KINDS: tuple[type[Mechanism], ...] = (Project, Btrfs, Loop, Memory)
+"""In the order of preference."""
+
+
+def candidates(layout: Layout, wish: DiskWish) -> list[Mechanism]:
+    """Return what to try, best first; called while the whole machine is in sight."""
+    if wish == "none":
+        return []
+    return [kind(layout) for kind in KINDS if wish in ("auto", kind.mode)]
+
+
+def choose(layout: Layout, wish: DiskWish, tried: list[Mechanism]) -> tuple[Mechanism, dict[str, str]]:
+    """Return the first of `tried` that works, and why each one before it does not.
+
+    Raises:
+        StepFailed: the one that was asked for can't be had.
+    """
+    refused: dict[str, str] = {}
+    for mechanism in tried:
+        try:
+            mechanism.open()
+            _try(layout, mechanism)
+        except (Unavailable, OSError, StepFailed) as error:
+            refused[mechanism.mode] = str(error)[:_MAX_REASON_BYTES]
+        else:
+            return mechanism, refused
+    if wish not in ("auto", "none"):
+        raise StepFailed("disk", f"disk.mode {wish} can't be had here: {refused.get(wish, 'unknown')}")
+    return Plain(layout), refused
+
+
+def _try(layout: Layout, mechanism: Mechanism) -> None:
+    session_id = os.urandom(12).hex()
+    read_fd, write_fd = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _attempt(mechanism, Place(layout, session_id, FIRST_BASE), write_fd)
+    os.close(write_fd)
+    with open(read_fd, "rb") as pipe:
+        reason = pipe.read(_MAX_REASON_BYTES).decode("utf-8", "replace")
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    sessions_fd = os.open(layout.sessions, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        mechanism.remove(sessions_fd, session_id)
+    except FileNotFoundError:
+        pass
+    finally:
+        os.close(sessions_fd)
+    if reason or status:
+        raise Unavailable(reason or f"the trial ended with status {status}")
+
+
+def _attempt(mechanism: Mechanism, place: Place, write_fd: int) -> None:
+    """The trial's process."""
+    try:
+        syscalls.unshare(k.CLONE_NEWNS)
+        capabilities.give_up(k.CAP_SYS_RESOURCE)
+        mechanism.make(place, _TRIAL)
+        mechanism.fit(place, _TRIAL)
+        _overfill(f"{mechanism.layers(place)}/{LAYERS[0]}/file")
+    except Exception as error:  # noqa: BLE001 - whatever goes wrong is the finding
+        os.write(write_fd, (str(error) or type(error).__name__).encode()[:_MAX_REASON_BYTES])
+    finally:
+        os._exit(0)
+
+
+def _overfill(path: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, 2 * _TRIAL.size_bytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+    else:
+        raise Unavailable("a file could grow beyond the limit")
+    finally:
+        os.close(fd)

@@ -1,0 +1,39 @@
+"""The disk of a session that exists already, whoever built it: how full it is, and the beginning of its end.
+
+Knows of the session what its cgroup tells, and nothing else.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from nsinit.cgroups import SessionCgroup
+from nsinit.disk.mechanism import Mechanism, Place, Usage
+from nsinit.identity import find_identity, open_root
+from nsinit.log import log
+from nsinit.paths import Layout
+from nsinit.steps import StepFailed, failure_of
+
+
+def usage(mechanism: Mechanism, layout: Layout, cgroup: SessionCgroup, session_id: str) -> Usage:
+    """Return what is counted. Raises `StepFailed` when nothing of the session runs."""
+    try:
+        identity = find_identity(cgroup)
+        if identity is None:
+            raise StepFailed("disk", "nothing of the session runs", errno=errno.ESRCH)
+        root_fd = open_root(identity)
+        try:
+            return mechanism.usage(Place(layout, session_id), root_fd)
+        finally:
+            os.close(root_fd)
+    except OSError as error:
+        raise failure_of("disk", error) from error
+
+
+def abandon(mechanism: Mechanism, layout: Layout, session_id: str) -> None:
+    """Say that nobody will need what the session wrote."""
+    try:
+        mechanism.abandon(Place(layout, session_id))
+    except OSError as error:  # then the end takes longer
+        log("warning", "disk not abandoned", session_id, reason=str(error))

@@ -1,0 +1,303 @@
+"""Disk limits from the inside and from the outside: what a session can fill, and what is left when it is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nsinit.protocol import AskDisk, DiskLimits, DiskUse, DiskWish, Failed, Prepare, Ready
+from tests.kernel.harness import Nsinit, Sandbox, data_directory, host_plan, new_id, run_outside, running, wait_until
+
+MIB = 1 << 20
+SMALL = DiskLimits(size_bytes=32 * MIB, inodes=2000)
+LIMITED = ("loop", "tmpfs", pytest.param("project", marks=pytest.mark.cgroup_v2), "btrfs")
+
+FILL_INODES = """
+import errno, os
+os.mkdir("/home/sandbox/many")
+try:
+    for number in range(5000):
+        os.close(os.open(f"/home/sandbox/many/{number}", os.O_CREAT))
+except OSError as error:
+    print(errno.errorcode[error.errno], 1000 < number <= 2000)
+"""
+
+HOSTILE = """
+import ctypes, errno, fcntl, os, struct
+home = "/home/sandbox"
+def attempt(name, work):
+    try:
+        work()
+        print(name, "done")
+    except OSError as error:
+        print(name, errno.errorcode[error.errno])
+fd = os.open(f"{home}/sparse", os.O_CREAT | os.O_RDWR)
+attempt("sparse", lambda: os.ftruncate(fd, 1 << 34))
+attempt("fallocate", lambda: os.posix_fallocate(fd, 0, 64 << 20))
+os.ftruncate(fd, 0)
+libc = ctypes.CDLL(None, use_errno=True)
+libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+for _ in range(200):  # hole punching and writing again in turns
+    os.pwrite(fd, b"x" * (1 << 18), 1 << 33)
+    libc.fallocate(fd, 3, 1 << 33, 1 << 18)
+held = os.open(f"{home}/held", os.O_CREAT | os.O_RDWR)
+os.unlink(f"{home}/held")
+def fill():
+    while True:
+        os.write(held, b"y" * (1 << 20))
+attempt("unlinked", fill)
+attempt("while full", lambda: os.posix_fallocate(fd, 0, 8 << 20))
+os.close(held)
+def project():
+    buffer = bytearray(28)
+    fcntl.ioctl(fd, 0x801C581F, buffer)
+    fcntl.ioctl(fd, 0x401C5820, struct.pack("=IIII", 0, 0, 0, 4711) + bytes(12))
+attempt("project id", project)
+os.unlink(f"{home}/sparse")
+os.chdir(home)
+for _ in range(1500):
+    os.mkdir("deep")
+    os.chdir("deep")
+print("deep")
+"""
+
+
+@pytest.fixture(scope="module", params=LIMITED)
+def server(request: pytest.FixtureRequest) -> Iterator[Nsinit]:
+    """An nsinit whose sessions' disks are of one mode; project quotas need a file system made for them."""
+    with contextlib.ExitStack() as stack:
+        elsewhere = stack.enter_context(btrfs()) if request.param == "btrfs" else None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tempfile, "tempdir", elsewhere or tempfile.tempdir)
+            data_dir = stack.enter_context(data_directory())
+        if request.param == "project" and (reason := why_not(data_dir, "project")):
+            pytest.skip(reason)
+        nsinit = stack.enter_context(running(data_dir, disk=request.param))
+        assert isinstance(nsinit.ready, Ready), nsinit.ready
+        assert nsinit.ready.disk == request.param
+        yield nsinit
+
+
+@contextlib.contextmanager
+def btrfs() -> Iterator[str]:
+    """A mounted btrfs with quotas."""
+    if shutil.which("mkfs.btrfs") is None:
+        pytest.skip("needs mkfs.btrfs (btrfs-progs)")
+    with tempfile.TemporaryDirectory(prefix="sandkasten-btrfs-") as directory:
+        image, point = f"{directory}/image", f"{directory}/mounted"
+        os.mkdir(point)
+        with open(image, "wb") as file:
+            file.truncate(512 * MIB)
+        run_outside(["mkfs.btrfs", "-q", image])
+        run_outside(["mount", "-o", "loop", image, point])
+        try:
+            run_outside(["btrfs", "quota", "enable", point])
+            yield point
+        finally:
+            run_outside(["umount", point])
+
+
+def why_not(data_dir: Path, mode: DiskWish) -> str | None:
+    """Return why a mode can't be had, in nsinit's words."""
+    server = Nsinit(data_dir, new_id(), disk=mode)
+    server.close()
+    if isinstance(server.ready, Ready):
+        return None
+    assert (type(server.ready), server.ready.stage) == (Failed, "disk")
+    return str(server.ready.message)
+
+
+def loops_of(data_dir: Path) -> list[str]:
+    """Return the images below a data directory that are behind a loop device of this machine."""
+    found = []
+    for path in Path("/sys/block").glob("loop*/loop/backing_file"):
+        try:
+            image = path.read_text().strip()
+        except OSError:
+            continue  # it went while being looked at
+        if image.startswith(str(data_dir)):
+            found.append(image)
+    return found
+
+
+def use_of(server: Nsinit, sandbox: Sandbox) -> DiskUse:
+    answer, _ = server.ask(AskDisk, session_id=sandbox.session_id)
+    assert isinstance(answer, DiskUse), answer
+    return answer
+
+
+def settle(server: Nsinit) -> None:
+    """Let a file system that counts only now and then count now."""
+    assert isinstance(server.ready, Ready)
+    if server.ready.disk == "btrfs":
+        run_outside(["sync", "-f", str(server.data_dir)])
+
+
+def allocated_bytes(path: Path) -> int:
+    return int(run_outside(["du", "--summarize", "--block-size=1", str(path)]).split()[0])
+
+
+def digest(tree: Path) -> str:
+    sums = hashlib.sha256()
+    for path in sorted(tree.rglob("*")):
+        sums.update(f"{path.relative_to(tree)} {path.lstat().st_mode} {path.lstat().st_size}".encode())
+        sums.update(path.read_bytes() if path.is_file() and not path.is_symlink() else b"")
+    return sums.hexdigest()
+
+
+def test_a_full_disk_is_enospc_and_hurts_nobody_else(server: Nsinit) -> None:
+    """Writing ends at the limit, the session lives and has room again after deleting; its neighbour noticed nothing."""
+    first, second = (server.build(host_plan(disk=SMALL)) for _ in range(2))
+    full = first.run("head -c 100000000 /dev/zero > /home/sandbox/big")
+    assert full.code == 1
+    assert re.search("No space left on device|Disk quota exceeded", full.err)
+    assert first.run("head -c 1000000 /dev/zero > /workspace/f").code != 0
+    settle(server)
+    used = use_of(server, first)
+    assert 24 * MIB < used.limit_bytes <= SMALL.size_bytes
+    assert used.used_bytes > 0.9 * used.limit_bytes
+    assert second.run("head -c 20000000 /dev/zero > /home/sandbox/big; rm /home/sandbox/big").code == 0
+    assert first.run("rm /home/sandbox/big; echo kept > /workspace/f; cat /workspace/f").out == "kept\n"
+    settle(server)
+    assert use_of(server, first).used_bytes < used.used_bytes // 2
+    first.teardown()
+    second.teardown()
+
+
+def test_inodes_are_limited(server: Nsinit) -> None:
+    """Empty files end at the limit, too, and `df -i` says so."""
+    if server.ready.disk == "btrfs":
+        pytest.skip("btrfs does not count inodes; what they take counts as bytes")
+    sandbox = server.build(host_plan(disk=SMALL))
+    assert sandbox.python(FILL_INODES) in ("ENOSPC True", "EDQUOT True")
+    used = use_of(server, sandbox)
+    assert (used.used_inodes, used.limit_inodes <= 2048) == (used.limit_inodes, True)
+    assert int(sandbox.run("df --output=iavail / | tail -1").out) == 0
+    sandbox.teardown()
+
+
+def test_every_part_of_the_root_shares_the_limit(server: Nsinit) -> None:
+    """`/usr/local` is no way around it; `/tmp` and `/dev/shm` have sizes and inodes of their own."""
+    sandbox = server.build(host_plan(disk=SMALL))
+    sizes = sandbox.run("for p in / /usr /workspace /home/sandbox; do df --output=size $p | tail -1; done").out.split()
+    assert len(set(sizes)) == 1
+    for path in ("/tmp", "/dev/shm"):
+        size_kib, inodes = sandbox.run(f"df --output=size,itotal {path} | tail -1").out.split()
+        assert 0 < int(size_kib) <= 256 * 1024
+        assert 0 < int(inodes) <= 65536
+    sandbox.teardown()
+
+
+def test_no_trick_gets_more_than_the_limit(server: Nsinit, tmp_path: Path) -> None:
+    """Sparse files, holes, unlinked files, other project ids, chains of directories: the host gives what was promised,
+    everything outside stays as it was, and all of it is gone afterwards."""
+    (tmp_path / "canary").mkdir()
+    (tmp_path / "canary/file").write_text("outside")
+    before = digest(tmp_path), digest(server.data_dir / "images")
+    sandbox = server.build(host_plan(disk=SMALL))
+    out = sandbox.python(HOSTILE).replace("EDQUOT", "ENOSPC").splitlines()
+    assert out[1:] == ["fallocate ENOSPC", "unlinked ENOSPC", "while full ENOSPC", out[4], "deep"]
+    assert out[4] in ("project id EPERM", "project id EINVAL", "project id ENOTTY", "project id EOPNOTSUPP")
+    directory = server.data_dir / "sessions" / sandbox.session_id
+    assert allocated_bytes(directory) <= SMALL.size_bytes
+    assert sandbox.run("echo alive").out == "alive\n"
+    torn_down = sandbox.teardown()
+    assert torn_down.leftovers == ()
+    wait_until(lambda: not os.listdir(server.data_dir / "trash"), "the trash is deleted")
+    assert (loops_of(server.data_dir), server.traces(sandbox.session_id)) == ([], [])
+    assert (digest(tmp_path), digest(server.data_dir / "images")) == before
+
+
+def test_a_vessel_made_for_another_size_gets_the_right_one(server: Nsinit) -> None:
+    """What was prepared is only a guess; the plan decides."""
+    session_id = new_id()
+    server.ask(Prepare, session_id=session_id, disk=DiskLimits(64 * MIB, 4000))
+    sandbox = server.build(host_plan(session_id, disk=SMALL))
+    use = use_of(server, sandbox)
+    assert 0 < use.limit_bytes <= SMALL.size_bytes
+    assert use.limit_inodes <= 2048
+    sandbox.teardown()
+    assert loops_of(server.data_dir) == []
+
+
+@pytest.mark.parametrize(
+    ("disk", "message"),
+    [
+        (DiskLimits(-1, 1000), "disk size_bytes must be"),
+        (DiskLimits(1 << 50, 1000), "disk size_bytes must be"),
+        (DiskLimits(32 * MIB, 0), "disk inodes must be"),
+        (DiskLimits(32 * MIB, 1 << 40), "disk inodes must be"),
+    ],
+)
+def test_numbers_no_disk_can_have_are_refused_again(server: Nsinit, disk: DiskLimits, message: str) -> None:
+    """nsinit checks for itself what the daemon sends."""
+    assert server.refused(host_plan(disk=disk)).message.startswith(message)
+
+
+def test_what_is_deleted_inside_is_given_back_to_the_host() -> None:
+    """The image is sparse, holds no more than what is in it, and shrinks again."""
+    with data_directory() as data_dir, running(data_dir, disk="loop") as server:
+        sandbox = server.build(host_plan())
+        directory = data_dir / "sessions" / sandbox.session_id
+        assert allocated_bytes(directory) < 2 * MIB
+        assert sandbox.run("dd if=/dev/zero of=/home/sandbox/big bs=1M count=48 oflag=direct").code == 0
+        assert allocated_bytes(directory) > 40 * MIB
+        sandbox.run("rm /home/sandbox/big")
+        wait_until(lambda: allocated_bytes(directory) < 10 * MIB, "the host has its blocks again")
+        sandbox.teardown()
+
+
+def test_no_loop_device_outlives_its_session() -> None:
+    """Whoever is killed: PID 1 alone, nsinit first, or nsinit in the middle of a build."""
+    with data_directory() as data_dir:
+        node_id = new_id()
+        with running(data_dir, node_id, disk="loop") as server:
+            killed, kept = (server.build(host_plan(disk=SMALL)) for _ in range(2))
+            os.kill(killed.pid, signal.SIGKILL)
+            wait_until(lambda: len(loops_of(data_dir)) == 1, "the device of the killed session went")
+            server.ask(Prepare, session_id=new_id(), disk=SMALL)
+            server.send(Prepare, session_id=new_id(), disk=SMALL)
+            server.kill()
+            wait_until(lambda: len(loops_of(data_dir)) == 1, "only the device of the running session is there")
+        with running(data_dir, node_id, disk="loop") as server:
+            answer, _ = server.ask(AskDisk, session_id=kept.session_id)
+            assert isinstance(answer, DiskUse), answer
+            assert answer.limit_bytes <= SMALL.size_bytes
+            server.teardown(kept.session_id)
+            assert loops_of(data_dir) == []
+
+
+def test_a_disk_in_memory_leaves_half_of_it_to_programs() -> None:
+    """A full disk must not be an out-of-memory kill."""
+    with data_directory() as data_dir, running(data_dir, disk="tmpfs") as server:
+        plan = host_plan()
+        sandbox = server.build(plan)
+        assert use_of(server, sandbox).limit_bytes == plan.limits.memory_bytes // 2
+        assert sandbox.run("head -c 1000000000 /dev/zero > /home/sandbox/big").code == 1
+        assert sandbox.teardown().oom_kills in (0, -1)
+
+
+def test_without_a_mechanism_nothing_is_limited_and_nothing_is_claimed() -> None:
+    """Mode `none` is for those who ask for it: it counts nothing."""
+    with data_directory() as data_dir, running(data_dir, disk="none") as server:
+        sandbox = server.build(host_plan(disk=SMALL))
+        assert sandbox.run("head -c 50000000 /dev/zero > /home/sandbox/big").code == 0
+        use = use_of(server, sandbox)
+        assert (use.used_bytes, use.limit_bytes, use.used_inodes, use.limit_inodes) == (-1, -1, -1, -1)
+        sandbox.teardown()
+
+
+def test_a_mode_that_can_not_be_had_ends_the_start() -> None:
+    """Named with the reason; nothing runs with less than was asked for."""
+    with data_directory() as data_dir:
+        assert why_not(data_dir, "btrfs") == "disk.mode btrfs can't be had here: the data directory is not on btrfs"
+        assert os.listdir(data_dir / "sessions") == []
