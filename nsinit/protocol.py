@@ -138,15 +138,21 @@ class Scan:
 
 @dataclass(frozen=True, slots=True)
 class SetLimits:
-    """Change the limits of a running sandbox; None leaves its disk as it is. Answer: `Ok` or `Failed`.
-
-    `Failed` with stage `disk limits` and `EOPNOTSUPP`: this mode's disks can't change; nothing else was changed either.
-    """
+    """Change the limits of a running sandbox's cgroup. Answer: `Ok` or `Failed`."""
 
     seq: int
     session_id: str
     limits: Limits
-    disk: DiskLimits | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SetDisk:
+    """Change the limits of a running sandbox's disk. Answer: `Ok` or `Failed` (`EOPNOTSUPP`: disks of this mode keep
+    their size)."""
+
+    seq: int
+    session_id: str
+    disk: DiskLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +353,6 @@ class Failed:
 
 REQUESTS = Vocabulary(
     *(Start, Prepare, Build, Attach, Scan, SetLimits, SetFrozen, Teardown),
-    *(MakeWorkspace, MakeGroup, RemoveGroup, FindVictim, AskDisk),
+    *(MakeWorkspace, MakeGroup, RemoveGroup, FindVictim, AskDisk, SetDisk),
 )
 ANSWERS = Vocabulary(Ready, Built, Attached, Scanned, TornDown, Grouped, Victim, DiskUse, Ok, Failed)

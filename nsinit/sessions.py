@@ -164,6 +164,11 @@ class Sessions:
         machine = self.foundry.machine
         return running.usage(machine.disk, machine.layout, self._cgroup(session_id), session_id)
 
+    def set_disk(self, session_id: str, limits: DiskLimits) -> None:
+        """Change the limits of a session's disk. Raises `StepFailed`."""
+        machine = self.foundry.machine
+        running.change(machine.disk, machine.layout, session_id, limits)
+
     def make_group(self, session_id: str, name: str) -> tuple[groups.Membership, int]:
         """Make a group in a running session; returns what its descriptor is for, and that. Raises `StepFailed`."""
         cgroup, process = self._cgroup(session_id), self.processes.get(session_id)

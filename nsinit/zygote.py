@@ -38,6 +38,7 @@ from nsinit.protocol import (
     RemoveGroup,
     Scan,
     Scanned,
+    SetDisk,
     SetFrozen,
     SetLimits,
     Start,
@@ -176,6 +177,8 @@ class Zygote:
                 self._submit(seq, session_id, lambda: self._at_once(request))
             case Scan(seq):
                 self._scheduler.spawn(self._answered(seq, None, self._scan(request)))
+            case SetDisk(seq, session_id):
+                self._submit(seq, session_id, lambda: self._at_once(request))
             case AskDisk(seq):
                 self._scheduler.spawn(self._answered(seq, None, self._ask_disk(request)))
             case FindVictim(seq):
@@ -278,6 +281,11 @@ class Zygote:
                 check_session_id(session_id)
                 check_limits(limits)
                 self._sessions.set_limits(session_id, limits)
+                answer = Ok(seq), []
+            case SetDisk(seq, session_id, disk):
+                check_session_id(session_id)
+                check_disk(disk)
+                self._sessions.set_disk(session_id, disk)
                 answer = Ok(seq), []
             case MakeGroup(seq, session_id, name):
                 check_session_id(session_id)

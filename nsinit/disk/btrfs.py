@@ -15,9 +15,8 @@ from typing import ClassVar
 
 from nsinit import constants as k
 from nsinit import trash
-from nsinit.disk.mechanism import CHANGE, Mechanism, Place, Unavailable, Usage, make_layers
+from nsinit.disk.mechanism import Mechanism, Place, Unavailable, Usage, make_layers
 from nsinit.protocol import DiskLimits, DiskMode
-from nsinit.steps import failure_of
 
 _ROOT_INODE = 256
 _VOLUME = struct.Struct("=q4088s")
@@ -68,10 +67,7 @@ class Btrfs(Mechanism):
             os.close(fd)
 
     def change(self, place: Place, limits: DiskLimits) -> None:
-        try:
-            self.fit(place, limits)
-        except OSError as error:
-            raise failure_of(CHANGE, error) from error
+        self.fit(place, limits)
 
     def usage(self, place: Place, root_fd: int) -> Usage:
         """The kernel brings its numbers up to date each time it commits, some seconds after a write."""

@@ -79,7 +79,7 @@ class Mechanism(ABC):
         return place.directory
 
     def change(self, place: Place, limits: DiskLimits) -> None:
-        """Let other limits hold for a running session. Raises `StepFailed`."""
+        """Let other limits hold for a running session. Raises `StepFailed` or `OSError`."""
         raise StepFailed(CHANGE, f"a disk of mode {self.mode} keeps its size", errno=errno.EOPNOTSUPP)
 
     def usage(self, place: Place, root_fd: int) -> Usage:

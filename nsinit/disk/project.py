@@ -15,9 +15,8 @@ from typing import ClassVar
 
 from nsinit import trash
 from nsinit.disk import quota
-from nsinit.disk.mechanism import CHANGE, Mechanism, Place, Unavailable, Usage, make_layers
+from nsinit.disk.mechanism import Mechanism, Place, Unavailable, Usage, make_layers
 from nsinit.protocol import DiskLimits, DiskMode
-from nsinit.steps import failure_of
 
 _FIRST_ID, _IDS = 1 << 30, 1 << 30
 """Ids that people give out by hand are small."""
@@ -49,10 +48,7 @@ class Project(Mechanism):
             _limit(fd, quota.project_of(fd), limits)
 
     def change(self, place: Place, limits: DiskLimits) -> None:
-        try:
-            self.fit(place, limits)
-        except OSError as error:
-            raise failure_of(CHANGE, error) from error
+        self.fit(place, limits)
 
     def usage(self, place: Place, root_fd: int) -> Usage:
         with _opened(place.directory) as fd:

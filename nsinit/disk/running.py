@@ -9,10 +9,11 @@ import errno
 import os
 
 from nsinit.cgroups import SessionCgroup
-from nsinit.disk.mechanism import Mechanism, Place, Usage
+from nsinit.disk.mechanism import CHANGE, Mechanism, Place, Usage
 from nsinit.identity import find_identity, open_root
 from nsinit.log import log
 from nsinit.paths import Layout
+from nsinit.protocol import DiskLimits
 from nsinit.steps import StepFailed, failure_of
 
 
@@ -29,6 +30,14 @@ def usage(mechanism: Mechanism, layout: Layout, cgroup: SessionCgroup, session_i
             os.close(root_fd)
     except OSError as error:
         raise failure_of("disk", error) from error
+
+
+def change(mechanism: Mechanism, layout: Layout, session_id: str, limits: DiskLimits) -> None:
+    """Let other limits hold. Raises `StepFailed`, and then the old ones do."""
+    try:
+        mechanism.change(Place(layout, session_id), limits)
+    except OSError as error:
+        raise failure_of(CHANGE, error) from error
 
 
 def abandon(mechanism: Mechanism, layout: Layout, session_id: str) -> None:

@@ -26,6 +26,7 @@ from sandkasten.actors.marks import Marks
 from sandkasten.actors.pausing import Pausing
 from sandkasten.actors.run_driver import ask_runner
 from sandkasten.actors.sandbox_watch import SandboxWatch
+from sandkasten.actors.session_disk import change_disk
 from sandkasten.actors.session_messages import (
     Destroy,
     Died,
@@ -386,6 +387,8 @@ class SessionActor(Actor):
             await self._go_on(self._pausing.wake)
         if patch.limits is not None:
             check_limits(patch.limits)
+            zygote, before, allowed = self._services.zygote, self.session.limits, self._services.disk
+            await change_disk(zygote, self.session.id, before=before, after=patch.limits, allowed=allowed)
             limits = plan_limits(patch.limits)
             await self._services.zygote.ask(zygote_actor.SetLimits(self.session.id, limits))
             self.change(limits=patch.limits)

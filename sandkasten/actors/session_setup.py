@@ -10,6 +10,7 @@ from nsinit.protocol import ImageKind
 from runner.protocol import Graces
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.directory import SessionDirectory
+from sandkasten.config import Disk
 from sandkasten.runtime.journal import Journal
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.plan import Resolved
@@ -29,6 +30,7 @@ class Services:
     graces: Graces
     journal: Journal
     spool: Spool
+    disk: Disk
 
 
 @attrs.frozen

@@ -162,6 +162,7 @@ class Sessions(Actor):
             ),
             journal=self._journal,
             spool=self._spool,
+            disk=self._config.disk,
         )
         await self._reconcile()
         self._nursery.start_soon(self._refill_vessels)

@@ -95,6 +95,14 @@ class SetFrozen(Ask[None]):
 
 
 @attrs.frozen
+class SetDisk(Ask[None]):
+    """Change the disk limits of a session; raises `BuildFailed` (`EOPNOTSUPP` where disks keep their size)."""
+
+    session_id: str
+    disk: protocol.DiskLimits
+
+
+@attrs.frozen
 class AskDisk(Ask[protocol.DiskUse]):
     """How full the disk of a running session is; raises `BuildFailed` when nothing of it runs."""
 
@@ -172,6 +180,7 @@ Message = (
     | SetLimits
     | SetFrozen
     | AskDisk
+    | SetDisk
     | MakeWorkspace
     | MakeGroup
     | RemoveGroup
@@ -247,6 +256,8 @@ class Zygote(Actor):
                 return self.defer(self._ok, protocol.SetLimits(self._link.next_seq(), session_id, limits))
             case SetFrozen(session_id, frozen):
                 return self.defer(self._ok, protocol.SetFrozen(self._link.next_seq(), session_id, frozen))
+            case SetDisk(session_id, disk):
+                return self.defer(self._ok, protocol.SetDisk(self._link.next_seq(), session_id, disk))
             case AskDisk(session_id):
                 return self.defer(self._ask_disk, session_id)
             case MakeWorkspace(workspace_id):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from nsinit.protocol import AskDisk, DiskLimits, DiskUse, DiskWish, Failed, Prepare, Ready
+from nsinit.protocol import AskDisk, DiskLimits, DiskUse, DiskWish, Failed, Ok, Prepare, Ready, SetDisk
 from tests.kernel.harness import Nsinit, Sandbox, data_directory, host_plan, new_id, run_outside, running, wait_until
 
 MIB = 1 << 20
@@ -227,6 +228,21 @@ def test_a_vessel_made_for_another_size_gets_the_right_one(server: Nsinit) -> No
     assert use.limit_inodes <= 2048
     sandbox.teardown()
     assert loops_of(server.data_dir) == []
+
+
+def test_a_running_session_gets_more_where_the_mechanism_can(server: Nsinit) -> None:
+    """A quota changes at once, both ways; a disk of its own keeps its size, and nsinit says so."""
+    sandbox = server.build(host_plan(disk=SMALL))
+    answer, _ = server.ask(SetDisk, session_id=sandbox.session_id, disk=DiskLimits(64 * MIB, 4000))
+    assert isinstance(server.ready, Ready)
+    if server.ready.disk in ("loop", "tmpfs"):
+        assert (answer.stage, answer.errno) == ("disk limits", errno.EOPNOTSUPP)
+        assert sandbox.run("head -c 40000000 /dev/zero > /home/sandbox/big").code == 1
+    else:
+        assert isinstance(answer, Ok), answer
+        assert sandbox.run("head -c 40000000 /dev/zero > /home/sandbox/big").code == 0
+        assert sandbox.run("head -c 40000000 /dev/zero >> /home/sandbox/big").code == 1
+    sandbox.teardown()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from sandkasten.app import open_supervisor
 from sandkasten.cli.serve import explain
 from sandkasten.config import Config, Disk, Server
 from sandkasten.errors import DiskReserve, InvalidRequest
-from sandkasten.model import Cause, ExecSpec, Limits, SessionSpec
+from sandkasten.model import Cause, ExecSpec, Limits, SessionPatch, SessionSpec
 
 SMALL = Limits(disk_mb=32, disk_inodes=2000)
 
@@ -63,3 +63,17 @@ async def test_a_disk_mode_that_can_not_be_had_fails_the_start(data_dir: Path) -
         async with open_supervisor(config):
             pytest.fail("the daemon started")
     assert "disk.mode btrfs can't be had here: " in (explain(refused.value) or "")
+
+
+async def test_a_disk_that_can_not_change_is_not_said_to_have_changed(data_dir: Path) -> None:
+    """The patch is refused as a whole, and what is on record is what holds."""
+    config = Config(data_dir=data_dir, server=Server(vessels=0), disk=Disk(mode="loop"))
+    async with open_supervisor(config) as supervisor:
+        session = await supervisor.create(SessionSpec(limits=SMALL))
+        with pytest.raises(InvalidRequest, match="keeps its size"):
+            await supervisor.update(session.id, SessionPatch(limits=attrs.evolve(SMALL, disk_mb=64, pids=99)))
+        with pytest.raises(InvalidRequest, match="out of range"):
+            await supervisor.update(session.id, SessionPatch(limits=attrs.evolve(SMALL, disk_mb=2**24)))
+        assert (await supervisor.get(session.id)).limits == SMALL
+        changed = await supervisor.update(session.id, SessionPatch(limits=attrs.evolve(SMALL, pids=99)))
+        assert changed.limits == attrs.evolve(SMALL, pids=99)
