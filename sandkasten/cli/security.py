@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import time
 
@@ -44,6 +45,7 @@ def _count_high(findings: list[Finding]) -> int:
 
 def _attack(config: Config, arguments: argparse.Namespace) -> list[Result]:
     require_root()
+    logging.getLogger().addHandler(logging.NullHandler())  # what goes wrong in the sessions is meant to
     if not arguments.json:
         print(HEADER, flush=True)
 

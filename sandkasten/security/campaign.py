@@ -13,7 +13,7 @@ import orjson
 import trio
 
 from sandkasten.config import Config
-from sandkasten.errors import InvalidRequest, SandkastenError
+from sandkasten.errors import InvalidRequest
 from sandkasten.model import Status
 from sandkasten.security.catalog import ATTACKS
 from sandkasten.security.field import ROOT, SANDBOX, Field, open_field
@@ -141,7 +141,7 @@ async def make_attack(field: Field, attempt: Attempt, *, user: str | None = None
             outcome = judge(attempt.expected, await attempt.run(field))
         except NotApplicable as reason:
             outcome = Outcome(NOT_APPLICABLE, str(reason))
-        except SandkastenError as error:
+        except Exception as error:  # noqa: BLE001 - whatever went wrong, it is no hold
             outcome = Outcome(BROKEN, f"{type(error).__name__}: {error}")
     duration_ms = round(1000 * (trio.current_time() - started))
     return Result(attempt, field.user if user is None else user, outcome.verdict, outcome.seen, duration_ms)

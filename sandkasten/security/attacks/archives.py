@@ -1,0 +1,191 @@
+"""Hostile archives: what an image to be imported may hold, and what must not happen.
+
+Each archive is imported into the field's own store; what lies beside it must stay as it was, and what an import lets
+through must be harmless in a session. Sources: tarfile(3), CVE descriptions, overlayfs.rst (whiteouts, xattrs).
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import tarfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import attrs
+import trio
+
+from sandkasten.errors import InvalidImage, SandkastenError
+from sandkasten.images.archive import import_tar
+from sandkasten.images.catalog import Catalog
+from sandkasten.model import SessionSpec
+from sandkasten.security.field import Field
+from sandkasten.security.probes.attempt import CANARY, Answers, Attempt, attempt
+
+_MAX_MEMBERS, _MAX_BYTES = 200, 4 << 20
+_HARMLESS = ("refused", "harmless")
+
+
+@attrs.frozen
+class Member:
+    """One entry of an archive."""
+
+    name: str
+    kind: bytes = tarfile.REGTYPE
+    content: bytes = b""
+    link: str = ""
+    mode: int = 0o755
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+_ROOT = (Member("etc", tarfile.DIRTYPE), Member("bin/sh", content=b"#!\n"))
+"""The least that is an image."""
+
+
+def _link(name: str, to: str) -> Member:
+    return Member(name, tarfile.SYMTYPE, link=to)
+
+
+def _long_chain(outside: str) -> list[Member]:
+    """A path of links so long that a check by path gives up before the kernel does."""
+    part, members, path = "d" * 240, [], ""
+    for letter in "abcdefghijklmnop":
+        members += [Member(f"{path}{part}", tarfile.DIRTYPE), _link(f"{path}{letter}", part)]
+        path += f"{part}/"
+    chain = "/".join("abcdefghijklmnop")
+    members += [_link(f"{chain}/{'l' * 254}", "../" * 16), _link("out", f"{chain}/{'l' * 254}/../../../..{outside}")]
+    return [*members, Member("out/evil", content=b"evil")]
+
+
+HOSTILE: dict[str, tuple[str, str, Callable[[str], Sequence[Member]]]] = {
+    "dotdot": ("names with ..", "CVE-2007-4559", lambda out: [Member("../" * 20 + out[1:] + "/evil", content=b"evil")]),
+    "absolute": ("absolute names", "CVE-2007-4559", lambda out: [Member(f"{out}/evil", content=b"evil")]),
+    "symlink": (
+        "a link out, then a file through it",
+        "CVE-2018-1002200",
+        lambda out: [_link("way", out), Member("way/evil", content=b"evil")],
+    ),
+    "link-chain": ("a chain of links too long to resolve", "CVE-2025-4517", _long_chain),
+    "hard-link": (
+        "a hard link to a file outside, then its content",
+        "CVE-2025-4330",
+        lambda out: [Member("secret", tarfile.LNKTYPE, link=f"{out}/secret"), Member("secret", content=b"evil")],
+    ),
+    "devices": (
+        "nodes of a disk and of memory, a FIFO",
+        "device access",
+        lambda out: [Member("dev0", tarfile.BLKTYPE), Member("mem", tarfile.CHRTYPE), Member("fifo", tarfile.FIFOTYPE)],
+    ),
+    "setuid": ("setuid files", "setuid escalation", lambda out: [Member("bin/su", content=b"#!", mode=0o6755)]),
+    "overlay-attributes": (
+        "attributes and whiteouts that an overlay believes",
+        "CVE-2023-0386",
+        lambda out: [
+            Member("dir", tarfile.DIRTYPE, headers=(("SCHILY.xattr.trusted.overlay.redirect", f"{out}"),)),
+            Member("bin/cap", headers=(("SCHILY.xattr.security.capability", "\x01\x00\x00\x02\xff\xff\xff\xff"),)),
+            Member("etc/.wh.passwd"),
+        ],
+    ),
+    "members": (
+        "more members than allowed",
+        "archive bomb",
+        lambda out: [Member(f"f{n}") for n in range(_MAX_MEMBERS)],
+    ),
+    "bytes": ("more bytes than allowed", "archive bomb", lambda out: [Member("big", content=bytes(_MAX_BYTES + 1))]),
+    "mount-points": (
+        "links at every place where something is mounted",
+        "CVE-2021-30465",
+        lambda out: [_link(name, out) for name in ("proc", "dev", "sys", "tmp", "run", "workspace", "home")],
+    ),
+    "libraries": (
+        "libraries and modules that PID 1 would load",
+        "CVE-2019-14271",
+        lambda out: [
+            Member(f"{place}/{name}", content=b"evil")
+            for place in ("lib", "lib64", "usr/lib", "usr/lib/python3")
+            for name in ("libnss_files.so.2", "libc.so.6", "encodings/__init__.py", "os.py")
+        ],
+    ),
+}
+"""By name: in words, what it stands for, and the members for a directory outside."""
+
+
+async def _import(field: Field, members: Sequence[Member], name: str) -> Answers:
+    before = await trio.to_thread.run_sync(_tree, field.outside)
+    said = await trio.to_thread.run_sync(_try, field, members, name)
+    if said == "imported":
+        said = await _use(field, name)
+    after = await trio.to_thread.run_sync(_tree, field.outside)
+    return {"import": said, "outside": "harmless" if after == before else f"changed: {sorted(after)}"}
+
+
+def _try(field: Field, members: Sequence[Member], name: str) -> str:
+    catalog, tar = Catalog(field.config.data_dir), field.config.data_dir / f"{name}.tar"
+    try:
+        _write(tar, [*_ROOT, *members])
+        import_tar(catalog, name, tar, max_members=_MAX_MEMBERS, max_bytes=_MAX_BYTES)
+    except InvalidImage:
+        return "refused"
+    finally:
+        tar.unlink()
+    wrong = _find_wrong(catalog.rootfs_path(name))
+    return f"left {', '.join(wrong)}" if wrong else "imported"
+
+
+async def _use(field: Field, name: str) -> str:
+    """Make a session of what was imported: it must be one that sees nothing of the host, or none."""
+    try:
+        session = await field.supervisor.create(SessionSpec(image=name))
+    except SandkastenError:
+        return "harmless"
+    try:
+        async with field.supervisor.open_read(session.id, "/workspace/secret", max_bytes=4096) as reader:
+            content = b"".join([piece async for piece in reader])
+    except SandkastenError:
+        content = b""
+    finally:
+        with trio.move_on_after(30 * field.patience, shield=True):
+            await field.supervisor.destroy(session.id)
+    return "a session saw the host's file" if CANARY.encode() in content else "harmless"
+
+
+def _write(path: Path, members: Sequence[Member]) -> None:
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
+        for each in members:
+            info = tarfile.TarInfo(each.name)
+            info.type, info.mode, info.linkname = each.kind, each.mode, each.link
+            info.pax_headers = dict(each.headers)
+            info.devmajor, info.devminor, info.size = 8, 0, len(each.content)
+            archive.addfile(info, io.BytesIO(each.content))
+
+
+def _tree(directory: Path) -> dict[str, bytes]:
+    """Return every file below a directory with its content."""
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def _find_wrong(root: Path) -> list[str]:
+    """Return what an image must not hold: devices, privileged bits, attributes of overlays and capabilities."""
+    wrong = []
+    for directory, names, files in os.walk(root):
+        for name in [*names, *files]:
+            path = os.path.join(directory, name)
+            status = os.lstat(path)
+            if stat.S_ISBLK(status.st_mode) or stat.S_ISCHR(status.st_mode) or stat.S_ISFIFO(status.st_mode):
+                wrong.append(f"node {name}")
+            if stat.S_ISREG(status.st_mode) and status.st_mode & (stat.S_ISUID | stat.S_ISGID):
+                wrong.append(f"setuid {name}")
+            attributes = os.listxattr(path, follow_symlinks=False)
+            wrong += [f"{each} {name}" for each in attributes if each.startswith(("trusted.", "security.capab"))]
+    return wrong
+
+
+def _attempt(name: str, what: str, stands_for: str, make: Callable[[str], Sequence[Member]]) -> Attempt:
+    async def run(field: Field) -> Answers:
+        return await _import(field, make(str(field.outside)), f"hostile-{name}")
+
+    return attempt(f"archives.{name}", f"import an archive with {what}", stands_for, _HARMLESS, users=("",))(run)
+
+
+ARCHIVES = tuple(_attempt(name, *each) for name, each in HOSTILE.items())

@@ -1,0 +1,258 @@
+"""Attacks that use things up: processes, memory, disk, inodes, logs, time. Another session must go on answering.
+
+Each is made in a session with small limits, so that the machine is not what is measured. "answers" is what a session
+that has no part in it says meanwhile. Sources: cgroups(7), tmpfs(5), getrlimit(2).
+"""
+
+from __future__ import annotations
+
+import trio
+
+from sandkasten.model import Cause, ExecSpec, OnDisconnect
+from sandkasten.security.field import SMALL, Field
+from sandkasten.security.probes.attempt import Answers, attempt, collect
+
+_MIB = 1 << 20
+_FULL = ("ENOSPC", "EDQUOT")
+_FILL = """
+import errno, os
+written = 0
+try:
+    with open({path!r}, "wb", buffering=0) as file:
+        while written < {limit}:
+            written += file.write(bytes(1 << 20))
+        os.fsync(file.fileno())
+    print(written >> 20, "MiB written")
+except OSError as error:
+    print(errno.errorcode[error.errno])
+if os.path.exists({path!r}):
+    os.unlink({path!r})
+"""
+_FILL_INODES = """
+import errno, os
+os.makedirs({path!r}, exist_ok=True)
+os.chdir({path!r})
+made = 0
+try:
+    while made < {limit}:
+        os.close(os.open(str(made), os.O_CREAT | os.O_WRONLY))
+        made += 1
+    print(made, "files made")
+except OSError as error:
+    print(errno.errorcode[error.errno])
+for name in range(made):
+    os.unlink(str(name))
+"""
+_FORK_BOMB = """
+import os, time
+end = time.monotonic() + 1.5
+while time.monotonic() < end:
+    try:
+        os.fork()
+    except OSError:
+        pass
+time.sleep(60)
+"""
+
+
+async def _during(field: Field, session_id: str, argv: tuple[str, ...], *, run_s: float) -> str:
+    """Return what the witness says while a program runs in a session for so long; the program is ended then."""
+    spec = ExecSpec(argv=argv, user=field.exec_user, timeout_ms=round(30_000 * field.patience))
+    async with field.supervisor.open_exec(session_id, spec, on_disconnect=OnDisconnect.CANCEL) as stream:
+        async with trio.open_nursery() as nursery:
+
+            async def drain() -> None:
+                async for _ in stream:
+                    pass
+
+            nursery.start_soon(drain)
+            await trio.sleep(run_s)
+            witness = await field.ask_witness()
+            nursery.cancel_scope.cancel()
+        await stream.cancel()
+    return witness
+
+
+async def _still_answers(field: Field, session_id: str) -> str:
+    """Return `answers` if the session itself is of use again."""
+    for _ in range(20):
+        result = await field.supervisor.exec(session_id, ExecSpec("echo here", timeout_ms=round(5000 * field.patience)))
+        if result.stdout == b"here\n":
+            return "answers"
+        await trio.sleep(0.05)
+    return f"says {result.output[:60]!r}"
+
+
+def _python(program: str) -> tuple[str, ...]:
+    return ("python3", "-I", "-S", "-c", program)
+
+
+@attempt("exhaustion.fork-bomb", "use up all processes", "fork bomb", ("answers", "within the limit"))
+async def bomb_with_forks(field: Field) -> Answers:
+    async with field.session(SMALL) as session_id:
+        witness = await _during(field, session_id, _python(_FORK_BOMB), run_s=1.0)
+        stats = await field.supervisor.stats(session_id)
+        return {
+            "witness": witness,
+            "processes": "within the limit" if stats.pids <= SMALL.pids else str(stats.pids),
+            "session": await _still_answers(field, session_id),
+        }
+
+
+@attempt("exhaustion.memory", "use up the machine's memory", "memory bomb", ("answers", "oom", "within the limit"))
+async def bomb_memory(field: Field) -> Answers:
+    async with field.session(SMALL) as session_id:
+        program = "x = [bytearray(b'x' * (8 << 20)) for _ in range(200)]"
+        result = await field.python(session_id, program)
+        stats = await field.supervisor.stats(session_id)
+        peak = stats.memory_peak_bytes
+        return {
+            "program": "oom" if result.end.cause in (Cause.OOM, Cause.SIGNALLED) else str(result.end.cause),
+            "peak": "within the limit" if peak <= SMALL.memory_mb * _MIB else f"{peak // _MIB} MiB",
+            "witness": await field.ask_witness(),
+            "session": await _still_answers(field, session_id),
+        }
+
+
+@attempt("exhaustion.swap", "push memory into the machine's swap", "memory bomb", ("within the limit",))
+async def use_swap(field: Field) -> Answers:
+    """Twice the limit would fit into a swap that is not counted."""
+    async with field.session(SMALL) as session_id:
+        size = 2 * SMALL.memory_mb * _MIB
+        result = await field.python(
+            session_id, f"x = bytearray({size}); x[::4096] = b'x' * len(x[::4096]); print('had it')"
+        )
+        return {"twice the limit": "within the limit" if b"had it" not in result.stdout else "had it"}
+
+
+@attempt("exhaustion.cpu", "use up the machine's processors", "starvation", ("answers", "within the limit"))
+async def spin(field: Field) -> Answers:
+    async with field.session(SMALL) as session_id:
+        before, started = await field.supervisor.stats(session_id), trio.current_time()
+        program = "import os\nfor _ in range(4): os.fork()\nwhile True: pass"
+        witness = await _during(field, session_id, _python(program), run_s=1.0)
+        used = (await field.supervisor.stats(session_id)).cpu_usage_usec - before.cpu_usage_usec
+        share = used / 1e6 / (trio.current_time() - started)
+        bound = SMALL.cpu * 1.5 + 0.2  # the kernel counts in periods of 100 ms
+        return {"witness": witness, "share": "within the limit" if share <= bound else f"{share:.2f} cores"}
+
+
+@attempt("exhaustion.disk", "fill the host's disk", "disk filling", (*_FULL, "answers"), layer="disk")
+async def fill_disk(field: Field) -> Answers:
+    return await _fill(field, _FILL.format(path="/workspace/big", limit=3 * SMALL.disk_mb * _MIB))
+
+
+@attempt(
+    "exhaustion.inodes", "use up the inodes of the host's disk", "inode filling", (*_FULL, "answers"), layer="disk"
+)
+async def fill_inodes(field: Field) -> Answers:
+    """One file for every two KiB of the limit: twice as many as a disk of that size has when it is made."""
+    return await _fill(field, _FILL_INODES.format(path="/workspace/many", limit=SMALL.disk_mb * _MIB // 2048))
+
+
+@attempt(
+    "exhaustion.tmp", "fill memory by way of /tmp, /dev/shm and /run", "memory bomb", (*_FULL, "EACCES", "answers")
+)
+async def fill_tmp(field: Field) -> Answers:
+    """Their pages are the session's memory: full must be an error, not the death of PID 1."""
+    answers: dict[str, str] = {}
+    for path in ("/tmp/big", "/dev/shm/big", "/run/big"):
+        found = await _fill(field, _FILL.format(path=path, limit=200 * _MIB))
+        answers |= {f"{name} {path}": each for name, each in found.items()}
+    return answers
+
+
+@attempt("exhaustion.tmp-inodes", "use up memory by files without content", "inode filling", (*_FULL, "answers"))
+async def fill_tmp_inodes(field: Field) -> Answers:
+    return await _fill(field, _FILL_INODES.format(path="/tmp/many", limit=200_000))
+
+
+async def _fill(field: Field, program: str) -> Answers:
+    async with field.session(SMALL) as session_id:
+        result = await field.python(session_id, program, timeout_s=15)
+        lines = result.stdout.split()
+        said = " ".join(each.decode() for each in lines) or f"{result.end.cause}: {result.stderr[-80:].decode()}"
+        return {
+            "file": said,
+            "witness": await field.ask_witness(),
+            "session": await _still_answers(field, session_id),
+        }
+
+
+@attempt("exhaustion.log-flood", "flood the daemon with output", "log flooding", ("answers", "bounded"))
+async def flood(field: Field) -> Answers:
+    async with field.session(SMALL) as session_id:
+        spec = ExecSpec("yes flood | head -c 200000000", stateless=True, user=field.exec_user)
+        async with trio.open_nursery() as nursery:
+
+            async def write() -> None:
+                await field.supervisor.exec(session_id, spec)
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(write)
+            await trio.sleep(0.3)
+            witness = await field.ask_witness()
+            nursery.cancel_scope.cancel()
+        kept = (await field.supervisor.stats(session_id)).spool_bytes
+        bound = (field.config.runs.keep_mb + 8) * _MIB
+        return {
+            "witness": witness,
+            "kept": "bounded" if kept <= bound else f"{kept // _MIB} MiB",
+            "session": await _still_answers(field, session_id),
+        }
+
+
+@attempt("exhaustion.orphans", "leave PID 1 a thousand dead children", "zombie flood", ("answers", "reaped"))
+async def leave_orphans(field: Field) -> Answers:
+    program = """
+import os
+for _ in range(1000):
+    pid = os.fork()
+    if pid == 0:
+        if os.fork() == 0:
+            os._exit(0)
+        os._exit(0)
+    os.waitpid(pid, 0)
+"""
+    async with field.session(SMALL) as session_id:
+        result = await field.python(session_id, program, timeout_s=15)
+        stats = await field.supervisor.stats(session_id)
+        return {
+            "children": "reaped"
+            if result.end.exit_code == 0 and stats.pids < SMALL.pids // 2
+            else f"{stats.pids} left",
+            "session": await _still_answers(field, session_id),
+        }
+
+
+@attempt("exhaustion.everyone", "signal every process there is, SIGKILL and SIGSTOP", "denial of service", ("answers",))
+async def signal_everyone(field: Field) -> Answers:
+    async with field.session(SMALL) as session_id:
+        for name in ("STOP", "KILL"):
+            await field.run(session_id, f"kill -{name} -1", timeout_s=2)
+        return {"session": await _still_answers(field, session_id), "witness": await field.ask_witness()}
+
+
+@attempt(
+    "exhaustion.deep-tree", "leave a tree that can't be removed", "denial of service by clean-up", ("gone", "answers")
+)
+async def leave_deep_tree(field: Field) -> Answers:
+    """Three thousand directories deep, and some that their owner locked."""
+    program = """
+import os
+os.chdir("/workspace")
+os.mkdir("locked"); os.mkdir("locked/in"); os.chmod("locked", 0)
+for _ in range(3000):
+    os.mkdir("d"); os.chdir("d")
+"""
+    async with field.session() as session_id:
+        await field.python(session_id, program)
+    place = trio.Path(field.config.data_dir) / "sessions" / session_id
+    with trio.move_on_after(10 * field.patience):
+        while await place.exists():  # noqa: ASYNC110 - removed in the background, by a process that tells nobody
+            await trio.sleep(0.02)
+        return {"session directory": "gone", "witness": await field.ask_witness()}
+    return {"session directory": "still there"}
+
+
+EXHAUSTION = collect(globals())

@@ -1,0 +1,33 @@
+"""The catalogue of attempts and what docs/security.md says of it are the same."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from sandkasten.security.campaign import catalogue
+from sandkasten.security.probes.attempt import Attempt
+from sandkasten.security.report import HEADER
+
+TEXT = (Path(__file__).parents[2] / "docs/security.md").read_text()
+SECTION = TEXT.partition("## Attack it yourself")[2]
+
+
+def test_the_documented_classes_are_those_of_the_catalogue() -> None:
+    """Each class is named once, and none that there is not."""
+    listed = SECTION.partition("- The classes:")[2].partition("`--only")[0]
+    named = re.findall(r"`([a-z_]+)`", listed)
+    assert sorted(named) == sorted({each.group for each in catalogue()})
+
+
+def test_the_documented_attempts_exist_as_shown() -> None:
+    """The excerpt's lines name attempts, what they stand for and the user as the table does today."""
+    known: dict[str, Attempt] = {each.id: each for each in catalogue()}
+    table = SECTION.split("```")[1].strip().splitlines()
+    assert table[0] == HEADER
+    assert len(table) > 5
+    for line in table[1:]:
+        verdict, name, user = line.split()[:3]
+        assert verdict == "held"
+        assert user == "-" or user in known[name].users
+        assert known[name].stands_for in line
