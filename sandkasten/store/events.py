@@ -7,6 +7,7 @@ the newest cursor behind which everything is still kept; it only ever rises.
 from __future__ import annotations
 
 import logging
+import re
 import sqlite3
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -14,11 +15,12 @@ from datetime import UTC, datetime
 import attrs
 import orjson
 
-from sandkasten.model import Event, EventType
+from sandkasten.model import SESSION_ID, Event, EventType
 from sandkasten.store.checked import count_of
 
 log = logging.getLogger(__name__)
 
+_CURSOR = re.compile(r"[0-9a-f-]{1,25}\Z")
 _EPOCH_KEY = "events_epoch"
 _FLOOR_KEY = "events_floor"
 
@@ -55,12 +57,17 @@ class Purged:
 
 
 def open_journal(database: sqlite3.Connection, *, now_ms: int) -> JournalState:
-    """Take the next epoch. It follows the clock, so that none comes again after the file was lost or a power cut undid
-    the last writes, and the last epoch, so that none comes again after the clock was set back."""
+    """Take the next epoch, and forget a floor that is none. The epoch follows the clock, so that none comes again after
+    the file was lost or a power cut undid the last writes, and the last one, so that none comes again after the clock
+    was set back."""
     epoch = max(count_of(_node_value(database, _EPOCH_KEY)) + 1, now_ms)
     database.execute("INSERT OR REPLACE INTO node (key, value) VALUES (?, ?)", (_EPOCH_KEY, str(epoch)))
     rows: int = database.execute("SELECT COUNT(*) FROM events").fetchone()[0]
-    return JournalState(epoch, _node_value(database, _FLOOR_KEY), rows)
+    floor = _node_value(database, _FLOOR_KEY)
+    if floor is not None and not _CURSOR.match(floor):
+        database.execute("DELETE FROM node WHERE key = ?", (_FLOOR_KEY,))
+        floor = None
+    return JournalState(epoch, floor, rows)
 
 
 def append_events(database: sqlite3.Connection, events: Sequence[Event], *, floor: str | None) -> int:
@@ -120,5 +127,9 @@ def _event_or_none(database: sqlite3.Connection, row: sqlite3.Row) -> Event | No
 
 
 def _from_row(row: sqlite3.Row) -> Event:
+    """Raises ValueError, OverflowError or OSError unless the row is one that `_to_row` could have made."""
+    data = orjson.loads(row["data"])
+    if not _CURSOR.match(row["cursor"]) or not SESSION_ID.match(row["session_id"]) or not isinstance(data, dict):
+        raise ValueError("no event")
     time = datetime.fromtimestamp(row["time_ms"] / 1000, UTC)
-    return Event(row["cursor"], time, EventType(row["type"]), row["session_id"], orjson.loads(row["data"]))
+    return Event(row["cursor"], time, EventType(row["type"]), row["session_id"], data)

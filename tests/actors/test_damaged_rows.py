@@ -138,12 +138,14 @@ async def test_a_damaged_event_costs_no_other_event(store: Ref, tmp_path: Path) 
         ("000000000001-000000000001", 1, "no.such.type", "{}"),
         ("000000000001-000000000002", 2**62, "session.destroyed", "{}"),
         ("000000000001-000000000003", 1, "session.destroyed", "no json"),
-        ("000000000001-000000000004", 1, "session.destroyed", "{}"),
+        ("000000000001-000000000004", 1, "session.destroyed", "[]"),
+        ("000000000001-00000000000x", 1, "session.destroyed", "{}"),
+        ("000000000001-000000000009", 1, "session.destroyed", "{}"),
     ]
     for cursor, time_ms, kind, data in rows:
         _damage(tmp_path / "test.db", "INSERT INTO events VALUES (?, ?, ?, ?, ?)", cursor, time_ms, kind, VICTIM, data)
     page = await store.ask(ReadEvents("", "f", None, 1))
-    assert [event.cursor for event in page.events] == ["000000000001-000000000004"]
+    assert [event.cursor for event in page.events] == ["000000000001-000000000009"]
     assert state.rows == 0
 
 
@@ -153,6 +155,14 @@ async def test_a_damaged_counter_is_begun_anew(store: Ref, tmp_path: Path, value
     await store.ask(OpenJournal(1))
     _damage(tmp_path / "test.db", "UPDATE node SET value = ? WHERE key = 'events_epoch'", value)
     assert (await store.ask(OpenJournal(1_700_000_000_000))).epoch == 1_700_000_000_000
+
+
+async def test_a_damaged_floor_is_forgotten(store: Ref, tmp_path: Path) -> None:
+    """It would else hide every event there will ever be."""
+    await store.ask(AppendEvents([], "000000000001-000000000001"))
+    _damage(tmp_path / "test.db", "UPDATE node SET value = 'zzz' WHERE key = 'events_floor'")
+    assert (await store.ask(OpenJournal(1))).floor is None
+    assert (await store.ask(ReadEvents("", "f", None, 1))).floor == ""
 
 
 def _type(value: object) -> str:
