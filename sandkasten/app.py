@@ -23,12 +23,13 @@ from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config, ConfigError
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.host import ensure_host_image
-from sandkasten.machine import Machine, Protection, System
+from sandkasten.machine import Machine, System
 from sandkasten.runtime import precheck
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.protections import Situation, lacking, protections
 from sandkasten.store import sessions as session_store
 from sandkasten.store.database import DatabaseTooNew, open_database
+from sandkasten.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -150,27 +151,31 @@ def require_protections(config: Config, machine: Machine) -> None:
     Raises:
         ConfigError: one line for each required protection that is missing, with its fix.
     """
-    _require(protections(Situation(config, machine)), config)
+    _require(lacking(config, protections(Situation(config, machine)), before_start=True))
 
 
 async def _guard(
-    supervisor: LocalSupervisor,
+    supervisor: Supervisor,
     config: Config,
     told: Callable[[System], None] | None,
     *,
-    task_status: trio.TaskStatus[None],
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Stop the start when nsinit found less than is required; before anybody can connect, and without ending what was
-    adopted."""
+    adopted.
+
+    Raises:
+        ConfigError: one line for each required protection that is missing, with its fix.
+    """
     system = await supervisor.system()
-    _require(system.protections, config)
+    _require(lacking(config, system.protections))
     if told is not None:
         told(system)
     task_status.started()
 
 
-def _require(found: Sequence[Protection], config: Config) -> None:
-    if lacks := lacking(config, found):
+def _require(lacks: Sequence[str]) -> None:
+    if lacks:
         raise ConfigError("\n".join(lacks))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import sys
 from collections.abc import Mapping
 
 import attrs
@@ -22,13 +23,6 @@ CONTAINER_FIX = (
     "docker run --privileged --cgroupns=host -v sandkasten:/var/lib/sandkasten ... (podman: the same, as root); "
     "a container without privilege can't make sandboxes"
 )
-APPARMOR_FIX = """\
-put this into /etc/apparmor.d/sandkasten and run `apparmor_parser -r /etc/apparmor.d/sandkasten`:
-abi <abi/4.0>,
-include <tunables/global>
-profile sandkasten /**/bin/{sandkasten,python3*} flags=(unconfined) {
-  userns,
-}"""
 
 
 @attrs.frozen
@@ -85,8 +79,19 @@ def _namespace_fix(host: Host) -> str:
     if host.sysctls.get("kernel/unprivileged_userns_clone") == "0":
         return "sysctl -w kernel.unprivileged_userns_clone=1"
     if host.sysctls.get("kernel/apparmor_restrict_unprivileged_userns") == "1":
-        return APPARMOR_FIX
+        return apparmor_fix(os.path.realpath(sys.executable))
     return ""
+
+
+def apparmor_fix(program: str) -> str:
+    """Return the profile that lets a program make user namespaces, and how to load it."""
+    return f"""\
+put this into /etc/apparmor.d/sandkasten and run `apparmor_parser -r /etc/apparmor.d/sandkasten`:
+abi <abi/4.0>,
+include <tunables/global>
+profile sandkasten {program} flags=(unconfined) {{
+  userns,
+}}"""
 
 
 def read(path: str) -> str:

@@ -84,6 +84,10 @@ _ENTRIES: Mapping[str, Entry] = {
 }
 
 
+_TOLD_BY_NSINIT = frozenset({"disk"})
+"""A start makes no trial of its own of these: nsinit does, and refuses or reports."""
+
+
 def protections(now: Situation) -> tuple[Protection, ...]:
     """Return every protection as it is in force."""
     found = ((name, _from_checks(now, name)) for name in PROTECTIONS)
@@ -108,13 +112,16 @@ def is_required(config: Config, name: str) -> bool:
     return PROTECTIONS[name] is Need.PROMISED and name not in config.isolation.allow_missing
 
 
-def lacking(config: Config, found: Sequence[Protection]) -> list[str]:
+def lacking(config: Config, found: Sequence[Protection], *, before_start: bool = False) -> list[str]:
     """Return one sentence for each protection without which the start is refused; none: all is well.
 
-    What the configuration lists as required must be fully on; what is required by itself may fall back.
+    What the configuration lists as required must be fully on; what is required by itself may fall back. `before_start`:
+    what only nsinit can tell, and has not yet, is no reason.
     """
     sentences = []
     for each in found:
+        if before_start and each.name in _TOLD_BY_NSINIT and each.state is State.UNKNOWN:
+            continue
         good = {State.ON} if each.name in config.isolation.required else {State.ON, State.DEGRADED}
         if each.required and each.state not in good:
             sentences.append(_sentence(each))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -132,6 +134,7 @@ def test_the_same_failure_has_another_cure_elsewhere(tmp_path: Path) -> None:
     assert advise("user_namespace", errno.EPERM, debian, "usual") == "sysctl -w kernel.unprivileged_userns_clone=1"
     ubuntu = Host(sysctls={"kernel/apparmor_restrict_unprivileged_userns": "1"})
     assert "\n  userns,\n" in advise("user_namespace", errno.EACCES, ubuntu, "usual")
+    assert os.path.realpath(sys.executable) in advise("user_namespace", errno.EACCES, ubuntu, "usual")
     assert advise("overlay", errno.EACCES, ubuntu, "usual") == "usual"
     assert "--privileged" in advise("overlay", errno.EPERM, docker, "usual")
     assert "--security-opt seccomp=unconfined" in advise("mounts", errno.ENOSYS, docker, "usual")
