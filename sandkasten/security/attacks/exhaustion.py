@@ -234,6 +234,28 @@ async def signal_everyone(field: Field) -> Answers:
 
 
 @attempt(
+    "exhaustion.root-signals",
+    "send PID 1 every signal there is, with the capability to",
+    "denial of service",
+    ("answers",),
+    users=("root",),
+)
+async def signal_pid_1(field: Field) -> Answers:
+    """The kernel takes them; from its own namespace none may end or stop the first process."""
+    program = """
+import os
+for number in range(1, 65):
+    try:
+        os.kill(1, number)
+    except OSError:
+        pass
+"""
+    async with field.session(SMALL) as session_id:
+        await field.python(session_id, program)
+        return {"session": await _still_answers(field, session_id), "witness": await field.ask_witness()}
+
+
+@attempt(
     "exhaustion.deep-tree", "leave a tree that can't be removed", "denial of service by clean-up", ("gone", "answers")
 )
 async def leave_deep_tree(field: Field) -> Answers:

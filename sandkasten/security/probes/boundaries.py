@@ -6,6 +6,7 @@ the privilege is there. Sources: namespaces(7), user_namespaces(7), capabilities
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -14,7 +15,7 @@ import struct
 import time
 
 from sandkasten.security.probes.attempt import Answers, Target, attempt, collect
-from sandkasten.security.probes.kernel import answer, buffer, call, calls, get, number, raw, reading
+from sandkasten.security.probes.kernel import answer, buffer, call, calls, get, number, opening, raw, reading
 
 _NO_NAMESPACE = ("EPERM", "ENOSPC", "ENOSYS")
 _NO_PRIVILEGE = ("EPERM", "ENOSYS")
@@ -23,9 +24,8 @@ _KINDS = {"mnt": 0x20000, "cgroup": 0x2000000, "uts": 0x4000000, "ipc": 0x800000
 _MS_REMOUNT, _MS_BIND, _MS_MOVE, _MS_PRIVATE = 32, 4096, 8192, 1 << 18
 _NS_GET_USERNS, _NS_GET_PARENT = 0xB701, 0xB702
 
-_HARMLESS_CAPABILITIES = 0b11_1111_1111
-"""What root inside may have at most over the session's own files and processes: CHOWN to SETPCAP and LINUX_IMMUTABLE
-are 0 to 9; everything above reaches the network, devices or the kernel."""
+_OF_ROOT_INSIDE = 0b1111_1011
+"""CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID: over what is the session's own, nothing else."""
 
 
 @attempt("namespaces.unshare", "make a namespace of each kind", "CVE-2022-0185", _NO_NAMESPACE, control="host")
@@ -130,7 +130,7 @@ def set_clock(target: Target) -> Answers:
     control="host",
 )
 def have_capabilities(target: Target) -> Answers:
-    allowed = _HARMLESS_CAPABILITIES if os.getuid() == 0 else 0
+    allowed = _OF_ROOT_INSIDE if os.getuid() == 0 else 0
     with open("/proc/self/status") as file:
         found = {line.split(":")[0]: int(line.split()[1], 16) for line in file if line.startswith("Cap")}
     return {name: f"{value:x}" if value & ~allowed else "none" for name, value in found.items()}
@@ -170,12 +170,43 @@ def become_root(target: Target) -> Answers:
     }
 
 
-@attempt("capabilities.runner", "become the user of PID 1", "runner impersonation", ("EPERM", "EINVAL"))
+@attempt(
+    "capabilities.runner",
+    "become the user of PID 1",
+    "runner impersonation",
+    ("EPERM", "EINVAL"),
+    users=("sandbox",),
+)
 def become_runner(target: Target) -> Answers:
     """Its uid could signal it, and open the files that only it may."""
     return {
         "setresuid": answer(os.setresuid, 65535, 65535, 65535),
         "setresgid": answer(os.setresgid, 65535, 65535, 65535),
+    }
+
+
+@attempt(
+    "capabilities.as-runner",
+    "reach PID 1 as its own user, which root inside can become",
+    "runner impersonation",
+    ("EPERM", "EACCES", "ENOENT", "ESRCH", "ENOSYS"),
+    users=("root",),
+)
+def reach_as_runner(target: Target) -> Answers:
+    """The same id is not enough: PID 1 is not dumpable, and its memory belongs to the initial user namespace."""
+    os.setgroups([65535])
+    os.setresgid(65535, 65535, 65535)
+    os.setresuid(65535, 65535, 65535)
+    local = buffer(8)
+    vector = struct.pack("QQ", ctypes.addressof(local), 8)
+    answers = opening(
+        [f"/proc/1/{name}" for name in ("mem", "environ", "maps", "exe", "fd/3", "root", "ns/mnt")], os.O_RDONLY
+    )
+    return answers | {
+        "ptrace": call("ptrace", 16, 1, 0, 0),
+        "process_vm_readv": call("process_vm_readv", 1, vector, 1, vector, 1, 0),
+        "setns": call("setns", get("pidfd_open", 1, 0), _KINDS["mnt"]),
+        "pidfd_getfd": call("pidfd_getfd", get("pidfd_open", 1, 0), 3, 0),
     }
 
 

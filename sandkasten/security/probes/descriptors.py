@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import stat
 import struct
 
 from sandkasten.security.probes.attempt import Answers, Target, attempt, collect
@@ -98,9 +99,10 @@ def overwrite_program(target: Target) -> Answers:
     "descriptors.false-credentials",
     "claim on a socket to be PID 1 or root of the host",
     "forged SCM_CREDENTIALS",
-    ("EPERM",),
+    ("EPERM", "EINVAL"),
 )
 def claim_credentials(target: Target) -> Answers:
+    """Root inside may send any id of the session's own; the runner has no socket that it could be sent to."""
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
 
     def send(pid: int, uid: int) -> None:
@@ -108,28 +110,38 @@ def claim_credentials(target: Target) -> Answers:
         left.sendmsg([b"x"], [(socket.SOL_SOCKET, 2, ids)])  # SCM_CREDENTIALS
 
     with left, right:
-        return {
-            "pid 1": answer(send, 1, os.getuid()),
-            "uid of PID 1": answer(send, os.getpid(), 65535),
-        }
+        answers = {"pid 1": answer(send, 1, os.getuid()), "uid that is none": answer(send, os.getpid(), 1 << 20)}
+        if os.getuid():
+            answers["uid of PID 1"] = answer(send, os.getpid(), 65535)
+    return answers
 
 
 @attempt(
     "descriptors.runner-connection", "connect to the runner's socket by any name", "runner impersonation", ("no name",)
 )
 def reach_runner(target: Target) -> Answers:
-    """It was bound outside; inside it has neither a path nor an entry."""
+    """It was bound outside; inside it has neither a path nor an entry. Root may look into the runner's directory."""
     with open("/proc/net/unix") as file:
         bound = [line.split()[7] for line in file.readlines()[1:] if len(line.split()) > 7]
     names = [name for name in bound if "sock" in name or "sandkasten" in name]
-    listed = answer(os.listdir, "/run/sandkasten")
     answers = {"/proc/net/unix": ", ".join(names) or "no name"}
     for path in ("/run/sandkasten/r.sock", "/run/r.sock"):
         with socket.socket(socket.AF_UNIX) as client:
             reason = client.connect_ex(path)
         answers[path] = "no name" if reason in (errno.ENOENT, errno.EACCES) else errno.errorcode.get(reason, "ok")
-    answers["directory"] = "no name" if listed in ("EACCES", "EPERM") else f"listing: {listed}"
+    answers["directory"] = _sockets_in("/run/sandkasten")
     return answers
+
+
+def _sockets_in(path: str) -> str:
+    try:
+        names = os.listdir(path)
+    except PermissionError:
+        return "no name"
+    if os.getuid():
+        return f"{len(names)} entries may be listed"
+    sockets = [name for name in names if stat.S_ISSOCK(os.lstat(f"{path}/{name}").st_mode)]
+    return ", ".join(sockets) or "no name"
 
 
 @attempt(

@@ -207,7 +207,7 @@ def _pidfd_of_init() -> int:
 # Signals ----------------------------------------------------------------------------------------------------------
 
 
-@attempt("signals.kill-pid1", "send PID 1 every kind of signal", "denial of service", _GONE)
+@attempt("signals.kill-pid1", "send PID 1 signals of every kind", "denial of service", _GONE, users=("sandbox",))
 def kill_pid_1(target: Target) -> Answers:
     return {each.name: answer(os.kill, 1, each) for each in _KILLING}
 
@@ -217,6 +217,7 @@ def kill_pid_1(target: Target) -> Answers:
     "signal PID 1 through a pidfd, its thread, a queued signal",
     "denial of service",
     _GONE + _FILTERED,
+    users=("sandbox",),
 )
 def signal_other_ways(target: Target) -> Answers:
     info, pidfd = buffer(128), _pidfd_of_init()
