@@ -6,6 +6,7 @@ not protected (in the neighbour itself, outside as root, with a layer switched o
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import re
@@ -40,7 +41,8 @@ Results = dict[tuple[str, str], Result]
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    """All attempts, made once."""
+    """All attempts, made once: longer than a test may take on its own."""
+    faulthandler.cancel_dump_traceback_later()
     with tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory:
         made = trio.run(_attack, Config(data_dir=Path(directory)))
         assert os.listdir(directory) == []

@@ -94,6 +94,13 @@ def check_protections(config: Config) -> Iterator[Finding]:
             "calls that the strict profile refuses reach the kernel",
             "security.seccomp: strict",
         )
+    for name in config.isolation.allow_missing:
+        yield medium(
+            "isolation.allow-missing",
+            f"sandboxes are made without {name} where the machine lacks it",
+            "what it holds back, nothing else may",
+            f"isolation.allow_missing without {name}; `sandkasten doctor` says how to get it",
+        )
     mode = str(config.defaults.network_mode)
     if mode in ("host", "bridge"):
         report = high if mode == "host" else medium
