@@ -30,7 +30,7 @@ from sandkasten.security.probes.neighbour import PLANTED
 SANDBOX, ROOT = "sandbox", "root"
 USERS = (SANDBOX, ROOT)
 PROBES = "/tmp/probes.zip"
-SMALL = Limits(cpu=0.5, memory_mb=96, pids=48, disk_mb=24)
+SMALL = Limits(cpu=0.5, memory_mb=96, pids=48, disk_mb=24, disk_inodes=2000)
 """What a session gets whose limits are tried."""
 
 _ORDINARY = Limits(cpu=1.0, memory_mb=256, pids=128, disk_mb=64)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sandkasten.config import Config, Defaults, Isolation, Runs, Security, Server
+from sandkasten.config import Config, Defaults, Disk, Isolation, Runs, Security, Server
 from sandkasten.security.posture import machine, places, settings
 from sandkasten.security.posture.finding import Finding, Severity, high, in_order, low, medium
 
@@ -51,6 +51,8 @@ def test_beyond_loopback_is_a_finding(address: str, found: bool) -> None:
         (Config(security=Security(seccomp="off")), ["seccomp.off"]),
         (Config(security=Security(seccomp="mvp")), ["seccomp.weak"]),
         (Config(isolation=Isolation(allow_missing=("seccomp",))), ["isolation.allow-missing"]),
+        (Config(disk=Disk(mode="none")), ["disk.none"]),
+        (Config(disk=Disk(mode="tmpfs")), []),
         (Config(server=Server(log_level="debug")), ["log.debug"]),
         (Config(runs=Runs(allow_unlimited=True)), ["runs.unlimited"]),
         (Config(defaults=Defaults(mem_limit_mb=40 << 10)), ["limits.memory"]),

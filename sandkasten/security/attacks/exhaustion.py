@@ -146,8 +146,7 @@ async def fill_disk(field: Field) -> Answers:
     "exhaustion.inodes", "use up the inodes of the host's disk", "inode filling", (*_FULL, "answers"), layer="disk"
 )
 async def fill_inodes(field: Field) -> Answers:
-    """One file for every two KiB of the limit: twice as many as a disk of that size has when it is made."""
-    return await _fill(field, _FILL_INODES.format(path="/workspace/many", limit=SMALL.disk_mb * _MIB // 2048))
+    return await _fill(field, _FILL_INODES.format(path="/workspace/many", limit=3 * SMALL.disk_inodes))
 
 
 @attempt(

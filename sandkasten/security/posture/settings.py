@@ -94,6 +94,13 @@ def check_protections(config: Config) -> Iterator[Finding]:
             "calls that the strict profile refuses reach the kernel",
             "security.seccomp: strict",
         )
+    if config.disk.mode == "none":
+        yield high(
+            "disk.none",
+            "sessions write to the data directory's disk without a limit",
+            "one session can fill the disk that all sessions and the database are on",
+            "disk.mode: auto",
+        )
     for name in config.isolation.allow_missing:
         yield medium(
             "isolation.allow-missing",
