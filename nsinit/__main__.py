@@ -10,6 +10,8 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Callable
+from typing import NoReturn
 
 _CHANNEL_FD = 3
 _CODECS = ("utf-8", "ascii", "latin-1", "idna")
@@ -27,10 +29,11 @@ def main() -> None:
 
     from nsinit import constants as k
     from nsinit import syscalls
-    from nsinit.pid1 import lock_imports
+    from nsinit.pid1 import Init, lock_imports
     from nsinit.runner_kernel import RunnerKernel
     from nsinit.zygote import serve
     from runner import main as runner_main
+    from runner.config import RunnerConfig
 
     for name in _CODECS:
         codecs.lookup(name)
@@ -50,12 +53,14 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     channel = socket.socket(fileno=_CHANNEL_FD)
-    serve(
-        channel,
-        lambda listener_fd, is_filtered, on_ready: runner_main.run(
-            listener_fd, kernels[is_filtered], on_ready=on_ready
-        ),
-    )
+    configs = {possible: RunnerConfig(root_inside=possible) for possible in (False, True)}
+
+    def enter(init: Init, on_ready: Callable[[], None]) -> NoReturn:
+        kernel = kernels[init.filter is not None]
+        kernel.take_oom_file(init.oom_fd, init.oom_score)
+        runner_main.run(init.listener_fd, kernel, on_ready=on_ready, config=configs[init.root_inside])
+
+    serve(channel, enter)
 
 
 if __name__ == "__main__":

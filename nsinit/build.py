@@ -64,6 +64,7 @@ POWER_STEPS: tuple[tuple[str, Callable[[pid1.Init], object]], ...] = (
     ("working directory", pid1.enter_root),
     ("close descriptors", pid1.close_descriptors),
     ("standard streams", pid1.silence_standard_streams),
+    ("oom file", pid1.keep_oom_file),
     ("user namespace", pid1.join_user_namespace),
     ("bounding set", pid1.drop_bounding_set),
     ("runner id", pid1.become_runner),
@@ -71,9 +72,10 @@ POWER_STEPS: tuple[tuple[str, Callable[[pid1.Init], object]], ...] = (
     ("keyring", pid1.leave_keyring),
     ("not dumpable", pid1.forbid_dumps),
     ("import lockdown", pid1.lock_imports),
+    ("landlock", pid1.keep_inside),
     ("system call filter", pid1.filter_system_calls),
 )
 """PID 1: from joining the user namespace on, nothing of the above can be done or undone; then the runner takes over.
 
-The place of Landlock is just before the system call filter, which is last: PID 1 lives under both, and no step above
-must need a hole in them."""
+The system call filter is last, with Landlock just before: PID 1 lives under both, and no step above must need a hole in
+them."""

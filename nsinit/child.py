@@ -14,9 +14,8 @@ from nsinit import constants as k
 from nsinit.pid1 import Init
 from nsinit.steps import StepFailed, failure_of
 
-Enter = Callable[[int, bool, Callable[[], None]], NoReturn]
-"""Hands a process to the runner: (listener descriptor, whether a system call filter is on, what to call when it is
-about to serve)."""
+Enter = Callable[[Init, Callable[[], None]], NoReturn]
+"""Hands a process to the runner: (what it was built with, what to call when it is about to serve)."""
 
 
 def live(init: Init, enter: Enter) -> NoReturn:
@@ -27,7 +26,7 @@ def live(init: Init, enter: Enter) -> NoReturn:
         if word is not None:
             pid1.begin(init, word)
             init.steps.run(build.POWER_STEPS, init)
-            enter(init.listener_fd, init.filter is not None, lambda: _say_ready(init))
+            enter(init, lambda: _say_ready(init))
     except StepFailed as error:
         _report(init, error)
     except Exception as error:  # noqa: BLE001 - the last frame of the process: nothing may unwind into nsinit's stack

@@ -1,7 +1,7 @@
 """The private conversation over a sandbox's control socket, while it is built. No foreign code has run at either end.
 
-PID 1 says first, to the builder: `proc` is mounted. The builder, when all is mounted and it has left: begin, in this
-root. PID 1, to nsinit: `Furnished`. Instead of either word of its own PID 1 may say `Failed`, or nothing and end.
+PID 1 says first, to the builder: `proc` is mounted. The builder, when all is mounted and it has left: `Begin`. PID 1,
+to nsinit: `Furnished`. Instead of either word of its own PID 1 may say `Failed`, or nothing and end.
 PID 1 has no socket object, which would cost it memory, only the descriptor.
 """
 
@@ -18,7 +18,7 @@ from nsinit.steps import StepFailed
 from runner.wire import Vocabulary
 
 _PROC = b"proc"
-_BEGIN = struct.Struct("=QQB")
+_BEGIN = struct.Struct("=QQB?")
 
 
 RootId = tuple[int, int]
@@ -26,11 +26,13 @@ RootId = tuple[int, int]
 
 
 class Begin(NamedTuple):
-    """What PID 1 must know to go on: its root, and the number of its system call filter (`seccomp.filters`)."""
+    """What PID 1 must know to go on: its root, the number of its system call filter (`seccomp.filters`), and whether
+    commands may be root, so that it keeps what that takes."""
 
     device: int
     inode: int
     filter_number: int
+    root_inside: bool
 
 
 @dataclass(frozen=True, slots=True)

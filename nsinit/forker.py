@@ -132,4 +132,5 @@ def _become_init(request: bytes, fds: tuple[int, ...], machine: Machine, enter: 
     (base,) = _HEAD.unpack_from(request)
     files = tuple(map(os.fsdecode, filter(None, request[_HEAD.size :].split(b"\n"))))
     proc_path = f"{machine.layout.stage}/{stage.PROC}"
-    child.live(Init(base, fds[0], files, fds[1], fds[2], proc_path, machine.last_capability, machine.filters), enter)
+    powers = machine.last_capability, machine.landlock_abi, machine.filters
+    child.live(Init(base, fds[0], files, fds[1], fds[2], proc_path, *powers), enter)

@@ -53,6 +53,7 @@ class Machine:
     layout: Layout
     features: mounts.Features
     last_capability: int
+    landlock_abi: int
     filters: Filters
     disk: Mechanism
 

@@ -15,7 +15,7 @@ import signal
 import sys
 from dataclasses import dataclass, field
 
-from nsinit import capabilities, control, network, syscalls
+from nsinit import capabilities, control, landlock, network, syscalls
 from nsinit import constants as k
 from nsinit.seccomp.filters import Filters
 from nsinit.steps import Steps
@@ -47,11 +47,17 @@ class Init:
     control_fd: int
     proc_path: str
     last_capability: int
+    landlock_abi: int
     filters: Filters
     root_id: control.RootId | None = None
     """The root it must find itself in, once the builder is done."""
+    root_inside: bool = False
+    """Whether commands may be root."""
     filter: FilterProgram | None = None
     """The system call filter of the session; None is `off`."""
+    oom_fd: int = -1
+    """Its own `oom_score_adj`, open for writing, and what that says."""
+    oom_score: int = 0
     steps: Steps = field(default_factory=Steps)
 
     @property
@@ -89,7 +95,7 @@ def unshare_cgroups(init: Init) -> None:
 
 
 def set_oom_score(init: Init) -> None:
-    """Don't inherit a protection the daemon may have; the runner raises it for commands."""
+    """Don't inherit a protection the daemon may have; the runner raises it for what it forks."""
     with open("/proc/self/oom_score_adj", "r+b", buffering=0) as file:
         if int(file.read()) < 0:
             file.write(b"0")
@@ -107,8 +113,8 @@ def mount_proc(init: Init) -> None:
 
     PID 1 is in the group that sees all processes; commands see their own uid's, so `/proc/1` isn't there.
     """
-    flags, group = k.MS_NOSUID | k.MS_NODEV | k.MS_NOEXEC, init.base + capabilities.RUNNER_ID
-    syscalls.mount("proc", init.proc_path, "proc", flags, f"hidepid=invisible,gid={group}")
+    flags = k.MS_NOSUID | k.MS_NODEV | k.MS_NOEXEC
+    syscalls.mount("proc", init.proc_path, "proc", flags, f"hidepid=invisible,gid={capabilities.PROC_GROUP}")
     control.say_proc(init.control_fd)
 
 
@@ -128,13 +134,21 @@ def silence_standard_streams(init: Init) -> None:
     os.close(null_fd)
 
 
+def keep_oom_file(init: Init) -> None:
+    """Once PID 1 has other ids it can't open this, unless it is dumpable, which it must never be again."""
+    init.oom_fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    init.oom_score = int(os.read(init.oom_fd, 16))
+
+
 def join_user_namespace(init: Init) -> None:
+    """Its one supplementary group has no number in there: it can be lost, and nobody can get it."""
+    os.setgroups([capabilities.PROC_GROUP])
     syscalls.setns(init.userns_fd, k.CLONE_NEWUSER)
     os.close(init.userns_fd)
 
 
 def drop_bounding_set(init: Init) -> None:
-    capabilities.drop_bounding_set(init.last_capability)
+    capabilities.drop_bounding_set(init.last_capability, root_inside=init.root_inside)
 
 
 def become_runner(init: Init) -> None:
@@ -142,7 +156,7 @@ def become_runner(init: Init) -> None:
 
 
 def keep_runner_capabilities(init: Init) -> None:
-    capabilities.keep_runner_capabilities()
+    capabilities.keep_runner_capabilities(root_inside=init.root_inside)
 
 
 def leave_keyring(init: Init) -> None:
@@ -168,6 +182,11 @@ def begin(init: Init, word: control.Begin) -> None:
     """Take the builder's word."""
     init.root_id = word.device, word.inode
     init.filter = init.filters.programs[word.filter_number]
+    init.root_inside = word.root_inside
+
+
+def keep_inside(init: Init) -> None:
+    landlock.keep_inside(init.landlock_abi)
 
 
 def filter_system_calls(init: Init) -> None:

@@ -66,6 +66,7 @@ class SandboxPlan:
 
     `/tmp` gets at most half of the memory and `/dev/shm` a quarter, whatever `tmp_bytes` and `shm_bytes` say; a disk in
     memory (mode `tmpfs`) gets at most half, too.
+    `root_inside`: commands may run as the session's root; without it PID 1 itself lacks what that takes.
     """
 
     session_id: str
@@ -80,6 +81,7 @@ class SandboxPlan:
     seccomp: str = "strict"
     """A profile that comes along, or `off`."""
     disk: DiskLimits = DEFAULT_DISK
+    root_inside: bool = False
 
 
 # Requests ---------------------------------------------------------------------------------------------------------

@@ -5,16 +5,28 @@ The runner may not import ctypes bindings of its own; it gets this object. Every
 
 from __future__ import annotations
 
+import os
+
+from nsinit import capabilities, landlock, syscalls
 from nsinit import constants as k
-from nsinit import syscalls
 from nsinit.seccomp.filters import command_filter
+
+COMMAND_OOM_SCORE = 500
+"""So that a memory hog does not end the sandbox: PID 1's own is 0 as a rule."""
 
 
 class RunnerKernel:
-    """Thin: each method is one system call. `filters_commands`: the session has a system call filter."""
+    """Thin: each method is one system call, or a few. `filters_commands`: the session has a system call filter."""
 
     def __init__(self, *, filters_commands: bool) -> None:
         self._command_filter = command_filter() if filters_commands else None
+        self._oom_fd = -1
+        self._oom_scores = b"", b""
+
+    def take_oom_file(self, fd: int, score: int) -> None:
+        """Own PID 1's `oom_score_adj`, which says `score`. Without, forks keep the score of PID 1."""
+        self._oom_fd = fd
+        self._oom_scores = b"%d" % score, b"%d" % max(score, COMMAND_OOM_SCORE)
 
     def setfsuid(self, uid: int) -> None:
         syscalls.setfsuid(uid)
@@ -22,14 +34,27 @@ class RunnerKernel:
     def setfsgid(self, gid: int) -> None:
         syscalls.setfsgid(gid)
 
-    def prctl_set_dumpable(self, dumpable: bool) -> None:
-        syscalls.prctl(k.PR_SET_DUMPABLE, int(dumpable))
+    def be_first_victim(self, first: bool) -> None:
+        try:
+            if self._oom_fd >= 0:
+                os.write(self._oom_fd, self._oom_scores[first])
+        except OSError:
+            pass  # the score that it has is a fair one
 
     def prctl_set_child_subreaper(self) -> None:
         syscalls.prctl(k.PR_SET_CHILD_SUBREAPER, 1)
 
     def clear_caps(self) -> None:
         syscalls.capset(0)
+
+    def keep_root_caps(self) -> None:
+        capabilities.become_root()
+
+    def make_file_rules(self, readable: list[tuple[int, bool]] | None, writable: list[tuple[int, bool]] | None) -> int:
+        return landlock.make_file_rules(readable, writable)
+
+    def enter_file_rules(self, rules_fd: int) -> None:
+        syscalls.landlock_restrict_self(rules_fd)
 
     def restrict_command(self) -> None:
         if self._command_filter is not None:

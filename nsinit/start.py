@@ -12,7 +12,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from nsinit import cgroup_tree, child, furnish, mounts, slots, stage
+from nsinit import cgroup_tree, child, furnish, landlock, mounts, slots, stage
 from nsinit.builders import Builders
 from nsinit.capabilities import read_last_capability
 from nsinit.disk import choose
@@ -89,7 +89,8 @@ def _start(request: Start, scheduler: Scheduler, enter: child.Enter, undo: ExitS
         slot = table.take()
     with steps.step("features"):
         features = mounts.probe_features(layout.stage, slot.userns_fd)
-        machine = furnish.Machine(layout, features, read_last_capability(), filters, disk)
+        powers = read_last_capability(), landlock.probe_abi(), filters
+        machine = furnish.Machine(layout, features, *powers, disk)
     table.free(slot)
     with steps.step("helpers"):
         builders = Builders(machine, scheduler)
@@ -101,7 +102,8 @@ def _start(request: Start, scheduler: Scheduler, enter: child.Enter, undo: ExitS
         pid=os.getpid(),
         cgroup_mode=tree.mode,
         cgroup_dirs=tree.dirs,
-        features={"overlay_by_fd": features.overlay_by_fd, "idmapped_tmpfs": features.idmapped_tmpfs},
+        features={"overlay_by_fd": features.overlay_by_fd, "idmapped_tmpfs": features.idmapped_tmpfs}
+        | landlock.features(machine.landlock_abi),
         disk=disk.mode,
         disk_refused=refused,
     )

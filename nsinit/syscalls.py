@@ -91,6 +91,19 @@ class MountAttr(ctypes.Structure):
     _fields_ = (("attr_set", c_uint64), ("attr_clr", c_uint64), ("propagation", c_uint64), ("userns_fd", c_uint64))
 
 
+class LandlockRuleset(ctypes.Structure):
+    """`struct landlock_ruleset_attr` (linux/landlock.h); older kernels take it, too, if what they don't know is 0."""
+
+    _fields_ = (("handled_access_fs", c_uint64), ("handled_access_net", c_uint64), ("scoped", c_uint64))
+
+
+class LandlockPath(ctypes.Structure):
+    """`struct landlock_path_beneath_attr` (linux/landlock.h)."""
+
+    _pack_ = 1
+    _fields_ = (("allowed_access", c_uint64), ("parent_fd", c_int))
+
+
 class _CapHeader(ctypes.Structure):
     _fields_ = (("version", c_uint), ("pid", c_int))
 
@@ -218,11 +231,11 @@ def join_session_keyring() -> None:
     _call("keyctl", k.SYS_keyctl, k.KEYCTL_JOIN_SESSION_KEYRING, 0)
 
 
-def capset(capabilities: int) -> None:
-    """capset(2): make exactly this bit mask permitted and effective, and nothing inheritable."""
+def capset(effective: int, *, permitted: int | None = None, inheritable: int = 0) -> None:
+    """capset(2): make exactly these bit masks the three sets; what is effective is permitted unless told."""
+    sets = effective, effective if permitted is None else permitted, inheritable
     header = _CapHeader(k.LINUX_CAPABILITY_VERSION_3, 0)
-    low, high = capabilities & 0xFFFFFFFF, capabilities >> 32
-    data = (_CapData * 2)(_CapData(low, low, 0), _CapData(high, high, 0))
+    data = (_CapData * 2)(_CapData(*(each & 0xFFFFFFFF for each in sets)), _CapData(*(each >> 32 for each in sets)))
     _call("capset", k.SYS_capset, byref(header), byref(data))
 
 
@@ -252,6 +265,28 @@ def setfsgid(gid: int) -> None:
     _syscall(k.SYS_setfsgid, gid, 0, 0, 0, 0, 0)
     if _syscall(k.SYS_setfsgid, 0xFFFFFFFF, 0, 0, 0, 0, 0) != gid:
         raise _error(1, "setfsgid", str(gid))
+
+
+def landlock_abi() -> int:
+    """landlock_create_ruleset(2), LANDLOCK_CREATE_RULESET_VERSION."""
+    return _call("landlock_create_ruleset", k.SYS_landlock_create_ruleset, 0, 0, k.LANDLOCK_CREATE_RULESET_VERSION)
+
+
+def landlock_create_ruleset(*, handled_access_fs: int = 0, scoped: int = 0) -> int:
+    """landlock_create_ruleset(2), close-on-exec."""
+    ruleset = LandlockRuleset(handled_access_fs, 0, scoped)
+    return _call("landlock_create_ruleset", k.SYS_landlock_create_ruleset, byref(ruleset), ctypes.sizeof(ruleset), 0)
+
+
+def landlock_add_path(ruleset_fd: int, path_fd: int, allowed_access: int) -> None:
+    """landlock_add_rule(2), LANDLOCK_RULE_PATH_BENEATH."""
+    rule = LandlockPath(allowed_access, path_fd)
+    _call("landlock_add_rule", k.SYS_landlock_add_rule, ruleset_fd, k.LANDLOCK_RULE_PATH_BENEATH, byref(rule), 0)
+
+
+def landlock_restrict_self(ruleset_fd: int) -> None:
+    """landlock_restrict_self(2)."""
+    _call("landlock_restrict_self", k.SYS_landlock_restrict_self, ruleset_fd, 0)
 
 
 # Descriptors ------------------------------------------------------------------------------------------------------

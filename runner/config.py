@@ -38,6 +38,8 @@ class RunnerConfig:
     gid: int = 1000
     user: str = "sandbox"
     home: str = "/home/sandbox"
+    root_inside: bool = False
+    """Whether PID 1 can start programs as root."""
     workspace: str = "/workspace"
     file_roots: tuple[str, ...] = ("/workspace", "/tmp", "/home/sandbox")
     outside_peers_only: bool = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from runner.account import sandbox_user
 from runner.config import RunnerConfig
 from runner.identity import UserIdentity
 from runner.kernel import Kernel
@@ -15,7 +16,7 @@ from runner.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """`as_user` is entered around file system work on behalf of the sandbox user."""
+    """`as_user` is entered around file system work on behalf of the session's user, whose account it knows."""
 
     config: RunnerConfig
     kernel: Kernel
@@ -29,7 +30,7 @@ class Context:
     def open(cls, config: RunnerConfig, kernel: Kernel) -> Context:
         """Make the loop and begin to reap; signals must be blocked already."""
         loop = Loop()
-        user = UserIdentity(config, kernel)
+        user = UserIdentity(sandbox_user(config), kernel)
         return cls(config, kernel, loop, Reaper(loop), user, Settings(config), Registry())
 
     def file(self, name: str) -> str:

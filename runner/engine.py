@@ -13,6 +13,7 @@ from collections.abc import Callable
 from runner import pty, settings
 from runner.context import Context
 from runner.execution import Execution, Sink
+from runner.identity import UserIdentity
 from runner.ladder import Ladder
 from runner.output import Leftovers
 from runner.protocol import Exec
@@ -92,7 +93,7 @@ class Engine:
         execution.shell_restarted |= self._restarted
         self._restarted = False
         self._beginnings += 1
-        if not may_enter(self._context, execution.request.cwd):
+        if not may_enter(self._context, self.shell.identity, execution.request.cwd):
             execution.fail("FILE_NOT_FOUND", f"no directory to run in: {execution.request.cwd}")
             return
         try:
@@ -155,12 +156,12 @@ class Engine:
             self._queue.remove(execution)
 
 
-def may_enter(context: Context, cwd: str | None) -> bool:
-    """Return whether there is such a directory, seen from the workspace."""
+def may_enter(context: Context, identity: UserIdentity, cwd: str | None) -> bool:
+    """Return whether there is such a directory for a user, seen from the workspace."""
     if cwd is None:
         return True
     try:
-        with context.as_user:
+        with identity:
             return stat.S_ISDIR(os.stat(os.path.join(context.config.workspace, cwd, ".")).st_mode)
     except OSError:
         return False

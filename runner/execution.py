@@ -359,7 +359,7 @@ class Execution:
         request, loop, file = self.request, self._context.loop, self._shell.file
         if request.terminal is not None:
             return TerminalStreams(
-                *(self._context, file, leftovers, request.terminal),
+                *(self._context, self._shell.identity, file, leftovers, request.terminal),
                 on_output=self._on_output,
                 on_done=self._reply_if_drained,
                 on_room=self._refresh_input,

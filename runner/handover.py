@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 
 from runner import driver, repl, terminal_driver
+from runner.private import open_private
 from runner.protocol import Exec
 from runner.shell import Shell
 
@@ -55,7 +56,7 @@ def remove(shell: Shell, mode: str) -> None:
 
 def _write_file(path: str, text: str) -> None:
     content = os.fsencode(text)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         while content:
             content = content[os.write(fd, content) :]

@@ -1,47 +1,41 @@
-"""Doing file system work as the sandbox user: only the uid and gid that file checks use change, and always back.
+"""Doing file system work as the session's user: only the uid and gid that file checks use change, and always back.
 
-It must not be held across anything but the calls that need it.
+It must not be held across anything but the calls that need it. Supplementary groups stay PID 1's: it has one that it
+could not take again, so what only a group opens is the business of the process that has it.
 
 Sources: setfsuid(2); credentials(7); PTRACE_MODE_READ_FSCREDS in ptrace(2) (links below /proc/<pid> check these ids).
 """
 
 from __future__ import annotations
 
-import copy
 import os
 from types import TracebackType
 
-from runner.config import RunnerConfig
+from runner.account import Account
 from runner.kernel import Kernel
 
 
 class UserIdentity:
-    """A context within which file system checks are those of the sandbox user. Not reentrant.
+    """A context within which file system checks are those of a user. Not reentrant.
 
     What is created meanwhile belongs to that user, pipes and terminals included: opening `/dev/stdout`, that is
-    `/proc/self/fd/1`, checks the owner of the pipe behind it.
+    `/proc/self/fd/1`, checks the owner of the pipe behind it. With root's id come root's rights, on files of the
+    sandbox's own ids, if PID 1 may give them at all.
     """
 
-    def __init__(self, config: RunnerConfig, kernel: Kernel) -> None:
+    def __init__(self, account: Account, kernel: Kernel) -> None:
+        self.account = account
         self._kernel = kernel
-        self._user = (config.uid, config.gid)
         self._own = (os.geteuid(), os.getegid())
-        self._groups: tuple[int, ...] = ()
-        self._own_groups = tuple(os.getgroups())
 
-    def of(self, uid: int, gid: int, groups: tuple[int, ...]) -> UserIdentity:
+    def of(self, account: Account) -> UserIdentity:
         """Return the same for another user."""
-        other = copy.copy(self)
-        other._user = (uid, gid)
-        other._groups = groups
-        return other
+        return UserIdentity(account, self._kernel)
 
     def __enter__(self) -> None:
         try:
-            if self._groups:
-                os.setgroups(self._groups)
-            self._kernel.setfsgid(self._user[1])
-            self._kernel.setfsuid(self._user[0])
+            self._kernel.setfsgid(self.account.gid)
+            self._kernel.setfsuid(self.account.uid)
         except BaseException:
             self._restore()
             raise
@@ -54,5 +48,3 @@ class UserIdentity:
     def _restore(self) -> None:
         self._kernel.setfsuid(self._own[0])
         self._kernel.setfsgid(self._own[1])
-        if self._groups:
-            os.setgroups(self._own_groups)

@@ -3,7 +3,7 @@
 `nsinit` implements it on its own bindings and hands the object to `runner.main.run`, so that the code which lives next
 to hostile programs never loads a library.
 
-Sources: credentials(7), setfsuid(2), capset(2), PR_SET_DUMPABLE(2const), PR_SET_CHILD_SUBREAPER(2const), openat2(2),
+Sources: credentials(7), setfsuid(2), capset(2), PR_SET_CHILD_SUBREAPER(2const), openat2(2),
 close_range(2), clone(2) CLONE_INTO_CGROUP.
 """
 
@@ -30,14 +30,26 @@ class Kernel(Protocol):
     def setfsgid(self, gid: int) -> None:
         """Set the gid that file system checks use; the other credentials stay."""
 
-    def prctl_set_dumpable(self, dumpable: bool) -> None:
-        """PR_SET_DUMPABLE."""
+    def be_first_victim(self, first: bool) -> None:
+        """Write `/proc/self/oom_score_adj`, which children inherit: the out-of-memory killer takes this process before
+        PID 1, or no longer."""
 
     def prctl_set_child_subreaper(self) -> None:
         """PR_SET_CHILD_SUBREAPER, 1."""
 
     def clear_caps(self) -> None:
-        """capset(2): empty the effective, permitted and inheritable sets."""
+        """capset(2): empty the effective, permitted and inheritable sets, and so the ambient one."""
+
+    def keep_root_caps(self) -> None:
+        """capset(2), PR_CAP_AMBIENT: the capabilities of the sandbox's root, across execve(2) and until the last uid 0
+        is given up. Fails where no root was provided for."""
+
+    def make_file_rules(self, readable: list[tuple[int, bool]] | None, writable: list[tuple[int, bool]] | None) -> int:
+        """Landlock: return a ruleset, the caller's. Each path is an O_PATH descriptor and whether it is a directory;
+        None means that everything is."""
+
+    def enter_file_rules(self, rules_fd: int) -> None:
+        """landlock_restrict_self(2): from here on this process and all it starts keep to the ruleset."""
 
     def restrict_command(self) -> None:
         """Put a command to be under the filter that only commands have: seccomp(2). Without one it does nothing."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from runner.config import MAX_LEFTOVER_PIPES
 from runner.loop import READ, Loop
+from runner.private import open_fifo
 from runner.protocol import CHUNK_BYTES
 from runner.shell import pending_bytes
 
@@ -122,12 +123,11 @@ class OutputPipe:
 
 
 def _open_fifo(path: str) -> int:
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        return os.open(path, flags)
+        return open_fifo(path, os.O_RDONLY)
     except FileNotFoundError:
         os.mkfifo(path, 0o622)
-        return os.open(path, flags)
+        return open_fifo(path, os.O_RDONLY)
 
 
 class Leftovers:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from runner import processes, storage
+from runner.account import Account
 from runner.config import STDIN_BUFFER_BYTES
 from runner.context import Context
 from runner.execution import EXIT_CANCELLED, EXIT_TIMED_OUT, Sink
@@ -31,7 +32,6 @@ from runner.protocol import Cause, ExecReply, Kind, RunProgram, Started, Termina
 from runner.scope import CommandScope, GroupScope, Scope, TreeScope
 from runner.spawn import Membership, spawn
 from runner.stdio import Stdio
-from runner.users import Account
 
 _SIGNAL_BASE = 128
 _BLOCK_BYTES = 512
@@ -123,17 +123,18 @@ class Program:
         self._watch(self.pid)
 
     def _spawn(self, plan: Plan, stdio: Stdio) -> int:
-        account = plan.account
         return spawn(
-            *(self._context.kernel, self._context.config, plan.argv),
+            self._context.kernel,
+            plan.argv,
             file=plan.file,
             env=plan.env,
             cwds=(plan.cwd,),
             must_enter=True,
             stdio=stdio.child_fds,
-            user=(account.uid, account.gid, account.groups),
+            account=plan.account,
             membership=plan.membership,
             controlling_terminal=stdio.is_terminal,
+            rules_fd=self._context.settings.rules_fd,
             subreaper=plan.membership is None,  # what it does not wait for would stay a zombie of its
         )
 

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 
 from runner import pty, users
+from runner.account import Account
 from runner.context import Context
 from runner.descriptor import Descriptor
 from runner.execution import Sink
@@ -23,7 +24,6 @@ from runner.program import Plan, Program
 from runner.protocol import MAX_PROGRAMS, Error, ErrorCode, RunProgram
 from runner.settings import check_environment, is_argument
 from runner.spawn import Membership
-from runner.users import Account
 
 _GROUP_NAME = re.compile(r"[a-z0-9-]{1,32}")
 _MAX_TIMEOUT_MS = 2**31
@@ -77,17 +77,20 @@ class Programs:
             raise Refused("BAD_REQUEST", problem)
         if len(self._programs) >= MAX_PROGRAMS:
             raise Refused("TOO_MANY", f"{MAX_PROGRAMS} programs run already")
-        account = users.default(self._context)
-        if request.user is not None:
-            found = users.look_up(self._context, request.user)
-            if found is None:
-                raise Refused("NO_SUCH_USER", f"no user a program may run as: {request.user[:64]!r}")
-            account = found
-        identity = self._context.as_user.of(account.uid, account.gid, account.groups)
+        account = self._account(request)
+        identity = self._context.as_user.of(account)
         cwd = self._directory(request, identity, account)
         file, argv = self._argv(request)
         env = self._environment(request, account, cwd, file)
         return Plan(file, argv, env, cwd, account, identity, _membership(request, fd))
+
+    def _account(self, request: RunProgram) -> Account:
+        if request.user is None:
+            return self._context.as_user.account
+        try:
+            return users.look_up(self._context, request.user)
+        except users.NoSuchUser as error:
+            raise Refused("NO_SUCH_USER", str(error)) from None
 
     def _directory(self, request: RunProgram, identity: UserIdentity, account: Account) -> bytes:
         """Return the real path of the directory to start in: the wanted one, or the first there is."""
@@ -98,6 +101,9 @@ class Programs:
             try:
                 with identity:
                     return _real_directory(self._context, os.fsencode(path))
+            except PermissionError:
+                if wanted and account.groups:  # which PID 1 can't put on: the program itself will see
+                    return os.path.normpath(os.fsencode(path))
             except OSError:
                 continue
         raise Refused("FILE_NOT_FOUND", f"no directory to run in: {candidates[0][:200]}")
@@ -119,7 +125,7 @@ class Programs:
         if request.interactive:
             env.setdefault("PS1", _PROMPTS.get(os.path.basename(file), _PROMPT))
         if request.user is not None:
-            env.update(HOME=account.home, USER=account.name, LOGNAME=account.name)
+            env.update(account.variables)
         if not request.argv:
             env["SHELL"] = file
         env["PWD"] = os.fsdecode(cwd)

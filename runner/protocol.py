@@ -171,16 +171,29 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class FileRules:
+    """Where commands may read and execute, and where they may write; null: wherever they otherwise could. Absolute
+    paths of what exists; what is writable is readable, and devices, `/proc` and the runner's own files always are."""
+
+    readable: tuple[str, ...] | None = None
+    writable: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Setup:
     """First request to a new sandbox: start the default shell. Answered at once; the shell starts meanwhile.
 
     `env` is added to the documented base environment of every command; `shell` is the preferred shell's name
-    (`bash` or `sh`), the runner falls back to what the image has. Answer: `HelloReply`, or error `NO_SHELL`.
+    (`bash` or `sh`), the runner falls back to what the image has. `user` is whom shells run as, and programs that name
+    no other (null: the sandbox user); file requests are made with its rights. Answer: `HelloReply`, or errors
+    `NO_SHELL`, `NO_SUCH_USER`, `INVALID_PATH` (of `files`, or the kernel has no such rules).
     """
 
     env: dict[str, str] = field(default_factory=dict)
     shell: str = "bash"
     graces: Graces = field(default_factory=Graces)
+    user: str | None = None
+    files: FileRules | None = None
     version: int = PROTOCOL_VERSION
 
 
@@ -228,9 +241,9 @@ class RunProgram:
 
     Exactly one of `argv` (searched for in its PATH, no shell) and `command` (given to a fresh shell of the session's
     kind; with `interactive` that shell is an interactive one, and `command` empty). `cwd` is relative to the
-    workspace. `user` is a name of the image's `/etc/passwd` or `UID[:GID]`; not PID 1's, not root. `stdin`, `terminal`
-    and `timeout_ms` as in `Exec`; the terminal is the program's controlling terminal. It ends when the program
-    itself has; what it left running lives on, unless it was cancelled or timed out.
+    workspace. `user` is a name of the image's `/etc/passwd` or `UID[:GID]`; not PID 1's, and root only in a sandbox
+    that was built for it. `stdin`, `terminal` and `timeout_ms` as in `Exec`; the terminal is the program's controlling
+    terminal. It ends when the program itself has; what it left running lives on, unless it was cancelled or timed out.
     """
 
     exec_id: str
@@ -276,12 +289,14 @@ class Resize:
 @dataclass(frozen=True, slots=True)
 class OpenShell:
     """Start one more persistent shell. It has a directory, environment and process tree of its own and shares files
-    and network. Answer: `ShellInfo` at once, the shell starts meanwhile; errors `EXISTS`, `TOO_MANY`, `NO_SHELL`."""
+    and network. `user` as in `RunProgram`. Answer: `ShellInfo` at once, the shell starts meanwhile; errors `EXISTS`,
+    `TOO_MANY`, `NO_SHELL`, `NO_SUCH_USER`."""
 
     name: str
     shell: str = "bash"
     cwd: str | None = None
     env: dict[str, str] = field(default_factory=dict)
+    user: str | None = None
     group: Group | None = None
 
 

@@ -26,6 +26,8 @@ class Settings:
         self.kill_grace_s = config.kill_grace_s
         self.env = config.base_environment()
         self.revision = 0
+        self.rules_fd = -1
+        """The ruleset of the session's file rules, -1 if it has none."""
         self._changes: dict[str, tuple[int, str | None]] = {}
 
     def set_graces(self, graces: Graces) -> None:

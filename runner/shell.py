@@ -22,7 +22,9 @@ from typing import Any
 
 from runner import driver, processes
 from runner.context import Context
+from runner.identity import UserIdentity
 from runner.loop import READ, Timer
+from runner.private import open_fifo, open_private
 from runner.settings import Change
 from runner.spawn import Membership, spawn
 from runner.storage import WriteMeter
@@ -85,11 +87,12 @@ class ShellEvents:
 
 @dataclass(frozen=True, slots=True)
 class Birth:
-    """What a shell process starts with: its program, variables beside the session's, first directory, cgroup."""
+    """What a shell process starts with: its program, variables beside the session's, first directory, user, cgroup."""
 
     argv: list[str]
     env: Mapping[str, str]
     cwd: bytes
+    identity: UserIdentity
     membership: Membership | None = None
     group: str | None = None
 
@@ -138,6 +141,11 @@ class Shell:
         return f"{self.directory}/{name}"
 
     @property
+    def identity(self) -> UserIdentity:
+        """Whom it runs as."""
+        return self._birth.identity
+
+    @property
     def argv(self) -> list[str]:
         """The program and, for BusyBox, the applet."""
         return self._birth.argv
@@ -151,7 +159,7 @@ class Shell:
         self.is_ready = self._was_ready = self.is_deaf = False
         self._number = 0
         has_state = os.stat(self.file("state")).st_size > 0
-        cwds = (self.cwd, os.fsencode(self._config.workspace), os.fsencode(self._config.home))
+        cwds = (self.cwd, os.fsencode(self._config.workspace), os.fsencode(self.identity.account.home))
         self._status_buffer = b""
         self._drain(self._status_fd)
         self._drain(self._control_fd)
@@ -174,15 +182,21 @@ class Shell:
     def _spawn(self, env: dict[str, str], cwds: tuple[bytes, ...]) -> int:
         """Start the process; its program comes in a variable, or through a pipe that holds all of it."""
         program = driver.driver_text(self.directory, self._revision, is_busybox=self._is_busybox)
-        options: dict[str, Any] = {"cwds": cwds, "membership": self._birth.membership}  # those of `spawn`
+        context = self._context
+        options: dict[str, Any] = {  # those of `spawn`
+            "cwds": cwds,
+            "account": self.identity.account,
+            "membership": self._birth.membership,
+            "rules_fd": context.settings.rules_fd,
+        }
         kernel, argv = self._context.kernel, self._birth.argv
         if not self._is_busybox:
             argv = [*argv, "-c", driver.PROGRAM, os.path.basename(argv[-1])]
-            return spawn(kernel, self._config, argv, env=env | {driver.VARIABLE: program}, **options)
+            return spawn(kernel, argv, env=env | {driver.VARIABLE: program}, **options)
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         try:
             os.write(write_fd, program.encode())
-            return spawn(kernel, self._config, [*argv, "-s"], env=env, stdio=(read_fd, 0, 0), **options)
+            return spawn(kernel, [*argv, "-s"], env=env, stdio=(read_fd, 0, 0), **options)
         finally:
             os.close(read_fd)
             os.close(write_fd)
@@ -316,19 +330,19 @@ class Shell:
         self._events.on_ready()
 
     def _look(self) -> None:
-        """Learn from the kernel where the shell is and what it has written, as the sandbox user: PID 1 may not look
+        """Learn from the kernel where the shell is and what it has written, as the shell's user: PID 1 may not look
         without its uid."""
         if self.pid is None:
             return
         try:
-            with self._context.as_user:
+            with self.identity:
                 self.written_bytes = self._meter.read(self.pid)
                 self.cwd = os.readlink(b"/proc/%d/cwd" % self.pid).removesuffix(b" (deleted)")
         except OSError:
             pass  # it ended this instant; the directory known last stays
 
     def _make_file(self, name: str, content: bytes, mode: int) -> None:
-        fd = os.open(self.file(name), os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, mode)
+        fd = open_private(self.file(name), os.O_CREAT | os.O_WRONLY, mode)
         try:
             os.write(fd, content)
         finally:
@@ -341,7 +355,7 @@ class Shell:
         except FileNotFoundError:
             pass
         os.mkfifo(path, mode)
-        return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        return open_fifo(path, os.O_RDWR)
 
     def retire(self) -> None:
         """Report nothing more and start nothing; whoever calls this ends the process."""

@@ -11,11 +11,12 @@ from __future__ import annotations
 import os
 import re
 
-from runner import settings
+from runner import filerules, settings, users
 from runner.context import Context
 from runner.descriptor import Descriptor
 from runner.engine import Engine, check_request, may_enter
 from runner.execution import Execution, Sink
+from runner.identity import UserIdentity
 from runner.output import Leftovers
 from runner.protocol import (
     DEFAULT_SHELL,
@@ -26,6 +27,7 @@ from runner.protocol import (
     Error,
     ErrorCode,
     Exec,
+    FileRules,
     HelloReply,
     OpenShell,
     Setup,
@@ -87,17 +89,42 @@ class Shells:
         elif DEFAULT_SHELL in self._engines:
             sink.finish(self.hello())
         else:
-            self._context.settings.set_graces(request.graces)
-            self._context.settings.env.update(request.env)
             self._open_default(request, sink)
 
     def _open_default(self, request: Setup, sink: Sink) -> None:
         try:
+            self._apply(request)
             self._new_engine(OpenShell(DEFAULT_SHELL, request.shell), Descriptor())
         except Refused as refused:
             sink.finish(refused.error)
         else:
             sink.finish(self.hello())
+
+    def _apply(self, request: Setup) -> None:
+        """Take over what holds for every command: user, file rules, graces, variables."""
+        context = self._context
+        account = context.as_user.account = self._identity(request).account
+        if request.files is not None:
+            context.settings.rules_fd = self._file_rules(request.files)
+        context.settings.set_graces(request.graces)
+        context.settings.env.update({**account.variables, **request.env})
+
+    def _identity(self, request: Setup | OpenShell) -> UserIdentity:
+        if request.user is None:
+            return self._context.as_user
+        try:
+            return self._context.as_user.of(users.look_up(self._context, request.user))
+        except users.NoSuchUser as error:
+            raise Refused("NO_SUCH_USER", str(error)) from None
+
+    def _file_rules(self, rules: FileRules) -> int:
+        problem = filerules.check(rules)
+        if problem is not None:
+            raise Refused("INVALID_PATH", problem)
+        try:
+            return filerules.make(self._context, rules)
+        except filerules.BadRules as error:
+            raise Refused("INVALID_PATH", str(error)) from None
 
     def open(self, request: OpenShell, descriptor: Descriptor, sink: Sink) -> None:
         """Start one more shell and answer."""
@@ -121,7 +148,8 @@ class Shells:
         if argv is None:
             raise Refused("NO_SHELL", "the image has no shell")
         workspace = self._context.config.workspace
-        if not may_enter(self._context, request.cwd):
+        identity = self._identity(request)
+        if not may_enter(self._context, identity, request.cwd):
             raise Refused("FILE_NOT_FOUND", f"no directory to start in: {request.cwd}")
         cwd = os.fsencode(os.path.normpath(os.path.join(workspace, request.cwd or "")))
         self._opened += 1
@@ -129,7 +157,8 @@ class Shells:
         group = request.group.name if request.group is not None else None
         membership = _take_membership(request, descriptor)
         try:
-            birth = Birth(argv, request.env, cwd, membership, group)
+            env = request.env if request.user is None else {**identity.account.variables, **request.env}
+            birth = Birth(argv, env, cwd, identity, membership, group)
             engine = Engine(self._context, self._leftovers, directory=directory, birth=birth)
         except OSError as error:
             if membership is not None:
@@ -177,8 +206,8 @@ def _can_be_set(name: str, value: str) -> bool:
 def _check(request: OpenShell) -> str | None:
     if not 0 < len(request.name) <= _MAX_NAME_LENGTH:
         return f"a shell's name has 1 to {_MAX_NAME_LENGTH} characters"
-    if not settings.is_argument(request.shell + (request.cwd or "")):
-        return "a shell or directory cannot hold a NUL character or a lone surrogate"
+    if not settings.is_argument(request.shell + (request.cwd or "") + (request.user or "")):
+        return "a shell, directory or user cannot hold a NUL character or a lone surrogate"
     if request.group is not None and not _GROUP_NAME.fullmatch(request.group.name):
         return "not a name of a group"
     return settings.check_environment(request.env)

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from runner.config import RunnerConfig
+from runner.account import ROOT_ID, Account
 from runner.kernel import FD_MAX, Kernel
 from runner.reaper import unblock_signals
 
@@ -34,9 +34,6 @@ Membership = tuple[str, int]
 """How a program comes into its cgroup, and the descriptor for it: ("clone", a cgroup v2 directory) or ("join", a v1
 `tasks` file open for writing)."""
 
-User = tuple[int, int, Sequence[int]]
-"""Uid, gid and supplementary groups."""
-
 
 @dataclass(slots=True)
 class _Launch:
@@ -48,43 +45,43 @@ class _Launch:
     cwds: Sequence[bytes]
     must_enter: bool
     stdio: tuple[int, int, int] | None
-    user: User
+    account: Account
     membership: Membership | None
     controlling_terminal: bool
     subreaper: bool
+    rules_fd: int
 
 
 def spawn(
     kernel: Kernel,
-    config: RunnerConfig,
     argv: list[str],
     *,
     env: Mapping[str, str],
     cwds: Sequence[bytes],
+    account: Account,
     file: str | None = None,
     must_enter: bool = False,
     stdio: tuple[int, int, int] | None = None,
-    user: User | None = None,
     membership: Membership | None = None,
     controlling_terminal: bool = False,
     subreaper: bool = True,
+    rules_fd: int = -1,
 ) -> int:
-    """Start a program as the sandbox user, or as `user`, with only `stdio` open (default /dev/null); return its pid.
+    """Start a program as a user, with only `stdio` open (default /dev/null); return its pid.
 
     `file` (default `argv[0]`) is searched for in its PATH unless it holds a slash. Its directory is the first of `cwds`
     that the user may enter, the root if there is none; with `must_enter` it is `cwds[0]` or the start fails. It leads a
     session of its own; with `controlling_terminal` descriptor 0 is the terminal of that. With `subreaper` it adopts the
-    orphans below it. All descriptors stay the caller's.
+    orphans below it. `rules_fd` are the file rules it enters last. All descriptors stay the caller's.
 
     Raises:
         OSError: no process could be made.
     """
-    who = user or (config.uid, config.gid, ())
     launch = _Launch(
-        *(argv, file or argv[0], env, cwds, must_enter, stdio, who, membership, controlling_terminal, subreaper)
+        *(argv, file or argv[0], env, cwds, must_enter, stdio, account, membership, controlling_terminal, subreaper),
+        rules_fd,
     )
-    kind, group_fd = membership or ("none", -1)
-    pid = kernel.fork_into_cgroup(group_fd) if kind == "clone" else os.fork()
+    pid = _fork(kernel, membership)
     if pid == 0:
         try:
             _become(kernel, launch)
@@ -93,31 +90,53 @@ def spawn(
     return pid
 
 
+def _fork(kernel: Kernel, membership: Membership | None) -> int:
+    """The child is the out-of-memory killer's first choice, so that a memory hog does not end the sandbox. It could not
+    become that by itself: `/proc/self` is closed to what is not dumpable, and were a fork of PID 1 dumpable for just a
+    moment, the sandbox's root could read PID 1's memory in it.
+    """
+    kind, group_fd = membership or ("none", -1)
+    kernel.be_first_victim(True)
+    pid = -1
+    try:
+        pid = kernel.fork_into_cgroup(group_fd) if kind == "clone" else os.fork()
+    finally:
+        if pid:
+            kernel.be_first_victim(False)
+    return pid
+
+
 def _become(kernel: Kernel, launch: _Launch) -> None:
     try:
         _take_streams(launch.stdio)
         if launch.membership is not None and launch.membership[0] == "join":
             os.write(launch.membership[1], b"0")
-        kernel.close_range(3, FD_MAX)
+        _close_others(kernel, launch.rules_fd)
         unblock_signals()
         os.setsid()
         if launch.subreaper:
             kernel.prctl_set_child_subreaper()
         if launch.controlling_terminal:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        kernel.prctl_set_dumpable(True)  # while still PID 1's uid: later it would bare /proc/<pid>/exe to a command
-        _write_oom_score_adj()
-        uid, gid, groups = launch.user
-        os.setgroups(groups)
-        os.setresgid(gid, gid, gid)
-        os.setresuid(uid, uid, uid)
-        kernel.clear_caps()  # non-zero to non-zero uid: the kernel keeps them unless told
+        _change_user(kernel, launch.account)
         kernel.restrict_command()
         os.umask(0o022)
         _enter_directory(launch)
+        if launch.rules_fd >= 0:
+            kernel.enter_file_rules(launch.rules_fd)
     except OSError as error:
         _fail(START_FAILED_STATUS, f"cannot start {launch.argv[0]}", error)
     _execute(launch.file, launch.argv, launch.env)
+
+
+def _close_others(kernel: Kernel, kept_fd: int) -> None:
+    """Close all but the three streams; the one that is kept closes on execve(2)."""
+    if kept_fd < 0:
+        kernel.close_range(3, FD_MAX)
+        return
+    if kept_fd > 3:
+        kernel.close_range(3, kept_fd - 1)
+    kernel.close_range(kept_fd + 1, FD_MAX)
 
 
 def _take_streams(stdio: tuple[int, int, int] | None) -> None:
@@ -126,16 +145,15 @@ def _take_streams(stdio: tuple[int, int, int] | None) -> None:
             os.dup2(fd, number)
 
 
-def _write_oom_score_adj() -> None:
-    """Make the out-of-memory killer prefer commands over PID 1, so that a memory hog does not end the sandbox."""
-    try:
-        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.write(fd, b"500")
-        finally:
-            os.close(fd)
-    except OSError:
-        pass  # /proc may be masked further; the default score is a fair one
+def _change_user(kernel: Kernel, account: Account) -> None:
+    """Give up PID 1's ids and capabilities. Whatever the account, nothing of it survives but what root was meant to."""
+    os.setgroups(account.groups)
+    os.setresgid(account.gid, account.gid, account.gid)
+    os.setresuid(account.uid, account.uid, account.uid)
+    if account.uid == ROOT_ID:
+        kernel.keep_root_caps()
+    else:
+        kernel.clear_caps()  # non-zero to non-zero uid: the kernel keeps them unless told
 
 
 def _enter_directory(launch: _Launch) -> None:

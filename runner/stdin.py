@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 from runner.loop import WRITE, Loop
+from runner.private import open_fifo
 
 
 class StdinPipe:
@@ -31,8 +32,8 @@ class StdinPipe:
     def open(self, path: str) -> None:
         """Make the FIFO and hold it open, so that the command's own open does not wait."""
         os.mkfifo(path, 0o644)
-        self._keeper_fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        self._fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._keeper_fd = open_fifo(path, os.O_RDWR)
+        self._fd = open_fifo(path, os.O_WRONLY)
 
     def feed(self, data: bytes) -> None:
         if not self._has_ended and data:

@@ -19,7 +19,9 @@ from typing import Any
 from runner import pty
 from runner.context import Context
 from runner.flow import Inflow, Outflow
+from runner.identity import UserIdentity
 from runner.output import Leftovers
+from runner.private import open_private
 from runner.protocol import Kind, TerminalSize
 from runner.streams import OnOutput
 
@@ -38,6 +40,7 @@ class TerminalStreams:
     def __init__(
         self,
         context: Context,
+        identity: UserIdentity,
         file: Callable[[str], str],
         leftovers: Leftovers,
         size: TerminalSize,
@@ -48,6 +51,7 @@ class TerminalStreams:
         on_key: Callable[[int, bool], bytes],
     ) -> None:
         self._context = context
+        self._identity = identity
         self._file = file
         self._leftovers = leftovers
         self._size = size
@@ -64,7 +68,7 @@ class TerminalStreams:
         self.is_done = True
 
     def open(self, *, needs_input_file: bool) -> None:
-        self._fd, path = pty.open_pty(self._context, self._size)
+        self._fd, path = pty.open_pty(self._context, self._size, self._identity)
         self.is_begun = self.is_done = False
         self._refuse_stop_key()
         loop = self._context.loop
@@ -75,7 +79,7 @@ class TerminalStreams:
             on_done=lambda: None,
         )
         for name in _WRITTEN:
-            os.close(os.open(self._file(name), os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666))
+            os.close(open_private(self._file(name), os.O_CREAT | os.O_WRONLY, 0o666))
         for name in _NAMES:
             _unlink(self._file(name))
             os.symlink(path, self._file(name))

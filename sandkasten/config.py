@@ -118,8 +118,9 @@ def _protections(_instance: object, attribute: attrs.Attribute[Any], value: tupl
 @attrs.frozen
 class Isolation:
     """By name: protections that must be fully on besides those that always must be there, and those that may be missing
-    though by default the start is refused without them."""
+    though by default the start is refused without them. `root_inside`: commands may run as the session's root."""
 
+    root_inside: bool = True
     required: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_protections)
     allow_missing: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_protections)
 

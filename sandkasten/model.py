@@ -15,6 +15,8 @@ from typing import Any
 
 import attrs
 
+from sandkasten.filerules import FileRules, file_rules
+
 SESSION_ID = re.compile(r"[0-9a-f]{16,32}\Z")
 """What a session id looks like to us; clients treat it as opaque."""
 
@@ -89,9 +91,14 @@ class SessionOptions:
     default: older records lack the newer ones.
 
     `exec_mode`: `stateful`, or `stateless`: a command that names no shell and no mode runs beside the shells.
+    `user` runs all that names no other, and file requests are made with its rights (None: the sandbox user).
+    `root_inside`: commands may run as root. `filesystem`: rules that bind every command.
     """
 
     exec_mode: str = STATEFUL
+    user: str | None = None
+    root_inside: bool = False
+    filesystem: FileRules | None = attrs.field(default=None, converter=file_rules)
 
 
 @attrs.frozen
@@ -112,6 +119,9 @@ class SessionSpec:
     readonly_rootfs: bool | None = None
     shell: str | None = None
     exec_mode: str | None = None
+    user: str | None = None
+    root_inside: bool | None = None
+    filesystem: FileRules | None = None
     idempotency_key: str | None = None
 
 
@@ -220,7 +230,7 @@ class ExecSpec:
     A command runs in the persistent shell named `shell`, behind what that shell already has to do, unless `stateless`
     (None: as the session's `exec_mode` says, and always in a shell that is not the default one): then, like `argv`, it
     is a process of its own beside the shells, and may have another `user` (a name of the image's
-    `/etc/passwd` or `UID[:GID]`; never root).
+    `/etc/passwd` or `UID[:GID]`; root where the session may have it).
     `timeout_ms` None or 0 means the configured maximum, `unlimited` none at all (where the configuration allows it).
     `env` and `cwd` hold for this run only. `stdin` None is `/dev/null` unless `stdin_open`: then more may be sent until
     it is closed. With `terminal` the streams are a terminal of that size and all output is `Stream.STDOUT`.
@@ -270,12 +280,13 @@ class ProcessSpec:
 
 @attrs.frozen
 class ShellSpec:
-    """One more persistent shell of a session. `shell` is the program's name (`bash`, `sh`), None the session's own."""
+    """One more persistent shell of a session. `shell` (`bash`, `sh`) and `user` are the session's own if None."""
 
     name: str
     shell: str | None = None
     cwd: str | None = None
     env: Mapping[str, str] = attrs.field(factory=dict, repr=False)
+    user: str | None = None
 
 
 @attrs.frozen

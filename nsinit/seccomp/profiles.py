@@ -93,6 +93,7 @@ TIOCSTI, TIOCLINUX, TIOCSETD = 0x5412, 0x541C, 0x5423
 _NAMESPACE_FLAGS = 0x7E020000
 _RLIMIT_CORE = 4
 _AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
+_NETLINK_AUDIT = 9
 _PROTOCOLS = (0, 1, 6, 17, 58)
 """Any, ICMP, TCP, UDP, ICMPv6: no other one's module gets loaded."""
 _PERSONALITIES = (0, 8, 0x20000, 0x20008, 0xFFFFFFFF)
@@ -144,6 +145,8 @@ _ARGUMENTS = (
             *((family, (ArgTest(2, "eq", protocol),)) for family in (_AF_INET, _AF_INET6) for protocol in _PROTOCOLS),
         )
     ),
+    # As a kernel without auditing has it: useradd and passwd go on then, and end if the socket is forbidden.
+    _when("socket", ArgTest(0, "eq", _AF_NETLINK), ArgTest(2, "eq", _NETLINK_AUDIT), errno=errno.EPROTONOSUPPORT),
     Rule(("prlimit64", "setrlimit"), "allow"),
 )
 _STRICT = (

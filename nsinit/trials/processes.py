@@ -120,9 +120,9 @@ def drop_capabilities(_room: Room) -> str:
     status_fd = os.open("/proc/self/status", os.O_RDONLY)
     userns_fd = slots.make_user_namespace(f"0 {slots.FIRST_BASE} {slots.SIZE}\n")
     syscalls.setns(userns_fd, k.CLONE_NEWUSER)
-    capabilities.drop_bounding_set(last)
+    capabilities.drop_bounding_set(last, root_inside=True)
     capabilities.become_runner()
-    capabilities.keep_runner_capabilities()
+    capabilities.keep_runner_capabilities(root_inside=True)
     fields = dict(line.split(":\t") for line in os.pread(status_fd, 65536, 0).decode().splitlines() if ":\t" in line)
     if int(fields["CapBnd"], 16) or fields["NoNewPrivs"] != "1":
         raise OSError(0, "the bounding set is not empty")

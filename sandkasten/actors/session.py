@@ -40,7 +40,7 @@ from sandkasten.actors.session_messages import (
     Work,
     is_read,
 )
-from sandkasten.actors.session_setup import Creation, Services
+from sandkasten.actors.session_setup import Creation, Services, first_request, refused_start
 from sandkasten.actors.session_work import SessionWork
 from sandkasten.actors.unwrap import unwrap
 from sandkasten.errors import (
@@ -228,9 +228,7 @@ class SessionActor(Actor):
             marks.mark("workspace")
         self._hold(await zygote_actor.ask_when_up(self._services.zygote, zygote_actor.Build(plan)))
         marks.mark("build")
-        setup = runner_protocol.Setup(
-            env=dict(creation.env), shell=creation.resolved.shell, graces=self._services.graces
-        )
+        setup = first_request(creation, self._services.graces)
         self.change(status=next_status(session.status, Event.BUILT))
         try:
             async with trio.open_nursery() as both:
@@ -285,7 +283,7 @@ class SessionActor(Actor):
             case runner_protocol.HelloReply():
                 raise SandboxError(f"the sandbox's init speaks protocol {answer.version}")
             case runner_protocol.Error():
-                raise SandboxError(f"the sandbox could not start: {answer.message}")
+                raise refused_start(answer)
             case _:
                 raise RunnerProtocolError(f"{type(answer).__name__} to the first request")
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import attrs
 
 from nsinit.protocol import ImageKind
-from runner.protocol import Graces
+from runner import protocol as runner_protocol
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.directory import SessionDirectory
 from sandkasten.config import Disk
+from sandkasten.errors import InvalidRequest, SandboxError, SandkastenError
 from sandkasten.runtime.journal import Journal
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.plan import Resolved
@@ -27,7 +28,7 @@ class Services:
     paths: DataPaths
     cgroup_dirs: Mapping[str, str]
     shell_queue_length: int
-    graces: Graces
+    graces: runner_protocol.Graces
     journal: Journal
     spool: Spool
     disk: Disk
@@ -41,3 +42,31 @@ class Creation:
     image: str
     image_kind: ImageKind
     env: Mapping[str, str] = attrs.field(repr=False)
+
+
+def first_request(creation: Creation, graces: runner_protocol.Graces) -> runner_protocol.Setup:
+    """Return what PID 1 of the new sandbox is asked first."""
+    options = creation.resolved.options
+    rules = options.filesystem
+    return runner_protocol.Setup(
+        env=dict(creation.env),
+        shell=creation.resolved.shell,
+        graces=graces,
+        user=options.user,
+        files=None if rules is None else runner_protocol.FileRules(_listed(rules.readable), _listed(rules.writable)),
+    )
+
+
+def refused_start(error: runner_protocol.Error) -> SandkastenError:
+    """Return what it means to the creator that PID 1 refused that."""
+    match error.code:
+        case "NO_SUCH_USER":
+            return InvalidRequest(error.message, user="can't be used")
+        case "INVALID_PATH":
+            return InvalidRequest(error.message, filesystem="can't be kept here")
+        case _:
+            return SandboxError(f"the sandbox could not start: {error.message}")
+
+
+def _listed(paths: Sequence[str] | None) -> tuple[str, ...] | None:
+    return None if paths is None else tuple(paths)

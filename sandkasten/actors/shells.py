@@ -107,6 +107,7 @@ class Shells:
                 shell=spec.shell or self.preferred,
                 cwd=spec.cwd,
                 env=dict(spec.env),
+                user=spec.user,
                 group=protocol.Group(group.name, group.membership),
             )
             answer = await self._host.ask_runner(request, protocol.ShellInfo, fd=group.fd.fileno())

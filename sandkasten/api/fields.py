@@ -25,6 +25,8 @@ MAX_ENV_BYTES = 128 * 1024
 MAX_ENV_NAMES = 4096
 MAX_LABELS = 64
 MAX_LABEL_CHARS = 256
+MAX_PLACES = 64
+"""Paths in one list of a session's file rules, as the runner has it."""
 MAX_ARGUMENTS = 4096
 MAX_CELLS = 1000
 MAX_PATTERN_CHARS = 1000
@@ -61,6 +63,7 @@ Encoding = NewType("Encoding", str)
 OnTimeout = NewType("OnTimeout", str)
 WhenLeft = NewType("WhenLeft", str)
 NoHosts = NewType("NoHosts", list[str])
+Places = NewType("Places", tuple[str, ...])
 NotOffered = NewType("NotOffered", object)
 WaitTarget = NewType("WaitTarget", str)
 
@@ -165,6 +168,15 @@ def _argv(value: object) -> tuple[str, ...]:
     if not arguments[0]:
         raise ValueError("must begin with the name of a program")
     return arguments
+
+
+def _places(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or len(value) > MAX_PLACES:
+        raise ValueError(f"must be an array of at most {MAX_PLACES} absolute paths")
+    places = tuple(check_path(path) for path in value)
+    if not all(path.startswith("/") and path.isprintable() for path in places):
+        raise ValueError("must hold absolute paths of printable characters")
+    return places
 
 
 def _signal_number(value: object) -> int:
@@ -272,6 +284,7 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     User: _matching(_USER, "must be a user's name, or UID or UID:GID as numbers"),
     Stdin: _stdin,
     Argv: _argv,
+    Places: _places,
     Cells: _integer(1, MAX_CELLS),
     SignalNumber: _signal_number,
     PortNumber: _integer(1, 65_535),

@@ -57,9 +57,10 @@ class ShellRequest:
     shell: Shell | None = None
     cwd: Path | None = None
     env: Environment | None = attrs.field(default=None, repr=False)
+    user: User | None = None
 
     def to_spec(self) -> ShellSpec:
-        return ShellSpec(name=self.name, shell=self.shell, cwd=self.cwd, env=self.env or {})
+        return ShellSpec(name=self.name, shell=self.shell, cwd=self.cwd, env=self.env or {}, user=self.user)
 
 
 @attrs.frozen

@@ -36,6 +36,7 @@ from sandkasten.api.fields import (
     OnTimeout,
     Path,
     Pids,
+    Places,
     Shell,
     ShellName,
     Stdin,
@@ -50,6 +51,7 @@ from sandkasten.api.fields import (
 from sandkasten.api.jsontext import decode_object
 from sandkasten.api.settings import ApiSettings
 from sandkasten.errors import InvalidImage, InvalidRequest, TooLarge
+from sandkasten.filerules import FileRules
 from sandkasten.model import (
     DEFAULT_SHELL,
     IMAGE_NAME,
@@ -91,6 +93,17 @@ class NetworkRequest:
 
 
 @attrs.frozen
+class FilesystemRequest:
+    readable: Places | None = None
+    writable: Places | None = None
+
+    @property
+    def rules(self) -> FileRules | None:
+        """The model's rules; none when nothing is restricted."""
+        return None if self.readable is None and self.writable is None else FileRules(self.readable, self.writable)
+
+
+@attrs.frozen
 class CreateRequest:
     image: str | None = None
     ttl_seconds: Ttl | None = None
@@ -104,6 +117,9 @@ class CreateRequest:
     shell: Shell | None = None
     network: NetworkRequest | None = None
     exec_mode: ExecMode | None = None
+    user: User | None = None
+    root_inside: bool | None = None
+    filesystem: FilesystemRequest | None = None
     idle_timeout_seconds: NotOffered = _ABSENT
 
     def to_spec(self, *, default_limits: Limits, key_header: str | None) -> SessionSpec:
@@ -126,6 +142,9 @@ class CreateRequest:
             readonly_rootfs=self.readonly_rootfs,
             shell=self.shell,
             exec_mode=self.exec_mode,
+            user=self.user,
+            root_inside=self.root_inside,
+            filesystem=None if self.filesystem is None else self.filesystem.rules,
             idempotency_key=_one_key(self.idempotency_key, key_header),
         )
 

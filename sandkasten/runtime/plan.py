@@ -67,7 +67,19 @@ def resolve(spec: SessionSpec, config: Config) -> Resolved:
         readonly_rootfs=config.defaults.readonly_rootfs if spec.readonly_rootfs is None else spec.readonly_rootfs,
         seccomp=config.security.seccomp,
         shell=spec.shell or config.defaults.shell_prefer,
-        options=SessionOptions(exec_mode=exec_mode),
+        options=_options(spec, config, exec_mode),
+    )
+
+
+def _options(spec: SessionSpec, config: Config, exec_mode: str) -> SessionOptions:
+    possible = config.isolation.root_inside
+    if spec.root_inside and not possible:
+        raise InvalidRequest("root inside is switched off here", root_inside="not available")
+    return SessionOptions(
+        exec_mode=exec_mode,
+        user=spec.user,
+        root_inside=possible if spec.root_inside is None else spec.root_inside,
+        filesystem=spec.filesystem,
     )
 
 
@@ -109,6 +121,7 @@ def plan_sandbox(
         tmp_bytes=min(memory_bytes // 2, 1024 * _MIB),
         shm_bytes=min(memory_bytes // 4, 64 * _MIB),
         disk=plan_disk(resolved.limits),
+        root_inside=resolved.options.root_inside,
     )
 
 

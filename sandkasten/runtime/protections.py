@@ -47,8 +47,17 @@ def _seccomp(now: Situation, found: Protection) -> Protection:
     return found
 
 
-def _landlock(_now: Situation, found: Protection) -> Protection:
-    return attrs.evolve(found, state=State.MISSING, detail="this version applies no Landlock rules")
+def _landlock(now: Situation, found: Protection) -> Protection:
+    """What nsinit asked the kernel for, once it has; before, what the checks say."""
+    if "landlock_scopes" not in now.features:
+        return found
+    if now.features["landlock_scopes"]:
+        detail = "signals and abstract sockets stay inside; file rules by session"
+        return attrs.evolve(found, state=State.ON, detail=detail)
+    if now.features.get("landlock_files"):
+        detail = "file rules by session only: signals and abstract sockets can't be kept inside before Linux 6.12"
+        return attrs.evolve(found, state=State.DEGRADED, detail=detail)
+    return attrs.evolve(found, state=State.MISSING, detail="this kernel has neither scopes nor whole file rules")
 
 
 _DISK_MODES = {

@@ -15,6 +15,7 @@ from sandkasten.api.schemas import CreateRequest, ExecRequest, PatchRequest, Ter
 from sandkasten.api.settings import ApiSettings
 from sandkasten.config import Defaults
 from sandkasten.errors import InvalidImage, InvalidRequest, TooLarge
+from sandkasten.filerules import FileRules
 from sandkasten.model import LIMIT_BOUNDS, ExecSpec, Limits, SessionPatch, SessionSpec, TerminalSize
 
 CLASSES: tuple[type[Any], ...] = (
@@ -68,6 +69,9 @@ def test_a_full_create_reaches_the_spec() -> None:
             "shell": "sh",
             "network": {"mode": "none", "allow": []},
             "exec_mode": "stateless",
+            "user": "root",
+            "root_inside": True,
+            "filesystem": {"readable": ["/usr"], "writable": []},
             "something_new": {"unknown": [1]},
         }
     )
@@ -82,6 +86,9 @@ def test_a_full_create_reaches_the_spec() -> None:
         readonly_rootfs=True,
         shell="sh",
         exec_mode="stateless",
+        user="root",
+        root_inside=True,
+        filesystem=FileRules(readable=("/usr",), writable=()),
         idempotency_key="k",
     )
 
@@ -122,6 +129,14 @@ def test_a_full_create_reaches_the_spec() -> None:
         ({"idle_timeout_seconds": None}, "idle_timeout_seconds"),
         ({"max_lifetime_seconds": 0}, "max_lifetime_seconds"),
         ({"readonly_rootfs": "yes"}, "readonly_rootfs"),
+        ({"user": "a b"}, "user"),
+        ({"user": 0}, "user"),
+        ({"root_inside": "no"}, "root_inside"),
+        ({"filesystem": ["/tmp"]}, "filesystem"),
+        ({"filesystem": {"writable": "/tmp"}}, "filesystem.writable"),
+        ({"filesystem": {"writable": ["tmp"]}}, "filesystem.writable"),
+        ({"filesystem": {"readable": ["/tmp\n"]}}, "filesystem.readable"),
+        ({"filesystem": {"readable": ["/tmp"] * 65}}, "filesystem.readable"),
         ({"shell": "fish"}, "shell"),
         ({"network": "mode"}, "network"),
         ({"network": "host"}, "network"),

@@ -131,11 +131,11 @@ class Nsinit:
         assert answer.seq == seq
         return answer, fds
 
-    def build(self, plan: SandboxPlan) -> Sandbox:
-        """Build a sandbox that must succeed."""
+    def build(self, plan: SandboxPlan, setup: Setup | None = None) -> Sandbox:
+        """Build a sandbox that must succeed; `setup` is the first request to its runner."""
         answer, fds = self.ask(Build, plan=plan)
         assert isinstance(answer, Built), (answer, self.log)
-        sandbox = Sandbox(self, answer, fds)
+        sandbox = Sandbox(self, answer, fds, setup or Setup(shell="bash"))
         self._sandboxes.append(sandbox)
         return sandbox
 
@@ -216,7 +216,7 @@ class Nsinit:
 class Sandbox:
     """A session that was built, with a connection to its runner."""
 
-    def __init__(self, owner: Nsinit, built: Any, fds: list[int]) -> None:
+    def __init__(self, owner: Nsinit, built: Any, fds: list[int], setup: Setup) -> None:
         self.owner, self.built = owner, built
         self.session_id: str = built.session_id
         self.pid: int = built.identity.pid
@@ -224,7 +224,7 @@ class Sandbox:
         self._names = itertools.count(1)
         self._runner = connect(owner.data_dir, self.session_id)
         self._decoder = new_decoder()
-        self.request(Setup(shell="bash"))
+        self.request(setup)
 
     def request(self, message: Any, *fds: int) -> tuple[Any, bytes, bytes]:
         """Ask the runner, sending descriptors along; return its final answer, stdout and stderr."""

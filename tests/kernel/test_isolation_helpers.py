@@ -209,7 +209,7 @@ def test_helpers_end_with_nsinit() -> None:
 def test_pid_1_refuses_a_root_that_is_not_the_one_that_was_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were nsinit in a chroot, say, the builder's pivot_root would leave PID 1 in the host's tree: the build fails."""
     monkeypatch.chdir("/tmp")
-    init = Init(0, -1, (), -1, -1, "", 0, Filters((), ()), root_id=(0, 0))
+    init = Init(0, -1, (), -1, -1, "", 0, 0, Filters((), ()), root_id=(0, 0))
     with pytest.raises(OSError, match="not the root") as refused:
         pid1.enter_root(init)
     assert refused.value.errno == errno.ESTALE

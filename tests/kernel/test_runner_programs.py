@@ -288,7 +288,7 @@ def test_it_runs_as_another_user(client: Client, user: str, lines: list[bytes]) 
     "user", ["root", "0", "0:1", "1:0", "65535", "1:65535", "65536", "no-such-user", "", "-1", "1:"]
 )
 def test_nobody_becomes_root_or_pid_1(client: Client, user: str) -> None:
-    """Neither by name nor by number, nor of their group."""
+    """Neither by name nor by number, nor of their group, in a sandbox that was not built for it."""
     assert run(client, "id", user=user).reply.code == "NO_SUCH_USER"
 
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.users import MAX_FILE_BYTES, MAX_GROUPS, MAX_ID, Account, resolve
+from runner.account import Account
+from runner.users import MAX_FILE_BYTES, MAX_GROUPS, MAX_ID, resolve
 
 PASSWD = b"""\
 root:x:0:0:root:/root:/bin/bash
@@ -47,6 +48,9 @@ broken:x:alice
         ("4000", Account(4000, 4000, (), "4000", "/")),
         ("4000:4001", Account(4000, 4001, (), "4000", "/")),
         ("1006", Account(1006, 1006, (), "1006", "/")),
+        ("root", Account(0, 0, (), "root", "/root")),
+        ("0:0", Account(0, 0, (), "root", "/root")),
+        ("toor", Account(0, 100, (), "toor", "/root")),
         (str(MAX_ID), Account(MAX_ID, MAX_ID, (), str(MAX_ID), "/")),
     ],
 )
@@ -58,13 +62,13 @@ def test_an_account_is_found(user: str, expected: Account) -> None:
 @pytest.mark.parametrize(
     "user",
     [
-        *("root", "0", "toor", "wheel", "init", "high", "nobody", "short", "letters", "minus", "nul\0", ""),
+        *("wheel", "init", "high", "nobody", "short", "letters", "minus", "nul\0", ""),
         *("65535", "65536", "1001:0", "1001:65535", "1001:", ":100", "1001:x", "-1", "+1", " 1001", "1001 ", "1001\n"),
         *("٣", "0x10", "99999999999"),
     ],
 )
 def test_nobody_else_is(user: str) -> None:
-    """Root, PID 1, their groups, numbers out of range, lines that make no sense, and names that aren't there."""
+    """PID 1, its group, root's for others, numbers out of range, lines that make no sense, names that aren't there."""
     assert resolve(user, PASSWD, GROUP) is None
 
 
@@ -72,6 +76,7 @@ def test_files_are_optional() -> None:
     """An image without them has numbers only."""
     assert resolve("1001", b"", b"") == Account(1001, 1001, (), "1001", "/")
     assert resolve("alice", b"", b"") is None
+    assert resolve("0", b"", b"") == Account(0, 0, (), "root", "/root")
 
 
 def test_there_are_bounds() -> None:
@@ -84,12 +89,13 @@ def test_there_are_bounds() -> None:
 
 
 @given(st.text(max_size=20), st.binary(max_size=300), st.binary(max_size=300))
-def test_whatever_the_files_say_nobody_is_root(user: str, passwd: bytes, group: bytes) -> None:
+def test_whatever_the_files_say_nobody_is_pid_1(user: str, passwd: bytes, group: bytes) -> None:
     """Hostile content gives an account within bounds, or none."""
     names = [line.split(b":")[0].decode("utf-8", "surrogateescape") for line in passwd.split(b"\n")]
     for each in (*names, user, "1001"):
         account = resolve(each, PASSWD + passwd, GROUP + group)
         if account is not None:
             ids = (account.uid, account.gid, *account.groups)
-            assert all(0 < number <= MAX_ID for number in ids)
+            assert all(0 <= number <= MAX_ID for number in ids)
+            assert account.uid == 0 or 0 not in ids
             assert account.home.startswith("/")

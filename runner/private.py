@@ -1,0 +1,42 @@
+"""Opening files of the private directory, in which the sandbox's root can put whatever it likes.
+
+It must not follow a link: PID 1 would open it with its own rights, and `/proc/self` is PID 1's own then. The two
+directories above the last one are mount points, which nobody inside can replace.
+
+Sources: open(2) O_NOFOLLOW, fifo(7).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+_DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def open_private(path: str, flags: int, mode: int = 0) -> int:
+    """Open `<private directory>/<shell>/<name>`; neither the shell's directory nor the file may be a link.
+
+    Raises:
+        OSError: as open(2).
+    """
+    directory, _, name = path.rpartition("/")
+    directory_fd = os.open(directory, _DIRECTORY)
+    try:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=directory_fd)
+    finally:
+        os.close(directory_fd)
+
+
+def open_fifo(path: str, flags: int) -> int:
+    """Open a FIFO as `open_private` does, never waiting.
+
+    Raises:
+        OSError: as open(2), or it is something else.
+    """
+    fd = open_private(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISFIFO(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
+    return fd

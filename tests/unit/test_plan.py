@@ -1,0 +1,40 @@
+"""What the configuration allows of root inside, and what nsinit and PID 1 are told of a session's options."""
+
+from __future__ import annotations
+
+import json
+
+import attrs
+import pytest
+
+from sandkasten.config import Config, Isolation
+from sandkasten.errors import InvalidRequest
+from sandkasten.filerules import FileRules
+from sandkasten.model import SessionOptions, SessionSpec
+from sandkasten.runtime.plan import plan_sandbox, resolve
+
+
+@pytest.mark.parametrize(
+    ("allowed", "asked", "possible"),
+    [(True, None, True), (True, False, False), (True, True, True), (False, None, False), (False, False, False)],
+)
+def test_root_is_possible_if_nobody_ruled_it_out(*, allowed: bool, asked: bool | None, possible: bool) -> None:
+    """The operator's word is the default and the limit; a session can only have less."""
+    config = Config(isolation=Isolation(root_inside=allowed))
+    resolved = resolve(SessionSpec(root_inside=asked), config)
+    plan = plan_sandbox("0" * 16, resolved, workspace_id=None, image="host", image_kind="host")
+    assert (resolved.options.root_inside, plan.root_inside) == (possible, possible)
+
+
+def test_root_that_the_operator_ruled_out_is_refused() -> None:
+    """A session that insists is not made without it."""
+    with pytest.raises(InvalidRequest) as refused:
+        resolve(SessionSpec(root_inside=True), Config(isolation=Isolation(root_inside=False)))
+    assert refused.value.details == {"root_inside": "not available"}
+
+
+@pytest.mark.parametrize("rules", [None, FileRules(), FileRules(readable=("/usr",), writable=())])
+def test_options_outlive_the_record(rules: FileRules | None) -> None:
+    """What is stored with a session comes back as it was."""
+    options = SessionOptions(user="root", root_inside=True, filesystem=rules)
+    assert SessionOptions(**json.loads(json.dumps(attrs.asdict(options)))) == options
