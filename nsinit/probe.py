@@ -16,7 +16,7 @@ import tempfile
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from nsinit.trials import groups, mounting, network, processes
+from nsinit.trials import groups, mounting, network, processes, storage
 from nsinit.trials.attempt import Answer, Room, Trial, attempt
 
 _TOGETHER: tuple[dict[str, Trial], ...] = (
@@ -47,6 +47,8 @@ _TOGETHER: tuple[dict[str, Trial], ...] = (
 """Those of one group leave each other what they need, in this order."""
 _THOROUGH: tuple[dict[str, Trial], ...] = (
     {"kernel_log": processes.kernel_log, "nftables": network.nftables, "veth": network.veth},
+    {"disk": storage.best},
+    *({name: trial} for name, trial in storage.trials().items()),
 )
 """What nothing rests on at start."""
 

@@ -101,6 +101,22 @@ CATALOGUE: Mapping[str, Subject] = MappingProxyType(
         "loopback": Subject("network", "network", "sessions would share the machine's network", "CONFIG_NET_NS=y"),
         "nftables": Subject("nftables", "", "a session could not be let out through rules", "CONFIG_NF_TABLES=y"),
         "veth": Subject("veth", "", "a session could not be given a way out", "CONFIG_VETH=y or m"),
+        # disks
+        "disk": Subject("disk limit", "disk", "a session could fill the disk", "apt-get install e2fsprogs"),
+        "disk_project": Subject(
+            "project quota",
+            "",
+            "another mechanism is taken",
+            "tune2fs -O project,quota DEVICE, and prjquota in the mount options (xfs: in the mount options alone)",
+        ),
+        "disk_btrfs": Subject("btrfs quota", "", "another mechanism is taken", "a data directory on btrfs"),
+        "disk_loop": Subject(
+            "loop image",
+            "",
+            "another mechanism is taken",
+            "apt-get install e2fsprogs; modprobe loop; /dev/loop-control",
+        ),
+        "disk_tmpfs": Subject("disk in memory", "", "another mechanism is taken", "CONFIG_TMPFS=y"),
         # cgroups
         "cgroups": Subject("cgroups", "limits", _ALONE, _kernel("5.15", "CONFIG_CGROUPS")),
         "limits": Subject("limits", "limits", _ALONE, "CONFIG_MEMCG=y, CONFIG_CGROUP_PIDS=y, CONFIG_CFS_BANDWIDTH=y"),

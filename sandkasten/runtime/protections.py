@@ -93,7 +93,7 @@ _ENTRIES: Mapping[str, Entry] = {
 }
 
 
-_TOLD_BY_NSINIT = frozenset({"disk"})
+_TOLD_BY_NSINIT = frozenset({"disk", "landlock"})
 """A start makes no trial of its own of these: nsinit does, and refuses or reports."""
 
 
