@@ -180,8 +180,8 @@ class Session:
 
 @attrs.frozen
 class SessionStats:
-    """Counters of the session's cgroup, -1 where the kernel offers none, and what is kept of its runs' output outside
-    of it, in memory and on disk."""
+    """Counters of the session's cgroup and of its disk, -1 where the kernel offers none, and what is kept of its runs'
+    output outside of it, in memory and on disk."""
 
     memory_bytes: int
     memory_limit: int
@@ -192,6 +192,10 @@ class SessionStats:
     pids_limit: int
     oom_kills: int
     spool_bytes: int = 0
+    disk_bytes: int = -1
+    disk_limit_bytes: int = -1
+    disk_inodes: int = -1
+    disk_inodes_limit: int = -1
 
 
 class ExecKind(enum.StrEnum):

@@ -26,7 +26,7 @@ from sandkasten.actors.marks import Marks
 from sandkasten.actors.pausing import Pausing
 from sandkasten.actors.run_driver import ask_runner
 from sandkasten.actors.sandbox_watch import SandboxWatch
-from sandkasten.actors.session_disk import change_disk
+from sandkasten.actors.session_disk import change_disk, read_disk
 from sandkasten.actors.session_messages import (
     Destroy,
     Died,
@@ -53,7 +53,7 @@ from sandkasten.errors import (
     SessionExpired,
 )
 from sandkasten.lifecycle import WHOLE, Event, next_status
-from sandkasten.model import Cause, EventType, Session, SessionPatch, Status
+from sandkasten.model import Cause, EventType, Session, SessionPatch, SessionStats, Status
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from sandkasten.runtime.plan import check_limits, plan_limits, plan_sandbox
 from sandkasten.runtime.runner_link import RunnerLink
@@ -173,7 +173,7 @@ class SessionActor(Actor):
         match message:
             case Stats():
                 self._require(WHOLE)
-                return attrs.evolve(self._stats.read_all(), spool_bytes=self._work.kept_bytes)
+                return self.defer(self._read_stats)
             case Update(patch):
                 return await self._update(patch)
             case PauseSession(spec):
@@ -378,6 +378,10 @@ class SessionActor(Actor):
 
     async def find_victim(self) -> str | None:
         return await self._watch.find_victim()
+
+    async def _read_stats(self) -> SessionStats:
+        disk = await read_disk(self._services.zygote, self.session.id)
+        return attrs.evolve(self._stats.read_all(), spool_bytes=self._work.kept_bytes, **disk)
 
     async def _update(self, patch: SessionPatch) -> Session:
         self._require(WHOLE)

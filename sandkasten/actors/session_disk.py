@@ -6,13 +6,16 @@ Knows no record: what the session's actor does with the answer is its own.
 from __future__ import annotations
 
 import errno
+import logging
 
 from sandkasten.actors import zygote
 from sandkasten.actors.actor import Ref
 from sandkasten.config import Disk
-from sandkasten.errors import BuildFailed, InvalidRequest
+from sandkasten.errors import BuildFailed, InvalidRequest, Unavailable, ZygoteLost
 from sandkasten.model import Limits
 from sandkasten.runtime.plan import check_disk_limits, plan_disk
+
+log = logging.getLogger(__name__)
 
 
 async def change_disk(ref: Ref, session_id: str, *, before: Limits, after: Limits, allowed: Disk) -> None:
@@ -31,3 +34,19 @@ async def change_disk(ref: Ref, session_id: str, *, before: Limits, after: Limit
             message = "the disk of a running session keeps its size on this node"
             raise InvalidRequest(message, limits="disk_mb and disk_inodes can't change") from error
         raise
+
+
+async def read_disk(ref: Ref, session_id: str) -> dict[str, int]:
+    """Return what is known of the disk for a session's statistics; nothing while nsinit can't be asked."""
+    try:
+        use = await ref.ask(zygote.AskDisk(session_id))
+    except (BuildFailed, Unavailable, ZygoteLost) as error:
+        log.info("disk_not_read", extra={"session_id": session_id, "error": str(error)})
+        return {}
+    numbers = {
+        "disk_bytes": use.used_bytes,
+        "disk_limit_bytes": use.limit_bytes,
+        "disk_inodes": use.used_inodes,
+        "disk_inodes_limit": use.limit_inodes,
+    }
+    return {name: number for name, number in numbers.items() if number >= 0}

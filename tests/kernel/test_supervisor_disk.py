@@ -77,3 +77,15 @@ async def test_a_disk_that_can_not_change_is_not_said_to_have_changed(data_dir: 
         assert (await supervisor.get(session.id)).limits == SMALL
         changed = await supervisor.update(session.id, SessionPatch(limits=attrs.evolve(SMALL, pids=99)))
         assert changed.limits == attrs.evolve(SMALL, pids=99)
+
+
+async def test_statistics_tell_how_full_the_disk_is(supervisor: LocalSupervisor) -> None:
+    """What the kernel counts, outside of the session's reach."""
+    session = await supervisor.create(SessionSpec(limits=SMALL))
+    before = attrs.asdict(await supervisor.stats(session.id))
+    await supervisor.exec(session.id, ExecSpec("head -c 10000000 /dev/zero > /home/sandbox/big"))
+    after = attrs.asdict(await supervisor.stats(session.id))
+    assert 9_000_000 < after["disk_bytes"] - before["disk_bytes"] < 12_000_000
+    assert 24 << 20 < after["disk_limit_bytes"] <= 32 << 20
+    assert after["disk_inodes"] > before["disk_inodes"] > 0
+    assert after["disk_inodes_limit"] <= 2048
