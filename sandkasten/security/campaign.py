@@ -69,8 +69,12 @@ async def attack(
 async def make_all(field: Field, attempts: Sequence[Attempt], *, users: Sequence[str], report: Report) -> list[Result]:
     """Make attempts on a field that is laid out."""
     results: list[Result] = []
+    blind = await _find_blind(field, attempts)
 
     def add(result: Result) -> None:
+        if result.attempt.id in blind and not result.is_broken:
+            why = "even in the neighbour's own session it does not find what it looks for"
+            result = attrs.evolve(result, verdict=NOT_APPLICABLE, seen=why)
         results.append(result)
         report(result)
 
@@ -145,6 +149,15 @@ async def make_attack(field: Field, attempt: Attempt, *, user: str | None = None
             outcome = Outcome(BROKEN, f"{type(error).__name__}: {error}")
     duration_ms = round(1000 * (trio.current_time() - started))
     return Result(attempt, field.user if user is None else user, outcome.verdict, outcome.seen, duration_ms)
+
+
+async def _find_blind(field: Field, attempts: Sequence[Attempt]) -> set[str]:
+    """Return the attempts on the neighbour whose not finding anything means nothing here."""
+    names = {each.id for each in attempts if each.control == "neighbour"}
+    if not names:
+        return set()
+    found = await show_controls(field)
+    return {name for name in names if name not in found or found[name].verdict != BROKEN}
 
 
 async def show_controls(field: Field) -> dict[str, Outcome]:

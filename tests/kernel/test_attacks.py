@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +74,18 @@ def test_the_catalogue_is_what_was_promised() -> None:
 
 
 async def test_what_looks_for_the_neighbour_finds_it_where_it_is(config: Config) -> None:
-    """In the neighbour's own session the same attempts are BROKEN: what they look for is really there."""
+    """In the neighbour's own session the same attempts are BROKEN: what they look for is really there. One that looks
+    for what is not there says nothing."""
     async with open_field(config) as field:
         shown = await show_controls(field)
+        astray = attrs.evolve(field, target=replace(field.target, neighbour_port=1))
+        (blind,) = await make_all(
+            astray, choose(["sockets.neighbour"]), users=("sandbox",), report=lambda _result: None
+        )
     expected = [each.id for each in INSIDE if each.control == "neighbour"]
     assert {name: outcome.verdict for name, outcome in shown.items()} == dict.fromkeys(expected, BROKEN)
     assert len(expected) >= 5
+    assert blind.verdict == NOT_APPLICABLE
 
 
 @pytest.fixture
