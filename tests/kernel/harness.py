@@ -243,7 +243,7 @@ class Sandbox:
                 raise EOFError(f"the runner is gone: {self.owner.log}")
             self._decoder.feed(data)
 
-    def run(self, command: str, *, timeout_ms: int | None = 10_000) -> Result:
+    def run(self, command: str, *, timeout_ms: int | None = round(10_000 * SLOWNESS)) -> Result:
         """Run a command in the session's shell."""
         reply, out, err = self.request(Exec(f"e{next(self._names)}", command, timeout_ms=timeout_ms))
         assert isinstance(reply, ExecReply), reply

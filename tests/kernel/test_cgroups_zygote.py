@@ -20,8 +20,6 @@ from sandkasten.actors.actor import Ref
 from sandkasten.errors import BuildFailed
 from tests.kernel.harness import ROOMY, data_directory, host_plan
 
-pytestmark = pytest.mark.cgroup_v2
-
 
 @asynccontextmanager
 async def _started() -> AsyncIterator[tuple[Ref, Path]]:
@@ -57,6 +55,7 @@ async def _sleeper() -> AsyncIterator[trio.Process]:
         await process.wait()
 
 
+@pytest.mark.cgroup_v2
 async def test_a_group_is_handed_over_with_its_descriptor() -> None:
     """It is the receiver's; the group goes when it is told to."""
     async with _started() as (ref, directory), _session(ref) as session_id:
@@ -79,6 +78,7 @@ async def test_a_refusal_says_why() -> None:
             await ref.ask(zygote.MakeGroup(session_id, "../x"))
 
 
+@pytest.mark.cgroup_v2
 async def test_a_group_in_use_stays_and_that_is_told() -> None:
     """Until it is empty, or its members are to be killed."""
     async with _started() as (ref, directory), _session(ref) as session_id:

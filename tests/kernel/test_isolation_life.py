@@ -69,7 +69,6 @@ def test_teardown_leaves_nothing_and_may_be_repeated(server: Nsinit) -> None:
     assert server.teardown(new_id()).leftovers == ()
 
 
-@pytest.mark.cgroup_v2
 def test_teardown_counts_what_the_session_used(server: Nsinit) -> None:
     """CPU time and peak memory are read before the cgroup goes."""
     sandbox = server.build(host_plan())
@@ -80,7 +79,6 @@ def test_teardown_counts_what_the_session_used(server: Nsinit) -> None:
     assert counters.oom_kills == 0
 
 
-@pytest.mark.cgroup_v2
 def test_a_fork_bomb_ends_with_its_session(server: Nsinit) -> None:
     """However fast it forks, teardown ends all of it."""
     sandbox = server.build(host_plan())

@@ -321,7 +321,6 @@ async def test_a_slow_reader_stops_its_own_run_only(supervisor: LocalSupervisor,
         assert sum([len(piece.data) async for piece in flood]) == 50_000_000
 
 
-@pytest.mark.cgroup_v2
 async def test_a_killed_program_names_its_victim(supervisor: LocalSupervisor) -> None:
     """Out of memory: the cause says so and the name is the one the kernel logged; the shell's variables live."""
     session = await supervisor.create(SessionSpec(limits=Limits(memory_mb=64)))

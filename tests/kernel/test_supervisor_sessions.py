@@ -164,7 +164,6 @@ async def test_a_failed_build_answers_and_leaves_nothing(supervisor: LocalSuperv
     assert os.listdir(data_dir / "sessions") == []
 
 
-@pytest.mark.cgroup_v2
 async def test_stats_show_the_limits_and_the_use(supervisor: LocalSupervisor) -> None:
     """Memory, cpu and pids of this session's own cgroup."""
     session = await supervisor.create(SessionSpec(limits=Limits(cpu=0.5, memory_mb=64, pids=32)))
@@ -177,7 +176,6 @@ async def test_stats_show_the_limits_and_the_use(supervisor: LocalSupervisor) ->
     assert stats.pids >= 2
 
 
-@pytest.mark.cgroup_v2
 async def test_a_memory_hog_is_killed_named_and_the_shell_lives(supervisor: LocalSupervisor) -> None:
     """The cause says out of memory; state from before is still there."""
     session = await supervisor.create(SessionSpec(limits=Limits(memory_mb=48)))
