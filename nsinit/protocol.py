@@ -13,9 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from nsinit.seccomp.profile import ArgTest as SeccompArgTest
+from nsinit.seccomp.profile import Profile as SeccompProfile
+from nsinit.seccomp.profile import Rule as SeccompRule
 from runner.wire import ProtocolError, Vocabulary
 
-__all__ = ["ProtocolError"]
+__all__ = ["ProtocolError", "SeccompArgTest", "SeccompProfile", "SeccompRule"]
 
 MAX_DATAGRAM_BYTES = 64 * 1024
 MAX_FDS = 2
@@ -79,7 +82,7 @@ class SandboxPlan:
     tmp_bytes: int = 256 * 1024 * 1024
     shm_bytes: int = 64 * 1024 * 1024
     seccomp: str = "strict"
-    """A profile that comes along, or `off`."""
+    """A profile that comes along, one of `Start.seccomp_profiles`, or `off`."""
     disk: DiskLimits = DEFAULT_DISK
     root_inside: bool = False
 
@@ -90,6 +93,7 @@ class SandboxPlan:
 @dataclass(frozen=True, slots=True)
 class Start:
     """First message. `cgroup_parent`: `auto`, or the directory below every hierarchy's mount point to build in.
+    `seccomp_profiles`: an operator's own, beside those that come along.
 
     Answer: `Ready` or `Failed` (a `disk` that can't be had is one).
     """
@@ -99,6 +103,7 @@ class Start:
     node_id: str
     cgroup_parent: str = "auto"
     disk: DiskWish = "auto"
+    seccomp_profiles: tuple[SeccompProfile, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ def _start(request: Start, scheduler: Scheduler, enter: child.Enter, undo: ExitS
         check_node_id(request.node_id)
         check_cgroup_parent(request.cgroup_parent)
     with steps.step("seccomp profiles"):
-        filters = prepare()
+        filters = prepare(request.seccomp_profiles)
     disks = choose.candidates(layout, request.disk)
     with steps.step("data directory"):
         layout.make()

@@ -27,6 +27,7 @@ from sandkasten.machine import Machine, System
 from sandkasten.runtime import precheck
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.protections import Situation, lacking, protections
+from sandkasten.runtime.seccomp import load_filters
 from sandkasten.store import sessions as session_store
 from sandkasten.store.database import DatabaseTooNew, open_database
 from sandkasten.supervisor import Supervisor
@@ -118,8 +119,11 @@ async def _open_tree(
         if machine is None:
             machine = await trio.to_thread.run_sync(precheck.examine, config.data_dir)
         require_protections(config, machine)
+        profiles = await trio.to_thread.run_sync(load_filters, config.security)
         catalog, node = await trio.to_thread.run_sync(_prepare, config)
-        supervisor = LocalSupervisor(config, catalog, node, machine=machine, vessels=config.server.vessels)
+        supervisor = LocalSupervisor(
+            config, catalog, node, machine=machine, vessels=config.server.vessels, profiles=profiles
+        )
         guard = ChildSpec("guard", partial(_guard, supervisor, config, told), restart="temporary")
         tree = ChildSupervisor([*supervisor.children(), guard, *more(supervisor)])
         stop = trio.CancelScope()

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import attrs
 
 from sandkasten.machine import PROTECTIONS, Need
-from sandkasten.model import EXEC_MODES, IMAGE_NAME, LIMIT_BOUNDS, STATEFUL, Limits
+from sandkasten.model import EXEC_MODES, IMAGE_NAME, LIMIT_BOUNDS, SECCOMP_NAME, SECCOMP_PROFILES, STATEFUL, Limits
 
 DEFAULT_DATA_DIR = Path("/var/lib/sandkasten")
 MIB = 1024 * 1024
@@ -63,6 +63,20 @@ def _image_names(_instance: object, attribute: attrs.Attribute[Any], value: obje
             raise ValueError(f"{attribute.name}: {name!r} is not an image name")
 
 
+def _filters(_instance: object, attribute: attrs.Attribute[Any], value: str | tuple[str, ...]) -> None:
+    for name in (value,) if isinstance(value, str) else value:
+        if not SECCOMP_NAME.match(name):
+            raise ValueError(f"{attribute.name}: {name!r} is no name of a system call filter")
+
+
+def _absolute(value: str | Path) -> Path:
+    return Path(os.path.abspath(value))
+
+
+def _absolute_or_none(value: str | Path | None) -> Path | None:
+    return None if value is None else _absolute(value)
+
+
 def _strings(value: Iterable[str]) -> tuple[str, ...]:
     return tuple(value)
 
@@ -104,7 +118,19 @@ class Defaults:
 
 @attrs.frozen
 class Security:
-    seccomp: Literal["off", "mvp", "strict"] = attrs.field(default="strict", validator=_one_of("off", "mvp", "strict"))
+    """`seccomp` is the system call filter of sessions that ask for none, `seccomp_allowed` what they may ask for
+    besides; `seccomp_profiles` a directory of filters of the operator's own."""
+
+    seccomp: Literal["off"] | str = attrs.field(default="strict", validator=_filters)  # YAML reads `off` as false
+    seccomp_allowed: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_filters)
+    seccomp_profiles: Path | None = attrs.field(default=None, converter=_absolute_or_none)
+
+    def __attrs_post_init__(self) -> None:
+        own = [name for name in (self.seccomp, *self.seccomp_allowed) if name not in SECCOMP_PROFILES]
+        if own and self.seccomp_profiles is None:
+            raise ValueError(
+                f"seccomp: {own[0]!r} is none of {', '.join(SECCOMP_PROFILES)}; seccomp_profiles is not set"
+            )
 
 
 def _protections(_instance: object, attribute: attrs.Attribute[Any], value: tuple[str, ...]) -> None:
@@ -242,10 +268,6 @@ def _origins(_instance: object, _attribute: attrs.Attribute[Any], value: tuple[s
     for origin in value:
         if not re.fullmatch(r"https?://[A-Za-z0-9.:\[\]_-]+", origin):
             raise ValueError(f"allowed_origins: {origin!r} is no web origin such as https://example.org")
-
-
-def _absolute(value: str | Path) -> Path:
-    return Path(os.path.abspath(value))
 
 
 @attrs.frozen

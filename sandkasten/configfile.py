@@ -195,7 +195,7 @@ def _parse(raw: object, expected: Any) -> object:  # `expected` is a type expres
         items = raw.split(",") if isinstance(raw, str) else raw
         if not isinstance(items, list):
             raise ValueError("expected a list")
-        return tuple(str(item).strip() for item in items if str(item).strip())
+        return tuple("off" if item is False else str(item).strip() for item in items if str(item).strip())
     if origin is not None:
         return _parse_mapping(raw, arguments[1])
     if expected is bool:

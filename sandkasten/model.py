@@ -26,6 +26,9 @@ SHELL_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,31}\Z")
 STATEFUL, STATELESS = EXEC_MODES = ("stateful", "stateless")
 
 DEFAULT_SHELL = "default"
+SECCOMP_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}\Z")
+SECCOMP_PROFILES = ("strict", "mvp", "debug", "off")
+"""System call filters that come along; an operator's own have other names."""
 IMAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}\Z")
 
 
@@ -93,12 +96,14 @@ class SessionOptions:
     `exec_mode`: `stateful`, or `stateless`: a command that names no shell and no mode runs beside the shells.
     `user` runs all that names no other, and file requests are made with its rights (None: the sandbox user).
     `root_inside`: commands may run as root. `filesystem`: rules that bind every command.
+    `seccomp`: the system call filter; sessions of before there was one have none.
     """
 
     exec_mode: str = STATEFUL
     user: str | None = None
     root_inside: bool = False
     filesystem: FileRules | None = attrs.field(default=None, converter=file_rules)
+    seccomp: str = "off"
 
 
 @attrs.frozen
@@ -122,6 +127,7 @@ class SessionSpec:
     user: str | None = None
     root_inside: bool | None = None
     filesystem: FileRules | None = None
+    seccomp: str | None = None
     idempotency_key: str | None = None
 
 

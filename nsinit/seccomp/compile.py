@@ -34,6 +34,7 @@ _RETURN: Final[dict[Action, int]] = {
 ALLOW: Final = _RETURN["allow"]
 KILL_PROCESS: Final = _RETURN["kill_process"]
 _LOW = 2**32 - 1
+_BELOW: Final = frozenset(FLOOR[0].names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ def refuse(number: int) -> int:
 def compile_profile(profile: Profile, arch: Arch) -> tuple[Instruction, ...]:
     """Return the program of a profile. Raises `ProfileError`."""
     check(profile)
+    _check_floor(profile)
     numbers = NUMBERS[arch]
     verdicts = _verdicts(profile, numbers)
     _check_init(profile, verdicts)
@@ -81,6 +83,13 @@ def compile_command_filter(arch: Arch) -> tuple[Instruction, ...]:
     return assembler.finish(
         assembler.load(bpf.NR_OFFSET, assembler.jump(bpf.JEQ, NUMBERS[arch]["clone3"], refused, allowed))
     )
+
+
+def _check_floor(profile: Profile) -> None:
+    """The floor wins anyway; whoever wants to lower it is told."""
+    for rule in profile.rules:
+        if rule.action in ("allow", "log") and (names := sorted(_BELOW.intersection(rule.names))):
+            raise ProfileError(f"{profile.name}: no sandbox may have {', '.join(names[:5])}")
 
 
 def _check_init(profile: Profile, verdicts: dict[str, _Verdict]) -> None:
@@ -114,12 +123,12 @@ def _verdict(profile: Profile, name: str, rules: list[Rule]) -> _Verdict:
         fallback, least = _value(profile.default, profile.default_errno), -1
     else:
         fallback, least = _value(always.action, always.errno), STRICTNESS.index(always.action)
-    tests = tuple(
+    tests = dict.fromkeys(
         (rule.args, _value(rule.action, rule.errno))
         for rule in by_strictness
         if rule.args and STRICTNESS.index(rule.action) > least
     )
-    return _Verdict(fallback, tests, WIDTHS.get(name, "") if tests else "")
+    return _Verdict(fallback, tuple(tests), WIDTHS.get(name, "") if tests else "")
 
 
 def _value(action: Action, number: int) -> int:

@@ -24,6 +24,7 @@ from datetime import UTC, datetime
 
 import trio
 
+from nsinit.protocol import SeccompProfile
 from sandkasten.actors import events, images, reaper, sessions, store, zygote
 from sandkasten.actors.actor import Ask, R, Ref
 from sandkasten.actors.directory import Entry, SessionDirectory
@@ -65,9 +66,19 @@ _MIN_FREE_RATIO = 0.02
 class LocalSupervisor(WorkOfSessions):
     """The supervisor of this machine; implements `supervisor.Supervisor`."""
 
-    def __init__(self, config: Config, catalog: Catalog, node: Node, *, machine: Machine, vessels: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        catalog: Catalog,
+        node: Node,
+        *,
+        machine: Machine,
+        vessels: int,
+        profiles: Sequence[SeccompProfile] = (),
+    ) -> None:
         self._config, self._catalog, self._node, self._vessels = config, catalog, node, vessels
         self._machine, self._started_at = machine, datetime.now(UTC)
+        self._profiles = profiles
         self._directory = SessionDirectory()
         self._store, self._zygote, self._images = Ref("store"), Ref("zygote"), Ref("images")
         self._journal = Journal()
@@ -109,7 +120,8 @@ class LocalSupervisor(WorkOfSessions):
 
         async def start_zygote(*, task_status: trio.TaskStatus[Ref]) -> None:
             data_dir, disk = self._config.data_dir, self._config.disk.mode
-            await zygote.Zygote(self._zygote, data_dir, self._node.id, disk=disk).run(task_status=task_status)
+            actor = zygote.Zygote(self._zygote, data_dir, self._node.id, disk=disk, profiles=self._profiles)
+            await actor.run(task_status=task_status)
 
         async def start_images(*, task_status: trio.TaskStatus[Ref]) -> None:
             await images.Images(self._images, self._catalog).run(task_status=task_status)

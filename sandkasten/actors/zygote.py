@@ -202,9 +202,17 @@ async def ask_patiently(zygote: Ref, message: Ask[R]) -> R:
 class Zygote(Actor):
     """See the module's docstring."""
 
-    def __init__(self, ref: Ref, data_dir: Path, node_id: str, *, disk: protocol.DiskWish = "auto") -> None:
+    def __init__(
+        self,
+        ref: Ref,
+        data_dir: Path,
+        node_id: str,
+        *,
+        disk: protocol.DiskWish = "auto",
+        profiles: Sequence[protocol.SeccompProfile] = (),
+    ) -> None:
         super().__init__(ref)
-        self._data_dir, self._node_id, self._disk = data_dir, node_id, disk
+        self._data_dir, self._node_id, self._disk, self._profiles = data_dir, node_id, disk, tuple(profiles)
         self._process: NsinitProcess | None = None
 
     async def on_start(self) -> None:
@@ -212,7 +220,13 @@ class Zygote(Actor):
         self._link = ZygoteLink(self._process.sock)
         self._nursery.start_soon(self._forward_log)
         self._nursery.start_soon(self._link.serve)
-        start = protocol.Start(self._link.next_seq(), str(self._data_dir), self._node_id, disk=self._disk)
+        start = protocol.Start(
+            self._link.next_seq(),
+            str(self._data_dir),
+            self._node_id,
+            disk=self._disk,
+            seccomp_profiles=self._profiles,
+        )
         answer = await self._request(start)
         self._ready: protocol.Ready = _expect(answer, protocol.Ready).message
         log.info("zygote_ready", extra=describe(self._ready))

@@ -17,7 +17,7 @@ import attrs
 import cattrs
 from cattrs.gen import make_dict_structure_fn, override
 
-from sandkasten.model import EXEC_ID, LIMIT_BOUNDS, SHELL_NAME, WORKSPACE_ID
+from sandkasten.model import EXEC_ID, LIMIT_BOUNDS, SECCOMP_NAME, SHELL_NAME, WORKSPACE_ID
 
 MAX_TTL_S = 86_400
 MAX_PATH_BYTES = 4096
@@ -59,6 +59,7 @@ Pattern = NewType("Pattern", str)
 EnvironmentPatch = NewType("EnvironmentPatch", dict[str, str | None])
 NetworkMode = NewType("NetworkMode", str)
 ExecMode = NewType("ExecMode", str)
+SeccompName = NewType("SeccompName", str)
 Encoding = NewType("Encoding", str)
 OnTimeout = NewType("OnTimeout", str)
 WhenLeft = NewType("WhenLeft", str)
@@ -293,6 +294,7 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     WaitTarget: _choice("exit"),
     NetworkMode: _choice("none", not_offered=("proxy", "bridge", "host")),
     ExecMode: _choice("stateful", "stateless"),
+    SeccompName: _matching(SECCOMP_NAME, "must be the name of a system call filter, such as strict or debug"),
     Encoding: _choice("utf-8", "base64"),
     OnTimeout: _choice("error", "result"),
     WhenLeft: _choice("cancel", "detach"),

@@ -37,6 +37,7 @@ from sandkasten.api.fields import (
     Path,
     Pids,
     Places,
+    SeccompName,
     Shell,
     ShellName,
     Stdin,
@@ -120,6 +121,7 @@ class CreateRequest:
     user: User | None = None
     root_inside: bool | None = None
     filesystem: FilesystemRequest | None = None
+    seccomp: SeccompName | None = None
     idle_timeout_seconds: NotOffered = _ABSENT
 
     def to_spec(self, *, default_limits: Limits, key_header: str | None) -> SessionSpec:
@@ -145,6 +147,7 @@ class CreateRequest:
             user=self.user,
             root_inside=self.root_inside,
             filesystem=None if self.filesystem is None else self.filesystem.rules,
+            seccomp=self.seccomp,
             idempotency_key=_one_key(self.idempotency_key, key_header),
         )
 

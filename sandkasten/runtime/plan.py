@@ -11,7 +11,15 @@ from nsinit import protocol
 from nsinit.protocol import ImageKind, SandboxPlan
 from sandkasten.config import Config, Defaults, Disk
 from sandkasten.errors import InvalidImage, InvalidRequest
-from sandkasten.model import EXEC_MODES, IMAGE_NAME, WORKSPACE_ID, Limits, SessionOptions, SessionSpec
+from sandkasten.model import (
+    EXEC_MODES,
+    IMAGE_NAME,
+    SECCOMP_PROFILES,
+    WORKSPACE_ID,
+    Limits,
+    SessionOptions,
+    SessionSpec,
+)
 
 _CPU_PERIOD_US = 100_000
 _MIN_CPU_QUOTA_US = 1_000
@@ -28,7 +36,6 @@ class Resolved:
     max_lifetime_s: float | None
     limits: Limits
     readonly_rootfs: bool
-    seccomp: str
     shell: str
     options: SessionOptions
 
@@ -65,7 +72,6 @@ def resolve(spec: SessionSpec, config: Config) -> Resolved:
         max_lifetime_s=spec.max_lifetime_s,
         limits=limits,
         readonly_rootfs=config.defaults.readonly_rootfs if spec.readonly_rootfs is None else spec.readonly_rootfs,
-        seccomp=config.security.seccomp,
         shell=spec.shell or config.defaults.shell_prefer,
         options=_options(spec, config, exec_mode),
     )
@@ -80,7 +86,19 @@ def _options(spec: SessionSpec, config: Config, exec_mode: str) -> SessionOption
         user=spec.user,
         root_inside=possible if spec.root_inside is None else spec.root_inside,
         filesystem=spec.filesystem,
+        seccomp=_seccomp(spec.seccomp, config),
     )
+
+
+def _seccomp(asked: str | None, config: Config) -> str:
+    """Return the filter: the configured one, one that sessions may ask for, or `strict`, which is the strictest."""
+    allowed = dict.fromkeys((config.security.seccomp, SECCOMP_PROFILES[0], *config.security.seccomp_allowed))
+    if asked is not None and asked not in allowed:
+        raise InvalidRequest(
+            "this system call filter is not allowed here",
+            seccomp=f"must be one of {', '.join(allowed)} (the operator may add to security.seccomp_allowed)",
+        )
+    return asked or config.security.seccomp
 
 
 def check_limits(limits: Limits) -> None:
@@ -117,7 +135,7 @@ def plan_sandbox(
         limits=plan_limits(resolved.limits),
         workspace_id=workspace_id,
         readonly_rootfs=resolved.readonly_rootfs,
-        seccomp=resolved.seccomp,
+        seccomp=resolved.options.seccomp,
         tmp_bytes=min(memory_bytes // 2, 1024 * _MIB),
         shm_bytes=min(memory_bytes // 4, 64 * _MIB),
         disk=plan_disk(resolved.limits),

@@ -119,7 +119,7 @@ class FakeSessions:
             limits=spec.limits or Limits(),
             workspace_id=spec.workspace_id,
             labels=dict(spec.labels),
-            options=SessionOptions(exec_mode=spec.exec_mode or STATEFUL),
+            options=SessionOptions(exec_mode=spec.exec_mode or STATEFUL, seccomp=spec.seccomp or "strict"),
             timings_ms={"queue": 0.1, "clone 3": 2.5},
         )
         self.sessions[session.id] = session

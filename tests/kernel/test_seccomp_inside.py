@@ -6,16 +6,22 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import attrs
 import pytest
 
 from nsinit.seccomp.profiles import FLOOR, STRICT_REFUSED
 from nsinit.seccomp.table import NUMBERS
 from runner.protocol import ExecReply, RunProgram
+from sandkasten.app import open_supervisor
+from sandkasten.config import Config, ConfigError, Security
+from sandkasten.errors import BuildFailed, InvalidRequest
+from sandkasten.model import ExecSpec, SessionSpec
 from tests.kernel.harness import Nsinit, Sandbox, data_directory, host_plan, running
 
 pytestmark = pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs the machine's python3 in /usr")
 
 SYS = NUMBERS["x86_64"]
+HAS_GDB = Path("/usr/bin/gdb").exists()
 CALLS = """
 import ctypes, errno, json, os, signal, sys
 libc = ctypes.CDLL(None, use_errno=True)
@@ -160,3 +166,47 @@ def test_x32_calls_are_refused(sandbox: Sandbox) -> None:
     """The bit that makes an x32 call of a number makes it EPERM, whatever the number."""
     said = calls(sandbox, "for number in (0, 39, 101, 165, 520, 547): said[number] = call(0x40000000 | number)")
     assert set(said.values()) == {"EPERM"}
+
+
+async def test_a_session_may_ask_for_the_filter_it_debugs_under(config: Config) -> None:
+    """`debug` where it is allowed: strace traces, gdb reads memory; what is not allowed is refused."""
+    allowing = attrs.evolve(config, security=Security(seccomp_allowed=("debug",)))
+    async with open_supervisor(allowing) as supervisor:
+        session = await supervisor.create(SessionSpec(seccomp="debug"))
+        assert session.options.seccomp == "debug"
+        result = await supervisor.exec(
+            session.id, ExecSpec("strace -f -o /tmp/trace sh -c 'unshare -U true'; grep EPERM /tmp/trace")
+        )
+        assert b"unshare(" in result.stdout, result
+        gdb = "sleep 60 & gdb -q -batch -nx -p $! -ex 'info proc' -ex 'p $pc' 2>&1; kill $!"
+        if HAS_GDB:
+            result = await supervisor.exec(session.id, ExecSpec(gdb))
+            assert b"process " in result.stdout, result
+            assert b"$1 = " in result.stdout, result
+        plain = await supervisor.create(SessionSpec())
+        assert (await supervisor.get(plain.id)).options.seccomp == "strict"
+        result = await supervisor.exec(plain.id, ExecSpec("strace true"))
+        assert result.end.exit_code != 0
+        assert b"Operation not permitted" in result.stderr
+        with pytest.raises(InvalidRequest):
+            await supervisor.create(SessionSpec(seccomp="off"))
+
+
+async def test_an_operators_own_filter_is_in_force(config: Config, tmp_path: Path) -> None:
+    """A file of the operator's is what sessions live under, when it is the default, and a bad one is told at start."""
+    rules = [{"names": ["mkdir", "mkdirat"], "action": "SCMP_ACT_ERRNO", "errnoRet": 95}]
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": rules[:0]}))
+    security = Security(seccomp="own", seccomp_profiles=tmp_path)
+    async with open_supervisor(attrs.evolve(config, security=security)) as supervisor:
+        session = await supervisor.create(SessionSpec())
+        assert session.options.seccomp == "own"
+        result = await supervisor.exec(
+            session.id, ExecSpec("grep Seccomp: /proc/self/status; unshare -U true || echo held")
+        )
+        assert result.stdout == b"Seccomp:\t2\nheld\n"
+    own.write_text(json.dumps({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": rules}))
+    with pytest.raises((BaseExceptionGroup, ConfigError, BuildFailed)) as refused:
+        async with open_supervisor(attrs.evolve(config, security=security)):
+            pass
+    assert "needs" in str(refused.value) + str(getattr(refused.value, "exceptions", ""))

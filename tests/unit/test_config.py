@@ -104,7 +104,7 @@ def test_older_spellings_are_understood(tmp_path: Path) -> None:
         ("defaults: {pids_limit: 1.5}", "expected a number, not 1.5"),
         ("defaults: {pids_limit: many}", "expected a number, not 'many'"),
         ("defaults: {readonly_rootfs: maybe}", "expected true or false"),
-        ("security: {seccomp: loose}", "seccomp must be one of off, mvp, strict"),
+        ("security: {seccomp: loose}", "'loose' is none of strict, mvp, debug, off"),
         ("sessions_on_stop: forget", "sessions_on_stop must be one of"),
         ("listen: 8080", "expected a list"),
         ("listen: 'localhost'", "neither HOST:PORT nor unix:/PATH"),
