@@ -9,9 +9,10 @@ from pathlib import Path
 import attrs
 import pytest
 
+from nsinit.protocol import Ok, Prepare
 from nsinit.seccomp.profiles import FLOOR, STRICT_REFUSED
 from nsinit.seccomp.table import NUMBERS
-from runner.protocol import ExecReply, RunProgram
+from runner.protocol import ExecReply, RunProgram, TerminalSize
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, ConfigError, Security
 from sandkasten.errors import BuildFailed, InvalidRequest
@@ -41,7 +42,9 @@ def server() -> Iterator[Nsinit]:
 
 @pytest.fixture(scope="module")
 def sandbox(server: Nsinit) -> Sandbox:
-    return server.build(host_plan())
+    box = server.build(host_plan())
+    box.run("true")  # its shell is up
+    return box
 
 
 def calls(sandbox: Sandbox, body: str) -> dict[str, str]:
@@ -102,23 +105,35 @@ def _status(text: str) -> dict[str, str]:
     return dict(line.split(":\t") for line in text.splitlines() if line.startswith(("Seccomp", "NoNewPrivs")))
 
 
-@pytest.mark.parametrize("place", ["shell", "program", "descendant"])
+PLACES = {
+    "program": {"argv": ("/usr/bin/python3", "/tmp/look.py")},
+    "stateless": {"command": "python3 /tmp/look.py"},
+    "terminal": {"argv": ("/usr/bin/python3", "/tmp/look.py"), "terminal": TerminalSize(80, 24)},
+    "another user": {"argv": ("/usr/bin/python3", "/tmp/look.py"), "user": "1234"},
+}
+
+
+@pytest.mark.parametrize("place", ["shell", "descendant", *PLACES])
 def test_commands_everywhere_are_under_both_filters(sandbox: Sandbox, place: str) -> None:
-    """In the shell, in programs beside it and below both: two filters, and clone3 does not exist."""
+    """In shells, in programs beside them, in terminals and below all of them: two filters, and no clone3."""
     script = f"{CALLS}\nprint(call({SYS['clone3']}), open('/proc/self/status').read())"
-    if place == "program":
-        reply, out, _ = sandbox.request(RunProgram("p1", argv=("/usr/bin/python3", "-c", script)))
+    sandbox.run(f"cat > /tmp/look.py <<'END_OF_FILE'\n{script}\nEND_OF_FILE")
+    if place in PLACES:
+        reply, out, _ = sandbox.request(RunProgram(place.replace(" ", "-"), **PLACES[place]))  # type: ignore[arg-type]
         assert isinstance(reply, ExecReply), reply
-        seen = out.decode()
-    elif place == "shell":
-        seen = sandbox.python(script)
+        seen = out.decode().replace("\r", "")
     else:
-        seen = sandbox.python(
-            f"import subprocess, sys\nscript = {script!r}\n"
-            "print(subprocess.run(['setsid', sys.executable, '-c', script], capture_output=True, text=True).stdout)"
-        )
+        seen = sandbox.run(f"{'setsid -w ' if place == 'descendant' else ''}python3 /tmp/look.py").out
     assert seen.split()[0] == "ENOSYS"
     assert _status(seen) == {"NoNewPrivs": "1", "Seccomp": "2", "Seccomp_filters": "2"}
+
+
+def test_a_shell_that_replaces_another_is_under_both_filters(server: Nsinit) -> None:
+    """Killing the shell does not get anyone a better one."""
+    box = server.build(host_plan())
+    assert box.run("kill -9 $$").code == 137
+    assert _status(box.run("cat /proc/self/status").out)["Seccomp_filters"] == "2"
+    box.teardown()
 
 
 def test_pid_1_is_under_the_filter_itself(sandbox: Sandbox) -> None:
@@ -134,6 +149,17 @@ def test_no_filter_means_none(server: Nsinit) -> None:
     assert _status(box.run("cat /proc/self/status").out)["Seccomp"] == "0"
     assert box.run("unshare -U true").code != 0
     box.teardown()
+
+
+def test_a_prepared_vessel_gets_the_filter_of_its_plan(server: Nsinit) -> None:
+    """A vessel is made before anyone knows for whom: the builder's word brings the choice."""
+    for profile, answer in (("debug", "ok"), ("strict", "EPERM"), ("mvp", "EPERM")):
+        plan = host_plan(seccomp=profile)
+        assert isinstance(server.ask(Prepare, session_id=plan.session_id)[0], Ok)
+        box = server.build(plan)
+        said = calls(box, f"said['traceme'] = call({SYS['ptrace']}, 0); said['mount'] = call({SYS['mount']})")
+        assert said == {"traceme": answer, "mount": "EPERM"}
+        box.teardown()
 
 
 def test_a_profile_nobody_knows_builds_nothing(server: Nsinit) -> None:
