@@ -43,6 +43,7 @@ _TOGETHER: tuple[dict[str, Trial], ...] = (
     },
     {"capability_drop": processes.drop_capabilities},
     {"seccomp": processes.seccomp},
+    {"landlock_scopes": processes.landlock_scopes, "landlock_files": processes.landlock_files},
 )
 """Those of one group leave each other what they need, in this order."""
 _THOROUGH: tuple[dict[str, Trial], ...] = (

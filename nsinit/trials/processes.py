@@ -8,8 +8,9 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
 
-from nsinit import capabilities, slots, syscalls
+from nsinit import capabilities, landlock, slots, syscalls
 from nsinit import constants as k
 from nsinit.seccomp.filters import prepare
 from nsinit.seccomp.profiles import STRICT
@@ -24,6 +25,7 @@ _KINDS = {
     "cgroup": k.CLONE_NEWCGROUP,
 }
 _MIN_FREE_RANGES = 1000
+_FILE = "file"
 
 
 def clone3(_room: Room) -> str:
@@ -142,6 +144,52 @@ def seccomp(_room: Room) -> str:
     except PermissionError:
         return "put a process under the filter of sandboxes, and it held"
     raise OSError(0, "the filter was accepted and did nothing")
+
+
+def landlock_scopes(_room: Room) -> Seen:
+    """A listener outside of the domain must be out of reach from inside."""
+    abi = landlock.probe_abi()
+    if abi < landlock.SCOPES_ABI:
+        seen = f"ABI {abi}: sockets and signals are kept apart by namespaces alone" if abi else "this kernel has none"
+        raise FallsBack(seen, landlock_abi=abi) if abi else OSError(errno.ENOSYS, seen)
+    name = f"\0sandkasten-probe-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
+        listener.bind(name)
+        listener.listen()
+        pid = os.fork()
+        if pid == 0:
+            _reach(client, name)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status != errno.EPERM:
+        raise OSError(status if status > 0 else 0, "a socket outside was not refused")
+    return Seen(f"ABI {abi}: a socket outside was out of reach", {"landlock_abi": abi})
+
+
+def _reach(client: socket.socket, name: str) -> None:
+    """Never returns; the status is the errno."""
+    try:
+        syscalls.prctl(k.PR_SET_NO_NEW_PRIVS, 1)
+        landlock.keep_inside(landlock.probe_abi())
+        client.connect(name)
+    except OSError as error:
+        os._exit(error.errno or 255)
+    finally:
+        os._exit(0)
+
+
+def landlock_files(room: Room) -> str:
+    """A rule that lets nothing be written must hold."""
+    abi = landlock.probe_abi()
+    if abi < landlock.FILES_ABI:
+        raise FallsBack(f"ABI {abi} knows no complete rules for files")
+    syscalls.prctl(k.PR_SET_NO_NEW_PRIVS, 1)
+    syscalls.landlock_restrict_self(landlock.make_file_rules(None, []))
+    try:
+        os.close(os.open(f"{room.directory}/{_FILE}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC))
+    except PermissionError:
+        return "a file that must not be written was not"
+    os.unlink(f"{room.directory}/{_FILE}")
+    raise OSError(0, "a file was written against the rule")
 
 
 def keyring(_room: Room) -> str:

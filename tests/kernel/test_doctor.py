@@ -18,7 +18,7 @@ from sandkasten.runtime.checks import CATALOGUE
 pytestmark = [pytest.mark.kernel, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 
 SCRIPT = str(Path(sys.executable).with_name("sandkasten"))
-CLONE3, FSOPEN = 435, 430
+CLONE3, FSOPEN, LANDLOCK = 435, 430, 444
 
 WITHOUT = """
 import ctypes, os, struct, sys
@@ -61,7 +61,7 @@ def test_a_machine_that_can_run_sandboxes_is_told_so(tmp_path: Path) -> None:
     done = run(SCRIPT, "doctor", "--json", "--data-dir", str(tmp_path / "data"))
     checks, protections, lacks = found_by(done)
     assert (done.returncode, lacks) == (0, []), done.stderr
-    assert set(CATALOGUE) - set(checks) == {"probe", "landlock_scopes", "landlock_files"}
+    assert set(CATALOGUE) - set(checks) == {"probe"}
     assert [check_id for check_id, check in checks.items() if check["required"] and check["verdict"] == "missing"] == []
     for name, need in PROTECTIONS.items():
         if need is Need.ESSENTIAL:
@@ -105,6 +105,21 @@ def test_the_daemon_does_not_start_without_what_it_needs(tmp_path: Path) -> None
     assert "a kernel from" in first
     assert last == "sandkasten: `sandkasten doctor` shows everything that was tried"
     assert os.listdir(tmp_path / "data") == []
+
+
+def test_what_is_listed_as_required_must_be_there(tmp_path: Path) -> None:
+    """Landlock is used where it is; a kernel without it is refused only by who requires it, and says how to go on."""
+    doctor = (SCRIPT, "doctor", "--json", "--data-dir", str(tmp_path))
+    done = run(*without([LANDLOCK]), *doctor)
+    checks, protections, _ = found_by(done)
+    assert done.returncode == 0, done.stdout
+    assert (checks["landlock_scopes"]["verdict"], protections["landlock"]["state"]) == ("missing", "missing")
+    assert "lsm=" in protections["landlock"]["fix"]
+    done = run(*without([LANDLOCK]), *doctor, SANDKASTEN_ISOLATION_REQUIRED="landlock")
+    assert done.returncode == 1
+    (lack,) = found_by(done)[2]
+    assert lack.startswith("landlock is required and missing: ")
+    assert "isolation.required" in lack
 
 
 def test_a_forbidden_namespace_is_found_by_trying_and_names_its_sysctl(tmp_path: Path) -> None:
