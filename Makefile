@@ -4,6 +4,7 @@ VENV   := .venv
 DATA   := $(CURDIR)/.sandkasten
 PYTHON := $(VENV)/bin/python
 ARGS   ?=
+SECONDS ?= 120
 
 export LC_ALL := C.UTF-8
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -13,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME PYTHONWARNINGS
 # A start with few descriptors allowed is no reason to fail: take what the hard limit grants.
 LIMITS := ulimit -S -n 65536 2>/dev/null || ulimit -S -n "$$(ulimit -H -n)" 2>/dev/null || true
 
-.PHONY: help install run test vm bench lint lock tools clean as-root
+.PHONY: help install run test vm bench fuzz lint lock tools clean as-root
 .DELETE_ON_ERROR:
 
 help:
@@ -22,6 +23,7 @@ help:
 	@echo 'make test [ARGS=...]    all tests; ARGS as for pytest'
 	@echo 'make vm                 what is claimed of cgroup v2, on an emulated machine with a pure v2 tree and an older kernel'
 	@echo 'make bench [ARGS=...]   measure create, exec, HTTP and memory'
+	@echo 'make fuzz [SECONDS=120] hostile input for the parsers; ARGS: names of targets'
 	@echo 'make lint               types, lint, format, layers'
 	@echo 'make lock               resolve the dependencies anew (needs pip-tools in .venv)'
 	@echo 'make clean              remove .venv and caches; data stays'
@@ -40,6 +42,12 @@ vm: tools $(VENV)/.installed-dev
 
 bench: as-root $(VENV)/.installed-dev
 	@$(LIMITS); exec $(PYTHON) -m bench.main $(ARGS)
+
+fuzz: $(VENV)/.installed-dev
+	@$(PYTHON) -c 'import atheris' 2>/dev/null || { echo 'installing requirements-fuzz.txt'; \
+		$(PYTHON) -m pip install -qq --require-hashes --only-binary :all: -r requirements-fuzz.txt \
+		|| echo 'atheris has no wheel for this machine'; }
+	@exec $(PYTHON) -m tests.fuzz --seconds $(SECONDS) $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	@exec $(PYTHON) -m pytest tests/contract $(ARGS)

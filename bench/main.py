@@ -21,6 +21,7 @@ from pathlib import Path
 import trio
 
 from bench import daemon, echo, measure, rivals
+from bench.protections import print_protections
 from bench.streams import print_streams
 from bench.websocket import ExecSocket, WebSocket
 from sandkasten.app import open_supervisor
@@ -69,11 +70,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--sessions", type=int, default=200, help="up to how many idle sessions memory is measured")
+    parser.add_argument("--protections", action="store_true", help="nothing but what each protection costs")
     parser.add_argument("--quick", action="store_true", help="5 rounds, 60 sessions")
     arguments = parser.parse_args()
     rounds, sessions = (5, 60) if arguments.quick else (arguments.rounds, max(60, arguments.sessions))
     with tempfile.TemporaryDirectory(prefix="sandkasten-bench-") as scratch:
-        trio.run(_bench, Path(scratch), rounds, sessions)
+        if arguments.protections:
+            trio.run(print_protections, Path(scratch), rounds)
+        else:
+            trio.run(_bench, Path(scratch), rounds, sessions)
 
 
 async def _bench(scratch: Path, rounds: int, sessions: int) -> None:
@@ -105,6 +110,7 @@ async def _bench(scratch: Path, rounds: int, sessions: int) -> None:
         _destroy_all(client)
         _print_memory(pid, client, sessions)
         _destroy_all(client)
+    await print_protections(scratch / "protections", rounds)
 
 
 def _config(data_dir: Path, *, vessels: int) -> Config:

@@ -65,6 +65,7 @@ POWER_STEPS: tuple[tuple[str, Callable[[pid1.Init], object]], ...] = (
     ("close descriptors", pid1.close_descriptors),
     ("standard streams", pid1.silence_standard_streams),
     ("oom file", pid1.keep_oom_file),
+    ("open files", pid1.limit_open_files),
     ("user namespace", pid1.join_user_namespace),
     ("bounding set", pid1.drop_bounding_set),
     ("runner id", pid1.become_runner),

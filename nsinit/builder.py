@@ -85,7 +85,8 @@ def _serve(order: Order, fds: list[int], machine: Machine, kept: set[int], home_
                 syscalls.setns(home_fd, JOINED)
                 keep_only(kept | {control_fd})
             if order.plan is not None:
-                begin = control.Begin(*box.root_id, filter_number, order.plan.root_inside)
+                plan = order.plan
+                begin = control.Begin(*box.root_id, filter_number, plan.root_inside, plan.open_files)
                 control.say_begin(connection, begin)
         except StepFailed as error:
             return control.describe(error)

@@ -1,8 +1,8 @@
-"""The cgroup of one session: made with its limits before any process is in it, counted, emptied and removed.
+"""The cgroup of one session: made before any process is in it, counted, emptied and removed.
 
-Owns the file names of both cgroup versions and the order in which they must be written; `cgroup_tree` decides where.
-Every call returns at once; waiting is the caller's. Sources: Documentation/admin-guide/cgroup-v2.rst and
-cgroup-v1/{memory,cgroups}.rst; Documentation/scheduler/sched-bwc.rst.
+Owns its directories and the names of the counters in both cgroup versions; `cgroup_tree` decides where, `limits` writes
+the limits. Every call returns at once; waiting is the caller's. Sources: Documentation/admin-guide/cgroup-v2.rst and
+cgroup-v1/{memory,cgroups}.rst.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from nsinit import syscalls
 from nsinit.cgroup_tree import Tree
 from nsinit.network import write_file
-from nsinit.protocol import EventKind, Limits
+from nsinit.protocol import EventKind
 
 MAX_GROUPS = 100
 """How many cgroups of their own programs and shells of one session may have."""
@@ -95,14 +95,6 @@ class SessionCgroup:
         """Whether any of the directories is there."""
         return any(os.path.isdir(directory) for directory in self.directories)
 
-    def set_limits(self, limits: Limits) -> None:
-        """Write all limits. Swap is always none."""
-        if self.tree.mode == "v2":
-            self._set_v2(limits)
-        else:
-            self._set_v1(limits)
-        write_file(f"{self.directory('pids')}/pids.max", str(limits.pids))
-
     def set_share(self, factor: int) -> None:
         """Set how much of busy processors the session gets beside others: `factor` times what is usual."""
         name, usual = ("cpu.weight", 100) if self.tree.mode == "v2" else ("cpu.shares", 1024)
@@ -137,11 +129,11 @@ class SessionCgroup:
         """Read the counters; works as long as the directories are there."""
         memory = self.directory("memory")
         if self.tree.mode == "v2":
-            oom_kills = _number(_read(f"{memory}/memory.events"), "oom_kill")
-            peak = _number(_read(f"{memory}/memory.peak"))
+            oom_kills = number_in(read_file(f"{memory}/memory.events"), "oom_kill")
+            peak = number_in(read_file(f"{memory}/memory.peak"))
         else:
-            oom_kills = _number(_read(f"{memory}/memory.oom_control"), "oom_kill")
-            peak = _number(_read(f"{memory}/memory.max_usage_in_bytes"))
+            oom_kills = number_in(read_file(f"{memory}/memory.oom_control"), "oom_kill")
+            peak = number_in(read_file(f"{memory}/memory.max_usage_in_bytes"))
         return Counters(oom_kills, self._cpu_usec(), peak)
 
     def open_oom_event(self) -> tuple[EventKind, int]:
@@ -160,34 +152,12 @@ class SessionCgroup:
             os.close(control_fd)
         return "eventfd", event_fd
 
-    def _set_v2(self, limits: Limits) -> None:
-        memory, cpu = self.directory("memory"), self.directory("cpu")
-        write_file(f"{memory}/memory.max", str(limits.memory_bytes))
-        _write_if_present(f"{memory}/memory.swap.max", "0")
-        write_file(f"{cpu}/cpu.max", f"{limits.cpu_quota_us} {limits.cpu_period_us}")
-
-    def _set_v1(self, limits: Limits) -> None:
-        memory, cpu = self.directory("memory"), self.directory("cpu")
-        amount, hard = str(limits.memory_bytes), f"{memory}/memory.limit_in_bytes"
-        with_swap = f"{memory}/memory.memsw.limit_in_bytes"
-        _write_if_present(f"{memory}/memory.swappiness", "0")
-        try:
-            write_file(hard, amount)
-        except OSError as error:  # raising: `limit` may not exceed `memsw`, so that one goes first
-            if error.errno != errno.EINVAL:
-                raise
-            _write_if_present(with_swap, amount)
-            write_file(hard, amount)
-        _write_if_present(with_swap, amount)
-        write_file(f"{cpu}/cpu.cfs_period_us", str(limits.cpu_period_us))
-        write_file(f"{cpu}/cpu.cfs_quota_us", str(limits.cpu_quota_us))
-
     def _cpu_usec(self) -> int:
         if "unified" in self.tree.dirs:
-            return _number(_read(f"{self.directory('unified')}/cpu.stat"), "usage_usec")
+            return number_in(read_file(f"{self.directory('unified')}/cpu.stat"), "usage_usec")
         if "cpuacct" not in self.tree.dirs:
             return -1
-        nanoseconds = _number(_read(f"{self.directory('cpuacct')}/cpuacct.usage"))
+        nanoseconds = number_in(read_file(f"{self.directory('cpuacct')}/cpuacct.usage"))
         return nanoseconds // 1000 if nanoseconds >= 0 else -1
 
 
@@ -196,7 +166,7 @@ def read_processes(directory: str) -> tuple[int, ...]:
 
     A process of an outer pid namespace shows as 0, which for kill(2) would mean this process's own group.
     """
-    return tuple(pid for pid in map(int, _read(f"{directory}/cgroup.procs").split()) if pid > 0)
+    return tuple(pid for pid in map(int, read_file(f"{directory}/cgroup.procs").split()) if pid > 0)
 
 
 def was_removed(directory: str) -> bool:
@@ -210,15 +180,7 @@ def was_removed(directory: str) -> bool:
     return True
 
 
-def _write_if_present(path: str, value: str) -> None:
-    """Write a file that exists only where the kernel counts swap."""
-    try:
-        write_file(path, value)
-    except FileNotFoundError:
-        pass
-
-
-def _read(path: str) -> str:
+def read_file(path: str) -> str:
     """Return the text of a counter file; empty when the directory or file isn't there."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -237,7 +199,7 @@ def _read(path: str) -> str:
         os.close(fd)
 
 
-def _number(text: str, key: str | None = None) -> int:
+def number_in(text: str, key: str | None = None) -> int:
     """Return the number in `text`, or the one after `key` in `key value` lines; -1 if there is none."""
     words = text.split()
     if key is not None:

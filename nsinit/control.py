@@ -18,7 +18,7 @@ from nsinit.steps import StepFailed
 from runner.wire import Vocabulary
 
 _PROC = b"proc"
-_BEGIN = struct.Struct("=QQB?")
+_BEGIN = struct.Struct("=QQB?I")
 
 
 RootId = tuple[int, int]
@@ -26,13 +26,14 @@ RootId = tuple[int, int]
 
 
 class Begin(NamedTuple):
-    """What PID 1 must know to go on: its root, the number of its system call filter (`seccomp.filters`), and whether
-    commands may be root, so that it keeps what that takes."""
+    """What PID 1 must know to go on: its root, the number of its system call filter (`seccomp.filters`), whether
+    commands may be root, so that it keeps what that takes, and how many files a process may open."""
 
     device: int
     inode: int
     filter_number: int
     root_inside: bool
+    open_files: int
 
 
 @dataclass(frozen=True, slots=True)

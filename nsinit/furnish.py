@@ -169,12 +169,13 @@ def place_proc(box: Box, plan: SandboxPlan) -> None:
 def place_dev(box: Box, plan: SandboxPlan) -> None:
     mounts.attach(os.open(f"{box.machine.layout.stage}/{stage.OWN_DEV}", _POINT), _target(box, "dev"))
     shm_bytes = min(plan.shm_bytes, plan.limits.memory_bytes // 4)
-    mounts.attach(_tmpfs(box, shm_bytes), open_in_root(box.root_fd, "dev/shm", _POINT))
+    mounts.attach(_tmpfs(box, shm_bytes, inodes=plan.shm_inodes), open_in_root(box.root_fd, "dev/shm", _POINT))
 
 
 def mount_tmp(box: Box, plan: SandboxPlan) -> None:
     """Its pages are the session's memory: a full /tmp must be "no space left", not an out-of-memory kill of PID 1."""
-    mounts.attach(_tmpfs(box, min(plan.tmp_bytes, plan.limits.memory_bytes // 2)), _target(box, "tmp"))
+    size_bytes = min(plan.tmp_bytes, plan.limits.memory_bytes // 2)
+    mounts.attach(_tmpfs(box, size_bytes, inodes=plan.tmp_inodes), _target(box, "tmp"))
 
 
 def mount_run(box: Box, plan: SandboxPlan) -> None:
@@ -250,7 +251,7 @@ def _target(box: Box, path: str) -> int:
     return open_directory(box.root_fd, path, owner=box.base)
 
 
-def _tmpfs(box: Box, size_bytes: int, mode: str = "1777") -> int:
-    base, inodes = box.base, max(size_bytes // _BYTES_PER_INODE, _MIN_INODES)
+def _tmpfs(box: Box, size_bytes: int, *, mode: str = "1777", inodes: int = 0) -> int:
+    base, inodes = box.base, inodes or max(size_bytes // _BYTES_PER_INODE, _MIN_INODES)
     options: dict[str, str | int] = {"size": size_bytes, "nr_inodes": inodes, "mode": mode, "uid": base, "gid": base}
     return mounts.filesystem("tmpfs", mounts.NOSUID_NODEV, **options)

@@ -20,11 +20,15 @@ from nsinit import constants as k
 from nsinit.seccomp.filters import Filters
 from nsinit.steps import Steps
 from nsinit.syscalls import FilterProgram
+from nsinit.validate import MAX_OPEN_FILES
+
+OPEN_FILES = 1024
+"""What a process may open before it asks for more: select(2) can't count further."""
 
 _LIMITS = (
     # CORE is 1: with a `|pipe` core_pattern the kernel ignores 0 and starts the host's handler as root; 1 means none.
     (resource.RLIMIT_CORE, 1, 1),
-    (resource.RLIMIT_NOFILE, 1024, 65536),
+    (resource.RLIMIT_NOFILE, OPEN_FILES, MAX_OPEN_FILES),
     (resource.RLIMIT_MEMLOCK, 8 << 20, 8 << 20),
     (resource.RLIMIT_STACK, 8 << 20, resource.RLIM_INFINITY),
     (resource.RLIMIT_MSGQUEUE, 819200, 819200),
@@ -58,6 +62,8 @@ class Init:
     oom_fd: int = -1
     """Its own `oom_score_adj`, open for writing, and what that says."""
     oom_score: int = 0
+    open_files: int = OPEN_FILES
+    """How far a process may raise its limit."""
     steps: Steps = field(default_factory=Steps)
 
     @property
@@ -183,10 +189,17 @@ def begin(init: Init, word: control.Begin) -> None:
     init.root_id = word.device, word.inode
     init.filter = init.filters.programs[word.filter_number]
     init.root_inside = word.root_inside
+    init.open_files = word.open_files
 
 
 def keep_inside(init: Init) -> None:
     landlock.keep_inside(init.landlock_abi)
+
+
+def limit_open_files(init: Init) -> None:
+    """The plan's, which was not known at birth; what is inherited from here on can only be lowered."""
+    hard = min(init.open_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(OPEN_FILES, hard), hard))
 
 
 def filter_system_calls(init: Init) -> None:

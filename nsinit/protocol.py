@@ -81,6 +81,11 @@ class SandboxPlan:
     network: NetworkMode = "none"
     tmp_bytes: int = 256 * 1024 * 1024
     shm_bytes: int = 64 * 1024 * 1024
+    tmp_inodes: int = 0
+    shm_inodes: int = 0
+    """0: one for each 4 KiB."""
+    open_files: int = 65_536
+    """How far a process may raise its own limit of 1024; never beyond nsinit's own hard limit."""
     seccomp: str = "strict"
     """A profile that comes along, one of `Start.seccomp_profiles`, or `off`."""
     disk: DiskLimits = DEFAULT_DISK

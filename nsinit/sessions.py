@@ -24,6 +24,8 @@ from nsinit.cgroups import Counters, SessionCgroup
 from nsinit.disk import running
 from nsinit.disk.mechanism import Usage
 from nsinit.identity import find_identity, open_verified, read_identity
+from nsinit.limits import change as change_limits
+from nsinit.limits import first as first_limits
 from nsinit.log import log
 from nsinit.paths import Layout
 from nsinit.protocol import MAX_DATAGRAM_BYTES, Attached, Build, Built, DiskLimits, Found, Limits, SandboxPlan
@@ -92,7 +94,8 @@ class Sessions:
             self._filling.add(session_id)
             try:
                 if is_prepared:
-                    self.set_limits(session_id, request.plan.limits)
+                    with vessel.steps.step("limits"):
+                        first_limits(vessel.cgroup, request.plan.limits)
                 outcome = yield from self._order(vessel, request.plan, request.plan.disk, is_blank_done=is_prepared)
                 return (yield from self._fill(vessel, request, outcome))
             except StepFailed:
@@ -142,13 +145,13 @@ class Sessions:
         """List every session that has a cgroup or files, with what runs of it."""
         return scan(self.foundry.tree, self.foundry.machine.layout)
 
-    def set_limits(self, session_id: str, limits: Limits) -> None:
-        """Change the limits of a session that has a cgroup. Raises `StepFailed`."""
+    def set_limits(self, session_id: str, limits: Limits) -> Generator[Wait, bool, None]:
+        """Change the limits of a session that has a cgroup, all or none. Raises `StepFailed`."""
         cgroup = self._cgroup(session_id)
         if not cgroup.exists():
             raise StepFailed("set limits", "the session has no cgroup", errno=errno.ENOENT)
         try:
-            cgroup.set_limits(limits)
+            yield from change_limits(cgroup, limits)
         except OSError as error:
             raise failure_of("set limits", error) from error
 

@@ -21,6 +21,9 @@ MAX_BYTES = 1 << 46
 MAX_PIDS = 1 << 22
 MIN_QUOTA_US, MAX_QUOTA_US = 1_000, 1 << 40
 """Below 1 ms the kernel refuses a cpu quota."""
+MAX_INODES = 1 << 31
+MIN_OPEN_FILES, MAX_OPEN_FILES = 1024, 1 << 20
+"""PID 1 itself needs as many as the lowest when it runs all that it may."""
 MIN_DISK_BYTES, MAX_DISK_BYTES = 16 << 20, 1 << 44
 """Below, an ext4 has no room for itself; above, it has no block numbers."""
 MIN_DISK_INODES, MAX_DISK_INODES = 256, 1 << 32
@@ -95,6 +98,9 @@ def check_plan(plan: SandboxPlan) -> None:
     check_disk(plan.disk)
     _range("tmp_bytes", plan.tmp_bytes, 4096, MAX_BYTES)
     _range("shm_bytes", plan.shm_bytes, 4096, MAX_BYTES)
+    _range("tmp_inodes", plan.tmp_inodes, 0, MAX_INODES)
+    _range("shm_inodes", plan.shm_inodes, 0, MAX_INODES)
+    _range("open_files", plan.open_files, MIN_OPEN_FILES, MAX_OPEN_FILES)
 
 
 def _match(pattern: re.Pattern[str], text: str, what: str) -> None:

@@ -17,6 +17,7 @@ from nsinit.cgroup_tree import Tree
 from nsinit.cgroups import SessionCgroup
 from nsinit.forker import Forker
 from nsinit.furnish import Machine
+from nsinit.limits import first as first_limits
 from nsinit.paths import SOCKET_NAME, make_directory
 from nsinit.protocol import Limits, SandboxPlan
 from nsinit.scheduler import Event
@@ -82,7 +83,7 @@ class Foundry:
                 undo.callback(cgroup.remove)
                 cgroup.set_share(BUILDING_SHARE)
                 if limits is not None:
-                    cgroup.set_limits(limits)
+                    first_limits(cgroup, limits)
             with steps.step("slot"):
                 slot = self.slots.take()
                 undo.callback(self.slots.free, slot)

@@ -173,7 +173,9 @@ class Zygote:
                 self._submit(seq, session_id, lambda: self._set_frozen(request))
             case RemoveGroup(seq, session_id):
                 self._submit(seq, session_id, lambda: self._remove_group(request))
-            case Attach(seq, session_id) | SetLimits(seq, session_id) | MakeGroup(seq, session_id):
+            case SetLimits(seq, session_id):
+                self._submit(seq, session_id, lambda: self._set_limits(request))
+            case Attach(seq, session_id) | MakeGroup(seq, session_id):
                 self._submit(seq, session_id, lambda: self._at_once(request))
             case Scan(seq):
                 self._scheduler.spawn(self._answered(seq, None, self._scan(request)))
@@ -253,6 +255,12 @@ class Zygote:
             return Ok(request.seq), []
         return Failed(request.seq, "group", request.name, errno.EBUSY, "something in the group lives on"), []
 
+    def _set_limits(self, request: SetLimits) -> Work:
+        check_session_id(request.session_id)
+        check_limits(request.limits)
+        yield from self._sessions.set_limits(request.session_id, request.limits)
+        return Ok(request.seq), []
+
     def _find_victim(self, request: FindVictim) -> Work:
         check_session_id(request.session_id)
         kill = yield from self._kernel_log.find_victim(request.session_id)
@@ -277,11 +285,6 @@ class Zygote:
                 check_session_id(session_id)
                 attached, fds = self._sessions.attach(session_id)
                 answer = replace(attached, seq=seq), fds
-            case SetLimits(seq, session_id, limits):
-                check_session_id(session_id)
-                check_limits(limits)
-                self._sessions.set_limits(session_id, limits)
-                answer = Ok(seq), []
             case SetDisk(seq, session_id, disk):
                 check_session_id(session_id)
                 check_disk(disk)

@@ -44,6 +44,11 @@ class Vocabulary:
         for cls in classes:
             _fields(cls)
 
+    @property
+    def classes(self) -> tuple[type, ...]:
+        """The message classes there are."""
+        return tuple(self._classes.values())
+
     def encode(self, message: object) -> bytes:
         """Return `message` as ASCII JSON, without what is as by default; its class must belong to this vocabulary."""
         cls = type(message)

@@ -17,7 +17,16 @@ from typing import Any, Literal
 import attrs
 
 from sandkasten.machine import PROTECTIONS, Need
-from sandkasten.model import EXEC_MODES, IMAGE_NAME, LIMIT_BOUNDS, SECCOMP_NAME, SECCOMP_PROFILES, STATEFUL, Limits
+from sandkasten.model import (
+    EXEC_MODES,
+    FIXED_BOUNDS,
+    IMAGE_NAME,
+    LIMIT_BOUNDS,
+    SECCOMP_NAME,
+    SECCOMP_PROFILES,
+    STATEFUL,
+    Limits,
+)
 
 DEFAULT_DATA_DIR = Path("/var/lib/sandkasten")
 MIB = 1024 * 1024
@@ -91,13 +100,18 @@ def _redact(value: object) -> str:
 
 @attrs.frozen
 class Defaults:
-    """What a session gets when its creator does not say. `cpu_limit` is in cores."""
+    """What a session gets when its creator does not say. `cpu_limit` is in cores; 0 inodes: one for each 4 KiB."""
 
     cpu_limit: float = attrs.field(default=1.0, validator=_between(*LIMIT_BOUNDS["cpu"]))
     mem_limit_mb: int = attrs.field(default=512, validator=_between(*LIMIT_BOUNDS["memory_mb"]))
     pids_limit: int = attrs.field(default=256, validator=_between(*LIMIT_BOUNDS["pids"]))
     disk_limit_mb: int = attrs.field(default=2048, validator=_between(*LIMIT_BOUNDS["disk_mb"]))
     disk_inodes_limit: int = attrs.field(default=200_000, validator=_between(*LIMIT_BOUNDS["disk_inodes"]))
+    open_files_limit: int = attrs.field(default=65_536, validator=_between(*FIXED_BOUNDS["open_files"]), kw_only=True)
+    tmp_limit_mb: int = attrs.field(default=1024, validator=_between(*FIXED_BOUNDS["tmp_mb"]), kw_only=True)
+    tmp_inodes: int = attrs.field(default=0, validator=_between(0, FIXED_BOUNDS["tmp_inodes"][1]), kw_only=True)
+    shm_limit_mb: int = attrs.field(default=64, validator=_between(*FIXED_BOUNDS["shm_mb"]), kw_only=True)
+    shm_inodes: int = attrs.field(default=0, validator=_between(0, FIXED_BOUNDS["shm_inodes"][1]), kw_only=True)
     max_exec_timeout_ms: int = attrs.field(default=120_000, validator=_between(1, 7 * 86_400_000))
     network_mode: str = attrs.field(default="none", validator=_only("none", "proxy", "bridge", "host"))
     readonly_rootfs: bool = False
@@ -114,6 +128,25 @@ class Defaults:
             disk_mb=self.disk_limit_mb,
             disk_inodes=self.disk_inodes_limit,
         )
+
+
+@attrs.frozen
+class Maximum:
+    """The most that any session may ask for."""
+
+    cpu_limit: float = attrs.field(default=LIMIT_BOUNDS["cpu"][1], validator=_between(*LIMIT_BOUNDS["cpu"]))
+    mem_limit_mb: int = attrs.field(default=16 * 2**20, validator=_between(*LIMIT_BOUNDS["memory_mb"]))
+    pids_limit: int = attrs.field(default=4 * 2**20, validator=_between(*LIMIT_BOUNDS["pids"]))
+    open_files_limit: int = attrs.field(default=2**20, validator=_between(*FIXED_BOUNDS["open_files"]))
+    tmp_limit_mb: int = attrs.field(default=8 * 2**20, validator=_between(*FIXED_BOUNDS["tmp_mb"]))
+    shm_limit_mb: int = attrs.field(default=4 * 2**20, validator=_between(*FIXED_BOUNDS["shm_mb"]))
+
+
+def _not_below_defaults(instance: Any, _attribute: attrs.Attribute[Any], maximum: Maximum) -> None:  # instance: Config
+    for name in attrs.fields_dict(Maximum):
+        default, most = getattr(instance.defaults, name), getattr(maximum, name)
+        if default > most:
+            raise ValueError(f"maximum.{name} is {most}, less than defaults.{name}, which is {default}")
 
 
 @attrs.frozen
@@ -289,6 +322,7 @@ class Config:
     session_ttl_seconds: int = attrs.field(default=1800, validator=_between(1, 86_400))
     sessions_on_stop: Literal["destroy", "keep"] = attrs.field(default="destroy", validator=_one_of("destroy", "keep"))
     defaults: Defaults = attrs.field(factory=Defaults)
+    maximum: Maximum = attrs.field(factory=Maximum, validator=_not_below_defaults)
     security: Security = attrs.field(factory=Security)
     isolation: Isolation = attrs.field(factory=Isolation)
     disk: Disk = attrs.field(factory=Disk)

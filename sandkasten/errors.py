@@ -162,6 +162,14 @@ class Conflict(ClientError):
     code = "CONFLICT"
 
 
+class LimitInUse(ClientError):
+    """A session uses more than the new limit allows, so its limits stay as they are."""
+
+    code = "LIMIT_IN_USE"
+    retryable = True
+    scope = "session"
+
+
 # Not now ----------------------------------------------------------------------------------------------------------
 
 

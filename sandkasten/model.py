@@ -10,12 +10,17 @@ import enum
 import re
 from collections.abc import Mapping
 from datetime import datetime
-from types import MappingProxyType
 from typing import Any
 
 import attrs
 
 from sandkasten.filerules import FileRules, file_rules
+from sandkasten.stats import FIXED_BOUNDS as FIXED_BOUNDS
+from sandkasten.stats import LIMIT_BOUNDS as LIMIT_BOUNDS
+from sandkasten.stats import Limits as Limits
+from sandkasten.stats import Pressure as Pressure
+from sandkasten.stats import SessionStats as SessionStats
+from sandkasten.stats import Stall as Stall
 
 SESSION_ID = re.compile(r"[0-9a-f]{16,32}\Z")
 """What a session id looks like to us; clients treat it as opaque."""
@@ -63,29 +68,6 @@ class Cause(enum.StrEnum):
 class Stream(enum.StrEnum):
     STDOUT = "stdout"
     STDERR = "stderr"
-
-
-LIMIT_BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
-    {
-        "cpu": (0.01, 1024),
-        "memory_mb": (16, 16 * 2**20),
-        "pids": (8, 4 * 2**20),
-        "disk_mb": (16, 16 * 2**20),
-        "disk_inodes": (256, 2**32),
-    }
-)
-"""Lowest and highest value of each field of `Limits`, for requests and for the configuration's defaults alike."""
-
-
-@attrs.frozen
-class Limits:
-    """What one session may use. `cpu` is in cores (0.5 = half of one); `disk_inodes` counts files and directories."""
-
-    cpu: float = 1.0
-    memory_mb: int = 512
-    pids: int = 256
-    disk_mb: int = 2048
-    disk_inodes: int = 200_000
 
 
 @attrs.frozen
@@ -161,7 +143,8 @@ class Pause:
 
 @attrs.frozen
 class Session:
-    """A session as it was at one moment. `timings_ms` has the phases of its create, in order. While a stopped lease is
+    """A session as it was at one moment. `timings_ms` is in the answer to its create alone: the
+    phases in order, and behind the build's its steps as `build.…`. While a stopped lease is
     paused, `expires_at` is what it would be if the session were resumed now."""
 
     id: str
@@ -182,26 +165,6 @@ class Session:
     timings_ms: Mapping[str, float] = attrs.field(factory=dict)
     options: SessionOptions = attrs.field(factory=SessionOptions)
     pause: Pause | None = None
-
-
-@attrs.frozen
-class SessionStats:
-    """Counters of the session's cgroup and of its disk, -1 where the kernel offers none, and what is kept of its runs'
-    output outside of it, in memory and on disk."""
-
-    memory_bytes: int
-    memory_limit: int
-    memory_peak_bytes: int
-    cpu_usage_usec: int
-    cpu_throttled: int
-    pids: int
-    pids_limit: int
-    oom_kills: int
-    spool_bytes: int = 0
-    disk_bytes: int = -1
-    disk_limit_bytes: int = -1
-    disk_inodes: int = -1
-    disk_inodes_limit: int = -1
 
 
 class ExecKind(enum.StrEnum):

@@ -198,7 +198,13 @@ class Supervisor(Protocol):
         ...
 
     async def update(self, session_id: str, patch: SessionPatch) -> Session:
-        """Change a live session. Raises `SessionNotFound`, `SessionExpired`."""
+        """Change a live session: all that the patch says, or nothing.
+
+        Raises:
+            SessionNotFound, SessionExpired: there is nothing to change.
+            InvalidRequest: a value is out of range.
+            LimitInUse: the session uses more memory than its new limit.
+        """
         ...
 
     async def pause(self, session_id: str, spec: PauseSpec | None = None) -> Session:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from nsinit import cgroup_tree, syscalls
+from nsinit import cgroup_tree, limits, syscalls
 from nsinit.cgroups import SessionCgroup
 from nsinit.mountinfo import parse_mountinfo, parse_own_cgroups
 from nsinit.network import write_file
@@ -81,12 +81,12 @@ def _in_cgroup(tree: cgroup_tree.Tree, trial: Callable[[Tried], str]) -> Trial:
 
 
 def _limits(tried: Tried) -> str:
-    tried.cgroup.set_limits(_LIMITS)
+    limits.first(tried.cgroup, _LIMITS)
     return "wrote limits for memory, processes and cpu"
 
 
 def _pids(tried: Tried) -> str:
-    tried.cgroup.set_limits(_LIMITS)
+    limits.first(tried.cgroup, _LIMITS)
     with _child(tried, _fork_until_refused) as (pid, _):
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if status != errno.EAGAIN:
@@ -107,7 +107,7 @@ def _fork_until_refused() -> int:
 
 def _memory(tried: Tried) -> str:
     """The hog must be killed, counted, and told of by the event that a session is watched with."""
-    tried.cgroup.set_limits(_LIMITS)
+    limits.first(tried.cgroup, _LIMITS)
     kind, event_fd = tried.cgroup.open_oom_event()
     try:
         poll = select.poll()
@@ -133,7 +133,7 @@ def _fill_memory() -> int:
 
 
 def _cpu(tried: Tried) -> str:
-    tried.cgroup.set_limits(_LIMITS)
+    limits.first(tried.cgroup, _LIMITS)
     stat = f"{tried.cgroup.directory('cpu')}/cpu.stat"
     with _child(tried, _spin):
         if not _comes_true(lambda: _field(stat, "nr_throttled") > 0):
@@ -152,7 +152,7 @@ def _swap(tried: Tried) -> str:
     """A machine without swap has nothing to limit."""
     name = "memory.swap.max" if tried.tree.mode == "v2" else "memory.memsw.limit_in_bytes"
     if os.path.exists(f"{tried.cgroup.directory('memory')}/{name}"):
-        tried.cgroup.set_limits(_LIMITS)
+        limits.first(tried.cgroup, _LIMITS)
         return f"forbade swap by {name}"
     with open("/proc/swaps", "rb") as file:
         if len(file.read().splitlines()) <= 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import trio
 
 
@@ -16,3 +18,8 @@ class Marks:
         now = trio.current_time()
         self.phases[phase] = round((now - self._last) * 1000, 3)
         self._last = now
+
+    def mark_steps(self, phase: str, steps_us: Mapping[str, int]) -> None:
+        """End a phase of which the steps are known: they follow it as `phase.step`, and overlap where they may."""
+        self.mark(phase)
+        self.phases |= {f"{phase}.{step}": took_us / 1000 for step, took_us in steps_us.items()}

@@ -26,7 +26,8 @@ from sandkasten.actors.marks import Marks
 from sandkasten.actors.pausing import Pausing
 from sandkasten.actors.run_driver import ask_runner
 from sandkasten.actors.sandbox_watch import SandboxWatch
-from sandkasten.actors.session_disk import change_disk, read_disk
+from sandkasten.actors.session_disk import read_disk
+from sandkasten.actors.session_limits import change_limits
 from sandkasten.actors.session_messages import (
     Destroy,
     Died,
@@ -55,7 +56,7 @@ from sandkasten.errors import (
 from sandkasten.lifecycle import WHOLE, Event, next_status
 from sandkasten.model import Cause, EventType, Session, SessionPatch, SessionStats, Status
 from sandkasten.runtime.cgroup_stats import CgroupStats
-from sandkasten.runtime.plan import check_limits, plan_limits, plan_sandbox
+from sandkasten.runtime.plan import plan_sandbox
 from sandkasten.runtime.runner_link import RunnerLink
 from sandkasten.store.sessions import KernelIdentity, SessionRecord
 
@@ -145,6 +146,7 @@ class SessionActor(Actor):
         self._nursery.start_soon(self._watch.watch_memory, self._report_kill)
         self._nursery.start_soon(self._lease.watch, self._report_lease_end, self._warn_of_lease_end)
         self.ready.set(self.session)
+        self.change(timings_ms={})  # for whoever waited alone: they are large
 
     async def _give_up(self, error: SandkastenError) -> None:
         """What could not be created is undone. What could not be adopted ends only if it is not there any more; while
@@ -226,8 +228,9 @@ class SessionActor(Actor):
             make = zygote_actor.MakeWorkspace(session.workspace_id)
             await zygote_actor.ask_patiently(self._services.zygote, make)
             marks.mark("workspace")
-        self._hold(await zygote_actor.ask_when_up(self._services.zygote, zygote_actor.Build(plan)))
-        marks.mark("build")
+        sandbox = await zygote_actor.ask_when_up(self._services.zygote, zygote_actor.Build(plan))
+        self._hold(sandbox)
+        marks.mark_steps("build", sandbox.timings_us)
         setup = first_request(creation, self._services.graces)
         self.change(status=next_status(session.status, Event.BUILT))
         try:
@@ -257,7 +260,8 @@ class SessionActor(Actor):
             await self._pausing.adopt()
         else:
             await self.greet(runner_protocol.Hello())
-        self.change(acquire_detail="adopted")
+        limits = self._stats.read_limits(self.session.limits)  # a change may have been cut short
+        self.change(acquire_detail="adopted", limits=limits)
         self._restore_lease()
         self._persist_soon()
 
@@ -380,22 +384,26 @@ class SessionActor(Actor):
         return await self._watch.find_victim()
 
     async def _read_stats(self) -> SessionStats:
-        disk = await read_disk(self._services.zygote, self.session.id)
+        disk: dict[str, Any] = {**await read_disk(self._services.zygote, self.session.id)}  # fields of SessionStats
         return attrs.evolve(self._stats.read_all(), spool_bytes=self._work.kept_bytes, **disk)
 
     async def _update(self, patch: SessionPatch) -> Session:
         self._require(WHOLE)
         if patch.env is not None:
             await self._go_on(self._pausing.wake)
+        before = self.session.limits
         if patch.limits is not None:
-            check_limits(patch.limits)
-            zygote, before, allowed = self._services.zygote, self.session.limits, self._services.disk
-            await change_disk(zygote, self.session.id, before=before, after=patch.limits, allowed=allowed)
-            limits = plan_limits(patch.limits)
-            await self._services.zygote.ask(zygote_actor.SetLimits(self.session.id, limits))
-            self.change(limits=patch.limits)
+            self.change(limits=await change_limits(self._services, self.session, patch.limits))
         if patch.env is not None:
-            await self.ask_runner(runner_protocol.SetEnv(dict(patch.env)), runner_protocol.Done)
+            refusal: SandkastenError | None = None
+            try:
+                await self.ask_runner(runner_protocol.SetEnv(dict(patch.env)), runner_protocol.Done)
+            except SandkastenError as error:
+                refusal = error
+            if refusal is not None:  # all of a change, or nothing of it
+                if patch.limits is not None:
+                    self.change(limits=await change_limits(self._services, self.session, before))
+                raise refusal
         if patch.labels is not None:
             self.change(labels=dict(patch.labels))
         if patch.ttl_s is not None:

@@ -10,7 +10,7 @@ from nsinit.protocol import ImageKind
 from runner import protocol as runner_protocol
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.directory import SessionDirectory
-from sandkasten.config import Disk
+from sandkasten.config import Disk, Maximum
 from sandkasten.errors import InvalidRequest, SandboxError, SandkastenError
 from sandkasten.runtime.journal import Journal
 from sandkasten.runtime.paths import DataPaths
@@ -28,6 +28,7 @@ class Services:
     paths: DataPaths
     cgroup_dirs: Mapping[str, str]
     shell_queue_length: int
+    maximum: Maximum
     graces: runner_protocol.Graces
     journal: Journal
     spool: Spool

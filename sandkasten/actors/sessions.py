@@ -155,6 +155,7 @@ class Sessions(Actor):
             paths=DataPaths(self._config.data_dir),
             cgroup_dirs=ready.cgroup_dirs,
             shell_queue_length=self._config.server.shell_queue_length,
+            maximum=self._config.maximum,
             graces=Graces(
                 interrupt_ms=self._config.runs.interrupt_grace_ms,
                 terminate_ms=self._config.runs.terminate_grace_ms,

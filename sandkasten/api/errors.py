@@ -36,6 +36,7 @@ STATUS: dict[type[SandkastenError], int] = {
     errors.SessionPaused: 409,
     errors.ShellBusy: 409,
     errors.Conflict: 409,
+    errors.LimitInUse: 409,
     errors.ExecEnded: 409,
     errors.SessionExpired: 410,
     errors.ExecGone: 410,

@@ -17,7 +17,7 @@ import attrs
 import cattrs
 from cattrs.gen import make_dict_structure_fn, override
 
-from sandkasten.model import EXEC_ID, LIMIT_BOUNDS, SECCOMP_NAME, SHELL_NAME, WORKSPACE_ID
+from sandkasten.model import EXEC_ID, FIXED_BOUNDS, LIMIT_BOUNDS, SECCOMP_NAME, SHELL_NAME, WORKSPACE_ID
 
 MAX_TTL_S = 86_400
 MAX_PATH_BYTES = 4096
@@ -40,6 +40,11 @@ MemoryMegabytes = NewType("MemoryMegabytes", int)
 DiskMegabytes = NewType("DiskMegabytes", int)
 DiskInodes = NewType("DiskInodes", int)
 Pids = NewType("Pids", int)
+OpenFiles = NewType("OpenFiles", int)
+TmpMegabytes = NewType("TmpMegabytes", int)
+ShmMegabytes = NewType("ShmMegabytes", int)
+MemoryInodes = NewType("MemoryInodes", int)
+Fixed = NewType("Fixed", object)
 Token = NewType("Token", str)
 ExecId = NewType("ExecId", str)
 WorkspaceId = NewType("WorkspaceId", str)
@@ -205,6 +210,10 @@ def _no_hosts(value: object) -> list[str]:
     return []
 
 
+def _fixed(_value: object) -> object:
+    raise ValueError("is fixed when the session is made")
+
+
 def _not_offered(_value: object) -> object:
     raise ValueError("is not available on this server")
 
@@ -270,6 +279,11 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     DiskMegabytes: _integer(*LIMIT_BOUNDS["disk_mb"]),
     DiskInodes: _integer(*LIMIT_BOUNDS["disk_inodes"]),
     Pids: _integer(*LIMIT_BOUNDS["pids"]),
+    OpenFiles: _integer(*FIXED_BOUNDS["open_files"]),
+    TmpMegabytes: _integer(*FIXED_BOUNDS["tmp_mb"]),
+    ShmMegabytes: _integer(*FIXED_BOUNDS["shm_mb"]),
+    MemoryInodes: _integer(*FIXED_BOUNDS["tmp_inodes"]),
+    Fixed: _fixed,
     Token: _matching(TOKEN, TOKEN_RULE),
     WorkspaceId: _matching(WORKSPACE_ID, "must be 2 to 64 of a-z, 0-9, '.', '_', '-', no sign at either end"),
     Text: _text,

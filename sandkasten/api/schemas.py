@@ -26,22 +26,27 @@ from sandkasten.api.fields import (
     EnvironmentPatch,
     ExecId,
     ExecMode,
+    Fixed,
     Labels,
     Lifetime,
+    MemoryInodes,
     MemoryMegabytes,
     Milliseconds,
     NetworkMode,
     NoHosts,
     NotOffered,
     OnTimeout,
+    OpenFiles,
     Path,
     Pids,
     Places,
     SeccompName,
     Shell,
     ShellName,
+    ShmMegabytes,
     Stdin,
     Text,
+    TmpMegabytes,
     Token,
     Ttl,
     User,
@@ -72,6 +77,8 @@ _MAXIMUM_MS = Milliseconds(0)
 _ABSENT = NotOffered(None)
 """The default of a field that is refused even as null, because null would ask for something, too."""
 
+_SAME = Fixed(None)
+
 
 @attrs.frozen
 class LimitsRequest:
@@ -80,11 +87,27 @@ class LimitsRequest:
     pids: Pids | None = None
     disk_mb: DiskMegabytes | None = None
     disk_inodes: DiskInodes | None = None
+    open_files: OpenFiles | None = None
+    tmp_mb: TmpMegabytes | None = None
+    tmp_inodes: MemoryInodes | None = None
+    shm_mb: ShmMegabytes | None = None
+    shm_inodes: MemoryInodes | None = None
 
     def over(self, base: Limits) -> Limits:
         """Return `base` with what was asked for."""
         asked = attrs.asdict(self, filter=lambda _attribute, value: value is not None)
         return attrs.evolve(base, **asked)
+
+
+@attrs.frozen
+class LimitsChange(LimitsRequest):
+    """The same for a session that lives."""
+
+    open_files: Fixed = _SAME  # type: ignore[assignment]  # narrower: nothing is taken
+    tmp_mb: Fixed = _SAME  # type: ignore[assignment]
+    tmp_inodes: Fixed = _SAME  # type: ignore[assignment]
+    shm_mb: Fixed = _SAME  # type: ignore[assignment]
+    shm_inodes: Fixed = _SAME  # type: ignore[assignment]
 
 
 @attrs.frozen
@@ -156,7 +179,7 @@ class CreateRequest:
 class PatchRequest:
     ttl_seconds: Ttl | None = None
     labels: Labels | None = None
-    limits: LimitsRequest | None = None
+    limits: LimitsChange | None = None
     env: EnvironmentPatch | None = attrs.field(default=None, repr=False)
     idle_timeout_seconds: NotOffered = _ABSENT
 

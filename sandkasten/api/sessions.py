@@ -78,10 +78,8 @@ async def destroy(exchange: Exchange) -> Answer:
 
 
 async def stats(exchange: Exchange) -> Answer:
-    """GET /v1/sessions/{id}/stats; counters that the kernel does not offer are left out."""
-    counters = attrs.asdict(await exchange.supervisor.stats(exchange.session_id))
-    known = {name: value for name, value in counters.items() if value >= 0}
-    return json_answer({"memory_bytes": 0, "cpu_usage_usec": 0} | known)
+    """GET /v1/sessions/{id}/stats; a counter that the kernel does not offer is null."""
+    return json_answer(attrs.asdict(await exchange.supervisor.stats(exchange.session_id)))
 
 
 def session_view(session: Session) -> dict[str, Any]:  # JSON values

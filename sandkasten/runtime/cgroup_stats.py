@@ -2,20 +2,28 @@
 
 Files stay open for the session's life, so that a reading is one `pread` of a few microseconds each.
 
-Sources: Documentation/admin-guide/cgroup-v2.rst; Documentation/admin-guide/cgroup-v1/{memory,cpuacct,pids}.rst.
+Sources: Documentation/admin-guide/cgroup-v2.rst; Documentation/admin-guide/cgroup-v1/{memory,cpuacct,pids}.rst;
+Documentation/accounting/psi.rst.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Mapping
 
 import attrs
 
-from sandkasten.model import SessionStats
+from sandkasten.model import Limits, Pressure, SessionStats, Stall
 
 UNKNOWN = -1
+_MIB = 1024 * 1024
+_CPU_STEP = 1e-5
+"""A quota is whole microseconds of a period of 100 ms."""
+_V1_UNLIMITED = 1 << 62
+"""In v1 no limit is the highest number of whole pages."""
+
 _READ_BYTES = 4096
 
 
@@ -60,16 +68,34 @@ class CgroupStats:
 
     def read_all(self) -> SessionStats:
         """Return every counter."""
-        v2 = self._has_v2("memory")
+        cpu, pids = self._home("cpu"), self._home("pids")
         return SessionStats(
-            memory_bytes=self._memory(),
-            memory_limit=self._number("unified", "memory.max") if v2 else self._number("memory", _V1_LIMIT),
-            memory_peak_bytes=self._memory_peak(),
-            cpu_usage_usec=self._cpu_usec(),
-            cpu_throttled=self._field(self._home("cpu"), "cpu.stat", "nr_throttled"),
-            pids=self._number(self._home("pids"), "pids.current"),
-            pids_limit=self._number(self._home("pids"), "pids.max"),
-            oom_kills=self.read_oom_kills(),
+            memory_bytes=_known(self._memory()),
+            memory_limit=_known(self._memory_limit()),
+            memory_peak_bytes=_known(self._memory_peak()),
+            oom_kills=_known(self.read_oom_kills()),
+            cpu_usage_usec=_known(self._cpu_usec()),
+            cpu_limit=self._cpu_limit(),
+            cpu_periods=_known(self._field(cpu, "cpu.stat", "nr_periods")),
+            cpu_throttled=_known(self._field(cpu, "cpu.stat", "nr_throttled")),
+            cpu_throttled_usec=_known(self._throttled_usec()),
+            pids=_known(self._number(pids, "pids.current")),
+            pids_limit=_known(self._number(pids, "pids.max")),
+            pids_peak=_known(self._number(pids, "pids.peak")),
+            pids_refused=_known(self.read_pids_refused()),
+            cpu_pressure=parse_pressure(self._read("unified", "cpu.pressure")),
+            memory_pressure=parse_pressure(self._read("unified", "memory.pressure")),
+            io_pressure=parse_pressure(self._read("unified", "io.pressure")),
+        )
+
+    def read_limits(self, recorded: Limits) -> Limits:
+        """Return the limits in force; `recorded` fills in what a cgroup does not know."""
+        memory, cpu, pids = self._memory_limit(), self._cpu_limit(), self._number(self._home("pids"), "pids.max")
+        return attrs.evolve(
+            recorded,
+            memory_mb=memory // _MIB if memory >= _MIB else recorded.memory_mb,
+            cpu=recorded.cpu if cpu is None or abs(cpu - recorded.cpu) < _CPU_STEP else cpu,
+            pids=pids if pids > 0 else recorded.pids,
         )
 
     def close(self) -> None:
@@ -93,6 +119,26 @@ class CgroupStats:
         if self._has_v2("memory"):
             return self._number("unified", "memory.peak")
         return self._number("memory", "memory.max_usage_in_bytes")
+
+    def _memory_limit(self) -> int:
+        if self._has_v2("memory"):
+            return self._number("unified", "memory.max")
+        limit = self._number("memory", "memory.limit_in_bytes")
+        return limit if limit < _V1_UNLIMITED else UNKNOWN
+
+    def _cpu_limit(self) -> float | None:
+        """The quota in cores; None when there is none."""
+        if self._has_v2("cpu"):
+            quota, _, period = self._read("unified", "cpu.max").strip().partition(" ")
+        else:
+            quota, period = (self._read("cpu", f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
+        return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
+
+    def _throttled_usec(self) -> int:
+        if self._has_v2("cpu"):
+            return self._field("unified", "cpu.stat", "throttled_usec")
+        nanoseconds = self._field("cpu", "cpu.stat", "throttled_time")
+        return nanoseconds // 1000 if nanoseconds >= 0 else UNKNOWN
 
     def _cpu_usec(self) -> int:
         if "unified" in self._dirs:
@@ -121,7 +167,7 @@ class CgroupStats:
         fd = self._fds[home, name] if (home, name) in self._fds else self._open(home, name)
         try:
             return os.pread(fd, _READ_BYTES, 0).decode("ascii") if fd is not None else ""
-        except OSError:  # ENODEV: the cgroup is gone
+        except OSError:  # ENODEV: the cgroup is gone; EOPNOTSUPP: pressure is not accounted (kernel option psi=0)
             return ""
 
     def _open(self, home: str, name: str) -> int | None:
@@ -130,15 +176,30 @@ class CgroupStats:
         if home in self._dirs:
             try:
                 fd = os.open(f"{self._dirs[home]}/{name}", os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                pass
-            except OSError:  # out of descriptors: unknown now, another time perhaps
-                return None
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.EOPNOTSUPP):  # out of descriptors: another time perhaps
+                    return None
         self._fds[home, name] = fd
         return fd
 
 
-_V1_LIMIT = "memory.limit_in_bytes"
+def parse_pressure(text: str) -> Pressure | None:
+    """Return what a pressure file says, None if there is none (Documentation/accounting/psi.rst)."""
+    kinds: dict[str, Stall] = {}
+    for line in text.splitlines():
+        kind, *fields = line.split()
+        values = dict(field.split("=", 1) for field in fields if "=" in field)
+        if kind in ("some", "full") and values.keys() >= _STALL_FIELDS:
+            ten, sixty, three_hundred = (float(values[name]) for name in ("avg10", "avg60", "avg300"))
+            kinds[kind] = Stall(ten, sixty, three_hundred, total_usec=int(values["total"]))
+    return Pressure(**kinds) if kinds else None
+
+
+_STALL_FIELDS = {"avg10", "avg60", "avg300", "total"}
+
+
+def _known(number: int) -> int | None:
+    return None if number == UNKNOWN else number
 
 
 def _field_of(text: str, key: str) -> int:

@@ -9,17 +9,19 @@ import attrs
 
 from nsinit import protocol
 from nsinit.protocol import ImageKind, SandboxPlan
-from sandkasten.config import Config, Defaults, Disk
+from sandkasten.config import Config, Disk
 from sandkasten.errors import InvalidImage, InvalidRequest
 from sandkasten.model import (
     EXEC_MODES,
     IMAGE_NAME,
+    LIMIT_BOUNDS,
     SECCOMP_PROFILES,
     WORKSPACE_ID,
     Limits,
     SessionOptions,
     SessionSpec,
 )
+from sandkasten.runtime.fixed_limits import check_maximum, fill_fixed
 
 _CPU_PERIOD_US = 100_000
 _MIN_CPU_QUOTA_US = 1_000
@@ -66,6 +68,8 @@ def resolve(spec: SessionSpec, config: Config) -> Resolved:
     limits = spec.limits or config.defaults.limits
     check_limits(limits)
     check_disk_limits(limits, config.disk)
+    limits = fill_fixed(limits, config.defaults)
+    check_maximum(limits, config.maximum)
     return Resolved(
         image=image,
         ttl_s=ttl_s,
@@ -102,17 +106,17 @@ def _seccomp(asked: str | None, config: Config) -> str:
 
 
 def check_limits(limits: Limits) -> None:
-    """Refuse limits that no sandbox can live under, by the bounds of the configuration. Raises `InvalidRequest`."""
-    try:
-        Defaults(
-            cpu_limit=limits.cpu,
-            mem_limit_mb=limits.memory_mb,
-            pids_limit=limits.pids,
-            disk_limit_mb=limits.disk_mb,
-            disk_inodes_limit=limits.disk_inodes,
-        )
-    except ValueError as error:
-        raise InvalidRequest("limits out of range", limits=str(error)) from None
+    """Refuse limits that no sandbox can live under. Raises `InvalidRequest` with each bad one in `details`."""
+    problems = {}
+    for name, (low, high) in LIMIT_BOUNDS.items():
+        value = getattr(limits, name)
+        kinds, what = ((int, float), "a number") if name == "cpu" else ((int,), "an integer")
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            problems[f"limits.{name}"] = f"must be {what}"
+        elif not low <= value <= high:  # written so that NaN fails, too
+            problems[f"limits.{name}"] = f"must be between {low} and {high}"
+    if problems:
+        raise InvalidRequest("limits out of range", **problems)
 
 
 def check_disk_limits(limits: Limits, disk: Disk) -> None:
@@ -127,7 +131,7 @@ def plan_sandbox(
     session_id: str, resolved: Resolved, *, workspace_id: str | None, image: str, image_kind: ImageKind
 ) -> SandboxPlan:
     """Return the plan for nsinit; `image` is the name that an alias stands for."""
-    memory_bytes = resolved.limits.memory_mb * _MIB
+    limits = resolved.limits
     return SandboxPlan(
         session_id=session_id,
         image=image,
@@ -136,9 +140,12 @@ def plan_sandbox(
         workspace_id=workspace_id,
         readonly_rootfs=resolved.readonly_rootfs,
         seccomp=resolved.options.seccomp,
-        tmp_bytes=min(memory_bytes // 2, 1024 * _MIB),
-        shm_bytes=min(memory_bytes // 4, 64 * _MIB),
         disk=plan_disk(resolved.limits),
+        tmp_bytes=(limits.tmp_mb or 0) * _MIB,
+        tmp_inodes=limits.tmp_inodes or 0,
+        shm_bytes=(limits.shm_mb or 0) * _MIB,
+        shm_inodes=limits.shm_inodes or 0,
+        open_files=limits.open_files or 0,
         root_inside=resolved.options.root_inside,
     )
 

@@ -34,6 +34,7 @@ PUBLISHED = {
     "SESSION_PAUSED": 409,
     "SHELL_BUSY": 409,
     "CONFLICT": 409,
+    "LIMIT_IN_USE": 409,
     "TOO_LARGE": 413,
     "CAPACITY": 503,
     "DISK_FULL": 507,

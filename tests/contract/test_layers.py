@@ -27,7 +27,7 @@ LAYERS = (
     Layer("supervisor", "configfile", "lifecycle", independent=False),
     Layer("config"),
     Layer("model", "machine", "errors", "log"),
-    Layer("filerules"),
+    Layer("filerules", "stats"),
     Layer("logcontext"),
 )
 CONTRACTS = {"runner.protocol", "runner.wire", "nsinit.protocol", "nsinit"}

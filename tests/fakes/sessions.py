@@ -23,12 +23,14 @@ from sandkasten.model import (
     Limits,
     Pause,
     PauseSpec,
+    Pressure,
     Readiness,
     Session,
     SessionOptions,
     SessionPatch,
     SessionSpec,
     SessionStats,
+    Stall,
     Status,
 )
 from sandkasten.runtime.capacity import committed
@@ -186,12 +188,12 @@ class FakeSessions:
         return SessionStats(
             memory_bytes=1024,
             memory_limit=2048,
-            memory_peak_bytes=-1,
             cpu_usage_usec=99,
             cpu_throttled=0,
             pids=2,
             pids_limit=256,
             oom_kills=0,
+            memory_pressure=Pressure(some=Stall(0.5, 0.1, 0.0, total_usec=7)),
         )
 
     def emit(self, kind: EventType, session_id: str, **data: object) -> None:

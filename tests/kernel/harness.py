@@ -48,6 +48,7 @@ from nsinit.protocol import (
 )
 from runner import protocol as runner_protocol
 from runner.protocol import Exec, ExecReply, FrameDecoder, Kind, Setup, encode_frame
+from sandkasten import model
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from tests.leaks import descendants
 from tests.waiting import SLOWNESS
@@ -381,15 +382,22 @@ def check_counters(server: Nsinit, limits: Limits) -> None:
     )
     all_of_it, after = stats.read_all(), stats.read_usage()
     refused = stats.read_pids_refused()
-    stats.close()
     assert (all_of_it.memory_limit, all_of_it.pids_limit) == (limits.memory_bytes, 12)
-    assert 0 < all_of_it.memory_bytes <= limits.memory_bytes
-    assert all_of_it.memory_peak_bytes > limits.memory_bytes // 2
-    assert all_of_it.oom_kills >= 1
-    assert all_of_it.cpu_throttled >= 0
-    assert all_of_it.pids >= 2
+    assert 0 < (all_of_it.memory_bytes or 0) <= limits.memory_bytes
+    assert (all_of_it.memory_peak_bytes or 0) > limits.memory_bytes // 2
+    assert (all_of_it.oom_kills or 0) >= 1
+    assert all_of_it.cpu_throttled is not None
+    assert all_of_it.cpu_limit == limits.cpu_quota_us / limits.cpu_period_us
+    assert (all_of_it.pids or 0) >= 2
+    assert all_of_it.pids_peak is None or all_of_it.pids_peak == 12
+    assert all_of_it.pids_refused == refused
+    assert (all_of_it.memory_pressure is not None) is _has_pressure(server, box.session_id)
+    assert stats.read_limits(model.Limits()) == model.Limits(
+        cpu=limits.cpu_quota_us / limits.cpu_period_us, memory_mb=limits.memory_bytes >> 20, pids=12
+    )
     assert after.cpu_usec > before.cpu_usec >= 0
     assert refused > 0
+    stats.close()
     box.teardown()
 
 
@@ -414,3 +422,8 @@ def check_freezing(server: Nsinit) -> None:
     assert server.traces(box.session_id) == []
     answer, _ = server.ask(SetFrozen, session_id=box.session_id, frozen=True)
     assert (answer.stage, answer.errno) == ("freeze", errno.ENOENT)
+
+
+def _has_pressure(server: Nsinit, session_id: str) -> bool:
+    directory = server.ready.cgroup_dirs.get("unified")
+    return directory is not None and os.access(f"{directory}/{session_id}/memory.pressure", os.R_OK)

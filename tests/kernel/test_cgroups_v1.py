@@ -43,7 +43,7 @@ def _mounts() -> tuple[Mount, ...]:
     return parse_mountinfo(Path("/proc/self/mountinfo").read_text())
 
 
-def _why_not() -> str | None:
+def why_no_v1() -> str | None:
     v1 = {name for mount in _mounts() if mount.fstype == "cgroup" for name in mount.super_options}
     missing = [name for name in REQUIRED if name not in v1]
     if missing:
@@ -52,17 +52,17 @@ def _why_not() -> str | None:
     return f"needs {', '.join(tools)}" if tools else None
 
 
-pytestmark = pytest.mark.skipif(_why_not() is not None, reason=_why_not() or "")
+pytestmark = pytest.mark.skipif(why_no_v1() is not None, reason=why_no_v1() or "")
 
 
-def _without_v2() -> tuple[str, ...]:
+def without_v2() -> tuple[str, ...]:
     points = [mount.point for mount in reversed(_mounts()) if mount.fstype == "cgroup2"]
     return "/usr/bin/unshare", "-m", "--propagation", "private", "/bin/sh", "-c", _HIDE, "sh", *points, "--"
 
 
 @pytest.fixture
 def server() -> Iterator[Nsinit]:
-    with data_directory() as data_dir, running(data_dir, wrapper=_without_v2()) as nsinit:
+    with data_directory() as data_dir, running(data_dir, wrapper=without_v2()) as nsinit:
         yield nsinit
 
 
@@ -133,7 +133,7 @@ def test_another_nsinit_finds_and_removes_a_session(server: Nsinit) -> None:
     assert isinstance(server.ready, Ready)
     node_group = Path(server.ready.cgroup_dirs["memory"]).name.removeprefix("sandkasten-")
     server.kill()
-    with running(server.data_dir, node_group, wrapper=_without_v2()) as successor:
+    with running(server.data_dir, node_group, wrapper=without_v2()) as successor:
         answer, fds = successor.ask(Attach, session_id=box.session_id)
         assert isinstance(answer, Attached), answer
         for fd in fds:

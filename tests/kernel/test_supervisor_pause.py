@@ -36,7 +36,7 @@ async def session_id(supervisor: LocalSupervisor) -> str:
 
 
 async def _cpu(supervisor: LocalSupervisor, session_id: str) -> int:
-    return (await supervisor.stats(session_id)).cpu_usage_usec
+    return (await supervisor.stats(session_id)).cpu_usage_usec or 0
 
 
 async def test_a_paused_session_uses_no_processor_and_goes_on_where_it_was(

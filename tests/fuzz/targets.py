@@ -1,0 +1,350 @@
+"""What is fuzzed: each target makes bytes into hostile input for one parser and raises only if a property is broken.
+
+The properties are the same everywhere: the parser's own typed refusal or a value within its bounds, nothing else; what
+it holds meanwhile is bounded; after a refusal it stays in error where the contract says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from nsinit import protocol as nsinit_protocol
+from nsinit import validate
+from runner import protocol as runner_protocol
+from runner.protocol import (
+    FROM_DAEMON,
+    FROM_RUNNER,
+    HEADER_BYTES,
+    MAX_FRAME_BYTES,
+    MAX_REQUEST_BYTES,
+    FrameDecoder,
+    Kind,
+)
+from runner.wire import ProtocolError
+from sandkasten.api import runschemas, schemas, ws_messages, ws_terminal_messages
+from sandkasten.api.auth import Gate
+from sandkasten.api.errors import error_answer
+from sandkasten.api.exchange import parse_query
+from sandkasten.api.jsonsize import check_value_count
+from sandkasten.api.routing import parse_target
+from sandkasten.api.settings import ApiSettings
+from sandkasten.api.upload import safe_name
+from sandkasten.api.ws_fields import Refused
+from sandkasten.errors import InvalidRequest, PermissionDenied, RunnerProtocolError, SandkastenError, Unauthorized
+from sandkasten.model import Limits
+from sandkasten.runtime.runner_link import decode_answer
+from tests.fuzz import grammar
+from tests.fuzz.grammar import Choices
+
+MAX_NUMBER = 2**53
+MAX_TEXT_CHARS = 8 * 1024
+_CARRIERS = (Kind.STARTED, Kind.REPLY, Kind.ERROR, Kind.EVENT)
+_SETTINGS = ApiSettings(api_key="sk-test-key")
+
+
+ANSWERS = runner_protocol.ANSWERS.classes
+_RUNNER_REQUESTS = runner_protocol.REQUESTS.classes
+_NSINIT_REQUESTS = nsinit_protocol.REQUESTS.classes
+_NSINIT_ANSWERS = nsinit_protocol.ANSWERS.classes
+
+
+# The daemon and a hostile runner -----------------------------------------------------------------------------------
+
+
+def runner_stream(choices: Choices) -> bytes:
+    """Return what a hostile runner may write: frames of its grammar, spoiled inside and as a whole."""
+    stream = b""
+    for _ in range(1 + choices.number(4)):
+        kind = choices.pick(sorted(FROM_RUNNER)) if choices.number(8) else choices.pick(sorted(FROM_DAEMON))
+        body = choices.blob(64)
+        if kind in _CARRIERS:
+            body = grammar.spoiled_json(choices, grammar.message(choices, ANSWERS))
+        length = len(body) if choices.number(12) else choices.number(2**32)
+        stream += runner_protocol.encode_header(kind, length) + body
+    return grammar.damage(choices, stream) if choices.one_in(6) else stream
+
+
+def runner_frames(data: bytes) -> None:
+    """`FrameDecoder` and `decode_answer`, as `runner_link` uses them."""
+    choices = Choices(data)
+    stream, decoder = runner_stream(choices), FrameDecoder(FROM_RUNNER, max_body_bytes=MAX_FRAME_BYTES)
+    try:
+        for piece in grammar.cut(choices, stream):
+            decoder.feed(piece)
+            for kind, body in decoder:
+                assert kind in FROM_RUNNER
+                assert len(body) <= MAX_FRAME_BYTES
+                if kind in _CARRIERS:
+                    _check_answer(kind, body)
+            assert decoder.buffered_bytes < MAX_FRAME_BYTES + HEADER_BYTES
+    except ProtocolError:
+        assert decoder.buffered_bytes == 0
+        _must_raise(ProtocolError, lambda: decoder.feed(b"x"))
+        _must_raise(ProtocolError, lambda: next(decoder))
+
+
+def _check_answer(kind: Kind, body: bytes) -> None:
+    try:
+        answer = decode_answer(kind, body)
+    except RunnerProtocolError:
+        return
+    assert isinstance(answer, runner_protocol.Error) is (kind is Kind.ERROR)
+    _check_bounds({name: getattr(answer, name) for name in answer.__dataclass_fields__})
+
+
+def _check_bounds(value: Any) -> None:
+    match value:
+        case dict():
+            for each in value.values():
+                _check_bounds(each)
+        case tuple():
+            for each in value:
+                _check_bounds({name: getattr(each, name) for name in each.__dataclass_fields__})
+        case str():
+            assert len(value.encode("utf-8", "surrogateescape")) <= MAX_TEXT_CHARS
+        case int():
+            assert abs(value) <= MAX_NUMBER
+
+
+# The runner, nsinit and a hostile daemon ---------------------------------------------------------------------------
+
+
+def runner_requests(data: bytes) -> None:
+    """What PID 1 takes from its connection: frames, then exactly a request."""
+    choices = Choices(data)
+    body = grammar.spoiled_json(choices, grammar.message(choices, _RUNNER_REQUESTS))
+    stream = runner_protocol.encode_frame(choices.pick(sorted(Kind)), body) + choices.blob(32)
+    decoder = FrameDecoder(FROM_DAEMON, max_body_bytes=MAX_REQUEST_BYTES)
+    try:
+        for piece in grammar.cut(choices, stream):
+            decoder.feed(piece)
+            for kind, each in decoder:
+                if kind is Kind.REQUEST:
+                    assert type(runner_protocol.REQUESTS.decode(each)) in _RUNNER_REQUESTS
+    except ProtocolError:
+        pass
+
+
+def nsinit_requests(data: bytes) -> None:
+    """A request that decodes and passes `validate` holds names that are one harmless component, and sane numbers."""
+    choices = Choices(data)
+    body = grammar.spoiled_json(choices, grammar.message(choices, _NSINIT_REQUESTS))
+    try:
+        request = nsinit_protocol.REQUESTS.decode(body)
+    except ProtocolError:
+        return
+    for check, field in _CHECKS:
+        given = getattr(request, field, None)
+        if given is not None:
+            _check_valid(check, given)
+
+
+def _check_valid(check: Callable[[Any], None], given: Any) -> None:
+    try:
+        check(given)
+    except validate.InvalidName:
+        return
+    match given:
+        case nsinit_protocol.SandboxPlan():
+            names = [given.session_id, given.image, *([given.workspace_id] if given.workspace_id is not None else [])]
+            _check_limits(given.limits)
+        case nsinit_protocol.Limits():
+            names = []
+            _check_limits(given)
+        case _:
+            names = [given]
+    assert not any("/" in name or "\0" in name or name in ("", ".", "..") for name in names), names
+
+
+def _check_limits(limits: nsinit_protocol.Limits) -> None:
+    assert 0 < limits.memory_bytes < 2**63
+    assert 0 < limits.pids < 2**31
+    assert 0 < limits.cpu_quota_us < 2**63
+    assert 0 < limits.cpu_period_us <= 1_000_000
+
+
+_CHECKS: tuple[tuple[Callable[[Any], None], str], ...] = (
+    (validate.check_session_id, "session_id"),
+    (validate.check_workspace_id, "workspace_id"),
+    (validate.check_group_name, "name"),
+    (validate.check_node_id, "node_id"),
+    (validate.check_limits, "limits"),
+    (validate.check_plan, "plan"),
+)
+
+
+def nsinit_answers(data: bytes) -> None:
+    """What the daemon takes from nsinit."""
+    choices = Choices(data)
+    try:
+        nsinit_protocol.ANSWERS.decode(grammar.spoiled_json(choices, grammar.message(choices, _NSINIT_ANSWERS)))
+    except ProtocolError:
+        pass
+
+
+# The API and a hostile client --------------------------------------------------------------------------------------
+
+EXEC: dict[str, Any] = {
+    "cmd": "true", "mode": "stateful", "shell": "default", "timeout_ms": 5, "cwd": "/", "env": {"A": "b"}, "stdin": "x",
+    "exec_id": "e1", "raw_output": False, "encoding": "base64", "on_timeout": "result", "on_disconnect": "detach",
+}  # fmt: skip
+BODIES: tuple[tuple[type, dict[str, Any]], ...] = (
+    (
+        schemas.CreateRequest,
+        {
+            "image": "python", "ttl_seconds": 60, "workspace_id": "ws-1", "idempotency_key": "k", "labels": {"a": "b"},
+            "env": {"A": "b"}, "limits": {"cpu": 0.5, "memory_mb": 64, "pids": 16, "disk_mb": 10}, "shell": "sh",
+            "max_lifetime_seconds": 9, "readonly_rootfs": True, "network": {"mode": "none", "allow": []},
+        },
+    ),
+    (schemas.PatchRequest, {"ttl_seconds": 60, "labels": {}, "limits": {"cpu": 1}, "env": {"A": None}}),
+    (schemas.ExecRequest, EXEC),
+    (schemas.ExecRequest, {"argv": ["ls", "-l"], "user": "1000:1000", "tty": {"cols": 80, "rows": 24}, "stdin": True}),
+    (schemas.WriteRequest, {"path": "a/b", "text": "x"}),
+    (schemas.WriteRequest, {"path": "/tmp/x", "content_base64": "eA=="}),
+    (runschemas.ProcessRequest, {"cmd": "sleep 1", "process_id": "p", "keep_alive": True}),
+    (runschemas.ShellRequest, {"name": "second", "shell": "bash", "cwd": "/", "env": {}}),
+    (runschemas.WaitRequest, {"for": "exit", "timeout_ms": 1}),
+    (runschemas.WaitRequest, {"pattern": "a+b", "timeout_ms": 1}),
+    (runschemas.StdinRequest, {"text": "x", "close": True}),
+    (runschemas.SignalRequest, {"signal": "TERM"}),
+    (runschemas.CancelRequest, {"now": True}),
+)  # fmt: skip
+
+
+def _to_model(request: object) -> object:
+    match request:
+        case schemas.CreateRequest():
+            return request.to_spec(default_limits=Limits(), key_header=None)
+        case schemas.PatchRequest():
+            return request.to_patch(current=Limits())
+        case schemas.ExecRequest() | runschemas.ProcessRequest():
+            return request.to_spec(_SETTINGS)
+        case schemas.WriteRequest() | runschemas.StdinRequest():
+            return request.content
+        case runschemas.ShellRequest():
+            return request.to_spec()
+        case runschemas.WaitRequest():
+            return request.to_condition()
+    return request
+
+
+def api_bodies(data: bytes) -> None:
+    """From the bytes of a body to the model's value, or to a refusal that can be sent as it is."""
+    choices = Choices(data)
+    cls, body = choices.pick(BODIES)
+    text = grammar.spoiled_json(choices, body)
+    try:
+        _run_at_once(check_value_count(text))
+        _to_model(schemas.parse(text, cls))
+    except SandkastenError as error:
+        _check_refusal(error)
+
+
+def _run_at_once(work: Coroutine[Any, Any, None]) -> None:
+    """Run what has no reason to wait, with a body as small as these."""
+    try:
+        work.send(None)
+    except StopIteration:
+        return
+    raise AssertionError("it waits")
+
+
+def _check_refusal(error: SandkastenError) -> None:
+    """A client's doing, and an answer that is JSON and no longer than a screen or two."""
+    answer = error_answer(error)
+    assert 400 <= answer.status < 500, error
+    json.loads(answer.body)
+    assert len(answer.body) < 64 * 1024
+
+
+def api_requests(data: bytes) -> None:
+    """Target, query, headers and file names."""
+    choices = Choices(data)
+    path = choices.pick(
+        (b"/v1/sessions", b"/v1/sessions/0123456789abcdef/execs/e1/output", b"/healthz", b"//a/%2e%2e/b")
+    )
+    target = parse_target(grammar.damage(choices, path), host=choices.pick((None, "localhost", "\xff")))
+    assert target is None or all(isinstance(segment, str) for segment in target.segments)
+    query = choices.pick((b"status=all&limit=5", b"cols=80&rows=24&read_only=true&window=9", b"a=%ff&b=%00", b"&&==&%"))
+    try:
+        parsed = parse_query(grammar.damage(choices, query) if choices.number(4) else query)
+        ws_terminal_messages.parse_query(parsed).to_spec()
+    except InvalidRequest as error:
+        _check_refusal(error)
+    headers = [
+        (name, grammar.damage(choices, value) if choices.number(2) else value)
+        for name, value in (
+            (b"host", b"localhost"),
+            (b"authorization", b"Bearer sk-test-key"),
+            (b"origin", b"http://a"),
+        )
+        for _ in range(choices.number(3))
+    ]
+    for gate, has_right in ((Gate("sk-test-key"), _has_key(headers)), (Gate(None), True)):
+        try:
+            gate.check({"headers": headers, "server": ("127.0.0.1", 1)})
+            gate.check_origin({"headers": headers}, allowed=("http://a",))
+        except (PermissionDenied, Unauthorized) as error:
+            _check_refusal(error)
+        else:
+            assert has_right, headers
+    try:
+        name = safe_name(grammar.damage(choices, b"a/b.txt").decode("utf-8", "surrogateescape"))
+        assert not {"/", "\0"} & set(name)
+        assert name not in ("", ".", "..")
+    except InvalidRequest as error:
+        _check_refusal(error)
+
+
+def _has_key(headers: list[tuple[bytes, bytes]]) -> bool:
+    values = [value for name, value in headers if name == b"authorization"]
+    return len(values) == 1 and values[0].partition(b" ")[2].strip() == b"sk-test-key"
+
+
+_CONTROLS: tuple[dict[str, Any], ...] = (
+    {"type": "start", "id": 1, "credit": 65536, "max_frame": 4096, **EXEC},
+    {"type": "attach", "id": 2, "exec_id": "e1", "after": 3, "credit": 65536},
+    {"type": "credit", "id": 1, "bytes": 1000},
+    {"type": "signal", "id": 1, "signal": "INT"},
+    {"type": "resize", "id": 1, "cols": 80, "rows": 24},
+    {"type": "cancel", "id": 1},
+    {"type": "ping", "text": "x"},
+    {"type": "take_over"},
+)
+
+
+def websocket_messages(data: bytes) -> None:
+    """Text and binary messages of exec and terminal sockets."""
+    choices = Choices(data)
+    text = grammar.spoiled_json(choices, choices.pick(_CONTROLS)).decode("utf-8", "replace")
+    header = ws_messages.HEADER.pack(choices.number(2**32), choices.number(256), choices.number(2**64))
+    binary = grammar.damage(choices, header + choices.blob(32)) if choices.one_in(3) else header + choices.blob(32)
+    for parse in (
+        lambda: ws_messages.parse_message(text),
+        lambda: ws_messages.parse_message(binary),
+        lambda: ws_terminal_messages.parse_message(text),
+    ):
+        try:
+            parse()
+        except Refused as refused:
+            _check_refusal(refused.error)
+
+
+def _must_raise(expected: type[Exception], action: Callable[[], object]) -> None:
+    try:
+        action()
+    except expected:
+        return
+    raise AssertionError(f"no {expected.__name__} after one")
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    target.__name__: target
+    for target in (
+        *(runner_frames, runner_requests, nsinit_requests, nsinit_answers),
+        *(api_bodies, api_requests, websocket_messages),
+    )
+}
