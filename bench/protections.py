@@ -18,7 +18,8 @@ import attrs
 from bench import measure
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, ConfigError, Server
-from sandkasten.model import ExecSpec, SessionSpec
+from sandkasten.errors import SandkastenError
+from sandkasten.model import SECCOMP_PROFILES, ExecSpec, SessionSpec
 from sandkasten.supervisor import Supervisor
 
 DEFAULT = "as configured by default"
@@ -55,6 +56,8 @@ def _choices(config: Config, section: str, key: str) -> list[str]:
     if settings is None:
         return []
     values = typing.get_args(typing.get_type_hints(type(settings))[key])
+    if section == "security":
+        values = SECCOMP_PROFILES
     return [value for value in values if value != getattr(settings, key)]
 
 
@@ -66,13 +69,14 @@ async def print_protections(scratch: Path, rounds: int) -> None:
         for number, variant in enumerate(variants()):
             config = attrs.evolve(variant.config, data_dir=scratch / str(number), db_path=scratch / f"{number}.db")
             try:
-                opened.append((variant, await stack.enter_async_context(open_supervisor(config))))
-            except ConfigError as error:
-                missing[variant.name] = str(error).splitlines()[0]
-        for number in range(rounds + 1):
-            kept = samples if number else measure.Samples()  # the first round warms up
-            for variant, supervisor in opened:
-                await _measure(kept, steps if number and variant.name == DEFAULT else None, variant, supervisor)
+                supervisor = await stack.enter_async_context(open_supervisor(config))
+                await _measure(measure.Samples(), None, variant, supervisor)  # warms up, and shows whether it works
+                opened.append((variant, supervisor))
+            except (ConfigError, SandkastenError, ExceptionGroup) as error:
+                missing[variant.name] = _reason(error)
+        for _ in range(rounds):
+            for variant, node in opened:
+                await _measure(samples, steps if variant.name == DEFAULT else None, variant, node)
     _print_variants(samples, missing)
     _print_steps(steps)
 
@@ -89,6 +93,12 @@ async def _measure(
     if steps is not None:
         for step, milliseconds in session.timings_ms.items():
             steps.add(step, milliseconds)
+
+
+def _reason(error: Exception) -> str:
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return str(error).splitlines()[0]
 
 
 def _exec_row(name: str) -> str:

@@ -19,7 +19,18 @@ from pathlib import Path
 import pytest
 import trio
 
-from nsinit.protocol import MAX_DATAGRAM_BYTES, REQUESTS, ProtocolError, Scan, Scanned, Start
+from nsinit.protocol import (
+    MAX_DATAGRAM_BYTES,
+    REQUESTS,
+    Build,
+    MakeWorkspace,
+    Prepare,
+    ProtocolError,
+    Scan,
+    Scanned,
+    Start,
+)
+from nsinit.validate import InvalidName, check_plan, check_session_id, check_workspace_id
 from runner.protocol import FROM_DAEMON, MAX_REQUEST_BYTES, FrameDecoder, Kind, encode_frame
 from runner.protocol import REQUESTS as RUNNER_REQUESTS
 from sandkasten.actors.tree import LocalSupervisor
@@ -78,9 +89,19 @@ def test_a_daemon_that_lies_gets_answers_and_reaches_nothing() -> None:
 
 def _is_sound(request: object) -> bool:
     """Whether it asks for something that a good daemon may ask for and that leaves traces."""
-    return type(request).__name__ in ("Prepare", "Build", "MakeWorkspace") and all(
-        each not in repr(request) for each in ("..", "\\", "-1", "''")
-    )
+    try:
+        match request:
+            case Build(plan=plan):
+                check_plan(plan)
+            case Prepare(session_id=session_id):
+                check_session_id(session_id)
+            case MakeWorkspace(workspace_id=workspace_id):
+                check_workspace_id(workspace_id)
+            case _:
+                return False
+    except InvalidName:
+        return False
+    return True
 
 
 def test_bytes_that_are_no_request_end_nsinit_in_good_order() -> None:
