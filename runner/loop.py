@@ -36,10 +36,13 @@ _NEWS_S = 1.0
 class Timer:
     """A callback to come; `cancel` makes it never come."""
 
-    __slots__ = ("callback", "deadline", "on_error")
+    __slots__ = ("callback", "deadline", "on_error", "planned_at")
 
-    def __init__(self, deadline: float, callback: Callable[[], None], on_error: OnError) -> None:
+    def __init__(
+        self, deadline: float, callback: Callable[[], None], on_error: OnError, *, planned_at: float = 0.0
+    ) -> None:
         self.deadline = deadline
+        self.planned_at = planned_at
         self.callback: Callable[[], None] | None = callback
         self.on_error = on_error
 
@@ -71,8 +74,8 @@ class Loop:
         self._soon: deque[Timer] = deque()
         self._batch = 0
         self._sweep_at = _MIN_SWEEP
-        self._overslept: list[Timer] = []
         self._timers_from = 0.0
+        self._noticed_at = time.monotonic()
 
     def watch(self, fd: int, events: int, callback: Callback, on_error: OnError) -> None:
         """Call `callback(events)` whenever `fd` is ready, until `unwatch`. The descriptor stays the caller's."""
@@ -94,16 +97,18 @@ class Loop:
             self._timers = [timer for timer in self._timers if timer.callback is not None]
             heapq.heapify(self._timers)
             self._sweep_at = max(_MIN_SWEEP, 2 * len(self._timers))
-        timer = Timer(time.monotonic() + delay_s, callback, on_error)
+        now = time.monotonic()
+        timer = Timer(now + delay_s, callback, on_error, planned_at=now)
         heapq.heappush(self._timers, timer)
         return timer
 
     def postpone(self, seconds: float) -> None:
-        """Move what was planned before the loop overslept; nothing, if it didn't."""
-        for timer in self._overslept:
-            timer.deadline += seconds
+        """Everything stood still for so long, until a moment ago: move what had been planned before."""
+        began = time.monotonic() - seconds / 2  # in the middle of it nothing was planned
+        for timer in self._timers:
+            if timer.planned_at < began:
+                timer.deadline += seconds
         heapq.heapify(self._timers)
-        self._overslept = []
         self._timers_from = 0.0
 
     def call_soon(self, callback: Callable[[], None], on_error: OnError) -> Timer:
@@ -123,12 +128,10 @@ class Loop:
     def run_once(self) -> None:
         """Wait for events or the next timer and make the calls that are due."""
         self._batch += 1
+        self._notice_standstill(0.0)
         patience_s = self._patience_s()
-        wake_by = time.monotonic() + patience_s
         ready = self._epoll.poll(patience_s)
-        if patience_s > 0.0 and time.monotonic() > wake_by + _LATE_S:
-            self._overslept = list(self._timers)
-            self._timers_from = time.monotonic() + _NEWS_S
+        self._notice_standstill(_MAX_PATIENCE_S if patience_s < 0.0 else patience_s)
         for fd, events in ready:
             watch = self._watches.get(fd)
             if watch is not None and watch.batch < self._batch:  # otherwise: a new owner of a closed number
@@ -152,6 +155,13 @@ class Loop:
         except Exception as error:  # noqa: BLE001 - the wall: PID 1 must not die of a bug in one connection
             _report(error, on_error)
 
+    def _notice_standstill(self, expected_s: float) -> None:
+        """Since the last time here, `expected_s` should have passed at most, and a moment for the work between."""
+        now = time.monotonic()
+        if now - self._noticed_at > expected_s + _LATE_S:
+            self._timers_from = now + _NEWS_S
+        self._noticed_at = now
+
     def _patience_s(self) -> float:
         if self._soon:
             return 0.0
@@ -164,11 +174,10 @@ class Loop:
 
     def _run_due(self) -> None:
         due, self._soon = self._soon, deque()
-        now = time.monotonic()
+        self._notice_standstill(0.0)
+        now = self._noticed_at
         if now < self._timers_from:
             now = -math.inf
-        elif self._overslept:
-            self._overslept = []
         while self._timers and self._timers[0].deadline <= now:
             due.append(heapq.heappop(self._timers))
         for timer in due:

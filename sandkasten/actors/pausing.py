@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import logging
 from datetime import UTC, datetime
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from runner import protocol
 from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.lease import Lease
+from sandkasten.actors.live_record import LiveRecord
 from sandkasten.actors.session_work import SessionWork
 from sandkasten.errors import Conflict, SandkastenError, SessionPaused
 from sandkasten.lifecycle import Event, next_status
-from sandkasten.model import EventType, Pause, PauseSpec, Session, Status
+from sandkasten.model import EventType, Pause, PauseSpec, Status
 
 log = logging.getLogger(__name__)
 
@@ -31,16 +32,6 @@ _TRANSFER_S = 0.5
 class Pausable(Protocol):
     """A session's actor as this needs it."""
 
-    @property
-    def session(self) -> Session: ...
-
-    def change(self, **changes: Any) -> None:  # fields of Session
-        ...
-
-    def renew(self) -> None: ...
-
-    async def put(self) -> None: ...
-
     async def greet(self, request: protocol.Setup | protocol.Hello) -> None: ...
 
     async def ask_runner(self, request: object, answer: type[A], *, fd: int | None = None) -> A: ...
@@ -51,8 +42,9 @@ class Pausable(Protocol):
 class Pausing:
     """See the module's docstring."""
 
-    def __init__(self, actor: Pausable, *, zygote: Ref, lease: Lease, work: SessionWork) -> None:
+    def __init__(self, actor: Pausable, own: LiveRecord, *, zygote: Ref, lease: Lease, work: SessionWork) -> None:
         self._actor = actor
+        self._own = own
         self._zygote = zygote
         self._lease = lease
         self._work = work
@@ -65,19 +57,19 @@ class Pausing:
             Conflict: a file is being transferred.
             BuildFailed: not all of it would stand still; it goes on.
         """
-        session = self._actor.session
+        session = self._own.session
         is_new = session.status is not Status.PAUSED
         if is_new and not await self._work.wait_transferred(_TRANSFER_S):
             raise Conflict("a file of the session is being transferred; try again when that is done")
         since = datetime.now(UTC) if session.pause is None else session.pause.since
         status = next_status(session.status, Event.PAUSE) if is_new else session.status
-        self._actor.renew()
-        self._actor.change(status=status, pause=Pause(since, spec.auto_resume, spec.stop_lease))
+        self._own.renew()
+        self._own.change(status=status, pause=Pause(since, spec.auto_resume, spec.stop_lease))
         self._lease.pause(stop=spec.stop_lease)
         if is_new:
             self._work.runs.stop_clocks()
         try:
-            await self._actor.put()
+            await self._own.put()
             await self._set_frozen(frozen=True)
         except SandkastenError:
             if is_new:
@@ -92,42 +84,42 @@ class Pausing:
         Raises:
             SandkastenError: it could not be thawed, and is as it was; or its PID 1 does not answer.
         """
-        if self._actor.session.status is Status.PAUSED:
+        if self._own.session.status is Status.PAUSED:
             await self._let_go_on()
             self._actor.emit(EventType.SESSION_RESUMED)
 
     async def wake(self) -> None:
         """As `resume`, for a request that needs it awake. Raises `SessionPaused` if it is not to go on by itself."""
-        pause = self._actor.session.pause
+        pause = self._own.session.pause
         if pause is not None and not pause.auto_resume:
             raise SessionPaused("the session is paused", since=pause.since.isoformat(timespec="seconds"))
         await self.resume()
 
     async def adopt(self) -> None:
         """Take over a session that its last daemon paused, or was about to."""
-        pause = self._actor.session.pause
+        pause = self._own.session.pause
         await self._set_frozen(frozen=True)
         self._is_greeted = False
         self._lease.pause(stop=pause is not None and pause.stop_lease)
 
     async def _let_go_on(self) -> None:
-        session = self._actor.session
+        session = self._own.session
         await self._set_frozen(frozen=False)
         still = datetime.now(UTC) - (session.pause.since if session.pause is not None else session.last_activity)
         if not self._is_greeted:
             await self._actor.greet(protocol.Hello())
             self._is_greeted = True
         self._lease.resume()
-        self._actor.change(status=next_status(session.status, Event.RESUME), pause=None)
-        self._actor.renew()
+        self._own.change(status=next_status(session.status, Event.RESUME), pause=None)
+        self._own.renew()
         self._work.runs.start_clocks()
         thawed = protocol.Thawed(max(0, round(still.total_seconds() * 1000)))
         try:
             await self._actor.ask_runner(thawed, protocol.Done)
         except SandkastenError as error:  # whether it is dead or hostile is for others to say
             log.warning("time_limits_not_moved", extra={"session_id": session.id, "error": str(error)})
-        await self._actor.put()
+        await self._own.put()
 
     async def _set_frozen(self, *, frozen: bool) -> None:
-        request = zygote_actor.SetFrozen(self._actor.session.id, frozen)
+        request = zygote_actor.SetFrozen(self._own.session.id, frozen)
         await zygote_actor.ask_patiently(self._zygote, request)

@@ -9,19 +9,18 @@ adoption), only `Destroy`, an expiry or a death tears it down.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Awaitable, Callable, Container
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any, TypeVar, TypeVarTuple
 
 import attrs
 import trio
 
 from runner import protocol as runner_protocol
-from sandkasten.actors import store as store_actor
 from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Actor, Ref, Reply
 from sandkasten.actors.lease import Lease
+from sandkasten.actors.live_record import LiveRecord
 from sandkasten.actors.marks import Marks
 from sandkasten.actors.pausing import Pausing
 from sandkasten.actors.run_driver import ask_runner
@@ -68,9 +67,6 @@ Ts = TypeVarTuple("Ts")
 _HELLO_S = 10.0
 """How long a new or adopted runner may take to answer the first request."""
 
-_PERSIST_EVERY_S = 10.0
-"""A renewed lease reaches the database at most this often; state changes reach it at once."""
-
 ENDINGS = {
     Status.DESTROYED: EventType.SESSION_DESTROYED,
     Status.EXPIRED: EventType.SESSION_EXPIRED,
@@ -91,12 +87,10 @@ class SessionActor(Actor):
         """Without `creation` the sandbox of `record` is adopted."""
         super().__init__(ref)
         self.ready: Reply[Session] = Reply()
-        self._record = record
         self._creation = creation
         self._services = services
-        self._renewed: tuple[datetime, datetime] | None = None
         self._lease = Lease()
-        self._persisted_at = -math.inf
+        self._own = LiveRecord(record, self._lease, store=services.store, directory=services.directory)
         self._link: RunnerLink | None = None
         self._stats = CgroupStats(services.cgroup_dirs, record.session.id)
         self._controls = trio.CapacityLimiter(_MAX_CONTROLS)
@@ -108,27 +102,17 @@ class SessionActor(Actor):
             logs=services.spool.session(record.session.id),
             queue_length=services.shell_queue_length,
         )
-        self._pausing = Pausing(self, zygote=services.zygote, lease=self._lease, work=self._work)
+        self._pausing = Pausing(self, self._own, zygote=services.zygote, lease=self._lease, work=self._work)
 
     @property
     def session(self) -> Session:
         """The session as it is now."""
-        session = self.record.session
-        if session.pause is not None and session.pause.stop_lease:
-            moment = datetime.now(UTC)
-            remaining_s = min(session.ttl_s, self._lifetime_left_s(moment) or math.inf)
-            return attrs.evolve(session, expires_at=moment + timedelta(seconds=remaining_s))
-        return session
+        return self._own.session
 
     @property
     def record(self) -> SessionRecord:
-        """The session's durable record as it is now, made when it is asked for: each command renews the lease."""
-        if self._renewed is not None:
-            last_activity, expires_at = self._renewed
-            session = attrs.evolve(self._record.session, last_activity=last_activity, expires_at=expires_at)
-            self._record = attrs.evolve(self._record, session=session)
-            self._renewed = None
-        return self._record
+        """The session's durable record as it is now."""
+        return self._own.record
 
     # Life -------------------------------------------------------------------------------------------------------
 
@@ -146,14 +130,14 @@ class SessionActor(Actor):
         self._nursery.start_soon(self._watch.watch_memory, self._report_kill)
         self._nursery.start_soon(self._lease.watch, self._report_lease_end, self._warn_of_lease_end)
         self.ready.set(self.session)
-        self.change(timings_ms={})  # for whoever waited alone: they are large
+        self._own.change(timings_ms={})  # for whoever waited alone: they are large
 
     async def _give_up(self, error: SandkastenError) -> None:
         """What could not be created is undone. What could not be adopted ends only if it is not there any more; while
         the fork server or the database is away it is left for the reaper to try again."""
         self.stop()
         if self._creation is not None:
-            self._record = attrs.evolve(self.record, idempotency_key=None)  # a retry may try again
+            self._own.note(idempotency_key=None)  # a retry may try again
             is_built = self.session.status is not Status.CREATING
             await self._finish(Event.DIED if is_built else Event.BUILD_FAILED, str(error))
         elif isinstance(error, BuildFailed | RunnerLost | RunnerProtocolError) or type(error) is SandboxError:
@@ -214,7 +198,7 @@ class SessionActor(Actor):
 
     async def _create(self, creation: Creation) -> None:
         marks = Marks()
-        await self.put()
+        await self._own.put()
         marks.mark("store")
         session = self.session
         plan = plan_sandbox(
@@ -232,16 +216,16 @@ class SessionActor(Actor):
         self._hold(sandbox)
         marks.mark_steps("build", sandbox.timings_us)
         setup = first_request(creation, self._services.graces)
-        self.change(status=next_status(session.status, Event.BUILT))
+        self._own.change(status=next_status(session.status, Event.BUILT))
         try:
             async with trio.open_nursery() as both:
-                both.start_soon(self.put)
+                both.start_soon(self._own.put)
                 await self.greet(setup)
         except BaseExceptionGroup as group:
             raise unwrap(group) from None
         marks.mark("runner")
-        self.change(timings_ms=marks.phases)
-        self.renew()
+        self._own.change(timings_ms=marks.phases)
+        self._own.renew()
         made = self.session
         self.emit(
             EventType.SESSION_CREATED,
@@ -261,15 +245,15 @@ class SessionActor(Actor):
         else:
             await self.greet(runner_protocol.Hello())
         limits = self._stats.read_limits(self.session.limits)  # a change may have been cut short
-        self.change(acquire_detail="adopted", limits=limits)
-        self._restore_lease()
-        self._persist_soon()
+        self._own.change(acquire_detail="adopted", limits=limits)
+        self._own.restore_lease()
+        self._own.put_soon()
 
     def _hold(self, sandbox: zygote_actor.Sandbox) -> None:
         self._watch.hold(sandbox)
         identity = sandbox.identity
         kernel = KernelIdentity(identity.pid, identity.start_ticks, identity.pid_ns)
-        self._record = attrs.evolve(self._record, identity=kernel)
+        self._own.note(identity=kernel)
         self._link = RunnerLink(self._services.paths.run_dir(self.session.id))
 
     async def greet(self, request: runner_protocol.Setup | runner_protocol.Hello) -> None:
@@ -282,7 +266,7 @@ class SessionActor(Actor):
             raise RunnerLost("the sandbox's init does not answer")
         match answer:
             case runner_protocol.HelloReply(version=runner_protocol.PROTOCOL_VERSION):
-                self.change(cwd=answer.cwd)
+                self._own.change(cwd=answer.cwd)
                 self._work.runs.shells.adopt(answer)
             case runner_protocol.HelloReply():
                 raise SandboxError(f"the sandbox's init speaks protocol {answer.version}")
@@ -298,9 +282,9 @@ class SessionActor(Actor):
         """
         self.stop()
         session_id = self.session.id
-        self._record = attrs.evolve(self.record, ending=event)
-        self.change(status=next_status(self.session.status, event), reason=reason)
-        await self._put_or_keep()
+        self._own.note(ending=event)
+        self._own.change(status=next_status(self.session.status, event), reason=reason)
+        await self._own.put_or_keep()
         try:
             teardown = zygote_actor.Teardown(session_id)
             torn_down = await zygote_actor.ask_patiently(self._services.zygote, teardown)
@@ -309,9 +293,9 @@ class SessionActor(Actor):
             return self.session
         if event is Event.DIED and torn_down.oom_kills > 0:
             reason = f"out of memory: {reason}"
-        self._record = attrs.evolve(self.record, ended_at=datetime.now(UTC))
-        self.change(status=next_status(self.session.status, Event.TORN_DOWN, cause=event), reason=reason)
-        await self._put_or_keep()
+        self._own.note(ended_at=datetime.now(UTC))
+        self._own.change(status=next_status(self.session.status, Event.TORN_DOWN, cause=event), reason=reason)
+        await self._own.put_or_keep()
         self.emit(ENDINGS[self.session.status], reason=reason)
         facts = {"session_id": session_id, "status": self.session.status, "reason": reason}
         log.info("session_ended", extra=facts)
@@ -321,11 +305,11 @@ class SessionActor(Actor):
 
     @property
     def session_id(self) -> str:
-        return self._record.session.id
+        return self._own.facts.id
 
     @property
     def cwd(self) -> str:
-        return self._record.session.cwd
+        return self._own.facts.cwd
 
     @property
     def link(self) -> RunnerLink:
@@ -338,7 +322,7 @@ class SessionActor(Actor):
 
     @property
     def cause_of_stop(self) -> Cause:
-        is_alive = self._record.session.status in WHOLE and not self.has_died.is_set()
+        is_alive = self._own.facts.status in WHOLE and not self.has_died.is_set()
         return Cause.DAEMON_RESTARTED if is_alive else Cause.SANDBOX_DIED
 
     def start_task(self, work: Callable[[*Ts], Awaitable[object]], *args: *Ts) -> None:
@@ -349,21 +333,20 @@ class SessionActor(Actor):
 
     def begin_activity(self) -> None:
         self._lease.active += 1
-        self.renew()
+        self._own.renew()
 
     def end_activity(self) -> None:
         self._lease.active -= 1
         if not self._is_stopping:
-            self.renew()
-            if trio.current_time() - self._persisted_at > _PERSIST_EVERY_S:
-                self._persist_soon()
+            self._own.renew()
+            self._own.put_lease()
 
     def emit(self, event: EventType, **data: object) -> None:
         self._services.journal.emit(event, self.session_id, **data)
 
     def note_cwd(self, cwd: str) -> None:
-        if cwd != self._record.session.cwd:
-            self.change(cwd=cwd)
+        if cwd != self._own.facts.cwd:
+            self._own.change(cwd=cwd)
 
     def distrust(self, error: RunnerProtocolError) -> None:
         self.start_task(self._tell_self, Died(f"its init broke the protocol: {error}"))
@@ -377,7 +360,7 @@ class SessionActor(Actor):
             raise
 
     async def wake(self) -> None:
-        if self._record.session.status is Status.PAUSED:
+        if self._own.facts.status is Status.PAUSED:
             await self.ref.ask(Wake())
 
     async def find_victim(self) -> str | None:
@@ -393,7 +376,7 @@ class SessionActor(Actor):
             await self._go_on(self._pausing.wake)
         before = self.session.limits
         if patch.limits is not None:
-            self.change(limits=await change_limits(self._services, self.session, patch.limits))
+            self._own.change(limits=await change_limits(self._services, self.session, patch.limits))
         if patch.env is not None:
             refusal: SandkastenError | None = None
             try:
@@ -402,45 +385,21 @@ class SessionActor(Actor):
                 refusal = error
             if refusal is not None:  # all of a change, or nothing of it
                 if patch.limits is not None:
-                    self.change(limits=await change_limits(self._services, self.session, before))
+                    self._own.change(limits=await change_limits(self._services, self.session, before))
                 raise refusal
         if patch.labels is not None:
-            self.change(labels=dict(patch.labels))
+            self._own.change(labels=dict(patch.labels))
         if patch.ttl_s is not None:
-            self.change(ttl_s=patch.ttl_s)
-        self.renew()
-        await self.put()
+            self._own.change(ttl_s=patch.ttl_s)
+        self._own.renew()
+        await self._own.put()
         return self.session
 
     def _require(self, states: Container[Status]) -> None:
-        if self._record.session.status not in states:
+        if self._own.facts.status not in states:
             raise self.gone()
 
     # Lease ------------------------------------------------------------------------------------------------------
-
-    def renew(self) -> None:
-        moment = datetime.now(UTC)
-        lifetime_left_s = self._lifetime_left_s(moment)
-        remaining_s = self._lease.renew(ttl_s=self._record.session.ttl_s, lifetime_left_s=lifetime_left_s)
-        self._renewed = (moment, moment + timedelta(seconds=remaining_s))
-
-    def _restore_lease(self) -> None:
-        """The lease goes on as recorded: a restart neither renews nor shortens it."""
-        moment = datetime.now(UTC)
-        remaining_s = (self._record.session.expires_at - moment).total_seconds()
-        self._lease.restore(remaining_s=remaining_s, lifetime_left_s=self._lifetime_left_s(moment))
-
-    def _lifetime_left_s(self, moment: datetime) -> float | None:
-        if self._record.max_lifetime_s is None:
-            return None
-        return self._record.max_lifetime_s - (moment - self._record.session.created_at).total_seconds()
-
-    def _persist_soon(self) -> None:
-        self._persisted_at = trio.current_time()
-        try:
-            self._services.store.tell(store_actor.Put(self.record))
-        except SandkastenError as error:  # the next renewal or state change writes it
-            log.warning("lease_not_persisted", extra={"session_id": self.session.id, "error": str(error)})
 
     async def _report_lease_end(self) -> None:
         try:
@@ -468,22 +427,6 @@ class SessionActor(Actor):
 
     def _report_kill(self, kills: int, victim: str | None) -> None:
         self.emit(EventType.OOM, oom_kills=kills, victim=victim)
-
-    # Record -----------------------------------------------------------------------------------------------------
-
-    def change(self, **changes: Any) -> None:  # fields of Session
-        session = self.session
-        if "status" in changes and changes["status"] is not session.status:
-            changes["epoch"] = session.epoch + 1
-        self._record = attrs.evolve(self._record, session=attrs.evolve(session, **changes))
-
-    async def put(self) -> None:
-        self._persisted_at = trio.current_time()
-        await self._services.store.ask_again(store_actor.Put(self.record))
-
-    async def _put_or_keep(self) -> None:
-        self._persisted_at = trio.current_time()
-        await store_actor.put_or_keep(self._services.store, self._services.directory.unwritten, self.record)
 
 
 def ended_error(session: Session) -> SessionExpired:

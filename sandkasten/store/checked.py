@@ -106,7 +106,9 @@ def _count(high: int = _MAX_COUNT) -> Callable[[object], bool]:
 
 def _limits(value: object) -> bool:
     limits = _object(value)
-    return limits is not None and limits.keys() <= _LIMITS and all(map(_number(0, _MAX_COUNT), limits.values()))
+    if limits is None or not limits.keys() <= _LIMITS.keys():
+        return False
+    return all(_LIMITS[name](value) for name, value in limits.items())
 
 
 def _options(value: object) -> bool:
@@ -135,7 +137,8 @@ def _object(value: object) -> Mapping[str, object] | None:
     return found if isinstance(found, dict) else None
 
 
-_LIMITS = {field.name for field in attrs.fields(Limits)}
+_AMOUNT = _number(0, _MAX_COUNT)
+_LIMITS = {each.name: _or_none(_AMOUNT) if each.default is None else _AMOUNT for each in attrs.fields(Limits)}
 _OPTIONS = {field.name for field in attrs.fields(SessionOptions)}
 _PAUSE = {field.name for field in attrs.fields(Pause)}
 _MOMENT, _SPAN = _number(0, _MAX_MOMENT_S), _number(0, _MAX_SPAN_S)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import closing
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+import attrs
 import pytest
 import trio
 
@@ -21,11 +24,14 @@ from sandkasten.actors.store import (
     ReadEvents,
     Store,
 )
-from sandkasten.store.checked import KEPT_ROWS
+from sandkasten.lifecycle import Event
+from sandkasten.model import Limits, Pause, SessionOptions, Status
+from sandkasten.store.checked import _CHECKS, KEPT_ROWS
 from sandkasten.store.database import open_database
-from sandkasten.store.sessions import KernelIdentity
+from sandkasten.store.sessions import KernelIdentity, SessionRecord
 from tests.strategies import make_record
 
+OPTIONAL_LIMITS = [each.name for each in attrs.fields(Limits) if each.default is None]
 VICTIM, WITNESS = "a" * 24, "b" * 24
 
 DAMAGE: dict[str, tuple[str, object]] = {
@@ -87,6 +93,43 @@ def _damage(path: Path, sql: str, *values: object) -> None:
 def _set_aside(path: Path) -> list[tuple[str, str]]:
     with closing(sqlite3.connect(path)) as database:
         return list(database.execute("SELECT reason, content FROM damaged"))
+
+
+FULL = attrs.evolve(
+    make_record(VICTIM, idempotency_key="key", max_lifetime_s=1.5, identity=KernelIdentity(1, 2, 3)),
+    ending=Event.EXPIRE,
+    ended_at=datetime.fromtimestamp(2e9, UTC),
+)
+
+
+def _with(**fields: Any) -> SessionRecord:
+    return attrs.evolve(FULL, session=attrs.evolve(FULL.session, **fields))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        make_record(VICTIM),
+        FULL,
+        _with(limits=Limits(cpu=0.01, disk_inodes=1, **dict.fromkeys(OPTIONAL_LIMITS, 1))),
+        _with(pause=Pause(FULL.session.created_at, auto_resume=False, stop_lease=True)),
+        _with(labels={"a": "é"}, reason="r" * 1000, workspace_id="w-1", cwd="/\udcff\n", epoch=7),
+        _with(status=Status.PAUSED, options=SessionOptions(exec_mode="stateless", user="root", seccomp="debug")),
+    ],
+)
+async def test_what_this_program_wrote_is_believed(store: Ref, tmp_path: Path, record: SessionRecord) -> None:
+    """Whatever may be absent or full: a sandbox whose row is not believed would be ended."""
+    await store.ask(Put(record))
+    found = await store.ask(Get(VICTIM))
+    assert found is not None
+    assert attrs.evolve(found.session, cwd="") == attrs.evolve(record.session, cwd="")
+    assert _judged(tmp_path / "test.db") == set(_CHECKS)
+
+
+def _judged(path: Path) -> set[str]:
+    """Return the names of the columns: each has to have a check."""
+    with closing(sqlite3.connect(path)) as database:
+        return {name for _, name, *_ in database.execute("PRAGMA table_info(sessions)")}
 
 
 @pytest.mark.parametrize("name", DAMAGE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -81,3 +82,40 @@ def test_an_event_of_a_closed_descriptor_is_not_delivered(loop: Loop, pipe: tupl
     loop.unwatch(other[0])
     for fd in other:
         os.close(fd)
+
+
+def test_what_was_planned_before_a_standstill_is_moved_by_it(loop: Loop) -> None:
+    """What was planned afterwards is not."""
+    called: list[str] = []
+    loop.call_later(0.25, lambda: called.append("before"), fail)
+    time.sleep(0.2)
+    loop.call_later(0.1, lambda: called.append("after"), fail)
+    loop.postpone(0.2)
+    began = time.monotonic()
+    while len(called) < 2:
+        loop.run_once()
+    assert called == ["after", "before"]
+    assert time.monotonic() - began >= 0.24
+
+
+def test_timers_wait_for_news_after_a_standstill(loop: Loop, pipe: tuple[int, int]) -> None:
+    """What is overdue is moved by the news, or called a moment later when there is none."""
+    called: list[str] = []
+
+    def take_news(_events: int) -> None:
+        os.read(pipe[0], 1)
+        loop.postpone(1.1)
+        loop.call_later(0.001, lambda: called.append("new"), fail)
+
+    loop.watch(pipe[0], READ, take_news, fail)
+    loop.call_later(0.5, lambda: called.append("moved"), fail)
+    os.write(pipe[1], b"x")
+    time.sleep(1.1)  # as a process does that is frozen
+    while len(called) < 2:
+        loop.run_once()
+    assert called == ["new", "moved"]
+    loop.call_later(0.5, lambda: called.append("late"), fail)
+    time.sleep(1.1)
+    loop.run_once()
+    assert called == ["new", "moved", "late"]
+    loop.unwatch(pipe[0])
