@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from nsinit import constants as k
 from nsinit import trash
-from nsinit.disk.mechanism import Mechanism, Place, Unavailable, Usage, make_layers
+from nsinit.disk.mechanism import UNKNOWN, Mechanism, Place, Unavailable, Usage, make_layers, other_mechanism
 from nsinit.protocol import DiskLimits, DiskMode
 
 _ROOT_INODE = 256
@@ -61,6 +61,8 @@ class Btrfs(Mechanism):
     def fit(self, place: Place, limits: DiskLimits) -> None:
         fd = os.open(place.directory, _DIRECTORY)
         try:
+            if not _is_subvolume(fd):
+                raise other_mechanism()
             arguments = _LIMIT.pack(_subvolume(fd), _MAX_REFERRED, limits.size_bytes, 0, 0, 0)
             fcntl.ioctl(fd, k.BTRFS_IOC_QGROUP_LIMIT, arguments)
         finally:
@@ -73,6 +75,8 @@ class Btrfs(Mechanism):
         """The kernel brings its numbers up to date each time it commits, some seconds after a write."""
         fd = os.open(place.directory, _DIRECTORY)
         try:
+            if not _is_subvolume(fd):
+                return UNKNOWN
             group = _subvolume(fd)
             return _number(fd, group, _INFO), _number(fd, group, _RULE), -1, -1
         finally:
@@ -88,6 +92,11 @@ class Btrfs(Mechanism):
 
 def _volume(parent_fd: int, request: int, name: str) -> None:
     fcntl.ioctl(parent_fd, request, bytearray(_VOLUME.pack(0, name.encode())))  # `bytes` may be 1024 long only
+
+
+def _is_subvolume(fd: int) -> bool:
+    """Whether a directory is one by itself; a plain one lies in the machine's."""
+    return os.fstat(fd).st_ino == _ROOT_INODE
 
 
 def _subvolume(fd: int) -> int:

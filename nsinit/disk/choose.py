@@ -25,6 +25,7 @@ from nsinit.steps import StepFailed
 
 _TRIAL = DiskLimits(size_bytes=16 << 20, inodes=1024)
 _MAX_REASON_BYTES = 400
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 KINDS: tuple[type[Mechanism], ...] = (Project, Btrfs, Loop, Memory)
 """In the order of preference."""
@@ -41,7 +42,7 @@ def choose(layout: Layout, wish: DiskWish, tried: list[Mechanism]) -> tuple[Mech
     """Return the first of `tried` that works, and why each one before it does not.
 
     Raises:
-        StepFailed: the one that was asked for can't be had.
+        StepFailed: the one that was asked for can't be had, or nothing can be tried: the disk is full.
     """
     refused: dict[str, str] = {}
     for mechanism in tried:
@@ -49,6 +50,10 @@ def choose(layout: Layout, wish: DiskWish, tried: list[Mechanism]) -> tuple[Mech
             mechanism.open()
             _try(layout, mechanism)
         except (Unavailable, OSError, StepFailed) as error:
+            if (
+                getattr(error, "errno", None) in _FULL
+            ):  # says nothing of the mechanism, and the next one is a weaker one
+                raise StepFailed("disk", f"no disk limit can be tried: {error}", errno=errno.ENOSPC) from error
             refused[mechanism.mode] = str(error)[:_MAX_REASON_BYTES]
         else:
             return mechanism, refused
@@ -65,7 +70,7 @@ def _try(layout: Layout, mechanism: Mechanism) -> None:
         _attempt(mechanism, Place(layout, session_id, FIRST_BASE), write_fd)
     os.close(write_fd)
     with open(read_fd, "rb") as pipe:
-        reason = pipe.read(_MAX_REASON_BYTES).decode("utf-8", "replace")
+        number, _, reason = pipe.read(_MAX_REASON_BYTES).decode("utf-8", "replace").partition(" ")
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     sessions_fd = os.open(layout.sessions, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -74,6 +79,8 @@ def _try(layout: Layout, mechanism: Mechanism) -> None:
         pass
     finally:
         os.close(sessions_fd)
+    if number in map(str, _FULL):
+        raise OSError(int(number), reason)
     if reason or status:
         raise Unavailable(reason or f"the trial ended with status {status}")
 
@@ -87,7 +94,8 @@ def _attempt(mechanism: Mechanism, place: Place, write_fd: int) -> None:
         mechanism.fit(place, _TRIAL)
         _overfill(f"{mechanism.layers(place)}/{LAYERS[0]}/file")
     except Exception as error:  # noqa: BLE001 - whatever goes wrong is the finding
-        os.write(write_fd, (str(error) or type(error).__name__).encode()[:_MAX_REASON_BYTES])
+        reason = f"{getattr(error, 'errno', None) or 0} {error or type(error).__name__}"
+        os.write(write_fd, reason.encode()[:_MAX_REASON_BYTES])
     finally:
         os._exit(0)
 
@@ -97,7 +105,7 @@ def _overfill(path: str) -> None:
     try:
         os.posix_fallocate(fd, 0, 2 * _TRIAL.size_bytes)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in _FULL:
             raise
     else:
         raise Unavailable("a file could grow beyond the limit")

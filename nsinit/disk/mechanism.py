@@ -97,6 +97,11 @@ class Mechanism(ABC):
         return
 
 
+def other_mechanism() -> OSError:
+    """Return the refusal to touch the quota of a directory that another mechanism made: it would be the machine's."""
+    return OSError(errno.EOPNOTSUPP, "the session's disk was made in another mode")
+
+
 def make_layers(path: str, base: int) -> None:
     """Make the directories of every layer in `path`: the upper one belongs to the session's root."""
     for name in LAYERS:

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from nsinit import trash
 from nsinit.disk import quota
-from nsinit.disk.mechanism import Mechanism, Place, Unavailable, Usage, make_layers
+from nsinit.disk.mechanism import UNKNOWN, Mechanism, Place, Unavailable, Usage, make_layers, other_mechanism
 from nsinit.protocol import DiskLimits, DiskMode
 
 _FIRST_ID, _IDS = 1 << 30, 1 << 30
@@ -45,14 +45,20 @@ class Project(Mechanism):
 
     def fit(self, place: Place, limits: DiskLimits) -> None:
         with _opened(place.directory) as fd:
-            _limit(fd, quota.project_of(fd), limits)
+            project_id = quota.project_of(fd)
+            if not _is_own(project_id):
+                raise other_mechanism()
+            _limit(fd, project_id, limits)
 
     def change(self, place: Place, limits: DiskLimits) -> None:
         self.fit(place, limits)
 
     def usage(self, place: Place, root_fd: int) -> Usage:
         with _opened(place.directory) as fd:
-            account = quota.read(fd, quota.project_of(fd))
+            project_id = quota.project_of(fd)
+            if not _is_own(project_id):
+                return UNKNOWN
+            account = quota.read(fd, project_id)
         return account.used_bytes, account.limit_bytes, account.used_inodes, account.limit_inodes
 
     def remove(self, parent_fd: int, name: str) -> None:
@@ -60,8 +66,13 @@ class Project(Mechanism):
         with _opened(name, parent_fd) as fd:
             project_id = quota.project_of(fd)
         trash.remove_tree(parent_fd, name)
-        if _FIRST_ID <= project_id < _FIRST_ID + _IDS:
+        if _is_own(project_id):
             quota.set_limits(parent_fd, project_id, limit_bytes=0, limit_inodes=0)
+
+
+def _is_own(project_id: int) -> bool:
+    """Whether a directory is in a project that was made here; a plain one is in the project of the whole machine."""
+    return _FIRST_ID <= project_id < _FIRST_ID + _IDS
 
 
 def _limit(fd: int, project_id: int, limits: DiskLimits) -> None:

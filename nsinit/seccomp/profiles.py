@@ -96,6 +96,11 @@ _AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
 _NETLINK_AUDIT = 9
 _PROTOCOLS = (0, 1, 6, 17, 58)
 """Any, ICMP, TCP, UDP, ICMPv6: no other one's module gets loaded."""
+_OTHER_TYPES = (0x4, 0x8)
+"""Bits that stream, datagram and raw lack, and every other type has one of: the kernel looks for modules by type, too
+(DCCP, SCTP)."""
+_LOADERS = (0x8940, 0x8941, 0x8982, 0x8983, 0x89A0, 0x89A1)
+"""Requests about bridges and VLANs, for which the kernel loads modules before it asks who wants that."""
 _PERSONALITIES = (0, 8, 0x20000, 0x20008, 0xFFFFFFFF)
 _ADDR_NO_RANDOMIZE = 0x40000
 
@@ -111,7 +116,10 @@ def _when(name: str, *args: ArgTest, errno: int | None = None) -> Rule:
 _CORE = ArgTest(1, "eq", _RLIMIT_CORE), ArgTest(2, "ne", 0)
 FLOOR: Final = (
     _refuse(" ".join((_MOUNTS, _NAMESPACES, _MACHINE, _OTHERS_OBJECTS))),
-    *(_when("ioctl", ArgTest(1, "eq", request), errno=errno.EPERM) for request in (TIOCSTI, TIOCLINUX, TIOCSETD)),
+    *(
+        _when("ioctl", ArgTest(1, "eq", request), errno=errno.EPERM)
+        for request in (TIOCSTI, TIOCLINUX, TIOCSETD, *_LOADERS)
+    ),
     *(
         _when("clone", ArgTest(0, "masked_eq", flag, flag), errno=errno.EPERM)
         for flag in (1 << bit for bit in range(32))
@@ -144,6 +152,11 @@ _ARGUMENTS = (
             (_AF_NETLINK, (ArgTest(2, "eq", 0),)),
             *((family, (ArgTest(2, "eq", protocol),)) for family in (_AF_INET, _AF_INET6) for protocol in _PROTOCOLS),
         )
+    ),
+    *(
+        _when("socket", ArgTest(0, "eq", family), ArgTest(1, "masked_eq", bit, bit), errno=errno.EPERM)
+        for family in (_AF_INET, _AF_INET6)
+        for bit in _OTHER_TYPES
     ),
     # As a kernel without auditing has it: useradd and passwd go on then, and end if the socket is forbidden.
     _when("socket", ArgTest(0, "eq", _AF_NETLINK), ArgTest(2, "eq", _NETLINK_AUDIT), errno=errno.EPROTONOSUPPORT),

@@ -17,7 +17,7 @@ from sandkasten.actors.actor import Ref
 from sandkasten.actors.lease import Lease
 from sandkasten.actors.live_record import LiveRecord
 from sandkasten.actors.session_work import SessionWork
-from sandkasten.errors import Conflict, SandkastenError, SessionPaused
+from sandkasten.errors import Conflict, RunnerLost, SandkastenError, SessionPaused
 from sandkasten.lifecycle import Event, next_status
 from sandkasten.model import EventType, Pause, PauseSpec, Status
 
@@ -107,8 +107,7 @@ class Pausing:
         await self._set_frozen(frozen=False)
         still = datetime.now(UTC) - (session.pause.since if session.pause is not None else session.last_activity)
         if not self._is_greeted:
-            await self._actor.greet(protocol.Hello())
-            self._is_greeted = True
+            await self._greet()
         self._lease.resume()
         self._own.change(status=next_status(session.status, Event.RESUME), pause=None)
         self._own.renew()
@@ -119,6 +118,14 @@ class Pausing:
         except SandkastenError as error:  # whether it is dead or hostile is for others to say
             log.warning("time_limits_not_moved", extra={"session_id": session.id, "error": str(error)})
         await self._own.put()
+
+    async def _greet(self) -> None:
+        """Hear from the PID 1 of an adopted session at last. Raises `RunnerLost` if it is not one to go on with."""
+        try:
+            await self._actor.greet(protocol.Hello())
+        except SandkastenError as error:
+            raise RunnerLost(str(error)) from error
+        self._is_greeted = True
 
     async def _set_frozen(self, *, frozen: bool) -> None:
         request = zygote_actor.SetFrozen(self._own.session.id, frozen)

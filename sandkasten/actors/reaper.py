@@ -19,6 +19,7 @@ from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Actor, Ask, Deferred, Ref
 from sandkasten.actors.directory import SessionDirectory
 from sandkasten.errors import SandkastenError
+from sandkasten.lifecycle import WHOLE
 from sandkasten.model import Status
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class Reaper(Actor):
         reaped = 0
         for session_id in unowned & self._suspects:
             record = await self._store.ask(store_actor.Get(session_id))
-            if record is not None and record.session.status is Status.RUNNING and runs[session_id]:
+            if record is not None and record.session.status in WHOLE and runs[session_id]:
                 log.warning("unowned_session_readopted", extra={"session_id": session_id})
                 await self._sessions.ask(sessions_actor.Readopt(session_id))
             else:

@@ -30,7 +30,7 @@ from sandkasten.actors.session_setup import Creation, Services
 from sandkasten.actors.unwrap import unwrap
 from sandkasten.config import Config
 from sandkasten.errors import Capacity, Conflict, SandboxError, SandkastenError, SessionNotFound, ShuttingDown
-from sandkasten.lifecycle import ENDED, LIVE, Event, next_status
+from sandkasten.lifecycle import ENDED, LIVE, WHOLE, Event, next_status
 from sandkasten.model import Session, SessionSpec, Status
 from sandkasten.reconcile import Action, Decision, plan_reconciliation
 from sandkasten.runtime import reserve
@@ -425,7 +425,7 @@ class Sessions(Actor):
 
     async def _readopt(self, session_id: str) -> None:
         record = await self._store.ask_again(store_actor.Get(session_id))
-        if record is not None and record.session.status is Status.RUNNING and not self._directory.owns(session_id):
+        if record is not None and record.session.status in WHOLE and not self._directory.owns(session_id):
             await self._start_actor(record, None).ready.wait()
 
     async def _forget(self, session_id: str) -> Session:

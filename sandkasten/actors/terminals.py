@@ -130,6 +130,10 @@ class Terminals:
                 run.on_output = None
             terminal.shell.screen = None
 
+    async def wake(self) -> None:
+        """Make a paused session go on, if it may. Raises `SessionPaused`."""
+        await self._host.wake()
+
     def take_over(self, terminal: Terminal, size: TerminalSize) -> Run:
         """Sit down at the watched shell's prompt; queue one unless there is one. Raises `ShellBusy`."""
         assert terminal.shell is not None
@@ -209,12 +213,15 @@ class Viewer:
 
     async def resize(self, size: TerminalSize) -> None:
         """See `supervisor.TerminalViewer`."""
-        await self._terminals.resize(self._writable(), size)
+        run = self._writable()
+        await self._terminals.wake()
+        await self._terminals.resize(run, size)
 
     async def take_over(self) -> None:
         """See `supervisor.TerminalViewer`."""
         self._require_writing()
         if self._terminal.shell is not None:
+            await self._terminals.wake()
             if self._prompt is None or self._prompt.has_ended:
                 self._prompt = self._terminals.take_over(self._terminal, self._spec.size)
             await self._wait_turn(self._prompt)

@@ -26,6 +26,8 @@ KEPT_ROWS = 256
 """So many damaged rows are kept, the newest."""
 _MAX_CONTENT = 16 * 1024
 _MAX_TEXT = 64 * 1024
+_MAX_OPTIONS = 4 * 1024 * 1024
+"""More than two lists of 64 paths, each as long as a path may be and escaped."""
 _MAX_MOMENT_S = 253_402_300_799.0
 """The last second of the year 9999, where `datetime` ends."""
 _MAX_SPAN_S = 10 * 366 * 86_400.0
@@ -113,7 +115,7 @@ def _limits(value: object) -> bool:
 
 def _options(value: object) -> bool:
     options = _object(value)
-    return options is not None and options.keys() <= _OPTIONS and _text(value)
+    return options is not None and options.keys() <= _OPTIONS and len(str(value)) <= _MAX_OPTIONS
 
 
 def _pause(value: object) -> bool:

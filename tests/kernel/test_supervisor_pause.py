@@ -22,6 +22,7 @@ from sandkasten.model import (
     SessionSpec,
     ShellSpec,
     Status,
+    TerminalSize,
     TerminalSpec,
 )
 from tests.waiting import until
@@ -232,3 +233,18 @@ async def test_pause_and_resume_are_events(supervisor: LocalSupervisor, session_
                 break
     assert kinds[-3:] == [EventType.SESSION_PAUSED, EventType.SESSION_RESUMED, EventType.SESSION_DESTROYED]
     assert kinds.count(EventType.SESSION_PAUSED) == 1
+
+
+async def test_a_viewer_that_takes_over_wakes_the_session(supervisor: LocalSupervisor, session_id: str) -> None:
+    """So does one that changes the size."""
+    async with supervisor.open_terminal(session_id, TerminalSpec(shell="default")) as viewer:
+        await supervisor.pause(session_id)
+        with trio.fail_after(10):
+            await viewer.take_over()
+        assert (await supervisor.get(session_id)).status is Status.RUNNING
+        await supervisor.pause(session_id)
+        await viewer.resize(TerminalSize(100, 30))
+        assert (await supervisor.get(session_id)).status is Status.RUNNING
+        await supervisor.pause(session_id, STAYS)
+        with pytest.raises(SessionPaused):
+            await viewer.resize(TerminalSize(80, 24))
