@@ -70,7 +70,8 @@ async def test_a_start_has_the_fields_of_post_exec() -> None:
         spec = running.supervisor.runs[0].spec
         assert (spec.argv, spec.cwd, spec.env, spec.user) == (("ls", "-l"), "/tmp", {"A": "b"}, "nobody")
         assert spec.timeout_ms == 5
-        for wrong in ({}, {"cmd": "x", "argv": ["x"]}, {"cmd": "x", "timeout_ms": None}, {"cmd": "x", "user": "u"}):
+        of_a_shell = {"cmd": "x", "mode": "stateful", "user": "u"}
+        for wrong in ({}, {"cmd": "x", "argv": ["x"]}, {"cmd": "x", "timeout_ms": None}, of_a_shell):
             await client.say("start", id=1, **wrong)
             error = await client.hear_text("error")
             assert (error["error_code"], error["id"], error["seq"], error["final"]) == ("INVALID_REQUEST", 1, 0, True)

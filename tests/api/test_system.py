@@ -14,7 +14,8 @@ async def test_the_installation_is_described() -> None:
         found = answer.json()
     assert answer.status_code == 200
     assert (found["cgroup_mode"], found["features"]) == ("v2", {"overlay_by_fd": True})
-    assert found["defaults"]["limits"] == {
+    limits = {name: value for name, value in found["defaults"]["limits"].items() if value is not None}
+    assert limits == {
         "cpu": 1.0,
         "memory_mb": 512,
         "pids": 256,
