@@ -101,7 +101,6 @@ def test_the_death_of_pid_1_takes_everything_and_shows_on_its_pidfd(server: Nsin
     sandbox.teardown()
 
 
-@pytest.mark.cgroup_v2
 def test_sessions_outlive_nsinit_and_are_found_again(data_dir: Path) -> None:
     """SIGKILL of nsinit ends no session; the next one finds it by the kernel alone, attaches and tears it down."""
     with running(data_dir, "node-000000000001") as first:

@@ -22,7 +22,7 @@ def test_what_is_claimed_of_cgroup_v2_holds_on_a_pure_v2_kernel() -> None:
     except debian.Unavailable as reason:
         pytest.skip(str(reason))
     print(output)
-    assert re.search(r"^guest: \S+, controllers .*\bcpu\b.*\bmemory\b.*\bpids\b", output, re.MULTILINE)
+    assert re.search(r"guest: \S+, controllers .*\bcpu\b.*\bmemory\b.*\bpids\b", output, re.MULTILINE)
     assert "guest: project quota prjquota" in output
     summaries = re.findall(r"^(\d+) passed, \d+ deselected in .*$", output, re.MULTILINE)
     assert len(summaries) == machine.PROCESSORS, "a summary is missing, or has failures or skips"
