@@ -6,10 +6,12 @@ can't be made inside, so there is at most one. Sources: proc_pid_status(5) NSpid
 
 from __future__ import annotations
 
+import errno
 import os
 
 from nsinit.cgroups import SessionCgroup
 from nsinit.protocol import Identity
+from nsinit.steps import StepFailed
 
 
 def find_identity(cgroup: SessionCgroup) -> Identity | None:
@@ -21,6 +23,14 @@ def find_identity(cgroup: SessionCgroup) -> Identity | None:
         except (FileNotFoundError, ProcessLookupError):
             continue  # it ended while being looked at
     return None
+
+
+def require_identity(cgroup: SessionCgroup, stage: str) -> Identity:
+    """Return the session's PID 1. Raises `StepFailed` at `stage` when nothing of the session runs."""
+    identity = find_identity(cgroup)
+    if identity is None:
+        raise StepFailed(stage, "nothing of the session runs", errno=errno.ESRCH)
+    return identity
 
 
 def read_identity(pid: int) -> Identity:
@@ -39,19 +49,17 @@ def read_identity(pid: int) -> Identity:
 
 def open_verified(identity: Identity) -> int:
     """Return a pidfd of exactly this process: the pid is checked again after opening, in case it was reused."""
-    pidfd = os.pidfd_open(identity.pid)
-    try:
-        if _start_ticks(identity.pid) != identity.start_ticks:
-            raise ProcessLookupError(3, "process was replaced")
-    except OSError:
-        os.close(pidfd)
-        raise
-    return pidfd
+    return _of_same_process(os.pidfd_open(identity.pid), identity)
 
 
 def open_root(identity: Identity) -> int:
     """Return the root directory of exactly this process (O_PATH). Nobody inside can change which one that is."""
-    fd = os.open(f"/proc/{identity.pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    path = f"/proc/{identity.pid}/root"
+    return _of_same_process(os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), identity)
+
+
+def _of_same_process(fd: int, identity: Identity) -> int:
+    """Return a descriptor that was opened by pid; close it and raise if the pid is another process's by now."""
     try:
         if _start_ticks(identity.pid) != identity.start_ticks:
             raise ProcessLookupError(3, "process was replaced")

@@ -23,7 +23,7 @@ from nsinit.cgroup_tree import Tree
 from nsinit.cgroups import Counters, SessionCgroup
 from nsinit.disk import running
 from nsinit.disk.mechanism import Usage
-from nsinit.identity import find_identity, open_verified, read_identity
+from nsinit.identity import find_identity, open_verified, read_identity, require_identity
 from nsinit.limits import change as change_limits
 from nsinit.limits import first as first_limits
 from nsinit.log import log
@@ -125,9 +125,7 @@ class Sessions:
         """Find a running sandbox again. Raises `StepFailed`."""
         cgroup = self._cgroup(session_id)
         try:
-            identity = find_identity(cgroup)
-            if identity is None:
-                raise StepFailed("attach", "nothing of the session runs", errno=errno.ESRCH)
+            identity = require_identity(cgroup, "attach")
             cgroup.set_share(1)  # nsinit may have died when it was all but built
             pidfd = open_verified(identity)
             try:
@@ -178,10 +176,7 @@ class Sessions:
         try:
             if process is not None:
                 return groups.make(cgroup, name, process.slot.base)
-            identity = find_identity(cgroup)
-            if identity is None:
-                raise StepFailed("group", "nothing of the session runs", errno=errno.ESRCH)
-            return groups.make(cgroup, name, identity.base_uid)
+            return groups.make(cgroup, name, require_identity(cgroup, "group").base_uid)
         except OSError as error:
             raise failure_of("group", error) from error
 

@@ -25,9 +25,6 @@ MAX_LEFTOVER_PIPES: Final = 64
 MAX_ENVIRONMENT_BYTES: Final = 512 * 1024
 """All variables of a session together; execve(2) would refuse a process more than a quarter of its stack limit."""
 
-MAX_QUEUED: Final = 1024
-"""Commands that wait in front of one shell."""
-
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:

@@ -38,12 +38,6 @@ def name_of(limits: DiskLimits) -> str:
     return f"{limits.size_bytes}-{limits.inodes}{SUFFIX}"
 
 
-def limits_of(name: str) -> DiskLimits:
-    """Return what an image's name tells."""
-    size, _, inodes = name.removesuffix(SUFFIX).partition("-")
-    return DiskLimits(int(size), int(inodes))
-
-
 @dataclass(frozen=True, slots=True)
 class Templates:
     """The templates of one data directory."""

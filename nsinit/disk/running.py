@@ -5,25 +5,21 @@ Knows of the session what its cgroup tells, and nothing else.
 
 from __future__ import annotations
 
-import errno
 import os
 
 from nsinit.cgroups import SessionCgroup
 from nsinit.disk.mechanism import CHANGE, Mechanism, Place, Usage
-from nsinit.identity import find_identity, open_root
+from nsinit.identity import open_root, require_identity
 from nsinit.log import log
 from nsinit.paths import Layout
 from nsinit.protocol import DiskLimits
-from nsinit.steps import StepFailed, failure_of
+from nsinit.steps import failure_of
 
 
 def usage(mechanism: Mechanism, layout: Layout, cgroup: SessionCgroup, session_id: str) -> Usage:
     """Return what is counted. Raises `StepFailed` when nothing of the session runs."""
     try:
-        identity = find_identity(cgroup)
-        if identity is None:
-            raise StepFailed("disk", "nothing of the session runs", errno=errno.ESRCH)
-        root_fd = open_root(identity)
+        root_fd = open_root(require_identity(cgroup, "disk"))
         try:
             return mechanism.usage(Place(layout, session_id), root_fd)
         finally:

@@ -87,7 +87,7 @@ def _limits(tried: Tried) -> str:
 
 def _pids(tried: Tried) -> str:
     limits.first(tried.cgroup, _LIMITS)
-    with _child(tried, _fork_until_refused) as (pid, _):
+    with _child(tried, _fork_until_refused) as pid:
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if status != errno.EAGAIN:
         raise OSError(status if status > 0 else 0, f"more than {_LIMITS.pids} processes could be started")
@@ -114,7 +114,7 @@ def _memory(tried: Tried) -> str:
         poll.register(event_fd, select.POLLPRI if kind == "memory_events" else select.POLLIN)
         if kind == "memory_events":
             os.read(event_fd, 4096)
-        with _child(tried, _fill_memory) as (pid, _):
+        with _child(tried, _fill_memory) as pid:
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if status != -signal.SIGKILL:
             raise OSError(0, f"{_HOG_BYTES // _MIB} MiB could be used with a limit of {_LIMITS.memory_bytes // _MIB}")
@@ -181,7 +181,7 @@ def _kill(tried: Tried) -> str:
     directory = tried.cgroup.birth_directory
     if directory is None or not os.path.exists(f"{directory}/cgroup.kill"):
         raise FallsBack("there is no cgroup.kill; processes are killed one by one")
-    with _child(tried, _wait) as (pid, _):
+    with _child(tried, _wait) as pid:
         write_file(f"{directory}/cgroup.kill", "1")
         os.waitpid(pid, 0)
     return "everything in a cgroup was killed by one write"
@@ -232,8 +232,8 @@ def _wait() -> int:
 
 
 @contextmanager
-def _child(tried: Tried, work: Callable[[], int]) -> Iterator[tuple[int, int]]:
-    """Run `work` in the cgroup: yields (pid, 0); its status is what `work` returns. All of it is killed at the end."""
+def _child(tried: Tried, work: Callable[[], int]) -> Iterator[int]:
+    """Run `work` in the cgroup: yields its pid; its status is what `work` returns. All of it is killed at the end."""
     read_fd, write_fd = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -242,7 +242,7 @@ def _child(tried: Tried, work: Callable[[], int]) -> Iterator[tuple[int, int]]:
     try:
         if os.read(read_fd, 1) != b"+":
             raise OSError(0, "no process could be moved into a cgroup")
-        yield pid, 0
+        yield pid
     finally:
         os.close(read_fd)
         tried.cgroup.kill()

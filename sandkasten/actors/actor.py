@@ -83,14 +83,6 @@ class Reply(Generic[R]):
             self._error = error
             self._done.set()
 
-    def copy_to(self, other: Reply[R]) -> None:
-        """Answer another reply as this one was answered, if it was."""
-        if self._done.is_set():
-            if self._error is not None:
-                other.fail(self._error)
-            else:
-                other.set(self._value)  # type: ignore[arg-type]  # set() stored an R
-
     async def wait_done(self) -> None:
         """Wait until there is an answer, whatever it is."""
         await self._done.wait()

@@ -52,7 +52,7 @@ from sandkasten.errors import (
     SandkastenError,
     SessionExpired,
 )
-from sandkasten.lifecycle import WHOLE, Event, next_status
+from sandkasten.lifecycle import USABLE, WHOLE, Event, next_status
 from sandkasten.model import Cause, EventType, Session, SessionPatch, SessionStats, Status
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from sandkasten.runtime.plan import plan_sandbox
@@ -180,10 +180,12 @@ class SessionActor(Actor):
             case Died(reason):
                 await self._finish(Event.DIED, reason)
                 return None
-            case _:
-                if not is_read(message):
-                    await self._go_on(self._pausing.wake)
+            case _ if is_read(message):
                 self._require(WHOLE)
+                return self._work.handle(message)
+            case _:
+                await self._go_on(self._pausing.wake)
+                self._require(USABLE)
                 return self._work.handle(message)
 
     async def _go_on(self, resume: Callable[[], Awaitable[None]]) -> None:

@@ -19,7 +19,7 @@ from sandkasten.api.errors import error_body
 from sandkasten.api.stream import ClientGone
 from sandkasten.api.websocket import WebSocketExchange
 from sandkasten.api.ws_channel import Channel, Opener
-from sandkasten.api.ws_fields import Refused
+from sandkasten.api.ws_fields import Ping, Pong, Refused
 from sandkasten.api.ws_frames import CloseCode
 from sandkasten.api.ws_messages import (
     LIMITS,
@@ -34,8 +34,6 @@ from sandkasten.api.ws_messages import (
     Error,
     Hello,
     Input,
-    Ping,
-    Pong,
     Resize,
     Signal,
     StartCommand,

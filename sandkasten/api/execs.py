@@ -24,8 +24,6 @@ from sandkasten.api.schemas import OutputFormat, TerminalRequest, parse
 from sandkasten.api.transcript import Position, Transcript
 from sandkasten.model import ExecInfo, ExecKind, ExecState, Stream
 
-View = dict[str, Any]  # JSON values
-
 DEFAULT_LIST = 1000
 MAX_LIST = 10_000
 VIEWS_AT_ONCE = 100

@@ -14,7 +14,7 @@ import trio
 from sandkasten.api.errors import error_body
 from sandkasten.api.stream import ClientGone
 from sandkasten.api.websocket import WebSocketExchange, close_code
-from sandkasten.api.ws_fields import KIB, Refused
+from sandkasten.api.ws_fields import KIB, Ping, Pong, Refused
 from sandkasten.api.ws_frames import CloseCode, Opcode, encode_frame
 from sandkasten.api.ws_outbox import Lane, Outbox
 from sandkasten.api.ws_terminal_messages import (
@@ -25,8 +25,6 @@ from sandkasten.api.ws_terminal_messages import (
     Exit,
     GiveBack,
     GivenBack,
-    Ping,
-    Pong,
     Query,
     Ready,
     Resize,

@@ -164,10 +164,6 @@ class WebSocketExchange:
         """Send a text message; returns when the client's socket has taken it. Raises `ClientGone`."""
         await self.send_frames(encode_frame(Opcode.TEXT, text.encode()))
 
-    async def send_bytes(self, data: bytes) -> None:
-        """Send a binary message; as `send_text`."""
-        await self.send_frames(encode_frame(Opcode.BINARY, data))
-
     async def send_frames(self, frames: bytes) -> None:
         """Send encoded messages at once; as `send_text`."""
         await self._send({"type": "websocket.send", "frames": frames})

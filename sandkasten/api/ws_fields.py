@@ -1,12 +1,12 @@
 """What the messages of all our WebSockets have in common: kinds of field, refusals, JSON objects with a `type`.
 
-Sans-I/O; knows no message.
+Sans-I/O; of messages it knows those that say nothing of what the WebSocket is for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NewType
+from typing import Any, ClassVar, NewType
 
 import attrs
 import orjson
@@ -34,6 +34,18 @@ PingText = NewType("PingText", str)
 
 Fields = Mapping[str, Any]
 """Of a JSON object."""
+
+
+@attrs.frozen
+class Ping:
+    kind: ClassVar[str] = "ping"
+    data: PingText | None = None
+
+
+@attrs.frozen
+class Pong:
+    kind: ClassVar[str] = "pong"
+    data: str | None = None
 
 
 class Refused(Exception):

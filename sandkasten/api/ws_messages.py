@@ -26,7 +26,8 @@ from sandkasten.api.ws_fields import (
     CreditBytes,
     Fields,
     FrameBytes,
-    PingText,
+    Ping,
+    Pong,
     Refused,
     Sequence,
     build,
@@ -142,12 +143,6 @@ class Detach:
 
     kind: ClassVar[str] = "detach"
     id: Channel
-
-
-@attrs.frozen
-class Ping:
-    kind: ClassVar[str] = "ping"
-    data: PingText | None = None
 
 
 @attrs.frozen
@@ -296,12 +291,6 @@ class Granted:
     kind: ClassVar[str] = "credit"
     id: int
     bytes: int
-
-
-@attrs.frozen
-class Pong:
-    kind: ClassVar[str] = "pong"
-    data: str | None = None
 
 
 ServerMessage = Hello | Started | Exit | Detached | Error | Granted | Pong

@@ -15,7 +15,8 @@ from sandkasten.api.execview import end_view
 from sandkasten.api.fields import Cells, ExecId, Path, ShellName, User
 from sandkasten.api.ws_fields import (
     CreditBytes,
-    PingText,
+    Ping,
+    Pong,
     Refused,
     WindowBytes,
     build,
@@ -102,12 +103,6 @@ class Credit:
     bytes: CreditBytes
 
 
-@attrs.frozen
-class Ping:
-    kind: ClassVar[str] = "ping"
-    data: PingText | None = None
-
-
 ClientMessage = Resize | TakeOver | GiveBack | Credit | Ping
 
 CLIENT_MESSAGES: Mapping[str, type[Any]] = {  # attrs classes
@@ -186,12 +181,6 @@ class Error:
     request_id: str | None = None
     details: Mapping[str, Any] | None = None  # JSON values
     refused: str | None = None
-
-
-@attrs.frozen
-class Pong:
-    kind: ClassVar[str] = "pong"
-    data: str | None = None
 
 
 ServerMessage = Ready | Skipped | TakenOver | GivenBack | Exit | Error | Pong

@@ -68,7 +68,7 @@ EXEC_SAID: Mapping[str, tuple[Any, Any]] = {
     "detached": (ws_messages.Detached(1, 0),) * 2,
     "error": (ws_messages.Error(**PUBLIC, id=1, seq=0, refused="x"), ws_messages.Error(**ERROR)),
     "credit": (ws_messages.Granted(1, 1),) * 2,
-    "pong": (ws_messages.Pong("x"), ws_messages.Pong()),
+    "pong": (ws_fields.Pong("x"), ws_fields.Pong()),
 }
 TERMINAL_SAID: Mapping[str, tuple[Any, Any]] = {
     "ready": (ws_terminal_messages.Ready("t", 1, 1, True, True),) * 2,
@@ -77,7 +77,7 @@ TERMINAL_SAID: Mapping[str, tuple[Any, Any]] = {
     "given_back": (ws_terminal_messages.GivenBack(),) * 2,
     "exit": (ws_terminal_messages.Exit(FULL_END), ws_terminal_messages.Exit(PLAIN_END)),
     "error": (ws_terminal_messages.Error(**PUBLIC, refused="x"), ws_terminal_messages.Error(**ERROR)),
-    "pong": (ws_terminal_messages.Pong("x"), ws_terminal_messages.Pong()),
+    "pong": (ws_fields.Pong("x"), ws_fields.Pong()),
 }
 
 

@@ -6,6 +6,7 @@ import shutil
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -172,21 +173,31 @@ async def test_a_destroyed_session_ends_its_connections(daemon: Daemon, client: 
         assert [(await each.hear_close())[0] for each in (busy, idle)] == [4410, 4410]
 
 
+@dataclass
+class Screen:
+    """What a terminal's connection brings. `takes_text`: control messages count as well; else there may be none."""
+
+    client: Talk
+    takes_text: bool = False
+    gives_credit: bool = False
+    seen: bytes = b""
+
+    async def see(self, mark: bytes) -> None:
+        """Wait until `mark` comes, behind what was seen before."""
+        with trio.fail_after(30):
+            while mark not in self.seen:
+                message = await self.client.connection.get_message()
+                assert self.takes_text or isinstance(message, bytes), message
+                if self.gives_credit:
+                    await self.client.say("credit", bytes=len(message))
+                self.seen += message if isinstance(message, bytes) else message.encode()
+        self.seen = self.seen[self.seen.index(mark) + len(mark) :]
+
+
 async def test_a_terminal_is_a_real_one(daemon: Daemon, session_id: str) -> None:
     """It has a size, a controlling terminal, and Ctrl-C."""
     async with connected(daemon, session_id, "terminal", "?cols=91&rows=17") as client:
-        send = client.connection.send_message
-        seen = b""
-
-        async def see(mark: bytes) -> None:
-            nonlocal seen
-            with trio.fail_after(30):
-                while mark not in seen:
-                    message = await client.connection.get_message()
-                    assert isinstance(message, bytes), message
-                    seen += message
-            seen = seen[seen.index(mark) + len(mark) :]
-
+        send, see = client.connection.send_message, Screen(client).see
         await send(b"stty size; echo d''one\n")
         await see(b"17 91")
         await see(b"done")
@@ -207,15 +218,7 @@ async def test_a_terminal_is_a_real_one(daemon: Daemon, session_id: str) -> None
 async def test_the_shell_of_an_agent_is_watched_taken_over_and_given_back(daemon: Daemon, session_id: str) -> None:
     """A person sees what it prints, sits down at it, and leaves it with what they changed."""
     async with connected(daemon, session_id, "terminal", "?shell=default") as person:
-        seen = b""
-
-        async def see(mark: bytes) -> None:
-            nonlocal seen
-            with trio.fail_after(30):
-                while mark not in seen:
-                    message = await person.connection.get_message()
-                    seen += message if isinstance(message, bytes) else message.encode()
-
+        see = Screen(person, takes_text=True).see
         async with connected(daemon, session_id) as agent:
             await agent.run(1, "echo by-the-agent; cd /tmp")
             await see(b"by-the-agent")
@@ -232,19 +235,7 @@ async def test_the_shell_of_an_agent_is_watched_taken_over_and_given_back(daemon
 async def test_vim_edits_a_file_over_the_socket(daemon: Daemon, session_id: str) -> None:
     """It draws its screen, takes keys, writes the file and gives the prompt back."""
     async with connected(daemon, session_id, "terminal", "?cols=80&rows=24&window=65536") as person:
-        type_keys = person.connection.send_message
-        seen = b""
-
-        async def see(mark: bytes) -> None:
-            nonlocal seen
-            with trio.fail_after(30):
-                while mark not in seen:
-                    message = await person.connection.get_message()
-                    assert isinstance(message, bytes), message
-                    await person.say("credit", bytes=len(message))
-                    seen += message
-            seen = seen[seen.index(mark) + len(mark) :]
-
+        type_keys, see = person.connection.send_message, Screen(person, gives_credit=True).see
         await type_keys(b"vim -u NONE -i NONE note.txt\n")
         await see(b"~")
         await type_keys(b"ihello from vim\x1b")

@@ -11,6 +11,7 @@ import pytest
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, Server
+from tests.kernel.harness import Nsinit, data_directory, running
 from tests.kernel.runner_harness import SHELLS, Client, Sandbox, open_sandbox
 
 
@@ -31,6 +32,20 @@ def config(data_dir: Path) -> Config:
 async def supervisor(config: Config) -> AsyncIterator[LocalSupervisor]:
     async with open_supervisor(config) as opened:
         yield opened
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Nsinit]:
+    """One nsinit for all tests of a module: its start is most of what each would cost, the more where all is slow."""
+    with data_directory() as data_dir, running(data_dir) as nsinit:
+        yield nsinit
+
+
+@pytest.fixture
+def server(shared: Nsinit) -> Iterator[Nsinit]:
+    """The shared nsinit, without what other tests left running. Some modules have another one of this name."""
+    yield shared
+    shared.remove_sandboxes()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +17,7 @@ from tests.kernel.harness import (
     Nsinit,
     check_counters,
     check_freezing,
-    data_directory,
     host_plan,
-    running,
 )
 
 pytestmark = pytest.mark.cgroup_v2
@@ -28,19 +25,6 @@ pytestmark = pytest.mark.cgroup_v2
 SMALL = replace(ROOMY, memory_bytes=48 << 20)
 SHARES = ("cpu.weight", "cpu.shares")
 HOG = "import sys\nheld = [bytearray(1 << 20) for _ in range(400)]\nprint('never')"
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Nsinit]:
-    """One nsinit for all tests here: its start is most of what each would cost, above all on an emulated machine."""
-    with data_directory() as data_dir, running(data_dir) as nsinit:
-        yield nsinit
-
-
-@pytest.fixture
-def server(shared: Nsinit) -> Iterator[Nsinit]:
-    yield shared
-    shared.remove_sandboxes()
 
 
 def _value(server: Nsinit, session_id: str, controller: str, *names: str) -> str:

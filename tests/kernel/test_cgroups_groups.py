@@ -36,19 +36,6 @@ SMALL = replace(ROOMY, memory_bytes=48 << 20)
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Nsinit]:
-    """One nsinit for all tests here: its start is most of what each would cost, above all on an emulated machine."""
-    with data_directory() as data_dir, running(data_dir) as nsinit:
-        yield nsinit
-
-
-@pytest.fixture
-def server(shared: Nsinit) -> Iterator[Nsinit]:
-    yield shared
-    shared.remove_sandboxes()
-
-
 def _session_directory(server: Nsinit, session_id: str) -> Path:
     assert isinstance(server.ready, Ready)
     return Path(server.ready.cgroup_dirs["unified"], session_id)

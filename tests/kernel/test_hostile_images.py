@@ -12,30 +12,15 @@ import pytest
 from tests import canary
 from tests.kernel.harness import (
     Nsinit,
-    data_directory,
     host_plan,
     make_host_image,
     make_rootfs_image,
     rootfs_plan,
-    running,
 )
 
 pytestmark = pytest.mark.skipif(not Path("/bin/busybox").exists(), reason="needs a static busybox")
 
 MOUNT_POINTS = ("dev", "proc", "tmp", "run", "home", "home/sandbox", "workspace", "etc")
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Nsinit]:
-    """One nsinit for all images here."""
-    with data_directory() as data_dir, running(data_dir) as nsinit:
-        yield nsinit
-
-
-@pytest.fixture
-def server(shared: Nsinit) -> Iterator[Nsinit]:
-    yield shared
-    shared.remove_sandboxes()
 
 
 @pytest.fixture

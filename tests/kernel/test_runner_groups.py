@@ -31,7 +31,7 @@ from runner.protocol import (
     encode_frame,
 )
 from tests.kernel import harness
-from tests.kernel.runner_harness import Client, Outcome, Sandbox, needs_namespaces, open_sandbox, wait_until
+from tests.kernel.runner_harness import Client, Outcome, Sandbox, needs_namespaces, wait_until
 
 pytestmark = needs_namespaces
 
@@ -89,13 +89,6 @@ def _was_removed(directory: str) -> bool:
     with contextlib.suppress(OSError):
         os.rmdir(directory)
     return not os.path.exists(directory)
-
-
-@pytest.fixture
-def sandbox() -> Iterator[Sandbox]:
-    with open_sandbox() as running:
-        yield running
-        assert running.is_alive()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import os
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,16 +22,9 @@ from runner.protocol import (
     Signal,
     TerminalSize,
 )
-from tests.kernel.runner_harness import SHELLS, Client, Outcome, Sandbox, needs_namespaces, open_sandbox, wait_until
+from tests.kernel.runner_harness import SHELLS, Client, Outcome, Sandbox, needs_namespaces, wait_until
 
 pytestmark = needs_namespaces
-
-
-@pytest.fixture
-def sandbox() -> Iterator[Sandbox]:
-    with open_sandbox() as running:
-        yield running
-        assert running.is_alive()
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from runner.protocol import Cancel, Done, Error, Kind, Resize, RunProgram, Signal, TerminalSize
 from tests.kernel import harness
-from tests.kernel.runner_harness import SHELLS, Client, Outcome, Sandbox, needs_namespaces, open_sandbox
+from tests.kernel.runner_harness import SHELLS, Client, Outcome, Sandbox, needs_namespaces
 
 pytestmark = needs_namespaces
 
@@ -26,13 +25,6 @@ JOB = b"sh -c 'echo u''p; exec sleep 1234'\n"
 STOPPABLE = b"""bash -c 'trap "echo con""tinued" CONT; echo u""p; while :; do sleep 0.05; done'\n"""
 """Says, too, when it goes on. (dash starts programs by vfork: a stop that hits one before execve leaves dash waiting.)
 """
-
-
-@pytest.fixture
-def sandbox() -> Iterator[Sandbox]:
-    with open_sandbox() as running:
-        yield running
-        assert running.is_alive()
 
 
 @pytest.fixture
