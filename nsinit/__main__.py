@@ -1,7 +1,8 @@
-"""Entry of the fork server: `python -I -S -B <directory of this file>`, descriptor 3 is the daemon.
+"""Entry of the fork server: `python -I -S -B <directory of this file> [GRANT]`, descriptor 3 is the daemon.
 
 Owns what must be true of the process before anything is forked from it: everything imported that PID 1 of a sandbox
-will ever need (no import works there), nothing inherited, not dumpable, one thread. Holds no secret, reads no argument.
+will ever need (no import works there), nothing inherited, not dumpable, one thread. Holds no secret. The one argument
+is root's, and says what a daemon that is not root may ask for (`grant.py`).
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ def main() -> None:
 
     from nsinit import constants as k
     from nsinit import syscalls
+    from nsinit.grant import parse_grant
     from nsinit.pid1 import Init, lock_imports
     from nsinit.runner_kernel import RunnerKernel
     from nsinit.zygote import serve
     from runner import main as runner_main
     from runner.config import RunnerConfig
 
+    grant = parse_grant(sys.argv[1:])
     for name in _CODECS:
         codecs.lookup(name)
     ctypes.CDLL("libgcc_s.so.1")  # the C library loads it late, from wherever / then is
@@ -60,7 +63,7 @@ def main() -> None:
         kernel.take_oom_file(init.oom_fd, init.oom_score)
         runner_main.run(init.listener_fd, kernel, on_ready=on_ready, config=configs[init.root_inside])
 
-    serve(channel, enter)
+    serve(channel, enter, grant)
 
 
 if __name__ == "__main__":

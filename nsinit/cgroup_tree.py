@@ -86,14 +86,15 @@ def choose(located: Located, unified_controllers: frozenset[str]) -> CgroupMode:
     return "hybrid" if located.unified is not None else "v1"
 
 
-def claim(located: Located, *, group: str, parent: str) -> Tree:
-    """Make the directory `group` in every hierarchy needed and return the tree; `parent` as in `protocol.Start`."""
+def claim(located: Located, *, group: str, parent: str, beside: tuple[int, ...] = ()) -> Tree:
+    """Make the directory `group` in every hierarchy needed and return the tree; `parent` as in `protocol.Start`,
+    `beside` as in `Grant`."""
     controllers = _read_words(f"{located.unified}/cgroup.controllers") if located.unified else frozenset()
     mode = choose(located, controllers)
     if mode == "v2":
         assert located.unified is not None
         assert located.unified_mount is not None
-        directory = _claim_v2(located.unified, located.unified_mount, group=group, parent=parent)
+        directory = _claim_v2(located.unified, located.unified_mount, group=group, parent=parent, beside=beside)
         return Tree(mode, dict.fromkeys((*REQUIRED, "unified"), directory))
     dirs = {}
     optional = OPTIONAL if located.unified is not None else (*OPTIONAL, *WITHOUT_V2)
@@ -130,13 +131,13 @@ def release(tree: Tree, located: Located) -> None:
 _LEAF = "daemon"
 
 
-def _claim_v2(own: str, mount_point: str, *, group: str, parent: str) -> str:
+def _claim_v2(own: str, mount_point: str, *, group: str, parent: str, beside: tuple[int, ...]) -> str:
     if parent != "auto":
         return _enable(_below(mount_point, parent), group)
     own = own.removesuffix(f"/{group}/{_LEAF}")
     if not os.path.exists(f"{own}/cgroup.type"):  # only the real root has no such file, and it may hold processes
         return _enable(own, group)
-    movable = {str(os.getpid()), str(os.getppid())}
+    movable = {str(pid) for pid in (os.getpid(), os.getppid(), *beside)}
     if _read_words(f"{own}/cgroup.procs") <= movable and (directory := _move_to_leaf(own, group)):
         return directory
     if _read_words(f"{mount_point}/cgroup.subtree_control").issuperset(REQUIRED):

@@ -6,6 +6,7 @@ Sources: openat2(2); path_resolution(7).
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
@@ -18,14 +19,19 @@ IN_ROOT = k.RESOLVE_IN_ROOT | k.RESOLVE_NO_SYMLINKS | k.RESOLVE_NO_MAGICLINKS
 """No link of an image is ever followed: `/dev -> /etc` makes the build fail instead of mounting over `/etc`."""
 
 SOCKET_NAME = "r.sock"
+SHARED_MODE = 0o1770
+"""Of a data directory: sticky, so that who may write in it can't rename or remove what root has put there."""
+
 _FLAGS = struct.Struct("l")
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where things are below `data_dir`."""
+    """Where things are below `data_dir`. `gid`: the group of a daemon that is not root, which may reach the sockets of
+    sessions and keeps files of its own in the data directory; 0 when there is none."""
 
     data_dir: str
+    gid: int = 0
 
     @property
     def stage(self) -> str:
@@ -66,13 +72,32 @@ class Layout:
         return f"{self.workspaces}/{workspace_id}"
 
     def make(self) -> None:
-        """Make the directories nsinit owns. The data directory is closed to everyone but root."""
+        """Make the directories nsinit owns, and see that nobody else does. Everything is closed to everyone but root,
+        except for what `gid` is for: in the data directory the daemon's group can make files, and remove but its own.
+        """
         os.makedirs(self.data_dir, mode=0o700, exist_ok=True)
-        os.chmod(self.data_dir, 0o700)
+        os.chown(self.data_dir, -1, self.gid)
+        os.chmod(self.data_dir, SHARED_MODE if self.gid else 0o700)
         spread_subdirectories(self.data_dir)
         for path in (self.stage, self.sessions, self.workspaces, self.run, self.trash):
             make_directory(path)
+            check_owner(path)
         spread_subdirectories(self.sessions)
+        self._let_pass(self.run)
+
+    def share_socket(self, session_id: str) -> None:
+        """Let the daemon's group reach the socket of a session: pass through its directory, and write to it."""
+        directory = self.session_run(session_id)
+        if self.gid:
+            path = f"{directory}/{SOCKET_NAME}"
+            os.chown(path, 0, self.gid, follow_symlinks=False)
+            os.chmod(path, 0o660)
+        self._let_pass(directory)
+
+    def _let_pass(self, directory: str) -> None:
+        """Let the daemon's group use what it knows the name of, and neither list nor change anything."""
+        os.chown(directory, 0, self.gid)
+        os.chmod(directory, 0o710 if self.gid else 0o700)
 
 
 def make_directory(path: str, *, mode: int = 0o700) -> None:
@@ -81,6 +106,13 @@ def make_directory(path: str, *, mode: int = 0o700) -> None:
         os.mkdir(path, mode)
     except FileExistsError:
         os.close(os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW))
+
+
+def check_owner(path: str) -> None:
+    """Raise `PermissionError` if the directory is somebody else's: made before we came, to be swapped later."""
+    owner = os.lstat(path).st_uid
+    if owner != os.geteuid():
+        raise PermissionError(errno.EPERM, f"it belongs to user {owner}", path)
 
 
 def spread_subdirectories(path: str) -> None:

@@ -127,6 +127,7 @@ class Sessions:
         try:
             identity = require_identity(cgroup, "attach")
             cgroup.set_share(1)  # nsinit may have died when it was all but built
+            self.foundry.machine.layout.share_socket(session_id)  # the daemon may have been another user then
             pidfd = open_verified(identity)
             try:
                 kind, event_fd = cgroup.open_oom_event()

@@ -17,6 +17,7 @@ from nsinit.builders import Builders
 from nsinit.capabilities import read_last_capability
 from nsinit.disk import choose
 from nsinit.forker import Forker
+from nsinit.grant import Grant
 from nsinit.kmsg import KernelLog
 from nsinit.mountinfo import parse_mountinfo, parse_own_cgroups
 from nsinit.paths import Layout
@@ -51,17 +52,19 @@ class Node:
         os.close(self.lock_fd)
 
 
-def start(request: Start, scheduler: Scheduler, enter: child.Enter) -> Node:
+def start(request: Start, scheduler: Scheduler, enter: child.Enter, grant: Grant | None = None) -> Node:
     """Do all of the start. Raises `StepFailed`."""
     with ExitStack() as undo:
-        node = _start(request, scheduler, enter, undo)
+        node = _start(request, scheduler, enter, grant, undo)
         undo.pop_all()
     return node
 
 
-def _start(request: Start, scheduler: Scheduler, enter: child.Enter, undo: ExitStack) -> Node:
-    steps, layout = Steps(), Layout(request.data_dir)
+def _start(request: Start, scheduler: Scheduler, enter: child.Enter, grant: Grant | None, undo: ExitStack) -> Node:
+    steps, layout = Steps(), Layout(request.data_dir, grant.gid if grant else 0)
     with steps.step("validate"):
+        if grant is not None:
+            grant.check(request.data_dir, request.cgroup_parent)
         check_data_dir(request.data_dir)
         check_node_id(request.node_id)
         check_cgroup_parent(request.cgroup_parent)
@@ -74,7 +77,8 @@ def _start(request: Start, scheduler: Scheduler, enter: child.Enter, undo: ExitS
     with steps.step("cgroups"):
         located = _locate()
         group = f"sandkasten-{request.node_id[:8]}"
-        tree = cgroup_tree.claim(located, group=group, parent=request.cgroup_parent)
+        beside = grant.beside if grant else ()
+        tree = cgroup_tree.claim(located, group=group, parent=request.cgroup_parent, beside=beside)
         undo.callback(cgroup_tree.release, tree, located)
     kernel_log = KernelLog()
     undo.callback(kernel_log.close)

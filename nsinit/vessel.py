@@ -104,7 +104,7 @@ class Foundry:
         return fds if plan is None or plan.workspace_id is None else [*fds, self.slots.workspace_userns(slot)]
 
     def _listen(self, session_id: str, undo: ExitStack) -> socket.socket:
-        """Bind the runner's socket where only root gets; inside the sandbox it has no name at all."""
+        """Bind the runner's socket where only root and the daemon get; inside the sandbox it has no name at all."""
         path = self.machine.layout.session_run(session_id)
         make_directory(path)
         undo.callback(os.rmdir, path)
@@ -115,6 +115,7 @@ class Foundry:
             # sun_path holds 108 bytes; data_dir may not fit
             listener.bind(f"/proc/self/fd/{directory_fd}/{SOCKET_NAME}")
             undo.callback(os.unlink, f"{path}/{SOCKET_NAME}")
+            self.machine.layout.share_socket(session_id)
             listener.listen(_BACKLOG)
         finally:
             os.close(directory_fd)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 
 from nsinit import child, kmsg
+from nsinit.grant import Grant
 from nsinit.log import log
 from nsinit.protocol import (
     ANSWERS,
@@ -77,8 +78,8 @@ Answer = tuple[object, list[int]]
 Work = Generator[Wait, bool, Answer]
 
 
-def serve(channel: socket.socket, enter: child.Enter) -> None:
-    """Serve the daemon at the other end of `channel` until it is gone."""
+def serve(channel: socket.socket, enter: child.Enter, grant: Grant | None) -> None:
+    """Serve the daemon at the other end of `channel` until it is gone. `grant` None: it is as powerful as we are."""
     channel.setblocking(True)
     data = channel.recv(MAX_DATAGRAM_BYTES)
     if not data:
@@ -88,7 +89,7 @@ def serve(channel: socket.socket, enter: child.Enter) -> None:
         raise ProtocolError(f"expected Start, got {type(request).__name__}")
     scheduler = Scheduler()
     try:
-        node = start(request, scheduler, enter)
+        node = start(request, scheduler, enter, grant)
     except StepFailed as error:
         log("error", "start failed", stage=error.stage, path=error.path, errno=error.errno, reason=str(error))
         failed = Failed(request.seq, error.stage, error.path, error.errno, str(error)[:MAX_MESSAGE])

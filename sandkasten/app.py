@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import re
@@ -10,13 +9,14 @@ import resource
 import secrets
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import trio
 
+from nsinit.protocol import SeccompProfile
 from sandkasten.actors.sessions import Node
 from sandkasten.actors.supervisor import ChildSpec, ChildSupervisor
 from sandkasten.actors.tree import LocalSupervisor
@@ -25,6 +25,9 @@ from sandkasten.images.catalog import Catalog
 from sandkasten.images.host import ensure_host_image
 from sandkasten.machine import Machine, System
 from sandkasten.runtime import precheck
+from sandkasten.runtime.account import ROOT
+from sandkasten.runtime.data_dir import hand_over, locked, make_data_dir
+from sandkasten.runtime.nsinit_process import StartNsinit, start_as_child
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.protections import Situation, lacking, protections
 from sandkasten.runtime.seccomp import load_filters
@@ -33,7 +36,7 @@ from sandkasten.store.database import DatabaseTooNew, open_database
 from sandkasten.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from sandkasten.api.held import Held
 
 log = logging.getLogger(__name__)
 
@@ -49,27 +52,38 @@ _DRAIN_S = 60.0
 async def open_supervisor(config: Config) -> AsyncIterator[LocalSupervisor]:
     """Run the tree, without HTTP, inside any trio program, for as long as the context is open.
 
-    Must run as root. Installs no signal handler. Leaving the context stops the tree; sessions are then destroyed, or
-    kept running for the next start, as `sessions_on_stop` says.
+    Must run as root, and changes nothing about that. Installs no signal handler. Leaving the context stops the tree;
+    sessions are then destroyed, or kept running for the next start, as `sessions_on_stop` says.
 
     Raises:
         ConfigError: another daemon uses the data directory, or it can't be used.
     """
-    async with _open_tree(config, lambda _supervisor: ()) as supervisor:
-        yield supervisor
+    make_data_dir(config.data_dir)
+    with locked(config.data_dir):
+        if os.geteuid() == 0:
+            hand_over(config, ROOT)  # a daemon of another user may have been here
+        machine = await trio.to_thread.run_sync(precheck.examine, config.data_dir)
+        require_protections(config, machine)
+        profiles = await trio.to_thread.run_sync(load_filters, config.security)
+        async with _open_tree(config, machine, profiles, start_as_child, lambda _supervisor: ()) as supervisor:
+            yield supervisor
 
 
 async def serve(
     config: Config,
+    machine: Machine,
+    profiles: Sequence[SeccompProfile],
     *,
     started: Callable[[Sequence[str]], None],
     told: Callable[[System], None] | None = None,
-    machine: Machine | None = None,
+    start_nsinit: StartNsinit = start_as_child,
+    held: Held | None = None,
 ) -> None:
-    """Run the tree with its HTTP front until cancelled. `started` gets the addresses that are bound, `told` before
-    that what is in force.
+    """Run the tree with its HTTP front until cancelled; the caller holds the data directory (`data_dir.locked`), and
+    has looked at the machine and read the configured filters, which takes root.
 
-    `machine`: an examination that was made already, by who had the power for it.
+    `started` gets the addresses that are bound, `told` before that what is in force. `held`: sockets that listen
+    already, instead of the configured ones.
     """
     from sandkasten.api.app import make_app  # importing the web framework takes 0.3 s, and library users need none
     from sandkasten.api.server import serve as serve_http
@@ -98,55 +112,57 @@ async def serve(
         app = make_app(supervisor, settings=settings)
 
         async def start_api(*, task_status: trio.TaskStatus[object]) -> None:
-            await serve_http(app, settings, task_status=_Announcement(task_status, started))
+            await serve_http(app, settings, held=held, task_status=_Announcement(task_status, started))
 
         return (ChildSpec("api", start_api),)
 
-    async with _open_tree(config, front, told=told, machine=machine):
+    async with _open_tree(config, machine, profiles, start_nsinit, front, told=told):
         await trio.sleep_forever()
 
 
 @asynccontextmanager
 async def _open_tree(
     config: Config,
+    machine: Machine,
+    profiles: Sequence[SeccompProfile],
+    start_nsinit: StartNsinit,
     more: Callable[[LocalSupervisor], Sequence[ChildSpec]],
     *,
     told: Callable[[System], None] | None = None,
-    machine: Machine | None = None,
 ) -> AsyncIterator[LocalSupervisor]:
-    paths = DataPaths(config.data_dir)
-    with _locked(paths.lock):
-        if machine is None:
-            machine = await trio.to_thread.run_sync(precheck.examine, config.data_dir)
-        require_protections(config, machine)
-        profiles = await trio.to_thread.run_sync(load_filters, config.security)
-        catalog, node = await trio.to_thread.run_sync(_prepare, config)
-        supervisor = LocalSupervisor(
-            config, catalog, node, machine=machine, vessels=config.server.vessels, profiles=profiles
-        )
-        guard = ChildSpec("guard", partial(_guard, supervisor, config, told), restart="temporary")
-        tree = ChildSupervisor([*supervisor.children(), guard, *more(supervisor)])
-        stop = trio.CancelScope()
+    catalog, node = await trio.to_thread.run_sync(_prepare, config)
+    supervisor = LocalSupervisor(
+        config,
+        catalog,
+        node,
+        machine=machine,
+        vessels=config.server.vessels,
+        profiles=profiles,
+        start_nsinit=start_nsinit,
+    )
+    guard = ChildSpec("guard", partial(_guard, supervisor, config, told), restart="temporary")
+    tree = ChildSupervisor([*supervisor.children(), guard, *more(supervisor)])
+    stop = trio.CancelScope()
 
-        async def run_tree(*, task_status: trio.TaskStatus[None]) -> None:
-            with stop:
-                await tree.run(task_status=task_status)
+    async def run_tree(*, task_status: trio.TaskStatus[None]) -> None:
+        with stop:
+            await tree.run(task_status=task_status)
 
-        async with trio.open_nursery(strict_exception_groups=True) as nursery:
-            with trio.fail_after(_START_S):
-                await nursery.start(run_tree)
-            stop.shield = True  # from here on only we end it: whoever cancels us must not outrun the draining
-            log.info("supervisor_started", extra={"node": node.id, "incarnation": node.incarnation})
-            try:
-                yield supervisor
-            finally:
-                if config.sessions_on_stop == "destroy":
-                    with trio.move_on_after(_DRAIN_S, shield=True) as patience:
-                        await supervisor.drain()
-                    if patience.cancelled_caught:  # what is left is found at the next start
-                        log.error("drain_timed_out", extra={"waited_s": _DRAIN_S})
-                stop.cancel()
-                supervisor.close()
+    async with trio.open_nursery(strict_exception_groups=True) as nursery:
+        with trio.fail_after(_START_S):
+            await nursery.start(run_tree)
+        stop.shield = True  # from here on only we end it: whoever cancels us must not outrun the draining
+        log.info("supervisor_started", extra={"node": node.id, "incarnation": node.incarnation})
+        try:
+            yield supervisor
+        finally:
+            if config.sessions_on_stop == "destroy":
+                with trio.move_on_after(_DRAIN_S, shield=True) as patience:
+                    await supervisor.drain()
+                if patience.cancelled_caught:  # what is left is found at the next start
+                    log.error("drain_timed_out", extra={"waited_s": _DRAIN_S})
+            stop.cancel()
+            supervisor.close()
 
 
 def require_protections(config: Config, machine: Machine) -> None:
@@ -211,10 +227,16 @@ def _prepare(config: Config) -> tuple[Catalog, Node]:
         raise ConfigError(f"the database {config.db_path} can't be used: {error}") from error
     node_id = _kept_node_id(DataPaths(config.data_dir).node_id, stored_id)
     catalog = Catalog(config.data_dir, aliases=config.image_aliases, allowed=config.allowed_images)
+    if os.geteuid() == 0:
+        prepare_images(catalog)
+    return catalog, Node(node_id, incarnation)
+
+
+def prepare_images(catalog: Catalog) -> None:
+    """Do what a start does to the image store, as root: without that, it was done before."""
     with suppress(OSError):  # what can't be removed now is tried again at the next start
         catalog.sweep()
     ensure_host_image(catalog)
-    return catalog, Node(node_id, incarnation)
 
 
 def _kept_node_id(path: Path, stored_id: str) -> str:
@@ -234,18 +256,3 @@ def _kept_node_id(path: Path, stored_id: str) -> str:
     new.write_text(f"{stored_id}\n", "ascii")
     new.replace(path)
     return stored_id
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the data directory for this process alone. Raises `ConfigError` when another one holds it."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"another daemon uses {path.parent}") from None
-        yield
-    finally:
-        os.close(fd)

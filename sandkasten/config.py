@@ -303,6 +303,11 @@ def _origins(_instance: object, _attribute: attrs.Attribute[Any], value: tuple[s
             raise ValueError(f"allowed_origins: {origin!r} is no web origin such as https://example.org")
 
 
+def _user(_instance: object, _attribute: attrs.Attribute[Any], value: str) -> None:
+    if not re.fullmatch(r"[a-z_][a-z0-9_-]{0,31}|[0-9]{1,10}", value):
+        raise ValueError(f"user: {value!r} is neither an account's name nor a number, nor `auto` or `root`")
+
+
 @attrs.frozen
 class Config:
     """Everything the daemon can be told. `api_key` None: none is checked (the command line always makes one)."""
@@ -310,6 +315,8 @@ class Config:
     listen: tuple[str, ...] = attrs.field(default=("127.0.0.1:8080",), converter=_strings, validator=_listen)
     api_key: str | None = attrs.field(default=None, repr=_redact, validator=_api_key)
     data_dir: Path = attrs.field(default=DEFAULT_DATA_DIR, converter=_absolute)
+    user: str = attrs.field(default="auto", validator=_user)
+    nsinit_socket: Path | None = attrs.field(default=None, converter=_absolute_or_none)
     db_path: Path = attrs.field(
         default=attrs.Factory(lambda self: self.data_dir / "sandkasten.db", takes_self=True), converter=_absolute
     )
@@ -341,6 +348,8 @@ class Config:
     def notices(self) -> list[str]:
         """Say which accepted settings have no effect in this version, one sentence each."""
         notices = []
+        if self.user == "root":
+            notices.append("user: the daemon stays root, as configured; what breaks into it has the whole machine")
         if self.pool.enabled:
             notices.append("pool.enabled: there is no warm pool yet; every session starts cold")
         return notices

@@ -6,6 +6,7 @@ Owns no state. What it reads itself comes from `runtime/capacity.py`, in a worke
 from __future__ import annotations
 
 import functools
+import os
 import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -37,7 +38,7 @@ def describe_system(config: Config, machine: Machine, ready: protocol.Ready) -> 
         features=features,
         defaults=defaults_in_force(config),
         limits=limits_in_force(config),
-        protections=protections(Situation(config, machine, features)),
+        protections=protections(Situation(config, machine, features, os.geteuid())),
         machine=with_needs(config, machine),
     )
 

@@ -51,6 +51,7 @@ from sandkasten.model import (
     Status,
 )
 from sandkasten.runtime.journal import Journal
+from sandkasten.runtime.nsinit_process import StartNsinit, start_as_child
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.runner_link import RunnerLink
 from sandkasten.runtime.spool import Spool
@@ -75,10 +76,11 @@ class LocalSupervisor(WorkOfSessions):
         machine: Machine,
         vessels: int,
         profiles: Sequence[SeccompProfile] = (),
+        start_nsinit: StartNsinit = start_as_child,
     ) -> None:
         self._config, self._catalog, self._node, self._vessels = config, catalog, node, vessels
         self._machine, self._started_at = machine, datetime.now(UTC)
-        self._profiles = profiles
+        self._profiles, self._start_nsinit = profiles, start_nsinit
         self._directory = SessionDirectory()
         self._store, self._zygote, self._images = Ref("store"), Ref("zygote"), Ref("images")
         self._journal = Journal()
@@ -120,7 +122,14 @@ class LocalSupervisor(WorkOfSessions):
 
         async def start_zygote(*, task_status: trio.TaskStatus[Ref]) -> None:
             data_dir, disk = self._config.data_dir, self._config.disk.mode
-            actor = zygote.Zygote(self._zygote, data_dir, self._node.id, disk=disk, profiles=self._profiles)
+            actor = zygote.Zygote(
+                self._zygote,
+                data_dir,
+                self._node.id,
+                disk=disk,
+                profiles=self._profiles,
+                start_nsinit=self._start_nsinit,
+            )
             await actor.run(task_status=task_status)
 
         async def start_images(*, task_status: trio.TaskStatus[Ref]) -> None:

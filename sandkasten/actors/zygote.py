@@ -1,7 +1,8 @@
-"""The one connection to nsinit: starts it, forwards requests, forwards its log, ends when it dies.
+"""The one connection to nsinit: gets one, forwards requests, forwards its log, ends when it dies.
 
-Its supervisor starts the next incarnation; running sandboxes don't notice. An nsinit that does not answer a request in
-time is killed, which fails every waiting caller with `ZygoteLost`. Knows nothing of what a request is for.
+How one is got is `runtime/nsinit_process.py`'s matter. Its supervisor starts the next incarnation; running sandboxes
+don't notice. An nsinit that does not answer a request in time is killed, which fails every waiting caller with
+`ZygoteLost`. Knows nothing of what a request is for.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from nsinit import protocol
 from sandkasten.actors.actor import Actor, Ask, R, Ref
 from sandkasten.errors import BuildFailed, ZygoteLost
 from sandkasten.runtime.fds import OwnedFd
-from sandkasten.runtime.zygote_link import Answer, NsinitProcess, ZygoteLink, failure_text, start_nsinit
+from sandkasten.runtime.nsinit_process import NsinitProcess, StartNsinit, start_as_child
+from sandkasten.runtime.zygote_link import Answer, ZygoteLink, failure_text
 
 log = logging.getLogger(__name__)
 
@@ -210,13 +212,15 @@ class Zygote(Actor):
         *,
         disk: protocol.DiskWish = "auto",
         profiles: Sequence[protocol.SeccompProfile] = (),
+        start_nsinit: StartNsinit = start_as_child,
     ) -> None:
         super().__init__(ref)
         self._data_dir, self._node_id, self._disk, self._profiles = data_dir, node_id, disk, tuple(profiles)
+        self._start_nsinit = start_nsinit
         self._process: NsinitProcess | None = None
 
     async def on_start(self) -> None:
-        self._process = start_nsinit()
+        self._process = await self._start_nsinit()
         self._link = ZygoteLink(self._process.sock)
         self._nursery.start_soon(self._forward_log)
         self._nursery.start_soon(self._link.serve)
@@ -239,16 +243,23 @@ class Zygote(Actor):
             return
         self._process.sock.close()
         try:
-            with trio.move_on_after(_STOP_S) as scope:
-                await trio.lowlevel.wait_readable(self._process.pidfd.fileno())
-            if scope.cancelled_caught:
-                log.error("zygote_killed", extra={"pid": self._process.pid})
+            if not await self._has_ended():
+                log.error("zygote_killed", extra={"waited_s": _STOP_S})
                 self._process.kill()
-                await trio.lowlevel.wait_readable(self._process.pidfd.fileno())
+                await self._has_ended()
         finally:
-            status = self._process.reap()
-            log.info("zygote_ended", extra={"pid": self._process.pid, "status": status})
+            self._process.reap()
+            log.info("zygote_ended")
             self._process.close()
+
+    async def _has_ended(self) -> bool:
+        """Wait for nsinit's end, but not for ever; one that a service apart looks after is not waited for."""
+        assert self._process is not None
+        if self._process.pidfd is None:
+            return True
+        with trio.move_on_after(_STOP_S) as scope:
+            await trio.lowlevel.wait_readable(self._process.pidfd.fileno())
+        return not scope.cancelled_caught
 
     async def handle(self, message: Message) -> Any:
         match message:
@@ -357,6 +368,8 @@ class Zygote(Actor):
     async def _forward_log(self) -> None:
         """Pass nsinit's log lines on. It holds no secret and sees no command, so nothing needs hiding."""
         assert self._process is not None
+        if self._process.log is None:  # a service apart has its own
+            return
         fd = self._process.log.fileno()
         buffer = b""
         while True:

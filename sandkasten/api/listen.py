@@ -15,7 +15,8 @@ import ipaddress
 import os
 import socket
 import stat
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from typing import Any
 
 import attrs
 import trio
@@ -65,11 +66,16 @@ async def resolve(address: str, *, loopback_only: bool) -> list[tuple[str, int]]
         )
     except (socket.gaierror, UnicodeError):
         raise ListenError(f"listen address {address!r}: the name {host!r} has no address") from None
+    return [(ip, port) for ip in numeric_addresses(address, found, loopback_only=loopback_only)]
+
+
+def numeric_addresses(address: str, found: Iterable[Sequence[Any]], *, loopback_only: bool) -> list[str]:
+    """Return what getaddrinfo(3) found for `address`, each once. Raises `ListenError` as `resolve`."""
     numeric = list(dict.fromkeys(str(entry[4][0]) for entry in found))
     for ip in numeric:
         if loopback_only and not ipaddress.ip_address(ip.partition("%")[0]).is_loopback:
             raise ListenError(f"refusing to listen on {address!r} ({ip}) without an API key: set one, or use 127.0.0.1")
-    return [(ip, port) for ip in numeric]
+    return numeric
 
 
 @contextlib.asynccontextmanager
@@ -93,7 +99,7 @@ async def open_listeners(addresses: Sequence[str], *, loopback_only: bool) -> As
                 for opened in await _tcp_listeners(address, loopback_only=loopback_only):
                     stack.callback(opened.socket.close)
                     bound.listeners.append(opened)
-                    bound.addresses.append(_url(opened))
+                    bound.addresses.append(url_of(opened.socket))
         yield bound
 
 
@@ -116,29 +122,39 @@ async def _tcp_listeners(address: str, *, loopback_only: bool) -> list[trio.Sock
     return opened
 
 
-def _url(listener: trio.SocketListener) -> str:
-    host, port = listener.socket.getsockname()[:2]
+def url_of(sock: socket.socket | trio.socket.SocketType) -> str:
+    """Return the URL of a listening TCP socket."""
+    host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 @contextlib.contextmanager
 def _unix_listener(path: str) -> Iterator[trio.SocketListener]:
-    """Bind `path` with mode 0600; a socket nobody listens on is replaced, anything else is an error."""
-    _remove_stale(path)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with contextlib.closing(sock):
-        os.fchmod(sock.fileno(), 0o600)
-        try:
-            sock.bind(path)
-        except (OSError, ValueError) as error:
-            raise ListenError(f"can't listen on unix:{path}: {error}") from error
+    with contextlib.closing(bind_unix(path)) as sock:
         created = os.lstat(path)
         try:
-            sock.listen(BACKLOG)
-            sock.setblocking(False)
             yield trio.SocketListener(trio.socket.from_stdlib_socket(sock))
         finally:
             _remove_if_same(path, created)
+
+
+def bind_unix(path: str) -> socket.socket:
+    """Listen on `path` with mode 0600; a socket nobody listens on is replaced, anything else is an error.
+
+    Raises:
+        ListenError: the path is taken, or can't be used.
+    """
+    _remove_stale(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        os.fchmod(sock.fileno(), 0o600)
+        sock.setblocking(False)
+        sock.bind(path)
+        sock.listen(BACKLOG)
+    except (OSError, ValueError) as error:
+        sock.close()
+        raise ListenError(f"can't listen on unix:{path}: {error}") from error
+    return sock
 
 
 def _remove_stale(path: str) -> None:

@@ -23,6 +23,7 @@ from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ASGIFramework, ConnectionState
 
 from sandkasten.api.guard import App, GuardedApp
+from sandkasten.api.held import Held
 from sandkasten.api.http1 import Http1
 from sandkasten.api.listen import open_listeners
 from sandkasten.api.settings import ApiSettings
@@ -41,13 +42,24 @@ async def serve(
     app: App,
     settings: ApiSettings,
     *,
+    held: Held | None = None,
     task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve `app` until cancelled, then stop within `graceful_timeout_s`. Starts with the bound addresses.
 
+    `held`: what listens already; `settings.listen` is then not looked at.
+
     Raises:
         ListenError: an address can't be served, or needs a key that isn't set.
     """
+    if held is not None:
+        bound = held.bound()
+        try:
+            await _Server(app, settings).run(bound.listeners, bound.addresses, task_status)
+        finally:
+            for listener in bound.listeners:
+                listener.socket.close()
+        return
     async with open_listeners(settings.listen, loopback_only=settings.api_key is None) as bound:
         await _Server(app, settings).run(bound.listeners, bound.addresses, task_status)
 

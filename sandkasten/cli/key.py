@@ -1,4 +1,4 @@
-"""The API key on disk: made once, readable for root alone, told to nobody."""
+"""The API key on disk: made once, readable for the daemon's user and root alone, told to nobody."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import attrs
 
 from sandkasten.cli.main import Stop
 from sandkasten.config import Config
+from sandkasten.runtime import data_dir
 
 _BYTES = 32
 
@@ -34,8 +35,7 @@ def with_key(config: Config) -> Config:
 def make_data_dir(path: Path) -> None:
     """Make the data directory, closed to everybody else, also if it was open before."""
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.chmod(0o700)
+        data_dir.make_data_dir(path)
     except OSError as error:
         raise Stop(f"can't use {path} as data directory: {error.strerror}") from None
 

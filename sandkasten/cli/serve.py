@@ -1,4 +1,4 @@
-"""`sandkasten serve`: the daemon in the foreground. The only place that receives signals.
+"""`sandkasten serve`: the daemon in the foreground. The only place that receives signals. Root only at its start.
 
 SIGINT, SIGTERM, SIGQUIT and SIGHUP stop it in good order; a second one ends it at once. SIGQUIT or SIGHUP that is
 ignored at the start (nohup(1)) stays ignored. Logs go to stderr, the few lines for people to
@@ -9,56 +9,84 @@ from __future__ import annotations
 
 import argparse
 import errno
+import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from shlex import quote
 
 import trio
 
+from nsinit.protocol import SeccompProfile
 from sandkasten import app, log
 from sandkasten.api.listen import ListenError
 from sandkasten.cli.key import make_data_dir, with_key
 from sandkasten.cli.main import Stop, load, require_root
 from sandkasten.cli.notices import image_notices, protection_notices
+from sandkasten.cli.privilege import Means, account_of, means
 from sandkasten.config import Config, ConfigError
 from sandkasten.errors import SandkastenError, ZygoteLost
 from sandkasten.machine import Machine, System
 from sandkasten.runtime import precheck
+from sandkasten.runtime.data_dir import locked
+from sandkasten.runtime.seccomp import load_filters
+
+logger = logging.getLogger(__name__)
 
 
 def serve(arguments: argparse.Namespace) -> int:
     """Run until a signal comes; return 0 after a stop in good order."""
     config = load(arguments)
-    require_root()
-    make_data_dir(config.data_dir)
+    if config.nsinit_socket is None:
+        require_root()
+    if os.geteuid() == 0:
+        make_data_dir(config.data_dir)
     machine = precheck.examine(config.data_dir)
+    _check_machine(config, machine)
+    account = account_of(config)
     try:
-        app.require_protections(config, machine)
-    except ConfigError as lacks:
-        raise Stop(f"{lacks}\n`sandkasten doctor` shows everything that was tried") from None
-    key_is_given = config.api_key is not None
-    config = with_key(config)
-    writer = log.configure(config.server.log_level)
-    for notice in [*config.notices(), *image_notices(config)]:
-        print(f"note: {notice}")
-    try:
-        trio.run(_run, config, machine, key_is_given, strict_exception_groups=True)
+        profiles = load_filters(config.security)
+        with locked(config.data_dir), means(config, account) as at_hand:
+            return _serve_until_signal(config, machine, profiles, at_hand)
     except Exception as error:
         if reason := explain(error):
             raise Stop(reason) from error
         raise
+
+
+def _check_machine(config: Config, machine: Machine) -> None:
+    try:
+        app.require_protections(config, machine)
+    except ConfigError as lacks:
+        raise Stop(f"{lacks}\n`sandkasten doctor` shows everything that was tried") from None
+
+
+def _serve_until_signal(config: Config, machine: Machine, profiles: Sequence[SeccompProfile], at_hand: Means) -> int:
+    key_is_given = config.api_key is not None
+    config = with_key(config)
+    writer = log.configure(config.server.log_level)
+    try:
+        for notice in [*config.notices(), *image_notices(config)]:
+            print(f"note: {notice}")
+        trio.run(
+            _run,
+            partial(_serve, config, machine, profiles, at_hand, key_is_given),
+            at_hand,
+            strict_exception_groups=True,
+        )
     finally:
         writer.close()
     return 0
 
 
-async def _run(config: Config, machine: Machine, key_is_given: bool) -> None:
+async def _run(serve_all: Callable[[], Awaitable[None]], at_hand: Means) -> None:
     numbers = stop_signals()
     with trio.open_signal_receiver(*numbers) as signals:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_serve, config, machine, key_is_given)
+            nursery.start_soon(serve_all)
+            nursery.start_soon(_watch_keeper, at_hand)
             async for number in signals:
                 print(f"{signal.Signals(number).name}: stopping", flush=True)
                 break
@@ -67,17 +95,27 @@ async def _run(config: Config, machine: Machine, key_is_given: bool) -> None:
                 signal.signal(number, signal.SIG_DFL)
 
 
+async def _watch_keeper(at_hand: Means) -> None:
+    """Everything goes on without the keeper, until nsinit should be started again; better to know before."""
+    if at_hand.keeper is not None:
+        await at_hand.keeper.wait_ended()
+        logger.error("keeper_lost", extra={"advice": "restart the daemon: a fork server that ends can't be replaced"})
+
+
 def stop_signals() -> list[signal.Signals]:
     """Return the signals that end the daemon."""
     optional = (signal.SIGQUIT, signal.SIGHUP)
     return [signal.SIGINT, signal.SIGTERM, *(each for each in optional if signal.getsignal(each) != signal.SIG_IGN)]
 
 
-async def _serve(config: Config, machine: Machine, key_is_given: bool) -> None:
+async def _serve(
+    config: Config, machine: Machine, profiles: Sequence[SeccompProfile], at_hand: Means, key_is_given: bool
+) -> None:
     def started(addresses: Sequence[str]) -> None:
         greet(config, addresses, key_is_given=key_is_given)
 
-    await app.serve(config, started=started, told=_tell, machine=machine)
+    start_nsinit, held = at_hand.start_nsinit, at_hand.held
+    await app.serve(config, machine, profiles, started=started, told=_tell, start_nsinit=start_nsinit, held=held)
 
 
 def _tell(system: System) -> None:

@@ -22,6 +22,7 @@ import attrs
 from sandkasten.errors import InvalidImage
 from sandkasten.images import rootfs
 from sandkasten.images.removal import remove_tree
+from sandkasten.images.sharing import META, share_image
 from sandkasten.model import IMAGE_NAME
 
 HOST = "host"
@@ -104,7 +105,7 @@ class Catalog:
         if not IMAGE_NAME.match(name):
             return None
         try:
-            found = os.stat(self._directory / name / "meta.json")
+            found = os.stat(self._directory / name / META)
         except OSError:
             return None
         return found.st_mtime_ns, found.st_ino
@@ -150,7 +151,8 @@ class Catalog:
         Raises:
             InvalidImage: the name is taken, and `replace` is not set.
         """
-        (directory / "meta.json").write_text(json.dumps(attrs.asdict(image), indent=1) + "\n")
+        (directory / META).write_text(json.dumps(attrs.asdict(image), indent=1) + "\n")
+        self._share(directory)
         target = self._directory / image.name
         if replace:
             self._retire(image.name)
@@ -170,6 +172,14 @@ class Catalog:
                 self._remove(directory)
         return True
 
+    def _share(self, directory: Path) -> None:
+        """Let whoever may read the store read this image's description, too."""
+        store_fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            share_image(store_fd, directory.name, os.fstat(store_fd).st_gid)
+        finally:
+            os.close(store_fd)
+
     def _retire(self, name: str) -> None:
         retired = self._directory / _RETIRED
         retired.mkdir(mode=0o700, exist_ok=True)
@@ -187,7 +197,7 @@ class Catalog:
 
     def _read(self, name: str) -> Image | None:
         try:
-            fields = json.loads((self._directory / name / "meta.json").read_bytes())
+            fields = json.loads((self._directory / name / META).read_bytes())
             return Image(**fields | {"name": name})
         except (OSError, ValueError, TypeError):
             return None

@@ -25,11 +25,13 @@ _STATES = {
 
 @attrs.frozen
 class Situation:
-    """What is known when the question is asked. `features` is nsinit's own word, empty before it has started."""
+    """What is known when the question is asked. `features` is nsinit's own word, empty before it has started;
+    `daemon_uid` is that of the running daemon, None before there is one."""
 
     config: Config
     machine: Machine
     features: Mapping[str, Any] = attrs.field(factory=dict)  # JSON values
+    daemon_uid: int | None = None
 
 
 Entry = Callable[[Situation, Protection], Protection]
@@ -81,8 +83,16 @@ def _disk(now: Situation, found: Protection) -> Protection:
     return attrs.evolve(found, state=State.ON, detail=_DISK_MODES[mode])
 
 
-def _daemon_privilege(_now: Situation, found: Protection) -> Protection:
-    return attrs.evolve(found, state=State.MISSING, detail="the daemon itself runs as root")
+def _daemon_privilege(now: Situation, found: Protection) -> Protection:
+    if now.daemon_uid:
+        return attrs.evolve(found, state=State.ON, detail=f"the daemon is user {now.daemon_uid}, without capabilities")
+    if now.config.user == "root":
+        return attrs.evolve(found, state=State.OFF, detail="user is root, and so is the daemon", fix="")
+    if now.daemon_uid is None:
+        return attrs.evolve(
+            found, state=State.ON, detail=f"`serve` gives root away once it has begun (user: {now.config.user})"
+        )
+    return attrs.evolve(found, state=State.MISSING, detail="the program that embeds the supervisor is root")
 
 
 _ENTRIES: Mapping[str, Entry] = {

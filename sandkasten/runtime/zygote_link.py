@@ -1,34 +1,23 @@
-"""The daemon's end of the connection to nsinit: starts the process, sends requests, pairs answers by `seq`.
+"""The daemon's end of the connection to nsinit: sends requests, pairs answers by `seq`.
 
 Speaks `nsinit.protocol` over `AF_UNIX SOCK_SEQPACKET`; descriptors arrive by SCM_RIGHTS and are owned by whoever gets
-the answer. Keeps nsinit free of secrets: it starts with an empty environment, no argument but the program, and no
-descriptor but /dev/null, the log pipe and its socket. Does not restart anything: `actors/zygote.py` does.
-
-Sources: unix(7), posix_spawn(3), pidfd_open(2).
+the answer. Where the process comes from is `nsinit_process.py`. Sources: unix(7).
 """
 
 from __future__ import annotations
 
 import array
-import fcntl
 import os
-import signal
 import socket
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
 import trio
 
-import nsinit
 from nsinit.protocol import ANSWERS, MAX_DATAGRAM_BYTES, MAX_FDS, REQUESTS, Failed, ProtocolError
 from sandkasten.errors import ZygoteLost
 from sandkasten.runtime.fds import OwnedFd
-
-SOCKET_FD = 3
-"""Where nsinit finds its socket."""
 
 _FD_SIZE = array.array("i").itemsize
 
@@ -39,72 +28,6 @@ class Answer:
 
     message: Any  # a member of nsinit.protocol.ANSWERS
     fds: Sequence[OwnedFd]
-
-
-class NsinitProcess:
-    """A started nsinit: its pid, its pidfd, our end of the socket, the read end of its log. `close` frees all."""
-
-    def __init__(self, pid: int, sock: socket.socket, log_fd: int) -> None:
-        self.pid = pid
-        self.pidfd = OwnedFd(os.pidfd_open(pid))
-        self.sock = sock
-        self.log = OwnedFd(log_fd)
-
-    def kill(self) -> None:
-        """SIGKILL; running sandboxes go on without their fork server."""
-        try:
-            signal.pidfd_send_signal(self.pidfd.fileno(), signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-
-    def reap(self) -> int | None:
-        """Return the exit status if the process has ended, as `os.waitstatus_to_exitcode` gives it."""
-        pid, status = os.waitpid(self.pid, os.WNOHANG)
-        return os.waitstatus_to_exitcode(status) if pid else None
-
-    def close(self) -> None:
-        self.sock.close()
-        self.pidfd.close()
-        self.log.close()
-
-
-def start_nsinit() -> NsinitProcess:
-    """Start nsinit in a session of its own, so that a terminal's Ctrl-C never reaches it."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    log_read, log_write = os.pipe2(os.O_CLOEXEC)
-    try:
-        # Above every number the child fills, so that no dup2 below overwrites a source.
-        safe_socket, safe_log = _dup_high(theirs.fileno()), _dup_high(log_write)
-        try:
-            pid = os.posix_spawn(
-                sys.executable,
-                [sys.executable, "-I", "-S", "-B", os.fspath(Path(nsinit.__file__).parent)],
-                {"LANG": "C.UTF-8", "TZ": "UTC0"},
-                file_actions=[
-                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                    (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
-                    (os.POSIX_SPAWN_DUP2, safe_log, 2),
-                    (os.POSIX_SPAWN_DUP2, safe_socket, SOCKET_FD),
-                ],
-                setsid=True,
-                setsigmask=[],
-                setsigdef=[each for each in signal.valid_signals() if each not in (signal.SIGKILL, signal.SIGSTOP)],
-            )
-        finally:
-            os.close(safe_socket)
-            os.close(safe_log)
-    except BaseException:
-        ours.close()
-        os.close(log_read)
-        raise
-    finally:
-        theirs.close()
-        os.close(log_write)
-    return NsinitProcess(pid, ours, log_read)
-
-
-def _dup_high(fd: int) -> int:
-    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64)
 
 
 class ZygoteLink:

@@ -222,7 +222,7 @@ def test_the_example_file_shows_every_key_with_its_default() -> None:
         for name, value in tree.items()
         for leaf in (value if isinstance(value, dict) else [""])
     }
-    assert shown | {"api_key", "db_path"} == set(KEYS)
+    assert shown | {"api_key", "db_path", "nsinit_socket"} == set(KEYS)
 
 
 def test_the_documentation_names_every_key_and_variable() -> None:

@@ -1,0 +1,63 @@
+"""Starts nsinit: a new program with an empty environment and no descriptor but /dev/null, its log and its socket.
+
+Used by whoever is root: a program that embeds the daemon, or the keeper (`keeper.py`) of one that gave root away. Owns
+the command line and the descriptors; waits for nothing and restarts nothing. Sources: posix_spawn(3), setsid(2).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import sys
+
+CHANNEL_FD = 3
+"""Where nsinit finds its socket."""
+
+ENVIRONMENT = {"LANG": "C.UTF-8", "TZ": "UTC0"}
+FLAGS = ("-I", "-S", "-B")
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_HIGH_FD = 64
+
+
+def spawn_nsinit(channel_fd: int, log_fd: int, *arguments: str) -> int:
+    """Start nsinit, in a session of its own so that a terminal's Ctrl-C never reaches it; return its pid."""
+    return spawn_python(_HERE, channel_fd, log_fd, *arguments)
+
+
+def spawn_keeper(channel_fd: int, log_fd: int, *arguments: str) -> int:
+    """Start the keeper likewise."""
+    return spawn_python(f"{_HERE}/keeper.py", channel_fd, log_fd, *arguments)
+
+
+def keeper_command(*arguments: str) -> list[str]:
+    """Return what to execute to become the keeper."""
+    return [sys.executable, *FLAGS, f"{_HERE}/keeper.py", *arguments]
+
+
+def spawn_python(program: str, channel_fd: int, log_fd: int, *arguments: str) -> int:
+    """Start one of nsinit's programs with `channel_fd` as descriptor 3 and `log_fd` as its standard error."""
+    # Above every number the child fills, so that no dup2 below overwrites a source.
+    safe_channel, safe_log = _dup_high(channel_fd), _dup_high(log_fd)
+    try:
+        return os.posix_spawn(
+            sys.executable,
+            [sys.executable, *FLAGS, program, *arguments],
+            ENVIRONMENT,
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+                (os.POSIX_SPAWN_DUP2, safe_log, 2),
+                (os.POSIX_SPAWN_DUP2, safe_channel, CHANNEL_FD),
+            ],
+            setsid=True,
+            setsigmask=[],
+            setsigdef=[each for each in signal.valid_signals() if each not in (signal.SIGKILL, signal.SIGSTOP)],
+        )
+    finally:
+        os.close(safe_channel)
+        os.close(safe_log)
+
+
+def _dup_high(fd: int) -> int:
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH_FD)

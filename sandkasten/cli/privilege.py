@@ -1,0 +1,115 @@
+"""What the command line does while it is root, so that the daemon need not be: open, hand over, start the keeper, drop.
+
+The order is the point: the lock first, so that nobody else is at work in the data directory; then what root alone can
+do; then the keeper, which stays root; then nothing but the daemon's user. Before that there is no thread, no key in
+memory that was not in the configuration, and no connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+
+import sandkasten
+from nsinit.drop import NotDropped, drop_privilege
+from nsinit.keeping import KeepForParent
+from sandkasten import app
+from sandkasten.api.held import Held, hold
+from sandkasten.cli.main import Stop
+from sandkasten.config import Config, ConfigError
+from sandkasten.images.catalog import Catalog
+from sandkasten.images.sharing import share_store
+from sandkasten.runtime.account import Account, find_account
+from sandkasten.runtime.data_dir import hand_over
+from sandkasten.runtime.nsinit_process import Keeper, StartNsinit, connect_to, open_keeper, start_as_child
+from sandkasten.runtime.paths import DataPaths
+
+
+@attrs.frozen
+class Means:
+    """What the daemon has instead of privilege."""
+
+    start_nsinit: StartNsinit
+    held: Held | None = None
+    keeper: Keeper | None = None
+
+
+def account_of(config: Config) -> Account:
+    """Return the configured account. Raises `Stop`."""
+    try:
+        return find_account(config.user)
+    except ConfigError as error:
+        raise Stop(str(error)) from None
+
+
+def set_up(config: Config, account: Account) -> None:
+    """Do as root what a start does on disk, for a daemon of `account`.
+
+    Raises:
+        ConfigError, SandkastenError, OSError.
+    """
+    hand_over(config, account)
+    share_store(DataPaths(config.data_dir).images, account.gid)
+    app.prepare_images(Catalog(config.data_dir, aliases=config.image_aliases))
+
+
+@contextlib.contextmanager
+def means(config: Config, account: Account) -> Iterator[Means]:
+    """Give up root as far as the configuration says, and yield what is left to work with.
+
+    Raises:
+        Stop: the daemon can't live without privilege here; one sentence says why.
+    """
+    if os.geteuid() != 0:
+        yield Means(_start_nsinit(config))
+    elif account.is_root:
+        set_up(config, account)
+        yield Means(_start_nsinit(config))
+    elif config.nsinit_socket is not None:
+        hand_over(config, account)
+        _drop(config, account)
+        yield Means(_start_nsinit(config))
+    else:
+        set_up(config, account)
+        with _kept(config, account) as kept:
+            yield kept
+
+
+def _start_nsinit(config: Config) -> StartNsinit:
+    return start_as_child if config.nsinit_socket is None else connect_to(config.nsinit_socket)
+
+
+@contextlib.contextmanager
+def _kept(config: Config, account: Account) -> Iterator[Means]:
+    held = hold(config.listen, loopback_only=False)  # the command line always has a key
+    try:
+        what = KeepForParent(str(config.data_dir), account.gid, os.getpid(), tuple(held.sockets))
+        keeper = open_keeper(what)
+        try:
+            _drop(config, account)
+            yield Means(keeper.start_nsinit, held, keeper)
+        finally:
+            held.close()
+            keeper.close()
+    finally:
+        held.close()
+
+
+def _drop(config: Config, account: Account) -> None:
+    code = Path(sandkasten.__file__).parent.parent
+    needed = (config.data_dir, config.db_path.parent, code, Path(sys.prefix), Path(sys.base_prefix))
+    try:
+        drop_privilege(account.uid, account.gid, keep_reachable=[str(path) for path in needed])
+    except NotDropped as error:
+        raise Stop(f"can't give root away: {error}") from error
+    for path in (config.data_dir, code / "sandkasten" / "__init__.py"):
+        if not os.access(path, os.R_OK):
+            raise Stop(
+                f"user {account.name} can't read {path}: let others enter the directories above it and read it, "
+                "or set `user: root`"
+            )

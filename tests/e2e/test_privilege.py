@@ -1,0 +1,247 @@
+"""The daemon after it gave root away: what it is, what whoever has its id can do, and what dies with whom."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.daemon import Daemon, running_daemon
+
+NOTHING = f"{0:016x}"
+
+
+def status_of(pid: int | str) -> dict[str, str]:
+    text = Path(f"/proc/{pid}/status").read_text()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
+
+
+def uid_of(daemon: Daemon) -> int:
+    return int(status_of(daemon.process.pid)["Uid"].split()[0])
+
+
+def helpers(daemon: Daemon) -> tuple[int, int]:
+    """Return the pids of the keeper and of nsinit, which is the keeper's only child."""
+    (keeper,) = children(daemon.process.pid)
+    (nsinit,) = children(keeper)
+    return keeper, nsinit
+
+
+def children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@contextlib.contextmanager
+def must_end(*pids: int) -> Iterator[None]:
+    """Fail unless these processes have ended a little after the block."""
+    pidfds = [os.pidfd_open(pid) for pid in pids]
+    try:
+        yield
+        for pidfd in pidfds:
+            assert select.select([pidfd], [], [], 20)[0]
+    finally:
+        for pidfd in pidfds:
+            os.close(pidfd)
+
+
+def try_as(uid: int, code: str) -> str:
+    """Run Python code as a process with the daemon's id and nothing else; return what it prints."""
+    command = [sys.executable, "-I", "-S", "-c", code]
+    if not os.access("/usr/bin/python3", os.X_OK):
+        pytest.skip("needs a python3 that every user can reach")
+    command[0] = "/usr/bin/python3"
+    done = subprocess.run(
+        command, user=uid, group=uid, extra_groups=[], cwd="/", capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_thread_of_the_daemon_is_without_privilege(daemon: Daemon, client: httpx.Client) -> None:
+    """Another user, no group, no capability in any set, none to be gained, and memory that nobody may look at."""
+    assert client.post("/v1/sessions", json={}).status_code == 201
+    pid = daemon.process.pid
+    threads = [status_of(f"{pid}/task/{thread}") for thread in os.listdir(f"/proc/{pid}/task")]
+    for status in threads:
+        assert len(set(status["Uid"].split())) == len(set(status["Gid"].split())) == 1
+        assert int(status["Uid"].split()[0]) > 0 < int(status["Gid"].split()[0])
+        assert {status[name] for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")} == {NOTHING}
+        assert (status["Groups"], status["NoNewPrivs"]) == ("", "1")
+    assert len(threads) > 1
+    assert Path(f"/proc/{pid}/mem").stat().st_uid == 0  # so it is when a process is not dumpable
+
+
+REACH = """
+import os, signal, socket
+def say(name, function, *arguments):
+    try:
+        print(name, "done", function(*arguments))
+    except OSError as error:
+        print(name, error.strerror)
+data, daemon, keeper, nsinit, session = {data!r}, {daemon}, {keeper}, {nsinit}, {session!r}
+say("read shadow", open, "/etc/shadow")
+say("write image", open, data + "/images/host/rootfs/etc/passwd", "a")
+say("write description", open, data + "/images/host/meta.json", "a")
+say("new image", os.mkdir, data + "/images/mine")
+for name in ("images", "sessions", "workspaces", "run", "trash", "stage"):
+    say("rename " + name, os.rename, data + "/" + name, data + "/mine")
+for name in ("sessions", "workspaces", "trash", "stage", "run"):
+    say("list " + name, os.listdir, data + "/" + name)
+say("replace socket", os.unlink, data + "/run/" + session + "/r.sock")
+say("new socket", os.mkdir, data + "/run/" + session + "/x")
+say("kill keeper", os.kill, keeper, 0)
+say("kill nsinit", os.kill, nsinit, 0)
+say("read memory", open, "/proc/%d/mem" % daemon, "rb")
+say("read environment", open, "/proc/%d/environ" % daemon, "rb")
+say("setuid", os.setuid, 0)
+"""
+
+
+def test_who_has_the_daemons_id_has_neither_the_machine_nor_the_sessions_files(
+    daemon: Daemon, client: httpx.Client
+) -> None:
+    """Shadow, images, session files, sockets, the keeper, nsinit and the daemon's own memory: each is refused."""
+    session = client.post("/v1/sessions", json={}).json()["id"]
+    keeper, nsinit = helpers(daemon)
+    names = {"data": str(daemon.data_dir), "daemon": daemon.process.pid, "keeper": keeper, "nsinit": nsinit}
+    answers = try_as(uid_of(daemon), REACH.format(**names, session=session)).splitlines()
+    assert len(answers) == 22
+    assert [line for line in answers if "Permission denied" not in line and "not permitted" not in line] == []
+
+
+def test_a_killed_nsinit_is_replaced_without_root(data_dir: Path) -> None:
+    """Sessions don't notice, and new ones are made by its successor."""
+    with running_daemon(data_dir) as daemon, daemon.client() as client:
+        session = client.post("/v1/sessions", json={}).json()["id"]
+        keeper, nsinit = helpers(daemon)
+        os.kill(nsinit, signal.SIGKILL)
+        assert client.post(f"/v1/sessions/{session}/exec", json={"cmd": "echo on"}).json()["output"] == "on\n"
+        assert client.post("/v1/sessions", json={}).status_code == 201
+        assert helpers(daemon)[0] == keeper
+        assert helpers(daemon)[1] != nsinit
+        assert daemon.stop() == 0
+
+
+def test_with_a_killed_daemon_keeper_and_nsinit_go_and_sessions_stay(data_dir: Path) -> None:
+    """Nothing with privilege outlives it; the next daemon, as little privileged, serves what runs."""
+    with running_daemon(data_dir) as first, first.client() as client:
+        session = client.post("/v1/sessions", json={}).json()["id"]
+        with must_end(*helpers(first)):
+            first.process.kill()
+            first.process.wait()
+    with running_daemon(data_dir) as second, second.client() as client:
+        answer = client.post(f"/v1/sessions/{session}/exec", json={"cmd": "echo on"}).json()
+        assert answer["output"] == "on\n"
+        assert uid_of(second) > 0
+        assert second.stop() == 0
+
+
+def test_a_killed_keeper_is_missed_only_when_nsinit_ends(data_dir: Path) -> None:
+    """Everything goes on, and the log says so; without nsinit, too, the daemon gives up. The next finds it all."""
+    with running_daemon(data_dir) as first, first.client() as client:
+        session = client.post("/v1/sessions", json={}).json()["id"]
+        keeper, nsinit = helpers(first)
+        os.kill(keeper, signal.SIGKILL)
+        first.wait_log("keeper_lost")
+        other = client.post("/v1/sessions", json={})
+        assert other.status_code == 201
+        os.kill(nsinit, signal.SIGKILL)
+        assert first.process.wait(30) == 1
+        assert any("keeper of the fork server is gone" in line for line in first.log if not line.startswith("{"))
+    with running_daemon(data_dir) as second, second.client() as client:
+        assert client.post(f"/v1/sessions/{session}/exec", json={"cmd": "echo on"}).json()["output"] == "on\n"
+        assert second.stop() == 0
+
+
+def test_a_stop_without_keeper_leaves_nothing(data_dir: Path) -> None:
+    """nsinit ends with its connection, whoever started it."""
+    with running_daemon(data_dir) as daemon, daemon.client() as client:
+        client.post("/v1/sessions", json={})
+        keeper, nsinit = helpers(daemon)
+        os.kill(keeper, signal.SIGKILL)
+        daemon.wait_log("keeper_lost")
+        with must_end(nsinit):
+            assert daemon.stop() == 0
+    assert list((data_dir / "sessions").iterdir()) == []
+
+
+def test_a_data_directory_of_root_is_handed_over_and_back(data_dir: Path) -> None:
+    """A session made by a daemon that was root is adopted by one that is not, and the other way round."""
+    session = ""
+    for user in ("root", "auto", "root"):
+        with running_daemon(data_dir, SANDKASTEN_USER=user) as daemon, daemon.client() as client:
+            session = session or client.post("/v1/sessions", json={}).json()["id"]
+            answer = client.post(f"/v1/sessions/{session}/exec", json={"cmd": "x=$((x + 1)); echo $x"})
+            assert (uid_of(daemon) == 0) is (user == "root")
+            daemon.process.kill()
+            daemon.process.wait()
+            owners = {(data_dir / name).stat().st_uid for name in ("sandkasten.db", "lock", "node-id")}
+            assert owners == {0 if user == "root" else int(owners.copy().pop())}
+    assert answer.json()["output"] == "3\n"
+    with running_daemon(data_dir) as last:
+        last.wait_url()
+        assert last.stop() == 0
+
+
+@pytest.mark.parametrize("how", ["link", "hard link"])
+def test_a_planted_link_is_not_handed_over(data_dir: Path, tmp_path: Path, how: str) -> None:
+    """Root gives away the daemon's files, and not what they lead to."""
+    secret = data_dir.with_name(f"{data_dir.name}-secret")
+    secret.write_text("x")
+    (data_dir / "node-id").symlink_to(secret) if how == "link" else os.link(secret, data_dir / "node-id")
+    try:
+        with running_daemon(data_dir) as daemon:
+            assert daemon.process.wait(30) == 1
+        assert secret.stat().st_uid == 0
+        assert any("node-id" in line for line in daemon.log)
+    finally:
+        secret.unlink()
+
+
+def test_a_low_port_and_a_unix_socket_in_a_directory_of_root_are_served(data_dir: Path, tmp_path: Path) -> None:
+    """They are bound before root is gone, and the socket's file is removed though the daemon could not."""
+    path = tmp_path / "api.sock"
+    with socket.socket() as probe:
+        port = next(port for port in range(1023, 900, -1) if _is_free(port))
+        assert probe.fileno() >= 0
+    addresses = ("--listen", f"127.0.0.1:{port}", "--listen", f"unix:{path}")
+    with running_daemon(data_dir, *addresses) as daemon:
+        daemon.wait_log("supervisor_started")
+        assert httpx.get(f"http://127.0.0.1:{port}/healthz").status_code == 200
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost") as client:
+            assert client.get("/healthz").status_code == 200
+        assert uid_of(daemon) > 0
+        assert daemon.stop() == 0
+    assert not path.exists()
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as sock:
+        try:
+            sock.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def test_a_data_directory_behind_a_private_one_works_and_shows_no_neighbour(data_dir: Path) -> None:
+    """As in `/root` or somebody's home: the daemon sees its own directory there, and nothing else."""
+    data_dir.chmod(0o700)
+    (data_dir / "neighbour").write_text("private")
+    inner = data_dir / "deeper" / "data"
+    with running_daemon(inner) as daemon, daemon.client() as client:
+        session = client.post("/v1/sessions", json={}).json()["id"]
+        assert client.post(f"/v1/sessions/{session}/exec", json={"cmd": "echo on"}).json()["output"] == "on\n"
+        assert sorted(os.listdir(f"/proc/{daemon.process.pid}/root{data_dir}")) == ["deeper"]
+        assert uid_of(daemon) > 0
+        assert daemon.stop() == 0
+    assert sorted(os.listdir(data_dir)) == ["deeper", "neighbour"]
