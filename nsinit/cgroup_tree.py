@@ -89,12 +89,12 @@ def choose(located: Located, unified_controllers: frozenset[str]) -> CgroupMode:
 def claim(located: Located, *, group: str, parent: str, beside: tuple[int, ...] = ()) -> Tree:
     """Make the directory `group` in every hierarchy needed and return the tree; `parent` as in `protocol.Start`,
     `beside` as in `Grant`."""
-    controllers = _read_words(f"{located.unified}/cgroup.controllers") if located.unified else frozenset()
-    mode = choose(located, controllers)
+    home = _home(located, group)
+    mode = choose(located, _read_words(f"{home}/cgroup.controllers") if home else frozenset())
     if mode == "v2":
-        assert located.unified is not None
+        assert home is not None
         assert located.unified_mount is not None
-        directory = _claim_v2(located.unified, located.unified_mount, group=group, parent=parent, beside=beside)
+        directory = _claim_v2(home, located.unified_mount, group=group, parent=parent, beside=beside)
         return Tree(mode, dict.fromkeys((*REQUIRED, "unified"), directory))
     dirs = {}
     optional = OPTIONAL if located.unified is not None else (*OPTIONAL, *WITHOUT_V2)
@@ -129,12 +129,23 @@ def release(tree: Tree, located: Located) -> None:
 
 
 _LEAF = "daemon"
+_SUBGROUP = "keeper"
+"""Where a service manager puts the process, if it is told to keep the unit's own cgroup empty (`DelegateSubgroup=`)."""
+
+
+def _home(located: Located, group: str) -> str | None:
+    """Return the v2 cgroup this process was started in: not the leaf that an earlier nsinit moved it to, nor the
+    subgroup of a unit, which has no controllers while the unit, still without sandboxes, hands none down."""
+    if located.unified is None:
+        return None
+    home = located.unified.removesuffix(f"/{group}/{_LEAF}")
+    unit = home.removesuffix(f"/{_SUBGROUP}")
+    return home if unit == located.unified_mount else unit
 
 
 def _claim_v2(own: str, mount_point: str, *, group: str, parent: str, beside: tuple[int, ...]) -> str:
     if parent != "auto":
         return _enable(_below(mount_point, parent), group)
-    own = own.removesuffix(f"/{group}/{_LEAF}")
     if not os.path.exists(f"{own}/cgroup.type"):  # only the real root has no such file, and it may hold processes
         return _enable(own, group)
     movable = {str(pid) for pid in (os.getpid(), os.getppid(), *beside)}

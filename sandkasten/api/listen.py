@@ -138,14 +138,14 @@ def _unix_listener(path: str) -> Iterator[trio.SocketListener]:
             _remove_if_same(path, created)
 
 
-def bind_unix(path: str) -> socket.socket:
+def bind_unix(path: str, *, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
     """Listen on `path` with mode 0600; a socket nobody listens on is replaced, anything else is an error.
 
     Raises:
         ListenError: the path is taken, or can't be used.
     """
-    _remove_stale(path)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    _remove_stale(path, kind)
+    sock = socket.socket(socket.AF_UNIX, kind)
     try:
         os.fchmod(sock.fileno(), 0o600)
         sock.setblocking(False)
@@ -157,14 +157,14 @@ def bind_unix(path: str) -> socket.socket:
     return sock
 
 
-def _remove_stale(path: str) -> None:
+def _remove_stale(path: str, kind: socket.SocketKind) -> None:
     try:
         mode = os.lstat(path).st_mode
     except (FileNotFoundError, ValueError):
         return
     if not stat.S_ISSOCK(mode):
         raise ListenError(f"can't listen on unix:{path}: something that is not a socket is in the way")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+    with socket.socket(socket.AF_UNIX, kind) as probe:
         probe.settimeout(1)
         try:
             probe.connect(path)

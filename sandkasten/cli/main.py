@@ -76,6 +76,10 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
     serve.set_defaults(command=_serve)
 
+    nsinit = commands.add_parser("nsinit", parents=[common], help="run what makes sandboxes as a service of its own")
+    nsinit.add_argument("--listen", dest="socket", type=Path, metavar="PATH", help="where the daemon connects")
+    nsinit.set_defaults(command=_nsinit)
+
     init = commands.add_parser("init", parents=[common], help="make configuration, key and default image if missing")
     init.set_defaults(command=_init)
 
@@ -112,6 +116,12 @@ def _serve(arguments: argparse.Namespace) -> int:
     from sandkasten.cli.serve import serve
 
     return serve(arguments)
+
+
+def _nsinit(arguments: argparse.Namespace) -> int:
+    from sandkasten.cli.nsinit import nsinit
+
+    return nsinit(arguments)
 
 
 def _init(arguments: argparse.Namespace) -> int:

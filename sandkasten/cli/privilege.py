@@ -59,7 +59,7 @@ def set_up(config: Config, account: Account) -> None:
 
 
 @contextlib.contextmanager
-def means(config: Config, account: Account) -> Iterator[Means]:
+def means(config: Config) -> Iterator[Means]:
     """Give up root as far as the configuration says, and yield what is left to work with.
 
     Raises:
@@ -67,7 +67,9 @@ def means(config: Config, account: Account) -> Iterator[Means]:
     """
     if os.geteuid() != 0:
         yield Means(_start_nsinit(config))
-    elif account.is_root:
+        return
+    account = account_of(config)
+    if account.is_root:
         set_up(config, account)
         yield Means(_start_nsinit(config))
     elif config.nsinit_socket is not None:
@@ -102,7 +104,9 @@ def _kept(config: Config, account: Account) -> Iterator[Means]:
 
 def _drop(config: Config, account: Account) -> None:
     code = Path(sandkasten.__file__).parent.parent
-    needed = (config.data_dir, config.db_path.parent, code, Path(sys.prefix), Path(sys.base_prefix))
+    needed = [config.data_dir, config.db_path.parent, code, Path(sys.prefix), Path(sys.base_prefix)]
+    if config.nsinit_socket is not None:
+        needed.append(config.nsinit_socket.parent)
     try:
         drop_privilege(account.uid, account.gid, keep_reachable=[str(path) for path in needed])
     except NotDropped as error:

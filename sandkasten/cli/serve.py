@@ -25,12 +25,14 @@ from sandkasten.api.listen import ListenError
 from sandkasten.cli.key import make_data_dir, with_key
 from sandkasten.cli.main import Stop, load, require_root
 from sandkasten.cli.notices import image_notices, protection_notices
-from sandkasten.cli.privilege import Means, account_of, means
+from sandkasten.cli.privilege import Means, means
 from sandkasten.config import Config, ConfigError
 from sandkasten.errors import SandkastenError, ZygoteLost
 from sandkasten.machine import Machine, System
 from sandkasten.runtime import precheck
 from sandkasten.runtime.data_dir import locked
+from sandkasten.runtime.machine_file import read_machine
+from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.seccomp import load_filters
 
 logger = logging.getLogger(__name__)
@@ -39,16 +41,10 @@ logger = logging.getLogger(__name__)
 def serve(arguments: argparse.Namespace) -> int:
     """Run until a signal comes; return 0 after a stop in good order."""
     config = load(arguments)
-    if config.nsinit_socket is None:
-        require_root()
-    if os.geteuid() == 0:
-        make_data_dir(config.data_dir)
-    machine = precheck.examine(config.data_dir)
-    _check_machine(config, machine)
-    account = account_of(config)
     try:
-        profiles = load_filters(config.security)
-        with locked(config.data_dir), means(config, account) as at_hand:
+        machine = _look_at_machine(config)
+        profiles = load_filters(config.security)  # root's eyes: operators may keep them from everybody else
+        with locked(config.data_dir), means(config) as at_hand:
             return _serve_until_signal(config, machine, profiles, at_hand)
     except Exception as error:
         if reason := explain(error):
@@ -56,11 +52,19 @@ def serve(arguments: argparse.Namespace) -> int:
         raise
 
 
-def _check_machine(config: Config, machine: Machine) -> None:
+def _look_at_machine(config: Config) -> Machine:
+    """Return what the machine can do; without root, what the service that makes sandboxes has found."""
+    if os.geteuid() != 0 and config.nsinit_socket is not None:
+        machine = read_machine(DataPaths(config.data_dir).machine)
+    else:
+        require_root()
+        make_data_dir(config.data_dir)
+        machine = precheck.examine(config.data_dir)
     try:
         app.require_protections(config, machine)
     except ConfigError as lacks:
         raise Stop(f"{lacks}\n`sandkasten doctor` shows everything that was tried") from None
+    return machine
 
 
 def _serve_until_signal(config: Config, machine: Machine, profiles: Sequence[SeccompProfile], at_hand: Means) -> int:

@@ -35,6 +35,11 @@ class DataPaths:
         return self.root / "node-id"
 
     @property
+    def machine(self) -> Path:
+        """What root found on the machine, for a daemon that can't try it."""
+        return self.root / "machine.json"
+
+    @property
     def lock(self) -> Path:
         """Held while a daemon owns this directory."""
         return self.root / "lock"

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -85,10 +85,12 @@ def _collect(pipe: IO[str] | None, lines: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def running_daemon(data_dir: Path, *arguments: str, **environment: str) -> Iterator[Daemon]:
+def running_daemon(
+    data_dir: Path, *arguments: str, launcher: Sequence[str] = (str(SCRIPT),), **environment: str
+) -> Iterator[Daemon]:
     """Start `sandkasten serve` on a free port; it is stopped afterwards if it still runs."""
     variables = {**os.environ, "SANDKASTEN_API_KEY": KEY, "SANDKASTEN_SERVER_VESSELS": "0", **environment}
-    command = [str(SCRIPT), "serve", "--listen", "127.0.0.1:0", "--data-dir", str(data_dir), *arguments]
+    command = [*launcher, "serve", "--listen", "127.0.0.1:0", "--data-dir", str(data_dir), *arguments]
     process = subprocess.Popen(
         command, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -1,0 +1,172 @@
+"""nsinit as a service, and a daemon that was never root: who may connect, and what each restart leaves alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.daemon import SCRIPT, Daemon, running_daemon
+from tests.e2e.test_privilege import must_end, status_of, try_as, uid_of
+
+ROOT = Path(__file__).parents[2]
+UNIT = ROOT / "config/systemd/sandkasten-nsinit.service"
+
+UNPRIVILEGED = """
+import os, sys
+sys.path.append({root!r})
+from nsinit.drop import drop_privilege
+from sandkasten.runtime.account import find_account
+account = find_account("auto")
+drop_privilege(account.uid, account.gid, keep_reachable=[{root!r}, sys.prefix, sys.base_prefix, {data!r}])
+os.execv({script!r}, [{script!r}, *sys.argv[1:]])
+"""
+
+
+def unit_capabilities() -> list[str]:
+    """Return what the unit leaves the service, as setpriv(1) wants it."""
+    lines = re.findall(r"^CapabilityBoundingSet=(.*)$", UNIT.read_text(), re.MULTILINE)
+    return [name.removeprefix("CAP_").lower() for line in lines for name in line.split()]
+
+
+class Service:
+    """A running `sandkasten nsinit`, with the capabilities of its unit and no more."""
+
+    def __init__(self, data_dir: Path, path: Path) -> None:
+        self.path = path
+        held = int(status_of("self")["CapBnd"], 16)
+        last = int(Path("/proc/sys/kernel/cap_last_cap").read_text())
+        names = [name for name in unit_capabilities() if _number(name) <= last and held >> _number(name) & 1]
+        kept = ",".join(["-all", *(f"+{name}" for name in names)])
+        command = ["setpriv", "--no-new-privs", "--bounding-set", kept, "--inh-caps", kept]
+        command += [str(SCRIPT), "nsinit", "--data-dir", str(data_dir), "--listen", str(path)]
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        assert "listening on" in self.process.stdout.readline()
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        status = self.process.wait(30)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return status
+
+
+def _number(name: str) -> int:
+    done = subprocess.run(["setpriv", "--list-caps"], capture_output=True, text=True, check=True)
+    return done.stdout.split().index(name)
+
+
+@contextlib.contextmanager
+def running_service(data_dir: Path, path: Path) -> Iterator[Service]:
+    service = Service(data_dir, path)
+    try:
+        yield service
+    finally:
+        if service.process.poll() is None:
+            service.stop()
+
+
+@contextlib.contextmanager
+def running_unprivileged(data_dir: Path, path: Path) -> Iterator[Daemon]:
+    """A daemon that is started as the daemon's user: root was gone before its first line ran."""
+    code = UNPRIVILEGED.format(root=str(ROOT), data=str(data_dir), script=str(SCRIPT))
+    launcher = [sys.executable, "-c", code]
+    with running_daemon(data_dir, launcher=launcher, SANDKASTEN_NSINIT_SOCKET=str(path)) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def path(data_dir: Path) -> Iterator[Path]:
+    """A socket in a directory of root's that all may enter, as below `/run`."""
+    directory = data_dir.with_name(f"{data_dir.name}-socket")
+    directory.mkdir(mode=0o755)
+    yield directory / "nsinit.sock"
+    (directory / "nsinit.sock").unlink(missing_ok=True)
+    directory.rmdir()
+
+
+def test_restarts_of_either_leave_sessions_running(data_dir: Path, path: Path) -> None:
+    """The service stops and starts under a daemon that goes on; the daemon is killed and its successor connects."""
+    with (
+        running_service(data_dir, path) as first,
+        running_unprivileged(data_dir, path) as daemon,
+        daemon.client() as client,
+    ):
+        session = client.post("/v1/sessions", json={}).json()["id"]
+        assert run(client, session, "kept=1; echo $kept") == "1\n"
+        assert status_of(daemon.process.pid)["CapBnd"] == f"{0:016x}"
+        assert first.stop() == 0
+        assert run(client, session, "echo $((kept += 1))") == "2\n"
+        with running_service(data_dir, path) as second:
+            assert client.post("/v1/sessions", json={}).status_code == 201
+            assert run(client, session, "echo $((kept += 1))") == "3\n"
+            daemon.process.kill()
+            daemon.process.wait()
+            with running_unprivileged(data_dir, path) as successor, successor.client() as again:
+                assert run(again, session, "echo $((kept += 1))") == "4\n"
+                assert successor.stop() == 0
+            assert second.stop() == 0
+    assert list((data_dir / "sessions").iterdir()) == []
+
+
+def run(client: object, session: str, command: str) -> str:
+    answer = client.post(f"/v1/sessions/{session}/exec", json={"cmd": command})  # type: ignore[attr-defined]
+    return str(answer.json()["output"])
+
+
+def test_a_killed_service_leaves_the_daemon_its_nsinit(data_dir: Path, path: Path) -> None:
+    """kill -9 of the keeper: what it started goes on, and its successor serves the next one."""
+    with (
+        running_service(data_dir, path) as first,
+        running_daemon(data_dir, SANDKASTEN_NSINIT_SOCKET=str(path)) as daemon,
+        daemon.client() as client,
+    ):
+        assert client.post("/v1/sessions", json={}).status_code == 201
+        assert uid_of(daemon) > 0
+        (nsinit,) = map(int, children_of(first.process.pid))
+        assert first.stop(signal.SIGKILL) == -signal.SIGKILL
+        assert client.post("/v1/sessions", json={}).status_code == 201
+        with running_service(data_dir, path), must_end(nsinit):
+            os.kill(nsinit, signal.SIGKILL)
+            assert client.post("/v1/sessions", json={}).status_code == 201
+            assert daemon.stop() == 0
+    assert list((data_dir / "sessions").iterdir()) == []
+
+
+def children_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+CONNECT = """
+import socket
+sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+sock.settimeout(20)
+try:
+    sock.connect({path!r})
+    print("connected", sock.recv(100))
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+def test_only_the_daemons_user_may_connect(data_dir: Path, path: Path) -> None:
+    """Another user can't by the socket's mode; and if that were open, is hung up on unheard."""
+    with running_service(data_dir, path):
+        assert try_as(12345, CONNECT.format(path=str(path))) == "Permission denied\n"
+        path.chmod(0o666)
+        assert try_as(12345, CONNECT.format(path=str(path))) == "connected b''\n"
+
+
+def test_a_daemon_that_was_never_root_says_what_it_lacks(data_dir: Path, path: Path) -> None:
+    """Without a service there is nothing it could do."""
+    with running_unprivileged(data_dir, path) as daemon:
+        assert daemon.process.wait(60) == 1
+    assert any("sandkasten nsinit" in line for line in daemon.log)
