@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import faulthandler
 import logging
 import os
 import signal
@@ -36,6 +37,9 @@ from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.seccomp import load_filters
 
 logger = logging.getLogger(__name__)
+
+_STOP_S = 120.0
+"""More than all the deadlines of a stop in good order together, but for the one that is configured."""
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -78,6 +82,7 @@ def _serve_until_signal(config: Config, machine: Machine, profiles: Sequence[Sec
             _run,
             partial(_serve, config, machine, profiles, at_hand, key_is_given),
             at_hand,
+            _STOP_S + config.server.graceful_timeout_s,
             strict_exception_groups=True,
         )
     finally:
@@ -85,7 +90,7 @@ def _serve_until_signal(config: Config, machine: Machine, profiles: Sequence[Sec
     return 0
 
 
-async def _run(serve_all: Callable[[], Awaitable[None]], at_hand: Means) -> None:
+async def _run(serve_all: Callable[[], Awaitable[None]], at_hand: Means, stop_s: float) -> None:
     numbers = stop_signals()
     with trio.open_signal_receiver(*numbers) as signals:
         async with trio.open_nursery() as nursery:
@@ -93,6 +98,8 @@ async def _run(serve_all: Callable[[], Awaitable[None]], at_hand: Means) -> None
             nursery.start_soon(_watch_keeper, at_hand)
             async for number in signals:
                 print(f"{signal.Signals(number).name}: stopping", flush=True)
+                # The last resort: it says where it hangs and ends; what then runs on, the next start adopts.
+                faulthandler.dump_traceback_later(stop_s, exit=True)
                 break
             nursery.cancel_scope.cancel()
             for number in numbers:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from sandkasten.machine import Check, Verdict
 from sandkasten.runtime.checks import fails, judged, works
+from sandkasten.runtime.data_dir import SHARED_MODE
 from sandkasten.runtime.host import CONTAINER_FIX, Host, read
 
 MIN_KERNEL = (5, 15)
@@ -180,13 +181,16 @@ def check_space(data_dir: Path) -> Check:
 
 
 def check_mode(data_dir: Path) -> Check:
-    """Nobody but its owner may make names in it."""
+    """Nobody but its owner may make names in it, or, where it is root's and sticky, its owner and the daemon."""
     if not data_dir.exists():
         return works("data_dir_mode", "made with mode 0700 at the first start")
     status = data_dir.stat()
     seen = f"mode {stat.S_IMODE(status.st_mode):04o}, owner {status.st_uid}"
     fix = f"chmod go-w {shlex.quote(str(data_dir))}"
-    return works("data_dir_mode", seen) if not status.st_mode & 0o022 else fails("data_dir_mode", seen, fix=fix)
+    is_shared = stat.S_IMODE(status.st_mode) == SHARED_MODE and status.st_uid == 0
+    if is_shared or not status.st_mode & 0o022:
+        return works("data_dir_mode", seen)
+    return fails("data_dir_mode", seen, fix=fix)
 
 
 def check_descriptors(hard: int) -> Check:

@@ -175,6 +175,10 @@ def test_a_data_directory_that_others_may_write_is_told(tmp_path: Path) -> None:
     directory.chmod(0o777)
     check = host_checks.check_mode(directory)
     assert (check.verdict, check.fix) == (Verdict.FALLS_BACK, f"chmod go-w '{directory}'")
+    directory.chmod(0o770)
+    assert host_checks.check_mode(directory).verdict is Verdict.FALLS_BACK
+    directory.chmod(0o1770)  # as a daemon with a user of its own needs it
+    assert host_checks.check_mode(directory).verdict is (Verdict.WORKS if os.geteuid() == 0 else Verdict.FALLS_BACK)
 
 
 def test_space_is_measured_before_the_directory_exists(tmp_path: Path) -> None:

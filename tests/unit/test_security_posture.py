@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sandkasten.config import Config, Defaults, Disk, Isolation, Runs, Security, Server
+from sandkasten.runtime.account import Account
 from sandkasten.security.posture import machine, places, settings
 from sandkasten.security.posture.finding import Finding, Severity, high, in_order, low, medium
 
@@ -106,6 +107,23 @@ def test_a_data_directory_that_others_enter_or_replace(tmp_path: Path) -> None:
     data.chmod(0o700)
     above.chmod(0o777)
     assert ids(list(places.check_directory(data))) == ["data.above"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
+def test_what_belongs_to_the_daemons_own_user_is_no_finding(tmp_path: Path) -> None:
+    """The key is its file, and its group makes files in root's sticky directory; no other user's, no other group's."""
+    daemon, other = Account(61100, 61100, "61100"), Account(61101, 61101, "61101")
+    data = tmp_path / "data"
+    data.mkdir()
+    os.chown(data, 0, daemon.gid)
+    data.chmod(0o1770)
+    key = data / "api-key"
+    key.touch(0o600)
+    os.chown(key, daemon.uid, daemon.gid)
+    assert [*places.check_key_file(key, daemon), *places.check_directory(data, daemon)] == []
+    assert ids([*places.check_key_file(key, other), *places.check_directory(data, other)]) == ["key.mode", "data.mode"]
+    data.chmod(0o770)
+    assert ids(list(places.check_directory(data, daemon))) == ["data.mode"]
 
 
 def test_setuid_files_of_an_image_are_found(tmp_path: Path) -> None:

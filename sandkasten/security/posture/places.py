@@ -7,8 +7,10 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from sandkasten.config import Config
+from sandkasten.config import Config, ConfigError
 from sandkasten.images.catalog import Catalog
+from sandkasten.runtime.account import ROOT, Account, find_account
+from sandkasten.runtime.data_dir import SHARED_MODE
 from sandkasten.security.posture.finding import Finding, high, low
 
 _MAX_ENTRIES = 200_000
@@ -17,18 +19,27 @@ _OTHERS = 0o077
 
 def check_places(config: Config, config_path: Path | None) -> Iterator[Finding]:
     """Yield what is wrong with files and directories; what does not exist yet is fine."""
-    yield from check_key_file(config.api_key_path)
+    account = _account(config)
+    yield from check_key_file(config.api_key_path, account)
     if config_path is not None:
         yield from check_config_file(config_path, holds_key=config.api_key is not None)
-    yield from check_directory(config.data_dir)
+    yield from check_directory(config.data_dir, account)
     for address in config.listen:
         if address.startswith("unix:"):
             yield from check_above(Path(address.removeprefix("unix:")), "listen.socket-directory")
     yield from check_images(config)
 
 
-def check_key_file(path: Path) -> Iterator[Finding]:
-    """The key must be a plain file that its owner alone can read."""
+def _account(config: Config) -> Account:
+    """Return whom the daemon's files may belong to, besides root."""
+    try:
+        return find_account(config.user)
+    except ConfigError:
+        return ROOT  # no daemon starts with that account
+
+
+def check_key_file(path: Path, account: Account = ROOT) -> Iterator[Finding]:
+    """The key must be a plain file that its owner alone can read: root, the daemon's account, or who asks."""
     try:
         status = path.lstat()
     except OSError:
@@ -40,7 +51,7 @@ def check_key_file(path: Path) -> Iterator[Finding]:
             "whoever can change what it leads to chooses the key",
             f"rm {path}, and restart: a new key is made",
         )
-    elif status.st_mode & _OTHERS or status.st_uid not in (0, os.geteuid()):
+    elif status.st_mode & _OTHERS or status.st_uid not in (0, os.geteuid(), account.uid):
         yield high(
             "key.mode",
             f"{path} has mode {stat.S_IMODE(status.st_mode):o} and owner {status.st_uid}",
@@ -72,13 +83,16 @@ def check_config_file(path: Path, *, holds_key: bool) -> Iterator[Finding]:
     yield from check_above(path, "config.directory")
 
 
-def check_directory(path: Path) -> Iterator[Finding]:
-    """Inside are other users' files with their modes: the directory itself is the wall."""
+def check_directory(path: Path, account: Account = ROOT) -> Iterator[Finding]:
+    """Inside are other users' files with their modes: the directory itself is the wall. The daemon's group may make
+    files in a directory of root's that is sticky."""
     try:
         status = path.stat()
     except OSError:
         return
-    if status.st_mode & _OTHERS or status.st_uid not in (0, os.geteuid()):
+    seen = stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid
+    is_shared = not account.is_root and seen == (SHARED_MODE, 0, account.gid)
+    if not is_shared and (status.st_mode & _OTHERS or status.st_uid not in (0, os.geteuid())):
         yield high(
             "data.mode",
             f"{path} has mode {stat.S_IMODE(status.st_mode):o} and owner {status.st_uid}",
