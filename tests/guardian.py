@@ -28,6 +28,8 @@ def main(command: list[str]) -> int:
     """Run `command`, clean up after it, and return its exit status."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     before = leaks.Snapshot.take()
+    for number in (signal.SIGHUP, signal.SIGQUIT):  # nohup(1) or a shell's `&` had them ignored: tests send them
+        signal.signal(number, signal.SIG_DFL)
     process = subprocess.Popen(command)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _frame: process.send_signal(number))
