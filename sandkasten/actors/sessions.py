@@ -1,8 +1,8 @@
-"""All sessions of the node: starts their actors, turns their exits into states, adopts what outlived the last daemon.
+"""All sessions of the node: starts their actors, turns their exits into states.
 
-Owns the directory's entries, idempotency keys and admission. Never awaits a slow start in its mailbox: creating,
-adopting and finishing run as child tasks. A session actor that dies of a bug takes nobody with it: its sandbox is
-torn down and its record says `crashed`.
+Owns the directory's entries, idempotency keys and admission; what outlived the last daemon is `Reconciling`'s. Never
+awaits a slow start in its mailbox: creating, adopting and finishing run as child tasks. A session actor that dies of a
+bug takes nobody with it: its sandbox is torn down and its record says `crashed`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import logging
 import resource
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
-from typing import Any, assert_never
+from typing import Any, TypeVarTuple, assert_never
 
 import attrs
 import trio
@@ -24,15 +24,15 @@ from sandkasten.actors import store as store_actor
 from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Actor, Ask, Ref, Reply
 from sandkasten.actors.directory import SessionDirectory
-from sandkasten.actors.session import ENDINGS, SessionActor, ended_error
+from sandkasten.actors.reconciling import Reconciling
+from sandkasten.actors.session import SessionActor, ended_error
 from sandkasten.actors.session_messages import Destroy
 from sandkasten.actors.session_setup import Creation, Services
 from sandkasten.actors.unwrap import unwrap
 from sandkasten.config import Config
-from sandkasten.errors import Capacity, Conflict, SandboxError, SandkastenError, SessionNotFound, ShuttingDown
-from sandkasten.lifecycle import ENDED, LIVE, WHOLE, Event, next_status
+from sandkasten.errors import Capacity, Conflict, SandboxError, SandkastenError, ShuttingDown
+from sandkasten.lifecycle import ENDED
 from sandkasten.model import Session, SessionSpec, Status
-from sandkasten.reconcile import Action, Decision, plan_reconciliation
 from sandkasten.runtime import reserve
 from sandkasten.runtime.journal import Journal
 from sandkasten.runtime.paths import DataPaths
@@ -42,10 +42,11 @@ from sandkasten.store.sessions import SessionRecord
 
 log = logging.getLogger(__name__)
 
+Ts = TypeVarTuple("Ts")
+
 WORKSPACE_DIR = "/workspace"
 
 _CONCURRENT_BUILDS = 32
-_CONCURRENT_ENDS = 16
 _DRAIN_PAUSE_S = 0.02
 _QUIET_S = 0.02
 
@@ -134,11 +135,11 @@ class Sessions(Actor):
         self._store, self._zygote, self._images = store, zygote, images
         self._directory = directory
         self._journal, self._spool = journal, spool
+        self._reconciling = Reconciling(self, store=store, zygote=zygote, directory=directory, journal=journal)
         self._vessels_wanted = vessels
         self._max_sessions = min(config.server.max_sessions, _sessions_for_descriptors())
         self._vessels: deque[tuple[str, int]] = deque()
         self._builds = trio.CapacityLimiter(_CONCURRENT_BUILDS)
-        self._ends = trio.CapacityLimiter(_CONCURRENT_ENDS)
         self._keys: dict[str, _KeyInUse] = {}
         self._creating = 0
         self._building = 0
@@ -165,7 +166,7 @@ class Sessions(Actor):
             spool=self._spool,
             disk=self._config.disk,
         )
-        await self._reconcile()
+        await self._reconciling.reconcile()
         self._nursery.start_soon(self._refill_vessels)
 
     async def handle(self, message: Message) -> Any:
@@ -173,9 +174,9 @@ class Sessions(Actor):
             case Create(spec):
                 return self.defer(self._create_once, spec)
             case Forget(session_id):
-                return self.defer(self._forget, session_id)
+                return self.defer(self._reconciling.forget, session_id)
             case Readopt(session_id):
-                return self.defer(self._readopt, session_id)
+                return self.defer(self._reconciling.readopt, session_id)
             case DestroyAll():
                 self._is_draining = True
                 return self.defer(self._destroy_all)
@@ -284,7 +285,7 @@ class Sessions(Actor):
             session_id, incarnation = self._vessels.popleft()
             if incarnation == self._zygote.incarnation:
                 return session_id, "vessel"
-            self._nursery.start_soon(self._reap, session_id)  # it died with the nsinit that made it
+            self._nursery.start_soon(self._reconciling.reap, session_id)  # it died with the nsinit that made it
         return self._new_id(), None
 
     def _new_id(self) -> str:
@@ -301,7 +302,7 @@ class Sessions(Actor):
                 await self._zygote.ask(zygote_actor.Prepare(session_id, plan_disk(self._config.defaults.limits)))
             except SandkastenError as error:
                 log.warning("vessel_not_prepared", extra={"error": str(error)})
-                self._nursery.start_soon(self._reap, session_id)
+                self._nursery.start_soon(self._reconciling.reap, session_id)
                 return
             finally:
                 self._preparing -= 1
@@ -312,6 +313,12 @@ class Sessions(Actor):
         return is_quiet and len(self._vessels) + self._preparing < self._vessels_wanted
 
     # Actors -----------------------------------------------------------------------------------------------------
+
+    def start_task(self, work: Callable[[*Ts], Awaitable[object]], *args: *Ts) -> None:
+        self._nursery.start_soon(work, *args)
+
+    def adopt(self, record: SessionRecord) -> SessionActor:
+        return self._start_actor(record, None)
 
     def _start_actor(self, record: SessionRecord, creation: Creation | None) -> SessionActor:
         ref = Ref(f"session {record.session.id}")
@@ -328,18 +335,9 @@ class Sessions(Actor):
             await actor.run()
         except* Exception as bugs:
             log.error("session_actor_failed", extra={"session_id": session_id}, exc_info=unwrap(bugs))
-            await self._crash(actor)
+            await self._reconciling.crash(actor.record)
         finally:
             self._directory.remove(session_id)
-
-    async def _crash(self, actor: SessionActor) -> None:
-        record = actor.record
-        if record.session.status in ENDED:
-            self._directory.unwritten[record.session.id] = record
-            return
-        if record.session.status is not Status.DESTROYING:
-            record = _begin_end(record, Event.DIED, "internal error")
-        await self._finish(record, Event.DIED)
 
     async def _destroy_all(self) -> None:
         """End all there are, those included whose creation was under way when the stop came, and what nobody owns."""
@@ -351,92 +349,14 @@ class Sessions(Actor):
         found = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Scan())
         async with trio.open_nursery() as nursery:
             for each in found:
-                nursery.start_soon(self._reap, each.session_id)
+                nursery.start_soon(self._reconciling.reap, each.session_id)
 
     async def _destroy(self, ref: Ref) -> None:
-        async with self._ends:
+        async with self._reconciling.ends:
             try:
                 await ref.ask(Destroy())
             except SandkastenError as error:  # it ended on its own meanwhile, or the reaper will find it
                 log.info("destroy_skipped", extra={"actor": ref.name, "error": str(error)})
-
-    # Reconciliation ---------------------------------------------------------------------------------------------
-
-    async def _reconcile(self) -> None:
-        """Adopt what runs as recorded, end the rest; answers come from the first request on, ends take their time."""
-        records = await self._store.ask_again(store_actor.LiveSessions())
-        found = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Scan())
-        decisions = plan_reconciliation(records, found)
-        adopted = [self._start_actor(each.record, None) for each in _of(decisions, Action.ADOPT) if each.record]
-        for each in _of(decisions, Action.FINISH):
-            self._directory.reserved.add(each.session_id)
-            self._nursery.start_soon(self._finish_found, each)
-        for each in _of(decisions, Action.REAP):
-            log.warning("unknown_session", extra={"session_id": each.session_id})
-            self._directory.reserved.add(each.session_id)
-            self._nursery.start_soon(self._reap, each.session_id)
-        for actor in adopted:
-            try:
-                await actor.ready.wait()
-            except SandkastenError as error:
-                log.warning("adoption_failed", extra={"session_id": actor.session.id, "error": str(error)})
-        log.info("reconciled", extra={"adopted": len(adopted), "found": len(found), "recorded": len(records)})
-
-    async def _finish_found(self, decision: Decision) -> None:
-        record = decision.record
-        assert record is not None
-        assert decision.event is not None
-        try:
-            if record.session.status is not Status.DESTROYING and decision.event is not Event.NOT_FOUND:
-                record = _begin_end(record, decision.event, decision.reason)
-            await self._finish(record, decision.event, reason=decision.reason)
-        finally:
-            self._directory.reserved.discard(decision.session_id)
-
-    async def _finish(self, record: SessionRecord, event: Event, *, reason: str | None = None) -> Session:
-        """Tear down what is left of a session without an actor and write its final state."""
-        try:
-            async with self._ends:
-                teardown = zygote_actor.Teardown(record.session.id)
-                await zygote_actor.ask_patiently(self._zygote, teardown)
-                if event is Event.NOT_FOUND:
-                    status = next_status(record.session.status, event)
-                else:
-                    status = next_status(record.session.status, Event.TORN_DOWN, cause=event)
-                before = record.session
-                session = attrs.evolve(before, status=status, reason=reason or before.reason, epoch=before.epoch + 1)
-                ended = attrs.evolve(record, session=session, ending=event, ended_at=datetime.now(UTC))
-                await store_actor.put_or_keep(self._store, self._directory.unwritten, ended)
-                self._journal.emit(ENDINGS[session.status], session.id, reason=session.reason)
-                log.info("session_ended", extra={"session_id": session.id, "status": status, "reason": session.reason})
-                return session
-        except SandkastenError as error:  # the reaper tries again
-            log.error("finish_deferred", extra={"session_id": record.session.id, "error": str(error)})
-            return record.session
-
-    async def _reap(self, session_id: str) -> None:
-        try:
-            async with self._ends:
-                await zygote_actor.ask_patiently(self._zygote, zygote_actor.Teardown(session_id))
-        except SandkastenError as error:
-            log.error("reap_deferred", extra={"session_id": session_id, "error": str(error)})
-        finally:
-            self._directory.reserved.discard(session_id)
-
-    async def _readopt(self, session_id: str) -> None:
-        record = await self._store.ask_again(store_actor.Get(session_id))
-        if record is not None and record.session.status in WHOLE and not self._directory.owns(session_id):
-            await self._start_actor(record, None).ready.wait()
-
-    async def _forget(self, session_id: str) -> Session:
-        record = await self._store.ask_again(store_actor.Get(session_id))
-        if record is None:
-            raise SessionNotFound("no such session", session_id=session_id)
-        if record.session.status not in LIVE or self._directory.owns(session_id):
-            return record.session
-        if record.session.status is Status.DESTROYING:
-            return await self._finish(record, record.ending or Event.DESTROY)
-        return await self._finish(record, Event.NOT_FOUND, reason="nothing answered for it any more")
 
 
 def _sessions_for_descriptors() -> int:
@@ -448,13 +368,3 @@ def _sessions_for_descriptors() -> int:
 def _require_same(before: str, digest: str) -> None:
     if before != digest:
         raise Conflict("the idempotency key was used with another request")
-
-
-def _of(decisions: Sequence[Decision], action: Action) -> Sequence[Decision]:
-    return [each for each in decisions if each.action is action]
-
-
-def _begin_end(record: SessionRecord, event: Event, reason: str | None) -> SessionRecord:
-    status = next_status(record.session.status, event)
-    session = attrs.evolve(record.session, status=status, reason=reason, epoch=record.session.epoch + 1)
-    return attrs.evolve(record, session=session, ending=event)

@@ -1,0 +1,150 @@
+"""Reconciliation of sessions with what the kernel shows: adopts what runs as recorded, finishes and reaps the rest.
+
+Belongs to the sessions actor and runs in its nursery. Decides nothing itself: `reconcile.py` does, over what the store
+says and what nsinit found. Ends sessions that have no actor (any more); those that have one end in it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
+from typing import Protocol, TypeVarTuple
+
+import attrs
+import trio
+
+from sandkasten.actors import store as store_actor
+from sandkasten.actors import zygote as zygote_actor
+from sandkasten.actors.actor import Ref
+from sandkasten.actors.directory import SessionDirectory
+from sandkasten.actors.session import ENDINGS, SessionActor
+from sandkasten.errors import SandkastenError, SessionNotFound
+from sandkasten.lifecycle import ENDED, LIVE, WHOLE, Event, next_status
+from sandkasten.model import Session, Status
+from sandkasten.reconcile import Action, Decision, plan_reconciliation
+from sandkasten.runtime.journal import Journal
+from sandkasten.store.sessions import SessionRecord
+
+Ts = TypeVarTuple("Ts")
+
+log = logging.getLogger(__name__)
+
+_CONCURRENT_ENDS = 16
+
+
+class Host(Protocol):
+    """The sessions actor as its reconciliation sees it."""
+
+    def start_task(self, work: Callable[[*Ts], Awaitable[object]], *args: *Ts) -> None: ...
+
+    def adopt(self, record: SessionRecord) -> SessionActor: ...
+
+
+class Reconciling:
+    """See the module's docstring. `ends`: how many teardowns may be under way at once."""
+
+    def __init__(self, host: Host, *, store: Ref, zygote: Ref, directory: SessionDirectory, journal: Journal) -> None:
+        self._host = host
+        self._store, self._zygote = store, zygote
+        self._directory = directory
+        self._journal = journal
+        self.ends = trio.CapacityLimiter(_CONCURRENT_ENDS)
+
+    async def reconcile(self) -> None:
+        """Adopt what runs as recorded, end the rest; answers come from the first request on, ends take their time."""
+        records = await self._store.ask_again(store_actor.LiveSessions())
+        found = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Scan())
+        decisions = plan_reconciliation(records, found)
+        adopted = [self._host.adopt(each.record) for each in _of(decisions, Action.ADOPT) if each.record]
+        for each in _of(decisions, Action.FINISH):
+            self._directory.reserved.add(each.session_id)
+            self._host.start_task(self._finish_found, each)
+        for each in _of(decisions, Action.REAP):
+            log.warning("unknown_session", extra={"session_id": each.session_id})
+            self._directory.reserved.add(each.session_id)
+            self._host.start_task(self.reap, each.session_id)
+        for actor in adopted:
+            try:
+                await actor.ready.wait()
+            except SandkastenError as error:
+                log.warning("adoption_failed", extra={"session_id": actor.session.id, "error": str(error)})
+        log.info("reconciled", extra={"adopted": len(adopted), "found": len(found), "recorded": len(records)})
+
+    async def _finish_found(self, decision: Decision) -> None:
+        record = decision.record
+        assert record is not None
+        assert decision.event is not None
+        try:
+            if record.session.status is not Status.DESTROYING and decision.event is not Event.NOT_FOUND:
+                record = _begin_end(record, decision.event, decision.reason)
+            await self._finish(record, decision.event, reason=decision.reason)
+        finally:
+            self._directory.reserved.discard(decision.session_id)
+
+    async def crash(self, record: SessionRecord) -> None:
+        """End a session whose actor died of a bug; an end that was all but written is written."""
+        if record.session.status in ENDED:
+            self._directory.unwritten[record.session.id] = record
+            return
+        if record.session.status is not Status.DESTROYING:
+            record = _begin_end(record, Event.DIED, "internal error")
+        await self._finish(record, Event.DIED)
+
+    async def _finish(self, record: SessionRecord, event: Event, *, reason: str | None = None) -> Session:
+        """Tear down what is left of a session without an actor and write its final state."""
+        try:
+            async with self.ends:
+                teardown = zygote_actor.Teardown(record.session.id)
+                await zygote_actor.ask_patiently(self._zygote, teardown)
+                if event is Event.NOT_FOUND:
+                    status = next_status(record.session.status, event)
+                else:
+                    status = next_status(record.session.status, Event.TORN_DOWN, cause=event)
+                before = record.session
+                session = attrs.evolve(before, status=status, reason=reason or before.reason, epoch=before.epoch + 1)
+                ended = attrs.evolve(record, session=session, ending=event, ended_at=datetime.now(UTC))
+                await store_actor.put_or_keep(self._store, self._directory.unwritten, ended)
+                self._journal.emit(ENDINGS[session.status], session.id, reason=session.reason)
+                log.info("session_ended", extra={"session_id": session.id, "status": status, "reason": session.reason})
+                return session
+        except SandkastenError as error:  # the reaper tries again
+            log.error("finish_deferred", extra={"session_id": record.session.id, "error": str(error)})
+            return record.session
+
+    async def reap(self, session_id: str) -> None:
+        """Remove what there is of an id that is nobody's."""
+        try:
+            async with self.ends:
+                await zygote_actor.ask_patiently(self._zygote, zygote_actor.Teardown(session_id))
+        except SandkastenError as error:
+            log.error("reap_deferred", extra={"session_id": session_id, "error": str(error)})
+        finally:
+            self._directory.reserved.discard(session_id)
+
+    async def readopt(self, session_id: str) -> None:
+        """Take over a sandbox that runs as recorded and has no actor."""
+        record = await self._store.ask_again(store_actor.Get(session_id))
+        if record is not None and record.session.status in WHOLE and not self._directory.owns(session_id):
+            await self._host.adopt(record).ready.wait()
+
+    async def forget(self, session_id: str) -> Session:
+        """End a session that has no actor though its record says it lives."""
+        record = await self._store.ask_again(store_actor.Get(session_id))
+        if record is None:
+            raise SessionNotFound("no such session", session_id=session_id)
+        if record.session.status not in LIVE or self._directory.owns(session_id):
+            return record.session
+        if record.session.status is Status.DESTROYING:
+            return await self._finish(record, record.ending or Event.DESTROY)
+        return await self._finish(record, Event.NOT_FOUND, reason="nothing answered for it any more")
+
+
+def _of(decisions: Sequence[Decision], action: Action) -> Sequence[Decision]:
+    return [each for each in decisions if each.action is action]
+
+
+def _begin_end(record: SessionRecord, event: Event, reason: str | None) -> SessionRecord:
+    status = next_status(record.session.status, event)
+    session = attrs.evolve(record.session, status=status, reason=reason, epoch=record.session.epoch + 1)
+    return attrs.evolve(record, session=session, ending=event)
