@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from nsinit.protocol import SeccompProfile
-from sandkasten.actors.sessions import Node
+from sandkasten.actors.creating import Node
 from sandkasten.actors.supervisor import ChildSpec, ChildSupervisor
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config, ConfigError

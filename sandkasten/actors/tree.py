@@ -27,12 +27,12 @@ import trio
 from nsinit.protocol import SeccompProfile
 from sandkasten.actors import events, images, reaper, sessions, store, zygote
 from sandkasten.actors.actor import Ask, R, Ref
+from sandkasten.actors.creating import Node
 from sandkasten.actors.directory import Entry, SessionDirectory
 from sandkasten.actors.files import LocalFileReader, LocalFileWriter, open_reader, open_writer
 from sandkasten.actors.node_view import NodeFacts, describe_node, describe_system
 from sandkasten.actors.session import ended_error
 from sandkasten.actors.session_messages import Borrow, Destroy, PauseSession, ResumeSession, Stats, Update
-from sandkasten.actors.sessions import Node
 from sandkasten.actors.supervisor import ChildSpec
 from sandkasten.actors.tree_work import WorkOfSessions
 from sandkasten.config import MIB, Config
