@@ -26,6 +26,7 @@ from sandkasten.images.host import ensure_host_image
 from sandkasten.machine import Machine, System
 from sandkasten.runtime import precheck
 from sandkasten.runtime.account import ROOT
+from sandkasten.runtime.boot import read_boot_id
 from sandkasten.runtime.data_dir import hand_over, locked, make_data_dir
 from sandkasten.runtime.nsinit_process import StartNsinit, start_as_child
 from sandkasten.runtime.paths import DataPaths
@@ -229,7 +230,7 @@ def _prepare(config: Config) -> tuple[Catalog, Node]:
     catalog = Catalog(config.data_dir, aliases=config.image_aliases, allowed=config.allowed_images)
     if os.geteuid() == 0:
         prepare_images(catalog)
-    return catalog, Node(node_id, incarnation)
+    return catalog, Node(node_id, incarnation, read_boot_id())
 
 
 def prepare_images(catalog: Catalog) -> None:

@@ -15,6 +15,8 @@ from sandkasten.lifecycle import Event
 from sandkasten.model import Status
 from sandkasten.store.sessions import SessionRecord
 
+HOST_REBOOT = "the machine was restarted"
+
 
 class Action(enum.StrEnum):
     """What happens to one session id."""
@@ -40,16 +42,18 @@ class Decision:
     reason: str | None = None
 
 
-def plan_reconciliation(records: Sequence[SessionRecord], found: Sequence[Found]) -> Sequence[Decision]:
-    """Return one decision for every id in `records` (live ones of the store) or `found` (nsinit's scan)."""
+def plan_reconciliation(
+    records: Sequence[SessionRecord], found: Sequence[Found], *, boot_id: str
+) -> Sequence[Decision]:
+    """Return one decision for every id in `records` (live ones of the store) or `found` (nsinit's scan, this boot)."""
     seen: Mapping[str, Found] = {each.session_id: each for each in found}
     known = {record.session.id for record in records}
-    decisions = [_decide(record, seen.get(record.session.id)) for record in records]
+    decisions = [_decide(record, seen.get(record.session.id), boot_id) for record in records]
     decisions += [Decision(each.session_id, Action.REAP) for each in found if each.session_id not in known]
     return decisions
 
 
-def _decide(record: SessionRecord, found: Found | None) -> Decision:
+def _decide(record: SessionRecord, found: Found | None, boot_id: str) -> Decision:
     session = record.session
 
     def finish(event: Event, reason: str | None) -> Decision:
@@ -60,12 +64,19 @@ def _decide(record: SessionRecord, found: Found | None) -> Decision:
             return finish(Event.BUILD_FAILED, "the daemon stopped while the session was being created")
         case Status.DESTROYING:
             return finish(record.ending or Event.DESTROY, session.reason)
+        case _ if is_of_another_boot(record, boot_id):
+            return finish(Event.NOT_FOUND, HOST_REBOOT)
         case _ if found is None or found.identity is None:
             return finish(Event.NOT_FOUND, "its processes were gone when the daemon started")
         case _ if not _is_same(record, found):
             return finish(Event.NOT_FOUND, "another process runs under its id")
         case _:
             return Decision(session.id, Action.ADOPT, record)
+
+
+def is_of_another_boot(record: SessionRecord, boot_id: str) -> bool:
+    """Whether the machine was restarted since: whatever bears the recorded pid now is somebody else."""
+    return record.identity is not None and record.identity.boot_id not in (None, boot_id)
 
 
 def _is_same(record: SessionRecord, found: Found) -> bool:

@@ -36,10 +36,11 @@ _FDS_RESERVED = 200
 
 @attrs.frozen
 class Node:
-    """Who this daemon is: the id that is part of every session id, and which start this is."""
+    """Who this daemon is: the id that is part of every session id, which start this is, and of which boot."""
 
     id: str
     incarnation: int
+    boot_id: str
 
     def new_session_id(self) -> str:
         return secrets.token_hex(8) + self.id

@@ -44,18 +44,21 @@ class Host(Protocol):
 class Reconciling:
     """See the module's docstring. `ends`: how many teardowns may be under way at once."""
 
-    def __init__(self, host: Host, *, store: Ref, zygote: Ref, directory: SessionDirectory, journal: Journal) -> None:
+    def __init__(
+        self, host: Host, *, store: Ref, zygote: Ref, directory: SessionDirectory, journal: Journal, boot_id: str
+    ) -> None:
         self._host = host
         self._store, self._zygote = store, zygote
         self._directory = directory
         self._journal = journal
+        self._boot_id = boot_id
         self.ends = trio.CapacityLimiter(_CONCURRENT_ENDS)
 
     async def reconcile(self) -> None:
         """Adopt what runs as recorded, end the rest; answers come from the first request on, ends take their time."""
         records = await self._store.ask_again(store_actor.LiveSessions())
         found = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Scan())
-        decisions = plan_reconciliation(records, found)
+        decisions = plan_reconciliation(records, found, boot_id=self._boot_id)
         adopted = [self._host.adopt(each.record) for each in _of(decisions, Action.ADOPT) if each.record]
         for each in _of(decisions, Action.FINISH):
             self._directory.reserved.add(each.session_id)

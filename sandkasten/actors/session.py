@@ -254,7 +254,7 @@ class SessionActor(Actor):
     def _hold(self, sandbox: zygote_actor.Sandbox) -> None:
         self._watch.hold(sandbox)
         identity = sandbox.identity
-        kernel = KernelIdentity(identity.pid, identity.start_ticks, identity.pid_ns)
+        kernel = KernelIdentity(identity.pid, identity.start_ticks, identity.pid_ns, self._services.boot_id)
         self._own.note(identity=kernel)
         self._link = RunnerLink(self._services.paths.run_dir(self.session.id))
 
@@ -267,6 +267,8 @@ class SessionActor(Actor):
         if patience.cancelled_caught:
             raise RunnerLost("the sandbox's init does not answer")
         match answer:
+            case runner_protocol.HelloReply(version=runner_protocol.PROTOCOL_VERSION, shell=""):
+                raise SandboxError("the daemon stopped before the session was set up")  # nobody was told of it
             case runner_protocol.HelloReply(version=runner_protocol.PROTOCOL_VERSION):
                 self._own.change(cwd=answer.cwd)
                 self._work.runs.shells.adopt(answer)

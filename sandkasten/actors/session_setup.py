@@ -26,6 +26,7 @@ class Services:
     zygote: Ref
     directory: SessionDirectory
     paths: DataPaths
+    boot_id: str
     cgroup_dirs: Mapping[str, str]
     shell_queue_length: int
     maximum: Maximum

@@ -108,7 +108,9 @@ class Sessions(Actor):
         self._store, self._zygote, self._images = store, zygote, images
         self._directory = directory
         self._journal, self._spool = journal, spool
-        self._reconciling = Reconciling(self, store=store, zygote=zygote, directory=directory, journal=journal)
+        self._reconciling = Reconciling(
+            self, store=store, zygote=zygote, directory=directory, journal=journal, boot_id=node.boot_id
+        )
         self._vessels = Vessels(
             zygote,
             directory,
@@ -136,6 +138,7 @@ class Sessions(Actor):
             zygote=self._zygote,
             directory=self._directory,
             paths=DataPaths(self._config.data_dir),
+            boot_id=self._node.boot_id,
             cgroup_dirs=ready.cgroup_dirs,
             shell_queue_length=self._config.server.shell_queue_length,
             maximum=self._config.maximum,

@@ -33,6 +33,7 @@ _MAX_MOMENT_S = 253_402_300_799.0
 _MAX_SPAN_S = 10 * 366 * 86_400.0
 _MAX_COUNT = 2**63 - 1
 _MAX_PID = 2**22
+_BOOT_ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")
 
 
 _TABLE = """
@@ -169,6 +170,7 @@ _CHECKS: Mapping[str, Callable[[object], bool]] = {
     "pid": _or_none(_count(_MAX_PID)),
     "start_ticks": _or_none(_count()),
     "pid_ns": _or_none(_count()),
+    "boot_id": _or_none(_name(_BOOT_ID)),
     "idempotency_key": _or_none(_text),
     "spec_digest": _text,
 }

@@ -21,11 +21,13 @@ from sandkasten.store.checked import check_session, count_of, set_aside
 
 @attrs.frozen
 class KernelIdentity:
-    """PID 1 of the session as the kernel knew it: pid, start time in clock ticks, inode of its pid namespace."""
+    """PID 1 of the session as the kernel knew it: pid, start time in clock ticks, inode of its pid namespace; all three
+    mean something within one boot only. `boot_id` None: written by a version that did not know it."""
 
     pid: int
     start_ticks: int
     pid_ns: int
+    boot_id: str | None = None
 
 
 @attrs.frozen
@@ -45,7 +47,7 @@ class SessionRecord:
 _COLUMNS = (
     *("id", "status", "image", "cwd", "workspace_id", "created_at", "expires_at", "last_activity", "ended_at"),
     *("ttl_s", "max_lifetime_s", "limits", "labels", "options", "pause", "acquire_source", "reason", "ending"),
-    *("epoch", "incarnation", "pid", "start_ticks", "pid_ns", "idempotency_key", "spec_digest"),
+    *("epoch", "incarnation", "pid", "start_ticks", "pid_ns", "boot_id", "idempotency_key", "spec_digest"),
 )
 
 _PUT = (
@@ -146,6 +148,7 @@ def _to_row(record: SessionRecord) -> dict[str, object]:
         "pid": identity.pid if identity else None,
         "start_ticks": identity.start_ticks if identity else None,
         "pid_ns": identity.pid_ns if identity else None,
+        "boot_id": identity.boot_id if identity else None,
         "idempotency_key": record.idempotency_key,
         "spec_digest": record.spec_digest,
     }
@@ -170,7 +173,9 @@ def _from_row(row: sqlite3.Row) -> SessionRecord:
         reason=row["reason"],
         epoch=row["epoch"],
     )
-    identity = KernelIdentity(row["pid"], row["start_ticks"], row["pid_ns"]) if row["pid"] is not None else None
+    identity = None
+    if row["pid"] is not None:
+        identity = KernelIdentity(row["pid"], row["start_ticks"], row["pid_ns"], row["boot_id"])
     return SessionRecord(
         session=session,
         incarnation=row["incarnation"],
