@@ -115,12 +115,14 @@ class Start:
 class Prepare:
     """Make a blank vessel for a session id to come: cloned, in its cgroup, nothing of an image mounted yet.
 
-    A later `Build` of that id starts from it; a `Teardown` discards it. It dies with nsinit. `disk` is what the build
-    will probably ask for; it may ask for something else. Answer: `Ok` or `Failed`.
+    A later `Build` of that id starts from it; a `Teardown` discards it. It dies with nsinit. `limits`, in force before
+    the process exists, and `disk` are what the build will probably ask for; it may ask for something else. Answer: `Ok`
+    or `Failed`.
     """
 
     seq: int
     session_id: str
+    limits: Limits
     disk: DiskLimits = DEFAULT_DISK
 
 

@@ -25,7 +25,6 @@ from nsinit.disk import running
 from nsinit.disk.mechanism import Usage
 from nsinit.identity import find_identity, open_verified, read_identity, require_identity
 from nsinit.limits import change as change_limits
-from nsinit.limits import first as first_limits
 from nsinit.log import log
 from nsinit.paths import Layout
 from nsinit.protocol import MAX_DATAGRAM_BYTES, Attached, Build, Built, DiskLimits, Found, Limits, SandboxPlan
@@ -68,11 +67,11 @@ class Sessions:
     _deleting: bool = False
     _hurry: Event = field(default_factory=Event)
 
-    def prepare(self, session_id: str, disk: DiskLimits) -> Generator[Wait, bool, None]:
+    def prepare(self, session_id: str, limits: Limits, disk: DiskLimits) -> Generator[Wait, bool, None]:
         """Make a blank vessel. Raises `StepFailed`, and then nothing is left."""
         yield from self._admit()
         try:
-            vessel = self.vessels[session_id] = self._make_vessel(session_id, None)
+            vessel = self.vessels[session_id] = self._make_vessel(session_id, limits)
             try:
                 outcome = yield from self._order(vessel, None, disk)
                 yield Wait(event=outcome.done)
@@ -93,9 +92,9 @@ class Sessions:
             vessel = vessel or self._make_vessel(session_id, request.plan.limits)
             self._filling.add(session_id)
             try:
-                if is_prepared:
+                if vessel.limits != request.plan.limits:
                     with vessel.steps.step("limits"):
-                        first_limits(vessel.cgroup, request.plan.limits)
+                        yield from change_limits(vessel.cgroup, request.plan.limits)
                 outcome = yield from self._order(vessel, request.plan, request.plan.disk, is_blank_done=is_prepared)
                 return (yield from self._fill(vessel, request, outcome))
             except StepFailed:
@@ -232,7 +231,7 @@ class Sessions:
             self._deleting = True
             self.scheduler.spawn(self._delete_trash())
 
-    def _make_vessel(self, session_id: str, limits: Limits | None) -> Vessel:
+    def _make_vessel(self, session_id: str, limits: Limits) -> Vessel:
         if session_id in self.processes:
             raise StepFailed("session", "the session exists", errno=errno.EEXIST)
         path = self.foundry.machine.layout.session(session_id)

@@ -57,6 +57,7 @@ class Vessel:
     process: Process
     cgroup: SessionCgroup
     control: socket.socket
+    limits: Limits
     steps: Steps
 
 
@@ -69,8 +70,8 @@ class Foundry:
     slots: SlotTable
     forker: Forker
 
-    def make(self, session_id: str, limits: Limits | None) -> Vessel:
-        """Make a vessel; the limits, if they are known, are in force before the process exists.
+    def make(self, session_id: str, limits: Limits) -> Vessel:
+        """Make a vessel; the limits are in force before the process exists.
 
         Raises:
             StepFailed: nothing of it is left.
@@ -82,8 +83,7 @@ class Foundry:
                 cgroup.make()
                 undo.callback(cgroup.remove)
                 cgroup.set_share(BUILDING_SHARE)
-                if limits is not None:
-                    first_limits(cgroup, limits)
+                first_limits(cgroup, limits)
             with steps.step("slot"):
                 slot = self.slots.take()
                 undo.callback(self.slots.free, slot)
@@ -95,7 +95,7 @@ class Foundry:
             with listener, theirs, steps.step("clone"):
                 process = self._clone(cgroup, slot, listener, theirs)
             undo.pop_all()
-        return Vessel(session_id, process, cgroup, ours, steps)
+        return Vessel(session_id, process, cgroup, ours, limits, steps)
 
     def builder_fds(self, vessel: Vessel, plan: SandboxPlan | None) -> list[int]:
         """Return what a builder gets along with an order, in `builder.Order`'s order."""

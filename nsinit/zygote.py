@@ -223,8 +223,9 @@ class Zygote:
 
     def _prepare(self, request: Prepare) -> Work:
         check_session_id(request.session_id)
+        check_limits(request.limits)
         check_disk(request.disk)
-        yield from self._sessions.prepare(request.session_id, request.disk)
+        yield from self._sessions.prepare(request.session_id, request.limits, request.disk)
         return Ok(request.seq), []
 
     def _build(self, request: Build) -> Work:

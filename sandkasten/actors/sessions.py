@@ -32,7 +32,6 @@ from sandkasten.errors import SandkastenError
 from sandkasten.model import Session, SessionSpec
 from sandkasten.runtime.journal import Journal
 from sandkasten.runtime.paths import DataPaths
-from sandkasten.runtime.plan import plan_disk
 from sandkasten.runtime.spool import Spool
 from sandkasten.store.sessions import SessionRecord
 
@@ -115,7 +114,7 @@ class Sessions(Actor):
             zygote,
             directory,
             wanted=vessels,
-            disk=plan_disk(config.defaults.limits),
+            limits=config.defaults.limits,
             new_id=node.new_session_id,
             reap=lambda session_id: self.start_task(self._reconciling.reap, session_id),
         )

@@ -12,11 +12,12 @@ from collections.abc import Callable
 
 import trio
 
-from nsinit.protocol import DiskLimits
 from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.directory import SessionDirectory
 from sandkasten.errors import SandkastenError
+from sandkasten.model import Limits
+from sandkasten.runtime.plan import plan_disk, plan_limits
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ _QUIET_S = 0.02
 
 
 class Vessels:
-    """See the module's docstring. `disk`: how large that of the next session will probably be."""
+    """See the module's docstring. `limits`: what the next session will probably be given."""
 
     def __init__(
         self,
@@ -32,12 +33,12 @@ class Vessels:
         directory: SessionDirectory,
         *,
         wanted: int,
-        disk: DiskLimits,
+        limits: Limits,
         new_id: Callable[[], str],
         reap: Callable[[str], None],
     ) -> None:
         self._zygote, self._directory = zygote, directory
-        self._wanted, self._disk = wanted, disk
+        self._wanted, self._limits = wanted, limits
         self._new_id, self._reap = new_id, reap
         self._ready: deque[tuple[str, int]] = deque()
         self._preparing = 0
@@ -62,7 +63,9 @@ class Vessels:
             self._directory.reserved.add(session_id)
             self._preparing += 1
             try:
-                await self._zygote.ask(zygote_actor.Prepare(session_id, self._disk))
+                await self._zygote.ask(
+                    zygote_actor.Prepare(session_id, plan_limits(self._limits), plan_disk(self._limits))
+                )
             except SandkastenError as error:
                 log.warning("vessel_not_prepared", extra={"error": str(error)})
                 self._reap(session_id)

@@ -52,9 +52,10 @@ class Ping(Ask[None]):
 
 @attrs.frozen
 class Prepare(Ask[None]):
-    """Make a blank vessel for a session id to come, with a disk of the size it will probably want."""
+    """Make a blank vessel for a session id to come, with the limits and the disk that it will probably want."""
 
     session_id: str
+    limits: protocol.Limits
     disk: protocol.DiskLimits
 
 
@@ -267,8 +268,8 @@ class Zygote(Actor):
                 return self._ready
             case Ping():
                 return self.defer(self._ping)
-            case Prepare(session_id, disk):
-                return self.defer(self._ok, protocol.Prepare(self._link.next_seq(), session_id, disk))
+            case Prepare(session_id, limits, disk):
+                return self.defer(self._ok, protocol.Prepare(self._link.next_seq(), session_id, limits, disk))
             case Build(plan):
                 return self.defer(self._sandbox, protocol.Build(self._link.next_seq(), plan))
             case Attach(session_id):

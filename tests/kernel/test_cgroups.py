@@ -42,19 +42,35 @@ def _event_fired(fd: int, kind: str) -> bool:
     return bool(poller.poll(PATIENCE_S * 1000))
 
 
+def _limits(server: Nsinit, session_id: str) -> tuple[str, str, str]:
+    """Return memory in bytes, pids and cpu quota in microseconds, as the kernel has them."""
+    return (
+        _value(server, session_id, "memory", "memory.max", "memory.limit_in_bytes"),
+        _value(server, session_id, "pids", "pids.max"),
+        _value(server, session_id, "cpu", "cpu.max", "cpu.cfs_quota_us").split()[0],
+    )
+
+
 def test_limits_are_written_in_every_hierarchy(server: Nsinit) -> None:
     """Memory, swap, pids and cpu hold what the plan says."""
     box = server.build(host_plan(limits=replace(SMALL, pids=33, cpu_quota_us=50_000)))
-    assert _value(server, box.session_id, "memory", "memory.max", "memory.limit_in_bytes") == str(48 << 20)
-    assert _value(server, box.session_id, "pids", "pids.max") == "33"
-    assert _value(server, box.session_id, "cpu", "cpu.max", "cpu.cfs_quota_us").split()[0] == "50000"
+    assert _limits(server, box.session_id) == (str(48 << 20), "33", "50000")
     box.teardown()
+
+
+def test_a_prepared_vessel_has_limits_from_its_birth_and_then_those_of_the_plan(server: Nsinit) -> None:
+    """What it will probably be given, before it exists; what the plan says, before the image is touched."""
+    plan = host_plan(limits=replace(SMALL, pids=33))
+    server.ask(Prepare, session_id=plan.session_id, limits=ROOMY)
+    assert _limits(server, plan.session_id) == (str(256 << 20), "64", "200000")
+    server.build(plan)
+    assert _limits(server, plan.session_id) == (str(48 << 20), "33", str(SMALL.cpu_quota_us))
 
 
 def test_a_session_goes_before_others_only_while_it_is_built(server: Nsinit) -> None:
     """Its share of the processors is the usual one before anything foreign runs in it, and when it is found again."""
     plan = host_plan()
-    assert isinstance(server.ask(Prepare, session_id=plan.session_id)[0], Ok)
+    assert isinstance(server.ask(Prepare, session_id=plan.session_id, limits=plan.limits)[0], Ok)
     (usual,) = {_value(server, server.build(host_plan()).session_id, "cpu", *SHARES)}
     assert usual in ("100", "1024")
     assert int(_value(server, plan.session_id, "cpu", *SHARES)) == 100 * int(usual)

@@ -16,7 +16,17 @@ from pathlib import Path
 import pytest
 
 from nsinit.protocol import AskDisk, DiskLimits, DiskUse, DiskWish, Failed, Ok, Prepare, Ready, SetDisk
-from tests.kernel.harness import Nsinit, Sandbox, data_directory, host_plan, new_id, run_outside, running, wait_until
+from tests.kernel.harness import (
+    ROOMY,
+    Nsinit,
+    Sandbox,
+    data_directory,
+    host_plan,
+    new_id,
+    run_outside,
+    running,
+    wait_until,
+)
 
 MIB = 1 << 20
 SMALL = DiskLimits(size_bytes=32 * MIB, inodes=2000)
@@ -221,7 +231,7 @@ def test_no_trick_gets_more_than_the_limit(server: Nsinit, tmp_path: Path) -> No
 def test_a_vessel_made_for_another_size_gets_the_right_one(server: Nsinit) -> None:
     """What was prepared is only a guess; the plan decides."""
     session_id = new_id()
-    server.ask(Prepare, session_id=session_id, disk=DiskLimits(64 * MIB, 4000))
+    server.ask(Prepare, session_id=session_id, limits=ROOMY, disk=DiskLimits(64 * MIB, 4000))
     sandbox = server.build(host_plan(session_id, disk=SMALL))
     use = use_of(server, sandbox)
     assert 0 < use.limit_bytes <= SMALL.size_bytes
@@ -280,8 +290,8 @@ def test_no_loop_device_outlives_its_session() -> None:
             killed, kept = (server.build(host_plan(disk=SMALL)) for _ in range(2))
             os.kill(killed.pid, signal.SIGKILL)
             wait_until(lambda: len(loops_of(data_dir)) == 1, "the device of the killed session went")
-            server.ask(Prepare, session_id=new_id(), disk=SMALL)
-            server.send(Prepare, session_id=new_id(), disk=SMALL)
+            server.ask(Prepare, session_id=new_id(), limits=ROOMY, disk=SMALL)
+            server.send(Prepare, session_id=new_id(), limits=ROOMY, disk=SMALL)
             server.kill()
             wait_until(lambda: len(loops_of(data_dir)) == 1, "only the device of the running session is there")
         with running(data_dir, node_id, disk="loop") as server:

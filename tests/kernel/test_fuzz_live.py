@@ -30,7 +30,7 @@ from nsinit.protocol import (
     Scanned,
     Start,
 )
-from nsinit.validate import InvalidName, check_plan, check_session_id, check_workspace_id
+from nsinit.validate import InvalidName, check_limits, check_plan, check_session_id, check_workspace_id
 from runner.protocol import FROM_DAEMON, MAX_REQUEST_BYTES, FrameDecoder, Kind, encode_frame
 from runner.protocol import REQUESTS as RUNNER_REQUESTS
 from sandkasten.actors.tree import LocalSupervisor
@@ -93,8 +93,9 @@ def _is_sound(request: object) -> bool:
         match request:
             case Build(plan=plan):
                 check_plan(plan)
-            case Prepare(session_id=session_id):
+            case Prepare(session_id=session_id, limits=limits):
                 check_session_id(session_id)
+                check_limits(limits)
             case MakeWorkspace(workspace_id=workspace_id):
                 check_workspace_id(workspace_id)
             case _:

@@ -18,7 +18,7 @@ from nsinit.forker import NAME as FORKER
 from nsinit.pid1 import Init
 from nsinit.protocol import Build, Failed, Prepare, SandboxPlan, Teardown
 from nsinit.seccomp.filters import Filters
-from tests.kernel.harness import Nsinit, data_directory, host_plan, new_id, running, wait_until
+from tests.kernel.harness import ROOMY, Nsinit, data_directory, host_plan, new_id, running, wait_until
 
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "pid_for_children", "user", "uts")
 
@@ -110,7 +110,7 @@ def test_helpers_keep_nothing_of_a_session(server: Nsinit) -> None:
     before = _all_holdings(server)
     sandboxes = [server.build(host_plan()) for _ in range(4)]
     prepared = new_id()
-    server.ask(Prepare, session_id=prepared)
+    server.ask(Prepare, session_id=prepared, limits=ROOMY)
     assert _all_holdings(server) == before
     for sandbox in sandboxes:
         assert all(

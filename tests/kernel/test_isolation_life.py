@@ -145,7 +145,7 @@ def test_hanging_up_discards_blank_vessels_and_keeps_sessions(data_dir: Path) ->
     with running(data_dir, "node-000000000003") as first:
         sandbox = first.build(host_plan())
         spare = new_id()
-        first.ask(Prepare, session_id=spare)
+        first.ask(Prepare, session_id=spare, limits=ROOMY)
         first.close()
         assert first.traces(spare) == []
         assert sandbox.run("echo alive").out == "alive\n"
