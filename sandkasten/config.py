@@ -243,6 +243,7 @@ class Server:
     log_level: Literal["debug", "info", "warning", "error"] = attrs.field(
         default="info", validator=_one_of("debug", "info", "warning", "error")
     )
+    log_format: Literal["json", "text"] = attrs.field(default="json", validator=_one_of("json", "text"))
 
 
 @attrs.frozen
@@ -250,7 +251,8 @@ class Runs:
     """Commands, processes and terminals. The graces are how long each rung of the kill ladder waits for the one before.
 
     Output of an ended run is kept for `keep_seconds`, or until its session's newer output needs the `keep_mb`.
-    `allow_unlimited`: a client may ask for a command without time limit.
+    `allow_unlimited`: a client may ask for a command without time limit. `pass_traceparent`: what runs finds the trace
+    of its request in the variable `TRACEPARENT`.
     """
 
     interrupt_grace_ms: int = attrs.field(default=200, validator=_between(0, 3_600_000))
@@ -259,6 +261,7 @@ class Runs:
     allow_unlimited: bool = False
     keep_seconds: int = attrs.field(default=900, validator=_between(1, 7 * 86_400))
     keep_mb: int = attrs.field(default=64, validator=_between(1, 1024 * 1024))
+    pass_traceparent: bool = False
     spool_memory_mb: int = attrs.field(default=64, validator=_between(1, 1024 * 1024))
 
 

@@ -1,66 +1,119 @@
-"""Logs: one JSON object a line on stderr, with the request and the session it is about.
+"""Logs: one line for each thing that happened, with the request, the trace, the key and the session it is about.
 
-Modules log with `logging.getLogger(__name__)` and put facts into `extra`; this module owns the format alone. Commands,
-their output and environments are not logged above DEBUG, secrets never: callers keep to that, nothing is filtered here.
+Modules log an event's name with `logging.getLogger(__name__)` and put facts into `extra`; this module owns the format
+alone. Commands, their output and environments are not logged above DEBUG, secrets never: callers keep to that, nothing
+is filtered here. Lines are ASCII whatever is in them: no text can begin another line or drive a terminal.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import os
 import queue
+import re
+import select
 import sys
 import threading
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TextIO
 
 from sandkasten import logcontext
 
 QUEUE_LINES = 10_000
+QUEUE_BYTES = 16 * 1024 * 1024
 CLOSE_S = 2.0
 
+_WRITE_BYTES = 64 * 1024
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_PLAIN = re.compile(r"[!#-<>-~]+\Z", re.ASCII)
+"""A value that needs no quotes: visible, without `=` and `"`."""
+
+
+def facts_of(record: logging.LogRecord) -> dict[str, object]:
+    """Return what is known of an event: whose work it is part of, and what the caller says."""
+    origin = logcontext.origin.get()
+    facts: dict[str, object] = {
+        "session_id": logcontext.session_id.get(),
+        "request_id": origin.request_id,
+        "trace_id": None if origin.trace is None else origin.trace.trace_id,
+        "key_id": origin.key_id,
+    }
+    facts |= {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    return {key: value for key, value in facts.items() if value is not None}
+
+
+def time_of(record: logging.LogRecord) -> str:
+    """Return when it happened, in UTC (RFC 3339)."""
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 class JsonFormatter(logging.Formatter):
-    """One line of ASCII JSON: whatever a message contains, it can't start a second line or drive a terminal."""
+    """For machines: one JSON object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, object] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "time": time_of(record),
             "level": record.levelname.lower(),
+            "event": record.getMessage(),
             "logger": record.name,
-            "message": record.getMessage(),
-            "request_id": logcontext.request_id.get(),
-            "session_id": logcontext.session_id.get(),
         }
-        entry |= {key: value for key, value in vars(record).items() if key not in _STANDARD}
+        entry |= facts_of(record)
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps({key: value for key, value in entry.items() if value is not None}, default=str)
+        return json.dumps(entry, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    """For people: time, level, event, then facts as `name=value`; a traceback follows, each line of it behind a bar."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        head = [time_of(record), f"{record.levelname.lower():7}", _escape(record.getMessage())]
+        lines = [" ".join([*head, *(f"{_escape(key)}={_value(value)}" for key, value in facts_of(record).items())])]
+        if record.exc_info:
+            lines += [f"  | {_escape(line)}" for line in self.formatException(record.exc_info).split("\n")]
+        return "\n".join(lines)
+
+
+def _value(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if not isinstance(value, str) or _PLAIN.match(text) else json.dumps(text)
+
+
+def _escape(text: str) -> str:
+    return json.dumps(text)[1:-1].replace('\\"', '"')
+
+
+FORMATS: dict[str, Callable[[], logging.Formatter]] = {"json": JsonFormatter, "text": TextFormatter}
 
 
 class LogWriter(logging.Handler):
     """Formats in the thread that logs, and writes in a thread of its own, so that a reader of the log that stalls never
-    stops the event loop. At most `QUEUE_LINES` wait; what comes on top is counted and reported when there is room.
+    stops the event loop. What waits is bounded; what comes on top is counted, and reported when there is room.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, format: str = "json") -> None:
         super().__init__()
-        self.setFormatter(JsonFormatter())
-        self._stream = stream
+        self.setFormatter(FORMATS[format]())
+        self._put = _sink(stream)
         self._lines: queue.Queue[str | None] = queue.Queue(QUEUE_LINES)
-        self._dropped = 0
+        self._waiting_bytes = 0
+        self._counting = threading.Lock()
+        self._unreported = 0
+        self.dropped = 0
+        """How many lines were lost in all."""
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._lines.put_nowait(self.format(record))
-        except queue.Full:
-            self._dropped += 1
-        except Exception:  # noqa: BLE001 - logging must not fail its caller
-            self.handleError(record)
+            self._enqueue(self.format(record) + "\n")
+        except Exception as error:  # noqa: BLE001 - logging must not fail its caller, nor wait for the stream itself
+            failed = {"name": record.name, "msg": "log_line_failed", "levelname": "ERROR", "levelno": logging.ERROR}
+            facts = {"template": str(record.msg), "error": repr(error)}
+            self._enqueue(self.format(logging.makeLogRecord(failed | facts)) + "\n")
 
     def close(self) -> None:
         """Write what waits, for at most `CLOSE_S` seconds, and end the thread."""
@@ -72,28 +125,84 @@ class LogWriter(logging.Handler):
                 return
             self._thread.join(CLOSE_S)
 
-    def _write(self) -> None:
-        while (line := self._lines.get()) is not None:
-            if self._dropped:
-                dropped, self._dropped = self._dropped, 0
-                line = f"{json.dumps({'level': 'warning', 'message': 'log_lines_dropped', 'count': dropped})}\n{line}"
+    def _enqueue(self, line: str) -> None:
+        if self._waiting_bytes + len(line) <= QUEUE_BYTES:
             try:
-                self._stream.write(line + "\n")
-                if self._lines.empty():
-                    self._stream.flush()
+                self._lines.put_nowait(line)
+                self._count(len(line))
+                return
+            except queue.Full:
+                pass
+        self.dropped += 1
+        self._unreported += 1
+
+    def _count(self, size: int) -> None:
+        with self._counting:
+            self._waiting_bytes += size
+
+    def _write(self) -> None:
+        is_open = True
+        while is_open:
+            lines, is_open = self._next_lines()
+            self._count(-sum(map(len, lines)))
+            if self._unreported:
+                count, self._unreported = self._unreported, 0
+                lost = {"name": __name__, "msg": "log_lines_dropped", "levelname": "WARNING", "count": count}
+                lines.insert(0, self.format(logging.makeLogRecord(lost)) + "\n")
+            try:
+                self._put("".join(lines))
             except (OSError, ValueError):  # the stream is gone; nobody is left to tell
                 return
 
+    def _next_lines(self) -> tuple[list[str], bool]:
+        """Wait for a line; return it with those behind it that fit into one write, and whether more may come."""
+        line = self._lines.get()
+        lines: list[str] = []
+        size = 0
+        while line is not None:
+            lines.append(line)
+            size += len(line)
+            if size >= _WRITE_BYTES or self._lines.empty():  # nobody else takes lines out
+                return lines, True
+            line = self._lines.get()
+        return lines, False
 
-def configure(level: str = "info", stream: TextIO | None = None) -> LogWriter:
+
+def _sink(stream: TextIO) -> Callable[[str], object]:
+    """Return what writes to a stream: to its descriptor, past Python's buffer, where there is one.
+
+    A thread that is stuck in the buffer would hold its lock, and the interpreter could not end any more.
+    """
+    try:
+        fd = stream.fileno()
+    except (io.UnsupportedOperation, AttributeError):
+        return stream.write
+
+    def write(text: str) -> None:
+        data = memoryview(text.encode("ascii"))
+        while data:
+            try:
+                data = data[os.write(fd, data) :]
+            except BlockingIOError:  # somebody made a terminal that we share non-blocking
+                select.select([], [fd], [])
+
+    return write
+
+
+def configure(level: str = "info", stream: TextIO | None = None, *, format: str = "json") -> LogWriter:
     """Send all logs of this process to `stream` (stderr). For the command line; a library's host decides itself.
 
     Close the writer that is returned before the process ends, or lines may be lost.
     """
-    writer = LogWriter(stream or sys.stderr)
+    writer = LogWriter(stream or sys.stderr, format)
     root = logging.getLogger()
     root.handlers[:] = [writer]
     root.setLevel(level.upper())
     for noisy in ("hypercorn.access", "quart.serving"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     return writer
+
+
+def dropped_lines() -> int:
+    """Return how many lines of this process were lost because nobody read them."""
+    return sum(handler.dropped for handler in logging.getLogger().handlers if isinstance(handler, LogWriter))

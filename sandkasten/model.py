@@ -355,6 +355,7 @@ class ExecInfo:
     """A run as it is at one moment. `command` is what runs, cut after 200 characters; `shell` None: beside the shells.
 
     `end` is there once it ended. Output is kept from `first_sequence` on; `last_sequence` is that of the latest piece.
+    `trace_id` is the trace of the request that began it.
     """
 
     exec_id: str
@@ -374,6 +375,7 @@ class ExecInfo:
     last_line: str = ""
     keep_alive: bool = False
     terminal: TerminalSize | None = None
+    trace_id: str | None = None
 
 
 @attrs.frozen

@@ -16,6 +16,7 @@ from typing import Any, Final, Generic, TypeVar, TypeVarTuple
 import attrs
 import trio
 
+from sandkasten import logcontext
 from sandkasten.errors import ActorGone, Overloaded, SandkastenError
 
 log = logging.getLogger(__name__)
@@ -105,6 +106,7 @@ def _close_unused(value: object) -> None:
 class _Envelope:
     message: Any  # a member of the actor's message union
     reply: Reply[Any] | None  # the ask's answer type
+    origin: logcontext.Origin = attrs.field(factory=logcontext.origin.get)
 
 
 class Ref:
@@ -123,6 +125,11 @@ class Ref:
     def is_alive(self) -> bool:
         """Whether an actor answers here at the moment."""
         return self._outbox is not None
+
+    @property
+    def waiting(self) -> int:
+        """How many messages are in the mailbox."""
+        return 0 if self._outbox is None else self._outbox.statistics().current_buffer_used
 
     async def ask(self, message: Ask[R]) -> R:
         """Send `message` and wait for its answer.
@@ -220,6 +227,7 @@ class Actor:
             async with trio.open_nursery(strict_exception_groups=True) as nursery:
                 self._nursery = nursery
                 await self.on_start()
+                logcontext.origin.set(logcontext.NOBODY)
                 task_status.started(self.ref)
                 while not self._is_stopping:
                     await self._dispatch(await inbox.receive())
@@ -237,6 +245,7 @@ class Actor:
 
     async def _dispatch(self, envelope: _Envelope) -> None:
         self._current = envelope.reply
+        logcontext.origin.set(envelope.origin)
         try:
             answer = await self.handle(envelope.message)
         except SandkastenError as error:

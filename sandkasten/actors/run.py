@@ -19,6 +19,7 @@ import trio
 
 from runner import protocol
 from runner.protocol import CHUNK_BYTES, Kind
+from sandkasten import logcontext
 from sandkasten.actors.actor import Reply
 from sandkasten.actors.output import Collector
 from sandkasten.errors import Capacity, ExecEnded, InvalidRequest, RunnerLost, SandkastenError
@@ -37,6 +38,9 @@ from sandkasten.runtime.spool import OutputLog
 
 if TYPE_CHECKING:
     from sandkasten.actors.shells import Shell
+
+TRACEPARENT = "TRACEPARENT"
+"""The variable that names the trace, after the header."""
 
 _COMMAND_CHARS = 200
 """How much of what runs is shown."""
@@ -66,14 +70,17 @@ class Run:
         collector: Collector | None = None,
         interactive: bool = False,
         keep_alive: bool = False,
+        pass_trace: bool = False,
     ) -> None:
-        """`collector` gets all output besides the log."""
+        """`collector` gets all output besides the log. `pass_trace`: what runs is told the trace it is part of."""
         self.spec = spec
         self.kind = kind
         self.is_program = spec.is_program
         self.timeout_ms = timeout_ms
         self.interactive = interactive
         self.keep_alive = keep_alive
+        self.trace = logcontext.origin.get().trace
+        self.pass_trace = pass_trace
         self.collector = collector
         self.exec_id = spec.exec_id or secrets.token_hex(8)
         self.digest = _digest(spec, kind, keep_alive=keep_alive)
@@ -154,6 +161,7 @@ class Run:
             last_line=self.last_line,
             keep_alive=self.keep_alive,
             terminal=self.size,
+            trace_id=None if self.trace is None else self.trace.trace_id,
         )
 
     # Holders ----------------------------------------------------------------------------------------------------
@@ -342,7 +350,7 @@ def request_of(run: Run, *, group: protocol.Group | None) -> protocol.Exec | pro
             command=spec.command or "",
             timeout_ms=run.timeout_ms,
             cwd=spec.cwd,
-            env=dict(spec.env),
+            env=_environment(run),
             stdin=has_stdin,
             shell=spec.shell,
             terminal=size,
@@ -354,13 +362,20 @@ def request_of(run: Run, *, group: protocol.Group | None) -> protocol.Exec | pro
         command=None if spec.argv else spec.command or "",
         timeout_ms=run.timeout_ms,
         cwd=spec.cwd,
-        env=dict(spec.env),
+        env=_environment(run),
         stdin=has_stdin,
         terminal=size,
         interactive=run.interactive,
         user=spec.user,
         group=group,
     )
+
+
+def _environment(run: Run) -> dict[str, str]:
+    """Return the variables of a run; its trace is no part of what was asked for, and of no repetition of it."""
+    if run.trace is None or not run.pass_trace:
+        return dict(run.spec.env)
+    return {TRACEPARENT: run.trace.header, **run.spec.env}
 
 
 def _digest(spec: ExecSpec, kind: ExecKind, *, keep_alive: bool) -> bytes:

@@ -17,6 +17,7 @@ import attrs
 import trio
 
 from runner import protocol as runner_protocol
+from sandkasten import logcontext
 from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Actor, Ref, Reply
 from sandkasten.actors.lease import Lease
@@ -117,6 +118,7 @@ class SessionActor(Actor):
     # Life -------------------------------------------------------------------------------------------------------
 
     async def on_start(self) -> None:
+        logcontext.session_id.set(self.session.id)
         try:
             if self._creation is not None:
                 await self._create(self._creation)
@@ -126,6 +128,7 @@ class SessionActor(Actor):
             log.warning("session_start_failed", extra={"session_id": self.session.id, "error": repr(error)})
             await self._give_up(error)
             return
+        logcontext.origin.set(logcontext.NOBODY)  # what happens to it by itself is not the creator's doing
         self._nursery.start_soon(self._watch.watch_init, self._report_death)
         self._nursery.start_soon(self._watch.watch_memory, self._report_kill)
         self._nursery.start_soon(self._lease.watch, self._report_lease_end, self._warn_of_lease_end)

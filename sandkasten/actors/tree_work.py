@@ -131,7 +131,13 @@ class WorkOfSessions:
         spec = spec.in_session(entry.options)
         if spec.user is not None and not spec.is_program:
             raise InvalidRequest("a persistent shell has one user", user="needs argv or the stateless mode")
-        return Run(spec, timeout_ms=self._timeout_ms(spec), on_disconnect=on_disconnect, collector=collector)
+        return Run(
+            spec,
+            timeout_ms=self._timeout_ms(spec),
+            on_disconnect=on_disconnect,
+            collector=collector,
+            pass_trace=self._config.runs.pass_traceparent,
+        )
 
     def _timeout_ms(self, spec: ExecSpec) -> int | None:
         if spec.unlimited:
@@ -230,6 +236,7 @@ class WorkOfSessions:
             kind=ExecKind.PROCESS,
             on_disconnect=OnDisconnect.DETACH,
             keep_alive=spec.keep_alive,
+            pass_trace=self._config.runs.pass_traceparent,
         )
         hold = Hold(wish)
         try:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import cast
 
-from sandkasten import errors, logcontext
+from sandkasten import errors, logcontext, tracing
 from sandkasten.api.auth import Gate
 from sandkasten.api.errors import MAX_HEADERS, error_answer, head_too_large
 from sandkasten.api.exchange import JSON, Exchange, one_header
@@ -53,23 +53,23 @@ class _Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.perf_counter()
         request_id = choose_request_id(scope)
-        logcontext.request_id.set(request_id)
+        trace = tracing.begin(one_header(scope, b"traceparent"))
+        logcontext.origin.set(logcontext.Origin(request_id, trace))
+        send = _with_ids(send, request_id, trace)
         if scope["type"] == "websocket":
-            await self._serve_websocket(scope, receive, _with_id(send, request_id))
+            await self._serve_websocket(scope, receive, send)
             return
         if scope["type"] != "http":
             raise RuntimeError(f"unknown ASGI scope {scope['type']!r}")
         target = read_target(scope)
-        exchange = Exchange(
-            scope, receive, _with_id(send, request_id), supervisor=self._supervisor, settings=self._settings
-        )
+        exchange = Exchange(scope, receive, send, supervisor=self._supervisor, settings=self._settings)
         try:
             await self._serve(exchange, target)
         except Exception as error:  # noqa: BLE001  # the edge: whatever it is, the client gets one kind of answer
             await _answer_error(exchange, unwrap(error))
         elapsed_ms = (time.perf_counter() - started) * 1000
         level = logging.DEBUG if is_public(target) else logging.INFO
-        facts = {"method": exchange.method, "path": scope["path"], "status": exchange.status}
+        facts = {"method": exchange.method, "path": scope["path"], "status": exchange.status, **_span(trace)}
         log.log(level, "request", extra=facts | {"duration_ms": round(elapsed_ms, 1)})
 
     async def _serve(self, exchange: Exchange, target: Target | None) -> None:
@@ -114,6 +114,7 @@ class _Front:
         except Exception as error:  # noqa: BLE001  # the edge: whatever it is, the client gets one kind of answer
             status = await _end_websocket(exchange, send, unwrap(error))
         facts = {"path": scope["path"], "status": status, "close_code": exchange.code}
+        facts |= _span(logcontext.origin.get().trace)
         log.info("websocket", extra=facts | {"duration_ms": round((time.perf_counter() - started) * 1000, 1)})
 
     async def _talk(self, exchange: WebSocketExchange, target: Target | None) -> None:
@@ -221,12 +222,21 @@ async def _refuse_websocket(send: Send, error: Exception) -> int:
     return answer.status
 
 
-def _with_id(send: Send, request_id: str) -> Send:
-    header = (b"x-request-id", request_id.encode("ascii"))
+def _span(trace: tracing.Trace | None) -> dict[str, str | None]:
+    """Return what a request's own line has of its trace, besides the id that every line has."""
+    return {} if trace is None else {"span_id": trace.span_id, "parent_id": trace.parent_id}
 
-    async def send_with_id(message: Message) -> None:
+
+def _with_ids(send: Send, request_id: str, trace: tracing.Trace) -> Send:
+    headers = (
+        (b"x-request-id", request_id.encode("ascii")),
+        (b"traceresponse", trace.header.encode("ascii")),
+        (b"x-content-type-options", b"nosniff"),
+    )
+
+    async def send_with_ids(message: Message) -> None:
         if message["type"].endswith((".start", ".accept")):
-            message["headers"] = [*message["headers"], header, (b"x-content-type-options", b"nosniff")]
+            message["headers"] = [*message["headers"], *headers]
         await send(message)
 
-    return send_with_id
+    return send_with_ids

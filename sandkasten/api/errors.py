@@ -91,7 +91,7 @@ def error_body(error: Exception) -> dict[str, Any]:  # JSON values
         if error.details:
             body["details"] = dict(error.details)
         is_retryable = error.retryable
-    return body | {"retryable": is_retryable, "request_id": logcontext.request_id.get()}
+    return body | {"retryable": is_retryable, "request_id": logcontext.origin.get().request_id}
 
 
 def error_answer(error: Exception) -> Answer:

@@ -63,6 +63,7 @@ def run_view(run: ExecInfo) -> dict[str, Any]:  # JSON values
         "ended_at": None if run.ended_at is None else rfc3339(run.ended_at),
         "pid": run.pid,
         "tty": None if run.terminal is None else attrs.asdict(run.terminal),
+        "trace_id": run.trace_id,
         "end": None if run.end is None else end_view(run.end),
     }
     return view | {name: value for name, value in optional.items() if value is not None}

@@ -141,7 +141,7 @@ class Http1(H11Protocol):
     def _make_up(self, status: int) -> tuple[list[tuple[bytes, bytes]], Answer]:
         self.on_refusal()
         request_id = secrets.token_hex(8)
-        logcontext.request_id.set(request_id)
+        logcontext.origin.set(logcontext.Origin(request_id))
         answer = self._refusal(status)
         log.info("malformed_request", extra={"status": answer.status})
         headers = [

@@ -74,7 +74,7 @@ def _look_at_machine(config: Config) -> Machine:
 def _serve_until_signal(config: Config, machine: Machine, profiles: Sequence[SeccompProfile], at_hand: Means) -> int:
     key_is_given = config.api_key is not None
     config = with_key(config)
-    writer = log.configure(config.server.log_level)
+    writer = log.configure(config.server.log_level, format=config.server.log_format)
     try:
         for notice in [*config.notices(), *image_notices(config)]:
             print(f"note: {notice}")

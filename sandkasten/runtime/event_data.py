@@ -20,6 +20,9 @@ from sandkasten.model import EventType
 MAX_DATA_BYTES = 3584
 """Bound of an event's data as ASCII JSON; with the rest of the event it stays under 4 KiB."""
 
+TRACE_ID = "trace_id"
+"""Field of any event that a request brought about: the trace the request belongs to."""
+
 TRUNCATED = "truncated"
 """Field that is true in data that was cut to fit."""
 

@@ -19,9 +19,10 @@ from datetime import UTC, datetime
 import attrs
 import trio
 
+from sandkasten import logcontext
 from sandkasten.errors import Capacity, InvalidRequest
 from sandkasten.model import Event, EventType
-from sandkasten.runtime.event_data import EVENT_FIELDS, bounded_data
+from sandkasten.runtime.event_data import EVENT_FIELDS, TRACE_ID, bounded_data
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,8 @@ class Journal:
         if not data.keys() <= EVENT_FIELDS[type]:
             data = self._without_unknown(type, data)
         number = self._last + 1
+        if (trace := logcontext.origin.get().trace) is not None:
+            data[TRACE_ID] = trace.trace_id
         if number - self._written > self._size:
             self._written = number - self._size
             self._raise_floor(self._cursor(self._written))

@@ -9,6 +9,7 @@ import pytest
 import trio
 import trio.testing
 
+from sandkasten import logcontext
 from sandkasten.actors.actor import MAILBOX_MESSAGES, Actor, Ask, Ref
 from sandkasten.errors import ActorGone, Overloaded, SessionNotFound
 
@@ -39,6 +40,13 @@ class Stall(Ask[None]):
 
 
 @attrs.frozen
+class WhoAsks(Ask[str | None]):
+    """Answered with the request that the actor believes to work for."""
+
+    is_slow: bool = False
+
+
+@attrs.frozen
 class Stop(Ask[None]):
     pass
 
@@ -61,9 +69,15 @@ class Subject(Actor):
                 raise ZeroDivisionError
             case Stall():
                 await self.release.wait()
+            case WhoAsks(is_slow):
+                return self.defer(self._who_asks) if is_slow else await self._who_asks()
             case Stop():
                 self.stop()
         return None
+
+    async def _who_asks(self) -> str | None:
+        await trio.lowlevel.checkpoint()
+        return logcontext.origin.get().request_id
 
     async def _slowly(self) -> str:
         await self.release.wait()
@@ -182,3 +196,31 @@ async def test_messages_behind_a_stop_are_refused() -> None:
         await trio.testing.wait_all_tasks_blocked()
         subject.release.set()
     assert outcome == ["gone"]
+
+
+async def test_an_actor_works_in_the_name_of_whoever_asks() -> None:
+    """Each message brings the request it is part of, to the handler and to its child tasks; the next one its own."""
+    logcontext.origin.set(logcontext.Origin("the one that started it"))
+    async with trio.open_nursery() as nursery:
+        ref: Ref = await nursery.start(Subject(Ref("subject")).run)
+        for request_id, is_slow in (("a", False), ("b", True), (None, False), ("c", True), (None, True)):
+            logcontext.origin.set(logcontext.Origin(request_id))
+            assert await ref.ask(WhoAsks(is_slow)) == request_id
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_mailbox_says_how_much_waits_in_it() -> None:
+    """What is being served is not counted, nor anything where nobody answers."""
+    subject = Subject(Ref("subject"))
+    assert subject.ref.waiting == 0
+    async with trio.open_nursery() as nursery:
+        ref: Ref = await nursery.start(subject.run)
+        ref.tell(Stall())
+        await trio.testing.wait_all_tasks_blocked()
+        for _ in range(3):
+            ref.tell(Echo("waits"))
+        assert ref.waiting == 3
+        subject.release.set()
+        await trio.testing.wait_all_tasks_blocked()
+        assert ref.waiting == 0
+        nursery.cancel_scope.cancel()

@@ -29,6 +29,7 @@ LAYERS = (
     Layer("model", "machine", "errors", "log"),
     Layer("filerules", "stats"),
     Layer("logcontext"),
+    Layer("tracing"),
 )
 CONTRACTS = {"runner.protocol", "runner.wire", "nsinit.protocol", "nsinit.keeping", "nsinit.spawn"}
 """All that the daemon may know of the other two domains: what is said, and how nsinit is started."""

@@ -15,7 +15,7 @@ from typing import Protocol
 import attrs
 import trio
 
-from sandkasten import errors
+from sandkasten import errors, logcontext
 from sandkasten.model import (
     Cause,
     ExecEnd,
@@ -95,6 +95,7 @@ class Run:
         self.kind = kind
         self.exec_id = spec.exec_id or secrets.token_hex(8)
         self.created_at = datetime.now(UTC)
+        self.trace = logcontext.origin.get().trace
         self.started_at: datetime | None = None
         self.ended_at: datetime | None = None
         self.end: ExecEnd | None = None
@@ -195,6 +196,7 @@ class Run:
             last_line=lines[-1][:200].decode(errors="replace") if lines else "",
             keep_alive=self.process is not None and self.process.keep_alive,
             terminal=self.sizes[-1] if self.sizes else None,
+            trace_id=None if self.trace is None else self.trace.trace_id,
         )
 
     @property
