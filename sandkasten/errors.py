@@ -52,6 +52,12 @@ class Unauthorized(ClientError):
     code = "UNAUTHORIZED"
 
 
+class Forbidden(ClientError):
+    """The key is right and does not give what this needs; `details` says which access it has and which is needed."""
+
+    code = "FORBIDDEN"
+
+
 class RouteNotFound(ClientError):
     """No such URL."""
 
@@ -207,6 +213,16 @@ class ShuttingDown(Capacity):
 
 class ActorGone(Capacity):
     """The actor that was asked ended before it answered, or is being restarted."""
+
+
+class QuotaExceeded(Unavailable):
+    """The key has, or asks as often as, all that it may; `details` names the limit, `retry_after_s` is advice."""
+
+    code = "QUOTA_EXCEEDED"
+
+    def __init__(self, message: str, /, *, retry_after_s: int = 1, **details: Any) -> None:  # details are JSON values
+        super().__init__(message, **details)
+        self.retry_after_s = retry_after_s
 
 
 class DiskFull(Unavailable):

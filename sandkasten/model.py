@@ -93,7 +93,7 @@ class SessionSpec:
     """What a caller wants. `None` means the configured default; `ttl_s` is an idle timeout in seconds.
 
     `env` reaches the sandbox only (never a log, an argv or nsinit). `idempotency_key`: the same key with the same spec
-    answers the same session, with another spec it is a `Conflict`.
+    answers the same session, with another spec it is a `Conflict`. `key_id`: the API key that asks; a library has none.
     """
 
     image: str | None = None
@@ -111,6 +111,7 @@ class SessionSpec:
     filesystem: FileRules | None = None
     seccomp: str | None = None
     idempotency_key: str | None = None
+    key_id: str | None = None
 
 
 @attrs.frozen

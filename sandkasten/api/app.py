@@ -14,12 +14,13 @@ from collections.abc import Mapping
 from typing import cast
 
 from sandkasten import errors, logcontext, tracing
+from sandkasten.api.access import admit
 from sandkasten.api.auth import Gate
 from sandkasten.api.errors import MAX_HEADERS, error_answer, head_too_large
 from sandkasten.api.exchange import JSON, Exchange, one_header
 from sandkasten.api.guard import App, Message, Receive, Scope, Send
 from sandkasten.api.jsonapp import EXCHANGE_KEY, make_json_app
-from sandkasten.api.routes import PUBLIC_PATHS, RAW_PATHS, RAW_ROUTES, RawHandler, split_session
+from sandkasten.api.routes import PUBLIC_PATHS, RAW_PATHS, RAW_ROUTES, RawRoute, split_session
 from sandkasten.api.routing import Target, parse_target
 from sandkasten.api.settings import ApiSettings
 from sandkasten.api.stream import ClientGone
@@ -27,6 +28,7 @@ from sandkasten.api.websocket import ConnectionOver, Doorman, WebSocketExchange
 from sandkasten.api.ws_routes import SESSION_WEBSOCKETS, WEBSOCKETS
 from sandkasten.errors import InvalidRequest
 from sandkasten.model import SESSION_ID
+from sandkasten.runtime.keyring import KeyRing, KeyUse
 from sandkasten.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -37,16 +39,17 @@ MAX_PUBLIC_BODY_BYTES = 1024
 _REQUEST_ID = re.compile(rb"[\x20-\x7e]{1,128}\Z")
 
 
-def make_app(supervisor: Supervisor, *, settings: ApiSettings) -> App:
-    """Return the front of `supervisor`."""
-    return _Front(supervisor, settings)
+def make_app(supervisor: Supervisor, *, settings: ApiSettings, ring: KeyRing | None = None) -> App:
+    """Return the front of `supervisor`. `ring`: the keys besides the configured one."""
+    return _Front(supervisor, settings, ring or KeyRing())
 
 
 class _Front:
-    def __init__(self, supervisor: Supervisor, settings: ApiSettings) -> None:
+    def __init__(self, supervisor: Supervisor, settings: ApiSettings, ring: KeyRing) -> None:
         self._supervisor = supervisor
         self._settings = settings
-        self._gate = Gate(settings.api_key)
+        self._ring = ring
+        self._gate = Gate(settings.api_key, ring)
         self._doorman = Doorman(self._gate)
         self._json_app = cast(App, make_json_app())  # typed for hypercorn's own message types
 
@@ -63,8 +66,10 @@ class _Front:
             raise RuntimeError(f"unknown ASGI scope {scope['type']!r}")
         target = read_target(scope)
         exchange = Exchange(scope, receive, send, supervisor=self._supervisor, settings=self._settings)
+        use = self._ring.use()
         try:
-            await self._serve(exchange, target)
+            with use.running():
+                await self._serve(exchange, target, use)
         except Exception as error:  # noqa: BLE001  # the edge: whatever it is, the client gets one kind of answer
             await _answer_error(exchange, unwrap(error))
         elapsed_ms = (time.perf_counter() - started) * 1000
@@ -72,14 +77,16 @@ class _Front:
         facts = {"method": exchange.method, "path": scope["path"], "status": exchange.status, **_span(trace)}
         log.log(level, "request", extra=facts | {"duration_ms": round(elapsed_ms, 1)})
 
-    async def _serve(self, exchange: Exchange, target: Target | None) -> None:
+    async def _serve(self, exchange: Exchange, target: Target | None, use: KeyUse) -> None:
         scope = exchange.scope
         if is_head_too_large(scope, self._settings.max_header_bytes):
             raise head_too_large(self._settings.max_header_bytes)
         if has_two_lengths(scope):
             raise InvalidRequest("the body's length is given twice", transfer_encoding="came with content-length")
         if not is_public(target):
-            self._gate.check(scope)
+            exchange.key = self._gate.check(scope)
+            use.bind(exchange.key)
+            logcontext.set_key(exchange.key.id)
         if target is None:
             raise errors.RouteNotFound("no such URL")
         if (beneath := split_session(target.segments)) is not None:
@@ -90,12 +97,12 @@ class _Front:
             logcontext.session_id.set(session_id)
             if (found := RAW_ROUTES.find(rest)) is not None:
                 methods, exchange.params = found
-                await _raw_handler(exchange, methods)(exchange)
+                await _serve_raw(exchange, methods)
                 return
         if target.path is None:
             raise errors.RouteNotFound("no such URL")
         if target.path in RAW_PATHS:
-            await _raw_handler(exchange, RAW_PATHS[target.path])(exchange)
+            await _serve_raw(exchange, RAW_PATHS[target.path])
             return
         limit_bytes = MAX_PUBLIC_BODY_BYTES if is_public(target) else self._settings.max_request_bytes
         scope[EXCHANGE_KEY] = exchange
@@ -105,12 +112,13 @@ class _Front:
         """Serve one WebSocket from its handshake to its end. Nothing but `Cancelled` gets out."""
         started = time.perf_counter()
         target = read_target(scope)
+        doorman, use, status = self._doorman, self._ring.use(), 101
         exchange = WebSocketExchange(
-            scope, receive, send, supervisor=self._supervisor, settings=self._settings, doorman=self._doorman
+            scope, receive, send, supervisor=self._supervisor, settings=self._settings, doorman=doorman, use=use
         )
-        status = 101
         try:
-            await self._talk(exchange, target)
+            with use.running():
+                await self._talk(exchange, target)
         except Exception as error:  # noqa: BLE001  # the edge: whatever it is, the client gets one kind of answer
             status = await _end_websocket(exchange, send, unwrap(error))
         facts = {"path": scope["path"], "status": status, "close_code": exchange.code}
@@ -130,7 +138,7 @@ class _Front:
         elif target is not None and target.path is not None:
             route = WEBSOCKETS.get(target.path)
         exchange.needs_live_session = route is None or route.needs_live_session
-        await exchange.check(exists=route is not None)
+        await exchange.check(None if route is None else route.needs)
         if route is not None:
             await route.handler(exchange)
 
@@ -178,10 +186,12 @@ def unwrap(error: Exception) -> Exception:
     return error
 
 
-def _raw_handler(exchange: Exchange, methods: Mapping[str, RawHandler]) -> RawHandler:
-    if exchange.method not in methods:
+async def _serve_raw(exchange: Exchange, methods: Mapping[str, RawRoute]) -> None:
+    route = methods.get(exchange.method)
+    if route is None:
         raise errors.MethodNotAllowed("no such method here", allow=", ".join(methods))
-    return methods[exchange.method]
+    await admit(exchange.key, route.needs, exchange.supervisor, session_id=exchange.session_id)
+    await route.handler(exchange)
 
 
 async def _answer_error(exchange: Exchange, error: Exception) -> None:

@@ -1,4 +1,6 @@
-"""Who may ask: the bearer key, and without one the proof that no web page is asking. Reads headers only.
+"""Who asks: the owner of a key, and without one who proves that no web page is asking. Reads headers only.
+
+A key is the configured one or one of the ring's (`runtime/keyring.py`); what it may do is decided in `access.py`.
 
 Without a key the daemon is on loopback or a unix socket alone, where a browser the user runs can reach it too: a
 foreign page could post to it, or rebind its own name to 127.0.0.1. So `Host` must be a loopback name and `Origin`, if
@@ -7,32 +9,42 @@ sent, our own (RFC 6454 §7; unix sockets are out of a browser's reach).
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import ipaddress
 
 from sandkasten.api.guard import Scope
 from sandkasten.errors import PermissionDenied, Unauthorized
+from sandkasten.keys import CONFIGURED, LOCAL, ApiKey, digest_of
+from sandkasten.runtime.keyring import KeyRing
 
 
 class Gate:
-    """Check requests against `api_key`; the key itself isn't kept."""
+    """Find out who asks. `api_key` is the configured key, which isn't kept; without one no key is asked for."""
 
-    def __init__(self, api_key: str | None) -> None:
-        self._digest = None if api_key is None else _digest(api_key.encode())
+    def __init__(self, api_key: str | None, ring: KeyRing) -> None:
+        self._digest = None if api_key is None else digest_of(api_key.encode())
+        self._ring = ring
 
-    def check(self, scope: Scope) -> None:
-        """Let the request pass or raise `Unauthorized`."""
+    def check(self, scope: Scope) -> ApiKey:
+        """Return whose request that is, or raise `Unauthorized`."""
         headers = _headers(scope)
         if self._digest is not None:
-            self._check_bearer(headers.get(b"authorization", []))
-        elif scope.get("server") is not None:  # hypercorn gives a unix socket no address
+            return self._check_bearer(headers.get(b"authorization", []))
+        if scope.get("server") is not None:  # hypercorn gives a unix socket no address
             _check_is_local(headers)
+        return LOCAL
 
-    def check_key(self, key: bytes) -> None:
-        """Let whoever knows `key` pass or raise `Unauthorized`. Takes as long for every wrong key."""
-        if self._digest is None or not hmac.compare_digest(_digest(key), self._digest):
+    def check_key(self, token: bytes) -> ApiKey:
+        """Return the key with that token or raise `Unauthorized`. Takes as long for every wrong token."""
+        if (key := self._find(token)) is None:
             raise Unauthorized("the API key is wrong")
+        return key
+
+    def _find(self, token: bytes) -> ApiKey | None:
+        if self._digest is None:
+            return None
+        found = self._ring.find(token)
+        return CONFIGURED if hmac.compare_digest(digest_of(token), self._digest) else found
 
     def is_key_missing(self, scope: Scope) -> bool:
         """Whether a key is needed and the request says nothing of one."""
@@ -52,11 +64,12 @@ class Gate:
             if self._digest is not None and origin not in own and origin.decode("latin-1") not in allowed:
                 raise PermissionDenied("this web origin may not open a WebSocket; see allowed_origins")
 
-    def _check_bearer(self, values: list[bytes]) -> None:
-        scheme, _, key = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
-        is_right = hmac.compare_digest(_digest(key.strip()), self._digest or b"")
-        if scheme.lower() != b"bearer" or not is_right:
+    def _check_bearer(self, values: list[bytes]) -> ApiKey:
+        scheme, _, token = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
+        key = self._find(token.strip())
+        if scheme.lower() != b"bearer" or key is None:
             raise Unauthorized("send the API key as 'Authorization: Bearer <key>'")
+        return key
 
 
 def _headers(scope: Scope) -> dict[bytes, list[bytes]]:
@@ -64,10 +77,6 @@ def _headers(scope: Scope) -> dict[bytes, list[bytes]]:
     for name, value in scope["headers"]:
         headers.setdefault(bytes(name), []).append(bytes(value))
     return headers
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()  # equal lengths, so that comparing tells nothing of the key's
 
 
 def _check_is_local(headers: dict[bytes, list[bytes]]) -> None:

@@ -24,6 +24,7 @@ STATUS: dict[type[SandkastenError], int] = {
     errors.PathOutside: 400,
     errors.Unauthorized: 401,
     errors.PermissionDenied: 403,
+    errors.Forbidden: 403,
     errors.RouteNotFound: 404,
     errors.SessionNotFound: 404,
     errors.ExecNotFound: 404,
@@ -42,6 +43,7 @@ STATUS: dict[type[SandkastenError], int] = {
     errors.ExecGone: 410,
     errors.CursorGone: 410,
     errors.TooLarge: 413,
+    errors.QuotaExceeded: 429,
     errors.BuildFailed: 500,
     errors.ZygoteLost: 500,
     errors.RunnerLost: 500,
@@ -98,7 +100,7 @@ def error_answer(error: Exception) -> Answer:
     """Return the answer for any exception."""
     status = STATUS.get(type(error), 500) if isinstance(error, SandkastenError) else 500
     headers: Headers = ()
-    if isinstance(error, errors.Capacity):
+    if isinstance(error, errors.Capacity | errors.QuotaExceeded):
         headers = (*headers, ("retry-after", str(error.retry_after_s)))
     if isinstance(error, errors.MethodNotAllowed):
         headers = (*headers, ("allow", str(error.details.get("allow", ""))))

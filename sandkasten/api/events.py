@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 import trio
 
+from sandkasten.api.confined import EventFilter
 from sandkasten.api.errors import error_body
 from sandkasten.api.exchange import Exchange
 from sandkasten.api.query import bad_query
@@ -40,7 +41,8 @@ async def _stream(exchange: Exchange) -> None:
     after = exchange.header(b"last-event-id") or exchange.query.get("cursor")
     try:
         async with exchange.supervisor.events(session_id=exchange.session_id or None, after=after) as events:
-            follower = Follower(events, types, silence_s=exchange.settings.ping_interval_s)
+            shown = EventFilter(exchange.key, exchange.supervisor)
+            follower = Follower(events, types, shown, silence_s=exchange.settings.ping_interval_s)
             await exchange.start(200, SSE_HEADERS)
             if exchange.method == "HEAD":
                 await exchange.finish()
@@ -79,7 +81,8 @@ async def events_ws(ws: WebSocketExchange) -> None:
 async def _follow(ws: WebSocketExchange) -> None:
     types = parse_types(ws.query)
     async with ws.supervisor.events(session_id=ws.session_id or None, after=ws.query.get("cursor")) as events:
-        follower = Follower(events, types, silence_s=ws.settings.ping_interval_s)
+        shown = EventFilter(ws.key, ws.supervisor)
+        follower = Follower(events, types, shown, silence_s=ws.settings.ping_interval_s)
         while True:
             item = await follower.next()
             if isinstance(item, Event):
@@ -99,9 +102,12 @@ class Mark:
 class Follower:
     """What one client is to be sent, one thing at a time: first a mark, then events, and marks in times of silence."""
 
-    def __init__(self, events: EventStream, types: frozenset[EventType] | None, *, silence_s: float) -> None:
-        self._events, self._types, self._silence_s = events, types, silence_s
+    def __init__(
+        self, events: EventStream, types: frozenset[EventType] | None, shown: EventFilter, *, silence_s: float
+    ) -> None:
+        self._events, self._types, self._shown, self._silence_s = events, types, shown, silence_s
         self._sent: str | None = None
+        self._taken: Event | None = None
 
     async def next(self) -> Event | Mark:
         """Wait for the next event that was asked for, or until there was none for `silence_s`. Raises what reading
@@ -115,8 +121,11 @@ class Follower:
 
     async def _next_wanted(self) -> Event:
         while True:
-            told = await anext(self._events)
-            if self._types is None or told.type in self._types:
+            told = self._taken if self._taken is not None else await anext(self._events)
+            self._taken = told  # a silence that ends while it is looked at must not lose it
+            is_wanted = (self._types is None or told.type in self._types) and await self._shown.shows(told)
+            self._taken = None
+            if is_wanted:
                 self._sent = told.cursor
                 return told
 

@@ -19,6 +19,7 @@ from sandkasten.api.jsonsize import check_value_count
 from sandkasten.api.settings import ApiSettings
 from sandkasten.api.stream import ClientGone
 from sandkasten.errors import InvalidRequest, SandkastenError, TooLarge
+from sandkasten.keys import NOBODY
 from sandkasten.supervisor import Supervisor
 
 T = TypeVar("T")
@@ -28,8 +29,8 @@ MAX_QUERY_FIELDS = 32
 
 
 class Exchange:
-    """What a handler works with. `session_id` and `params`, the path's open segments, are set for routes beneath a
-    session, `status` once it was sent."""
+    """What a handler works with. `key` is the caller's, and without one nobody's. `session_id` and `params`, the path's
+    open segments, are set for routes beneath a session, `status` once it was sent."""
 
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, *, supervisor: Supervisor, settings: ApiSettings
@@ -37,6 +38,7 @@ class Exchange:
         self.scope = scope
         self.supervisor = supervisor
         self.settings = settings
+        self.key = NOBODY
         self.session_id = ""
         self.params: Mapping[str, str] = {}
         self.is_started = False

@@ -1,6 +1,7 @@
 """The Quart half: JSON routes, and pages later on. Routing and nothing else.
 
-Request ids, keys and bodies are done before it; errors become answers in `errors.py`.
+Request ids, keys and bodies are done before it; errors become answers in `errors.py`. What a key may is asked
+here, where the route is known.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from sandkasten import errors
+from sandkasten.api.access import admit
 from sandkasten.api.errors import Answer, error_answer
 from sandkasten.api.exchange import Exchange
-from sandkasten.api.routes import JSON_ROUTES, JsonHandler
+from sandkasten.api.routes import JSON_ROUTES, JsonRoute
 from sandkasten.errors import SandkastenError
 
 EXCHANGE_KEY = "sandkasten.exchange"
@@ -29,7 +31,7 @@ def make_json_app() -> QuartTrio:
         app.add_url_rule(
             route.rule,
             endpoint=f"{route.method} {route.rule}",
-            view_func=_view(route.handler),
+            view_func=_view(route),
             methods=[route.method],
             provide_automatic_options=False,
         )
@@ -38,10 +40,11 @@ def make_json_app() -> QuartTrio:
     return app
 
 
-def _view(handler: JsonHandler) -> Callable[..., Awaitable[Response]]:
+def _view(route: JsonRoute) -> Callable[..., Awaitable[Response]]:
     async def view(**_path_arguments: str) -> Response:
         exchange = cast("dict[str, Exchange]", request.scope)[EXCHANGE_KEY]
-        return _response(await handler(exchange))
+        await admit(exchange.key, route.needs, exchange.supervisor, session_id=exchange.session_id)
+        return _response(await route.handler(exchange))
 
     return view
 

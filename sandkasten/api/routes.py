@@ -1,7 +1,8 @@
 """The URL table, for both halves of the front. Handlers live in the modules it names.
 
 JSON routes return an `Answer` and run in Quart; raw routes answer by themselves and run in front of it, because Quart
-cuts a streamed answer at 60 s, buffers uploads without bound and costs a command 0.2 ms.
+cuts a streamed answer at 60 s, buffers uploads without bound and costs a command 0.2 ms. Each route says what it needs
+of the caller's key (`access.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import attrs
 
 from sandkasten.api import events, execs, files, health, processes, sessions, shells, system
 from sandkasten.api import exec as commands
+from sandkasten.api.access import ACT, FIND, LOOK, MAKE, OPEN, SEE_NODE, Needs
 from sandkasten.api.errors import Answer
 from sandkasten.api.exchange import Exchange
 from sandkasten.api.routing import RouteTable
@@ -30,64 +32,75 @@ class JsonRoute:
     method: str
     rule: str
     handler: JsonHandler
+    needs: Needs
+
+
+@attrs.frozen
+class RawRoute:
+    handler: RawHandler
+    needs: Needs
 
 
 JSON_ROUTES = (
-    JsonRoute("GET", "/healthz", health.healthz),
-    JsonRoute("GET", "/readyz", health.readyz),
-    JsonRoute("GET", "/v1/system", system.system),
-    JsonRoute("GET", "/v1/node", system.node),
-    JsonRoute("POST", SESSIONS, sessions.create),
-    JsonRoute("GET", SESSIONS, sessions.list_sessions),
-    JsonRoute("GET", f"{SESSIONS}/<session_id>", sessions.get),
-    JsonRoute("PATCH", f"{SESSIONS}/<session_id>", sessions.update),
-    JsonRoute("DELETE", f"{SESSIONS}/<session_id>", sessions.destroy),
-    JsonRoute("GET", f"{SESSIONS}/<session_id>/stats", sessions.stats),
-    JsonRoute("POST", f"{SESSIONS}/<session_id>/pause", sessions.pause),
-    JsonRoute("POST", f"{SESSIONS}/<session_id>/resume", sessions.resume),
+    JsonRoute("GET", "/healthz", health.healthz, OPEN),
+    JsonRoute("GET", "/readyz", health.readyz, SEE_NODE),
+    JsonRoute("GET", "/v1/system", system.system, SEE_NODE),
+    JsonRoute("GET", "/v1/node", system.node, SEE_NODE),
+    JsonRoute("POST", SESSIONS, sessions.create, MAKE),
+    JsonRoute("GET", SESSIONS, sessions.list_sessions, FIND),
+    JsonRoute("GET", f"{SESSIONS}/<session_id>", sessions.get, LOOK),
+    JsonRoute("PATCH", f"{SESSIONS}/<session_id>", sessions.update, ACT),
+    JsonRoute("DELETE", f"{SESSIONS}/<session_id>", sessions.destroy, ACT),
+    JsonRoute("GET", f"{SESSIONS}/<session_id>/stats", sessions.stats, LOOK),
+    JsonRoute("POST", f"{SESSIONS}/<session_id>/pause", sessions.pause, ACT),
+    JsonRoute("POST", f"{SESSIONS}/<session_id>/resume", sessions.resume, ACT),
 )
 
 
-def _get(handler: RawHandler) -> Mapping[str, RawHandler]:
-    return {"GET": handler, "HEAD": handler}
+def _get(handler: RawHandler, needs: Needs) -> Mapping[str, RawRoute]:
+    return {"GET": RawRoute(handler, needs), "HEAD": RawRoute(handler, needs)}
 
 
-def _post(handler: RawHandler) -> Mapping[str, RawHandler]:
-    return {"POST": handler}
+def _post(handler: RawHandler, needs: Needs) -> Mapping[str, RawRoute]:
+    return {"POST": RawRoute(handler, needs)}
 
 
-RAW_ROUTES: RouteTable[Mapping[str, RawHandler]] = RouteTable(
+def _delete(handler: RawHandler, needs: Needs) -> Mapping[str, RawRoute]:
+    return {"DELETE": RawRoute(handler, needs)}
+
+
+RAW_ROUTES: RouteTable[Mapping[str, RawRoute]] = RouteTable(
     {
-        "exec": _post(commands.run),
-        "exec/stream": _post(commands.stream),
-        "execs": _get(execs.list_runs),
-        "execs/{exec_id}": _get(execs.get),
-        "execs/{exec_id}/output": _get(execs.output),
-        "execs/{exec_id}/stream": _get(execs.stream),
-        "execs/{exec_id}/signal": _post(execs.send_signal),
-        "execs/{exec_id}/cancel": _post(execs.cancel),
-        "execs/{exec_id}/stdin": _post(execs.send_stdin),
-        "execs/{exec_id}/resize": _post(execs.resize),
-        "shells": {**_get(shells.list_shells), **_post(shells.open_shell)},
-        "shells/{name}": {"DELETE": shells.close_shell},
-        "processes": {**_get(processes.list_processes), **_post(processes.start)},
-        "processes/{exec_id}": {**_get(processes.get), "DELETE": processes.kill},
-        "processes/{exec_id}/logs": _get(processes.logs),
-        "processes/{exec_id}/stdin": _post(processes.send_stdin),
-        "processes/{exec_id}/signal": _post(processes.send_signal),
-        "processes/{exec_id}/resize": _post(processes.resize),
-        "processes/{exec_id}/kill": _post(processes.kill),
-        "processes/{exec_id}/wait": _post(processes.wait),
-        "ports": _get(processes.ports),
-        "events": _get(events.stream),
-        "fs/read": _get(files.read),
-        "fs/write": _post(files.write),
-        "fs/upload": _post(upload),
+        "exec": _post(commands.run, ACT),
+        "exec/stream": _post(commands.stream, ACT),
+        "execs": _get(execs.list_runs, LOOK),
+        "execs/{exec_id}": _get(execs.get, LOOK),
+        "execs/{exec_id}/output": _get(execs.output, LOOK),
+        "execs/{exec_id}/stream": _get(execs.stream, LOOK),
+        "execs/{exec_id}/signal": _post(execs.send_signal, ACT),
+        "execs/{exec_id}/cancel": _post(execs.cancel, ACT),
+        "execs/{exec_id}/stdin": _post(execs.send_stdin, ACT),
+        "execs/{exec_id}/resize": _post(execs.resize, ACT),
+        "shells": {**_get(shells.list_shells, LOOK), **_post(shells.open_shell, ACT)},
+        "shells/{name}": _delete(shells.close_shell, ACT),
+        "processes": {**_get(processes.list_processes, LOOK), **_post(processes.start, ACT)},
+        "processes/{exec_id}": {**_get(processes.get, LOOK), **_delete(processes.kill, ACT)},
+        "processes/{exec_id}/logs": _get(processes.logs, LOOK),
+        "processes/{exec_id}/stdin": _post(processes.send_stdin, ACT),
+        "processes/{exec_id}/signal": _post(processes.send_signal, ACT),
+        "processes/{exec_id}/resize": _post(processes.resize, ACT),
+        "processes/{exec_id}/kill": _post(processes.kill, ACT),
+        "processes/{exec_id}/wait": _post(processes.wait, LOOK),
+        "ports": _get(processes.ports, LOOK),
+        "events": _get(events.stream, LOOK),
+        "fs/read": _get(files.read, LOOK),
+        "fs/write": _post(files.write, ACT),
+        "fs/upload": _post(upload, ACT),
     }
 )
 """What follows `/v1/sessions/{id}/`, and the handler per method."""
 
-RAW_PATHS: Mapping[str, Mapping[str, RawHandler]] = {"/v1/events": _get(events.stream)}
+RAW_PATHS: Mapping[str, Mapping[str, RawRoute]] = {"/v1/events": _get(events.stream, FIND)}
 """Whole paths, and the handler per method."""
 
 

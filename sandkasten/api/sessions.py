@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 
 from sandkasten.api import schemas
+from sandkasten.api.confined import owned_patch, owned_spec, within_reach
 from sandkasten.api.errors import Answer, json_answer
 from sandkasten.api.exchange import Exchange
 from sandkasten.api.query import bad_query, query_integer
@@ -26,7 +27,7 @@ async def create(exchange: Exchange) -> Answer:
     spec = request.to_spec(
         default_limits=exchange.settings.default_limits, key_header=exchange.header(b"idempotency-key")
     )
-    session = await exchange.supervisor.create(spec)
+    session = await exchange.supervisor.create(owned_spec(exchange.key, spec))
     headers = (("server-timing", server_timing(session.timings_ms)),) if session.timings_ms else ()
     return json_answer(session_view(session), status=201, headers=headers)
 
@@ -42,12 +43,13 @@ async def list_sessions(exchange: Exchange) -> Answer:
     for name in ("label", "cursor"):
         if name in exchange.query:
             raise bad_query(name, "is not available on this server")
+    limit = query_integer(exchange, "limit", default=DEFAULT_LIST, high=MAX_LIST)
     sessions = await exchange.supervisor.list(
         status=None if wanted in (None, "all") else _status(wanted),
         ended=wanted == "all",
-        limit=query_integer(exchange, "limit", default=DEFAULT_LIST, high=MAX_LIST),
+        limit=limit if exchange.key.label is None else MAX_LIST,
     )
-    return json_answer([session_view(session) for session in sessions])
+    return json_answer([session_view(session) for session in within_reach(exchange.key, sessions)[:limit]])
 
 
 async def update(exchange: Exchange) -> Answer:
@@ -56,7 +58,7 @@ async def update(exchange: Exchange) -> Answer:
     current = exchange.settings.default_limits
     if request.limits is not None:
         current = (await exchange.supervisor.get(exchange.session_id)).limits
-    patch: SessionPatch = request.to_patch(current=current)
+    patch: SessionPatch = owned_patch(exchange.key, request.to_patch(current=current))
     return json_answer(session_view(await exchange.supervisor.update(exchange.session_id, patch)))
 
 

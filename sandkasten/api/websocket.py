@@ -14,7 +14,8 @@ import attrs
 import orjson
 import trio
 
-from sandkasten import errors
+from sandkasten import errors, logcontext
+from sandkasten.api.access import OPEN, Needs, admit
 from sandkasten.api.auth import Gate
 from sandkasten.api.errors import STATUS, error_body
 from sandkasten.api.exchange import parse_query
@@ -23,8 +24,10 @@ from sandkasten.api.jsontext import encode_json
 from sandkasten.api.settings import ApiSettings
 from sandkasten.api.ws_frames import CloseCode, Opcode, encode_frame
 from sandkasten.errors import SandkastenError
+from sandkasten.keys import NOBODY, ApiKey
 from sandkasten.lifecycle import LIVE
 from sandkasten.model import SESSION_ID
+from sandkasten.runtime.keyring import KeyUse
 from sandkasten.supervisor import Supervisor
 
 MAX_UNPROVEN = 64
@@ -42,14 +45,15 @@ class ConnectionOver(Exception):
 
 @attrs.define
 class Doorman:
-    """What all connections of one front have in common: the key, and how many have not shown it yet."""
+    """What all connections of one front have in common: the keys, and how many have not shown one yet."""
 
     gate: Gate
     unproven: int = 0
 
 
 class WebSocketExchange:
-    """What a handler works with. `session_id` is set for routes beneath a session; `code` once it was closed."""
+    """What a handler works with. `key` is the caller's, once it is known. `session_id` is set for routes beneath a
+    session; `code` once it was closed."""
 
     def __init__(
         self,
@@ -60,12 +64,16 @@ class WebSocketExchange:
         supervisor: Supervisor,
         settings: ApiSettings,
         doorman: Doorman,
+        use: KeyUse,
     ) -> None:
         self.scope = scope
         self.supervisor = supervisor
         self.settings = settings
         self.session_id = ""
+        self.key = NOBODY
         self.needs_live_session = True
+        self._use = use
+        self._needs = OPEN
         self.is_accepted = False
         self.code = 0
         self._receive = receive
@@ -82,26 +90,27 @@ class WebSocketExchange:
 
     # The way in
 
-    async def check(self, *, exists: bool) -> None:
-        """Look at what is known before the connection is accepted. `exists`: whether there is such a URL.
+    async def check(self, needs: Needs | None) -> None:
+        """Look at what is known before the connection is accepted. `needs` of the key; None: there is no such URL.
 
         Raises:
             PermissionDenied: a web page of an origin that may not.
             Unauthorized: a wrong key, or without a configured key no proof of being local.
             RouteNotFound: only for whoever has shown the key, as with other requests.
             Capacity: too many connections wait for their proof.
-            SessionNotFound, SessionExpired: only for whoever has shown the key.
+            Forbidden, SessionNotFound, SessionExpired: only for whoever has shown the key.
         """
         self._doorman.gate.check_origin(self.scope, allowed=self.settings.allowed_origins)
-        if exists and self._doorman.gate.is_key_missing(self.scope):
+        if needs is not None and self._doorman.gate.is_key_missing(self.scope):
             if self._doorman.unproven >= MAX_UNPROVEN:
                 raise errors.Capacity("too many connections wait for their first message")
+            self._needs = needs
             return
-        self._doorman.gate.check(self.scope)
-        if not exists:
+        self._know(self._doorman.gate.check(self.scope))
+        if needs is None:
             raise errors.RouteNotFound("no such URL")
-        self._is_proven = True
-        await self._check_session()
+        self._needs = needs
+        await self._admit()
 
     async def accept(self, subprotocol: str) -> None:
         """Accept the connection and, if no key was in the headers, wait for it.
@@ -122,7 +131,7 @@ class WebSocketExchange:
             raise ConnectionOver
         if not self._is_proven:
             await self._wait_for_proof()
-            await self._check_session()
+            await self._admit()
 
     async def _wait_for_proof(self) -> None:
         if self._doorman.unproven >= MAX_UNPROVEN:
@@ -133,14 +142,20 @@ class WebSocketExchange:
                 message = await self._next()
                 if message is None:
                     raise ConnectionOver
-                self._doorman.gate.check_key((_auth_key(message) or "").encode())
-                self._is_proven, self._may_prove = True, False
+                self._know(self._doorman.gate.check_key((_auth_key(message) or "").encode()))
+                self._may_prove = False
         finally:
             self._doorman.unproven -= 1
         if not self._is_proven:
             raise errors.Unauthorized("no key came in time")
 
-    async def _check_session(self) -> None:
+    def _know(self, key: ApiKey) -> None:
+        self.key, self._is_proven = key, True
+        logcontext.set_key(key.id)
+        self._use.bind(key)
+
+    async def _admit(self) -> None:
+        await admit(self.key, self._needs, self.supervisor, session_id=self.session_id)
         if not self.session_id:
             return
         if not SESSION_ID.match(self.session_id):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import attrs
 
+from sandkasten.api.access import ACT, FIND, LOOK, Needs
 from sandkasten.api.events import events_ws
 from sandkasten.api.exec_ws import exec_ws
 from sandkasten.api.routing import RouteTable
@@ -15,20 +16,22 @@ from sandkasten.api.websocket import WebSocketHandler
 
 @attrs.frozen
 class WebSocketRoute:
-    """`needs_live_session`: an ended session is refused before the handler is asked."""
+    """`needs` of the caller's key (`access.py`). `needs_live_session`: an ended session is refused before the handler
+    is asked."""
 
     handler: WebSocketHandler
+    needs: Needs
     needs_live_session: bool = True
 
 
 SESSION_WEBSOCKETS: RouteTable[WebSocketRoute] = RouteTable(
     {
-        "exec/ws": WebSocketRoute(exec_ws),
-        "terminal/ws": WebSocketRoute(terminal_ws),
-        "events": WebSocketRoute(events_ws, needs_live_session=False),
+        "exec/ws": WebSocketRoute(exec_ws, ACT),
+        "terminal/ws": WebSocketRoute(terminal_ws, ACT),
+        "events": WebSocketRoute(events_ws, LOOK, needs_live_session=False),
     }
 )
 """What follows `/v1/sessions/{id}/`."""
 
-WEBSOCKETS: Mapping[str, WebSocketRoute] = {"/v1/events": WebSocketRoute(events_ws)}
+WEBSOCKETS: Mapping[str, WebSocketRoute] = {"/v1/events": WebSocketRoute(events_ws, FIND)}
 """Whole paths."""

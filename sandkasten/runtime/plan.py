@@ -165,5 +165,6 @@ def plan_limits(limits: Limits) -> protocol.Limits:
 
 def spec_digest(spec: SessionSpec) -> str:
     """Return what tells one spec from another, for idempotency keys; irreversible, since `env` may hold secrets."""
-    plain = attrs.asdict(attrs.evolve(spec, idempotency_key=None))
+    plain = attrs.asdict(attrs.evolve(spec, idempotency_key=None, key_id=None))
+    del plain["key_id"]  # who asks is part of the key, and digests of before have no such field
     return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()

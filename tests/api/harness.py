@@ -17,6 +17,7 @@ from sandkasten.api.app import make_app
 from sandkasten.api.guard import App
 from sandkasten.api.server import serve
 from sandkasten.api.settings import ApiSettings
+from sandkasten.runtime.keyring import KeyRing
 from tests.fakes.supervisor import FakeSupervisor
 
 KEY = "sk-test-key"
@@ -34,6 +35,7 @@ class Running:
     scope: trio.CancelScope
     stopped: trio.Event
     supervisor: FakeSupervisor = attrs.field(factory=FakeSupervisor)
+    ring: KeyRing = attrs.field(factory=KeyRing)
 
     async def stop(self) -> float:
         began = trio.current_time()
@@ -50,7 +52,8 @@ class Running:
         return trio.SocketStream(sock)
 
     def client(self, **options: Any) -> httpx.AsyncClient:  # Any: httpx's own options
-        headers = {"Authorization": f"Bearer {KEY}"} | options.pop("headers", {})
+        token = options.pop("token", KEY)
+        headers = {"Authorization": f"Bearer {token}"} | options.pop("headers", {})
         return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=PATIENCE_S, **options)
 
     async def is_alive(self) -> bool:
@@ -97,9 +100,9 @@ async def _serve(app: App, settings: ApiSettings, *, task_status: trio.TaskStatu
 @asynccontextmanager
 async def running_front(**changes: Any) -> AsyncIterator[Running]:  # Any: ApiSettings' fields
     """Serve the real front over a fake supervisor."""
-    supervisor = FakeSupervisor()
-    async with running_app(make_app(supervisor, settings=make_settings(**changes)), **changes) as running:
-        running.supervisor = supervisor
+    supervisor, ring = FakeSupervisor(), KeyRing()
+    async with running_app(make_app(supervisor, settings=make_settings(**changes), ring=ring), **changes) as running:
+        running.supervisor, running.ring = supervisor, ring
         yield running
 
 

@@ -27,7 +27,7 @@ async def test_a_created_session_has_the_published_shape() -> None:
         assert "workspace_id" not in session
         assert "reason" not in session
         assert answer.headers["server-timing"] == "queue;dur=0.100, clone_3;dur=2.500"
-        assert running.supervisor.specs == [SessionSpec(image="python", ttl_s=60.0)]
+        assert running.supervisor.specs == [SessionSpec(image="python", ttl_s=60.0, key_id="configured")]
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"unknown": 1}'])
@@ -35,14 +35,14 @@ async def test_a_create_needs_nothing(body: bytes) -> None:
     """No body, an empty object, unknown fields."""
     async with running_front() as running, running.client() as client:
         assert (await client.post("/v1/sessions", content=body)).status_code == 201
-        assert running.supervisor.specs == [SessionSpec()]
+        assert running.supervisor.specs == [SessionSpec(key_id="configured")]
 
 
 async def test_the_idempotency_header_reaches_the_supervisor() -> None:
     """Header or field."""
     async with running_front() as running, running.client() as client:
         await client.post("/v1/sessions", headers={"Idempotency-Key": "k-1"})
-        assert running.supervisor.specs == [SessionSpec(idempotency_key="k-1")]
+        assert running.supervisor.specs == [SessionSpec(idempotency_key="k-1", key_id="configured")]
 
 
 async def test_partial_limits_are_filled_from_the_configured_defaults() -> None:

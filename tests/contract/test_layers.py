@@ -26,7 +26,7 @@ LAYERS = (
     Layer("runtime", "store", "images"),
     Layer("supervisor", "configfile", "lifecycle", independent=False),
     Layer("config"),
-    Layer("model", "machine", "errors", "log"),
+    Layer("model", "machine", "errors", "log", "keys"),
     Layer("filerules", "stats"),
     Layer("logcontext"),
     Layer("tracing"),

@@ -34,6 +34,7 @@ from sandkasten.api.upload import safe_name
 from sandkasten.api.ws_fields import Refused
 from sandkasten.errors import InvalidRequest, PermissionDenied, RunnerProtocolError, SandkastenError, Unauthorized
 from sandkasten.model import Limits
+from sandkasten.runtime.keyring import KeyRing
 from sandkasten.runtime.runner_link import decode_answer
 from tests.fuzz import grammar
 from tests.fuzz.grammar import Choices
@@ -283,7 +284,7 @@ def api_requests(data: bytes) -> None:
         )
         for _ in range(choices.number(3))
     ]
-    for gate, has_right in ((Gate("sk-test-key"), _has_key(headers)), (Gate(None), True)):
+    for gate, has_right in ((Gate("sk-test-key", KeyRing()), _has_key(headers)), (Gate(None, KeyRing()), True)):
         try:
             gate.check({"headers": headers, "server": ("127.0.0.1", 1)})
             gate.check_origin({"headers": headers}, allowed=("http://a",))

@@ -1,0 +1,221 @@
+"""What each kind of key may do, over every route there is."""
+
+from __future__ import annotations
+
+import re
+
+import attrs
+import pytest
+
+from sandkasten.api.routes import JSON_ROUTES, RAW_PATHS, RAW_ROUTES, SESSIONS
+from sandkasten.api.ws_routes import SESSION_WEBSOCKETS, WEBSOCKETS
+from sandkasten.model import SessionSpec
+from tests.api.harness import Running, read_until, request_bytes, running_front
+from tests.api.keys import ADMIN, CONFINED, CONFINED_READ, ISSUED, READ, WRITE, Issued
+from tests.api.ws_client import client_frame, close_code, handshake
+
+LOOKING_POSTS = {"processes/{exec_id}/wait"}
+"""What only looks, though its parameters come in a body."""
+
+ABOUT_THE_NODE = {"/readyz", "/v1/system", "/v1/node"}
+ABOUT_NO_SESSION = {"/healthz", SESSIONS, "/v1/events"} | ABOUT_THE_NODE
+_PARAMETER = re.compile(r"\{\w+\}|<\w+>")
+
+
+@attrs.frozen
+class Request:
+    """One method of one route; `pattern` is what follows the session's id, or a whole path."""
+
+    method: str
+    pattern: str
+
+    @property
+    def looks(self) -> bool:
+        return self.method in ("GET", "HEAD") or self.pattern in LOOKING_POSTS
+
+    def path(self, session_id: str) -> str:
+        filled = _PARAMETER.sub("x", self.pattern)
+        return filled if filled.startswith("/") else f"{SESSIONS}/{session_id}/{filled}".rstrip("/")
+
+
+def all_requests() -> list[Request]:
+    """Return every method of every HTTP route."""
+    beneath = f"{SESSIONS}/<session_id>"
+    found = [
+        Request(route.method, route.rule.removeprefix(beneath).removeprefix("/"))
+        if route.rule.startswith(beneath)
+        else Request(route.method, route.rule)
+        for route in JSON_ROUTES
+    ]
+    found += [Request(method, pattern) for pattern, methods in RAW_ROUTES.routes.items() for method in methods]
+    found += [Request(method, path) for path, methods in RAW_PATHS.items() for method in methods]
+    return found
+
+
+async def make_session(running: Running, **labels: str) -> str:
+    running.ring.replace([each.key for each in ISSUED])
+    return (await running.supervisor.create(SessionSpec(labels=labels))).id
+
+
+async def refusal(running: Running, issued: Issued, request: Request, session_id: str) -> tuple[int, str] | None:
+    """Return how a request was refused for want of a right or a reachable session, None if it was not."""
+    path = request.path(session_id)
+    async with (
+        running.client(token=issued.token) as client,
+        client.stream(request.method, path, json={} if request.method in ("POST", "PATCH") else None) as answer,
+    ):
+        if answer.status_code not in (401, 403, 404):
+            return None
+        if request.method == "HEAD":
+            return answer.status_code, ""
+        await answer.aread()
+        code = answer.json()["error_code"]
+        return (answer.status_code, code) if code in ("UNAUTHORIZED", "FORBIDDEN", "SESSION_NOT_FOUND") else None
+
+
+def forbidden(request: Request) -> tuple[int, str]:
+    return (403, "") if request.method == "HEAD" else (403, "FORBIDDEN")
+
+
+def not_found(request: Request) -> tuple[int, str]:
+    return (404, "") if request.method == "HEAD" else (404, "SESSION_NOT_FOUND")
+
+
+async def test_every_route_asks_the_key_for_what_it_needs() -> None:
+    """All routes: a read-only key looks, a write key acts, and an admin key does all."""
+    async with running_front() as running:
+        for request in all_requests():
+            for issued in (READ, WRITE, ADMIN):
+                session_id = await make_session(running, team="b")
+                may = request.looks or issued is not READ or request.pattern == "/healthz"
+                seen = await refusal(running, issued, request, session_id)
+                if may and seen is not None and seen[1] == "" and request.method == "HEAD":
+                    seen = None  # of a run that there is not
+                assert seen == (None if may else forbidden(request)), (request, issued.key.access)
+
+
+async def test_a_confined_key_finds_nothing_of_others_on_any_route() -> None:
+    """All routes: sessions without its label do not exist, the node is not its business, and it only looks if it may
+    no more than look."""
+    async with running_front() as running:
+        foreign = await make_session(running, team="b")
+        for request in all_requests():
+            for issued in (CONFINED, CONFINED_READ):
+                seen = await refusal(running, issued, request, foreign)
+                if request.pattern == "/healthz":
+                    assert seen is None
+                elif request.pattern in ABOUT_THE_NODE or (issued is CONFINED_READ and not request.looks):
+                    assert seen == forbidden(request), (request, issued.key)
+                elif request.pattern in ABOUT_NO_SESSION:
+                    assert seen is None, request
+                else:
+                    assert seen == not_found(request), (request, issued.key)
+
+
+async def test_a_confined_key_works_in_its_own_sessions() -> None:
+    """What is refused with others' sessions is served with one that carries the label."""
+    async with running_front() as running:
+        for request in all_requests():
+            if request.pattern in ABOUT_NO_SESSION or request.method == "HEAD":
+                continue
+            own = await make_session(running, team="a", more="yes")
+            assert await refusal(running, CONFINED, request, own) is None, request
+
+
+async def test_the_answer_for_others_sessions_is_that_for_none() -> None:
+    """Not a byte tells them apart, but for the ids that were asked for."""
+    async with running_front() as running, running.client(token=CONFINED.token) as client:
+        foreign, missing = await make_session(running, team="b"), "f" * 24
+        answers = []
+        for session_id in (foreign, missing):
+            answer = await client.get(f"{SESSIONS}/{session_id}", headers={"X-Request-ID": "same"})
+            answers.append((answer.status_code, answer.text.replace(session_id, "ID"), sorted(answer.headers)))
+        assert answers[0] == answers[1]
+
+
+async def test_a_confined_key_lists_and_makes_only_what_is_its_own() -> None:
+    """The label is put on what it makes, kept on what it changes, and filters what it lists."""
+    async with running_front() as running, running.client(token=CONFINED.token) as client:
+        await make_session(running, team="b")
+        made = (await client.post(SESSIONS, json={"labels": {"more": "yes"}})).json()
+        assert made["labels"] == {"more": "yes", "team": "a"}
+        assert [each["id"] for each in (await client.get(f"{SESSIONS}?limit=1")).json()] == [made["id"]]
+        changed = await client.patch(f"{SESSIONS}/{made['id']}", json={"labels": {"other": "x"}})
+        assert changed.json()["labels"] == {"other": "x", "team": "a"}
+        for answer in (
+            await client.post(SESSIONS, json={"labels": {"team": "b"}}),
+            await client.patch(f"{SESSIONS}/{made['id']}", json={"labels": {"team": "b"}}),
+        ):
+            assert (answer.status_code, answer.json()["error_code"]) == (403, "FORBIDDEN")
+        assert len(running.supervisor.sessions) == 2
+
+
+async def test_a_confined_key_hears_only_of_its_own_sessions() -> None:
+    """Over server-sent events, those that are kept included."""
+    async with running_front() as running:
+        foreign, own = await make_session(running, team="b"), await make_session(running, team="a")
+        await running.supervisor.destroy(foreign)
+        await running.supervisor.destroy(own)
+        head = {"Authorization": f"Bearer {CONFINED.token}"}
+        async with await running.connect() as stream:
+            await stream.send_all(request_bytes("GET", "/v1/events?cursor=00000000", headers=head))
+            heard = (await read_until(stream, b"event: session.destroyed\ndata: ")).decode()
+        assert (own in heard, foreign in heard) == (True, False)
+
+
+async def test_idempotency_keys_of_two_keys_do_not_meet() -> None:
+    """Each API key has its own; those of the configured key are as they were before there were others."""
+    async with running_front() as running:
+        await make_session(running)
+        for options in ({"token": WRITE.token}, {"token": ADMIN.token}, {}):
+            async with running.client(**options) as client:
+                await client.post(SESSIONS, headers={"Idempotency-Key": "once"})
+        names = [spec.idempotency_key for spec in running.supervisor.specs[1:]]
+        assert len(set(names)) == 3
+        assert names[2] == "once"
+        assert [spec.key_id for spec in running.supervisor.specs[1:]] == [WRITE.key.id, ADMIN.key.id, "configured"]
+
+
+# WebSockets ---------------------------------------------------------------------------------------------------------
+
+
+def websocket_paths(session_id: str) -> dict[str, str]:
+    """Return every WebSocket by its pattern."""
+    beneath = {pattern: f"{SESSIONS}/{session_id}/{pattern}" for pattern in SESSION_WEBSOCKETS.routes}
+    return beneath | {path: path for path in WEBSOCKETS}
+
+
+@pytest.mark.parametrize(
+    ("issued", "session", "expected"),
+    [
+        (READ, "foreign", {"exec/ws": 403, "terminal/ws": 403, "events": 101, "/v1/events": 101}),
+        (WRITE, "foreign", {"exec/ws": 101, "terminal/ws": 101, "events": 101, "/v1/events": 101}),
+        (CONFINED, "foreign", {"exec/ws": 404, "terminal/ws": 404, "events": 404, "/v1/events": 101}),
+        (CONFINED, "own", {"exec/ws": 101, "terminal/ws": 101, "events": 101, "/v1/events": 101}),
+        (CONFINED_READ, "own", {"exec/ws": 403, "terminal/ws": 403, "events": 101, "/v1/events": 101}),
+    ],
+)
+async def test_websockets_ask_as_well_by_header_and_by_first_message(
+    issued: Issued, session: str, expected: dict[str, int]
+) -> None:
+    """Every WebSocket, with the key in either place: the handshake's status, or a close code of 4000 more."""
+    async with running_front() as running:
+        session_id = await make_session(running, team="a" if session == "own" else "b")
+        paths = websocket_paths(session_id)
+        assert paths.keys() == expected.keys()
+        for pattern, path in paths.items():
+            assert await status_of_handshake(running, path, issued.token) == expected[pattern]
+            if expected[pattern] != 101:
+                assert await close_after_message(running, path, issued.token) == 4000 + expected[pattern]
+
+
+async def status_of_handshake(running: Running, path: str, token: str) -> int:
+    async with await running.connect() as stream:
+        await stream.send_all(handshake(path, {"Authorization": f"Bearer {token}"}))
+        return int((await stream.receive_some(4096)).split(b" ")[1])
+
+
+async def close_after_message(running: Running, path: str, token: str) -> int:
+    async with await running.connect() as stream:
+        await stream.send_all(handshake(path, {}) + client_frame(1, f'{{"type":"auth","key":"{token}"}}'.encode()))
+        return await close_code(stream)
