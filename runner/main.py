@@ -16,18 +16,21 @@ from runner import pty
 from runner.config import RunnerConfig
 from runner.context import Context
 from runner.descriptor import Descriptor
-from runner.execution import Sink
 from runner.files import FileReader, FileWriter
+from runner.kept import KeptRuns
 from runner.kernel import Kernel
 from runner.ports import Ports
 from runner.programs import Programs
 from runner.protocol import (
+    AttachRun,
     Cancel,
     CloseShell,
     Done,
     Error,
     Exec,
+    ForgetRuns,
     Hello,
+    ListRuns,
     OpenShell,
     ReadFile,
     Resize,
@@ -41,8 +44,9 @@ from runner.protocol import (
 )
 from runner.reaper import block_signals
 from runner.registry import Reachable
-from runner.server import Job, Server
+from runner.server import Server
 from runner.shells import Shells
+from runner.sink import Job, Sink
 
 
 class Service:
@@ -53,6 +57,7 @@ class Service:
         self._shells = Shells(context)
         self._programs: Programs | None = None  # these two when first needed: an idle session is spared their pages
         self._ports: Ports | None = None
+        self._runs = KeptRuns()
         self._writers = 0
 
     def dispatch(self, request: Any, sink: Sink, descriptor: Descriptor) -> Job | None:  # one of REQUESTS
@@ -76,11 +81,18 @@ class Service:
                 self._reach(request, sink)
             case Exec():
                 self._wake_ports()
-                return self._shells.submit(request, sink)
+                return self._runs.begin(request, sink, lambda to: self._shells.submit(request, to))
             case RunProgram():
                 self._wake_ports()
-                self._programs = self._programs or Programs(self._context, shell_argv=self._shells.argv)
-                return self._programs.run(request, sink, descriptor)
+                programs = self._programs = self._programs or Programs(self._context, shell_argv=self._shells.argv)
+                return self._runs.begin(request, sink, lambda to: programs.run(request, to, descriptor))
+            case AttachRun():
+                return self._runs.attach(request, sink)
+            case ListRuns():
+                sink.finish(self._runs.list(request))
+            case ForgetRuns():
+                self._runs.forget(request)
+                sink.finish(Done())
             case Watch():
                 self._ports = self._ports or Ports(self._context, shell_pids=self._shells.pids)
                 return self._ports.watch(sink)

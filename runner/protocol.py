@@ -10,6 +10,9 @@ A command that must be reached while its connection is full of unread standard i
 `Signal`, `Cancel` and `Resize` name it by its id. `RunProgram` and `OpenShell` may bring one descriptor (SCM_RIGHTS, on
 the frame's first byte), the cgroup of their own that the new process is born in; see `Membership`.
 
+A run begun with a `ticket` is kept when its connection breaks, instead of being cancelled, and is found again by
+`ListRuns` and `AttachRun`: `kept_messages`.
+
 The daemon treats every byte from the runner as hostile: the decoder refuses oversized and unknown frames and stays in
 error afterwards; `wire.Vocabulary` refuses every body that is not exactly one of the messages below.
 """
@@ -21,11 +24,25 @@ import struct
 from dataclasses import dataclass, field
 from typing import Literal
 
+from runner.kept_messages import KEPT_RUN_BYTES as KEPT_RUN_BYTES
+from runner.kept_messages import MAX_TICKET_CHARS as MAX_TICKET_CHARS
+from runner.kept_messages import Attached as Attached
+from runner.kept_messages import AttachRun as AttachRun
+from runner.kept_messages import ForgetRuns as ForgetRuns
+from runner.kept_messages import ListRuns as ListRuns
+from runner.kept_messages import RunEntry as RunEntry
+from runner.kept_messages import RunList as RunList
 from runner.wire import ProtocolError, Vocabulary
 
 __all__ = ["Frame", "FrameDecoder", "Kind", "ProtocolError", "encode_frame"]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
+"""What is spoken here. A sandbox may outlive several daemons: they serve any PID 1 from `OLDEST_VERSION` on, and
+ask of it what its version knows."""
+
+OLDEST_VERSION = 2
+KEPT_RUNS_VERSION = 3
+"""Since when runs have tickets and outlive their connection."""
 
 DEFAULT_SHELL = "default"
 """The name of the shell that `Setup` starts."""
@@ -222,6 +239,7 @@ class Exec:
     until the command ends; DATA frames are what is typed, STDOUT what the screen gets, `stdin` is ignored.
     With `interactive` (needs `terminal`) the command is not run: the shell reads lines from the terminal and runs
     each in itself, with prompt and job control, until `exit` or end-of-file.
+    With `ticket` the run is kept; its id must then be that of no other kept run (error `EXISTS`).
     """
 
     exec_id: str
@@ -233,6 +251,7 @@ class Exec:
     shell: str = DEFAULT_SHELL
     terminal: TerminalSize | None = None
     interactive: bool = False
+    ticket: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +261,9 @@ class RunProgram:
     Exactly one of `argv` (searched for in its PATH, no shell) and `command` (given to a fresh shell of the session's
     kind; with `interactive` that shell is an interactive one, and `command` empty). `cwd` is relative to the
     workspace. `user` is a name of the image's `/etc/passwd` or `UID[:GID]`; not PID 1's, and root only in a sandbox
-    that was built for it. `stdin`, `terminal` and `timeout_ms` as in `Exec`; the terminal is the program's controlling
-    terminal. It ends when the program itself has; what it left running lives on, unless it was cancelled or timed out.
+    that was built for it. `stdin`, `terminal`, `timeout_ms` and `ticket` as in `Exec`; the terminal is the program's
+    controlling terminal. It ends when the program itself has; what it left running lives on, unless it was cancelled or
+    timed out.
     """
 
     exec_id: str
@@ -257,6 +277,7 @@ class RunProgram:
     interactive: bool = False
     user: str | None = None
     group: Group | None = None
+    ticket: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,12 +371,12 @@ class ShellInfo:
 @dataclass(frozen=True, slots=True)
 class HelloReply:
     """`shell` is the absolute path of the default shell inside the sandbox; empty before `Setup`. `shells` are the
-    others there are."""
+    others there are. `version` is what PID 1 speaks: one that doesn't say it is the oldest."""
 
     shell: str
     cwd: str
     shells: tuple[ShellInfo, ...] = ()
-    version: int = PROTOCOL_VERSION
+    version: int = OLDEST_VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,7 +486,12 @@ REQUESTS = Vocabulary(
     Watch,
     ReadFile,
     WriteFile,
+    ListRuns,
+    AttachRun,
+    ForgetRuns,
 )
-ANSWERS = Vocabulary(HelloReply, Started, FileInfo, ExecReply, ShellInfo, Done, Error, PortOpened, PortClosed)
-"""Bodies of STARTED (`Started`, `FileInfo`), EVENT (`PortOpened`, `PortClosed`), REPLY (`HelloReply`, `ExecReply`,
-`ShellInfo`, `Done`) and ERROR (`Error`) frames."""
+ANSWERS = Vocabulary(
+    *(HelloReply, Started, Attached, FileInfo, ExecReply, ShellInfo, RunList, Done, Error, PortOpened, PortClosed)
+)
+"""Bodies of STARTED (`Started`, `Attached`, `FileInfo`), EVENT (`PortOpened`, `PortClosed`), REPLY (`HelloReply`,
+`ExecReply`, `ShellInfo`, `RunList`, `Done`) and ERROR (`Error`) frames."""

@@ -14,12 +14,11 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from runner.config import MAX_CONNECTIONS, OUT_BUFFER_BYTES
 from runner.context import Context
 from runner.descriptor import Descriptor
-from runner.execution import Sink
 from runner.loop import HANG_UP, READ, WRITE, Loop, Timer
 from runner.protocol import (
     ANSWERS,
@@ -34,6 +33,7 @@ from runner.protocol import (
     ProtocolError,
     encode_header,
 )
+from runner.sink import Job, Sink
 
 _PEER_CREDENTIALS = struct.Struct("3i")
 _INT_BYTES = struct.calcsize("i")
@@ -43,23 +43,6 @@ _ACCEPTS_PER_TURN = 16
 _PARTS_PER_CALL = 64
 _STARTED_DELAY_S = 0.001
 """STARTED waits this long for company: a short command is then answered in one piece."""
-
-
-class Job(Protocol):
-    """What a running request takes from its connection."""
-
-    def on_data(self, data: bytes) -> None: ...
-
-    def on_end(self) -> None: ...
-
-    def on_cancel(self) -> None: ...
-
-    def on_close(self) -> None: ...
-
-    def on_drained(self) -> None: ...
-
-    @property
-    def wants_input(self) -> bool: ...
 
 
 Dispatch = Callable[[Any, Sink, Descriptor], Job | None]

@@ -73,8 +73,8 @@ class Shells:
         default = next((info for info in infos if info.name == DEFAULT_SHELL), None)
         others = tuple(info for info in infos if info is not default)
         if default is None:
-            return HelloReply("", self._context.config.workspace, others)
-        return HelloReply(default.path, default.cwd, others)
+            return HelloReply("", self._context.config.workspace, others, PROTOCOL_VERSION)
+        return HelloReply(default.path, default.cwd, others, PROTOCOL_VERSION)
 
     @staticmethod
     def _info(name: str, engine: Engine) -> ShellInfo:

@@ -1,4 +1,4 @@
-"""Where the answer to a request goes. Pure declaration: a connection implements it."""
+"""Where the answer to a request goes, and where what else comes on its connection goes. Pure declarations."""
 
 from __future__ import annotations
 
@@ -7,8 +7,26 @@ from typing import Protocol
 from runner.protocol import Kind
 
 
+class Job(Protocol):
+    """What a running request takes from its connection."""
+
+    def on_data(self, data: bytes) -> None: ...
+
+    def on_end(self) -> None: ...
+
+    def on_cancel(self) -> None: ...
+
+    def on_close(self) -> None: ...
+
+    def on_drained(self) -> None: ...
+
+    @property
+    def wants_input(self) -> bool: ...
+
+
 class Sink(Protocol):
-    """Where the answer to a request goes. `finish` sends the one final frame; nothing may follow it."""
+    """Where the answer to a request goes: a connection, or what outlives it (`kept`). `finish` sends the one final
+    frame; nothing may follow it."""
 
     def send(self, kind: Kind, body: bytes) -> None: ...
 

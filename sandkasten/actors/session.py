@@ -74,6 +74,9 @@ ENDINGS = {
     Status.CRASHED: EventType.SESSION_CRASHED,
     Status.LOST: EventType.SESSION_LOST,
 }
+_VERSIONS = range(runner_protocol.OLDEST_VERSION, runner_protocol.PROTOCOL_VERSION + 1)
+"""What PID 1 may speak: that of a sandbox is as old as the sandbox."""
+
 _MAX_CONTROLS = 8
 """Requests at a time that are answered at once; see `runs.MAX_ACTIVE`."""
 
@@ -270,9 +273,9 @@ class SessionActor(Actor):
         if patience.cancelled_caught:
             raise RunnerLost("the sandbox's init does not answer")
         match answer:
-            case runner_protocol.HelloReply(version=runner_protocol.PROTOCOL_VERSION, shell=""):
+            case runner_protocol.HelloReply(shell="", version=version) if version in _VERSIONS:
                 raise SandboxError("the daemon stopped before the session was set up")  # nobody was told of it
-            case runner_protocol.HelloReply(version=runner_protocol.PROTOCOL_VERSION):
+            case runner_protocol.HelloReply(version=version) if version in _VERSIONS:
                 self._own.change(cwd=answer.cwd)
                 self._work.runs.shells.adopt(answer)
             case runner_protocol.HelloReply():

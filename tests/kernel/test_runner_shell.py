@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from runner.protocol import Error, ExecReply, HelloReply, Kind, Setup, encode_frame
+from runner.protocol import PROTOCOL_VERSION, Error, ExecReply, HelloReply, Kind, Setup, encode_frame
 from tests.kernel.runner_harness import Client, Sandbox, needs_namespaces, wait_until
 
 pytestmark = needs_namespaces
@@ -374,8 +374,10 @@ def test_setup_tells_the_shell(sandbox: Sandbox) -> None:
     client = sandbox.connect()
     from runner.protocol import Hello
 
-    assert client.ask(Hello()) == HelloReply("", "/mnt/workspace")
-    assert client.ask(Setup(shell="zsh-not-here")) == HelloReply("/bin/bash", "/mnt/workspace")
+    assert client.ask(Hello()) == HelloReply("", "/mnt/workspace", version=PROTOCOL_VERSION)
+    assert client.ask(Setup(shell="zsh-not-here")) == HelloReply(
+        "/bin/bash", "/mnt/workspace", version=PROTOCOL_VERSION
+    )
 
 
 def test_a_command_before_setup_is_refused(sandbox: Sandbox) -> None:

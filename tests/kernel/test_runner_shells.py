@@ -10,6 +10,7 @@ import pytest
 
 from runner.protocol import (
     MAX_SHELLS,
+    PROTOCOL_VERSION,
     Cancel,
     CloseShell,
     Done,
@@ -87,7 +88,7 @@ def test_hello_lists_the_shells(client: Client, other: Client) -> None:
     """With where each is now."""
     other.run("cd /tmp", shell="two")
     reply = client.ask(Hello())
-    assert reply == HelloReply(reply.shell, WORKSPACE, (ShellInfo("two", reply.shell, "/tmp"),))
+    assert reply == HelloReply(reply.shell, WORKSPACE, (ShellInfo("two", reply.shell, "/tmp"),), PROTOCOL_VERSION)
 
 
 @pytest.mark.parametrize(
