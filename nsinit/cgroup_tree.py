@@ -110,8 +110,8 @@ def claim(located: Located, *, group: str, parent: str, beside: tuple[int, ...] 
 def release(tree: Tree, located: Located) -> None:
     """Remove the group directories when no session is left in them, and move back out of the v2 leaf."""
     group = tree.dirs["memory"]
-    leaf = f"{group}/{_LEAF}"
-    if tree.mode == "v2" and os.path.isdir(leaf) and not _has_sessions(group):
+    leaf = f"{group}/{LEAF}"
+    if tree.mode == "v2" and os.path.isdir(leaf) and not has_sessions(group):
         home = os.path.dirname(group)
         try:
             _set_controllers(group, "-")
@@ -128,7 +128,8 @@ def release(tree: Tree, located: Located) -> None:
             pass  # sessions live on in it
 
 
-_LEAF = "daemon"
+LEAF = "daemon"
+"""In a v2 tree the daemon and nsinit move to a cgroup of this name beside the sessions."""
 _SUBGROUP = "keeper"
 """Where a service manager puts the process, if it is told to keep the unit's own cgroup empty (`DelegateSubgroup=`)."""
 
@@ -138,7 +139,7 @@ def _home(located: Located, group: str) -> str | None:
     subgroup of a unit, which has no controllers while the unit, still without sandboxes, hands none down."""
     if located.unified is None:
         return None
-    home = located.unified.removesuffix(f"/{group}/{_LEAF}")
+    home = located.unified.removesuffix(f"/{group}/{LEAF}")
     unit = home.removesuffix(f"/{_SUBGROUP}")
     return home if unit == located.unified_mount else unit
 
@@ -161,7 +162,7 @@ def _claim_v2(own: str, mount_point: str, *, group: str, parent: str, beside: tu
 
 def _move_to_leaf(own: str, group: str) -> str | None:
     """Move nsinit and the daemon out of the way and hand controllers down; None, and nothing moved, if that fails."""
-    leaf = f"{own}/{group}/{_LEAF}"
+    leaf = f"{own}/{group}/{LEAF}"
     os.makedirs(leaf, exist_ok=True)
     moved: list[str] = []
     try:
@@ -198,8 +199,9 @@ def _make_group(base: str, group: str) -> str:
     return directory
 
 
-def _has_sessions(group: str) -> bool:
-    return any(entry.is_dir() and entry.name != _LEAF for entry in os.scandir(group))
+def has_sessions(group: str) -> bool:
+    """Whether there is a cgroup in it that is not the daemon's."""
+    return any(entry.is_dir() and entry.name != LEAF for entry in os.scandir(group))
 
 
 def _below(mount_point: str, parent: str) -> str:

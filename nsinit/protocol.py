@@ -16,9 +16,20 @@ from typing import Literal
 from nsinit.seccomp.profile import ArgTest as SeccompArgTest
 from nsinit.seccomp.profile import Profile as SeccompProfile
 from nsinit.seccomp.profile import Rule as SeccompRule
+from nsinit.stray_messages import RemoveStray, Stray, StrayKind, Survey, Surveyed
 from runner.wire import ProtocolError, Vocabulary
 
-__all__ = ["ProtocolError", "SeccompArgTest", "SeccompProfile", "SeccompRule"]
+__all__ = [
+    "ProtocolError",
+    "RemoveStray",
+    "SeccompArgTest",
+    "SeccompProfile",
+    "SeccompRule",
+    "Stray",
+    "StrayKind",
+    "Survey",
+    "Surveyed",
+]
 
 MAX_DATAGRAM_BYTES = 64 * 1024
 MAX_FDS = 2
@@ -367,6 +378,6 @@ class Failed:
 
 REQUESTS = Vocabulary(
     *(Start, Prepare, Build, Attach, Scan, SetLimits, SetFrozen, Teardown),
-    *(MakeWorkspace, MakeGroup, RemoveGroup, FindVictim, AskDisk, SetDisk),
+    *(MakeWorkspace, MakeGroup, RemoveGroup, FindVictim, AskDisk, SetDisk, Survey, RemoveStray),
 )
-ANSWERS = Vocabulary(Ready, Built, Attached, Scanned, TornDown, Grouped, Victim, DiskUse, Ok, Failed)
+ANSWERS = Vocabulary(Ready, Built, Attached, Scanned, TornDown, Grouped, Victim, DiskUse, Surveyed, Ok, Failed)

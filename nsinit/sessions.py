@@ -139,9 +139,9 @@ class Sessions:
             self.foundry.slots.reserve(identity.base_uid)
         return Attached(0, session_id, identity, kind), [pidfd, event_fd]
 
-    def scan(self) -> list[Found]:
-        """List every session that has a cgroup or files, with what runs of it."""
-        return scan(self.foundry.tree, self.foundry.machine.layout)
+    def scan(self, after: str, limit: int) -> tuple[list[Found], bool]:
+        """List sessions that have a cgroup or files, with what runs of each; and whether there are more."""
+        return scan(self.foundry.tree, self.foundry.machine.layout, after, limit)
 
     def set_limits(self, session_id: str, limits: Limits) -> Generator[Wait, bool, None]:
         """Change the limits of a session that has a cgroup, all or none. Raises `StepFailed`."""
@@ -357,19 +357,21 @@ class Sessions:
         return SessionCgroup(self.foundry.tree, session_id)
 
 
-def scan(tree: Tree, layout: Layout) -> list[Found]:
-    """List every session that has a cgroup or files, with what runs of it."""
+def scan(tree: Tree, layout: Layout, after: str = "", limit: int | None = None) -> tuple[list[Found], bool]:
+    """List sessions that have a cgroup or files, in the order of their ids; only those returned are looked at."""
     with_files = {name for path in (layout.sessions, layout.run) for name in os.listdir(path)}
     with_cgroup = {name for path in tree.unique for name in _names_in(path)}
-    return [
+    names = sorted(name for name in with_files | with_cgroup if name > after and is_session_id(name))
+    found = [
         Found(
             session_id,
             find_identity(SessionCgroup(tree, session_id)),
             has_cgroup=session_id in with_cgroup,
             has_files=session_id in with_files,
         )
-        for session_id in sorted(filter(is_session_id, with_files | with_cgroup))
+        for session_id in names[:limit]
     ]
+    return found, len(found) < len(names)
 
 
 def _names_in(directory: str) -> list[str]:

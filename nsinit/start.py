@@ -6,6 +6,7 @@ either empty or found again by the next start.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
@@ -19,6 +20,7 @@ from nsinit.disk import choose
 from nsinit.forker import Forker
 from nsinit.grant import Grant
 from nsinit.kmsg import KernelLog
+from nsinit.marks import mark_of, read_mark, set_mark
 from nsinit.mountinfo import parse_mountinfo, parse_own_cgroups
 from nsinit.paths import Layout
 from nsinit.protocol import Ready, Start
@@ -26,6 +28,7 @@ from nsinit.scheduler import Scheduler
 from nsinit.seccomp.filters import prepare
 from nsinit.sessions import Sessions, scan
 from nsinit.steps import StepFailed, Steps
+from nsinit.strays import Strays, open_blocks
 from nsinit.validate import check_cgroup_parent, check_data_dir, check_node_id
 from nsinit.vessel import Foundry
 
@@ -41,6 +44,7 @@ class Node:
     sessions: Sessions
     located: cgroup_tree.Located
     kernel_log: KernelLog
+    strays: Strays
     lock_fd: int
 
     def stop(self) -> None:
@@ -50,6 +54,7 @@ class Node:
         self.sessions.foundry.forker.stop()
         cgroup_tree.release(self.sessions.foundry.tree, self.located)
         os.close(self.lock_fd)
+        self.strays.close()
 
 
 def start(request: Start, scheduler: Scheduler, enter: child.Enter, grant: Grant | None = None) -> Node:
@@ -80,6 +85,9 @@ def _start(request: Start, scheduler: Scheduler, enter: child.Enter, grant: Gran
         beside = grant.beside if grant else ()
         tree = cgroup_tree.claim(located, group=group, parent=request.cgroup_parent, beside=beside)
         undo.callback(cgroup_tree.release, tree, located)
+        _mark(tree, layout)
+    strays = Strays(tree, layout, located, group, open_blocks())
+    undo.callback(strays.close)
     kernel_log = KernelLog()
     undo.callback(kernel_log.close)
     with steps.step("mount namespace"):
@@ -111,12 +119,25 @@ def _start(request: Start, scheduler: Scheduler, enter: child.Enter, grant: Gran
         disk=disk.mode,
         disk_refused=refused,
     )
-    return Node(ready, sessions, located, kernel_log, lock_fd)
+    return Node(ready, sessions, located, kernel_log, strays, lock_fd)
+
+
+def _mark(tree: cgroup_tree.Tree, layout: Layout) -> None:
+    """Make the cgroups known as this data directory's. Raises `StepFailed` if another one's sessions are in them."""
+    mark = mark_of(layout.data_dir)
+    for directory in tree.unique:
+        if read_mark(directory) not in ("", mark) and cgroup_tree.has_sessions(directory):
+            message = (
+                "sessions of another data directory with the same node id run here; if this one is a copy, remove its "
+                "`node-id` and its database"
+            )
+            raise StepFailed("cgroups", message, path=directory, errno=errno.EEXIST)
+        set_mark(directory, mark)
 
 
 def _taken_bases(tree: cgroup_tree.Tree, layout: Layout) -> frozenset[int]:
     """Return the ids of sessions that an earlier nsinit built and that still run."""
-    return frozenset(found.identity.base_uid for found in scan(tree, layout) if found.identity is not None)
+    return frozenset(found.identity.base_uid for found in scan(tree, layout)[0] if found.identity is not None)
 
 
 def _locate() -> cgroup_tree.Located:

@@ -43,6 +43,11 @@ def discard_session(layout: Layout, session_id: str) -> bool:
     return _move(layout, layout.session(session_id), session_id) or moved
 
 
+def discard(layout: Layout, path: str) -> None:
+    """Take something that is no session's out of the way."""
+    _move(layout, path, "stray")
+
+
 def start_deletion(layout: Layout, remove: Remove) -> int:
     """Delete the trash in a process of its own, each thing in it by `remove`; return its pidfd."""
     pid = os.fork()

@@ -37,12 +37,15 @@ from nsinit.protocol import (
     Prepare,
     ProtocolError,
     RemoveGroup,
+    RemoveStray,
     Scan,
     Scanned,
     SetDisk,
     SetFrozen,
     SetLimits,
     Start,
+    Survey,
+    Surveyed,
     Teardown,
     TornDown,
     Victim,
@@ -109,6 +112,7 @@ class Zygote:
         self._sessions: Sessions = node.sessions
         self._slots = node.sessions.foundry.slots
         self._kernel_log = node.kernel_log
+        self._strays = node.strays
         self._scheduler = scheduler
         self._outbox: deque[tuple[bytes, list[int]]] = deque()
         self._waiting: dict[str, deque[Callable[[], Job]]] = {}
@@ -180,6 +184,10 @@ class Zygote:
                 self._submit(seq, session_id, lambda: self._at_once(request))
             case Scan(seq):
                 self._scheduler.spawn(self._answered(seq, None, self._scan(request)))
+            case Survey(seq):
+                self._scheduler.spawn(self._answered(seq, None, self._survey(request)))
+            case RemoveStray(seq):
+                self._scheduler.spawn(self._answered(seq, None, self._remove_stray(request)))
             case SetDisk(seq, session_id):
                 self._submit(seq, session_id, lambda: self._at_once(request))
             case AskDisk(seq):
@@ -274,10 +282,20 @@ class Zygote:
         yield  # a generator, like all work
 
     def _scan(self, request: Scan) -> Work:
-        found = sorted(self._sessions.scan(), key=lambda each: each.session_id)
-        found = [each for each in found if each.session_id > request.after]
-        return Scanned(request.seq, tuple(found[:SCAN_BATCH]), more=len(found) > SCAN_BATCH), []
+        found, more = self._sessions.scan(request.after, SCAN_BATCH)
+        return Scanned(request.seq, tuple(found), more), []
         yield  # a generator, like all work
+
+    def _survey(self, request: Survey) -> Work:
+        return Surveyed(request.seq, tuple((yield from self._strays.find()))), []
+
+    def _remove_stray(self, request: RemoveStray) -> Work:
+        is_gone = yield from self._strays.remove(request.stray)
+        self._sessions.delete_trash()
+        if is_gone:
+            log("warning", "stray removed", kind=request.stray.kind, name=request.stray.name)
+            return Ok(request.seq), []
+        return Failed(request.seq, "stray", request.stray.name, errno.EBUSY, "something of it is left"), []
 
     def _at_once(self, request: object) -> Work:
         """The requests that never wait."""

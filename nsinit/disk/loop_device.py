@@ -12,6 +12,7 @@ import fcntl
 import os
 import stat
 import struct
+from collections.abc import Iterator
 
 from nsinit import constants as k
 
@@ -28,6 +29,35 @@ def read_part_shift() -> int:
             return int(file.read()).bit_length()
     except OSError:
         return 0  # the driver is loaded by the first use, with its default; a wrong one fails the trial
+
+
+def backed(blocks_fd: int) -> Iterator[tuple[int, str]]:
+    """Yield number and file of every loop device that has one. `blocks_fd`: `/sys/block`."""
+    for name in os.listdir(f"/proc/self/fd/{blocks_fd}"):
+        number = name.removeprefix("loop")
+        if name.startswith("loop") and number.isdigit():
+            try:
+                fd = os.open(f"{name}/loop/backing_file", os.O_RDONLY | os.O_CLOEXEC, dir_fd=blocks_fd)
+            except OSError:
+                continue  # it has no file
+            with open(fd, "rb") as file:
+                yield int(number), os.fsdecode(file.read().rstrip(b"\n")).removesuffix(" (deleted)")
+
+
+def detach(directory: str, blocks_fd: int, number: int) -> None:
+    """Take the file away from a device; while somebody still uses it the kernel waits for the last of them.
+
+    The device node is made in `directory` for the moment.
+    """
+    path = f"{directory}/loop-{number}"
+    with open(os.open(f"loop{number}/dev", os.O_RDONLY | os.O_CLOEXEC, dir_fd=blocks_fd), "rb") as file:
+        major, _, minor = file.read().partition(b":")
+    fd = _open_node(path, stat.S_IFBLK, os.makedev(int(major), int(minor)))
+    try:
+        os.unlink(path)
+        fcntl.ioctl(fd, k.LOOP_CLR_FD)
+    finally:
+        os.close(fd)
 
 
 def attach(directory: str, part_shift: int, image_fd: int) -> tuple[int, str]:
