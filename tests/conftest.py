@@ -1,13 +1,12 @@
 """Fixtures for all tests: probed reasons to skip, and the leak check that fails whatever a test leaves behind.
 
-pytest is made a child subreaper (prctl(2)), so that every process a test started, however often it forked, stays its
-descendant; a leak is then a fact, not a guess. Leftovers are removed before the test is failed, so that one culprit
-does not fail its successors.
+pytest is made a child subreaper (prctl(2)) on a ground of its own, so that every process a test started, however often
+it forked, stays its descendant, and what these made is found there; a leak is then a fact, not a guess. Leftovers are
+removed before the test is failed, so that one culprit does not fail its successors.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,13 +14,21 @@ from pathlib import Path
 import pytest
 
 from tests import leaks
+from tests.ground import Ground
 
-_PR_SET_CHILD_SUBREAPER = 36
 _CAP_SYS_ADMIN = 21
+_GROUND = pytest.StashKey[Ground]()
 
 
-def pytest_configure() -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+def pytest_configure(config: pytest.Config) -> None:
+    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
+        raise pytest.UsageError("without CONFIG_PROC_CHILDREN in the kernel nobody can say what a test leaves behind")
+    config.stash[_GROUND] = Ground.claim()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _GROUND in config.stash:
+        config.stash[_GROUND].release()
 
 
 def _why_no_kernel() -> str | None:
@@ -46,9 +53,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def leaves_nothing() -> Iterator[None]:
+def leaves_nothing(pytestconfig: pytest.Config) -> Iterator[None]:
     """Fail a test that leaves a mount, cgroup, process, descriptor or directory behind."""
-    before = leaks.Snapshot.take()
+    before = leaks.Snapshot.take(pytestconfig.stash[_GROUND])
     yield
     left = before.wait_for_difference_to_vanish()
     if left:

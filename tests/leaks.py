@@ -1,4 +1,9 @@
-"""What a test may leave behind, seen from outside: mounts, cgroups, processes, descriptors, directories."""
+"""What a test may leave behind, seen from outside: mounts, cgroups, processes, descriptors, directories.
+
+Looked for on the ground of this process alone, so that nothing found is somebody else's. `/run` and `/dev/shm`, which
+are everyone's, are looked at for our name.
+Sources: proc_pid_task(5), `children`.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,12 @@ import contextlib
 import gc
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.ground import Ground
 from tests.waiting import SLOWNESS
 
 _PATIENCE_S = 5.0 * SLOWNESS
@@ -23,6 +28,7 @@ _OURS = "sandkasten"
 class Snapshot:
     """What there was at one moment."""
 
+    ground: Ground
     mounts: frozenset[str]
     cgroups: frozenset[str]
     processes: frozenset[tuple[int, str]]
@@ -30,19 +36,20 @@ class Snapshot:
     directories: frozenset[str]
 
     @classmethod
-    def take(cls) -> Snapshot:
+    def take(cls, ground: Ground) -> Snapshot:
         _reap()
         return cls(
+            ground=ground,
             mounts=frozenset(Path("/proc/self/mountinfo").read_text().splitlines()),
-            cgroups=frozenset(_idle_cgroups()),
+            cgroups=frozenset(_idle_cgroups(ground)),
             processes=frozenset(descendants(os.getpid())),
             descriptors=frozenset(_descriptors()),
-            directories=frozenset(_directories()),
+            directories=frozenset(_directories(ground)),
         )
 
     def difference(self) -> list[str]:
         """Return what is there now and was not then, one sentence each."""
-        now = Snapshot.take()
+        now = Snapshot.take(self.ground)
         return [
             *(f"mount: {each}" for each in sorted(now.mounts - self.mounts)),
             *(f"cgroup: {each}" for each in sorted(now.cgroups - self.cgroups)),
@@ -70,7 +77,7 @@ def clean_up(before: Snapshot) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         _reap()
-        cgroups = {Path(each) for each in _idle_cgroups()} - {Path(each) for each in before.cgroups}
+        cgroups = {Path(each) for each in _idle_cgroups(before.ground)} - {Path(each) for each in before.cgroups}
         for directory in sorted(cgroups, key=lambda path: len(path.parts), reverse=True):
             with contextlib.suppress(OSError):
                 directory.rmdir()
@@ -80,41 +87,53 @@ def clean_up(before: Snapshot) -> None:
 
 
 def descendants(root: int) -> set[tuple[int, str]]:
-    """Return (pid, command name) of every living descendant of `root`; zombies are none."""
-    parents: dict[int, list[tuple[int, str]]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError, ValueError):
-                stat = Path(f"/proc/{entry}/stat").read_text("utf-8", "replace")
-                name = stat[stat.index("(") + 1 : stat.rindex(")")]
-                state, parent = stat[stat.rindex(")") + 2 :].split()[:2]
-                if state not in "ZX":
-                    parents.setdefault(int(parent), []).append((int(entry), name))
+    """Return (pid, command name) of every living descendant of `root`; zombies are none.
+
+    Walks until two walks in a row agree: what is orphaned while one goes on may be missed by it.
+    """
+    found = _walk(root)
+    while (again := _walk(root)) != found:
+        found = again
+    return found
+
+
+def _walk(root: int) -> set[tuple[int, str]]:
     found: set[tuple[int, str]] = set()
     queue = [root]
     while queue:
-        for child in parents.get(queue.pop(), []):
-            found.add(child)
-            queue.append(child[0])
+        for child in _children(queue.pop()):
+            if (process := _status(child)) is not None:
+                name, state = process
+                if state not in "ZX":
+                    found.add((child, name))
+                queue.append(child)
     return found
 
 
 def _reap() -> None:
     """Reap orphans that were handed to us and died. Children that someone waits for by pid are reaped by them."""
-    for pid in _orphan_zombies():
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)
+    for pid in _children(os.getpid()):
+        if (process := _status(pid)) is not None and process[1] == "Z":
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
 
 
-def _orphan_zombies() -> Iterator[int]:
-    own = os.getpid()
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError, ValueError):
-                stat = Path(f"/proc/{entry}/stat").read_text("utf-8", "replace")
-                state, parent = stat[stat.rindex(")") + 2 :].split()[:2]
-                if state == "Z" and int(parent) == own:
-                    yield int(entry)
+def _children(pid: int) -> set[int]:
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                found.update(int(child) for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    return found
+
+
+def _status(pid: int) -> tuple[str, str] | None:
+    """Return name and state of a process, None if it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+    except OSError:
+        return None
+    return stat[stat.index("(") + 1 : stat.rindex(")")], stat[stat.rindex(")") + 2]
 
 
 def _descriptors() -> Iterator[tuple[int, str]]:
@@ -125,42 +144,20 @@ def _descriptors() -> Iterator[tuple[int, str]]:
                 yield int(entry), target.split(":")[0] if target.startswith(("socket:", "pipe:")) else target
 
 
-def _directories() -> Iterator[str]:
-    for base in (tempfile.gettempdir(), "/run", "/dev/shm"):
+def _directories(ground: Ground) -> Iterator[str]:
+    yield from (os.path.join(ground.directory, name) for name in os.listdir(ground.directory))
+    for base in ("/run", "/dev/shm"):
         if os.path.isdir(base):
+            yield from (os.path.join(base, name) for name in os.listdir(base) if name.startswith(_OURS))
+
+
+def _idle_cgroups(ground: Ground) -> Iterator[str]:
+    """Return our cgroups that hold no process; one that does is reported by its process."""
+    for base in ground.cgroups:
+        with contextlib.suppress(OSError):
             for name in os.listdir(base):
                 if name.startswith(_OURS):
-                    yield os.path.join(base, name)
-
-
-def _idle_cgroups() -> Iterator[str]:
-    """Return our cgroups that hold no process; one that does is reported by its process."""
-    for directory in own_cgroups():
-        for path, _, _ in os.walk(directory):
-            if not _is_populated(Path(path)):
-                yield path
-
-
-def own_cgroups() -> Iterator[Path]:
-    """Return the top directories of ours in every hierarchy, beneath this process's own cgroups."""
-    for base in _own_cgroup_dirs():
-        with contextlib.suppress(OSError):
-            yield from (base / name for name in os.listdir(base) if name.startswith(_OURS))
-
-
-def _own_cgroup_dirs() -> Iterator[Path]:
-    paths = {}
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        paths[controllers] = path
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        left, _, right = line.partition(" - ")
-        root, mount_point = left.split()[3:5]
-        kind, _, options = right.split()[:3]
-        names = {"cgroup2": [""], "cgroup": options.split(",")}.get(kind, [])
-        for controllers, path in paths.items():
-            if set(controllers.split(",")) & set(names) and path.startswith(root.rstrip("/")):
-                yield Path(mount_point + path[len(root.rstrip("/")) :])
+                    yield from (path for path, _, _ in os.walk(base / name) if not _is_populated(Path(path)))
 
 
 def _is_populated(directory: Path) -> bool:

@@ -1,0 +1,121 @@
+"""What one process of a test run has for itself: mounts, a cgroup in each hierarchy, a directory for temporary files.
+
+Whatever its tests start is found within, so that a leak is never somebody else's, several runs on one machine do not
+disturb each other, and what a killed one left can be removed without touching what others use. Without the power for a
+part the process goes without it. In a pure v2 tree a cgroup below one that holds processes could have no controllers:
+there the process stays where it was started.
+Sources: mount_namespaces(7), cgroups(7), cgroup-v2.rst "No Internal Process Constraint".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
+_CLONE_NEWNS = 0x00020000
+_MS_REC_PRIVATE = 0x4000 | 0x40000
+_MNT_DETACH = 2
+_CONTROLLERS = frozenset(("cpu", "cpuacct", "memory", "pids", "freezer", ""))
+"""Hierarchies that sandboxes use; the empty name is the unified one."""
+_PREFIX = "tests-"
+_PATIENCE_S = 5.0
+_PAUSE_S = 0.02
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class Ground:
+    """Where everything of this process and of its descendants is."""
+
+    directory: Path
+    outer_directory: str | None
+    cgroups: tuple[Path, ...]
+    """Own ones in each hierarchy, whether they were made or found."""
+    made: tuple[Path, ...]
+
+    @classmethod
+    def claim(cls) -> Ground:
+        """Take this process to a ground of its own; orphans among its descendants become its children."""
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        if _libc.unshare(_CLONE_NEWNS) == 0:
+            _libc.mount(b"none", b"/", None, _MS_REC_PRIVATE, None)
+        made, found = _enter_cgroups()
+        outer = os.environ.get("TMPDIR")
+        directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        directory.chmod(0o711)  # a daemon without root passes through
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest's own stay, to be looked at
+        _set_temporary_directory(os.fspath(directory))
+        return cls(directory, outer, (*made, *found), made)
+
+    def release(self) -> None:
+        """Remove it with all that is left in it."""
+        for cgroup in self.made:
+            with contextlib.suppress(OSError):
+                (cgroup.parent / "cgroup.procs").write_text(str(os.getpid()))
+            _remove_cgroups(cgroup)
+        _set_temporary_directory(self.outer_directory)
+        for point in _mounts_below(self.directory):
+            _libc.umount2(os.fsencode(point), _MNT_DETACH)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _remove_cgroups(top: Path) -> None:
+    """Remove a cgroup and those below it, as far as they are empty; the kernel may need a moment for a process."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while top.exists() and time.monotonic() < deadline:
+        for path, _, _ in os.walk(top, topdown=False):
+            with contextlib.suppress(OSError):
+                os.rmdir(path)
+        time.sleep(_PAUSE_S)
+
+
+def _enter_cgroups() -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+    """Return the cgroups that were made for this process, and the ones it stays in."""
+    own = dict(_own_cgroups())
+    if "memory" not in own:
+        return (), tuple(own.values())
+    made: dict[Path, Path] = {}
+    for base in dict.fromkeys(own[name] for name in own if name in _CONTROLLERS):
+        directory = base / f"{_PREFIX}{os.getpid()}"
+        with contextlib.suppress(OSError):
+            directory.mkdir(exist_ok=True)
+            (directory / "cgroup.procs").write_text(str(os.getpid()))
+            made[base] = directory
+    return tuple(made.values()), tuple(base for base in dict.fromkeys(own.values()) if base not in made)
+
+
+def _own_cgroups() -> Iterator[tuple[str, Path]]:
+    """Return the directory of this process in every mounted hierarchy, by controller."""
+    paths = {}
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        paths.update(dict.fromkeys(controllers.split(","), path))
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        root, mount_point = left.split()[3:5]
+        kind, _, options = right.split()[:3]
+        for name in {"cgroup2": [""], "cgroup": options.split(",")}.get(kind, []):
+            if name in paths and paths[name].startswith(root.rstrip("/")):
+                yield name, Path(mount_point + paths[name][len(root.rstrip("/")) :])
+
+
+def _mounts_below(directory: Path) -> list[str]:
+    """Return mount points, the newest first; a path with blanks is none of ours."""
+    points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    return [point for point in reversed(points) if point.startswith(f"{directory}/")]
+
+
+def _set_temporary_directory(path: str | None) -> None:
+    if path is None:
+        os.environ.pop("TMPDIR", None)
+    else:
+        os.environ["TMPDIR"] = path
+    tempfile.tempdir = None
