@@ -159,7 +159,7 @@ async def _open_tree(
         finally:
             if config.sessions_on_stop == "destroy":
                 with trio.move_on_after(_DRAIN_S, shield=True) as patience:
-                    await supervisor.drain()
+                    await supervisor.end_sessions()
                 if patience.cancelled_caught:  # what is left is found at the next start
                     log.error("drain_timed_out", extra={"waited_s": _DRAIN_S})
             stop.cancel()

@@ -206,6 +206,19 @@ class Disk:
 
 
 @attrs.frozen
+class Admission:
+    """How much the node may promise to its sessions. A ratio says how many times what there is the limits of all live
+    sessions may be together; 0: not counted. No session is made while less than the reserve is free, either."""
+
+    cpu_overcommit: float = attrs.field(default=0.0, validator=_between(0, 100_000))
+    memory_overcommit: float = attrs.field(default=8.0, validator=_between(0, 100_000))
+    pids_overcommit: float = attrs.field(default=4.0, validator=_between(0, 100_000))
+    disk_overcommit: float = attrs.field(default=0.0, validator=_between(0, 100_000))
+    reserve_percent: float = attrs.field(default=5.0, validator=_between(0, 90))
+    reserve_memory_mb: int = attrs.field(default=128, validator=_between(0, MIB * MIB))
+
+
+@attrs.frozen
 class Pool:
     """Warm sessions: image name to how many are kept."""
 
@@ -336,6 +349,7 @@ class Config:
     security: Security = attrs.field(factory=Security)
     isolation: Isolation = attrs.field(factory=Isolation)
     disk: Disk = attrs.field(factory=Disk)
+    admission: Admission = attrs.field(factory=Admission)
     pool: Pool = attrs.field(factory=Pool)
     workspace: Workspace = attrs.field(factory=Workspace)
     dashboard: Dashboard = attrs.field(factory=Dashboard)

@@ -211,6 +211,10 @@ class ShuttingDown(Capacity):
     """The daemon is stopping."""
 
 
+class Draining(Capacity):
+    """The operator has this node take no new sessions; those there are go on."""
+
+
 class ActorGone(Capacity):
     """The actor that was asked ended before it answered, or is being restarted."""
 

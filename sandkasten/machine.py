@@ -142,22 +142,33 @@ class Amounts:
     disk_bytes: int | None = None
 
 
-@attrs.frozen
-class NodeInfo:
-    """One node at one moment. `committed` sums what live sessions may use, `used` what they do use.
+@attrs.frozen(kw_only=True)
+class NodeCapacity:
+    """What one node can take at one moment.
 
-    `status` is `ready`, `not_ready` or `draining`; `sessions` counts live ones by status; `vessels` are blank sandboxes
-    that wait for an image.
+    `status` is `ready`, `not_ready` or `draining`. `budget` is how much may be promised to sessions (None: not
+    counted), `committed` sums what live ones may use, `used` what they do use, `free` is what is left, whoever has the
+    rest. `sessions` counts live ones by status; `vessels` are blank sandboxes that wait for an image; `queued` is how
+    many creates wait for their turn to be built.
     """
 
-    id: str
-    incarnation: int
     status: str
-    time: datetime
-    started_at: datetime
     totals: Amounts
     committed: Amounts
     used: Amounts
+    budget: Amounts = Amounts()
+    free: Amounts = Amounts()
     images: Sequence[str] = ()
     sessions: Mapping[str, int] = attrs.field(factory=dict)
     vessels: int = 0
+    queued: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class NodeInfo(NodeCapacity):
+    """One node at one moment: its capacity, and which it is."""
+
+    id: str
+    incarnation: int
+    time: datetime
+    started_at: datetime

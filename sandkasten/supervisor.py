@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from sandkasten.machine import NodeInfo, System
+from sandkasten.machine import NodeCapacity, NodeInfo, System
 from sandkasten.model import (
     Event,
     ExecEnd,
@@ -379,6 +379,19 @@ class Supervisor(Protocol):
         """Return versions, the machine's checks as they were at start, limits and protections in force."""
         ...
 
+    async def capacity(self) -> NodeCapacity:
+        """Return what this node has, may promise, has promised and uses now; cheap, and without asking whether all of
+        it answers."""
+        ...
+
     async def node(self) -> NodeInfo:
-        """Return what this node has, has promised and uses now."""
+        """Return the same with the node's identity, and `not_ready` unless all of it answers."""
+        ...
+
+    async def drain(self) -> NodeInfo:
+        """Take no new sessions until `undrain`, over restarts too; creates raise `Draining`, what runs goes on."""
+        ...
+
+    async def undrain(self) -> NodeInfo:
+        """Take new sessions again."""
         ...

@@ -1,12 +1,13 @@
 """Creating sessions: what is asked for is filled in, admitted, and made into a session actor.
 
-Owns what is under way and whether new sessions are refused. Starts no task of its own: `start` runs the actor, and
-`went_quiet` is called when nothing is being built any more.
+Owns what is under way and whether new sessions are refused; whether one fits is the budget's word. A create that does
+not fit is refused at once, not queued: its caller knows what else it could do. Those that fit wait for one of a few
+turns to be built. Starts no task of its own: `start` runs the actor, and `went_quiet` is called when nothing is being
+built any more.
 """
 
 from __future__ import annotations
 
-import resource
 import secrets
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -16,22 +17,22 @@ import trio
 
 from sandkasten.actors import images as images_actor
 from sandkasten.actors.actor import Ref
-from sandkasten.actors.directory import SessionDirectory
 from sandkasten.actors.session import SessionActor
 from sandkasten.actors.session_setup import Creation
 from sandkasten.actors.vessels import Vessels
 from sandkasten.config import Config
-from sandkasten.errors import Capacity, ShuttingDown
+from sandkasten.errors import Draining, ShuttingDown
 from sandkasten.model import Session, SessionSpec, Status
 from sandkasten.runtime import reserve
+from sandkasten.runtime.budget import Budget
 from sandkasten.runtime.plan import Resolved, resolve
 from sandkasten.store.sessions import SessionRecord
 
 WORKSPACE_DIR = "/workspace"
 
 _CONCURRENT_BUILDS = 32
-_FDS_PER_SESSION = 16
-_FDS_RESERVED = 200
+_STOPPING_RETRY_S = 5
+_DRAINED_RETRY_S = 30
 
 
 @attrs.frozen
@@ -55,24 +56,30 @@ class Creating:
         node: Node,
         *,
         images: Ref,
-        directory: SessionDirectory,
+        budget: Budget,
         vessels: Vessels,
         start: Callable[[SessionRecord, Creation], SessionActor],
         went_quiet: Callable[[], None],
     ) -> None:
         self._config, self._node, self._images = config, node, images
-        self._directory, self._vessels = directory, vessels
+        self._budget, self._vessels = budget, vessels
         self._start, self._went_quiet = start, went_quiet
         self._builds = trio.CapacityLimiter(_CONCURRENT_BUILDS)
         self._building = 0
-        self.max_sessions = min(config.server.max_sessions, _sessions_for_descriptors())
-        self.waiting = 0
-        """How many were admitted and are in the directory not yet, or not any more."""
-        self.is_draining = False
+        self.under_way = 0
+        """How many were admitted and are not answered yet."""
+        self._is_done = trio.Event()
+        self.is_drained = False
+        self.is_stopping = False
+
+    @property
+    def queued(self) -> int:
+        """How many wait for their turn to be built."""
+        return self.under_way - self._building
 
     def is_quiet(self) -> bool:
         """Whether nothing is being built, and something may be."""
-        return not self._building and not self.is_draining
+        return not self._building and not self.is_drained and not self.is_stopping
 
     async def create(self, spec: SessionSpec, digest: str) -> Session:
         """Make a session and return it running."""
@@ -81,32 +88,44 @@ class Creating:
         resolved = resolve(spec, self._config)
         reserve.check(self._config.data_dir, self._config.disk)
         image = await self._images.ask(images_actor.Resolve(resolved.image))
-        if len(self._directory) + self.waiting >= self.max_sessions:
-            raise Capacity("this node has all the sessions it may have", max_sessions=self.max_sessions)
-        self.waiting += 1
+        place = object()
+        self._budget.admit(place, resolved.limits, under_way=self.under_way)
+        self.under_way += 1
         try:
             async with self._builds:
                 self._refuse_when_draining()
                 waited_ms = (trio.current_time() - began) * 1000
                 record = self._new_record(spec, resolved, digest)
-                creation = Creation(resolved, image.name, image.kind, spec.env)
-                actor = self._start(record, creation)
-                self.waiting -= 1  # the directory counts it from here
+                self._budget.release(place)  # counted under its id from here
+                actor = self._start(record, Creation(resolved, image.name, image.kind, spec.env))
                 self._building += 1
                 try:
                     session = await actor.ready.wait()
                 finally:
                     self._building -= 1
-                    self.waiting += 1
         finally:
-            self.waiting -= 1
+            self._budget.release(place)
+            self.under_way -= 1
+            self._tell_when_done()
             if not self._building:
                 self._went_quiet()
         return attrs.evolve(session, timings_ms={"queue": round(waited_ms, 3), **session.timings_ms})
 
+    async def wait_done(self) -> None:
+        """Wait until nothing is under way."""
+        while self.under_way:
+            await self._is_done.wait()
+
+    def _tell_when_done(self) -> None:
+        if not self.under_way:
+            self._is_done.set()
+            self._is_done = trio.Event()
+
     def _refuse_when_draining(self) -> None:
-        if self.is_draining:
-            raise ShuttingDown("the daemon is stopping", retry_after_s=5)
+        if self.is_stopping:
+            raise ShuttingDown("the daemon is stopping", retry_after_s=_STOPPING_RETRY_S)
+        if self.is_drained:
+            raise Draining("this node takes no new sessions for now", retry_after_s=_DRAINED_RETRY_S)
 
     def _new_record(self, spec: SessionSpec, resolved: Resolved, digest: str) -> SessionRecord:
         now = datetime.now(UTC)
@@ -134,9 +153,3 @@ class Creating:
             idempotency_key=spec.idempotency_key,
             max_lifetime_s=resolved.max_lifetime_s,
         )
-
-
-def _sessions_for_descriptors() -> int:
-    """Return how many sessions this process has file descriptors for."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max((soft - _FDS_RESERVED) // _FDS_PER_SESSION, 1)

@@ -6,6 +6,7 @@ The `sessions` actor adds and removes entries; an entry shows the session as its
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from datetime import datetime
 
 import attrs
 import trio
@@ -44,6 +45,11 @@ class SessionDirectory:
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(list(self._entries.values()))
+
+    def next_end(self) -> datetime | None:
+        """Return when the next lease ends, if nothing renews it."""
+        ends = (entry.session.expires_at for entry in self)
+        return min((end for end in ends if end is not None), default=None)
 
     def owns(self, session_id: str) -> bool:
         """Whether something here answers for that id, so that nobody else may tear it down."""

@@ -10,7 +10,6 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
@@ -20,9 +19,10 @@ import trio
 from nsinit import protocol
 from sandkasten.config import Config
 from sandkasten.images.catalog import Catalog
-from sandkasten.machine import Amounts, Machine, NodeInfo, System
+from sandkasten.machine import Amounts, Machine, NodeCapacity, System
 from sandkasten.model import LIMIT_BOUNDS, Session
 from sandkasten.runtime import capacity
+from sandkasten.runtime.budget import promisable
 from sandkasten.runtime.protections import Situation, protections, with_needs
 
 
@@ -80,39 +80,35 @@ def limits_in_force(config: Config) -> dict[str, Any]:  # JSON values
 
 @attrs.frozen
 class NodeFacts:
-    """What only the tree knows."""
+    """What only the tree knows. `committed` counts creates that were admitted, too."""
 
-    id: str
-    incarnation: int
     status: str
-    started_at: datetime
     sessions: Sequence[Session]
     max_sessions: int
+    committed: Amounts
     vessels: int
+    queued: int
     cgroup_dirs: Mapping[str, str]
 
 
-async def describe_node(config: Config, catalog: Catalog, facts: NodeFacts) -> NodeInfo:
-    """Return the node as it is now."""
-    totals, used, images = await trio.to_thread.run_sync(_read, config, catalog, facts)
-    return NodeInfo(
-        id=facts.id,
-        incarnation=facts.incarnation,
+async def describe_capacity(config: Config, catalog: Catalog, facts: NodeFacts) -> NodeCapacity:
+    """Return what the node can take now; a fraction of a millisecond in a worker thread."""
+    return await trio.to_thread.run_sync(_read, config, catalog, facts)
+
+
+def _read(config: Config, catalog: Catalog, facts: NodeFacts) -> NodeCapacity:
+    dirs = facts.cgroup_dirs
+    bounds = capacity.read_bounds(dirs)
+    totals = capacity.read_totals(config.data_dir, bounds, max_sessions=facts.max_sessions)
+    return NodeCapacity(
         status=facts.status,
-        time=datetime.now(UTC),
-        started_at=facts.started_at,
         totals=totals,
-        committed=capacity.committed(session.limits for session in facts.sessions),
-        used=used,
-        images=images,
+        budget=promisable(config.admission, totals),
+        committed=facts.committed,
+        used=capacity.read_used(config.data_dir, dirs, sessions=len(facts.sessions)),
+        free=capacity.read_free(config.data_dir, bounds),
+        images=tuple(image.name for image in catalog.images()),
         sessions=dict(Counter(session.status.value for session in facts.sessions)),
         vessels=facts.vessels,
-    )
-
-
-def _read(config: Config, catalog: Catalog, facts: NodeFacts) -> tuple[Amounts, Amounts, tuple[str, ...]]:
-    return (
-        capacity.read_totals(config.data_dir, max_sessions=facts.max_sessions),
-        capacity.read_used(config.data_dir, facts.cgroup_dirs, sessions=len(facts.sessions)),
-        tuple(image.name for image in catalog.images()),
+        queued=facts.queued,
     )

@@ -254,6 +254,7 @@ class SessionActor(Actor):
             await self.greet(runner_protocol.Hello())
         limits = self._stats.read_limits(self.session.limits)  # a change may have been cut short
         self._own.change(acquire_detail="adopted", limits=limits)
+        self._services.budget.hold(self.session.id, limits)
         self._own.restore_lease()
         self._own.put_soon()
 
@@ -395,7 +396,7 @@ class SessionActor(Actor):
                 refusal = error
             if refusal is not None:  # all of a change, or nothing of it
                 if patch.limits is not None:
-                    self._own.change(limits=await change_limits(self._services, self.session, before))
+                    self._own.change(limits=await change_limits(self._services, self.session, before, is_undo=True))
                 raise refusal
         if patch.labels is not None:
             self._own.change(labels=dict(patch.labels))

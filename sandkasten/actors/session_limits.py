@@ -17,24 +17,39 @@ from sandkasten.runtime.fixed_limits import check_maximum, keep_fixed
 from sandkasten.runtime.plan import check_limits, plan_limits
 
 
-async def change_limits(services: Services, session: Session, wanted: Limits) -> Limits:
-    """Put `wanted` into force, all or none, and return the limits that the session has then.
+async def change_limits(services: Services, session: Session, wanted: Limits, *, is_undo: bool = False) -> Limits:
+    """Put `wanted` into force, all or none, and return the limits that the session has then. To undo a change is
+    nothing that the node could be too full for.
 
     Raises:
         LimitInUse: the session uses more memory than that.
         InvalidRequest: out of range, above the operator's maximum, fixed, or not what the kernel takes here.
+        Capacity: the node can't promise so much now.
         BuildFailed: the session has no cgroup any more.
     """
     check_limits(wanted)
     limits = keep_fixed(wanted, session.limits)
     check_maximum(limits, services.maximum)
-    ref, before = services.zygote, session.limits
-    await change_disk(ref, session.id, before=before, after=limits, allowed=services.disk)
-    refusal = await _set_limits(ref, session.id, limits)
-    if refusal is not None:
-        await change_disk(ref, session.id, before=limits, after=before, allowed=services.disk)
-        raise refusal
+    before = session.limits
+    if is_undo:
+        services.budget.hold(session.id, limits)
+    else:
+        services.budget.change(session.id, limits)
+    try:
+        await _put_into_force(services, session.id, before, limits)
+    except BaseException:
+        services.budget.hold(session.id, before)
+        raise
     return limits
+
+
+async def _put_into_force(services: Services, session_id: str, before: Limits, limits: Limits) -> None:
+    ref = services.zygote
+    await change_disk(ref, session_id, before=before, after=limits, allowed=services.disk)
+    refusal = await _set_limits(ref, session_id, limits)
+    if refusal is not None:
+        await change_disk(ref, session_id, before=limits, after=before, allowed=services.disk)
+        raise refusal
 
 
 async def _set_limits(ref: Ref, session_id: str, limits: Limits) -> SandkastenError | None:

@@ -12,6 +12,7 @@ from sandkasten.actors.actor import Ref
 from sandkasten.actors.directory import SessionDirectory
 from sandkasten.config import Disk, Maximum
 from sandkasten.errors import InvalidRequest, SandboxError, SandkastenError
+from sandkasten.runtime.budget import Budget
 from sandkasten.runtime.journal import Journal
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.plan import Resolved
@@ -34,6 +35,7 @@ class Services:
     journal: Journal
     spool: Spool
     disk: Disk
+    budget: Budget
 
 
 @attrs.frozen

@@ -9,13 +9,14 @@ child tasks. A session actor that dies of a bug takes nobody with it: its sandbo
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVarTuple, assert_never
 
 import attrs
 import trio
 
 from runner.protocol import Graces
+from sandkasten.actors import store as store_actor
 from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Actor, Ask, Ref
 from sandkasten.actors.creating import Creating, Node
@@ -29,7 +30,10 @@ from sandkasten.actors.unwrap import unwrap
 from sandkasten.actors.vessels import Vessels
 from sandkasten.config import Config
 from sandkasten.errors import SandkastenError
+from sandkasten.machine import Amounts
 from sandkasten.model import Session, SessionSpec
+from sandkasten.runtime import capacity
+from sandkasten.runtime.budget import Budget, Machine
 from sandkasten.runtime.journal import Journal
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.spool import Spool
@@ -69,20 +73,34 @@ class DestroyAll(Ask[None]):
 
 
 @attrs.frozen
+class Drain(Ask[None]):
+    """Take no new sessions from now on, over restarts; with `drained` false take them again."""
+
+    drained: bool
+
+
+@attrs.frozen
+class Refuse(Ask[None]):
+    """The daemon is stopping: take no new sessions; answered when what was under way is done with."""
+
+
+@attrs.frozen
 class Occupancy:
-    """How many sessions there may be, how many blank vessels are ready, and whether new sessions are refused."""
+    """What was admitted: how much, of how many sessions at most; whether new ones are refused, and how many wait."""
 
     max_sessions: int
+    committed: Amounts
     vessels: int
+    queued: int
     is_draining: bool
 
 
 @attrs.frozen
 class Occupied(Ask[Occupancy]):
-    """What can be taken."""
+    """What is taken."""
 
 
-Message = Create | Forget | Readopt | DestroyAll | Occupied
+Message = Create | Forget | Readopt | Drain | Refuse | DestroyAll | Occupied
 
 
 class Sessions(Actor):
@@ -110,35 +128,50 @@ class Sessions(Actor):
         self._reconciling = Reconciling(
             self, store=store, zygote=zygote, directory=directory, journal=journal, boot_id=node.boot_id
         )
-        self._vessels = Vessels(
-            zygote,
-            directory,
-            wanted=vessels,
-            limits=config.defaults.limits,
-            new_id=node.new_session_id,
-            reap=lambda session_id: self.start_task(self._reconciling.reap, session_id),
-        )
-        self._creating = Creating(
-            config,
-            node,
-            images=images,
-            directory=directory,
-            vessels=self._vessels,
-            start=self._start_actor,
-            went_quiet=self._refill_vessels,
-        )
-        self._creates = IdempotentCreates(store, directory, self._creating.create)
+        self._vessels_wanted = vessels
+        self._drain_turn = trio.Lock()
 
     async def on_start(self) -> None:
         self._directory.clear()
         ready = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Node())
+        self._assemble(ready.cgroup_dirs)
+        self._creating.is_drained = await self._store.ask_again(store_actor.IsDrained())
+        if self._creating.is_drained:
+            log.warning("node_drained", extra={"advice": "it takes no new sessions until it is undrained"})
+        await self._reconciling.reconcile()
+        self._refill_vessels()
+
+    def _assemble(self, cgroup_dirs: Mapping[str, str]) -> None:
+        """Make the parts that need to know where nsinit makes cgroups."""
+        most = min(self._config.server.max_sessions, capacity.sessions_for_descriptors())
+        sight = Machine(self._config.data_dir, cgroup_dirs, self._directory.next_end)
+        self._budget = Budget(self._config.admission, most, sight)
+        self._vessels = Vessels(
+            self._zygote,
+            self._directory,
+            wanted=self._vessels_wanted,
+            limits=self._config.defaults.limits,
+            new_id=self._node.new_session_id,
+            reap=lambda session_id: self.start_task(self._reconciling.reap, session_id),
+        )
+        self._creating = Creating(
+            self._config,
+            self._node,
+            images=self._images,
+            budget=self._budget,
+            vessels=self._vessels,
+            start=self._start_actor,
+            went_quiet=self._refill_vessels,
+        )
+        self._creates = IdempotentCreates(self._store, self._directory, self._creating.create)
         self._services = Services(
             store=self._store,
             zygote=self._zygote,
             directory=self._directory,
             paths=DataPaths(self._config.data_dir),
             boot_id=self._node.boot_id,
-            cgroup_dirs=ready.cgroup_dirs,
+            cgroup_dirs=cgroup_dirs,
+            budget=self._budget,
             shell_queue_length=self._config.server.shell_queue_length,
             maximum=self._config.maximum,
             graces=Graces(
@@ -150,8 +183,6 @@ class Sessions(Actor):
             spool=self._spool,
             disk=self._config.disk,
         )
-        await self._reconciling.reconcile()
-        self._refill_vessels()
 
     async def handle(self, message: Message) -> Any:
         match message:
@@ -161,13 +192,36 @@ class Sessions(Actor):
                 return self.defer(self._reconciling.forget, session_id)
             case Readopt(session_id):
                 return self.defer(self._reconciling.readopt, session_id)
+            case Drain(drained):
+                return self.defer(self._set_drained, drained)
+            case Refuse():
+                self._creating.is_stopping = True
+                return self.defer(self._creating.wait_done)
             case DestroyAll():
-                self._creating.is_draining = True
+                self._creating.is_stopping = True
                 return self.defer(self._destroy_all)
             case Occupied():
-                return Occupancy(self._creating.max_sessions, len(self._vessels), self._creating.is_draining)
+                return self._occupancy()
             case _:
                 assert_never(message)
+
+    def _occupancy(self) -> Occupancy:
+        return Occupancy(
+            max_sessions=self._budget.max_sessions,
+            committed=self._budget.committed,
+            vessels=len(self._vessels),
+            queued=self._creating.queued,
+            is_draining=self._creating.is_drained or self._creating.is_stopping,
+        )
+
+    async def _set_drained(self, drained: bool) -> None:
+        """Written down first: what was answered holds after a crash, too."""
+        async with self._drain_turn:
+            await self._store.ask_again(store_actor.SetDrained(drained))
+            self._creating.is_drained = drained
+        log.warning("node_drained" if drained else "node_undrained")
+        if not drained:
+            self._refill_vessels()
 
     def _refill_vessels(self) -> None:
         self._nursery.start_soon(self._vessels.refill, self._creating.is_quiet)
@@ -185,6 +239,7 @@ class Sessions(Actor):
         actor = SessionActor(ref, record, creation, self._services)
         self._directory.add(record.session.id, ref, lambda: actor.session)
         self._directory.reserved.discard(record.session.id)
+        self._budget.hold(record.session.id, record.session.limits)
         self._nursery.start_soon(self._keep, actor)
         return actor
 
@@ -197,11 +252,12 @@ class Sessions(Actor):
             log.error("session_actor_failed", extra={"session_id": session_id}, exc_info=unwrap(bugs))
             await self._reconciling.crash(actor.record)
         finally:
+            self._budget.release(session_id)
             self._directory.remove(session_id)
 
     async def _destroy_all(self) -> None:
         """End all there are, those included whose creation was under way when the stop came, and what nobody owns."""
-        while self._creating.waiting or len(self._directory):
+        while self._creating.under_way or len(self._directory):
             async with trio.open_nursery() as nursery:
                 for entry in self._directory:
                     nursery.start_soon(self._destroy, entry.ref)

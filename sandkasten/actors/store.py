@@ -65,6 +65,16 @@ class ForgetEnded(Ask[int]):
 
 
 @attrs.frozen
+class IsDrained(Ask[bool]):
+    """Whether the node takes no new sessions, by the operator's word."""
+
+
+@attrs.frozen
+class SetDrained(Ask[None]):
+    drained: bool
+
+
+@attrs.frozen
 class Ping(Ask[None]):
     """Answered when the database answers."""
 
@@ -103,7 +113,7 @@ class PurgeEvents(Ask[Purged]):
 
 SessionMessage = Put | Get | FindByKey | LiveSessions | ListSessions | ForgetEnded
 EventMessage = OpenJournal | AppendEvents | ReadEvents | PurgeEvents
-Message = SessionMessage | EventMessage | Ping
+Message = SessionMessage | EventMessage | IsDrained | SetDrained | Ping
 
 
 @attrs.frozen
@@ -185,6 +195,10 @@ def _work_of(message: Message) -> Callable[[sqlite3.Connection], object]:
             return lambda database: sql.list_sessions(database, status=status, limit=limit)
         case ForgetEnded(before):
             return lambda database: sql.forget_ended(database, before=before)
+        case IsDrained():
+            return sql.read_drained
+        case SetDrained(drained):
+            return lambda database: sql.write_drained(database, drained)
         case Ping():
             return lambda database: database.execute("SELECT 1 FROM node LIMIT 1").fetchone() and None
         case _:

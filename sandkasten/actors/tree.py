@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import UTC, datetime
 
+import attrs
 import trio
 
 from nsinit.protocol import SeccompProfile
@@ -30,7 +31,7 @@ from sandkasten.actors.actor import Ask, R, Ref
 from sandkasten.actors.creating import Node
 from sandkasten.actors.directory import Entry, SessionDirectory
 from sandkasten.actors.files import LocalFileReader, LocalFileWriter, open_reader, open_writer
-from sandkasten.actors.node_view import NodeFacts, describe_node, describe_system
+from sandkasten.actors.node_view import NodeFacts, describe_capacity, describe_system
 from sandkasten.actors.session import ended_error
 from sandkasten.actors.session_messages import Borrow, Destroy, PauseSession, ResumeSession, Stats, Update
 from sandkasten.actors.supervisor import ChildSpec
@@ -39,7 +40,7 @@ from sandkasten.config import MIB, Config
 from sandkasten.errors import Capacity, SandkastenError, SessionExpired, SessionNotFound
 from sandkasten.images.catalog import Catalog
 from sandkasten.lifecycle import ENDED, LIVE
-from sandkasten.machine import Machine, NodeInfo, System
+from sandkasten.machine import Machine, NodeCapacity, NodeInfo, System
 from sandkasten.model import (
     SESSION_ID,
     PauseSpec,
@@ -174,12 +175,12 @@ class LocalSupervisor(WorkOfSessions):
         """The tree has ended: whoever still follows the journal is told."""
         self._journal.close()
 
-    async def drain(self) -> None:
+    async def end_sessions(self) -> None:
         """Refuse new sessions and end all there are."""
         try:
             await self._sessions.ask_again(sessions.DestroyAll())
         except SandkastenError as error:
-            log.error("drain_failed", extra={"error": str(error)})
+            log.error("end_of_sessions_failed", extra={"error": str(error)})
 
     # Sessions ---------------------------------------------------------------------------------------------------
 
@@ -215,7 +216,9 @@ class LocalSupervisor(WorkOfSessions):
         entry = self._directory.get(session_id)
         if entry is not None:
             try:
-                return _require_ended(await entry.ref.ask(Destroy()))
+                session = _require_ended(await entry.ref.ask(Destroy()))
+                await entry.ended.wait()  # what it took can be had again
+                return session
             except SessionExpired:
                 log.debug("destroy_raced", extra={"session_id": session_id})  # it ended on its own meanwhile
         session = await self._recorded(session_id)
@@ -275,21 +278,41 @@ class LocalSupervisor(WorkOfSessions):
         ready = await self._zygote.ask_again(zygote.Node())
         return await trio.to_thread.run_sync(describe_system, self._config, self._machine, ready)
 
-    async def node(self) -> NodeInfo:
+    async def capacity(self) -> NodeCapacity:
+        is_up = all(ref.is_alive for ref in (self._store, self._zygote, self._sessions))
+        return await self._capacity("ready" if is_up else "not_ready")
+
+    async def _capacity(self, status: str) -> NodeCapacity:
         ready = await self._zygote.ask_again(zygote.Node())
         occupancy = await self._sessions.ask_again(sessions.Occupied())
-        is_ready = (await self.readiness()).ready
         facts = NodeFacts(
-            id=self._node.id,
-            incarnation=self._node.incarnation,
-            status="draining" if occupancy.is_draining else "ready" if is_ready else "not_ready",
-            started_at=self._started_at,
+            status="draining" if occupancy.is_draining else status,
             sessions=[entry.session for entry in self._directory],
             max_sessions=occupancy.max_sessions,
+            committed=occupancy.committed,
             vessels=occupancy.vessels,
+            queued=occupancy.queued,
             cgroup_dirs=ready.cgroup_dirs,
         )
-        return await describe_node(self._config, self._catalog, facts)
+        return await describe_capacity(self._config, self._catalog, facts)
+
+    async def node(self) -> NodeInfo:
+        found = await self._capacity("ready" if (await self.readiness()).ready else "not_ready")
+        return NodeInfo(
+            id=self._node.id,
+            incarnation=self._node.incarnation,
+            time=datetime.now(UTC),
+            started_at=self._started_at,
+            **attrs.asdict(found, recurse=False),
+        )
+
+    async def drain(self) -> NodeInfo:
+        await self._sessions.ask_again(sessions.Drain(drained=True))
+        return await self.node()
+
+    async def undrain(self) -> NodeInfo:
+        await self._sessions.ask_again(sessions.Drain(drained=False))
+        return await self.node()
 
     async def sweep(self) -> int:
         """Have the reaper sweep now; return what it tore down or finished."""

@@ -53,6 +53,7 @@ STATUS: dict[type[SandkastenError], int] = {
     errors.ActorGone: 503,
     errors.Overloaded: 503,
     errors.ShuttingDown: 503,
+    errors.Draining: 503,
     errors.CommandTimeout: 504,
     errors.DiskFull: 507,
     errors.DiskReserve: 507,

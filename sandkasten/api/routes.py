@@ -13,7 +13,7 @@ import attrs
 
 from sandkasten.api import events, execs, files, health, processes, sessions, shells, system
 from sandkasten.api import exec as commands
-from sandkasten.api.access import ACT, FIND, LOOK, MAKE, OPEN, SEE_NODE, Needs
+from sandkasten.api.access import ACT, FIND, LOOK, MAKE, OPEN, RULE_NODE, SEE_NODE, Needs
 from sandkasten.api.errors import Answer
 from sandkasten.api.exchange import Exchange
 from sandkasten.api.routing import RouteTable
@@ -46,6 +46,8 @@ JSON_ROUTES = (
     JsonRoute("GET", "/readyz", health.readyz, SEE_NODE),
     JsonRoute("GET", "/v1/system", system.system, SEE_NODE),
     JsonRoute("GET", "/v1/node", system.node, SEE_NODE),
+    JsonRoute("POST", "/v1/node/drain", system.drain, RULE_NODE),
+    JsonRoute("POST", "/v1/node/undrain", system.undrain, RULE_NODE),
     JsonRoute("POST", SESSIONS, sessions.create, MAKE),
     JsonRoute("GET", SESSIONS, sessions.list_sessions, FIND),
     JsonRoute("GET", f"{SESSIONS}/<session_id>", sessions.get, LOOK),

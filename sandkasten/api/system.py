@@ -11,6 +11,8 @@ from sandkasten.api.exchange import Exchange
 from sandkasten.api.sessions import rfc3339
 from sandkasten.machine import Machine, NodeInfo, System
 
+_AMOUNTS = ("totals", "budget", "committed", "used", "free")
+
 
 async def system(exchange: Exchange) -> Answer:
     """GET /v1/system"""
@@ -20,6 +22,16 @@ async def system(exchange: Exchange) -> Answer:
 async def node(exchange: Exchange) -> Answer:
     """GET /v1/node"""
     return json_answer(node_view(await exchange.supervisor.node()))
+
+
+async def drain(exchange: Exchange) -> Answer:
+    """POST /v1/node/drain"""
+    return json_answer(node_view(await exchange.supervisor.drain()))
+
+
+async def undrain(exchange: Exchange) -> Answer:
+    """POST /v1/node/undrain"""
+    return json_answer(node_view(await exchange.supervisor.undrain()))
 
 
 def system_view(found: System) -> dict[str, Any]:  # JSON values
@@ -52,8 +64,9 @@ def node_view(found: NodeInfo) -> dict[str, Any]:  # JSON values
         "status": found.status,
         "time": rfc3339(found.time),
         "started_at": rfc3339(found.started_at),
-        "capacity": {name: attrs.asdict(getattr(found, name)) for name in ("totals", "committed", "used")},
+        "capacity": {name: attrs.asdict(getattr(found, name)) for name in _AMOUNTS},
         "images": list(found.images),
         "sessions": dict(found.sessions),
         "vessels": found.vessels,
+        "queued": found.queued,
     }

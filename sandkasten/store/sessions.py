@@ -98,6 +98,17 @@ def node_value(database: sqlite3.Connection, key: str, default: str) -> str:
     return value
 
 
+def read_drained(database: sqlite3.Connection) -> bool:
+    """Return whether the operator has the node take no new sessions."""
+    return node_value(database, "drained", "0") == "1"
+
+
+def write_drained(database: sqlite3.Connection, drained: bool) -> None:
+    """Keep that over restarts."""
+    sql = "INSERT INTO node (key, value) VALUES ('drained', ?) ON CONFLICT (key) DO UPDATE SET value=excluded.value"
+    database.execute(sql, (str(int(drained)),))
+
+
 def next_incarnation(database: sqlite3.Connection) -> int:
     """Count this start of the daemon and return the number."""
     number = count_of(node_value(database, "incarnation", "0")) + 1

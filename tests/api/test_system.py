@@ -59,3 +59,16 @@ async def test_the_node_adds_up_what_its_sessions_may_use() -> None:
     assert found["capacity"]["used"]["cpu"] is None
     assert found["sessions"] == {"running": 2}
     assert found["images"] == ["host"]
+
+
+async def test_a_drained_node_refuses_creates_and_says_that_they_may_be_repeated() -> None:
+    """Both requests answer the node as it is then, and may be repeated."""
+    async with running_front() as running, running.client() as client:
+        for _ in range(2):
+            drained = await client.post("/v1/node/drain")
+            assert (drained.status_code, drained.json()["status"]) == (200, "draining")
+        refused = await client.post("/v1/sessions", json={})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "30")
+        assert (refused.json()["error_code"], refused.json()["retryable"]) == ("CAPACITY", True)
+        assert (await client.post("/v1/node/undrain")).json()["status"] == "ready"
+        assert (await client.post("/v1/sessions", json={})).status_code == 201

@@ -15,7 +15,7 @@ from sandkasten import errors
 from sandkasten.actors.node_view import defaults_in_force, limits_in_force
 from sandkasten.config import Config
 from sandkasten.lifecycle import ENDED, LIVE
-from sandkasten.machine import Amounts, Machine, NodeInfo, System
+from sandkasten.machine import Amounts, Machine, NodeCapacity, NodeInfo, System
 from sandkasten.model import (
     STATEFUL,
     Event,
@@ -99,6 +99,7 @@ class FakeSessions:
         self.event_emitted = trio.Event()
         self.readiness_checks = {"store": "ok", "zygote": "ok", "disk": "ok"}
         self.create_failure: Exception | None = None
+        self.is_drained = False
         self.started_at = datetime.now(UTC)
         self.system_answer = _system(self.started_at)
 
@@ -106,6 +107,8 @@ class FakeSessions:
         await trio.lowlevel.checkpoint()
         if self.create_failure is not None:
             raise self.create_failure
+        if self.is_drained:
+            raise errors.Draining("this node takes no new sessions for now", retry_after_s=30)
         self.specs.append(spec)
         now = datetime.now(UTC)
         ttl_s = spec.ttl_s or DEFAULT_TTL_S
@@ -233,7 +236,7 @@ class FakeSessions:
         return NodeInfo(
             id=self.node_id,
             incarnation=1,
-            status="ready" if (await self.readiness()).ready else "not_ready",
+            status="draining" if self.is_drained else "ready" if (await self.readiness()).ready else "not_ready",
             time=datetime.now(UTC),
             started_at=self.started_at,
             totals=Amounts(sessions=1000, cpu=2.0, memory_bytes=2**32, pids=32768, disk_bytes=2**40),
@@ -242,6 +245,17 @@ class FakeSessions:
             images=("host",),
             sessions=dict(Counter(session.status.value for session in live)),
         )
+
+    async def capacity(self) -> NodeCapacity:
+        return await self.node()
+
+    async def drain(self) -> NodeInfo:
+        self.is_drained = True
+        return await self.node()
+
+    async def undrain(self) -> NodeInfo:
+        self.is_drained = False
+        return await self.node()
 
     async def _live(self, session_id: str) -> Session:
         session = await self.get(session_id)

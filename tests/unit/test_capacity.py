@@ -1,0 +1,52 @@
+"""What a node has: the machine's, or less where a cgroup above the sessions says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from sandkasten.runtime import capacity
+
+
+def cgroup(directory: Path, files: Mapping[str, str]) -> Path:
+    """Make a directory that looks like a cgroup."""
+    directory.mkdir(parents=True)
+    for name, content in {"cgroup.procs": "", **files}.items():
+        (directory / name).write_text(content)
+    return directory
+
+
+def test_the_least_limit_above_the_sessions_is_what_the_node_has(tmp_path: Path) -> None:
+    """Of a unit or a container; pages of files that nobody used for a while count as free."""
+    cgroup(tmp_path / "unit", {"memory.max": "2000000\n", "memory.current": "1500000\n", "pids.max": "max\n"})
+    (tmp_path / "unit/memory.stat").write_text("anon 5\ninactive_file 400000\n")
+    inner = cgroup(tmp_path / "unit/inner", {"memory.max": "max\n", "pids.max": "100\n", "pids.current": "30\n"})
+    bounds = capacity.read_bounds({"memory": str(inner), "pids": str(inner)})
+    totals = capacity.read_totals(tmp_path, bounds, max_sessions=7)
+    free = capacity.read_free(tmp_path, bounds)
+    assert (totals.sessions, totals.memory_bytes, totals.pids) == (7, 2_000_000, 100)
+    assert (free.memory_bytes, free.pids) == (900_000, 70)
+
+
+def test_the_names_and_the_no_limit_of_the_older_hierarchy_are_known(tmp_path: Path) -> None:
+    """No limit is a very large number there, and a cgroup's statistics have its children's beside its own."""
+    stat = "inactive_file 1\ntotal_inactive_file 300000\n"
+    files = {"memory.limit_in_bytes": "3000000", "memory.usage_in_bytes": "1000000", "memory.stat": stat}
+    cgroup(tmp_path / "unit", files)
+    inner = cgroup(tmp_path / "unit/inner", {"memory.limit_in_bytes": "9223372036854771712"})
+    bounds = capacity.read_bounds({"memory": str(inner)})
+    assert bounds == capacity.Bounds(memory=((str(tmp_path / "unit"), 3_000_000),))
+    assert capacity.read_free(tmp_path, bounds).memory_bytes == 2_300_000
+
+
+def test_without_such_a_limit_the_node_has_the_machine(tmp_path: Path) -> None:
+    """Memory and process ids as the kernel tells them; less is free than there is."""
+    totals = capacity.read_totals(tmp_path, capacity.Bounds(), max_sessions=1)
+    free = capacity.read_free(tmp_path, capacity.Bounds())
+    names = Path("/proc/meminfo").read_text().split()
+    assert totals.memory_bytes == int(names[names.index("MemTotal:") + 1]) * 1024
+    assert totals.pids is not None
+    assert free.memory_bytes is not None
+    assert free.pids is not None
+    assert 0 < free.memory_bytes < totals.memory_bytes
+    assert 0 < free.pids < totals.pids
