@@ -77,7 +77,7 @@ class SessionNotFound(ClientError):
 
 
 class SessionExpired(ClientError):
-    """The session ended; `details` carries `status` and `reason`."""
+    """The session ended; `details` carries `status`, `reason` and `end_reason`."""
 
     code = "SESSION_EXPIRED"
     scope = "session"

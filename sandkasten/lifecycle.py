@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import enum
 
-from sandkasten.model import Status
+from sandkasten.errors import SessionExpired
+from sandkasten.model import EndReason, Session, Status
 
 
 class Event(enum.StrEnum):
@@ -68,6 +69,15 @@ _ENDINGS: dict[Event, Status] = {
     Event.BUILD_FAILED: Status.CRASHED,
 }
 
+END_REASONS: dict[Event, EndReason] = {
+    Event.DESTROY: EndReason.USER,
+    Event.EXPIRE: EndReason.IDLE,
+    Event.DIED: EndReason.CRASHED,
+    Event.BUILD_FAILED: EndReason.ERROR,
+    Event.NOT_FOUND: EndReason.CRASHED,
+}
+"""Why a session ended, from the event that began its end; whoever knows it more exactly says so."""
+
 
 def next_status(status: Status, event: Event, *, cause: Event | None = None) -> Status:
     """Return the state after `event`.
@@ -83,3 +93,13 @@ def next_status(status: Status, event: Event, *, cause: Event | None = None) -> 
         return _TABLE[status, event]
     except KeyError:
         raise IllegalTransition(f"{event} in {status}") from None
+
+
+def ended_error(session: Session) -> SessionExpired:
+    """Return the error for requests to a session that serves none any more."""
+    return SessionExpired(
+        f"session is {session.status}",
+        status=session.status.value,
+        reason=session.reason,
+        end_reason=None if session.end_reason is None else session.end_reason.value,
+    )

@@ -15,6 +15,8 @@ from typing import Any
 import attrs
 
 from sandkasten.filerules import FileRules, file_rules
+from sandkasten.lifetime import FOREVER_S as FOREVER_S
+from sandkasten.lifetime import EndReason as EndReason
 from sandkasten.stats import FIXED_BOUNDS as FIXED_BOUNDS
 from sandkasten.stats import LIMIT_BOUNDS as LIMIT_BOUNDS
 from sandkasten.stats import Limits as Limits
@@ -90,7 +92,8 @@ class SessionOptions:
 
 @attrs.frozen
 class SessionSpec:
-    """What a caller wants. `None` means the configured default; `ttl_s` is an idle timeout in seconds.
+    """What a caller wants. `None` means the configured default; `ttl_s` is an idle timeout, `max_lifetime_s` counts
+    from the session's creation, and either may be `FOREVER_S`, where the configuration allows it.
 
     `env` reaches the sandbox only (never a log, an argv or nsinit). `idempotency_key`: the same key with the same spec
     answers the same session, with another spec it is a `Conflict`. `key_id`: the API key that asks; a library has none.
@@ -119,6 +122,7 @@ class SessionPatch:
     """What may change on a live session; `None` leaves it as it is. In `env` a value of None removes the variable."""
 
     ttl_s: float | None = None
+    max_lifetime_s: float | None = None
     labels: Mapping[str, str] | None = None
     limits: Limits | None = None
     env: Mapping[str, str | None] | None = attrs.field(default=None, repr=False)
@@ -145,23 +149,26 @@ class Pause:
 @attrs.frozen
 class Session:
     """A session as it was at one moment. `timings_ms` is in the answer to its create alone: the
-    phases in order, and behind the build's its steps as `build.…`. While a stopped lease is
-    paused, `expires_at` is what it would be if the session were resumed now."""
+    phases in order, and behind the build's its steps as `build.…`. `expires_at` is when the
+    session ends if nothing is done with it from now on; None if it does not. While something
+    holds the idle end off, or a pause stopped it, that is what it would be from now on."""
 
     id: str
     image: str
     status: Status
     cwd: str
     created_at: datetime
-    expires_at: datetime
+    expires_at: datetime | None
     last_activity: datetime
     ttl_s: float
     limits: Limits
+    max_lifetime_s: float = FOREVER_S
     workspace_id: str | None = None
     labels: Mapping[str, str] = attrs.field(factory=dict)
     acquire_source: str = "cold"
     acquire_detail: str | None = None
     reason: str | None = None
+    end_reason: EndReason | None = None
     epoch: int = 0
     timings_ms: Mapping[str, float] = attrs.field(factory=dict)
     options: SessionOptions = attrs.field(factory=SessionOptions)

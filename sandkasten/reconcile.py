@@ -12,7 +12,7 @@ import attrs
 
 from nsinit.protocol import Found
 from sandkasten.lifecycle import Event
-from sandkasten.model import Status
+from sandkasten.model import EndReason, Status
 from sandkasten.store.sessions import SessionRecord
 
 HOST_REBOOT = "the machine was restarted"
@@ -33,13 +33,15 @@ class Action(enum.StrEnum):
 
 @attrs.frozen
 class Decision:
-    """`event` says why a session is finished; `reason` is for people."""
+    """`event` says why a session is finished, `end_reason` so where that is not the event's usual one; `reason` is for
+    people."""
 
     session_id: str
     action: Action
     record: SessionRecord | None = None
     event: Event | None = None
     reason: str | None = None
+    end_reason: EndReason | None = None
 
 
 def plan_reconciliation(
@@ -56,8 +58,8 @@ def plan_reconciliation(
 def _decide(record: SessionRecord, found: Found | None, boot_id: str) -> Decision:
     session = record.session
 
-    def finish(event: Event, reason: str | None) -> Decision:
-        return Decision(session.id, Action.FINISH, record, event, reason)
+    def finish(event: Event, reason: str | None, end_reason: EndReason | None = None) -> Decision:
+        return Decision(session.id, Action.FINISH, record, event, reason, end_reason)
 
     match session.status:
         case Status.CREATING:
@@ -65,7 +67,7 @@ def _decide(record: SessionRecord, found: Found | None, boot_id: str) -> Decisio
         case Status.DESTROYING:
             return finish(record.ending or Event.DESTROY, session.reason)
         case _ if is_of_another_boot(record, boot_id):
-            return finish(Event.NOT_FOUND, HOST_REBOOT)
+            return finish(Event.NOT_FOUND, HOST_REBOOT, EndReason.HOST_REBOOT)
         case _ if found is None or found.identity is None:
             return finish(Event.NOT_FOUND, "its processes were gone when the daemon started")
         case _ if not _is_same(record, found):

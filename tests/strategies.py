@@ -8,7 +8,9 @@ from typing import Any
 from sandkasten.model import Limits, Session, Status
 from sandkasten.store.sessions import SessionRecord
 
-_SESSION_FIELDS = {"labels", "workspace_id", "cwd", "reason", "ttl_s", "image"}
+_SESSION_FIELDS = {
+    *("labels", "workspace_id", "cwd", "reason", "end_reason", "ttl_s", "max_lifetime_s", "image", "created_at"),
+}
 
 
 def make_record(session_id: str, *, status: Status = Status.RUNNING, **fields: Any) -> SessionRecord:
@@ -17,7 +19,6 @@ def make_record(session_id: str, *, status: Status = Status.RUNNING, **fields: A
     session = Session(
         id=session_id,
         status=status,
-        created_at=now,
         expires_at=now + timedelta(hours=1),
         last_activity=now,
         limits=Limits(),
@@ -25,6 +26,7 @@ def make_record(session_id: str, *, status: Status = Status.RUNNING, **fields: A
             "image": "python",
             "cwd": "/workspace",
             "ttl_s": 1800.0,
+            "created_at": now,
             **{name: fields.pop(name) for name in _SESSION_FIELDS & fields.keys()},
         },
     )

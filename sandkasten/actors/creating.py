@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 
 import attrs
 import trio
 
 from sandkasten.actors import images as images_actor
 from sandkasten.actors.actor import Ref
+from sandkasten.actors.live_record import expiry
 from sandkasten.actors.session import SessionActor
 from sandkasten.actors.session_setup import Creation
 from sandkasten.actors.vessels import Vessels
@@ -136,9 +137,10 @@ class Creating:
             status=Status.CREATING,
             cwd=WORKSPACE_DIR,
             created_at=now,
-            expires_at=now + timedelta(seconds=resolved.ttl_s),
+            expires_at=expiry(now, min(resolved.ttl_s, resolved.max_lifetime_s)),
             last_activity=now,
             ttl_s=resolved.ttl_s,
+            max_lifetime_s=resolved.max_lifetime_s,
             limits=resolved.limits,
             workspace_id=spec.workspace_id,
             labels=dict(spec.labels),
@@ -151,5 +153,4 @@ class Creating:
             incarnation=self._node.incarnation,
             spec_digest=digest,
             idempotency_key=spec.idempotency_key,
-            max_lifetime_s=resolved.max_lifetime_s,
         )

@@ -12,9 +12,8 @@ import attrs
 from sandkasten.actors import store as store_actor
 from sandkasten.actors.actor import Ref, Reply
 from sandkasten.actors.directory import SessionDirectory
-from sandkasten.actors.session import ended_error
 from sandkasten.errors import Conflict, SandboxError, SandkastenError
-from sandkasten.lifecycle import ENDED
+from sandkasten.lifecycle import ENDED, ended_error
 from sandkasten.model import Session, SessionSpec
 from sandkasten.runtime.plan import spec_digest
 from sandkasten.store.sessions import SessionRecord

@@ -1,8 +1,8 @@
-"""The lease of one session: when it ends, and the task that says so. Clock values are `trio.current_time()` seconds.
+"""The lease of one session: when it ends and why, and the task that says so. Moments are `trio.current_time()` seconds.
 
 Activity renews the idle end by the session's own time to live; a running command holds the idle end off, and nothing
-holds off the hard end. While the session is paused nothing runs that could hold off anything. The owner's mailbox
-decides; this only knows the time.
+holds off the hard end. Either may be infinitely far away. While the session is paused nothing runs that could hold off
+anything. The owner's mailbox decides; this only knows the time.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import math
 from collections.abc import Awaitable, Callable
 
 import trio
+
+from sandkasten.model import EndReason
 
 WARNING_S = 60.0
 """How long before its end a session's expiry is announced."""
@@ -25,58 +27,86 @@ class Lease:
         self._is_stopped = False
         self._idle_end = math.inf
         self._hard_end = math.inf
+        self._unannounced: set[EndReason] = set()
         self._alarm = math.inf
         self._scope: trio.CancelScope | None = None
 
     @property
+    def is_busy(self) -> bool:
+        """Whether something goes on that holds the idle end off."""
+        return self.active > 0 and not self._is_paused
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the idle end comes no nearer."""
+        return self.is_busy or self._is_stopped
+
+    @property
     def end(self) -> float:
         """When the session expires as things are."""
-        idle_end = math.inf if self._is_stopped or (self.active and not self._is_paused) else self._idle_end
-        return min(idle_end, self._hard_end)
+        return min(self._ends.values())
 
     @property
     def has_ended(self) -> bool:
         return trio.current_time() >= self.end
 
-    def renew(self, *, ttl_s: float, lifetime_left_s: float | None) -> float:
+    @property
+    def reason(self) -> EndReason:
+        """What ends the session at `end`; of both at once, that which nothing holds off."""
+        return EndReason.MAX_LIFETIME if self._hard_end <= self.end else EndReason.IDLE
+
+    @property
+    def _ends(self) -> dict[EndReason, float]:
+        idle_end = math.inf if self.is_held else self._idle_end
+        return {EndReason.MAX_LIFETIME: self._hard_end, EndReason.IDLE: idle_end}
+
+    def renew(self, *, ttl_s: float, hard_end: float) -> float:
         """Start the time to live anew; return how many seconds remain when nothing else happens."""
         now = trio.current_time()
+        if hard_end != self._hard_end:
+            self._hard_end = hard_end
+            self._announce_later(EndReason.MAX_LIFETIME, hard_end - now)
         self._idle_end = now + ttl_s
-        if lifetime_left_s is not None:
-            self._hard_end = now + lifetime_left_s
-        self._set_alarm(now)
-        return min(self._idle_end, self._hard_end) - now
-
-    def restore(self, *, remaining_s: float, lifetime_left_s: float | None) -> None:
-        """Take over a lease that began before this process: it ends when it would have ended."""
-        now = trio.current_time()
-        self._idle_end = now + remaining_s
-        if lifetime_left_s is not None:
-            self._hard_end = now + lifetime_left_s
-        self._set_alarm(now)
+        self._announce_later(EndReason.IDLE, ttl_s)
+        self._set_alarm()
+        return min(ttl_s, hard_end - now)
 
     def pause(self, *, stop: bool) -> None:
         """The session stands still: no activity holds the idle end off, which with `stop` comes no nearer."""
         self._is_paused, self._is_stopped = True, stop
-        self._set_alarm(trio.current_time())
+        self._set_alarm()
 
     def resume(self) -> None:
         """It goes on; whoever says so renews the lease as well."""
         self._is_paused = self._is_stopped = False
 
-    async def watch(self, on_end: Callable[[], Awaitable[None]], on_warning: Callable[[float], None]) -> None:
-        """Call `on_end` each time the end is reached, and `on_warning` with the seconds that remain `WARNING_S` before
-        it, unless less than that was left when the lease was renewed; a renewal before it moves the moment."""
+    async def watch(
+        self, on_end: Callable[[], Awaitable[None]], on_warning: Callable[[EndReason, float], None]
+    ) -> None:
+        """Call `on_end` each time the end is reached. `WARNING_S` before each of the two ends call `on_warning` with
+        which it is and the seconds that remain, unless less than that was left when that end was set; setting it anew
+        moves the moment."""
         while True:
             with trio.CancelScope(deadline=self._alarm) as self._scope:
                 await trio.sleep_forever()
-            if self.has_ended:
+            now = trio.current_time()
+            if now >= self.end:
                 await on_end()
             else:
-                on_warning(self.end - trio.current_time())
-                self._alarm = self.end
+                for reason, end in self._ends.items():
+                    if reason in self._unannounced and now >= end - WARNING_S:
+                        self._unannounced.remove(reason)
+                        on_warning(reason, end - now)
+                self._set_alarm()
 
-    def _set_alarm(self, now: float) -> None:
-        self._alarm = self.end - WARNING_S if self.end - WARNING_S > now else self.end
+    def _announce_later(self, reason: EndReason, remaining_s: float) -> None:
+        if remaining_s > WARNING_S:
+            self._unannounced.add(reason)
+        else:
+            self._unannounced.discard(reason)
+
+    def _set_alarm(self) -> None:
+        ends = self._ends
+        self._alarm = min(*ends.values(), *(ends[reason] - WARNING_S for reason in self._unannounced))
         if self._scope is not None:
             self._scope.deadline = self._alarm

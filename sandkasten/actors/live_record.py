@@ -19,13 +19,15 @@ from sandkasten.actors.actor import Ref
 from sandkasten.actors.directory import SessionDirectory
 from sandkasten.actors.lease import Lease
 from sandkasten.errors import SandkastenError
-from sandkasten.model import Session
+from sandkasten.model import FOREVER_S, Session
 from sandkasten.store.sessions import SessionRecord
 
 log = logging.getLogger(__name__)
 
 _PERSIST_EVERY_S = 10.0
-"""A renewed lease reaches the database at most this often."""
+_PERSISTS_PER_TTL = 4
+"""A renewed lease reaches the database at most so often: what is recorded is never near its end while the session is in
+use."""
 
 
 class LiveRecord:
@@ -36,8 +38,12 @@ class LiveRecord:
         self._lease = lease
         self._store = store
         self._directory = directory
-        self._renewed: tuple[datetime, datetime] | None = None
+        self._renewed: tuple[datetime, datetime | None] | None = None
         self._persisted_at = -math.inf
+        self._is_persisted_busy = False
+        age_s = (datetime.now(UTC) - record.session.created_at).total_seconds()
+        self._born_at = trio.current_time() - max(age_s, 0.0)
+        """On the clock that nobody sets: a lifetime does not change with the time of day."""
 
     @property
     def facts(self) -> Session:
@@ -48,11 +54,11 @@ class LiveRecord:
     def session(self) -> Session:
         """The session as it is now."""
         session = self.record.session
-        if session.pause is not None and session.pause.stop_lease:
-            moment = datetime.now(UTC)
-            remaining_s = min(session.ttl_s, self._lifetime_left_s(moment) or math.inf)
-            return attrs.evolve(session, expires_at=moment + timedelta(seconds=remaining_s))
-        return session
+        if not self._lease.is_held:
+            return session
+        moment = datetime.now(UTC)
+        last_activity = moment if self._lease.is_busy else session.last_activity
+        return attrs.evolve(session, expires_at=expiry(moment, self._span_left_s), last_activity=last_activity)
 
     @property
     def record(self) -> SessionRecord:
@@ -80,42 +86,69 @@ class LiveRecord:
     def renew(self) -> None:
         """Something was done with the session: its time to live begins anew."""
         moment = datetime.now(UTC)
-        lifetime_left_s = self._lifetime_left_s(moment)
-        remaining_s = self._lease.renew(ttl_s=self.facts.ttl_s, lifetime_left_s=lifetime_left_s)
-        self._renewed = (moment, moment + timedelta(seconds=remaining_s))
+        remaining_s = self._lease.renew(ttl_s=self.facts.ttl_s, hard_end=self._hard_end)
+        self._renewed = (moment, expiry(moment, remaining_s))
 
     def restore_lease(self) -> None:
-        """The lease goes on as recorded: a restart neither renews nor shortens it."""
-        moment = datetime.now(UTC)
-        remaining_s = (self.facts.expires_at - moment).total_seconds()
-        self._lease.restore(remaining_s=remaining_s, lifetime_left_s=self._lifetime_left_s(moment))
+        """The lease goes on as recorded: a restart neither renews nor shortens it. Only a session that was busy when
+        its last daemon left has been so until now, as far as anybody knows."""
+        if self._record.is_busy:
+            self.renew()
+            return
+        idle_s = (datetime.now(UTC) - self.facts.last_activity).total_seconds()
+        idle_left_s = self.facts.ttl_s - max(idle_s, 0.0)  # the clock may have been set
+        self._lease.renew(ttl_s=idle_left_s, hard_end=self._hard_end)
 
-    def _lifetime_left_s(self, moment: datetime) -> float | None:
-        if self._record.max_lifetime_s is None:
-            return None
-        return self._record.max_lifetime_s - (moment - self.facts.created_at).total_seconds()
+    @property
+    def _span_left_s(self) -> float:
+        return min(self.facts.ttl_s, self._hard_end - trio.current_time())
+
+    @property
+    def _hard_end(self) -> float:
+        return self._born_at + self.facts.max_lifetime_s
 
     # Database ---------------------------------------------------------------------------------------------------
 
     async def put(self) -> None:
         """Write it. Raises `StoreFailed`."""
         self._persisted_at = trio.current_time()
-        await self._store.ask_again(store_actor.Put(self.record))
+        await self._store.ask_again(store_actor.Put(self._written()))
 
     async def put_or_keep(self) -> None:
         """Write it, or have it written when the database takes writes again."""
         self._persisted_at = trio.current_time()
-        await store_actor.put_or_keep(self._store, self._directory.unwritten, self.record)
+        await store_actor.put_or_keep(self._store, self._directory.unwritten, self._written())
 
     def put_lease(self) -> None:
         """Have a renewed lease written, unless one was a moment ago; waits for nothing."""
-        if trio.current_time() - self._persisted_at > _PERSIST_EVERY_S:
+        is_late = trio.current_time() - self._persisted_at >= self._persist_every_s
+        if is_late or (self._is_persisted_busy and not self._lease.is_busy):
             self.put_soon()
+
+    async def put_while_busy(self) -> None:
+        """Have the lease written now and then for as long as something holds its idle end off."""
+        while self._lease.active:
+            await trio.sleep(self._persist_every_s)
+            self.put_lease()
 
     def put_soon(self) -> None:
         """Have it written; waits for nothing, and what is refused is written with the next change."""
         self._persisted_at = trio.current_time()
         try:
-            self._store.tell(store_actor.Put(self.record))
+            self._store.tell(store_actor.Put(self._written()))
         except SandkastenError as error:
             log.warning("lease_not_persisted", extra={"session_id": self.facts.id, "error": str(error)})
+
+    @property
+    def _persist_every_s(self) -> float:
+        return min(_PERSIST_EVERY_S, self.facts.ttl_s / _PERSISTS_PER_TTL)
+
+    def _written(self) -> SessionRecord:
+        """Return what the database is to hold: the session as it is at this moment."""
+        self._is_persisted_busy = self._lease.is_busy
+        return attrs.evolve(self.record, session=self.session, is_busy=self._lease.is_busy)
+
+
+def expiry(moment: datetime, span_s: float) -> datetime | None:
+    """Return when a lease of that span ends; None if it does not."""
+    return None if span_s == FOREVER_S else moment + timedelta(seconds=span_s)

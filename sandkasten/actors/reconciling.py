@@ -20,8 +20,8 @@ from sandkasten.actors.actor import Ref
 from sandkasten.actors.directory import SessionDirectory
 from sandkasten.actors.session import ENDINGS, SessionActor
 from sandkasten.errors import SandkastenError, SessionNotFound
-from sandkasten.lifecycle import ENDED, LIVE, WHOLE, Event, next_status
-from sandkasten.model import Session, Status
+from sandkasten.lifecycle import END_REASONS, ENDED, LIVE, WHOLE, Event, next_status
+from sandkasten.model import EndReason, Session, Status
 from sandkasten.reconcile import Action, Decision, plan_reconciliation
 from sandkasten.runtime.journal import Journal
 from sandkasten.store.sessions import SessionRecord
@@ -80,8 +80,8 @@ class Reconciling:
         assert decision.event is not None
         try:
             if record.session.status is not Status.DESTROYING and decision.event is not Event.NOT_FOUND:
-                record = _begin_end(record, decision.event, decision.reason)
-            await self._finish(record, decision.event, reason=decision.reason)
+                record = _begin_end(record, decision.event, decision.reason, decision.end_reason)
+            await self._finish(record, decision.event, reason=decision.reason, end_reason=decision.end_reason)
         finally:
             self._directory.reserved.discard(decision.session_id)
 
@@ -91,11 +91,14 @@ class Reconciling:
             self._directory.unwritten[record.session.id] = record
             return
         if record.session.status is not Status.DESTROYING:
-            record = _begin_end(record, Event.DIED, "internal error")
+            record = _begin_end(record, Event.DIED, "internal error", EndReason.ERROR)
         await self._finish(record, Event.DIED)
 
-    async def _finish(self, record: SessionRecord, event: Event, *, reason: str | None = None) -> Session:
-        """Tear down what is left of a session without an actor and write its final state."""
+    async def _finish(
+        self, record: SessionRecord, event: Event, *, reason: str | None = None, end_reason: EndReason | None = None
+    ) -> Session:
+        """Tear down what is left of a session without an actor and write its final state. Why it ended is what its
+        record says already, or what is given, or what the event usually means."""
         try:
             async with self.ends:
                 teardown = zygote_actor.Teardown(record.session.id)
@@ -105,11 +108,21 @@ class Reconciling:
                 else:
                     status = next_status(record.session.status, Event.TORN_DOWN, cause=event)
                 before = record.session
-                session = attrs.evolve(before, status=status, reason=reason or before.reason, epoch=before.epoch + 1)
-                ended = attrs.evolve(record, session=session, ending=event, ended_at=datetime.now(UTC))
+                session = attrs.evolve(
+                    before,
+                    status=status,
+                    reason=reason or before.reason,
+                    end_reason=before.end_reason or end_reason or END_REASONS[event],
+                    epoch=before.epoch + 1,
+                )
+                key = None if event is Event.BUILD_FAILED else record.idempotency_key  # a retry may try again
+                ended = attrs.evolve(
+                    record, session=session, ending=event, ended_at=datetime.now(UTC), idempotency_key=key
+                )
                 await store_actor.put_or_keep(self._store, self._directory.unwritten, ended)
-                self._journal.emit(ENDINGS[session.status], session.id, reason=session.reason)
-                log.info("session_ended", extra={"session_id": session.id, "status": status, "reason": session.reason})
+                why = {"reason": session.reason, "end_reason": session.end_reason}
+                self._journal.emit(ENDINGS[session.status], session.id, **why)
+                log.info("session_ended", extra={"session_id": session.id, "status": status, **why})
                 return session
         except SandkastenError as error:  # the reaper tries again
             log.error("finish_deferred", extra={"session_id": record.session.id, "error": str(error)})
@@ -147,7 +160,14 @@ def _of(decisions: Sequence[Decision], action: Action) -> Sequence[Decision]:
     return [each for each in decisions if each.action is action]
 
 
-def _begin_end(record: SessionRecord, event: Event, reason: str | None) -> SessionRecord:
-    status = next_status(record.session.status, event)
-    session = attrs.evolve(record.session, status=status, reason=reason, epoch=record.session.epoch + 1)
+def _begin_end(
+    record: SessionRecord, event: Event, reason: str | None, end_reason: EndReason | None = None
+) -> SessionRecord:
+    session = attrs.evolve(
+        record.session,
+        status=next_status(record.session.status, event),
+        reason=reason,
+        end_reason=end_reason or END_REASONS[event],
+        epoch=record.session.epoch + 1,
+    )
     return attrs.evolve(record, session=session, ending=event)

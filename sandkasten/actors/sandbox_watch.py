@@ -6,6 +6,7 @@ Owns the descriptors that came with the sandbox. What a death means is the sessi
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable
 
 import trio
@@ -20,6 +21,9 @@ log = logging.getLogger(__name__)
 
 _VICTIM_S = 2.0
 """How long is waited for the victim's name."""
+
+_SAME_DEATH_S = 2.0
+"""A sandbox that dies this soon after the kernel killed in it for memory died of that."""
 
 _OOM_NEWS_S = 2.0
 _OOM_PAUSE_S = 0.005
@@ -37,10 +41,13 @@ class SandboxWatch:
         self._stats = stats
         self._sandbox: zygote_actor.Sandbox | None = None
         self._oom: OomEvent | None = None
+        self._kills = 0
+        self._killed_at = self._died_at = -math.inf
 
     def hold(self, sandbox: zygote_actor.Sandbox) -> None:
         """Take over the descriptors."""
         self._sandbox = sandbox
+        self._kills = self._stats.read_oom_kills()
         if sandbox.oom_fd is not None:
             self._oom = OomEvent(sandbox.oom_kind, sandbox.oom_fd)
 
@@ -54,17 +61,23 @@ class SandboxWatch:
         """Wait for the death of PID 1 and tell it."""
         assert self._sandbox is not None
         await trio.lowlevel.wait_readable(self._sandbox.pidfd.fileno())
+        self._died_at = trio.current_time()
         self.has_died.set()
         await on_death()
 
+    def ran_out_of_memory(self, oom_kills: int) -> bool:
+        """Whether PID 1 died while the kernel killed for memory; `oom_kills`: how often it did, counted after that.
+        A kill long before was survived and explains nothing."""
+        is_recent = self._died_at - self._killed_at < _SAME_DEATH_S
+        return self.has_died.is_set() and (oom_kills > self._kills or (oom_kills > 0 and is_recent))
+
     async def watch_memory(self, on_kill: Callable[[int, str | None], None]) -> None:
         """Tell each time that the kernel killed for memory: how many kills there were so far, and the last victim."""
-        known = 0
         while self._oom is not None:
             await self._oom.wait()  # a v1 cgroup that is removed wakes us as well
-            kills = await self._await_kill(known)
-            if kills > known:
-                known = kills
+            kills = await self._await_kill(self._kills)
+            if kills > self._kills:
+                self._kills, self._killed_at = kills, trio.current_time()
                 log.warning("oom", extra={"session_id": self._session_id, "oom_kills": kills})
                 on_kill(kills, await self.find_victim())
                 await trio.sleep(_OOM_REST_S)

@@ -51,10 +51,9 @@ from sandkasten.errors import (
     RunnerProtocolError,
     SandboxError,
     SandkastenError,
-    SessionExpired,
 )
-from sandkasten.lifecycle import USABLE, WHOLE, Event, next_status
-from sandkasten.model import Cause, EventType, Session, SessionPatch, SessionStats, Status
+from sandkasten.lifecycle import END_REASONS, USABLE, WHOLE, Event, ended_error, next_status
+from sandkasten.model import FOREVER_S, Cause, EndReason, EventType, Session, SessionPatch, SessionStats, Status
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from sandkasten.runtime.plan import plan_sandbox
 from sandkasten.runtime.runner_link import RunnerLink
@@ -82,6 +81,10 @@ _MAX_CONTROLS = 8
 
 _FULL_MAILBOX_PAUSE_S = 0.02
 _INIT_ENDED = "its init process ended"
+_EXPIRIES = {
+    EndReason.IDLE: "its time to live ran out",
+    EndReason.MAX_LIFETIME: "it reached its maximum lifetime",
+}
 
 
 class SessionActor(Actor):
@@ -97,6 +100,7 @@ class SessionActor(Actor):
         self._own = LiveRecord(record, self._lease, store=services.store, directory=services.directory)
         self._link: RunnerLink | None = None
         self._stats = CgroupStats(services.cgroup_dirs, record.session.id)
+        self._is_lease_followed = False
         self._controls = trio.CapacityLimiter(_MAX_CONTROLS)
         self._watch = SandboxWatch(record.session.id, services.zygote, self._stats)
         self._work = SessionWork(
@@ -145,7 +149,7 @@ class SessionActor(Actor):
         if self._creation is not None:
             self._own.note(idempotency_key=None)  # a retry may try again
             is_built = self.session.status is not Status.CREATING
-            await self._finish(Event.DIED if is_built else Event.BUILD_FAILED, str(error))
+            await self._finish(Event.DIED if is_built else Event.BUILD_FAILED, str(error), EndReason.ERROR)
         elif isinstance(error, BuildFailed | RunnerLost | RunnerProtocolError) or type(error) is SandboxError:
             await self._finish(Event.DIED, str(error))
         self.ready.fail(error)
@@ -177,11 +181,11 @@ class SessionActor(Actor):
                 return self.session
             case Wake():
                 return await self._go_on(self._pausing.wake)
-            case Destroy():
-                return await self._finish(Event.DESTROY, "destroyed by request")
+            case Destroy(reason):
+                return await self._finish(Event.DESTROY, reason)
             case Expire():
                 if self._lease.has_ended:
-                    await self._finish(Event.EXPIRE, "its time to live ran out")
+                    await self._finish(Event.EXPIRE, _EXPIRIES[self._lease.reason], self._lease.reason)
                 return None
             case Died(reason):
                 await self._finish(Event.DIED, reason)
@@ -240,8 +244,8 @@ class SessionActor(Actor):
             image=made.image,
             workspace_id=made.workspace_id,
             acquire_source=made.acquire_source,
-            ttl_s=made.ttl_s,
-            expires_at=made.expires_at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            ttl_s=None if made.ttl_s == FOREVER_S else made.ttl_s,
+            expires_at=_rfc3339(made.expires_at),
         )
 
     async def _adopt(self) -> None:
@@ -286,7 +290,7 @@ class SessionActor(Actor):
             case _:
                 raise RunnerProtocolError(f"{type(answer).__name__} to the first request")
 
-    async def _finish(self, event: Event, reason: str | None) -> Session:
+    async def _finish(self, event: Event, reason: str | None, end_reason: EndReason | None = None) -> Session:
         """Tear the sandbox down and write its final state. Nothing overtakes this: it is awaited in the mailbox.
 
         A refused record does not stop the teardown: what must end ends, and is written when that is possible again.
@@ -294,7 +298,8 @@ class SessionActor(Actor):
         self.stop()
         session_id = self.session.id
         self._own.note(ending=event)
-        self._own.change(status=next_status(self.session.status, event), reason=reason)
+        end_reason = end_reason or END_REASONS[event]
+        self._own.change(status=next_status(self.session.status, event), reason=reason, end_reason=end_reason)
         await self._own.put_or_keep()
         try:
             teardown = zygote_actor.Teardown(session_id)
@@ -302,13 +307,14 @@ class SessionActor(Actor):
         except SandkastenError as error:  # the reaper finishes it
             log.error("teardown_deferred", extra={"session_id": session_id, "error": str(error)})
             return self.session
-        if event is Event.DIED and torn_down.oom_kills > 0:
-            reason = f"out of memory: {reason}"
+        if event is Event.DIED and self._watch.ran_out_of_memory(torn_down.oom_kills):
+            reason, end_reason = f"out of memory: {reason}", EndReason.OOM
         self._own.note(ended_at=datetime.now(UTC))
-        self._own.change(status=next_status(self.session.status, Event.TORN_DOWN, cause=event), reason=reason)
+        status = next_status(self.session.status, Event.TORN_DOWN, cause=event)
+        self._own.change(status=status, reason=reason, end_reason=end_reason)
         await self._own.put_or_keep()
-        self.emit(ENDINGS[self.session.status], reason=reason)
-        facts = {"session_id": session_id, "status": self.session.status, "reason": reason}
+        self.emit(ENDINGS[status], reason=reason, end_reason=end_reason)
+        facts = {"session_id": session_id, "status": status, "reason": reason, "end_reason": end_reason}
         log.info("session_ended", extra=facts)
         return self.session
 
@@ -345,6 +351,10 @@ class SessionActor(Actor):
     def begin_activity(self) -> None:
         self._lease.active += 1
         self._own.renew()
+        self._own.put_lease()
+        if not self._is_lease_followed:
+            self._is_lease_followed = True
+            self.start_task(self._follow_lease)
 
     def end_activity(self) -> None:
         self._lease.active -= 1
@@ -402,6 +412,8 @@ class SessionActor(Actor):
             self._own.change(labels=dict(patch.labels))
         if patch.ttl_s is not None:
             self._own.change(ttl_s=patch.ttl_s)
+        if patch.max_lifetime_s is not None:
+            self._own.change(max_lifetime_s=patch.max_lifetime_s)
         self._own.renew()
         await self._own.put()
         return self.session
@@ -412,14 +424,20 @@ class SessionActor(Actor):
 
     # Lease ------------------------------------------------------------------------------------------------------
 
+    async def _follow_lease(self) -> None:
+        await self._own.put_while_busy()
+        self._is_lease_followed = False
+
     async def _report_lease_end(self) -> None:
+        """Begin to end it when its turn has come. Until then it is as usable as before, and may be renewed."""
         try:
-            await self._tell_self(Expire())
+            async with self._services.expiries:
+                await self._tell_self(Expire())
         except SandkastenError as error:  # the actor is ending anyway
             log.info("expiry_skipped", extra={"session_id": self.session.id, "error": str(error)})
 
-    def _warn_of_lease_end(self, remaining_s: float) -> None:
-        self.emit(EventType.SESSION_EXPIRING, remaining_s=round(remaining_s))
+    def _warn_of_lease_end(self, end_reason: EndReason, remaining_s: float) -> None:
+        self.emit(EventType.SESSION_EXPIRING, remaining_s=round(remaining_s), end_reason=end_reason)
 
     async def _tell_self(self, message: Expire | Died) -> None:
         """Put news into the own mailbox and, for an `Ask`, wait until it was served; waits when the mailbox is full."""
@@ -440,6 +458,5 @@ class SessionActor(Actor):
         self.emit(EventType.OOM, oom_kills=kills, victim=victim)
 
 
-def ended_error(session: Session) -> SessionExpired:
-    """Return the error for requests to a session that serves none any more."""
-    return SessionExpired(f"session is {session.status}", status=str(session.status), reason=session.reason)
+def _rfc3339(moment: datetime | None) -> str | None:
+    return None if moment is None else moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -60,6 +60,8 @@ class Wake(Ask[None]):
 class Destroy(Ask[Session]):
     """End the session; answers its final state."""
 
+    reason: str = "destroyed by request"
+
 
 @attrs.frozen
 class Expire(Ask[None]):

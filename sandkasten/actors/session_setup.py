@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import attrs
+import trio
 
 from nsinit.protocol import ImageKind
 from runner import protocol as runner_protocol
@@ -21,7 +22,8 @@ from sandkasten.runtime.spool import Spool
 
 @attrs.frozen
 class Services:
-    """What a session needs of the rest of the tree. `cgroup_dirs` is `nsinit.protocol.Ready.cgroup_dirs`."""
+    """What a session needs of the rest of the tree. `cgroup_dirs` is `nsinit.protocol.Ready.cgroup_dirs`.
+    `expiries`: how many sessions whose lease ran out are ended at once, so that a thousand don't hold up all else."""
 
     store: Ref
     zygote: Ref
@@ -36,6 +38,7 @@ class Services:
     spool: Spool
     disk: Disk
     budget: Budget
+    expiries: trio.CapacityLimiter
 
 
 @attrs.frozen

@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 Ts = TypeVarTuple("Ts")
 
+_CONCURRENT_EXPIRIES = 8
 _DRAIN_PAUSE_S = 0.02
 
 
@@ -182,6 +183,7 @@ class Sessions(Actor):
             journal=self._journal,
             spool=self._spool,
             disk=self._config.disk,
+            expiries=trio.CapacityLimiter(_CONCURRENT_EXPIRIES),
         )
 
     async def handle(self, message: Message) -> Any:
@@ -270,6 +272,6 @@ class Sessions(Actor):
     async def _destroy(self, ref: Ref) -> None:
         async with self._reconciling.ends:
             try:
-                await ref.ask(Destroy())
+                await ref.ask(Destroy("the daemon was stopped"))
             except SandkastenError as error:  # it ended on its own meanwhile, or the reaper will find it
                 log.info("destroy_skipped", extra={"actor": ref.name, "error": str(error)})

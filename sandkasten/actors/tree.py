@@ -32,14 +32,13 @@ from sandkasten.actors.creating import Node
 from sandkasten.actors.directory import Entry, SessionDirectory
 from sandkasten.actors.files import LocalFileReader, LocalFileWriter, open_reader, open_writer
 from sandkasten.actors.node_view import NodeFacts, describe_capacity, describe_system
-from sandkasten.actors.session import ended_error
 from sandkasten.actors.session_messages import Borrow, Destroy, PauseSession, ResumeSession, Stats, Update
 from sandkasten.actors.supervisor import ChildSpec
 from sandkasten.actors.tree_work import WorkOfSessions
 from sandkasten.config import MIB, Config
 from sandkasten.errors import Capacity, SandkastenError, SessionExpired, SessionNotFound
 from sandkasten.images.catalog import Catalog
-from sandkasten.lifecycle import ENDED, LIVE
+from sandkasten.lifecycle import ENDED, LIVE, ended_error
 from sandkasten.machine import Machine, NodeCapacity, NodeInfo, System
 from sandkasten.model import (
     SESSION_ID,

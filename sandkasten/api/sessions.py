@@ -14,7 +14,7 @@ from sandkasten.api.confined import owned_patch, owned_spec, within_reach
 from sandkasten.api.errors import Answer, json_answer
 from sandkasten.api.exchange import Exchange
 from sandkasten.api.query import bad_query, query_integer
-from sandkasten.model import Pause, Session, SessionPatch, Status
+from sandkasten.model import FOREVER_S, Pause, Session, SessionPatch, Status
 
 MAX_LIST = 10_000
 DEFAULT_LIST = 1000
@@ -92,10 +92,12 @@ def session_view(session: Session) -> dict[str, Any]:  # JSON values
         "status": session.status.value,
         "cwd": session.cwd,
         "created_at": rfc3339(session.created_at),
-        "expires_at": rfc3339(session.expires_at),
+        "expires_at": None if session.expires_at is None else rfc3339(session.expires_at),
         "last_activity": rfc3339(session.last_activity),
         "acquire_source": session.acquire_source,
-        "ttl_seconds": int(session.ttl_s) if session.ttl_s.is_integer() else session.ttl_s,
+        "ttl_seconds": _seconds(session.ttl_s),
+        "idle_timeout_seconds": _seconds(session.ttl_s),
+        "max_lifetime_seconds": _seconds(session.max_lifetime_s),
         "limits": attrs.asdict(session.limits),
         **attrs.asdict(session.options),
         "labels": dict(session.labels),
@@ -105,9 +107,17 @@ def session_view(session: Session) -> dict[str, Any]:  # JSON values
         "workspace_id": session.workspace_id,
         "acquire_detail": session.acquire_detail,
         "reason": session.reason,
+        "end_reason": None if session.end_reason is None else session.end_reason.value,
         "pause": None if session.pause is None else pause_view(session.pause),
     }
     return view | {name: value for name, value in optional.items() if value is not None}
+
+
+def _seconds(span_s: float) -> float | None:
+    """Return a span as clients see it: whole seconds as such, one without end as null."""
+    if span_s == FOREVER_S:
+        return None
+    return int(span_s) if span_s.is_integer() else span_s
 
 
 def pause_view(pause: Pause) -> dict[str, Any]:  # JSON values

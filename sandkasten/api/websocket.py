@@ -25,7 +25,7 @@ from sandkasten.api.settings import ApiSettings
 from sandkasten.api.ws_frames import CloseCode, Opcode, encode_frame
 from sandkasten.errors import SandkastenError
 from sandkasten.keys import NOBODY, ApiKey
-from sandkasten.lifecycle import LIVE
+from sandkasten.lifecycle import LIVE, ended_error
 from sandkasten.model import SESSION_ID
 from sandkasten.runtime.keyring import KeyUse
 from sandkasten.supervisor import Supervisor
@@ -162,7 +162,7 @@ class WebSocketExchange:
             raise errors.SessionNotFound("no such session")
         session = await self.supervisor.get(self.session_id)
         if self.needs_live_session and session.status not in LIVE:
-            raise errors.SessionExpired("the session has ended", status=session.status.value, reason=session.reason)
+            raise ended_error(session)
 
     # Messages
 

@@ -13,6 +13,7 @@ from sandkasten.config import Config, Disk
 from sandkasten.errors import InvalidImage, InvalidRequest
 from sandkasten.model import (
     EXEC_MODES,
+    FOREVER_S,
     IMAGE_NAME,
     LIMIT_BOUNDS,
     SECCOMP_PROFILES,
@@ -35,7 +36,7 @@ class Resolved:
 
     image: str
     ttl_s: float
-    max_lifetime_s: float | None
+    max_lifetime_s: float
     limits: Limits
     readonly_rootfs: bool
     shell: str
@@ -73,7 +74,7 @@ def resolve(spec: SessionSpec, config: Config) -> Resolved:
     return Resolved(
         image=image,
         ttl_s=ttl_s,
-        max_lifetime_s=spec.max_lifetime_s,
+        max_lifetime_s=FOREVER_S if spec.max_lifetime_s is None else spec.max_lifetime_s,
         limits=limits,
         readonly_rootfs=config.defaults.readonly_rootfs if spec.readonly_rootfs is None else spec.readonly_rootfs,
         shell=spec.shell or config.defaults.shell_prefer,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 import attrs
 
 from sandkasten.lifecycle import Event
-from sandkasten.model import IMAGE_NAME, SESSION_ID, WORKSPACE_ID, Limits, Pause, SessionOptions, Status
+from sandkasten.model import IMAGE_NAME, SESSION_ID, WORKSPACE_ID, EndReason, Limits, Pause, SessionOptions, Status
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def _name(pattern: re.Pattern[str]) -> Callable[[object], bool]:
     return lambda value: isinstance(value, str) and pattern.match(value) is not None
 
 
-def _one_of(values: type[Status] | type[Event]) -> Callable[[object], bool]:
+def _one_of(values: type[Status] | type[Event] | type[EndReason]) -> Callable[[object], bool]:
     known = {str(value) for value in values}
     return lambda value: isinstance(value, str) and value in known
 
@@ -153,10 +153,10 @@ _CHECKS: Mapping[str, Callable[[object], bool]] = {
     "cwd": _text,
     "workspace_id": _or_none(_name(WORKSPACE_ID)),
     "created_at": _MOMENT,
-    "expires_at": _MOMENT,
+    "expires_at": _or_none(_MOMENT),
     "last_activity": _MOMENT,
     "ended_at": _or_none(_MOMENT),
-    "ttl_s": _SPAN,
+    "ttl_s": _or_none(_SPAN),
     "max_lifetime_s": _or_none(_SPAN),
     "limits": _limits,
     "labels": _labels,
@@ -165,12 +165,14 @@ _CHECKS: Mapping[str, Callable[[object], bool]] = {
     "acquire_source": _text,
     "reason": _or_none(_text),
     "ending": _or_none(_one_of(Event)),
+    "end_reason": _or_none(_one_of(EndReason)),
     "epoch": _count(),
     "incarnation": _count(),
     "pid": _or_none(_count(_MAX_PID)),
     "start_ticks": _or_none(_count()),
     "pid_ns": _or_none(_count()),
     "boot_id": _or_none(_name(_BOOT_ID)),
+    "is_busy": _count(1),
     "idempotency_key": _or_none(_text),
     "spec_digest": _text,
 }

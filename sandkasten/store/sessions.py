@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 from sandkasten.lifecycle import LIVE, Event
-from sandkasten.model import Limits, Pause, Session, SessionOptions, Status
+from sandkasten.model import FOREVER_S, EndReason, Limits, Pause, Session, SessionOptions, Status
 from sandkasten.store.checked import check_session, count_of, set_aside
 
 
@@ -32,14 +32,15 @@ class KernelIdentity:
 
 @attrs.frozen
 class SessionRecord:
-    """A session and what only the daemon needs to know of it."""
+    """A session and what only the daemon needs to know of it. `is_busy`: something held its idle end off when this
+    was written."""
 
     session: Session
     incarnation: int
     spec_digest: str
     idempotency_key: str | None = None
-    max_lifetime_s: float | None = None
     identity: KernelIdentity | None = None
+    is_busy: bool = False
     ending: Event | None = None
     ended_at: datetime | None = None
 
@@ -47,7 +48,8 @@ class SessionRecord:
 _COLUMNS = (
     *("id", "status", "image", "cwd", "workspace_id", "created_at", "expires_at", "last_activity", "ended_at"),
     *("ttl_s", "max_lifetime_s", "limits", "labels", "options", "pause", "acquire_source", "reason", "ending"),
-    *("epoch", "incarnation", "pid", "start_ticks", "pid_ns", "boot_id", "idempotency_key", "spec_digest"),
+    *("end_reason", "epoch", "incarnation", "pid", "start_ticks", "pid_ns", "boot_id", "is_busy", "idempotency_key"),
+    "spec_digest",
 )
 
 _PUT = (
@@ -142,11 +144,11 @@ def _to_row(record: SessionRecord) -> dict[str, object]:
         "cwd": session.cwd.encode("utf-8", "surrogateescape").decode("utf-8", "replace"),
         "workspace_id": session.workspace_id,
         "created_at": session.created_at.timestamp(),
-        "expires_at": session.expires_at.timestamp(),
+        "expires_at": session.expires_at.timestamp() if session.expires_at else None,
         "last_activity": session.last_activity.timestamp(),
         "ended_at": record.ended_at.timestamp() if record.ended_at else None,
-        "ttl_s": session.ttl_s,
-        "max_lifetime_s": record.max_lifetime_s,
+        "ttl_s": _or_null(session.ttl_s),
+        "max_lifetime_s": _or_null(session.max_lifetime_s),
         "limits": json.dumps(attrs.asdict(session.limits)),
         "labels": json.dumps(dict(session.labels)),
         "options": json.dumps(attrs.asdict(session.options)),
@@ -154,12 +156,14 @@ def _to_row(record: SessionRecord) -> dict[str, object]:
         "acquire_source": session.acquire_source,
         "reason": session.reason,
         "ending": record.ending,
+        "end_reason": session.end_reason,
         "epoch": session.epoch,
         "incarnation": record.incarnation,
         "pid": identity.pid if identity else None,
         "start_ticks": identity.start_ticks if identity else None,
         "pid_ns": identity.pid_ns if identity else None,
         "boot_id": identity.boot_id if identity else None,
+        "is_busy": int(record.is_busy),
         "idempotency_key": record.idempotency_key,
         "spec_digest": record.spec_digest,
     }
@@ -172,9 +176,10 @@ def _from_row(row: sqlite3.Row) -> SessionRecord:
         status=Status(row["status"]),
         cwd=row["cwd"],
         created_at=_moment(row["created_at"]),
-        expires_at=_moment(row["expires_at"]),
+        expires_at=_moment(row["expires_at"]) if row["expires_at"] is not None else None,
         last_activity=_moment(row["last_activity"]),
-        ttl_s=row["ttl_s"],
+        ttl_s=_or_forever(row["ttl_s"]),
+        max_lifetime_s=_or_forever(row["max_lifetime_s"]),
         limits=Limits(**json.loads(row["limits"])),
         workspace_id=row["workspace_id"],
         labels=json.loads(row["labels"]),
@@ -182,6 +187,7 @@ def _from_row(row: sqlite3.Row) -> SessionRecord:
         pause=None if row["pause"] is None else _pause(json.loads(row["pause"])),
         acquire_source=row["acquire_source"],
         reason=row["reason"],
+        end_reason=EndReason(row["end_reason"]) if row["end_reason"] else None,
         epoch=row["epoch"],
     )
     identity = None
@@ -192,8 +198,8 @@ def _from_row(row: sqlite3.Row) -> SessionRecord:
         incarnation=row["incarnation"],
         spec_digest=row["spec_digest"],
         idempotency_key=row["idempotency_key"],
-        max_lifetime_s=row["max_lifetime_s"],
         identity=identity,
+        is_busy=bool(row["is_busy"]),
         ending=Event(row["ending"]) if row["ending"] else None,
         ended_at=_moment(row["ended_at"]) if row["ended_at"] is not None else None,
     )
@@ -201,6 +207,14 @@ def _from_row(row: sqlite3.Row) -> SessionRecord:
 
 def _pause(values: dict[str, Any]) -> Pause:  # JSON values
     return Pause(**{**values, "since": _moment(values["since"])})
+
+
+def _or_null(span_s: float) -> float | None:
+    return None if span_s == FOREVER_S else span_s
+
+
+def _or_forever(span_s: float | None) -> float:
+    return FOREVER_S if span_s is None else span_s
 
 
 def _moment(seconds: float) -> datetime:

@@ -25,7 +25,7 @@ from sandkasten.actors.store import (
     Store,
 )
 from sandkasten.lifecycle import Event
-from sandkasten.model import Limits, Pause, SessionOptions, Status
+from sandkasten.model import FOREVER_S, EndReason, Limits, Pause, SessionOptions, Status
 from sandkasten.store.checked import _CHECKS, KEPT_ROWS
 from sandkasten.store.database import open_database
 from sandkasten.store.sessions import KernelIdentity, SessionRecord
@@ -72,6 +72,8 @@ DAMAGE: dict[str, tuple[str, object]] = {
     "labels of a string": ("labels", '"a"'),
     "a negative epoch": ("epoch", -1),
     "a negative incarnation": ("incarnation", -(2**63)),
+    "an end for no reason": ("end_reason", "boredom"),
+    "a busyness of two": ("is_busy", 2),
     "a reason of a megabyte": ("reason", "x" * 2**20),
 }
 
@@ -97,6 +99,7 @@ def _set_aside(path: Path) -> list[tuple[str, str]]:
 
 FULL = attrs.evolve(
     make_record(VICTIM, idempotency_key="key", max_lifetime_s=1.5, identity=KernelIdentity(1, 2, 3)),
+    is_busy=True,
     ending=Event.EXPIRE,
     ended_at=datetime.fromtimestamp(2e9, UTC),
 )
@@ -113,6 +116,8 @@ def _with(**fields: Any) -> SessionRecord:
         FULL,
         _with(limits=Limits(cpu=0.01, disk_inodes=1, **dict.fromkeys(OPTIONAL_LIMITS, 1))),
         _with(pause=Pause(FULL.session.created_at, auto_resume=False, stop_lease=True)),
+        _with(ttl_s=FOREVER_S, max_lifetime_s=FOREVER_S, expires_at=None),
+        *(_with(end_reason=each) for each in EndReason),
         _with(labels={"a": "é"}, reason="r" * 1000, workspace_id="w-1", cwd="/\udcff\n", epoch=7),
         _with(status=Status.PAUSED, options=SessionOptions(exec_mode="stateless", user="root", seccomp="debug")),
     ],

@@ -13,7 +13,7 @@ from sandkasten.actors.actor import Ref
 from sandkasten.actors.store import FindByKey, ForgetEnded, Get, ListSessions, LiveSessions, Put, Store
 from sandkasten.errors import StoreFailed
 from sandkasten.lifecycle import Event
-from sandkasten.model import Status
+from sandkasten.model import EndReason, Status
 from sandkasten.store.database import DatabaseTooNew, open_database
 from sandkasten.store.sessions import KernelIdentity, SessionRecord
 from tests.strategies import make_record
@@ -34,7 +34,9 @@ async def test_a_record_comes_back_as_it_was_put(store: Ref) -> None:
         ending=Event.EXPIRE,
         ended_at=datetime.now(UTC),
         idempotency_key="key",
+        is_busy=True,
         max_lifetime_s=5.5,
+        end_reason=EndReason.MAX_LIFETIME,
         labels={"a": "ü"},
     )
     await store.ask(Put(record))

@@ -99,7 +99,11 @@ async def test_an_ended_session_can_be_looked_at_and_nothing_else() -> None:
         ]
         for answer in answers:
             assert (answer.status_code, answer.json()["error_code"]) == (410, "SESSION_EXPIRED")
-            assert answer.json()["details"] == {"status": "destroyed", "reason": "destroyed by request"}
+            assert answer.json()["details"] == {
+                "status": "destroyed",
+                "reason": "destroyed by request",
+                "end_reason": "user",
+            }
 
 
 @pytest.mark.parametrize("session_id", ["0123456789abcdef", "nonsense", "..", "%00", "x" * 300, "0123456789ABCDEF"])

@@ -14,10 +14,11 @@ import trio
 from sandkasten import errors
 from sandkasten.actors.node_view import defaults_in_force, limits_in_force
 from sandkasten.config import Config
-from sandkasten.lifecycle import ENDED, LIVE
+from sandkasten.lifecycle import ENDED, LIVE, ended_error
 from sandkasten.machine import Amounts, Machine, NodeCapacity, NodeInfo, System
 from sandkasten.model import (
     STATEFUL,
+    EndReason,
     Event,
     EventType,
     Limits,
@@ -172,13 +173,14 @@ class FakeSessions:
     async def destroy(self, session_id: str) -> Session:
         session = await self.get(session_id)
         if session.status in LIVE:
-            session = self.end(session_id, Status.DESTROYED, "destroyed by request")
+            session = self.end(session_id, Status.DESTROYED, "destroyed by request", EndReason.USER)
         return session
 
-    def end(self, session_id: str, status: Status, reason: str) -> Session:
+    def end(self, session_id: str, status: Status, reason: str, end_reason: EndReason = EndReason.CRASHED) -> Session:
         """Let a session end as if by itself."""
-        self.sessions[session_id] = attrs.evolve(self.sessions[session_id], status=status, reason=reason)
-        self.emit(EventType(f"session.{status.value}"), session_id, reason=reason)
+        ended = attrs.evolve(self.sessions[session_id], status=status, reason=reason, end_reason=end_reason)
+        self.sessions[session_id] = ended
+        self.emit(EventType(f"session.{status.value}"), session_id, reason=reason, end_reason=end_reason.value)
         return self.sessions[session_id]
 
     async def wait_ended(self, session_id: str) -> Session:
@@ -260,5 +262,5 @@ class FakeSessions:
     async def _live(self, session_id: str) -> Session:
         session = await self.get(session_id)
         if session.status not in LIVE:
-            raise errors.SessionExpired("the session has ended", status=session.status.value, reason=session.reason)
+            raise ended_error(session)
         return session

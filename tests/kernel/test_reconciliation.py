@@ -12,7 +12,7 @@ import pytest
 
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config
-from sandkasten.model import ExecSpec, SessionSpec, Status
+from sandkasten.model import EndReason, ExecSpec, SessionSpec, Status
 from sandkasten.reconcile import HOST_REBOOT
 from tests.waiting import until
 
@@ -41,7 +41,8 @@ async def test_sessions_of_another_boot_are_lost_and_their_ids_and_slots_are_not
             return (await supervisor.get(earlier.id)).status is Status.LOST
 
         await until(is_lost)
-        assert (await supervisor.get(earlier.id)).reason == HOST_REBOOT
+        lost = await supervisor.get(earlier.id)
+        assert (lost.reason, lost.end_reason) == (HOST_REBOOT, EndReason.HOST_REBOOT)
         assert not (data_dir / "sessions" / earlier.id).exists()
         assert (await supervisor.exec(kept.id, ExecSpec("echo $kept"))).stdout == b"yes\n"
         made = await supervisor.create(SessionSpec())

@@ -149,6 +149,8 @@ async def test_a_restart_does_not_renew_a_lease(config: Config) -> None:
         short = await supervisor.create(SessionSpec(ttl_s=0.3))
     async with open_supervisor(config) as supervisor:
         adopted = await supervisor.get(long.id)
+        assert adopted.expires_at is not None
+        assert long.expires_at is not None
         assert abs((adopted.expires_at - long.expires_at).total_seconds()) < 1
 
         async def has_expired() -> bool:

@@ -166,6 +166,7 @@ async def test_the_lease_goes_on_or_stops_as_asked(supervisor: LocalSupervisor) 
     await trio.sleep(0.3)
     found = await supervisor.get(stopped.id)
     assert found.status is Status.PAUSED
+    assert found.expires_at is not None
     assert timedelta(seconds=0.9) < found.expires_at - datetime.now(UTC) <= timedelta(seconds=1)
     assert (await supervisor.exec(stopped.id, ExecSpec("echo a"))).stdout == b"a\n"
     assert (await supervisor.wait_ended(stopped.id)).status is Status.EXPIRED
@@ -175,6 +176,7 @@ async def test_the_end_of_its_whole_life_comes_in_a_pause_as_well(supervisor: Lo
     """Nothing holds it off."""
     session = await supervisor.create(SessionSpec(max_lifetime_s=1))
     paused = await supervisor.pause(session.id, PauseSpec(stop_lease=True))
+    assert paused.expires_at is not None
     assert paused.expires_at - session.created_at < timedelta(seconds=1.01)
     assert (await supervisor.wait_ended(session.id)).status is Status.EXPIRED
 

@@ -22,7 +22,7 @@ from sandkasten.errors import (
     SessionExpired,
     SessionNotFound,
 )
-from sandkasten.model import Cause, ExecSpec, Limits, Session, SessionPatch, SessionSpec, ShellSpec, Status
+from sandkasten.model import Cause, EndReason, ExecSpec, Limits, Session, SessionPatch, SessionSpec, ShellSpec, Status
 from tests.kernel.processes import init_pid, nsinit_pid
 from tests.waiting import until
 
@@ -45,7 +45,7 @@ async def test_a_session_runs_commands_and_ends(supervisor: LocalSupervisor) -> 
     assert second.stdout == b"hello world\n/tmp\n"
     assert second.stderr == b"oops\n"
     ended = await supervisor.destroy(session.id)
-    assert ended.status is Status.DESTROYED
+    assert (ended.status, ended.end_reason) == (Status.DESTROYED, EndReason.USER)
     assert (await supervisor.get(session.id)).status is Status.DESTROYED
     assert (await supervisor.destroy(session.id)).status is Status.DESTROYED
     with pytest.raises(SessionExpired) as refused:
@@ -79,7 +79,7 @@ async def test_an_idle_session_expires_and_a_busy_one_does_not(supervisor: Local
     result = await supervisor.exec(session.id, ExecSpec("sleep 0.8; echo done"))
     assert result.stdout == b"done\n"
     expired = await _wait_for(supervisor, session, Status.EXPIRED)
-    assert expired.reason == "its time to live ran out"
+    assert (expired.reason, expired.end_reason) == ("its time to live ran out", EndReason.IDLE)
 
 
 async def test_a_maximum_lifetime_ends_even_a_busy_session(supervisor: LocalSupervisor) -> None:
@@ -88,13 +88,15 @@ async def test_a_maximum_lifetime_ends_even_a_busy_session(supervisor: LocalSupe
     result = await supervisor.exec(session.id, ExecSpec("echo begun; sleep 60"))
     assert result.end.cause is Cause.SANDBOX_DIED
     assert result.stdout == b"begun\n"
-    await _wait_for(supervisor, session, Status.EXPIRED)
+    expired = await _wait_for(supervisor, session, Status.EXPIRED)
+    assert expired.end_reason is EndReason.MAX_LIFETIME
 
 
 async def test_a_patched_ttl_is_the_sessions_own(supervisor: LocalSupervisor) -> None:
     """Renewal uses it from then on."""
     session = await supervisor.create(SessionSpec(ttl_s=60))
     patched = await supervisor.update(session.id, SessionPatch(ttl_s=3600, labels={"a": "b"}))
+    assert patched.expires_at is not None
     assert 3590 < (patched.expires_at - patched.last_activity).total_seconds() <= 3600
     assert patched.labels == {"a": "b"}
 
@@ -114,7 +116,7 @@ async def test_a_sandbox_whose_init_dies_is_crashed_with_a_reason(supervisor: Lo
         began = trio.current_time()
         crashed = await _wait_for(supervisor, session, Status.CRASHED)
         assert trio.current_time() - began < 1.0
-    assert crashed.reason == "its init process ended"
+    assert (crashed.reason, crashed.end_reason) == ("its init process ended", EndReason.CRASHED)
     assert results[0].end.cause is Cause.SANDBOX_DIED
 
 
@@ -160,7 +162,7 @@ async def test_a_failed_build_answers_and_leaves_nothing(supervisor: LocalSuperv
     with pytest.raises(SandkastenError):
         await supervisor.create(SessionSpec())
     (record,) = await supervisor.list(ended=True)
-    assert record.status is Status.CRASHED
+    assert (record.status, record.end_reason) == (Status.CRASHED, EndReason.ERROR)
     assert os.listdir(data_dir / "sessions") == []
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from nsinit.protocol import Found, Identity
 from sandkasten.lifecycle import Event
-from sandkasten.model import Status
+from sandkasten.model import EndReason, Status
 from sandkasten.reconcile import HOST_REBOOT, Action, plan_reconciliation
 from sandkasten.store.sessions import KernelIdentity
 from tests.strategies import make_record
@@ -41,6 +41,7 @@ def test_nothing_of_another_boot_is_adopted() -> None:
     record = make_record(ID, identity=attrs.evolve(KERNEL, boot_id=EARLIER))
     (decision,) = plan_reconciliation([record], [_found()], boot_id=BOOT)
     assert (decision.action, decision.event, decision.reason) == (Action.FINISH, Event.NOT_FOUND, HOST_REBOOT)
+    assert decision.end_reason is EndReason.HOST_REBOOT
 
 
 def test_a_record_of_a_version_that_knew_no_boot_is_judged_by_the_rest() -> None:
