@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME PYTHONWARNINGS
 # A start with few descriptors allowed is no reason to fail: take what the hard limit grants.
 LIMITS := ulimit -S -n 65536 2>/dev/null || ulimit -S -n "$$(ulimit -H -n)" 2>/dev/null || true
 
-.PHONY: help install run test vm bench fuzz lint lock tools clean as-root
+.PHONY: help install run test vm bench soak fuzz lint lock tools clean as-root
 .DELETE_ON_ERROR:
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo 'make test [ARGS=...]    all tests; ARGS as for pytest'
 	@echo 'make vm                 what is claimed of cgroup v2, on an emulated machine with a pure v2 tree and an older kernel'
 	@echo 'make bench [ARGS=...]   measure create, exec, HTTP and memory'
+	@echo 'make soak [ARGS=...]    cycles, kills and bad neighbours; leaves a report in docs/ (half an hour; ARGS=--short: a minute)'
 	@echo 'make fuzz [SECONDS=120] hostile input for the parsers; ARGS: names of targets'
 	@echo 'make lint               types, lint, format, layers'
 	@echo 'make lock               resolve the dependencies anew (needs pip-tools in .venv)'
@@ -42,6 +43,9 @@ vm: tools $(VENV)/.installed-dev
 
 bench: as-root $(VENV)/.installed-dev
 	@$(LIMITS); exec $(PYTHON) -m bench.main $(ARGS)
+
+soak: as-root $(VENV)/.installed-dev
+	@$(LIMITS); exec $(PYTHON) tests/guardian.py $(PYTHON) -m bench.soak --report docs/soak-$$(date -u +%F).md $(ARGS)
 
 fuzz: $(VENV)/.installed-dev
 	@$(PYTHON) -c 'import atheris' 2>/dev/null || { echo 'installing requirements-fuzz.txt'; \

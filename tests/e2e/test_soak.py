@@ -1,0 +1,28 @@
+"""The short form of the soak: kills of everything, and then nothing is lost or left. `make soak` is the long one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_PATIENCE_S = 300.0
+
+
+def test_a_short_soak_loses_and_leaves_nothing(tmp_path: Path) -> None:
+    """PID 1s, shells, the fork server, its builders and the daemon are killed while sessions work; bytes that were
+    confirmed stay, shells keep their state, every session is adopted, and the machine is as it was."""
+    report = tmp_path / "report.md"
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.soak", "--short", "--report", str(report)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=_PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = report.read_text()
+    for victim in ("PID 1 of a session", "a shell", "the fork server", "a builder", "the daemon"):
+        assert f"- killed: {victim}: " in said
