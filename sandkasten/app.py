@@ -18,6 +18,7 @@ import trio
 
 from nsinit.protocol import SeccompProfile
 from sandkasten.actors.creating import Node
+from sandkasten.actors.keys import KeyWatch
 from sandkasten.actors.supervisor import ChildSpec, ChildSupervisor
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config, ConfigError
@@ -110,12 +111,13 @@ async def serve(
     )
 
     def front(supervisor: LocalSupervisor) -> Sequence[ChildSpec]:
-        app = make_app(supervisor, settings=settings)
+        app = make_app(supervisor, settings=settings, ring=supervisor.ring)
+        watch = KeyWatch(supervisor.ring, DataPaths(config.data_dir).keys)
 
         async def start_api(*, task_status: trio.TaskStatus[object]) -> None:
             await serve_http(app, settings, held=held, task_status=_Announcement(task_status, started))
 
-        return (ChildSpec("api", start_api),)
+        return (ChildSpec("keys", watch.run), ChildSpec("api", start_api))
 
     async with _open_tree(config, machine, profiles, start_nsinit, front, told=told):
         await trio.sleep_forever()

@@ -15,15 +15,20 @@ import re
 import secrets
 from collections.abc import Mapping
 from datetime import datetime
+from typing import Any
 
 import attrs
 
 KEY_ID = re.compile(r"[0-9a-f]{12}\Z")
+KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}\Z")
 CONFIGURED_ID = "configured"
 """In records and logs, the id of the key of the configuration."""
 
 LOCAL_ID = "local"
 """In records and logs, the id of who needs no key because none is configured."""
+
+MAX_AMOUNT = 2**31
+"""No quota is larger."""
 
 _PREFIX = b"sk_"
 _ID_BYTES = 6
@@ -55,6 +60,15 @@ class Label:
         return labels.get(self.name) == self.value
 
 
+def _amount(_instance: object, field: attrs.Attribute[Any], value: object) -> None:
+    """Damage must not look like a quota, nor a quota like none."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and not (whole or (field.name == "cpu" and isinstance(value, float))):
+        raise ValueError(f"{field.name} is no amount")
+    if isinstance(value, int | float) and not 0 <= value <= MAX_AMOUNT:
+        raise ValueError(f"{field.name} is out of range")
+
+
 @attrs.frozen
 class Quota:
     """How much a key may have at a time, and how fast; None: no such limit.
@@ -62,23 +76,31 @@ class Quota:
     Sessions count for the key that made them. `execs` counts all that runs in them: commands, processes, terminals.
     """
 
-    sessions: int | None = None
-    cpu: float | None = None
-    memory_mb: int | None = None
-    disk_mb: int | None = None
-    execs: int | None = None
-    creates_per_minute: int | None = None
-    requests_per_second: int | None = None
+    sessions: int | None = attrs.field(default=None, validator=_amount)
+    cpu: float | None = attrs.field(default=None, validator=_amount)
+    memory_mb: int | None = attrs.field(default=None, validator=_amount)
+    disk_mb: int | None = attrs.field(default=None, validator=_amount)
+    execs: int | None = attrs.field(default=None, validator=_amount)
+    creates_per_minute: int | None = attrs.field(default=None, validator=_amount)
+    requests_per_second: int | None = attrs.field(default=None, validator=_amount)
+
+
+def _not_admin(instance: ApiKey, _field: object, value: Label | None) -> None:
+    if value is not None and instance.access is Access.ADMIN:
+        raise ValueError("an administrator's key can't be confined to a label")
 
 
 @attrs.frozen
 class ApiKey:
-    """A key without its secret. `label` None: it reaches everything of its access; times are aware UTC datetimes."""
+    """A key without its secret. `label` None: it reaches everything of its access; times are aware UTC datetimes.
+
+    An administrator sees to the whole node, so its key has no label.
+    """
 
     id: str
     name: str
     access: Access
-    label: Label | None = None
+    label: Label | None = attrs.field(default=None, validator=_not_admin)
     quota: Quota = attrs.field(factory=Quota)
     created_at: datetime | None = None
     expires_at: datetime | None = None

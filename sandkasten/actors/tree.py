@@ -51,6 +51,7 @@ from sandkasten.model import (
     Status,
 )
 from sandkasten.runtime.journal import Journal
+from sandkasten.runtime.keyring import KeyRing
 from sandkasten.runtime.nsinit_process import StartNsinit, start_as_child
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.runner_link import RunnerLink
@@ -82,6 +83,8 @@ class LocalSupervisor(WorkOfSessions):
         self._machine, self._started_at = machine, datetime.now(UTC)
         self._profiles, self._start_nsinit = profiles, start_nsinit
         self._directory = SessionDirectory()
+        self.ring = KeyRing()
+        """The API keys in force besides the configured one. Whoever serves on keys fills it (`keys.KeyWatch`)."""
         self._store, self._zygote, self._images = Ref("store"), Ref("zygote"), Ref("images")
         self._journal = Journal()
         self._matchers = trio.CapacityLimiter(_MATCHERS)

@@ -28,7 +28,7 @@ from sandkasten.api.websocket import ConnectionOver, Doorman, WebSocketExchange
 from sandkasten.api.ws_routes import SESSION_WEBSOCKETS, WEBSOCKETS
 from sandkasten.errors import InvalidRequest
 from sandkasten.model import SESSION_ID
-from sandkasten.runtime.keyring import KeyRing, KeyUse
+from sandkasten.runtime.keyring import KeyRing
 from sandkasten.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -65,11 +65,11 @@ class _Front:
         if scope["type"] != "http":
             raise RuntimeError(f"unknown ASGI scope {scope['type']!r}")
         target = read_target(scope)
-        exchange = Exchange(scope, receive, send, supervisor=self._supervisor, settings=self._settings)
         use = self._ring.use()
+        exchange = Exchange(scope, receive, send, supervisor=self._supervisor, settings=self._settings, use=use)
         try:
             with use.running():
-                await self._serve(exchange, target, use)
+                await self._serve(exchange, target)
         except Exception as error:  # noqa: BLE001  # the edge: whatever it is, the client gets one kind of answer
             await _answer_error(exchange, unwrap(error))
         elapsed_ms = (time.perf_counter() - started) * 1000
@@ -77,7 +77,7 @@ class _Front:
         facts = {"method": exchange.method, "path": scope["path"], "status": exchange.status, **_span(trace)}
         log.log(level, "request", extra=facts | {"duration_ms": round(elapsed_ms, 1)})
 
-    async def _serve(self, exchange: Exchange, target: Target | None, use: KeyUse) -> None:
+    async def _serve(self, exchange: Exchange, target: Target | None) -> None:
         scope = exchange.scope
         if is_head_too_large(scope, self._settings.max_header_bytes):
             raise head_too_large(self._settings.max_header_bytes)
@@ -85,7 +85,7 @@ class _Front:
             raise InvalidRequest("the body's length is given twice", transfer_encoding="came with content-length")
         if not is_public(target):
             exchange.key = self._gate.check(scope)
-            use.bind(exchange.key)
+            exchange.use.bind(exchange.key)
             logcontext.set_key(exchange.key.id)
         if target is None:
             raise errors.RouteNotFound("no such URL")

@@ -20,6 +20,7 @@ from sandkasten.api.settings import ApiSettings
 from sandkasten.api.stream import ClientGone
 from sandkasten.errors import InvalidRequest, SandkastenError, TooLarge
 from sandkasten.keys import NOBODY
+from sandkasten.runtime.keyring import KeyUse
 from sandkasten.supervisor import Supervisor
 
 T = TypeVar("T")
@@ -33,12 +34,13 @@ class Exchange:
     open segments, are set for routes beneath a session, `status` once it was sent."""
 
     def __init__(
-        self, scope: Scope, receive: Receive, send: Send, *, supervisor: Supervisor, settings: ApiSettings
+        self, scope: Scope, receive: Receive, send: Send, *, supervisor: Supervisor, settings: ApiSettings, use: KeyUse
     ) -> None:
         self.scope = scope
         self.supervisor = supervisor
         self.settings = settings
         self.key = NOBODY
+        self.use = use
         self.session_id = ""
         self.params: Mapping[str, str] = {}
         self.is_started = False
@@ -173,6 +175,8 @@ class Exchange:
         if message["type"] == "http.response.start":
             self.is_started = True
             self.status = message["status"]
+        elif not message.get("more_body", False):
+            self.use.leave()  # a key that ends now ends nothing: the connection may be another's next
         await self._send(message)
 
     # The client

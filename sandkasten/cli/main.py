@@ -107,9 +107,43 @@ def _parser() -> argparse.ArgumentParser:
     importing.add_argument("--tar", required=True, type=Path, metavar="FILE")
     importing.set_defaults(command=_image, action="import")
 
+    _add_key(commands, common)
+
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(command=_version)
     return parser
+
+
+def _add_key(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    key = commands.add_parser("key", help="look after API keys")
+    actions = key.add_subparsers(metavar="ACTION", required=True)
+    create = actions.add_parser("create", parents=[common], help="make a key and print it, once")
+    create.add_argument("--name", required=True, help="what it is for")
+    access = create.add_mutually_exclusive_group()
+    access.add_argument("--read-only", action="store_true", help="it may look and change nothing")
+    access.add_argument("--admin", action="store_true", help="it may do everything, the node and keys included")
+    create.add_argument("--label", metavar="NAME=VALUE", help="it reaches only what carries this label")
+    create.add_argument("--expires", metavar="SPAN", help="it ends after that: 90m, 12h, 30d, 8w")
+    create.add_argument("--max-sessions", type=int, metavar="N", help="live sessions at a time")
+    create.add_argument("--max-cpu", type=float, metavar="CORES", help="cores of its live sessions together")
+    create.add_argument("--max-memory-mb", type=int, metavar="MB", help="memory limits of its live sessions together")
+    create.add_argument("--max-disk-mb", type=int, metavar="MB", help="disk limits of its live sessions together")
+    create.add_argument("--max-execs", type=int, metavar="N", help="commands, processes and terminals at a time")
+    create.add_argument("--creates-per-minute", type=int, metavar="N")
+    create.add_argument("--requests-per-second", type=int, metavar="N")
+    create.set_defaults(command=_key, action="create")
+    listing = actions.add_parser("list", parents=[common], help="show all keys")
+    listing.add_argument("--json", action="store_true", help="print JSON")
+    listing.set_defaults(command=_key, action="list")
+    revoke = actions.add_parser("revoke", parents=[common], help="end a key, for what is under way as well")
+    revoke.add_argument("key", metavar="ID_OR_NAME")
+    revoke.set_defaults(command=_key, action="revoke")
+
+
+def _key(arguments: argparse.Namespace) -> int:
+    from sandkasten.cli.keys import run
+
+    return run(arguments)
 
 
 def _serve(arguments: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 The directory is root's and sticky, and the daemon's group may write in it: so the daemon makes and removes files of its
 own (`DataPaths`: database, key, lock, spool), and can't rename or remove what nsinit and the image store have there.
+The API keys are root's to write and the daemon's to read (`keyfile.py`).
 What an earlier start left to another owner is handed over here, by descriptor, never through a link. nsinit's own
 directories are its own matter (`nsinit/paths.py`), images that of `images/sharing.py`.
 Sources: inode(7) sticky bit; open(2) O_NOFOLLOW; proc_sys_fs(5) protected_regular.
@@ -75,6 +76,7 @@ def hand_over(config: Config, account: Account) -> None:
         known = frozenset({0, os.fstat(root_fd).st_gid, account.gid})
         for path in (paths.lock, paths.node_id, paths.node_id.with_suffix(".new"), paths.api_key):
             _give_file(root_fd, path.name, account, known)
+        _keep_file(root_fd, paths.keys.name, account, known)
         _give_directory(root_fd, paths.spool.name, account, known)
         for suffix in _OF_DATABASE:
             _give_file(None, f"{config.db_path}{suffix}", account, known)
@@ -100,6 +102,13 @@ def _give_file(dir_fd: int | None, name: str, account: Account, known: frozenset
         os.fchown(fd, account.uid, account.gid)
     finally:
         os.close(fd)
+
+
+def _keep_file(dir_fd: int, name: str, account: Account, known: frozenset[int]) -> None:
+    """Have a file that root writes and the daemon reads; an empty one if there is none, lest the daemon make it."""
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640, dir_fd=dir_fd))
+    _give_file(dir_fd, name, Account(0, account.gid, account.name), known)
 
 
 def _give_directory(dir_fd: int, name: str, account: Account, known: frozenset[int]) -> None:

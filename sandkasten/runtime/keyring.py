@@ -39,11 +39,12 @@ class KeyUse:
             with self.scope:
                 yield
         finally:
-            self._leave()
+            self.leave()
         if self.scope.cancelled_caught:
             raise Unauthorized("the API key was revoked or has expired")
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """All that the key was for is done; more than once is fine."""
         if self.key is not None and self.key.id in self._uses:
             self._uses[self.key.id].discard(self)
             if not self._uses[self.key.id]:
@@ -57,6 +58,8 @@ class KeyRing:
         self._keys: dict[str, ApiKey] = {}
         self._uses: dict[str, set[KeyUse]] = {}
         self.last_used: dict[str, datetime] = {}
+        self.trouble: str | None = None
+        """Why the file of keys is not believed."""
 
     @property
     def keys(self) -> Mapping[str, ApiKey]:
@@ -77,6 +80,7 @@ class KeyRing:
     def replace(self, keys: Sequence[ApiKey]) -> None:
         """These are the keys now."""
         self._keys = {key.id: key for key in keys}
+        self.trouble = None
         self.last_used = {key_id: moment for key_id, moment in self.last_used.items() if key_id in self._keys}
         self.end_uses()
 

@@ -26,6 +26,11 @@ class DataPaths:
         return self.root / "api-key"
 
     @property
+    def keys(self) -> Path:
+        """API keys besides the configured one, as digests; root's where the daemon has a user of its own."""
+        return self.root / "keys.json"
+
+    @property
     def images(self) -> Path:
         return self.root / "images"
 

@@ -22,7 +22,7 @@ class Issued:
 def issue(access: Access, **fields: Any) -> Issued:  # Any: ApiKey's fields
     """Return a new key."""
     key_id, token = make_token()
-    return Issued(ApiKey(key_id, "test", access, digest=digest_of(token.encode()), **fields), token)
+    return Issued(ApiKey(key_id, f"of-{key_id}", access, digest=digest_of(token.encode()), **fields), token)
 
 
 READ, WRITE, ADMIN = (issue(access) for access in (Access.READ, Access.WRITE, Access.ADMIN))

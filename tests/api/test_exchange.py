@@ -9,6 +9,7 @@ from sandkasten.api.exchange import Exchange
 from sandkasten.api.guard import Message
 from sandkasten.api.stream import ClientGone
 from sandkasten.errors import DiskFull
+from sandkasten.runtime.keyring import KeyRing
 from tests.api.harness import make_settings
 from tests.fakes.supervisor import FakeSupervisor
 
@@ -27,7 +28,7 @@ def make_exchange(*messages: Message) -> Exchange:
         await trio.lowlevel.checkpoint()
 
     scope = {"type": "http", "method": "POST", "headers": [], "query_string": b""}
-    return Exchange(scope, receive, send, supervisor=FakeSupervisor(), settings=make_settings())
+    return Exchange(scope, receive, send, supervisor=FakeSupervisor(), settings=make_settings(), use=KeyRing().use())
 
 
 async def test_work_that_ends_gives_its_value() -> None:

@@ -1,0 +1,153 @@
+"""`sandkasten key create | list | revoke`: works on the file of keys directly, with or without a daemon.
+
+A daemon that runs sees the change within a second. The token of a new key is on stdout and nowhere else, once: what is
+kept of it is a digest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from sandkasten.cli.key import make_data_dir
+from sandkasten.cli.main import Stop, load
+from sandkasten.keys import KEY_ID, KEY_NAME, Access, ApiKey, Label, Quota, digest_of, make_token
+from sandkasten.runtime.keyfile import MAX_KEYS, KeyFileError, locked_for_change, read_keys, write_keys
+from sandkasten.runtime.paths import DataPaths
+
+_SPAN = re.compile(r"([1-9]\d{0,5})([smhdw])\Z")
+_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_LABEL = re.compile(r"([^=]{1,128})=(.{0,1024})\Z")
+QUOTAS = {
+    "max_sessions": "sessions",
+    "max_cpu": "cpu",
+    "max_memory_mb": "memory_mb",
+    "max_disk_mb": "disk_mb",
+    "max_execs": "execs",
+    "creates_per_minute": "creates_per_minute",
+    "requests_per_second": "requests_per_second",
+}
+"""Options of `create`, and what they are in a quota."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Perform one action and return its exit status."""
+    path = DataPaths(load(arguments).data_dir).keys
+    try:
+        match arguments.action:
+            case "list":
+                return _list(path, as_json=arguments.json)
+            case "revoke":
+                return _revoke(path, arguments.key)
+            case _:
+                make_data_dir(path.parent)
+                return _create(path, arguments)
+    except KeyFileError as error:
+        raise Stop(f"{path}: {error}") from None
+    except PermissionError as error:
+        raise Stop(f"{error.filename or path}: {error.strerror}; run this with sudo, or as the daemon's user") from None
+    except OSError as error:
+        raise Stop(f"{error.filename or path}: {error.strerror}") from None
+
+
+def _create(path: Path, arguments: argparse.Namespace) -> int:
+    key_id, token = make_token()
+    key = _asked_for(key_id, token, arguments, datetime.now(UTC))
+    with locked_for_change(path):
+        keys = read_keys(path)
+        if any(each.name == key.name for each in keys):
+            raise Stop(f"there is a key {key.name!r}; names tell keys apart, and `key revoke` takes one")
+        if len(keys) >= MAX_KEYS:
+            raise Stop(f"there are {MAX_KEYS} keys, which is all there may be")
+        write_keys(path, [*keys, key])
+    print(f"key {key.id} ({key.name}) is made; this is shown once:", file=sys.stderr)
+    print(token, flush=True)
+    return 0
+
+
+def _asked_for(key_id: str, token: str, arguments: argparse.Namespace, now: datetime) -> ApiKey:
+    if not KEY_NAME.match(arguments.name) or KEY_ID.match(arguments.name):
+        raise Stop("--name: letters, digits and . _ @ -, at most 64, and not what could be an id")
+    try:
+        return ApiKey(
+            key_id,
+            arguments.name,
+            Access.ADMIN if arguments.admin else Access.READ if arguments.read_only else Access.WRITE,
+            label=None if arguments.label is None else _label(arguments.label),
+            quota=Quota(**{name: getattr(arguments, option) for option, name in QUOTAS.items()}),
+            created_at=now,
+            expires_at=None if arguments.expires is None else now + _span(arguments.expires),
+            digest=digest_of(token.encode()),
+        )
+    except OverflowError:
+        raise Stop("--expires: that is after the year 9999") from None
+    except ValueError as error:
+        raise Stop(str(error)) from None
+
+
+def _label(text: str) -> Label:
+    match = _LABEL.match(text)
+    if match is None:
+        raise ValueError("--label: NAME=VALUE")
+    return Label(match[1], match[2])
+
+
+def _span(text: str) -> timedelta:
+    match = _SPAN.match(text)
+    if match is None:
+        raise ValueError("--expires: a number and one of s, m, h, d, w, such as 30d")
+    return timedelta(seconds=int(match[1]) * _UNIT_S[match[2]])
+
+
+def _list(path: Path, *, as_json: bool) -> int:
+    keys = read_keys(path)
+    now = datetime.now(UTC)
+    if as_json:
+        print(json.dumps([_shown(key, now) for key in keys], indent=2))
+        return 0
+    print(f"{'ID':<12}  {'NAME':<20} {'ACCESS':<6} {'LABEL':<20} {'EXPIRES':<20} QUOTA")
+    for key in keys:
+        shown = _shown(key, now)
+        quota = " ".join(f"{name}={value}" for name, value in shown["quota"].items())
+        expires = "expired" if shown["expired"] else shown["expires_at"] or "never"
+        print(f"{key.id}  {key.name:<20} {shown['access']:<6} {shown['label'] or '-':<20} {expires:<20} {quota or '-'}")
+    return 0
+
+
+def _shown(key: ApiKey, now: datetime) -> dict[str, Any]:  # JSON values
+    return {
+        "id": key.id,
+        "name": key.name,
+        "access": key.access.name.lower(),
+        "label": None if key.label is None else ascii(f"{key.label.name}={key.label.value}")[1:-1],
+        "quota": {name: value for name, value in attrs.asdict(key.quota).items() if value is not None},
+        "created_at": _moment(key.created_at),
+        "expires_at": _moment(key.expires_at),
+        "expired": key.is_over(now),
+    }
+
+
+def _moment(moment: datetime | None) -> str | None:
+    return None if moment is None else moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _revoke(path: Path, wanted: str) -> int:
+    if not path.parent.is_dir():
+        raise Stop(f"there is no key {wanted!r}")
+    with locked_for_change(path):
+        keys = read_keys(path)
+        kept = [key for key in keys if wanted not in (key.id, key.name)]
+        gone = [key for key in keys if wanted in (key.id, key.name)]
+        if not gone:
+            raise Stop(f"there is no key {wanted!r}")
+        write_keys(path, kept)
+    for key in gone:
+        print(f"key {key.id} ({key.name}) is revoked")
+    return 0
