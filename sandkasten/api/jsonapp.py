@@ -44,7 +44,9 @@ def _view(route: JsonRoute) -> Callable[..., Awaitable[Response]]:
     async def view(**_path_arguments: str) -> Response:
         exchange = cast("dict[str, Exchange]", request.scope)[EXCHANGE_KEY]
         await admit(exchange.key, route.needs, exchange.supervisor, session_id=exchange.session_id)
-        return _response(await route.handler(exchange))
+        answer = await route.handler(exchange)
+        exchange.use.leave()  # Quart sends the end of an answer when the client may already have all of it
+        return _response(answer)
 
     return view
 

@@ -55,6 +55,7 @@ def all_requests() -> list[Request]:
 
 async def make_session(running: Running, **labels: str) -> str:
     running.ring.replace([each.key for each in ISSUED])
+    await running.supervisor.undrain()
     return (await running.supervisor.create(SessionSpec(labels=labels))).id
 
 
