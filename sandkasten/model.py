@@ -445,6 +445,8 @@ class EventType(enum.StrEnum):
     PORT_OPENED = "port.opened"
     PORT_CLOSED = "port.closed"
     OOM = "oom"
+    LEFTOVER_FOUND = "leftover.found"
+    LEFTOVER_REMOVED = "leftover.removed"
 
 
 @attrs.frozen

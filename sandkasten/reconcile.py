@@ -1,16 +1,18 @@
-"""What to do about each session after a restart; a pure planner over what the store says and what the kernel shows.
+"""What to do about each session and about what is nobody's: a pure planner over disk, kernel and store.
 
-The kernel is the truth, the database a cache. Nothing is decided twice: every session id gets exactly one action.
+Used at the start and every minute. The kernel is the truth, the database a cache. Every session id gets exactly one
+action. What somebody works on is left alone; what nobody knows is removed when it was seen twice, and so is told of
+before: between a look at one and a look at the other a session may have begun or ended. At the start nothing can.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import attrs
 
-from nsinit.protocol import Found
+from nsinit.protocol import Found, Stray
 from sandkasten.lifecycle import Event
 from sandkasten.model import EndReason, Status
 from sandkasten.store.sessions import SessionRecord
@@ -21,14 +23,20 @@ HOST_REBOOT = "the machine was restarted"
 class Action(enum.StrEnum):
     """What happens to one session id."""
 
+    LEAVE = "leave"
+    """Somebody here works on it."""
+
+    WATCH = "watch"
+    """Nobody does, for all that is known: look again."""
+
     ADOPT = "adopt"
     """It runs as recorded: a session actor takes it over."""
 
     FINISH = "finish"
     """Its end was begun, or it can't go on: tear down what is left and write the final state."""
 
-    REAP = "reap"
-    """The store does not know it: report, then tear it down."""
+    CLEAN = "clean"
+    """The store does not know it as alive: tear it down."""
 
 
 @attrs.frozen
@@ -44,18 +52,91 @@ class Decision:
     end_reason: EndReason | None = None
 
 
-def plan_reconciliation(
-    records: Sequence[SessionRecord], found: Sequence[Found], *, boot_id: str
-) -> Sequence[Decision]:
-    """Return one decision for every id in `records` (live ones of the store) or `found` (nsinit's scan, this boot)."""
-    seen: Mapping[str, Found] = {each.session_id: each for each in found}
-    known = {record.session.id for record in records}
-    decisions = [_decide(record, seen.get(record.session.id), boot_id) for record in records]
-    decisions += [Decision(each.session_id, Action.REAP) for each in found if each.session_id not in known]
-    return decisions
+@attrs.frozen
+class Leftover:
+    """Something that is no session's: a stray of nsinit's (its kinds), or a `mount`, which is only told of."""
+
+    kind: str
+    name: str
 
 
-def _decide(record: SessionRecord, found: Found | None, boot_id: str) -> Decision:
+MOUNT = "mount"
+SESSION = "session"
+"""The kind of leftover that an unknown session id is."""
+
+TRASH = "trash"
+"""It goes by itself: only what stays is worth telling."""
+
+Sightings = frozenset["str | Leftover"]
+"""Session ids and leftovers that the last look found and nothing was done about."""
+
+
+@attrs.frozen
+class Observed:
+    """One look. `records`: those the store has as alive. `found`, `leftovers`: disk and kernel, of this boot. `owned`:
+    ids that an actor answers for. `seen`: what the look before left. `is_start`: nothing can begin or end meanwhile."""
+
+    records: Sequence[SessionRecord]
+    found: Sequence[Found]
+    boot_id: str
+    leftovers: Sequence[Leftover] = ()
+    owned: Container[str] = frozenset()
+    seen: Sightings = frozenset()
+    is_start: bool = False
+
+
+@attrs.frozen
+class Plan:
+    """`news`: what is told of now; `remove`: leftovers whose time has come; `seen`: for the next look."""
+
+    decisions: Sequence[Decision]
+    remove: Sequence[Leftover]
+    news: Sequence[Leftover]
+    seen: Sightings
+
+    def of(self, *actions: Action) -> Sequence[Decision]:
+        """Return the decisions for some actions."""
+        return [each for each in self.decisions if each.action in actions]
+
+
+def plan_reconciliation(observed: Observed) -> Plan:
+    """Decide about every id and every leftover of one look."""
+    found: Mapping[str, Found] = {each.session_id: each for each in observed.found}
+    records = {record.session.id: record for record in observed.records}
+    decisions = [_decide(observed, record, found.get(session_id)) for session_id, record in records.items()]
+    decisions += [_decide_unknown(observed, each) for session_id, each in found.items() if session_id not in records]
+    watched = {each.session_id for each in decisions if each.action is Action.WATCH}
+    leftovers = dict.fromkeys(observed.leftovers)
+    remove = [each for each in leftovers if each in observed.seen and each.kind != MOUNT]
+    told = [each for each in leftovers if each.kind != TRASH and each not in observed.seen]
+    unknown = [Leftover(SESSION, name) for name in watched - set(observed.seen) if name not in records]
+    unknown += [Leftover(SESSION, each.session_id) for each in decisions if each.action is Action.CLEAN]
+    news = [*told, *(each for each in unknown if each.name not in observed.seen)]
+    return Plan(decisions, remove, news, frozenset(watched | (leftovers.keys() - set(remove))))
+
+
+def as_leftovers(strays: Sequence[Stray]) -> Sequence[Leftover]:
+    """Return what nsinit found as what is planned with."""
+    return [Leftover(stray.kind, stray.name) for stray in strays]
+
+
+def _decide(observed: Observed, record: SessionRecord, found: Found | None) -> Decision:
+    session = record.session
+    if session.id in observed.owned:
+        return Decision(session.id, Action.LEAVE, record)
+    is_due = observed.is_start or session.status is Status.DESTROYING or session.id in observed.seen
+    return _judge(record, found, observed.boot_id) if is_due else Decision(session.id, Action.WATCH, record)
+
+
+def _decide_unknown(observed: Observed, found: Found) -> Decision:
+    if found.session_id in observed.owned:
+        return Decision(found.session_id, Action.LEAVE)
+    is_remains = observed.is_start and found.identity is None
+    return Decision(found.session_id, Action.CLEAN if is_remains or found.session_id in observed.seen else Action.WATCH)
+
+
+def _judge(record: SessionRecord, found: Found | None, boot_id: str) -> Decision:
+    """Say what becomes of a session that has no actor."""
     session = record.session
 
     def finish(event: Event, reason: str | None, end_reason: EndReason | None = None) -> Decision:
@@ -69,7 +150,7 @@ def _decide(record: SessionRecord, found: Found | None, boot_id: str) -> Decisio
         case _ if is_of_another_boot(record, boot_id):
             return finish(Event.NOT_FOUND, HOST_REBOOT, EndReason.HOST_REBOOT)
         case _ if found is None or found.identity is None:
-            return finish(Event.NOT_FOUND, "its processes were gone when the daemon started")
+            return finish(Event.NOT_FOUND, "its processes were gone when the daemon looked for them")
         case _ if not _is_same(record, found):
             return finish(Event.NOT_FOUND, "another process runs under its id")
         case _:

@@ -55,6 +55,9 @@ class SessionDirectory:
         """Whether something here answers for that id, so that nobody else may tear it down."""
         return session_id in self._entries or session_id in self.reserved
 
+    def __contains__(self, session_id: object) -> bool:
+        return isinstance(session_id, str) and self.owns(session_id)
+
     def get(self, session_id: str) -> Entry | None:
         return self._entries.get(session_id)
 

@@ -1,26 +1,28 @@
-"""Sweeps what no live session owns, and finishes teardowns that could not be finished when they were due.
+"""Looks every minute at what there is, and has done what must be: see `reconcile.py` for what that is.
 
-Decides nothing about leases: a session's own actor does. Compares what nsinit finds in the kernel and on disk with the
-directory; an id that nothing owns at two sweeps in a row is torn down. Old records of ended sessions are forgotten.
+Decides nothing about leases: a session's own actor does. Sessions are adopted, finished and removed by the `sessions`
+actor, leftovers by nsinit. Final records that the database refused are written, old ones of ended sessions forgotten.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import assert_never
 
 import attrs
 import trio
 
+from nsinit.protocol import Stray
 from sandkasten.actors import sessions as sessions_actor
 from sandkasten.actors import store as store_actor
 from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Actor, Ask, Deferred, Ref
 from sandkasten.actors.directory import SessionDirectory
+from sandkasten.actors.inventory import Inventory
 from sandkasten.errors import SandkastenError
-from sandkasten.lifecycle import WHOLE
-from sandkasten.model import Status
+from sandkasten.reconcile import Action, Leftover
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +32,7 @@ _KEEP_RECORDS = timedelta(days=7)
 
 @attrs.frozen
 class Sweep(Ask[int]):
-    """Sweep now; answers how many ids were torn down or finished."""
+    """Sweep now; answers how many ids were adopted, finished or removed, and how many leftovers removed."""
 
 
 Message = Sweep
@@ -39,12 +41,13 @@ Message = Sweep
 class Reaper(Actor):
     """See the module's docstring."""
 
-    def __init__(self, ref: Ref, *, store: Ref, zygote: Ref, sessions: Ref, directory: SessionDirectory) -> None:
+    def __init__(
+        self, ref: Ref, *, store: Ref, zygote: Ref, sessions: Ref, directory: SessionDirectory, inventory: Inventory
+    ) -> None:
         super().__init__(ref)
         self._store, self._zygote, self._sessions = store, zygote, sessions
         self._directory = directory
-        self._suspects: frozenset[str] = frozenset()
-        self._orphans: frozenset[str] = frozenset()
+        self._inventory = inventory
         self._turn = trio.Lock()
 
     async def on_start(self) -> None:
@@ -68,26 +71,28 @@ class Reaper(Actor):
     async def _sweep(self) -> int:
         async with self._turn:
             await self._write_refused()
-            done = await self._reap_unowned() + await self._finish_orphans()
+            plan = await self._inventory.look()
+            due = plan.of(Action.ADOPT, Action.FINISH, Action.CLEAN)
+            for decision in due:
+                await self._sessions.ask(sessions_actor.Settle(decision))
+            removed = await self._remove(plan.remove)
             await self._store.ask(store_actor.ForgetEnded(datetime.now(UTC) - _KEEP_RECORDS))
-            return done
+            return len(due) + removed
 
-    async def _reap_unowned(self) -> int:
-        found = await self._zygote.ask(zygote_actor.Scan())
-        runs = {each.session_id: each.identity is not None for each in found}
-        unowned = frozenset(session_id for session_id in runs if not self._directory.owns(session_id))
-        reaped = 0
-        for session_id in unowned & self._suspects:
-            record = await self._store.ask(store_actor.Get(session_id))
-            if record is not None and record.session.status in WHOLE and runs[session_id]:
-                log.warning("unowned_session_readopted", extra={"session_id": session_id})
-                await self._sessions.ask(sessions_actor.Readopt(session_id))
+    async def _remove(self, leftovers: Sequence[Leftover]) -> int:
+        """Have leftovers removed; what can't be is found again, and told of again."""
+        removed = 0
+        for leftover in leftovers:
+            stray = Stray(leftover.kind, leftover.name)  # type: ignore[arg-type]  # that is where its kind is from
+            try:
+                await self._zygote.ask(zygote_actor.RemoveStray(stray))
+            except SandkastenError as error:
+                facts = {"kind": leftover.kind, "leftover": leftover.name, "error": str(error)}
+                log.error("leftover_not_removed", extra=facts)
             else:
-                log.warning("unowned_session", extra={"session_id": session_id})
-                await self._zygote.ask(zygote_actor.Teardown(session_id))
-            reaped += 1
-        self._suspects = unowned - self._suspects
-        return reaped
+                self._inventory.note_removed(leftover)
+                removed += 1
+        return removed
 
     async def _write_refused(self) -> None:
         """Write the final records that the database refused before."""
@@ -95,17 +100,3 @@ class Reaper(Actor):
             await self._store.ask(store_actor.Put(record))
             if self._directory.unwritten.get(session_id) is record:
                 del self._directory.unwritten[session_id]
-
-    async def _finish_orphans(self) -> int:
-        """Finish sessions whose record says that they live though no actor works on them."""
-        records = await self._store.ask(store_actor.LiveSessions())
-        orphans = {each.session.id: each for each in records if not self._directory.owns(each.session.id)}
-        due = [
-            session_id
-            for session_id, record in orphans.items()
-            if record.session.status is Status.DESTROYING or session_id in self._orphans
-        ]
-        for session_id in due:
-            await self._sessions.ask(sessions_actor.Forget(session_id))
-        self._orphans = frozenset(orphans) - frozenset(due)
-        return len(due)

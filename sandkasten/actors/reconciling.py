@@ -1,13 +1,13 @@
 """Reconciliation of sessions with what the kernel shows: adopts what runs as recorded, finishes and reaps the rest.
 
-Belongs to the sessions actor and runs in its nursery. Decides nothing itself: `reconcile.py` does, over what the store
-says and what nsinit found. Ends sessions that have no actor (any more); those that have one end in it.
+Belongs to the sessions actor and runs in its nursery. Decides nothing itself: `reconcile.py` does, over what the
+`Inventory` finds. Ends sessions that have no actor (any more); those that have one end in it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Protocol, TypeVarTuple
 
@@ -18,11 +18,12 @@ from sandkasten.actors import store as store_actor
 from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.directory import SessionDirectory
+from sandkasten.actors.inventory import Inventory
 from sandkasten.actors.session import ENDINGS, SessionActor
 from sandkasten.errors import SandkastenError, SessionNotFound
-from sandkasten.lifecycle import END_REASONS, ENDED, LIVE, WHOLE, Event, next_status
+from sandkasten.lifecycle import END_REASONS, ENDED, LIVE, Event, next_status
 from sandkasten.model import EndReason, Session, Status
-from sandkasten.reconcile import Action, Decision, plan_reconciliation
+from sandkasten.reconcile import SESSION, Action, Decision, Leftover
 from sandkasten.runtime.journal import Journal
 from sandkasten.store.sessions import SessionRecord
 
@@ -45,36 +46,59 @@ class Reconciling:
     """See the module's docstring. `ends`: how many teardowns may be under way at once."""
 
     def __init__(
-        self, host: Host, *, store: Ref, zygote: Ref, directory: SessionDirectory, journal: Journal, boot_id: str
+        self,
+        host: Host,
+        *,
+        store: Ref,
+        zygote: Ref,
+        directory: SessionDirectory,
+        journal: Journal,
+        inventory: Inventory,
     ) -> None:
         self._host = host
         self._store, self._zygote = store, zygote
         self._directory = directory
         self._journal = journal
-        self._boot_id = boot_id
+        self._inventory = inventory
         self.ends = trio.CapacityLimiter(_CONCURRENT_ENDS)
 
     async def reconcile(self) -> None:
         """Adopt what runs as recorded, end the rest; answers come from the first request on, ends take their time."""
-        records = await self._store.ask_again(store_actor.LiveSessions())
-        found = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Scan())
-        decisions = plan_reconciliation(records, found, boot_id=self._boot_id)
-        adopted = [self._host.adopt(each.record) for each in _of(decisions, Action.ADOPT) if each.record]
-        for each in _of(decisions, Action.FINISH):
+        plan = await self._inventory.look(is_start=True)
+        adopted = [self._host.adopt(each.record) for each in plan.of(Action.ADOPT) if each.record]
+        for each in plan.of(Action.FINISH, Action.CLEAN):
             self._directory.reserved.add(each.session_id)
-            self._host.start_task(self._finish_found, each)
-        for each in _of(decisions, Action.REAP):
-            log.warning("unknown_session", extra={"session_id": each.session_id})
-            self._directory.reserved.add(each.session_id)
-            self._host.start_task(self.reap, each.session_id)
+            self._host.start_task(self._end, each)
         for actor in adopted:
             try:
                 await actor.ready.wait()
             except SandkastenError as error:
                 log.warning("adoption_failed", extra={"session_id": actor.session.id, "error": str(error)})
-        log.info("reconciled", extra={"adopted": len(adopted), "found": len(found), "recorded": len(records)})
+        ending = len(plan.of(Action.FINISH, Action.CLEAN))
+        log.info("reconciled", extra={"adopted": len(adopted), "ending": ending, "leftovers": len(plan.news)})
 
-    async def _finish_found(self, decision: Decision) -> None:
+    async def settle(self, decision: Decision) -> None:
+        """Do what was decided about a session, unless it is out of date: somebody works on it now, or did."""
+        record = await self._store.ask_again(store_actor.Get(decision.session_id))
+        before, now = decision.record, None if record is None or record.session.status not in LIVE else record
+        is_as_seen = now is before is None or (
+            now is not None and before is not None and now.session.epoch == before.session.epoch
+        )
+        if not is_as_seen or self._directory.owns(decision.session_id):
+            return
+        if decision.action is Action.ADOPT and now is not None:
+            log.warning("unowned_session_adopted", extra={"session_id": decision.session_id})
+            await self._host.adopt(now).ready.wait()
+        elif decision.action in (Action.FINISH, Action.CLEAN):
+            self._directory.reserved.add(decision.session_id)
+            await self._end(decision)
+
+    async def _end(self, decision: Decision) -> None:
+        """Finish a session, or remove what there is of an id that is nobody's. The id is reserved."""
+        if decision.action is Action.CLEAN:
+            if await self.reap(decision.session_id):
+                self._inventory.note_removed(Leftover(SESSION, decision.session_id))
+            return
         record = decision.record
         assert record is not None
         assert decision.event is not None
@@ -128,21 +152,17 @@ class Reconciling:
             log.error("finish_deferred", extra={"session_id": record.session.id, "error": str(error)})
             return record.session
 
-    async def reap(self, session_id: str) -> None:
-        """Remove what there is of an id that is nobody's."""
+    async def reap(self, session_id: str) -> bool:
+        """Remove what there is of an id that is nobody's; False if that must be tried again."""
         try:
             async with self.ends:
-                await zygote_actor.ask_patiently(self._zygote, zygote_actor.Teardown(session_id))
+                torn_down = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Teardown(session_id))
+                return not torn_down.leftovers
         except SandkastenError as error:
             log.error("reap_deferred", extra={"session_id": session_id, "error": str(error)})
+            return False
         finally:
             self._directory.reserved.discard(session_id)
-
-    async def readopt(self, session_id: str) -> None:
-        """Take over a sandbox that runs as recorded and has no actor."""
-        record = await self._store.ask_again(store_actor.Get(session_id))
-        if record is not None and record.session.status in WHOLE and not self._directory.owns(session_id):
-            await self._host.adopt(record).ready.wait()
 
     async def forget(self, session_id: str) -> Session:
         """End a session that has no actor though its record says it lives."""
@@ -154,10 +174,6 @@ class Reconciling:
         if record.session.status is Status.DESTROYING:
             return await self._finish(record, record.ending or Event.DESTROY)
         return await self._finish(record, Event.NOT_FOUND, reason="nothing answered for it any more")
-
-
-def _of(decisions: Sequence[Decision], action: Action) -> Sequence[Decision]:
-    return [each for each in decisions if each.action is action]
 
 
 def _begin_end(

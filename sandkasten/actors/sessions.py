@@ -22,6 +22,7 @@ from sandkasten.actors.actor import Actor, Ask, Ref
 from sandkasten.actors.creating import Creating, Node
 from sandkasten.actors.directory import SessionDirectory
 from sandkasten.actors.idempotency import IdempotentCreates
+from sandkasten.actors.inventory import Inventory
 from sandkasten.actors.reconciling import Reconciling
 from sandkasten.actors.session import SessionActor
 from sandkasten.actors.session_messages import Destroy
@@ -32,6 +33,7 @@ from sandkasten.config import Config
 from sandkasten.errors import SandkastenError
 from sandkasten.machine import Amounts
 from sandkasten.model import Session, SessionSpec
+from sandkasten.reconcile import Decision
 from sandkasten.runtime import capacity
 from sandkasten.runtime.budget import Budget, Machine
 from sandkasten.runtime.journal import Journal
@@ -62,10 +64,10 @@ class Forget(Ask[Session]):
 
 
 @attrs.frozen
-class Readopt(Ask[None]):
-    """Take over a sandbox that runs as recorded and has no actor; its first adoption came at a bad moment."""
+class Settle(Ask[None]):
+    """Do what the reaper found must be done about a session without an actor; answered when it is."""
 
-    session_id: str
+    decision: Decision
 
 
 @attrs.frozen
@@ -101,7 +103,7 @@ class Occupied(Ask[Occupancy]):
     """What is taken."""
 
 
-Message = Create | Forget | Readopt | Drain | Refuse | DestroyAll | Occupied
+Message = Create | Forget | Settle | Drain | Refuse | DestroyAll | Occupied
 
 
 class Sessions(Actor):
@@ -117,6 +119,7 @@ class Sessions(Actor):
         zygote: Ref,
         images: Ref,
         directory: SessionDirectory,
+        inventory: Inventory,
         journal: Journal,
         spool: Spool,
         vessels: int,
@@ -127,7 +130,7 @@ class Sessions(Actor):
         self._directory = directory
         self._journal, self._spool = journal, spool
         self._reconciling = Reconciling(
-            self, store=store, zygote=zygote, directory=directory, journal=journal, boot_id=node.boot_id
+            self, store=store, zygote=zygote, directory=directory, journal=journal, inventory=inventory
         )
         self._vessels_wanted = vessels
         self._drain_turn = trio.Lock()
@@ -192,8 +195,8 @@ class Sessions(Actor):
                 return self.defer(self._creates.create, spec)
             case Forget(session_id):
                 return self.defer(self._reconciling.forget, session_id)
-            case Readopt(session_id):
-                return self.defer(self._reconciling.readopt, session_id)
+            case Settle(decision):
+                return self.defer(self._reconciling.settle, decision)
             case Drain(drained):
                 return self.defer(self._set_drained, drained)
             case Refuse():

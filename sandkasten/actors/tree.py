@@ -31,6 +31,7 @@ from sandkasten.actors.actor import Ask, R, Ref
 from sandkasten.actors.creating import Node
 from sandkasten.actors.directory import Entry, SessionDirectory
 from sandkasten.actors.files import LocalFileReader, LocalFileWriter, open_reader, open_writer
+from sandkasten.actors.inventory import Inventory
 from sandkasten.actors.node_view import NodeFacts, describe_capacity, describe_system
 from sandkasten.actors.session_messages import Borrow, Destroy, PauseSession, ResumeSession, Stats, Update
 from sandkasten.actors.supervisor import ChildSpec
@@ -87,6 +88,14 @@ class LocalSupervisor(WorkOfSessions):
         """The API keys in force besides the configured one. Whoever serves on keys fills it (`keys.KeyWatch`)."""
         self._store, self._zygote, self._images = Ref("store"), Ref("zygote"), Ref("images")
         self._journal = Journal()
+        self.inventory = Inventory(
+            config.data_dir,
+            node.boot_id,
+            store=self._store,
+            zygote=self._zygote,
+            directory=self._directory,
+            journal=self._journal,
+        )
         self._matchers = trio.CapacityLimiter(_MATCHERS)
         self._spool = Spool(
             DataPaths(config.data_dir).spool,
@@ -147,6 +156,7 @@ class LocalSupervisor(WorkOfSessions):
                 zygote=self._zygote,
                 images=self._images,
                 directory=self._directory,
+                inventory=self.inventory,
                 journal=self._journal,
                 spool=self._spool,
                 vessels=self._vessels,
@@ -160,6 +170,7 @@ class LocalSupervisor(WorkOfSessions):
                 zygote=self._zygote,
                 sessions=self._sessions,
                 directory=self._directory,
+                inventory=self.inventory,
             )
             await actor.run(task_status=task_status)
 

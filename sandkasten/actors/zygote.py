@@ -84,6 +84,18 @@ class Scan(Ask[Sequence[protocol.Found]]):
 
 
 @attrs.frozen
+class Survey(Ask[Sequence[protocol.Stray]]):
+    """What is nobody's in nsinit's places."""
+
+
+@attrs.frozen
+class RemoveStray(Ask[None]):
+    """Remove what a survey found; raises `BuildFailed` when something of it is left."""
+
+    stray: protocol.Stray
+
+
+@attrs.frozen
 class SetLimits(Ask[None]):
     session_id: str
     limits: protocol.Limits
@@ -180,6 +192,8 @@ Message = (
     | Attach
     | Teardown
     | Scan
+    | Survey
+    | RemoveStray
     | SetLimits
     | SetFrozen
     | AskDisk
@@ -278,6 +292,10 @@ class Zygote(Actor):
                 return self.defer(self._teardown, session_id)
             case Scan():
                 return self.defer(self._scan)
+            case Survey():
+                return self.defer(self._survey)
+            case RemoveStray(stray):
+                return self.defer(self._ok, protocol.RemoveStray(self._link.next_seq(), stray))
             case SetLimits(session_id, limits):
                 return self.defer(self._ok, protocol.SetLimits(self._link.next_seq(), session_id, limits))
             case SetFrozen(session_id, frozen):
@@ -327,6 +345,11 @@ class Zygote(Actor):
             found += scanned.sessions
             if not scanned.more or not scanned.sessions:
                 return found
+
+    async def _survey(self) -> Sequence[protocol.Stray]:
+        answer = _expect(await self._request(protocol.Survey(self._link.next_seq())), protocol.Surveyed)
+        strays: Sequence[protocol.Stray] = answer.message.strays
+        return strays
 
     async def _teardown(self, session_id: str) -> protocol.TornDown:
         answer = _expect(await self._request(protocol.Teardown(self._link.next_seq(), session_id)), protocol.TornDown)

@@ -51,6 +51,8 @@ EVENT_FIELDS: Mapping[EventType, frozenset[str]] = MappingProxyType(
         EventType.PORT_OPENED: frozenset({"port", "address"}),
         EventType.PORT_CLOSED: frozenset({"port", "address"}),
         EventType.OOM: frozenset({"victim", "oom_kills"}),
+        EventType.LEFTOVER_FOUND: frozenset({"kind", "name"}),
+        EventType.LEFTOVER_REMOVED: frozenset({"kind", "name"}),
     }
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import uuid
 from contextlib import closing
@@ -9,11 +10,14 @@ from pathlib import Path
 
 import attrs
 import pytest
+import trio
 
+from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config
 from sandkasten.model import EndReason, ExecSpec, SessionSpec, Status
 from sandkasten.reconcile import HOST_REBOOT
+from sandkasten.runtime.mounts_below import mounts_now
 from tests.waiting import until
 
 
@@ -48,3 +52,46 @@ async def test_sessions_of_another_boot_are_lost_and_their_ids_and_slots_are_not
         made = await supervisor.create(SessionSpec())
         assert made.id not in (earlier.id, kept.id)
         assert (await supervisor.exec(made.id, ExecSpec("cat /proc/self/uid_map"))).stdout != kept_map
+
+
+async def test_leftovers_are_told_of_and_then_removed_and_sessions_go_on(
+    supervisor: LocalSupervisor, data_dir: Path
+) -> None:
+    """A directory nobody knows, remains of an unknown session and a mount by hand: each by event, log and counter; at
+    the second look they are gone. What is behind the mount was never touched (the mount itself goes with its point,
+    where that is no mount point in nsinit's view; else both stay)."""
+    session = await supervisor.create(SessionSpec())
+    (data_dir / "run" / "foreign").mkdir()
+    (data_dir / "sessions" / ("e" * 24)).mkdir()
+    behind, point = data_dir / "behind", data_dir / "sessions" / "by-hand"
+    for path in (behind, point):
+        path.mkdir()
+    (behind / "file").write_text("kept")
+    await trio.run_process(["mount", "--bind", str(behind), str(point)])
+    try:
+        async with supervisor.events() as events:
+            assert await supervisor.sweep() == 0
+            assert (data_dir / "run" / "foreign").exists()
+            told = set()
+            async for event in events:
+                told.add(event.data["kind"])
+                if len(told) == 4:
+                    break
+            assert told == {"session", "run_directory", "session_directory", "mount"}
+            await supervisor.sweep()
+            assert not (data_dir / "run" / "foreign").exists()
+            assert not (data_dir / "sessions" / ("e" * 24)).exists()
+        assert supervisor.inventory.found == {"session": 1, "run_directory": 1, "session_directory": 1, "mount": 1}
+        assert supervisor.inventory.removed["run_directory"] == supervisor.inventory.removed["session"] == 1
+    finally:
+        if await trio.to_thread.run_sync(os.path.ismount, point):
+            await trio.run_process(["umount", str(point)])
+
+    async def is_clean() -> bool:
+        await supervisor.sweep()
+        return os.listdir(data_dir / "sessions") == [session.id] and not os.listdir(data_dir / "trash")
+
+    await until(is_clean)
+    assert (behind / "file").read_text() == "kept"
+    assert mounts_now(data_dir) == []
+    assert (await supervisor.exec(session.id, ExecSpec("echo alive"))).stdout == b"alive\n"

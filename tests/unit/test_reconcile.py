@@ -1,17 +1,32 @@
-"""What is decided about each session after a restart."""
+"""What is decided about sessions and leftovers, at the start and every minute after it."""
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Container, Sequence
 
 import attrs
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nsinit.protocol import Found, Identity
-from sandkasten.lifecycle import Event
+from sandkasten.lifecycle import ENDED, LIVE, Event
 from sandkasten.model import EndReason, Status
-from sandkasten.reconcile import HOST_REBOOT, Action, plan_reconciliation
-from sandkasten.store.sessions import KernelIdentity
+from sandkasten.reconcile import (
+    HOST_REBOOT,
+    MOUNT,
+    SESSION,
+    TRASH,
+    Action,
+    Decision,
+    Leftover,
+    Observed,
+    Plan,
+    Sightings,
+    plan_reconciliation,
+)
+from sandkasten.store.sessions import KernelIdentity, SessionRecord
 from tests.strategies import make_record
 
 ID = "a" * 24
@@ -19,27 +34,51 @@ BOOT, EARLIER = (str(uuid.UUID(int=number)) for number in (2, 1))
 KERNEL = KernelIdentity(pid=10, start_ticks=20, pid_ns=30, boot_id=BOOT)
 
 
-def _found(pid: int = 10, start_ticks: int = 20, pid_ns: int = 30) -> Found:
-    return Found(ID, Identity(pid, start_ticks, pid_ns, 524288), has_cgroup=True, has_files=True)
+def running(session_id: str = ID, pid: int = 10, start_ticks: int = 20, pid_ns: int = 30) -> Found:
+    return Found(session_id, Identity(pid, start_ticks, pid_ns, 524288), has_cgroup=True, has_files=True)
+
+
+def remains(session_id: str = ID) -> Found:
+    return Found(session_id, None, has_cgroup=True, has_files=True)
+
+
+def at_start(records: Sequence[SessionRecord], found: Sequence[Found]) -> Sequence[Decision]:
+    """Plan as a start does, when nothing is anybody's yet."""
+    return plan_reconciliation(Observed(records, found, BOOT, is_start=True)).decisions
+
+
+def later(
+    records: Sequence[SessionRecord] = (),
+    found: Sequence[Found] = (),
+    leftovers: Sequence[Leftover] = (),
+    *,
+    owned: Container[str] = frozenset(),
+    seen: Sightings = frozenset(),
+) -> Plan:
+    """Plan as every minute does."""
+    return plan_reconciliation(Observed(records, found, BOOT, leftovers, owned, seen))
+
+
+# The start --------------------------------------------------------------------------------------------------------
 
 
 def test_what_runs_as_recorded_is_adopted() -> None:
     """Live sandboxes survive their daemon."""
-    record = make_record(ID, identity=KERNEL)
-    assert [each.action for each in plan_reconciliation([record], [_found()], boot_id=BOOT)] == [Action.ADOPT]
+    (decision,) = at_start([make_record(ID, identity=KERNEL)], [running()])
+    assert decision.action is Action.ADOPT
 
 
-@pytest.mark.parametrize("found", [_found(pid=11), _found(start_ticks=21), _found(pid_ns=31)])
+@pytest.mark.parametrize("found", [running(pid=11), running(start_ticks=21), running(pid_ns=31)])
 def test_another_process_under_the_same_id_is_not_adopted(found: Found) -> None:
     """Pid, start time and namespace must all agree."""
-    (decision,) = plan_reconciliation([make_record(ID, identity=KERNEL)], [found], boot_id=BOOT)
+    (decision,) = at_start([make_record(ID, identity=KERNEL)], [found])
     assert (decision.action, decision.event) == (Action.FINISH, Event.NOT_FOUND)
 
 
 def test_nothing_of_another_boot_is_adopted() -> None:
     """Pid, start time and namespace may all agree by chance: after a restart of the machine it is somebody else."""
     record = make_record(ID, identity=attrs.evolve(KERNEL, boot_id=EARLIER))
-    (decision,) = plan_reconciliation([record], [_found()], boot_id=BOOT)
+    (decision,) = at_start([record], [running()])
     assert (decision.action, decision.event, decision.reason) == (Action.FINISH, Event.NOT_FOUND, HOST_REBOOT)
     assert decision.end_reason is EndReason.HOST_REBOOT
 
@@ -47,29 +86,188 @@ def test_nothing_of_another_boot_is_adopted() -> None:
 def test_a_record_of_a_version_that_knew_no_boot_is_judged_by_the_rest() -> None:
     """An upgrade loses no session."""
     record = make_record(ID, identity=attrs.evolve(KERNEL, boot_id=None))
-    assert [each.action for each in plan_reconciliation([record], [_found()], boot_id=BOOT)] == [Action.ADOPT]
+    assert [each.action for each in at_start([record], [running()])] == [Action.ADOPT]
 
 
-@pytest.mark.parametrize("found", [[], [Found(ID, None, has_cgroup=True, has_files=True)]])
+@pytest.mark.parametrize("found", [[], [remains()]])
 def test_what_is_gone_is_finished_as_lost(found: list[Found]) -> None:
     """The kernel is the truth: files or an empty cgroup are no sandbox."""
-    (decision,) = plan_reconciliation([make_record(ID, identity=KERNEL)], found, boot_id=BOOT)
+    (decision,) = at_start([make_record(ID, identity=KERNEL)], found)
     assert (decision.action, decision.event) == (Action.FINISH, Event.NOT_FOUND)
 
 
 def test_a_half_built_session_is_undone_even_when_it_runs() -> None:
     """Nobody was ever told of it."""
-    (decision,) = plan_reconciliation([make_record(ID, status=Status.CREATING)], [_found()], boot_id=BOOT)
+    (decision,) = at_start([make_record(ID, status=Status.CREATING)], [running()])
     assert (decision.action, decision.event) == (Action.FINISH, Event.BUILD_FAILED)
 
 
 def test_a_begun_end_is_finished_with_its_own_cause() -> None:
     """An expiry that a crash interrupted still ends as `expired`."""
     record = make_record(ID, status=Status.DESTROYING, ending=Event.EXPIRE, identity=KERNEL)
-    (decision,) = plan_reconciliation([record], [_found()], boot_id=BOOT)
+    (decision,) = at_start([record], [running()])
     assert (decision.action, decision.event) == (Action.FINISH, Event.EXPIRE)
 
 
-def test_what_the_store_does_not_know_is_reaped() -> None:
-    """Nothing leaks, not even what a lost database forgot."""
-    assert [each.action for each in plan_reconciliation([], [_found()], boot_id=BOOT)] == [Action.REAP]
+def test_remains_that_the_store_does_not_know_go_at_the_start() -> None:
+    """A blank vessel of the last daemon, a build that was cut short: nobody can be making it now."""
+    assert [each.action for each in at_start([], [remains()])] == [Action.CLEAN]
+
+
+def test_a_sandbox_that_runs_unknown_is_told_of_before_it_is_ended() -> None:
+    """A database may have been lost: there is a minute to notice."""
+    first = plan_reconciliation(Observed([], [running()], BOOT, is_start=True))
+    assert [each.action for each in first.decisions] == [Action.WATCH]
+    assert first.news == [Leftover(SESSION, ID)]
+    second = later([], [running()], seen=first.seen)
+    assert [each.action for each in second.decisions] == [Action.CLEAN]
+    assert (second.news, second.seen) == ([], frozenset())
+
+
+# Every minute -----------------------------------------------------------------------------------------------------
+
+
+def test_what_somebody_works_on_is_left_alone() -> None:
+    """Whatever the record says and whatever runs."""
+    for status in LIVE:
+        plan = later([make_record(ID, status=status)], [running()], owned={ID}, seen=frozenset({ID}))
+        assert [each.action for each in plan.decisions] == [Action.LEAVE]
+    assert [each.action for each in later([], [running()], owned={ID}).decisions] == [Action.LEAVE]
+
+
+@pytest.mark.parametrize(
+    ("record", "found", "second"),
+    [
+        (make_record(ID, identity=KERNEL), [running()], Action.ADOPT),
+        (make_record(ID, identity=KERNEL), [], Action.FINISH),
+        (make_record(ID, status=Status.PAUSED, identity=KERNEL), [running()], Action.ADOPT),
+        (make_record(ID, status=Status.CREATING), [remains()], Action.FINISH),
+        (None, [running()], Action.CLEAN),
+        (None, [remains()], Action.CLEAN),
+    ],
+)
+def test_what_nobody_works_on_is_acted_on_when_it_was_seen_twice(
+    record: SessionRecord | None, found: list[Found], second: Action
+) -> None:
+    """Between the looks at store and kernel a session may have begun or ended."""
+    records = [] if record is None else [record]
+    first = later(records, found)
+    assert [each.action for each in first.decisions] == [Action.WATCH]
+    assert [each.action for each in later(records, found, seen=first.seen).decisions] == [second]
+
+
+def test_a_begun_end_waits_for_no_second_look() -> None:
+    """It was decided before."""
+    record = make_record(ID, status=Status.DESTROYING, ending=Event.EXPIRE)
+    assert [each.action for each in later([record], []).decisions] == [Action.FINISH]
+
+
+def test_a_leftover_is_told_of_once_and_removed_when_it_is_seen_again() -> None:
+    """What went by itself in between is not."""
+    stays, goes = Leftover("cgroup", "stays"), Leftover("loop", "goes")
+    first = later(leftovers=[stays, goes])
+    assert (first.news, first.remove) == ([stays, goes], [])
+    second = later(leftovers=[stays], seen=first.seen)
+    assert (second.news, second.remove, second.seen) == ([], [stays], frozenset())
+
+
+def test_a_mount_is_told_of_once_and_never_removed() -> None:
+    """Somebody made it by hand."""
+    mount = Leftover(MOUNT, "/data/sessions/x")
+    seen: Sightings = frozenset()
+    news: list[Leftover] = []
+    for _ in range(3):
+        plan = later(leftovers=[mount], seen=seen)
+        assert plan.remove == []
+        seen, news = plan.seen, [*news, *plan.news]
+    assert news == [mount]
+
+
+def test_trash_is_no_news_before_it_stays() -> None:
+    """It is on its way out."""
+    trash = Leftover(TRASH, "x")
+    first = later(leftovers=[trash])
+    assert (first.news, first.remove) == ([], [])
+    assert later(leftovers=[trash], seen=first.seen).remove == [trash]
+
+
+# Everything at once -----------------------------------------------------------------------------------------------
+
+IDS = tuple(letter * 24 for letter in "abcdef")
+KERNELS = (None, KERNEL, attrs.evolve(KERNEL, boot_id=EARLIER), attrs.evolve(KERNEL, pid=9))
+LEFTOVERS = st.builds(Leftover, st.sampled_from(["cgroup", "loop", TRASH, MOUNT]), st.sampled_from("xyz"))
+
+
+@attrs.define
+class World:
+    """A machine as the planner may find it, and what carrying out a plan makes of it."""
+
+    records: dict[str, SessionRecord]
+    found: dict[str, Found]
+    leftovers: set[Leftover]
+    owned: set[str]
+    seen: Sightings = frozenset()
+
+    def plan(self, *, is_start: bool = False) -> Plan:
+        records = [each for each in self.records.values() if each.session.status in LIVE]
+        found, leftovers = list(self.found.values()), list(self.leftovers)
+        return plan_reconciliation(Observed(records, found, BOOT, leftovers, self.owned, self.seen, is_start))
+
+    def carry_out(self, plan: Plan) -> None:
+        for decision in plan.decisions:
+            match decision.action:
+                case Action.ADOPT:
+                    self.owned.add(decision.session_id)
+                case Action.FINISH:
+                    del self.records[decision.session_id]
+                    self.found.pop(decision.session_id, None)
+                case Action.CLEAN:
+                    del self.found[decision.session_id]
+        self.leftovers -= set(plan.remove)
+        self.seen = plan.seen
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    """Draw any mixture of rows, sandboxes, remains, owners and leftovers."""
+    records, found, owned = {}, {}, set()
+    for session_id in draw(st.sets(st.sampled_from(IDS))):
+        kernel = draw(
+            st.sampled_from([None, KERNEL, attrs.evolve(KERNEL, boot_id=EARLIER), attrs.evolve(KERNEL, pid=9)])
+        )
+        ending = draw(st.sampled_from([None, Event.EXPIRE]))
+        status = draw(st.sampled_from(sorted(LIVE | ENDED)))
+        records[session_id] = make_record(session_id, status=status, identity=kernel, ending=ending)
+    for session_id in draw(st.sets(st.sampled_from(IDS))):
+        found[session_id] = draw(st.sampled_from([running(session_id), remains(session_id)]))
+    owned = draw(st.sets(st.sampled_from(IDS)))
+    return World(records, found, draw(st.sets(LEFTOVERS)), owned)
+
+
+@given(worlds(), st.booleans())
+def test_every_id_gets_exactly_one_action_and_nothing_live_is_cleaned(world: World, is_start: bool) -> None:
+    """Whatever is found: owned ids are left alone, and what runs as recorded is at worst watched."""
+    plan = world.plan(is_start=is_start)
+    live = {name for name, each in world.records.items() if each.session.status in LIVE}
+    assert sorted(each.session_id for each in plan.decisions) == sorted(live | world.found.keys())
+    for each in plan.decisions:
+        if each.session_id in world.owned:
+            assert each.action is Action.LEAVE
+        elif each.session_id in live:
+            assert each.action is not Action.CLEAN
+            record, found = world.records[each.session_id], world.found.get(each.session_id)
+            if record.session.status in (Status.RUNNING, Status.PAUSED) and record.identity == KERNEL and found:
+                assert (found.identity is None) or each.action in (Action.ADOPT, Action.WATCH)
+        else:
+            assert each.action in (Action.CLEAN, Action.WATCH)
+
+
+@given(worlds(), st.booleans())
+def test_what_was_carried_out_is_not_planned_again(world: World, is_start: bool) -> None:
+    """Two looks settle any machine; the third finds sessions with owners, mounts, and nothing to do or to tell."""
+    world.carry_out(world.plan(is_start=is_start))
+    world.carry_out(world.plan())
+    plan = world.plan()
+    assert {each.action for each in plan.decisions} <= {Action.LEAVE}
+    assert (plan.remove, plan.news) == ([], [])
+    assert {each.kind for each in world.leftovers} <= {MOUNT}

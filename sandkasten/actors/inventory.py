@@ -1,0 +1,77 @@
+"""What there is on disk, in the kernel and in the store, looked at and compared; and what is told of it.
+
+Looks and tells, decides nothing (`reconcile.py` does) and removes nothing. One for the tree: what a look leaves for the
+next one is kept here, and how many leftovers of each kind were found and removed since the start.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from sandkasten.actors import store as store_actor
+from sandkasten.actors import zygote as zygote_actor
+from sandkasten.actors.actor import Ref
+from sandkasten.actors.directory import SessionDirectory
+from sandkasten.errors import SandkastenError
+from sandkasten.model import EventType
+from sandkasten.reconcile import MOUNT, SESSION, Leftover, Observed, Plan, Sightings, as_leftovers, plan_reconciliation
+from sandkasten.runtime.journal import Journal
+from sandkasten.runtime.mounts_below import mounts_now
+
+log = logging.getLogger(__name__)
+
+
+class Inventory:
+    """See the module's docstring. `found` and `removed` count by kind."""
+
+    def __init__(
+        self, data_dir: Path, boot_id: str, *, store: Ref, zygote: Ref, directory: SessionDirectory, journal: Journal
+    ) -> None:
+        self._data_dir, self._boot_id = data_dir, boot_id
+        self._store, self._zygote = store, zygote
+        self._directory, self._journal = directory, journal
+        self._seen: Sightings = frozenset()
+        self.found: Counter[str] = Counter()
+        self.removed: Counter[str] = Counter()
+
+    async def look(self, *, is_start: bool = False) -> Plan:
+        """Return what is to be done now, and tell of what is new.
+
+        Records come first and owners last: what begins or ends meanwhile has an owner or is only watched.
+        """
+        records = await self._store.ask_again(store_actor.LiveSessions())
+        found = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Scan())
+        leftovers = await self._leftovers()
+        seen = frozenset[str | Leftover]() if is_start else self._seen
+        plan = plan_reconciliation(
+            Observed(records, found, self._boot_id, leftovers, self._directory, seen=seen, is_start=is_start)
+        )
+        self._seen = plan.seen
+        for each in plan.news:
+            self._tell(each)
+        return plan
+
+    async def _leftovers(self) -> Sequence[Leftover]:
+        """Return what is no session's; nothing when it can't be looked for, which must not hold up the rest."""
+        try:
+            strays = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Survey())
+            return [*as_leftovers(strays), *(Leftover(MOUNT, point) for point in mounts_now(self._data_dir))]
+        except (SandkastenError, OSError) as error:
+            log.error("leftovers_not_looked_for", extra={"error": str(error)})
+            return []
+
+    def _tell(self, leftover: Leftover) -> None:
+        self.found[leftover.kind] += 1
+        log.warning("leftover_found", extra={"kind": leftover.kind, "leftover": leftover.name})
+        session_id = leftover.name if leftover.kind == SESSION else ""
+        self._journal.emit(EventType.LEFTOVER_FOUND, session_id, kind=leftover.kind, name=leftover.name)
+
+    def note_removed(self, leftover: Leftover) -> None:
+        """Something that was told of is gone."""
+        self.removed[leftover.kind] += 1
+        log.warning("leftover_removed", extra={"kind": leftover.kind, "leftover": leftover.name})
+        session_id = leftover.name if leftover.kind == SESSION else ""
+        self._journal.emit(EventType.LEFTOVER_REMOVED, session_id, kind=leftover.kind, name=leftover.name)
