@@ -22,6 +22,7 @@ from sandkasten.model import (
     FIXED_BOUNDS,
     IMAGE_NAME,
     LIMIT_BOUNDS,
+    MAX_SPAN_S,
     SECCOMP_NAME,
     SECCOMP_PROFILES,
     STATEFUL,
@@ -45,6 +46,14 @@ def _between(low: float, high: float) -> Validator:
             raise ValueError(f"{attribute.name} must be between {low} and {high}, not {value}")
 
     return check
+
+
+def _none_or(check: Validator) -> Validator:
+    def check_unless_none(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+        if value is not None:
+            check(instance, attribute, value)
+
+    return check_unless_none
 
 
 def _only(available: object, *later: object) -> Validator:
@@ -132,7 +141,7 @@ class Defaults:
 
 @attrs.frozen
 class Maximum:
-    """The most that any session may ask for."""
+    """The most that any session may ask for. A time of None: any, and also none at all."""
 
     cpu_limit: float = attrs.field(default=LIMIT_BOUNDS["cpu"][1], validator=_between(*LIMIT_BOUNDS["cpu"]))
     mem_limit_mb: int = attrs.field(default=16 * 2**20, validator=_between(*LIMIT_BOUNDS["memory_mb"]))
@@ -140,13 +149,18 @@ class Maximum:
     open_files_limit: int = attrs.field(default=2**20, validator=_between(*FIXED_BOUNDS["open_files"]))
     tmp_limit_mb: int = attrs.field(default=8 * 2**20, validator=_between(*FIXED_BOUNDS["tmp_mb"]))
     shm_limit_mb: int = attrs.field(default=4 * 2**20, validator=_between(*FIXED_BOUNDS["shm_mb"]))
+    idle_timeout_seconds: int | None = attrs.field(default=None, validator=_none_or(_between(1, MAX_SPAN_S)))
+    max_lifetime_seconds: int | None = attrs.field(default=None, validator=_none_or(_between(1, MAX_SPAN_S)))
 
 
 def _not_below_defaults(instance: Any, _attribute: attrs.Attribute[Any], maximum: Maximum) -> None:  # instance: Config
-    for name in attrs.fields_dict(Maximum):
+    for name in attrs.fields_dict(Maximum).keys() & attrs.fields_dict(Defaults).keys():
         default, most = getattr(instance.defaults, name), getattr(maximum, name)
         if default > most:
             raise ValueError(f"maximum.{name} is {most}, less than defaults.{name}, which is {default}")
+    idle, ttl = maximum.idle_timeout_seconds, instance.session_ttl_seconds
+    if idle is not None and ttl > idle:
+        raise ValueError(f"maximum.idle_timeout_seconds is {idle}, less than session_ttl_seconds, which is {ttl}")
 
 
 @attrs.frozen
@@ -279,6 +293,13 @@ class Runs:
 
 
 @attrs.frozen
+class Records:
+    """How long the record of an ended session is kept, and with it its idempotency key."""
+
+    keep_seconds: int = attrs.field(default=7 * 86_400, validator=_between(60, 3650 * 86_400))
+
+
+@attrs.frozen
 class Events:
     """The journal: how many events the database keeps."""
 
@@ -355,6 +376,7 @@ class Config:
     dashboard: Dashboard = attrs.field(factory=Dashboard)
     runs: Runs = attrs.field(factory=Runs)
     events: Events = attrs.field(factory=Events)
+    records: Records = attrs.field(factory=Records)
     server: Server = attrs.field(factory=Server)
 
     @property

@@ -16,6 +16,7 @@ import attrs
 
 from sandkasten.filerules import FileRules, file_rules
 from sandkasten.lifetime import FOREVER_S as FOREVER_S
+from sandkasten.lifetime import MAX_SPAN_S as MAX_SPAN_S
 from sandkasten.lifetime import EndReason as EndReason
 from sandkasten.stats import FIXED_BOUNDS as FIXED_BOUNDS
 from sandkasten.stats import LIMIT_BOUNDS as LIMIT_BOUNDS

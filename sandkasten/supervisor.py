@@ -234,6 +234,14 @@ class Supervisor(Protocol):
         """Raises `SessionNotFound`, `SessionExpired`."""
         ...
 
+    def attend(self, session_id: str) -> AbstractAsyncContextManager[None]:
+        """Somebody is there: while this is entered, the session does not end for being idle. A pause goes on.
+
+        Raises:
+            SessionNotFound, SessionExpired, Capacity.
+        """
+        ...
+
     # Commands
 
     def open_exec(

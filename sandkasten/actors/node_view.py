@@ -54,6 +54,7 @@ def defaults_in_force(config: Config) -> dict[str, Any]:  # JSON values
     return {
         "image": config.default_image,
         "ttl_seconds": config.session_ttl_seconds,
+        "max_lifetime_seconds": config.maximum.max_lifetime_seconds,
         "limits": attrs.asdict(defaults.limits),
         "network_mode": defaults.network_mode,
         "readonly_rootfs": defaults.readonly_rootfs,
@@ -72,7 +73,9 @@ def limits_in_force(config: Config) -> dict[str, Any]:  # JSON values
             "timeout_ms": {
                 "min": 1,
                 "max": None if config.runs.allow_unlimited else config.defaults.max_exec_timeout_ms,
-            }
+            },
+            "idle_timeout_seconds": {"min": 1, "max": config.maximum.idle_timeout_seconds},
+            "max_lifetime_seconds": {"min": 1, "max": config.maximum.max_lifetime_seconds},
         }
         | {name: getattr(config.server, name) for name in names}
     )

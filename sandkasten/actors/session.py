@@ -39,6 +39,7 @@ from sandkasten.actors.session_messages import (
     Update,
     Wake,
     Work,
+    is_act,
     is_read,
 )
 from sandkasten.actors.session_setup import Creation, Services, first_request, refused_start
@@ -57,6 +58,7 @@ from sandkasten.model import FOREVER_S, Cause, EndReason, EventType, Session, Se
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from sandkasten.runtime.plan import plan_sandbox
 from sandkasten.runtime.runner_link import RunnerLink
+from sandkasten.runtime.spans import check_spans
 from sandkasten.store.sessions import KernelIdentity, SessionRecord
 
 log = logging.getLogger(__name__)
@@ -196,6 +198,8 @@ class SessionActor(Actor):
             case _:
                 await self._go_on(self._pausing.wake)
                 self._require(USABLE)
+                if is_act(message):
+                    self._own.renew()
                 return self._work.handle(message)
 
     async def _go_on(self, resume: Callable[[], Awaitable[None]]) -> None:
@@ -393,6 +397,7 @@ class SessionActor(Actor):
 
     async def _update(self, patch: SessionPatch) -> Session:
         self._require(WHOLE)
+        check_spans(self._services.maximum, ttl_s=patch.ttl_s, max_lifetime_s=patch.max_lifetime_s)
         if patch.env is not None:
             await self._go_on(self._pausing.wake)
         before = self.session.limits

@@ -158,6 +158,13 @@ class Borrow(Ask[RunnerLink]):
     done: trio.Event
 
 
+@attrs.frozen
+class Attend(Ask[None]):
+    """Somebody follows what goes on here. Counts as activity until the asker sets `done`, which it does in any case."""
+
+    done: trio.Event
+
+
 Work = (
     OpenRun
     | RunToEnd
@@ -172,10 +179,16 @@ Work = (
     | OpenTerminal
     | WatchPorts
     | Borrow
+    | Attend
 )
 Life = Stats | Update | PauseSession | ResumeSession | Wake | Destroy | Expire | Died
 
 
 def is_read(message: Work) -> bool:
     """Whether it is served from what the daemon knows, and the sandbox may stand still."""
-    return isinstance(message, ListRuns | ListShells) or (isinstance(message, FindRun) and not message.to_act)
+    return isinstance(message, ListRuns | ListShells | Attend) or (isinstance(message, FindRun) and not message.to_act)
+
+
+def is_act(message: Work) -> bool:
+    """Whether something is done to the session by it and then over: activity of a moment."""
+    return isinstance(message, FindRun | SignalRun | KillRest | ResizeRun | OpenShell | CloseShell)

@@ -15,6 +15,7 @@ from sandkasten.actors.ports import Ports
 from sandkasten.actors.run_reader import Hold, Joined
 from sandkasten.actors.runs import Host, Runs
 from sandkasten.actors.session_messages import (
+    Attend,
     Borrow,
     CloseShell,
     FindRun,
@@ -42,6 +43,9 @@ _MAX_LOANS = 32
 """File transfers of one session at a time; see `runs.MAX_ACTIVE`."""
 
 
+_MAX_ATTENDANTS = 1024
+
+
 class WorkHost(Host, Protocol):
     """A session as its work sees it."""
 
@@ -54,7 +58,7 @@ class SessionWork:
     def __init__(self, host: WorkHost, *, zygote: Ref, stats: CgroupStats, logs: RunLogs, queue_length: int) -> None:
         self._host = host
         self._logs = logs
-        self._loans = 0
+        self._loans = self._attendants = 0
         self._returned = trio.Event()
         self.runs = Runs(host, zygote=zygote, stats=stats, logs=logs, queue_length=queue_length)
         self.ports = Ports(host)
@@ -90,6 +94,8 @@ class SessionWork:
                 return self.ports
             case Borrow(done):
                 return self._lend(done)
+            case Attend(done):
+                return self._attend(done)
             case _:
                 assert_never(message)
 
@@ -128,6 +134,18 @@ class SessionWork:
         self._host.begin_activity()
         self._host.start_task(self._await_return, done)
         return self._host.link
+
+    def _attend(self, done: trio.Event) -> None:
+        if self._attendants >= _MAX_ATTENDANTS:
+            raise Capacity("too many follow this session", limit=_MAX_ATTENDANTS)
+        self._attendants += 1
+        self._host.begin_activity()
+        self._host.start_task(self._await_leave, done)
+
+    async def _await_leave(self, done: trio.Event) -> None:
+        await done.wait()
+        self._attendants -= 1
+        self._host.end_activity()
 
     async def _await_return(self, done: trio.Event) -> None:
         await done.wait()

@@ -19,6 +19,7 @@ from sandkasten.actors.output import Collector
 from sandkasten.actors.run import Run
 from sandkasten.actors.run_reader import Hold, Joined, RunReader
 from sandkasten.actors.session_messages import (
+    Attend,
     CloseShell,
     FindRun,
     KillRest,
@@ -79,6 +80,19 @@ class WorkOfSessions:
     async def get(self, session_id: str) -> Session:
         """See `Supervisor.get`."""
         raise NotImplementedError
+
+    def attend(self, session_id: str) -> AbstractAsyncContextManager[None]:
+        return self._attend(session_id)
+
+    @asynccontextmanager
+    async def _attend(self, session_id: str) -> AsyncIterator[None]:
+        entry = await self._live(session_id)
+        done = trio.Event()
+        try:
+            await entry.ref.ask(Attend(done))
+            yield
+        finally:
+            done.set()
 
     # Commands ---------------------------------------------------------------------------------------------------
 
@@ -152,11 +166,13 @@ class WorkOfSessions:
 
     @asynccontextmanager
     async def _attach_exec(self, session_id: str, exec_id: str, after: int) -> AsyncIterator[RunReader]:
-        reader = RunReader(await self._find(session_id, exec_id), after=after)
-        try:
-            yield reader
-        finally:
-            reader.close()
+        run = await self._find(session_id, exec_id)
+        async with self.attend(session_id):
+            reader = RunReader(run, after=after)
+            try:
+                yield reader
+            finally:
+                reader.close()
 
     async def execs(self, session_id: str) -> Sequence[ExecInfo]:
         entry = await self._live(session_id)
@@ -251,7 +267,8 @@ class WorkOfSessions:
         run = await self._find(session_id, exec_id)
         entry = await self._live(session_id)
         ports = await entry.ref.ask(WatchPorts())
-        return await wait_for(run, condition, ports, timeout_s=timeout_s, matchers=self._matchers)
+        async with self.attend(session_id):
+            return await wait_for(run, condition, ports, timeout_s=timeout_s, matchers=self._matchers)
 
     async def ports(self, session_id: str) -> Sequence[Port]:
         entry = await self._live(session_id)

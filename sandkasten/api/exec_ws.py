@@ -83,6 +83,7 @@ class _Connection:
             async with trio.open_nursery() as self._nursery:
                 self._nursery.start_soon(self._outbox.run)
                 self._nursery.start_soon(self._watch_session)
+                self._nursery.start_soon(self._stay)
                 self._nursery.start_soon(self._close_when_told)
                 await self._take_turns()
         except* ClientGone:
@@ -238,6 +239,14 @@ class _Connection:
             with trio.move_on_after(END_S):
                 await self._outbox.wait_until_empty()
         await self._ws.close(*self._reason)
+
+    async def _stay(self) -> None:
+        """A client that is connected uses the session, also between commands."""
+        try:
+            async with self._supervisor.attend(self._ws.session_id):
+                await trio.sleep_forever()
+        except SandkastenError as failure:  # an end is noticed by who watches for it
+            log.info("not counted as activity: %s", failure)
 
     async def _watch_session(self) -> None:
         """When the session ends, let its runs end, end what is left of them, and close."""

@@ -17,9 +17,10 @@ import attrs
 import cattrs
 from cattrs.gen import make_dict_structure_fn, override
 
-from sandkasten.model import EXEC_ID, FIXED_BOUNDS, LIMIT_BOUNDS, SECCOMP_NAME, SHELL_NAME, WORKSPACE_ID
+from sandkasten.model import EXEC_ID, FIXED_BOUNDS, LIMIT_BOUNDS, MAX_SPAN_S, SECCOMP_NAME, SHELL_NAME, WORKSPACE_ID
 
 MAX_TTL_S = 86_400
+MAX_LIFETIME_S = int(MAX_SPAN_S)
 MAX_PATH_BYTES = 4096
 MAX_ENV_BYTES = 128 * 1024
 MAX_ENV_NAMES = 4096
@@ -34,6 +35,7 @@ MAX_SIGNAL = 64
 
 Ttl = NewType("Ttl", int)
 Lifetime = NewType("Lifetime", int)
+IdleTimeout = NewType("IdleTimeout", int)
 Milliseconds = NewType("Milliseconds", int)
 Cores = NewType("Cores", float)
 MemoryMegabytes = NewType("MemoryMegabytes", int)
@@ -70,7 +72,6 @@ OnTimeout = NewType("OnTimeout", str)
 WhenLeft = NewType("WhenLeft", str)
 NoHosts = NewType("NoHosts", list[str])
 Places = NewType("Places", tuple[str, ...])
-NotOffered = NewType("NotOffered", object)
 WaitTarget = NewType("WaitTarget", str)
 
 
@@ -214,10 +215,6 @@ def _fixed(_value: object) -> object:
     raise ValueError("is fixed when the session is made")
 
 
-def _not_offered(_value: object) -> object:
-    raise ValueError("is not available on this server")
-
-
 def _base64(value: object) -> bytes:
     try:
         return base64.b64decode(_string(value), validate=True)
@@ -272,7 +269,8 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     bool: _boolean,
     int: _integer(-(2**53), 2**53),
     Ttl: _integer(0, MAX_TTL_S),
-    Lifetime: _integer(1, 366 * 86_400),
+    Lifetime: _integer(1, MAX_LIFETIME_S),
+    IdleTimeout: _integer(1, MAX_LIFETIME_S),
     Milliseconds: _integer(0, 2**53),
     Cores: _cores,
     MemoryMegabytes: _integer(*LIMIT_BOUNDS["memory_mb"]),
@@ -313,7 +311,6 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     OnTimeout: _choice("error", "result"),
     WhenLeft: _choice("cancel", "detach"),
     NoHosts: _no_hosts,
-    NotOffered: _not_offered,
 }
 
 

@@ -27,6 +27,7 @@ from sandkasten.api.fields import (
     ExecId,
     ExecMode,
     Fixed,
+    IdleTimeout,
     Labels,
     Lifetime,
     MemoryInodes,
@@ -34,7 +35,6 @@ from sandkasten.api.fields import (
     Milliseconds,
     NetworkMode,
     NoHosts,
-    NotOffered,
     OnTimeout,
     OpenFiles,
     Path,
@@ -60,6 +60,7 @@ from sandkasten.errors import InvalidImage, InvalidRequest, TooLarge
 from sandkasten.filerules import FileRules
 from sandkasten.model import (
     DEFAULT_SHELL,
+    FOREVER_S,
     IMAGE_NAME,
     ExecSpec,
     Limits,
@@ -74,8 +75,9 @@ T = TypeVar("T")
 
 _MAXIMUM_MS = Milliseconds(0)
 
-_ABSENT = NotOffered(None)
-"""The default of a field that is refused even as null, because null would ask for something, too."""
+_NO_IDLE_TIMEOUT = IdleTimeout(0)
+_NO_LIFETIME = Lifetime(0)
+"""The defaults of fields that take null, too: null means no end, and absent that nothing was said."""
 
 _SAME = Fixed(None)
 
@@ -136,7 +138,8 @@ class CreateRequest:
     labels: Labels | None = None
     env: Environment | None = attrs.field(default=None, repr=False)
     limits: LimitsRequest | None = None
-    max_lifetime_seconds: Lifetime | None = None
+    idle_timeout_seconds: IdleTimeout | None = _NO_IDLE_TIMEOUT
+    max_lifetime_seconds: Lifetime | None = _NO_LIFETIME
     readonly_rootfs: bool | None = None
     shell: Shell | None = None
     network: NetworkRequest | None = None
@@ -145,25 +148,25 @@ class CreateRequest:
     root_inside: bool | None = None
     filesystem: FilesystemRequest | None = None
     seccomp: SeccompName | None = None
-    idle_timeout_seconds: NotOffered = _ABSENT
 
     def to_spec(self, *, default_limits: Limits, key_header: str | None) -> SessionSpec:
         """Return the model's wish.
 
         Raises:
             InvalidImage: the image's name is malformed.
-            InvalidRequest: the body's idempotency key and the header's differ, or the header's is malformed.
+            InvalidRequest: the body's idempotency key and the header's differ, or the header's is malformed, or two
+                idle timeouts differ.
         """
         if self.image is not None and not IMAGE_NAME.match(self.image):
             raise InvalidImage("the image name is malformed", image=self.image[:100])
         return SessionSpec(
             image=self.image,
-            ttl_s=float(self.ttl_seconds) if self.ttl_seconds else None,
+            ttl_s=_one_timeout(self.ttl_seconds, self.idle_timeout_seconds),
             workspace_id=self.workspace_id,
             labels=self.labels or {},
             env=self.env or {},
             limits=None if self.limits is None else self.limits.over(default_limits),
-            max_lifetime_s=None if self.max_lifetime_seconds is None else float(self.max_lifetime_seconds),
+            max_lifetime_s=_span(self.max_lifetime_seconds),
             readonly_rootfs=self.readonly_rootfs,
             shell=self.shell,
             exec_mode=self.exec_mode,
@@ -181,12 +184,15 @@ class PatchRequest:
     labels: Labels | None = None
     limits: LimitsChange | None = None
     env: EnvironmentPatch | None = attrs.field(default=None, repr=False)
-    idle_timeout_seconds: NotOffered = _ABSENT
+    idle_timeout_seconds: IdleTimeout | None = _NO_IDLE_TIMEOUT
+    max_lifetime_seconds: Lifetime | None = _NO_LIFETIME
 
     def to_patch(self, *, current: Limits) -> SessionPatch:
-        """Return the model's change; `current` fills what a partial `limits` leaves open."""
+        """Return the model's change; `current` fills what a partial `limits` leaves open. Raises `InvalidRequest` if
+        two idle timeouts differ."""
         return SessionPatch(
-            ttl_s=float(self.ttl_seconds) if self.ttl_seconds else None,
+            ttl_s=_one_timeout(self.ttl_seconds, self.idle_timeout_seconds),
+            max_lifetime_s=_span(self.max_lifetime_seconds),
             labels=self.labels,
             limits=None if self.limits is None else self.limits.over(current),
             env=self.env,
@@ -355,6 +361,21 @@ def _describe(error: BaseException, _type: type | None) -> str:
     if isinstance(error, KeyError):
         return "is required"
     return str(error) if isinstance(error, ValueError) else "has the wrong type"
+
+
+def _one_timeout(ttl_seconds: int | None, idle_timeout_seconds: int | None) -> float | None:
+    """Return the idle timeout, of which the older name says with null as with 0 that the default is wanted."""
+    asked, span_s = float(ttl_seconds) if ttl_seconds else None, _span(idle_timeout_seconds)
+    if asked is not None and span_s is not None and asked != span_s:
+        raise bad_fields(idle_timeout_seconds="is the same as ttl_seconds, and differs from it")
+    return span_s if asked is None else asked
+
+
+def _span(seconds: int | None) -> float | None:
+    """Return a time as the model has it: null is without end, 0 stands for an absent field."""
+    if seconds is None:
+        return FOREVER_S
+    return float(seconds) if seconds else None
 
 
 def _one_key(in_body: str | None, in_header: str | None) -> str | None:

@@ -23,11 +23,11 @@ from sandkasten.model import (
     SessionSpec,
 )
 from sandkasten.runtime.fixed_limits import check_maximum, fill_fixed
+from sandkasten.runtime.spans import check_spans
 
 _CPU_PERIOD_US = 100_000
 _MIN_CPU_QUOTA_US = 1_000
 _MIB = 1024 * 1024
-MAX_TTL_S = 86_400.0
 
 
 @attrs.frozen
@@ -60,9 +60,7 @@ def resolve(spec: SessionSpec, config: Config) -> Resolved:
             raise InvalidRequest("workspaces are switched off", workspace_id="not available")
         if not WORKSPACE_ID.match(spec.workspace_id):
             raise InvalidRequest("malformed workspace id", workspace_id="2 to 64 of a-z 0-9 . _ - (ends a-z 0-9)")
-    ttl_s = spec.ttl_s or float(config.session_ttl_seconds)
-    if not 0 < ttl_s <= MAX_TTL_S:
-        raise InvalidRequest("ttl out of range", ttl_seconds=f"1 to {MAX_TTL_S:.0f}")
+    check_spans(config.maximum, ttl_s=spec.ttl_s or None, max_lifetime_s=spec.max_lifetime_s)
     exec_mode = spec.exec_mode or config.defaults.exec_mode
     if exec_mode not in EXEC_MODES:
         raise InvalidRequest("no such mode", exec_mode=f"must be one of {', '.join(EXEC_MODES)}")
@@ -73,8 +71,8 @@ def resolve(spec: SessionSpec, config: Config) -> Resolved:
     check_maximum(limits, config.maximum)
     return Resolved(
         image=image,
-        ttl_s=ttl_s,
-        max_lifetime_s=FOREVER_S if spec.max_lifetime_s is None else spec.max_lifetime_s,
+        ttl_s=spec.ttl_s or float(config.session_ttl_seconds),
+        max_lifetime_s=spec.max_lifetime_s or float(config.maximum.max_lifetime_seconds or FOREVER_S),
         limits=limits,
         readonly_rootfs=config.defaults.readonly_rootfs if spec.readonly_rootfs is None else spec.readonly_rootfs,
         shell=spec.shell or config.defaults.shell_prefer,

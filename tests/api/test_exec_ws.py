@@ -28,9 +28,25 @@ from tests.api.ws_client import (
     started,
 )
 from tests.fakes.supervisor import Script
+from tests.waiting import until
 
 KIB = 1024
 PIECE = 64 * KIB
+
+
+async def test_a_connected_client_keeps_its_session() -> None:
+    """Between its commands, too: the supervisor is told that somebody is there, until they leave."""
+    async with running_front() as running:
+
+        async def is_attended() -> bool:
+            return running.supervisor.attendants.total() == 1
+
+        async def is_left() -> bool:
+            return running.supervisor.attendants.total() == 0
+
+        async with exec_talk(running):
+            await until(is_attended)
+        await until(is_left)
 
 
 # One run ----------------------------------------------------------------------------------------------------------

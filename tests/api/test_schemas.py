@@ -16,7 +16,7 @@ from sandkasten.api.settings import ApiSettings
 from sandkasten.config import Defaults
 from sandkasten.errors import InvalidImage, InvalidRequest, TooLarge
 from sandkasten.filerules import FileRules
-from sandkasten.model import LIMIT_BOUNDS, ExecSpec, Limits, SessionPatch, SessionSpec, TerminalSize
+from sandkasten.model import FOREVER_S, LIMIT_BOUNDS, ExecSpec, Limits, SessionPatch, SessionSpec, TerminalSize
 
 CLASSES: tuple[type[Any], ...] = (
     CreateRequest,
@@ -126,7 +126,11 @@ def test_a_full_create_reaches_the_spec() -> None:
         ({"limits": {"disk_mb": 0}}, "limits.disk_mb"),
         ({"network": {"mode": "none", "allow": ["example.org"]}}, "network.allow"),
         ({"network": {"allow": "example.org"}}, "network.allow"),
-        ({"idle_timeout_seconds": None}, "idle_timeout_seconds"),
+        ({"idle_timeout_seconds": 0}, "idle_timeout_seconds"),
+        ({"idle_timeout_seconds": 366 * 86_400 + 1}, "idle_timeout_seconds"),
+        ({"idle_timeout_seconds": False}, "idle_timeout_seconds"),
+        ({"max_lifetime_seconds": 366 * 86_400 + 1}, "max_lifetime_seconds"),
+        ({"max_lifetime_seconds": "60"}, "max_lifetime_seconds"),
         ({"max_lifetime_seconds": 0}, "max_lifetime_seconds"),
         ({"readonly_rootfs": "yes"}, "readonly_rootfs"),
         ({"user": "a b"}, "user"),
@@ -146,7 +150,6 @@ def test_a_full_create_reaches_the_spec() -> None:
         ({"network": {"mode": "bridge"}}, "network.mode"),
         ({"network": {"mode": "x"}}, "network.mode"),
         ({"exec_mode": "stateles"}, "exec_mode"),
-        ({"idle_timeout_seconds": 5}, "idle_timeout_seconds"),
     ],
 )
 def test_a_bad_create_field_is_named(body: dict[str, object], field: str) -> None:
@@ -358,7 +361,43 @@ def test_a_patch_changes_only_what_it_names() -> None:
     for bad in ("x", {"A": 1}, {"A=": "x"}, {"A": "x\0"}, {"A": "x" * 200_000}):
         assert list(refused(PatchRequest, {"env": bad})) == ["env"]
     assert list(refused(PatchRequest, {"limits": {"pids": 7}})) == ["limits.pids"]
-    assert list(refused(PatchRequest, {"idle_timeout_seconds": None})) == ["idle_timeout_seconds"]
+
+
+@pytest.mark.parametrize("idle_timeout_seconds", [5, None])
+def test_two_different_idle_timeouts_are_refused(idle_timeout_seconds: int | None) -> None:
+    """One of them would else be ignored."""
+    body = json.dumps({"ttl_seconds": 6, "idle_timeout_seconds": idle_timeout_seconds}).encode()
+    with pytest.raises(InvalidRequest) as refused_create:
+        parse(body, CreateRequest).to_spec(default_limits=Limits(), key_header=None)
+    with pytest.raises(InvalidRequest) as refused_patch:
+        parse(body, PatchRequest).to_patch(current=Limits())
+    assert list(refused_create.value.details) == list(refused_patch.value.details) == ["idle_timeout_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("body", "ttl_s", "max_lifetime_s"),
+    [
+        ({}, None, None),
+        ({"ttl_seconds": None}, None, None),
+        ({"ttl_seconds": 0}, None, None),
+        ({"idle_timeout_seconds": None}, FOREVER_S, None),
+        ({"idle_timeout_seconds": None, "ttl_seconds": 0}, FOREVER_S, None),
+        ({"idle_timeout_seconds": 60}, 60.0, None),
+        ({"idle_timeout_seconds": 60, "ttl_seconds": 60}, 60.0, None),
+        ({"idle_timeout_seconds": 60, "ttl_seconds": None}, 60.0, None),
+        ({"idle_timeout_seconds": 90_000}, 90_000.0, None),
+        ({"max_lifetime_seconds": None}, None, FOREVER_S),
+        ({"max_lifetime_seconds": 60}, None, 60.0),
+    ],
+)
+def test_null_is_no_end_and_absent_is_the_default(
+    body: dict[str, object], ttl_s: float | None, max_lifetime_s: float | None
+) -> None:
+    """The same for a create and a change; `ttl_seconds` keeps the meaning that its null and 0 always had."""
+    spec = create(body)
+    assert (spec.ttl_s, spec.max_lifetime_s) == (ttl_s, max_lifetime_s)
+    patch = parse(json.dumps(body).encode(), PatchRequest).to_patch(current=Limits())
+    assert (patch.ttl_s, patch.max_lifetime_s) == (ttl_s, max_lifetime_s)
 
 
 @pytest.mark.parametrize("name", LIMIT_BOUNDS)

@@ -17,6 +17,7 @@ from sandkasten.config import Config
 from sandkasten.lifecycle import ENDED, LIVE, ended_error
 from sandkasten.machine import Amounts, Machine, NodeCapacity, NodeInfo, System
 from sandkasten.model import (
+    FOREVER_S,
     STATEFUL,
     EndReason,
     Event,
@@ -94,6 +95,7 @@ class FakeSessions:
         self.sessions: dict[str, Session] = {}
         self.environments: dict[str, dict[str, str]] = {}
         self.specs: list[SessionSpec] = []
+        self.attendants: Counter[str] = Counter()
         self.patches: list[SessionPatch] = []
         self.journal: list[Event] = []
         self.events_forgotten = 0
@@ -119,9 +121,10 @@ class FakeSessions:
             status=Status.RUNNING,
             cwd="/workspace",
             created_at=now,
-            expires_at=now + timedelta(seconds=ttl_s),
+            expires_at=None if ttl_s == FOREVER_S else now + timedelta(seconds=ttl_s),
             last_activity=now,
             ttl_s=ttl_s,
+            max_lifetime_s=spec.max_lifetime_s or FOREVER_S,
             limits=spec.limits or Limits(),
             workspace_id=spec.workspace_id,
             labels=dict(spec.labels),
@@ -187,6 +190,16 @@ class FakeSessions:
         while (session := await self.get(session_id)).status in LIVE:
             await self.event_emitted.wait()
         return session
+
+    @asynccontextmanager
+    async def attend(self, session_id: str) -> AsyncIterator[None]:
+        await self._live(session_id)
+        self.attendants[session_id] += 1
+        self.event_emitted.set()
+        try:
+            yield
+        finally:
+            self.attendants[session_id] -= 1
 
     async def stats(self, session_id: str) -> SessionStats:
         await self._live(session_id)

@@ -1,0 +1,166 @@
+"""What the database knows of a lease, on a virtual clock: never far from the truth, and never written too often."""
+
+from __future__ import annotations
+
+import itertools
+from datetime import UTC, datetime, timedelta
+
+import attrs
+import trio
+import trio.testing
+
+from sandkasten.actors.actor import Actor, Ref
+from sandkasten.actors.directory import SessionDirectory
+from sandkasten.actors.lease import Lease
+from sandkasten.actors.live_record import LiveRecord
+from sandkasten.actors.store import Put
+from sandkasten.model import FOREVER_S, EndReason
+from sandkasten.store.sessions import SessionRecord
+from tests.strategies import make_record
+
+ID = "a" * 24
+
+
+class _Notes(Actor):
+    """In the place of the store: remembers what it was to write, and when."""
+
+    def __init__(self) -> None:
+        super().__init__(Ref("store"))
+        self.written: list[tuple[float, SessionRecord]] = []
+
+    async def handle(self, message: Put) -> None:
+        self.written.append((trio.current_time(), message.record))
+
+
+class _Session:
+    """A live record with its lease, and whatever goes on in the session."""
+
+    def __init__(self, record: SessionRecord, notes: _Notes) -> None:
+        self.lease = Lease()
+        self.own = LiveRecord(record, self.lease, store=notes.ref, directory=SessionDirectory())
+
+    def begin(self) -> None:
+        self.lease.active += 1
+        self.own.renew()
+        self.own.put_lease()
+
+    def end(self) -> None:
+        self.lease.active -= 1
+        self.own.renew()
+        self.own.put_lease()
+
+
+async def _notes(nursery: trio.Nursery) -> _Notes:
+    notes = _Notes()
+    await nursery.start(notes.run)
+    return notes
+
+
+async def test_a_long_command_is_written_now_and_then(
+    nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Every ten seconds: the record says that the session is busy and ends no sooner than it would; then no more."""
+    notes = await _notes(nursery)
+    session = _Session(make_record(ID, ttl_s=60.0), notes)
+    await session.own.put()
+    session.begin()
+    nursery.start_soon(session.own.put_while_busy)
+    await trio.sleep(35)
+    session.end()
+    await trio.sleep(100)
+    moments = [round(moment - notes.written[0][0]) for moment, _ in notes.written]
+    assert moments == [0, 10, 20, 30, 35]
+    assert [record.is_busy for _, record in notes.written] == [False, True, True, True, False]
+    assert all(
+        record.session.expires_at - record.session.last_activity >= timedelta(seconds=59)
+        for _, record in notes.written[1:]
+        if record.session.expires_at
+    )
+
+
+async def test_short_leases_are_written_more_often(
+    nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
+) -> None:
+    """What is recorded is never near its end while the session is in use."""
+    notes = await _notes(nursery)
+    session = _Session(make_record(ID, ttl_s=4.0), notes)
+    await session.own.put()
+    session.begin()
+    nursery.start_soon(session.own.put_while_busy)
+    await trio.sleep(10)
+    moments = [moment for moment, _ in notes.written]
+    assert all(later - earlier <= 1.001 for earlier, later in itertools.pairwise(moments))
+    session.end()
+
+
+async def test_many_commands_cost_few_writes(nursery: trio.Nursery, autojump_clock: trio.testing.MockClock) -> None:
+    """Ten a second for half a minute."""
+    notes = await _notes(nursery)
+    session = _Session(make_record(ID, ttl_s=1800.0), notes)
+    await session.own.put()
+    for _ in range(300):
+        session.begin()
+        await trio.sleep(0.05)
+        session.end()
+        await trio.sleep(0.05)
+    assert len(notes.written) <= 8
+
+
+async def test_a_busy_session_shows_an_end_that_is_to_come(
+    nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
+) -> None:
+    """A command that runs longer than the time to live never makes its session look expired; the hard end is shown."""
+    notes = await _notes(nursery)
+    now = datetime.now(UTC)
+    session = _Session(make_record(ID, ttl_s=10.0, max_lifetime_s=100.0, created_at=now), notes)
+    session.begin()
+    await trio.sleep(50)
+    view = session.own.session
+    assert view.expires_at is not None
+    assert timedelta(seconds=9) < view.expires_at - datetime.now(UTC) <= timedelta(seconds=10)
+    await trio.sleep(45)
+    view = session.own.session
+    assert view.expires_at is not None
+    assert timedelta(seconds=4) < view.expires_at - datetime.now(UTC) <= timedelta(seconds=5)
+    assert (session.lease.has_ended, session.lease.reason) == (False, EndReason.MAX_LIFETIME)
+
+
+def _adopted(record: SessionRecord, notes: _Notes, *, idle_s: float, is_busy: bool = False) -> _Session:
+    """Return the session of a record whose last use was so long ago."""
+    then = datetime.now(UTC) - timedelta(seconds=idle_s)
+    recorded = attrs.evolve(record.session, last_activity=then, expires_at=then + timedelta(seconds=60))
+    session = _Session(attrs.evolve(record, session=recorded, is_busy=is_busy), notes)
+    session.own.restore_lease()
+    return session
+
+
+async def test_a_restart_neither_renews_nor_shortens_a_lease(nursery: trio.Nursery) -> None:
+    """What is left is what was left; a clock that was set back makes it no longer than it may be."""
+    notes = await _notes(nursery)
+    record = make_record(ID, ttl_s=60.0)
+    for idle_s, left_s in ((20, 40), (59, 1), (100, -40), (-3600, 60)):
+        lease = _adopted(record, notes, idle_s=idle_s).lease
+        assert abs(lease.end - trio.current_time() - left_s) < 0.5
+        assert lease.reason is EndReason.IDLE
+
+
+async def test_a_session_that_was_busy_is_not_found_expired(nursery: trio.Nursery) -> None:
+    """Its command ran, as far as anybody knows, until its daemon left; its age counts all the same."""
+    notes = await _notes(nursery)
+    busy = _adopted(make_record(ID, ttl_s=60.0), notes, idle_s=3600, is_busy=True)
+    assert abs(busy.lease.end - trio.current_time() - 60) < 0.5
+    old = datetime.now(UTC) - timedelta(seconds=3600)
+    aged = make_record(ID, ttl_s=60.0, max_lifetime_s=3500.0, created_at=old)
+    over = _adopted(aged, notes, idle_s=3600, is_busy=True)
+    assert (over.lease.has_ended, over.lease.reason) == (True, EndReason.MAX_LIFETIME)
+
+
+async def test_a_lease_without_end_survives_a_restart(nursery: trio.Nursery) -> None:
+    """And shows none."""
+    notes = await _notes(nursery)
+    record = make_record(ID, ttl_s=FOREVER_S)
+    session = _Session(attrs.evolve(record, session=attrs.evolve(record.session, expires_at=None)), notes)
+    session.own.restore_lease()
+    assert session.lease.end == FOREVER_S
+    session.own.renew()
+    assert session.own.session.expires_at is None
