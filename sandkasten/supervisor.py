@@ -15,6 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from sandkasten.machine import NodeCapacity, NodeInfo, System
+from sandkasten.measures import Family
 from sandkasten.model import (
     Event,
     ExecEnd,
@@ -402,4 +403,8 @@ class Supervisor(Protocol):
 
     async def undrain(self) -> NodeInfo:
         """Take new sessions again."""
+        ...
+
+    async def metrics(self) -> Sequence[Family]:
+        """Return what was counted since the start, and what can be seen now. Waits for no part of the tree."""
         ...

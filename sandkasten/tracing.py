@@ -20,6 +20,7 @@ _FORBIDDEN_VERSION = "ff"
 _KNOWN_FLAGS = 0b11
 """Sampled, and that the trace id is random; others are not passed on (§3.2.2.5)."""
 _MAX_CHARS = 512
+_TRACE_BYTES, _SPAN_BYTES = 16, 8
 
 
 @attrs.frozen
@@ -40,9 +41,10 @@ class Trace:
 def begin(traceparent: str | None) -> Trace:
     """Return our place in the trace that a `traceparent` names, or in a new one when it is absent or malformed."""
     found = None if traceparent is None or len(traceparent) > _MAX_CHARS else _FIELDS.match(traceparent)
-    span_id = secrets.token_hex(8)
+    fresh = secrets.token_hex(_TRACE_BYTES + _SPAN_BYTES)
+    trace_id, span_id = fresh[: 2 * _TRACE_BYTES], fresh[2 * _TRACE_BYTES :]
     if found is None or not _is_valid(found):
-        return Trace(secrets.token_hex(16), span_id)
+        return Trace(trace_id, span_id)
     return Trace(found["trace"], span_id, int(found["flags"], 16) & _KNOWN_FLAGS, found["parent"])
 
 

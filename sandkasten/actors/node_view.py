@@ -30,7 +30,7 @@ def describe_system(config: Config, machine: Machine, ready: protocol.Ready) -> 
     """Return the installation as it is in force. Blocking: the first call reads the package's version."""
     features = {**ready.features, "disk": ready.disk, "disk_refused": ready.disk_refused}
     return System(
-        version=_version(),
+        version=package_version(),
         python=platform.python_version(),
         kernel=platform.release(),
         architecture=platform.machine(),
@@ -44,7 +44,8 @@ def describe_system(config: Config, machine: Machine, ready: protocol.Ready) -> 
 
 
 @functools.cache
-def _version() -> str:
+def package_version() -> str:
+    """Return what is installed. Blocking the first time."""
     return version("sandkasten-runtime")
 
 

@@ -90,6 +90,8 @@ class Run:
         self.size = spec.terminal
         self.state = ExecState.QUEUED
         self.created_at = datetime.now(UTC)
+        self.asked_at = trio.current_time()
+        self.first_output_at: float | None = None
         self.began_at: float | None = None
         """When the shell took it, `trio.current_time()` seconds."""
         self.pid: int | None = None
@@ -329,6 +331,8 @@ class Run:
         """Take a piece of output: to the log, which holds us up while a reader lags, and to who else wants it."""
         assert self.log is not None
         began = trio.current_time()
+        if self.first_output_at is None:
+            self.first_output_at = began
         piece = await self.log.append(stream, data)
         if self.collector is not None:
             self.collector.add(piece)

@@ -36,6 +36,7 @@ from sandkasten.errors import (
 )
 from sandkasten.model import Cause, EventType, ExecEnd, ExecInfo, ExecKind, TerminalSize
 from sandkasten.runtime.cgroup_stats import CgroupStats
+from sandkasten.runtime.metrics import Metrics
 from sandkasten.runtime.runner_link import RunnerLink
 from sandkasten.runtime.spool import RunLogs
 
@@ -115,7 +116,9 @@ class Host(Protocol):
 class Runs:
     """See the module's docstring."""
 
-    def __init__(self, host: Host, *, zygote: Ref, stats: CgroupStats, logs: RunLogs, queue_length: int) -> None:
+    def __init__(
+        self, host: Host, *, zygote: Ref, stats: CgroupStats, logs: RunLogs, queue_length: int, metrics: Metrics
+    ) -> None:
         self._host = host
         self._stats = stats
         self._logs = logs
@@ -126,6 +129,8 @@ class Runs:
         self.groups = Groups(zygote, host.session_id)
         self.shells = Shells(host, self.groups)
         logs.on_gone = self._forget
+        self._metrics = metrics
+        metrics.queues.add(self)
 
     # Admission --------------------------------------------------------------------------------------------------
 
@@ -182,6 +187,16 @@ class Runs:
         """It goes on."""
         for run in self._active.values():
             run.start_clock()
+
+    @property
+    def running(self) -> int:
+        """How many run now."""
+        return sum(run.began_at is not None for run in self._active.values())
+
+    @property
+    def queued(self) -> int:
+        """How many wait for their turn."""
+        return len(self._active) - self.running
 
     # Looking up -------------------------------------------------------------------------------------------------
 
@@ -269,8 +284,19 @@ class Runs:
             self._logs.discard(run.exec_id)
             return
         self._logs.retire(run.exec_id)
+        self._measure(run, run.end)
         event, facts = run_events.ending(run, run.end)
         self._host.emit(event, **facts)
+
+    def _measure(self, run: Run, end: ExecEnd) -> None:
+        began, now = run.began_at, trio.current_time()
+        self._metrics.note_run(
+            run.kind.value,
+            end.cause.value,
+            waited_s=None if began is None else began - run.asked_at,
+            ran_s=None if began is None else now - began,
+            first_output_s=None if began is None or run.first_output_at is None else run.first_output_at - began,
+        )
 
     # Reaching a run ---------------------------------------------------------------------------------------------
 

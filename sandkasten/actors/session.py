@@ -111,6 +111,7 @@ class SessionActor(Actor):
             stats=self._stats,
             logs=services.spool.session(record.session.id),
             queue_length=services.shell_queue_length,
+            metrics=services.metrics,
         )
         self._pausing = Pausing(self, self._own, zygote=services.zygote, lease=self._lease, work=self._work)
 
@@ -300,6 +301,7 @@ class SessionActor(Actor):
         A refused record does not stop the teardown: what must end ends, and is written when that is possible again.
         """
         self.stop()
+        began = trio.current_time()
         session_id = self.session.id
         self._own.note(ending=event)
         end_reason = end_reason or END_REASONS[event]
@@ -317,6 +319,7 @@ class SessionActor(Actor):
         status = next_status(self.session.status, Event.TORN_DOWN, cause=event)
         self._own.change(status=status, reason=reason, end_reason=end_reason)
         await self._own.put_or_keep()
+        self._services.metrics.teardowns.observe(trio.current_time() - began)
         self.emit(ENDINGS[status], reason=reason, end_reason=end_reason)
         facts = {"session_id": session_id, "status": status, "reason": reason, "end_reason": end_reason}
         log.info("session_ended", extra=facts)

@@ -15,6 +15,7 @@ from sandkasten.config import Disk, Maximum
 from sandkasten.errors import InvalidRequest, SandboxError, SandkastenError
 from sandkasten.runtime.budget import Budget
 from sandkasten.runtime.journal import Journal
+from sandkasten.runtime.metrics import Metrics
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.plan import Resolved
 from sandkasten.runtime.spool import Spool
@@ -39,6 +40,7 @@ class Services:
     disk: Disk
     budget: Budget
     expiries: trio.CapacityLimiter
+    metrics: Metrics
 
 
 @attrs.frozen

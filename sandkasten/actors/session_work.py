@@ -34,6 +34,7 @@ from sandkasten.actors.session_messages import (
 from sandkasten.actors.terminals import Terminals
 from sandkasten.errors import Capacity
 from sandkasten.runtime.cgroup_stats import CgroupStats
+from sandkasten.runtime.metrics import Metrics
 from sandkasten.runtime.runner_link import RunnerLink
 from sandkasten.runtime.spool import RunLogs
 
@@ -55,12 +56,14 @@ class WorkHost(Host, Protocol):
 class SessionWork:
     """See the module's docstring."""
 
-    def __init__(self, host: WorkHost, *, zygote: Ref, stats: CgroupStats, logs: RunLogs, queue_length: int) -> None:
+    def __init__(
+        self, host: WorkHost, *, zygote: Ref, stats: CgroupStats, logs: RunLogs, queue_length: int, metrics: Metrics
+    ) -> None:
         self._host = host
         self._logs = logs
         self._loans = self._attendants = 0
         self._returned = trio.Event()
-        self.runs = Runs(host, zygote=zygote, stats=stats, logs=logs, queue_length=queue_length)
+        self.runs = Runs(host, zygote=zygote, stats=stats, logs=logs, queue_length=queue_length, metrics=metrics)
         self.ports = Ports(host)
         self._terminals = Terminals(host, self.runs)
 

@@ -37,6 +37,7 @@ from sandkasten.reconcile import Decision
 from sandkasten.runtime import capacity
 from sandkasten.runtime.budget import Budget, Machine
 from sandkasten.runtime.journal import Journal
+from sandkasten.runtime.metrics import Metrics
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.spool import Spool
 from sandkasten.store.sessions import SessionRecord
@@ -122,13 +123,14 @@ class Sessions(Actor):
         inventory: Inventory,
         journal: Journal,
         spool: Spool,
+        metrics: Metrics,
         vessels: int,
     ) -> None:
         super().__init__(ref)
         self._config, self._node = config, node
         self._store, self._zygote, self._images = store, zygote, images
         self._directory = directory
-        self._journal, self._spool = journal, spool
+        self._journal, self._spool, self._metrics = journal, spool, metrics
         self._reconciling = Reconciling(
             self, store=store, zygote=zygote, directory=directory, journal=journal, inventory=inventory
         )
@@ -187,6 +189,7 @@ class Sessions(Actor):
             spool=self._spool,
             disk=self._config.disk,
             expiries=trio.CapacityLimiter(_CONCURRENT_EXPIRIES),
+            metrics=self._metrics,
         )
 
     async def handle(self, message: Message) -> Any:

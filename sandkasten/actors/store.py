@@ -20,6 +20,7 @@ import trio
 from sandkasten.actors.actor import DEFERRED, Actor, Ask, Ref, Reply
 from sandkasten.errors import SandkastenError, StoreFailed
 from sandkasten.model import Event, Status
+from sandkasten.runtime.metrics import Metrics
 from sandkasten.store import events as events_sql
 from sandkasten.store import sessions as sql
 from sandkasten.store.database import open_database
@@ -125,9 +126,10 @@ class _Job:
 class Store(Actor):
     """See the module's docstring."""
 
-    def __init__(self, ref: Ref, path: Path) -> None:
+    def __init__(self, ref: Ref, path: Path, *, metrics: Metrics | None = None) -> None:
         super().__init__(ref)
         self._path = path
+        self._metrics = metrics or Metrics()
         self._limiter = trio.CapacityLimiter(1)
         self._jobs: list[_Job] = []
         self._wake = trio.Event()
@@ -156,12 +158,15 @@ class Store(Actor):
 
     async def _flush(self) -> None:
         batch, self._jobs = self._jobs[:_BATCH_JOBS], self._jobs[_BATCH_JOBS:]
+        began = trio.current_time()
         try:
             outcomes = await trio.to_thread.run_sync(_transact, self._database, batch, limiter=self._limiter)
         except BaseException:
             for job in batch:
                 job.reply.fail(self.gone())
             raise
+        failed = sum(isinstance(outcome, SandkastenError) for outcome in outcomes)
+        self._metrics.note_commit(trio.current_time() - began, done=len(batch) - failed, failed=failed)
         for job, outcome in zip(batch, outcomes, strict=True):
             if isinstance(outcome, SandkastenError):
                 job.reply.fail(outcome)

@@ -8,6 +8,7 @@
     ├── images     the image store
     ├── sessions   id → Ref; one temporary session actor per sandbox
     ├── reaper     sweeps what no live session owns
+    ├── pulse      measures how late the event loop is
     └── …          what the caller adds (the HTTP front)
 
 Network leases and the warm pool join between `images` and `reaper`. What can be asked of a session's work is in
@@ -18,9 +19,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 
 import attrs
 import trio
@@ -32,6 +34,7 @@ from sandkasten.actors.creating import Node
 from sandkasten.actors.directory import Entry, SessionDirectory
 from sandkasten.actors.files import LocalFileReader, LocalFileWriter, open_reader, open_writer
 from sandkasten.actors.inventory import Inventory
+from sandkasten.actors.measuring import Observed, measure
 from sandkasten.actors.node_view import NodeFacts, describe_capacity, describe_system
 from sandkasten.actors.session_messages import Borrow, Destroy, PauseSession, ResumeSession, Stats, Update
 from sandkasten.actors.supervisor import ChildSpec
@@ -41,6 +44,7 @@ from sandkasten.errors import Capacity, SandkastenError, SessionExpired, Session
 from sandkasten.images.catalog import Catalog
 from sandkasten.lifecycle import ENDED, LIVE, ended_error
 from sandkasten.machine import Machine, NodeCapacity, NodeInfo, System
+from sandkasten.measures import Family
 from sandkasten.model import (
     SESSION_ID,
     PauseSpec,
@@ -53,6 +57,7 @@ from sandkasten.model import (
 )
 from sandkasten.runtime.journal import Journal
 from sandkasten.runtime.keyring import KeyRing
+from sandkasten.runtime.metrics import Metrics, watch_loop
 from sandkasten.runtime.nsinit_process import StartNsinit, start_as_child
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.runner_link import RunnerLink
@@ -61,6 +66,8 @@ from sandkasten.runtime.spool import Spool
 log = logging.getLogger(__name__)
 
 _MATCHERS = 2
+_OBSERVERS = 2
+_METRICS_S = 1.0
 _SPOOL_STOP_S = 5.0
 _READY_S = 5.0
 _MIN_FREE_RATIO = 0.02
@@ -87,6 +94,7 @@ class LocalSupervisor(WorkOfSessions):
         self.ring = KeyRing()
         """The API keys in force besides the configured one. Whoever serves on keys fills it (`keys.KeyWatch`)."""
         self._store, self._zygote, self._images = Ref("store"), Ref("zygote"), Ref("images")
+        self._writer = Ref("events")
         self._journal = Journal()
         self.inventory = Inventory(
             config.data_dir,
@@ -96,7 +104,11 @@ class LocalSupervisor(WorkOfSessions):
             directory=self._directory,
             journal=self._journal,
         )
+        self._metrics = Metrics()
+        self._journal.on_event = self._metrics.note_event
+        self._cgroup_dirs: Mapping[str, str] = {}
         self._matchers = trio.CapacityLimiter(_MATCHERS)
+        self._observers = trio.CapacityLimiter(_OBSERVERS)
         self._spool = Spool(
             DataPaths(config.data_dir).spool,
             memory_bytes=config.runs.spool_memory_mb * MIB,
@@ -114,10 +126,11 @@ class LocalSupervisor(WorkOfSessions):
         """Return the tree's children in start order."""
 
         async def start_store(*, task_status: trio.TaskStatus[Ref]) -> None:
-            await store.Store(self._store, self._config.db_path).run(task_status=task_status)
+            actor = store.Store(self._store, self._config.db_path, metrics=self._metrics)
+            await actor.run(task_status=task_status)
 
         async def start_events(*, task_status: trio.TaskStatus[Ref]) -> None:
-            actor = events.Events(Ref("events"), self._journal, store=self._store, kept=self._config.events.keep)
+            actor = events.Events(self._writer, self._journal, store=self._store, kept=self._config.events.keep)
             await actor.run(task_status=task_status)
 
         async def start_spool(*, task_status: trio.TaskStatus[None]) -> None:
@@ -159,6 +172,7 @@ class LocalSupervisor(WorkOfSessions):
                 inventory=self.inventory,
                 journal=self._journal,
                 spool=self._spool,
+                metrics=self._metrics,
                 vessels=self._vessels,
             )
             await actor.run(task_status=task_status)
@@ -182,6 +196,7 @@ class LocalSupervisor(WorkOfSessions):
             ChildSpec("images", start_images),
             ChildSpec("sessions", start_sessions),
             ChildSpec("reaper", start_reaper),
+            ChildSpec("pulse", partial(watch_loop, self._metrics)),
         )
 
     def close(self) -> None:
@@ -198,7 +213,20 @@ class LocalSupervisor(WorkOfSessions):
     # Sessions ---------------------------------------------------------------------------------------------------
 
     async def create(self, spec: SessionSpec) -> Session:
-        return await self._sessions.ask(sessions.Create(spec))
+        began = trio.current_time()
+        outcome, timings_ms = "bug", dict[str, float]()
+        try:
+            session = await self._sessions.ask(sessions.Create(spec))
+            outcome, timings_ms = "ok", dict(session.timings_ms)
+        except SandkastenError as error:
+            outcome = error.code
+            raise
+        except trio.Cancelled:
+            outcome = "left"
+            raise
+        finally:
+            self._metrics.note_create(outcome, trio.current_time() - began, timings_ms)
+        return session
 
     async def get(self, session_id: str) -> Session:
         entry = self._directory.get(session_id)
@@ -326,6 +354,23 @@ class LocalSupervisor(WorkOfSessions):
     async def undrain(self) -> NodeInfo:
         await self._sessions.ask_again(sessions.Drain(drained=False))
         return await self.node()
+
+    async def metrics(self) -> Sequence[Family]:
+        if not self._cgroup_dirs:
+            with trio.move_on_after(_METRICS_S), suppress(SandkastenError):
+                self._cgroup_dirs = (await self._zygote.ask(zygote.Node())).cgroup_dirs
+        seen = Observed(
+            metrics=self._metrics,
+            directory=self._directory,
+            journal=self._journal,
+            spool=self._spool,
+            parts=(self._store, self._writer, self._zygote, self._images, self._sessions, self._reaper),
+            zygote=self._zygote,
+            data_dir=self._config.data_dir,
+            cgroup_dirs=self._cgroup_dirs,
+            node_id=self._node.id,
+        )
+        return await measure(seen, limiter=self._observers)
 
     async def sweep(self) -> int:
         """Have the reaper sweep now; return what it tore down or finished."""

@@ -20,7 +20,8 @@ from sandkasten.api.errors import MAX_HEADERS, error_answer, head_too_large
 from sandkasten.api.exchange import JSON, Exchange, one_header
 from sandkasten.api.guard import App, Message, Receive, Scope, Send
 from sandkasten.api.jsonapp import EXCHANGE_KEY, make_json_app
-from sandkasten.api.routes import PUBLIC_PATHS, RAW_PATHS, RAW_ROUTES, RawRoute, split_session
+from sandkasten.api.measured import NOWHERE, FrontMetrics
+from sandkasten.api.routes import PUBLIC_PATHS, RAW_PATHS, RAW_ROUTES, SESSIONS, RawRoute, split_session
 from sandkasten.api.routing import Target, parse_target
 from sandkasten.api.settings import ApiSettings
 from sandkasten.api.stream import ClientGone
@@ -51,6 +52,7 @@ class _Front:
         self._ring = ring
         self._gate = Gate(settings.api_key, ring)
         self._doorman = Doorman(self._gate)
+        self._metrics = FrontMetrics()
         self._json_app = cast(App, make_json_app())  # typed for hypercorn's own message types
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,16 +68,28 @@ class _Front:
             raise RuntimeError(f"unknown ASGI scope {scope['type']!r}")
         target = read_target(scope)
         use = self._ring.use()
-        exchange = Exchange(scope, receive, send, supervisor=self._supervisor, settings=self._settings, use=use)
+        exchange = Exchange(
+            scope,
+            receive,
+            send,
+            supervisor=self._supervisor,
+            settings=self._settings,
+            use=use,
+            metrics=self._metrics,
+        )
+        self._metrics.begin_request()
         try:
             with use.running():
                 await self._serve(exchange, target)
         except Exception as error:  # noqa: BLE001  # the edge: whatever it is, the client gets one kind of answer
             await _answer_error(exchange, unwrap(error))
-        elapsed_ms = (time.perf_counter() - started) * 1000
+        finally:
+            self._metrics.end_request()
+        elapsed_s = time.perf_counter() - started
+        self._metrics.note_request(exchange.method, exchange.route, exchange.status, elapsed_s)
         level = logging.DEBUG if is_public(target) else logging.INFO
         facts = {"method": exchange.method, "path": scope["path"], "status": exchange.status, **_span(trace)}
-        log.log(level, "request", extra=facts | {"duration_ms": round(elapsed_ms, 1)})
+        log.log(level, "request", extra=facts | {"duration_ms": round(elapsed_s * 1000, 1)})
 
     async def _serve(self, exchange: Exchange, target: Target | None) -> None:
         scope = exchange.scope
@@ -95,13 +109,15 @@ class _Front:
                 raise errors.SessionNotFound("no such session")
             exchange.session_id = session_id
             logcontext.session_id.set(session_id)
-            if (found := RAW_ROUTES.find(rest)) is not None:
-                methods, exchange.params = found
+            if (found := RAW_ROUTES.locate(rest)) is not None:
+                pattern, methods, exchange.params = found
+                exchange.route = f"{SESSIONS}/{{id}}/{pattern}"
                 await _serve_raw(exchange, methods)
                 return
         if target.path is None:
             raise errors.RouteNotFound("no such URL")
         if target.path in RAW_PATHS:
+            exchange.route = target.path
             await _serve_raw(exchange, RAW_PATHS[target.path])
             return
         limit_bytes = MAX_PUBLIC_BODY_BYTES if is_public(target) else self._settings.max_request_bytes
@@ -121,6 +137,7 @@ class _Front:
                 await self._talk(exchange, target)
         except Exception as error:  # noqa: BLE001  # the edge: whatever it is, the client gets one kind of answer
             status = await _end_websocket(exchange, send, unwrap(error))
+        self._metrics.note_websocket(exchange.route, status, exchange.code)
         facts = {"path": scope["path"], "status": status, "close_code": exchange.code}
         facts |= _span(logcontext.origin.get().trace)
         log.info("websocket", extra=facts | {"duration_ms": round((time.perf_counter() - started) * 1000, 1)})
@@ -131,16 +148,19 @@ class _Front:
         route = None
         if target is not None and (beneath := split_session(target.segments)) is not None:
             session_id, rest = beneath
-            found = SESSION_WEBSOCKETS.find(rest)
-            route = found[0] if found is not None else None
+            found = SESSION_WEBSOCKETS.locate(rest)
+            if found is not None:
+                route, exchange.route = found[1], f"{SESSIONS}/{{id}}/{found[0]}"
             exchange.session_id = session_id
             logcontext.session_id.set(session_id if SESSION_ID.match(session_id) else "")
         elif target is not None and target.path is not None:
             route = WEBSOCKETS.get(target.path)
+            exchange.route = None if route is None else target.path
         exchange.needs_live_session = route is None or route.needs_live_session
         await exchange.check(None if route is None else route.needs)
         if route is not None:
-            await route.handler(exchange)
+            with self._metrics.websocket(exchange.route or NOWHERE):
+                await route.handler(exchange)
 
 
 def choose_request_id(scope: Scope) -> str:

@@ -16,6 +16,7 @@ import trio
 from sandkasten.api.errors import Answer, Headers
 from sandkasten.api.guard import App, Message, Receive, Scope, Send, has_body
 from sandkasten.api.jsonsize import check_value_count
+from sandkasten.api.measured import FrontMetrics
 from sandkasten.api.settings import ApiSettings
 from sandkasten.api.stream import ClientGone
 from sandkasten.errors import InvalidRequest, SandkastenError, TooLarge
@@ -31,16 +32,27 @@ MAX_QUERY_FIELDS = 32
 
 class Exchange:
     """What a handler works with. `key` is the caller's, and without one nobody's. `session_id` and `params`, the path's
-    open segments, are set for routes beneath a session, `status` once it was sent."""
+    open segments, are set for routes beneath a session, `route`, the pattern that matched, once it is known, and
+    `status` once it was sent."""
 
     def __init__(
-        self, scope: Scope, receive: Receive, send: Send, *, supervisor: Supervisor, settings: ApiSettings, use: KeyUse
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        *,
+        supervisor: Supervisor,
+        settings: ApiSettings,
+        use: KeyUse,
+        metrics: FrontMetrics,
     ) -> None:
         self.scope = scope
         self.supervisor = supervisor
         self.settings = settings
+        self.metrics = metrics
         self.key = NOBODY
         self.use = use
+        self.route: str | None = None
         self.session_id = ""
         self.params: Mapping[str, str] = {}
         self.is_started = False

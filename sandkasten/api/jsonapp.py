@@ -41,8 +41,11 @@ def make_json_app() -> QuartTrio:
 
 
 def _view(route: JsonRoute) -> Callable[..., Awaitable[Response]]:
+    template = route.template
+
     async def view(**_path_arguments: str) -> Response:
         exchange = cast("dict[str, Exchange]", request.scope)[EXCHANGE_KEY]
+        exchange.route = template
         await admit(exchange.key, route.needs, exchange.supervisor, session_id=exchange.session_id)
         answer = await route.handler(exchange)
         exchange.use.leave()  # Quart sends the end of an answer when the client may already have all of it

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import attrs
 
-from sandkasten.api import events, execs, files, health, processes, sessions, shells, system
+from sandkasten.api import events, execs, files, health, metrics, processes, sessions, shells, system
 from sandkasten.api import exec as commands
 from sandkasten.api.access import ACT, FIND, LOOK, MAKE, OPEN, RULE_NODE, SEE_NODE, Needs
 from sandkasten.api.errors import Answer
@@ -33,6 +33,11 @@ class JsonRoute:
     rule: str
     handler: JsonHandler
     needs: Needs
+
+    @property
+    def template(self) -> str:
+        """The rule as documents and metrics have it."""
+        return self.rule.replace("<session_id>", "{id}").replace("<", "{").replace(">", "}")
 
 
 @attrs.frozen
@@ -102,7 +107,10 @@ RAW_ROUTES: RouteTable[Mapping[str, RawRoute]] = RouteTable(
 )
 """What follows `/v1/sessions/{id}/`, and the handler per method."""
 
-RAW_PATHS: Mapping[str, Mapping[str, RawRoute]] = {"/v1/events": _get(events.stream, FIND)}
+RAW_PATHS: Mapping[str, Mapping[str, RawRoute]] = {
+    "/metrics": _get(metrics.metrics, SEE_NODE),
+    "/v1/events": _get(events.stream, FIND),
+}
 """Whole paths, and the handler per method."""
 
 

@@ -68,12 +68,18 @@ class RouteTable(Generic[T]):
 
     def find(self, segments: Sequence[str]) -> tuple[T, dict[str, str]] | None:
         """Return what answers there and the open segments by name, or None."""
+        located = self.locate(segments)
+        return None if located is None else located[1:]
+
+    def locate(self, segments: Sequence[str]) -> tuple[str, T, dict[str, str]] | None:
+        """As `find`, and first of all the pattern itself."""
         for pattern, target in self._by_length.get(len(segments), ()):
             if all(
                 wanted == given or (_is_open(wanted) and given) for wanted, given in zip(pattern, segments, strict=True)
             ):
                 names = zip(pattern, segments, strict=True)
-                return target, {wanted[1:-1]: given for wanted, given in names if _is_open(wanted)}
+                opened = {wanted[1:-1]: given for wanted, given in names if _is_open(wanted)}
+                return "/".join(pattern), target, opened
         return None
 
 

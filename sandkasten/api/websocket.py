@@ -71,6 +71,7 @@ class WebSocketExchange:
         self.settings = settings
         self.session_id = ""
         self.key = NOBODY
+        self.route: str | None = None
         self.needs_live_session = True
         self._use = use
         self._needs = OPEN

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 
 import attrs
@@ -74,6 +74,8 @@ class Journal:
         """Events in the database."""
         self.unknown_fields: set[tuple[EventType, str]] = set()
         """What callers tried to tell that is in no list."""
+        self.on_event: Callable[[EventType, Mapping[str, object]], None] | None = None
+        """Told of each event, at once; must not block or fail."""
         self.is_closed = False
         self.to_write = trio.Event()
         """Set when something is not written yet."""
@@ -112,6 +114,8 @@ class Journal:
             self._written = number - self._size
             self._raise_floor(self._cursor(self._written))
         moment = datetime.fromtimestamp(time.time_ns() // 1_000_000 / 1000, UTC)
+        if self.on_event is not None:
+            self.on_event(type, data)
         self._ring[number % self._size] = Event(self._cursor(number), moment, type, session_id, bounded_data(data))
         self._last = number
         self.to_write.set()
@@ -186,6 +190,11 @@ class Journal:
                 listener.woken.set()
 
     # Writing
+
+    @property
+    def unwritten_count(self) -> int:
+        """How many events the database does not have yet."""
+        return self._last - self._written
 
     def unwritten(self, *, limit: int) -> Unwritten | None:
         """Return what is to be written next, or None."""

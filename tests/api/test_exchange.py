@@ -7,6 +7,7 @@ import trio
 
 from sandkasten.api.exchange import Exchange
 from sandkasten.api.guard import Message
+from sandkasten.api.measured import FrontMetrics
 from sandkasten.api.stream import ClientGone
 from sandkasten.errors import DiskFull
 from sandkasten.runtime.keyring import KeyRing
@@ -28,7 +29,15 @@ def make_exchange(*messages: Message) -> Exchange:
         await trio.lowlevel.checkpoint()
 
     scope = {"type": "http", "method": "POST", "headers": [], "query_string": b""}
-    return Exchange(scope, receive, send, supervisor=FakeSupervisor(), settings=make_settings(), use=KeyRing().use())
+    return Exchange(
+        scope,
+        receive,
+        send,
+        supervisor=FakeSupervisor(),
+        settings=make_settings(),
+        use=KeyRing().use(),
+        metrics=FrontMetrics(),
+    )
 
 
 async def test_work_that_ends_gives_its_value() -> None:

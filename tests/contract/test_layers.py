@@ -27,7 +27,7 @@ LAYERS = (
     Layer("supervisor", "configfile", "lifecycle", independent=False),
     Layer("config"),
     Layer("model", "machine", "errors", "log", "keys"),
-    Layer("filerules", "lifetime", "stats"),
+    Layer("filerules", "lifetime", "measures", "stats"),
     Layer("logcontext"),
     Layer("tracing"),
 )

@@ -16,6 +16,7 @@ from sandkasten.actors.node_view import defaults_in_force, limits_in_force
 from sandkasten.config import Config
 from sandkasten.lifecycle import ENDED, LIVE, ended_error
 from sandkasten.machine import Amounts, Machine, NodeCapacity, NodeInfo, System
+from sandkasten.measures import Family
 from sandkasten.model import (
     FOREVER_S,
     STATEFUL,
@@ -99,6 +100,7 @@ class FakeSessions:
         self.patches: list[SessionPatch] = []
         self.journal: list[Event] = []
         self.events_forgotten = 0
+        self.families: list[Family] = []
         self.event_emitted = trio.Event()
         self.readiness_checks = {"store": "ok", "zygote": "ok", "disk": "ok"}
         self.create_failure: Exception | None = None
@@ -244,6 +246,10 @@ class FakeSessions:
     async def system(self) -> System:
         await trio.lowlevel.checkpoint()
         return self.system_answer
+
+    async def metrics(self) -> Sequence[Family]:
+        await trio.lowlevel.checkpoint()
+        return self.families
 
     async def node(self) -> NodeInfo:
         await trio.lowlevel.checkpoint()

@@ -1,0 +1,108 @@
+"""Assembles what `Supervisor.metrics()` answers: what the tree counted, and what can be seen of it at that moment.
+
+Owns no state and asks nobody who could make it wait: mailboxes, queues and the spool are looked at from outside, since
+metrics are wanted most when somebody does not answer. What it reads of the machine comes from
+`runtime/node_readings.py`, in a worker thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import attrs
+import trio
+
+from sandkasten.actors.actor import Ref
+from sandkasten.actors.directory import SessionDirectory
+from sandkasten.actors.node_view import package_version
+from sandkasten.lifecycle import LIVE
+from sandkasten.measures import Family, Sample, gauge, single
+from sandkasten.runtime.journal import Journal
+from sandkasten.runtime.metrics import Metrics
+from sandkasten.runtime.node_readings import read_node
+from sandkasten.runtime.spool import Spool
+
+
+@attrs.frozen
+class Observed:
+    """What is looked at. `parts` are the actors there is one of; `cgroup_dirs` is empty as long as it is unknown."""
+
+    metrics: Metrics
+    directory: SessionDirectory
+    journal: Journal
+    spool: Spool
+    parts: Sequence[Ref]
+    zygote: Ref
+    data_dir: Path
+    cgroup_dirs: Mapping[str, str]
+    node_id: str
+
+
+async def measure(seen: Observed, *, limiter: trio.CapacityLimiter) -> Sequence[Family]:
+    """Return all numbers there are."""
+    slow = await trio.to_thread.run_sync(_read, seen, limiter=limiter)
+    return [*seen.metrics.read(), *_of_tree(seen), *_of_storage(seen), *slow]
+
+
+def _read(seen: Observed) -> list[Family]:
+    info = Sample((seen.node_id, package_version()), 1.0)
+    return [
+        Family("sandkasten_build_info", "gauge", "What this is; always 1.", ("node", "version"), [info]),
+        *read_node(seen.data_dir, seen.cgroup_dirs),
+    ]
+
+
+def _of_tree(seen: Observed) -> list[Family]:
+    entries = list(seen.directory)
+    statuses = Counter(entry.session.status for entry in entries)
+    queues = list(seen.metrics.queues)
+    running = sum(each.running for each in queues)
+    waiting = [entry.ref.waiting for entry in entries]
+    restarts = max(seen.zygote.incarnation - 1, 0)
+    return [
+        gauge(
+            "sandkasten_sessions",
+            "Sessions as they are now.",
+            {status.value: float(statuses[status]) for status in sorted(LIVE)},
+            "status",
+        ),
+        gauge(
+            "sandkasten_runs",
+            "Runs as they are now; queued: they wait for their shell.",
+            {"running": running, "queued": sum(each.queued for each in queues)},
+            "state",
+        ),
+        gauge(
+            "sandkasten_mailbox_messages",
+            "Messages that wait for an actor; session: of all of them together.",
+            {**{ref.name: float(ref.waiting) for ref in seen.parts}, "session": sum(waiting)},
+            "actor",
+        ),
+        single("sandkasten_session_mailbox_messages_max", "Messages in the fullest one.", max(waiting, default=0)),
+        gauge(
+            "sandkasten_part_up",
+            "Whether an actor runs.",
+            {ref.name: float(ref.is_alive) for ref in seen.parts},
+            "actor",
+        ),
+        single("sandkasten_nsinit_restarts", "How often nsinit was started again.", restarts, kind="counter"),
+    ]
+
+
+def _of_storage(seen: Observed) -> list[Family]:
+    spool, journal = seen.spool, seen.journal
+    return [
+        gauge(
+            "sandkasten_spool_bytes",
+            "Output of runs that is kept.",
+            {"memory": spool.memory_bytes_used, "disk": spool.disk_bytes_used},
+            "place",
+        ),
+        single("sandkasten_spool_lost_bytes", "Output that the disk did not take.", spool.lost_bytes, kind="counter"),
+        single("sandkasten_journal_rows", "Events in the database.", journal.rows),
+        single("sandkasten_journal_unwritten", "Events that are not in the database yet.", journal.unwritten_count),
+        single("sandkasten_event_readers", "Readers of events.", journal.readers),
+        single("sandkasten_unwritten_records", "Sessions whose end was refused.", len(seen.directory.unwritten)),
+    ]

@@ -1,0 +1,86 @@
+"""What the front counts: requests by route, method and status class, how long they took, and WebSockets.
+
+A route is the pattern of the URL table, never a path, so that clients can't add series; what leads nowhere is one
+route. Owns the instruments; `metrics.py` writes them out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import trio
+
+from sandkasten import log
+from sandkasten.measures import Counter, Family, Histogram, gauge, single
+
+NOWHERE = "none"
+"""In place of a route, for paths and methods that there are not."""
+
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_OTHER_METHOD = "other"
+_CONCURRENT = 2
+
+
+class FrontMetrics:
+    """Counts of one front."""
+
+    def __init__(self) -> None:
+        self._requests = Histogram(
+            "sandkasten_http_request_seconds",
+            "From a request's head to the end of its answer, streams included.",
+            *("method", "route", "status"),
+        )
+        self._websockets_ended = Counter("sandkasten_websockets_ended", "WebSockets by how they ended.", "route", "end")
+        self.rendering = trio.CapacityLimiter(_CONCURRENT)
+        """Who makes a page of it, in worker threads."""
+        self._requests_now = 0
+        self._websockets_now: Tally[str] = Tally()
+
+    def begin_request(self) -> None:
+        """A request is being served, until `end_request`."""
+        self._requests_now += 1
+
+    def end_request(self) -> None:
+        self._requests_now -= 1
+
+    def note_request(self, method: str, route: str | None, status: int, took_s: float) -> None:
+        """A request was answered; with status 0 the client left before."""
+        status_class = f"{status // 100}xx" if status else "left"
+        known = method if method in _METHODS else _OTHER_METHOD
+        self._requests.observe(took_s, known, route or NOWHERE, status_class)
+
+    @contextmanager
+    def websocket(self, route: str) -> Iterator[None]:
+        """A WebSocket is open, or about to be."""
+        self._websockets_now[route] += 1
+        try:
+            yield
+        finally:
+            self._websockets_now[route] -= 1
+
+    def note_websocket(self, route: str | None, status: int, code: int) -> None:
+        """A WebSocket ended with a close code, or was refused with a status."""
+        self._websockets_ended.add(route or NOWHERE, _code_class(status, code))
+
+    def read(self) -> Sequence[Family]:
+        """Return all that was counted."""
+        return [
+            self._requests.read(),
+            self._websockets_ended.read(),
+            single("sandkasten_http_requests", "Requests that are being served.", self._requests_now),
+            gauge("sandkasten_websockets", "WebSockets that are open.", self._websockets_now, "route"),
+            single("sandkasten_log_lines_dropped", "Log lines nobody read.", log.dropped_lines(), kind="counter"),
+        ]
+
+
+def _code_class(status: int, code: int) -> str:
+    """Return a closed set's member: peers choose close codes freely (RFC 6455 §7.4.2)."""
+    if status != 101:
+        return f"http_{status // 100}xx"
+    if code in (1000, 1001, 1005):
+        return "normal"
+    if 4000 <= code < 5000:
+        return f"{code // 100 % 10}xx"
+    return "error" if code in (1002, 1003, 1007, 1008, 1009, 1011) else "lost"
