@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+from sandkasten.diagnosis import Diagnosis
 from sandkasten.machine import NodeCapacity, NodeInfo, System
 from sandkasten.measures import Family
 from sandkasten.model import (
@@ -403,6 +404,11 @@ class Supervisor(Protocol):
 
     async def undrain(self) -> NodeInfo:
         """Take new sessions again."""
+        ...
+
+    async def diagnose(self, session_id: str) -> Diagnosis:
+        """Return what is known of a session, living, hung or ended, and say of each part that can't be had why. Neither
+        wakes it nor counts as activity. Raises `SessionNotFound`."""
         ...
 
     async def metrics(self) -> Sequence[Family]:

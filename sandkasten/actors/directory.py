@@ -5,8 +5,10 @@ The `sessions` actor adds and removes entries; an entry shows the session as its
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 import attrs
 import trio
@@ -15,14 +17,22 @@ from sandkasten.actors.actor import Ref
 from sandkasten.model import Session, SessionOptions
 from sandkasten.store.sessions import SessionRecord
 
+if TYPE_CHECKING:
+    from sandkasten.actors.inspection import Inspection
+
+MAX_SEEN = 256
+"""Ended sessions of which it is remembered what was to be seen of them."""
+
 
 @attrs.frozen
 class Entry:
-    """One live session. `view` returns its state now; `ended` is set when it is live no more."""
+    """One live session. `view` returns its state now, `inspect` what its actor can be seen doing; `ended` is set
+    when it is live no more."""
 
     ref: Ref
     view: Callable[[], Session]
     options: SessionOptions
+    inspect: Callable[[], Inspection | None]
     ended: trio.Event = attrs.field(factory=trio.Event)
 
     @property
@@ -35,6 +45,7 @@ class SessionDirectory:
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
+        self._seen: OrderedDict[str, Inspection] = OrderedDict()
         self.reserved: set[str] = set()
         """Ids that something works on without an entry: blank vessels, ends that are being finished."""
         self.unwritten: dict[str, SessionRecord] = {}
@@ -61,12 +72,27 @@ class SessionDirectory:
     def get(self, session_id: str) -> Entry | None:
         return self._entries.get(session_id)
 
-    def add(self, session_id: str, ref: Ref, view: Callable[[], Session]) -> None:
-        self._entries[session_id] = Entry(ref, view, view().options)
+    def add(
+        self,
+        session_id: str,
+        ref: Ref,
+        view: Callable[[], Session],
+        inspect: Callable[[], Inspection | None] = lambda: None,
+    ) -> None:
+        """`inspect` returns what its actor can be seen doing."""
+        self._entries[session_id] = Entry(ref, view, view().options, inspect)
 
     def remove(self, session_id: str) -> None:
         if (entry := self._entries.pop(session_id, None)) is not None:
             entry.ended.set()
+            if (inside := entry.inspect()) is not None:
+                self._seen[session_id] = inside
+            while len(self._seen) > MAX_SEEN:
+                self._seen.popitem(last=False)
+
+    def seen(self, session_id: str) -> Inspection | None:
+        """Return what was to be seen of a session at its end, of the latest ones that ended."""
+        return self._seen.get(session_id)
 
     def clear(self) -> None:
         for session_id in list(self._entries):

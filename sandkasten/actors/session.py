@@ -9,7 +9,7 @@ adoption), only `Destroy`, an expiry or a death tears it down.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Container
+from collections.abc import Awaitable, Callable, Container, Mapping
 from datetime import UTC, datetime
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -20,6 +20,7 @@ from runner import protocol as runner_protocol
 from sandkasten import logcontext
 from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Actor, Ref, Reply
+from sandkasten.actors.inspection import Inspection, inspect
 from sandkasten.actors.lease import Lease
 from sandkasten.actors.live_record import LiveRecord
 from sandkasten.actors.marks import Marks
@@ -103,6 +104,7 @@ class SessionActor(Actor):
         self._link: RunnerLink | None = None
         self._stats = CgroupStats(services.cgroup_dirs, record.session.id)
         self._is_lease_followed = False
+        self._create_ms: Mapping[str, float] = {}
         self._controls = trio.CapacityLimiter(_MAX_CONTROLS)
         self._watch = SandboxWatch(record.session.id, services.zygote, self._stats)
         self._work = SessionWork(
@@ -124,6 +126,10 @@ class SessionActor(Actor):
     def record(self) -> SessionRecord:
         """The session's durable record as it is now."""
         return self._own.record
+
+    def inspect(self) -> Inspection:
+        """Return what can be seen from outside, at any moment."""
+        return inspect(self.record, self._create_ms, self._lease, self._work, self._controls, self._link)
 
     # Life -------------------------------------------------------------------------------------------------------
 
@@ -241,6 +247,7 @@ class SessionActor(Actor):
         except BaseExceptionGroup as group:
             raise unwrap(group) from None
         marks.mark("runner")
+        self._create_ms = marks.phases
         self._own.change(timings_ms=marks.phases)
         self._own.renew()
         made = self.session

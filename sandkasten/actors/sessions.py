@@ -245,7 +245,7 @@ class Sessions(Actor):
     def _start_actor(self, record: SessionRecord, creation: Creation | None) -> SessionActor:
         ref = Ref(f"session {record.session.id}")
         actor = SessionActor(ref, record, creation, self._services)
-        self._directory.add(record.session.id, ref, lambda: actor.session)
+        self._directory.add(record.session.id, ref, lambda: actor.session, actor.inspect)
         self._directory.reserved.discard(record.session.id)
         self._budget.hold(record.session.id, record.session.limits)
         self._nursery.start_soon(self._keep, actor)

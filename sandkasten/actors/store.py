@@ -106,6 +106,14 @@ class ReadEvents(Ask[EventPage]):
 
 
 @attrs.frozen
+class LastEvents(Ask[Sequence[Event]]):
+    """Read the newest events of a session, newest first."""
+
+    session_id: str
+    limit: int
+
+
+@attrs.frozen
 class PurgeEvents(Ask[Purged]):
     """Forget the `oldest` events."""
 
@@ -113,7 +121,7 @@ class PurgeEvents(Ask[Purged]):
 
 
 SessionMessage = Put | Get | FindByKey | LiveSessions | ListSessions | ForgetEnded
-EventMessage = OpenJournal | AppendEvents | ReadEvents | PurgeEvents
+EventMessage = OpenJournal | AppendEvents | ReadEvents | LastEvents | PurgeEvents
 Message = SessionMessage | EventMessage | IsDrained | SetDrained | Ping
 
 
@@ -220,6 +228,8 @@ def _event_work_of(message: EventMessage) -> Callable[[sqlite3.Connection], obje
             return lambda database: events_sql.read_events(
                 database, after=after, upto=upto, session_id=session_id, limit=limit
             )
+        case LastEvents(session_id, limit):
+            return lambda database: events_sql.last_events(database, session_id=session_id, limit=limit)
         case PurgeEvents(oldest):
             return lambda database: events_sql.purge_events(database, oldest=oldest)
         case _:

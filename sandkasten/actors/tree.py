@@ -31,6 +31,7 @@ from nsinit.protocol import SeccompProfile
 from sandkasten.actors import events, images, reaper, sessions, store, zygote
 from sandkasten.actors.actor import Ask, R, Ref
 from sandkasten.actors.creating import Node
+from sandkasten.actors.diagnosing import Diagnosing
 from sandkasten.actors.directory import Entry, SessionDirectory
 from sandkasten.actors.files import LocalFileReader, LocalFileWriter, open_reader, open_writer
 from sandkasten.actors.inventory import Inventory
@@ -40,6 +41,7 @@ from sandkasten.actors.session_messages import Borrow, Destroy, PauseSession, Re
 from sandkasten.actors.supervisor import ChildSpec
 from sandkasten.actors.tree_work import WorkOfSessions
 from sandkasten.config import MIB, Config
+from sandkasten.diagnosis import Diagnosis
 from sandkasten.errors import Capacity, SandkastenError, SessionExpired, SessionNotFound
 from sandkasten.images.catalog import Catalog
 from sandkasten.lifecycle import ENDED, LIVE, ended_error
@@ -105,6 +107,9 @@ class LocalSupervisor(WorkOfSessions):
             journal=self._journal,
         )
         self._metrics = Metrics()
+        self._diagnosing = Diagnosing(
+            store=self._store, zygote=self._zygote, directory=self._directory, journal=self._journal
+        )
         self._journal.on_event = self._metrics.note_event
         self._cgroup_dirs: Mapping[str, str] = {}
         self._matchers = trio.CapacityLimiter(_MATCHERS)
@@ -354,6 +359,11 @@ class LocalSupervisor(WorkOfSessions):
     async def undrain(self) -> NodeInfo:
         await self._sessions.ask_again(sessions.Drain(drained=False))
         return await self.node()
+
+    async def diagnose(self, session_id: str) -> Diagnosis:
+        if not SESSION_ID.match(session_id):
+            raise SessionNotFound("no such session", session_id=session_id[:64])
+        return await self._diagnosing.diagnose(session_id)
 
     async def metrics(self) -> Sequence[Family]:
         if not self._cgroup_dirs:

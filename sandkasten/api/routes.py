@@ -59,6 +59,7 @@ JSON_ROUTES = (
     JsonRoute("PATCH", f"{SESSIONS}/<session_id>", sessions.update, ACT),
     JsonRoute("DELETE", f"{SESSIONS}/<session_id>", sessions.destroy, ACT),
     JsonRoute("GET", f"{SESSIONS}/<session_id>/stats", sessions.stats, LOOK),
+    JsonRoute("GET", f"{SESSIONS}/<session_id>/diagnostics", sessions.diagnostics, LOOK),
     JsonRoute("POST", f"{SESSIONS}/<session_id>/pause", sessions.pause, ACT),
     JsonRoute("POST", f"{SESSIONS}/<session_id>/resume", sessions.resume, ACT),
 )

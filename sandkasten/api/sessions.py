@@ -13,7 +13,9 @@ from sandkasten.api import schemas
 from sandkasten.api.confined import owned_patch, owned_spec, within_reach
 from sandkasten.api.errors import Answer, json_answer
 from sandkasten.api.exchange import Exchange
+from sandkasten.api.jsontext import scrub
 from sandkasten.api.query import bad_query, query_integer
+from sandkasten.diagnosis import Part, Unavailable
 from sandkasten.model import FOREVER_S, Pause, Session, SessionPatch, Status
 
 MAX_LIST = 10_000
@@ -82,6 +84,32 @@ async def destroy(exchange: Exchange) -> Answer:
 async def stats(exchange: Exchange) -> Answer:
     """GET /v1/sessions/{id}/stats; a counter that the kernel does not offer is null."""
     return json_answer(attrs.asdict(await exchange.supervisor.stats(exchange.session_id)))
+
+
+async def diagnostics(exchange: Exchange) -> Answer:
+    """GET /v1/sessions/{id}/diagnostics; a part that can't be had says why, and so does one of an ended session."""
+    found = await exchange.supervisor.diagnose(exchange.session_id)
+    parts = {name: _part_view(part) for name, part in found.parts.items()}
+    return json_answer({"time": rfc3339(found.time), "session": session_view(found.session), **parts})
+
+
+def _part_view(part: Part) -> dict[str, Any]:  # JSON values
+    return {"unavailable": part.reason} if isinstance(part, Unavailable) else _plain(part)
+
+
+def _plain(value: Any) -> Any:  # JSON values, and times
+    """Return the same with times as text, and texts that any reader of JSON takes."""
+    match value:
+        case datetime():
+            return rfc3339(value)
+        case str():
+            return scrub(value)
+        case Mapping():
+            return {str(name): _plain(member) for name, member in value.items()}
+        case list() | tuple():
+            return [_plain(member) for member in value]
+        case _:
+            return value
 
 
 def session_view(session: Session) -> dict[str, Any]:  # JSON values

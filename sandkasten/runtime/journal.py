@@ -160,6 +160,17 @@ class Journal:
         wanted = [event for event in events if session_id is None or event.session_id == session_id]
         return wanted, events[-1].cursor if events else after
 
+    def recent(self, session_id: str, *, limit: int) -> list[Event]:
+        """Return the newest events of one session that memory has, newest first."""
+        found: list[Event] = []
+        for number in range(self._last, max(0, self._last - self._size), -1):
+            event = self._ring[number % self._size]
+            if event is not None and event.session_id == session_id:
+                found.append(event)
+                if len(found) == limit:
+                    break
+        return found
+
     @property
     def readers(self) -> int:
         """How many there are at the moment."""

@@ -243,6 +243,11 @@ class RunnerLink:
         self._busy: set[RunnerConnection] = set()
         self._closed = False
 
+    @property
+    def connections(self) -> dict[str, int]:
+        """How many there are that wait for a request, and that carry one."""
+        return {"connections_idle": len(self._idle), "connections_busy": len(self._busy)}
+
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[RunnerConnection]:
         """Lend a connection for one request. Raises `RunnerLost` when the sandbox accepts none."""

@@ -96,6 +96,15 @@ def read_events(
             return EventPage([each for each in events if each], _node_value(database, _FLOOR_KEY) or "")
 
 
+def last_events(database: sqlite3.Connection, *, session_id: str, limit: int) -> Sequence[Event]:
+    """Return the newest events of a session, newest first; a row that none was written to is passed over."""
+    rows = database.execute(
+        "SELECT * FROM events WHERE session_id = ? ORDER BY cursor DESC LIMIT ?", (session_id, limit)
+    ).fetchall()
+    events = [_event_or_none(database, row) for row in rows]
+    return [event for event in events if event is not None]
+
+
 def purge_events(database: sqlite3.Connection, *, oldest: int) -> Purged:
     """Delete the `oldest` rows, and raise the floor to the last of them."""
     row = database.execute("SELECT cursor FROM events ORDER BY cursor LIMIT 1 OFFSET ?", (oldest - 1,)).fetchone()

@@ -26,6 +26,7 @@ LAYERS = (
     Layer("runtime", "store", "images"),
     Layer("supervisor", "configfile", "lifecycle", independent=False),
     Layer("config"),
+    Layer("diagnosis"),
     Layer("model", "machine", "errors", "log", "keys"),
     Layer("filerules", "lifetime", "measures", "stats"),
     Layer("logcontext"),

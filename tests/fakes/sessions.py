@@ -14,6 +14,7 @@ import trio
 from sandkasten import errors
 from sandkasten.actors.node_view import defaults_in_force, limits_in_force
 from sandkasten.config import Config
+from sandkasten.diagnosis import Diagnosis, Part, Unavailable
 from sandkasten.lifecycle import ENDED, LIVE, ended_error
 from sandkasten.machine import Amounts, Machine, NodeCapacity, NodeInfo, System
 from sandkasten.measures import Family
@@ -246,6 +247,10 @@ class FakeSessions:
     async def system(self) -> System:
         await trio.lowlevel.checkpoint()
         return self.system_answer
+
+    async def diagnose(self, session_id: str) -> Diagnosis:
+        parts: dict[str, Part] = {"runner": Unavailable("there is none"), "lease": {"activities": 0}}
+        return Diagnosis(datetime.now(UTC), await self.get(session_id), parts)
 
     async def metrics(self) -> Sequence[Family]:
         await trio.lowlevel.checkpoint()

@@ -1,0 +1,34 @@
+"""The diagnosis of a session over HTTP: its parts as they are, and of those that can't be had why."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from sandkasten.api.sessions import _plain
+from sandkasten.model import SessionSpec
+from tests.api.harness import running_front
+
+
+async def test_each_part_is_told_or_says_why_not() -> None:
+    """Beside the session itself, as everywhere."""
+    async with running_front() as running, running.client() as client:
+        session = await running.supervisor.create(SessionSpec())
+        path = f"/v1/sessions/{session.id}"
+        answer = await client.get(f"{path}/diagnostics")
+        assert answer.status_code == 200
+        found: dict[str, Any] = answer.json()
+        assert found.pop("time").endswith("Z")
+        assert found == {
+            "session": (await client.get(path)).json(),
+            "runner": {"unavailable": "there is none"},
+            "lease": {"activities": 0},
+        }
+        assert (await client.get("/v1/sessions/0123456789abcdef01234567/diagnostics")).status_code == 404
+
+
+def test_whatever_a_part_holds_becomes_json() -> None:
+    """Times as text, tuples as arrays, surrogates replaced, however deep."""
+    moment = datetime(2026, 1, 5, 12, tzinfo=UTC)
+    given = {"a": (moment, {"b": [None, 1.5, "\ud800x"]})}
+    assert _plain(given) == {"a": ["2026-01-05T12:00:00.000Z", {"b": [None, 1.5, "\ufffdx"]}]}
