@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _NODE_ID = re.compile(r"[0-9a-f]{8}")
+_RUN_KEY_BYTES = 32
 _START_S = 30.0
 """Everything must be up within this time."""
 
@@ -225,6 +226,7 @@ def _prepare(config: Config) -> tuple[Catalog, Node]:
     try:
         with closing(open_database(config.db_path)) as database:
             stored_id = session_store.node_value(database, "node_id", secrets.token_hex(4))
+            run_key = _run_key(session_store.node_value(database, "run_key", secrets.token_hex(_RUN_KEY_BYTES)))
             incarnation = session_store.next_incarnation(database)
     except (sqlite3.Error, DatabaseTooNew) as error:
         raise ConfigError(f"the database {config.db_path} can't be used: {error}") from error
@@ -232,7 +234,16 @@ def _prepare(config: Config) -> tuple[Catalog, Node]:
     catalog = Catalog(config.data_dir, aliases=config.image_aliases, allowed=config.allowed_images)
     if os.geteuid() == 0:
         prepare_images(catalog)
-    return catalog, Node(node_id, incarnation, read_boot_id())
+    return catalog, Node(node_id, incarnation, read_boot_id(), run_key)
+
+
+def _run_key(stored: str) -> bytes:
+    """Return the key of run tickets; in place of a damaged one a new one, which makes those of before void."""
+    try:
+        key = bytes.fromhex(stored)
+    except ValueError:
+        key = b""
+    return key if len(key) == _RUN_KEY_BYTES else secrets.token_bytes(_RUN_KEY_BYTES)
 
 
 def prepare_images(catalog: Catalog) -> None:

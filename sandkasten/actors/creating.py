@@ -38,11 +38,13 @@ _DRAINED_RETRY_S = 30
 
 @attrs.frozen
 class Node:
-    """Who this daemon is: the id that is part of every session id, which start this is, and of which boot."""
+    """Who this daemon is: the id that is part of every session id, which start this is, and of which boot.
+    `run_key` seals what PID 1 is told of runs."""
 
     id: str
     incarnation: int
     boot_id: str
+    run_key: bytes = attrs.field(repr=False)
 
     def new_session_id(self) -> str:
         return secrets.token_hex(8) + self.id

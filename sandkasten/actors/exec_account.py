@@ -17,6 +17,7 @@ from sandkasten.runtime.cgroup_stats import CgroupStats, UsageReading
 _SIGKILL = 9
 _CAN_NOT_FORK = 254
 """What bash exits with when it has given up forking."""
+_READINGS = 6
 _OWN_CAUSES = (Cause.TIMED_OUT, Cause.CANCELLED)
 """Causes that we brought about: what the counters say besides does not matter."""
 
@@ -34,6 +35,20 @@ class Account:
     def open(cls, stats: CgroupStats, *, is_alone: bool) -> Account:
         """Take the readings; a few microseconds."""
         return cls(stats.read_usage(), stats.read_oom_kills(), stats.read_pids_refused(), is_alone)
+
+    @classmethod
+    def of_readings(cls, readings: tuple[int, ...]) -> Account | None:
+        """Return the account that `readings` were taken from, None if they are none."""
+        if len(readings) != _READINGS:
+            return None
+        cpu_usec, memory_bytes, peak_bytes, oom_kills, pids_refused, is_alone = readings
+        return cls(UsageReading(cpu_usec, memory_bytes, peak_bytes), oom_kills, pids_refused, bool(is_alone))
+
+    @property
+    def readings(self) -> tuple[int, ...]:
+        """The same as numbers, to be written down."""
+        usage = (self.usage.cpu_usec, self.usage.memory_bytes, self.usage.memory_peak_bytes)
+        return (*usage, self.oom_kills, self.pids_refused, int(self.is_alone))
 
     def close(self, run: Run, reply: ExecReply, stats: CgroupStats, *, is_alone: bool) -> ExecEnd:
         """Return the end of the run that the runner reported."""

@@ -51,6 +51,10 @@ class Groups:
             self._released[name] = None  # made or not, nobody will use it
             raise
 
+    def adopt(self, name: str) -> None:
+        """A group of an earlier daemon's, in which nothing more will be started."""
+        self._released[name] = None
+
     def release(self, group: zygote_actor.GroupHandle) -> None:
         """Nothing more will be started in it."""
         group.fd.close()

@@ -34,6 +34,8 @@ class Pausable(Protocol):
 
     async def greet(self, request: protocol.Setup | protocol.Hello) -> None: ...
 
+    async def resume_runs(self) -> None: ...
+
     async def ask_runner(self, request: object, answer: type[A], *, fd: int | None = None) -> A: ...
 
     def emit(self, event: EventType, **data: object) -> None: ...
@@ -98,6 +100,7 @@ class Pausing:
     async def adopt(self) -> None:
         """Take over a session that its last daemon paused, or was about to."""
         pause = self._own.session.pause
+        self._work.runs.stop_clocks()
         await self._set_frozen(frozen=True)
         self._is_greeted = False
         self._lease.pause(stop=pause is not None and pause.stop_lease)
@@ -123,6 +126,7 @@ class Pausing:
         """Hear from the PID 1 of an adopted session at last. Raises `RunnerLost` if it is not one to go on with."""
         try:
             await self._actor.greet(protocol.Hello())
+            await self._actor.resume_runs()
         except SandkastenError as error:
             raise RunnerLost(str(error)) from error
         self._is_greeted = True

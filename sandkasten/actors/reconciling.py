@@ -25,6 +25,7 @@ from sandkasten.lifecycle import END_REASONS, ENDED, LIVE, Event, next_status
 from sandkasten.model import EndReason, Session, Status
 from sandkasten.reconcile import SESSION, Action, Decision, Leftover
 from sandkasten.runtime.journal import Journal
+from sandkasten.runtime.run_archive import RunArchive
 from sandkasten.store.sessions import SessionRecord
 
 Ts = TypeVarTuple("Ts")
@@ -54,12 +55,14 @@ class Reconciling:
         directory: SessionDirectory,
         journal: Journal,
         inventory: Inventory,
+        archive: RunArchive,
     ) -> None:
         self._host = host
         self._store, self._zygote = store, zygote
         self._directory = directory
         self._journal = journal
         self._inventory = inventory
+        self._archive = archive
         self.ends = trio.CapacityLimiter(_CONCURRENT_ENDS)
 
     async def reconcile(self) -> None:
@@ -144,6 +147,7 @@ class Reconciling:
                     record, session=session, ending=event, ended_at=datetime.now(UTC), idempotency_key=key
                 )
                 await store_actor.put_or_keep(self._store, self._directory.unwritten, ended)
+                await trio.to_thread.run_sync(self._archive.session(session.id).discard)
                 why = {"reason": session.reason, "end_reason": session.end_reason}
                 self._journal.emit(ENDINGS[session.status], session.id, **why)
                 log.info("session_ended", extra={"session_id": session.id, "status": status, **why})

@@ -11,13 +11,12 @@ import hashlib
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import attrs
 import trio
 
-from runner import protocol
 from runner.protocol import CHUNK_BYTES, Kind
 from sandkasten import logcontext
 from sandkasten.actors.actor import Reply
@@ -37,6 +36,7 @@ from sandkasten.runtime.runner_link import RunnerConnection
 from sandkasten.runtime.spool import OutputLog
 
 if TYPE_CHECKING:
+    from sandkasten.actors.run_keeping import RunKeeping
     from sandkasten.actors.shells import Shell
 
 TRACEPARENT = "TRACEPARENT"
@@ -108,7 +108,15 @@ class Run:
         self.wait_room: Callable[[], Awaitable[None]] | None = None
         """Waited for after each piece of output."""
         self.scope = trio.CancelScope()
-        """Cancelling it closes the connection to the runner, which cancels the run in the sandbox."""
+        """Cancelling it closes the connection to the runner and ends the run here; PID 1 is told to forget it."""
+        self.readings: tuple[int, ...] = ()
+        """The session's counters when it began."""
+        self.keeping: RunKeeping | None = None
+        """Writes it down for the next daemon."""
+        self.facts_json: bytes | None = None
+        """What is written down of it, as of now; None if that has to be made anew."""
+        self.goes_on = False
+        """This daemon stops, the run does not."""
         self._connection: RunnerConnection | None = None
         self.connected = trio.Event()
         self._stdin_lock = trio.Lock()
@@ -132,6 +140,11 @@ class Run:
     @property
     def has_ended(self) -> bool:
         return self.state is ExecState.ENDED
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether it is to go on without a caller."""
+        return self._on_disconnect is OnDisconnect.DETACH
 
     @property
     def last_line(self) -> str:
@@ -200,7 +213,10 @@ class Run:
 
     def detach(self) -> None:
         """From now on it goes on without a caller."""
-        self._on_disconnect = OnDisconnect.DETACH
+        if not self.is_detached:
+            self._on_disconnect = OnDisconnect.DETACH
+            self.facts_json = None
+            self._note_change()
 
     # Input ------------------------------------------------------------------------------------------------------
 
@@ -262,14 +278,39 @@ class Run:
         if self.timeout_ms is not None:
             self._end_by = min(self._end_by, self.began_at + self.timeout_ms / 1000 + PATIENCE_S)
         self.started.set(None)
+        self._note_change()
         if self.on_begin is not None:
             self.on_begin(self)
+
+    def recover(
+        self, *, started_at: datetime | None, ended_at: datetime | None, pid: int | None, end: ExecEnd | None
+    ) -> None:
+        """Become what the run was to an earlier daemon."""
+        self._started_at, self._ended_at, self.pid, self.end = started_at, ended_at, pid, end
+        if end is not None:
+            self.state = ExecState.ENDED
+            self.connected.set()
+            self.started.set(None)
+            self.ended.set(end)
+        elif started_at is not None:
+            self.go_on((datetime.now(UTC) - started_at).total_seconds(), pid)
+
+    def go_on(self, age_s: float, pid: int | None) -> None:
+        """It runs, and has for so long."""
+        self.state = ExecState.RUNNING
+        self.began_at = self.asked_at = trio.current_time() - max(0.0, age_s)
+        self._started_at = self._started_at or datetime.now(UTC) - timedelta(seconds=max(0.0, age_s))
+        self.pid = pid or None
+        if self.timeout_ms is not None:  # PID 1 knows how much of it is left
+            self._end_by = trio.current_time() + self.timeout_ms / 1000 + PATIENCE_S
+        self.started.set(None)
 
     def finish(self, end: ExecEnd) -> None:
         """No more output comes; it ended like this."""
         if not self.has_ended:
             self._close()
             self.end = end
+            self._note_change()
             self.ended.set(end)
             self.started.set(None)
 
@@ -289,6 +330,10 @@ class Run:
             self.spec = attrs.evolve(self.spec, command=None, argv=None, env={}, stdin=None)
         if self.log is not None:
             self.log.close()
+
+    def _note_change(self) -> None:
+        if self.keeping is not None:
+            self.keeping.changed(self)
 
     def _is_bulky(self) -> bool:
         spec = self.spec
@@ -340,46 +385,9 @@ class Run:
             self.on_output(piece)
         if self.wait_room is not None:
             await self.wait_room()
+        if self.keeping is not None and self.keeping.put(self, piece):
+            await self.keeping.wait_written(self)
         self._waited_for_reader_s += trio.current_time() - began
-
-
-def request_of(run: Run, *, group: protocol.Group | None) -> protocol.Exec | protocol.RunProgram:
-    """Return what the runner is asked for this run."""
-    spec = run.spec
-    size = None if spec.terminal is None else protocol.TerminalSize(spec.terminal.cols, spec.terminal.rows)
-    has_stdin = size is None and (spec.stdin is not None or spec.stdin_open)
-    if not spec.is_program:
-        return protocol.Exec(
-            exec_id=run.exec_id,
-            command=spec.command or "",
-            timeout_ms=run.timeout_ms,
-            cwd=spec.cwd,
-            env=_environment(run),
-            stdin=has_stdin,
-            shell=spec.shell,
-            terminal=size,
-            interactive=run.interactive,
-        )
-    return protocol.RunProgram(
-        exec_id=run.exec_id,
-        argv=spec.argv or (),
-        command=None if spec.argv else spec.command or "",
-        timeout_ms=run.timeout_ms,
-        cwd=spec.cwd,
-        env=_environment(run),
-        stdin=has_stdin,
-        terminal=size,
-        interactive=run.interactive,
-        user=spec.user,
-        group=group,
-    )
-
-
-def _environment(run: Run) -> dict[str, str]:
-    """Return the variables of a run; its trace is no part of what was asked for, and of no repetition of it."""
-    if run.trace is None or not run.pass_trace:
-        return dict(run.spec.env)
-    return {TRACEPARENT: run.trace.header, **run.spec.env}
 
 
 def _digest(spec: ExecSpec, kind: ExecKind, *, keep_alive: bool) -> bytes:

@@ -12,7 +12,8 @@ import trio
 from runner import protocol
 from runner.protocol import CHUNK_BYTES, Kind
 from sandkasten.actors import zygote as zygote_actor
-from sandkasten.actors.run import PATIENCE_S, Run, request_of
+from sandkasten.actors.run import PATIENCE_S, Run
+from sandkasten.actors.run_request import request_of
 from sandkasten.actors.unwrap import unwrap
 from sandkasten.errors import (
     Capacity,
@@ -48,7 +49,8 @@ async def drive(run: Run, link: RunnerLink, group: zygote_actor.GroupHandle | No
     async with link.connection() as connection:
         membership = None if group is None else protocol.Group(group.name, group.membership)
         fd = None if group is None else group.fd.fileno()
-        await connection.send_request(request_of(run, group=membership), fd=fd)
+        ticket = "" if run.keeping is None else run.keeping.ticket(run)
+        await connection.send_request(request_of(run, group=membership, ticket=ticket), fd=fd)
         if group is not None:
             group.fd.close()  # PID 1 has its own now
         run.connect(connection)
@@ -59,6 +61,36 @@ async def drive(run: Run, link: RunnerLink, group: zygote_actor.GroupHandle | No
         finally:
             run.connect(None)
             if connection.is_sending:  # cut in the middle of a frame: of no further use
+                connection.is_idle = False
+
+
+async def drive_again(run: Run, link: RunnerLink) -> protocol.ExecReply:
+    """Go on with a run that outlived its daemon, behind the output that is known, and see it to its end.
+
+    Raises:
+        ExecEnded: PID 1 has no such run.
+        RunnerLost, RunnerProtocolError: PID 1 is gone or hostile.
+    """
+    log = run.log
+    assert log is not None
+    async with link.connection() as connection:
+        await connection.send_request(protocol.AttachRun(run.exec_id, log.stdout_bytes, log.stderr_bytes))
+        answer = await connection.receive_answer(deadline=trio.current_time() + CONTROL_S)
+        if isinstance(answer, protocol.Error):
+            raise refusal(answer)
+        if not isinstance(answer, protocol.Attached):
+            raise RunnerProtocolError(f"{type(answer).__name__} to AttachRun")
+        if answer.stdout_offset < log.stdout_bytes or answer.stderr_offset < log.stderr_bytes or answer.age_us < 0:
+            raise RunnerProtocolError("a run that begins before what is known of it")
+        log.skip_to(stdout_bytes=answer.stdout_offset, stderr_bytes=answer.stderr_offset)
+        if answer.age_us > 0 and run.began_at is None:
+            run.go_on(answer.age_us / 1_000_000, answer.pid)
+        run.connect(connection)
+        try:
+            return await _receive(run, connection)
+        finally:
+            run.connect(None)
+            if connection.is_sending:
                 connection.is_idle = False
 
 

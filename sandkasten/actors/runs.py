@@ -7,8 +7,8 @@ all others beside each other; every number of them is bounded. Belongs to its se
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol, TypeVar, TypeVarTuple
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import attrs
 import trio
@@ -19,8 +19,10 @@ from sandkasten.actors.actor import Ref
 from sandkasten.actors.exec_account import Account, cut_short
 from sandkasten.actors.groups import Groups
 from sandkasten.actors.run import Run
-from sandkasten.actors.run_driver import CONTROL_S, drive, is_lost
+from sandkasten.actors.run_driver import CONTROL_S, drive, drive_again, is_lost
+from sandkasten.actors.run_keeping import RunKeeping
 from sandkasten.actors.run_reader import Hold
+from sandkasten.actors.session_host import Host as Host
 from sandkasten.actors.shells import Shells
 from sandkasten.errors import (
     Capacity,
@@ -33,15 +35,14 @@ from sandkasten.errors import (
     RunnerProtocolError,
     SandkastenError,
     ShellBusy,
+    ShuttingDown,
 )
-from sandkasten.model import Cause, EventType, ExecEnd, ExecInfo, ExecKind, TerminalSize
+from sandkasten.model import Cause, ExecEnd, ExecInfo, ExecKind, TerminalSize
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from sandkasten.runtime.metrics import Metrics
-from sandkasten.runtime.runner_link import RunnerLink
+from sandkasten.runtime.run_archive import SessionArchive
+from sandkasten.runtime.run_records import Seal
 from sandkasten.runtime.spool import RunLogs
-
-A = TypeVar("A")
-Ts = TypeVarTuple("Ts")
 
 MAX_ACTIVE = 80
 """Runs of one session that wait or run; PID 1 takes 128 connections, file transfers and watching included."""
@@ -60,64 +61,21 @@ _CANCEL_TRIES = 20
 _CANCEL_PAUSE_S = 0.05
 
 
-class Host(Protocol):
-    """What a session offers to what works in it."""
-
-    @property
-    def session_id(self) -> str: ...
-
-    @property
-    def cwd(self) -> str: ...
-
-    @property
-    def link(self) -> RunnerLink: ...
-
-    @property
-    def has_died(self) -> trio.Event: ...
-
-    @property
-    def cause_of_stop(self) -> Cause:
-        """Why a run that is still there when the session's actor ends has ended."""
-        ...
-
-    def start_task(self, work: Callable[[*Ts], Awaitable[object]], *args: *Ts) -> None:
-        """Run `work` beside the mailbox, unless the session is ending."""
-        ...
-
-    def begin_activity(self) -> None: ...
-
-    def end_activity(self) -> None: ...
-
-    def emit(self, event: EventType, **data: object) -> None: ...
-
-    def distrust(self, error: RunnerProtocolError) -> None:
-        """PID 1 broke the contract: the session ends."""
-        ...
-
-    async def ask_runner(self, request: object, answer: type[A], *, fd: int | None = None) -> A:
-        """Make a request of PID 1 that is answered at once. Raises what it was refused with."""
-        ...
-
-    def note_cwd(self, cwd: str) -> None:
-        """The default shell is in that directory now."""
-        ...
-
-    def gone(self) -> SandkastenError: ...
-
-    async def wake(self) -> None:
-        """Make a paused session go on, if it may. Raises `SessionPaused`."""
-        ...
-
-    async def find_victim(self) -> str | None:
-        """Return the name of the process that was killed for memory last."""
-        ...
-
-
 class Runs:
     """See the module's docstring."""
 
     def __init__(
-        self, host: Host, *, zygote: Ref, stats: CgroupStats, logs: RunLogs, queue_length: int, metrics: Metrics
+        self,
+        host: Host,
+        *,
+        zygote: Ref,
+        stats: CgroupStats,
+        logs: RunLogs,
+        queue_length: int,
+        metrics: Metrics,
+        archive: SessionArchive,
+        seal: Seal,
+        writing: trio.CapacityLimiter,
     ) -> None:
         self._host = host
         self._stats = stats
@@ -128,6 +86,9 @@ class Runs:
         self._active: dict[str, Run] = {}
         self.groups = Groups(zygote, host.session_id)
         self.shells = Shells(host, self.groups)
+        self.keeping = RunKeeping(
+            *(host, archive, seal), limiter=writing, known=self._known.values, gone=self._gone.keys
+        )
         logs.on_gone = self._forget
         self._metrics = metrics
         metrics.queues.add(self)
@@ -167,24 +128,32 @@ class Runs:
             raise _busy(queue, self._queue_length)
         run.admit(self._logs.open(run.exec_id), self._request_cancel, ahead=() if run.is_program else queue)
         run.on_begin = self._on_begin
-        run.wake = self._host.wake
-        self._known[run.exec_id] = self._active[run.exec_id] = run
+        self._known[run.exec_id] = run
+        self._enter(run)
         if not run.is_program:
             queue.append(run)
+        self.keeping.changed(run)
+        self._host.start_task(self._serve, run)
+
+    def _enter(self, run: Run) -> None:
+        """From here on it waits or runs."""
+        run.wake, run.keeping = self._host.wake, self.keeping
+        self._active[run.exec_id] = run
         if _is_activity(run):
             self._host.begin_activity()
-        self._host.start_task(self._serve, run)
 
     def _programs(self) -> list[Run]:
         return [run for run in self._active.values() if run.is_program]
 
     def stop_clocks(self) -> None:
         """The session is about to stand still."""
+        self.keeping.is_reachable = False
         for run in self._active.values():
             run.stop_clock()
 
     def start_clocks(self) -> None:
         """It goes on."""
+        self.keeping.is_reachable = True
         for run in self._active.values():
             run.start_clock()
 
@@ -197,6 +166,56 @@ class Runs:
     def queued(self) -> int:
         """How many wait for their turn."""
         return len(self._active) - self.running
+
+    # What an earlier daemon left --------------------------------------------------------------------------------
+
+    def recover_gone(self, exec_ids: Iterable[str]) -> None:
+        """These ids were used, and their runs are not kept any more."""
+        for exec_id in exec_ids:
+            self._note_gone(exec_id)
+
+    def recover(self, run: Run) -> None:
+        """Take over a run that an earlier daemon had; it gets a log. One without an end is gone on with, or given up,
+        as soon as PID 1 has answered."""
+        run.admit(self._logs.open(run.exec_id), self._request_cancel, ahead=())
+        self._known[run.exec_id] = run
+        if not run.has_ended:
+            self._enter(run)
+        elif run.group is not None:
+            self.groups.adopt(run.group)
+
+    def recovered(self, run: Run) -> None:
+        """The log of an ended run holds again what is kept of it."""
+        self._logs.retire(run.exec_id)
+
+    def give_up(self, run: Run) -> None:
+        """It ran when its daemon ended, and is not found again."""
+        run.finish(cut_short(run, Cause.DAEMON_RESTARTED, self._host.cwd))
+        self._retire(run)
+
+    def resume(self, run: Run, *, is_orphan: bool) -> None:
+        """Go on with it: in its shell, if there still is one."""
+        shell = None if run.is_program else self.shells.find(run.spec.shell)
+        if shell is None and not run.is_program:
+            self.keeping.unwanted((run.exec_id,))
+            self.give_up(run)
+            return
+        run.shell = shell
+        if shell is not None:
+            shell.runs.append(run)
+        self._host.start_task(partial(self._serve_again, run, is_orphan=is_orphan))
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._active) >= MAX_ACTIVE
+
+    def is_used(self, exec_id: str) -> bool:
+        return exec_id in self._known or exec_id in self._gone
+
+    @property
+    def active(self) -> Sequence[Run]:
+        """The runs that wait or run."""
+        return list(self._active.values())
 
     # Looking up -------------------------------------------------------------------------------------------------
 
@@ -216,7 +235,11 @@ class Runs:
     def _forget(self, exec_id: str) -> None:
         """Its output is not kept any more: remember the id alone, so that it is not run again."""
         if self._known.pop(exec_id, None) is not None:
-            self._gone[exec_id] = None
+            self._note_gone(exec_id)
+            self.keeping.forget(exec_id)
+
+    def _note_gone(self, exec_id: str) -> None:
+        self._gone[exec_id] = None
         if len(self._gone) > _MAX_GONE:
             self._gone.popitem(last=False)
 
@@ -226,10 +249,12 @@ class Runs:
         group = None
         try:
             account = Account.open(self._stats, is_alone=len(self._active) == 1)
+            run.readings = account.readings
             with run.scope:
                 if run.is_program:
                     group = await self.groups.make()
                     run.group = group.name
+                run.facts_json = None
                 reply = await drive(run, self._host.link, group)
                 await self._settle(run, account, reply)
             if not run.has_ended:
@@ -237,12 +262,44 @@ class Runs:
         except SandkastenError as error:
             await self._judge(run, error)
         finally:
-            if not run.has_ended:
-                run.finish(cut_short(run, self._host.cause_of_stop, self._host.cwd))
-            self._retire(run)
+            self._leave(run)
             if group is not None:
                 self.groups.release(group)
                 self._host.start_task(self.groups.discard, group.name)
+
+    async def _serve_again(self, run: Run, *, is_orphan: bool) -> None:
+        """See a run to its end that an earlier daemon began; PID 1 has it. One that has nobody is cancelled."""
+        try:
+            account = Account.of_readings(run.readings)
+            if account is None:
+                account = Account.open(self._stats, is_alone=False)
+            if is_orphan:
+                run.cancel()
+            with run.scope:
+                reply = await drive_again(run, self._host.link)
+                is_ours = is_orphan or run.began_at is None
+                cancelled = Cause.DAEMON_RESTARTED if is_ours else Cause.CANCELLED
+                await self._settle(run, account, reply, cancelled=cancelled)
+            if not run.has_ended:
+                run.finish(cut_short(run, Cause.CANCELLED, self._host.cwd))
+        except SandkastenError as error:
+            await self._judge(run, error, lost=Cause.DAEMON_RESTARTED)
+        finally:
+            self._leave(run)
+            if run.group is not None and not run.goes_on:
+                self.groups.adopt(run.group)
+                self._host.start_task(self.groups.discard, run.group)
+
+    def _leave(self, run: Run) -> None:
+        """It has ended, or this daemon has to leave it."""
+        if not run.has_ended:
+            cause = self._host.cause_of_stop
+            run.goes_on = cause is Cause.DAEMON_RESTARTED and self.keeping.gives_tickets and run.began_at is not None
+            if run.goes_on:
+                run.fail(ShuttingDown("the daemon stops; the run goes on, and the next daemon knows it by its id"))
+            else:
+                run.finish(cut_short(run, cause, self._host.cwd))
+        self._retire(run)
 
     def _on_begin(self, run: Run) -> None:
         event, facts = run_events.beginning(run)
@@ -250,16 +307,21 @@ class Runs:
         if run.shell is not None and run.shell.screen is not None:
             run.shell.screen.begin(run)
 
-    async def _settle(self, run: Run, account: Account, reply: protocol.ExecReply) -> None:
+    async def _settle(
+        self, run: Run, account: Account, reply: protocol.ExecReply, *, cancelled: Cause = Cause.CANCELLED
+    ) -> None:
         end = account.close(run, reply, self._stats, is_alone=len(self._active) == 1)
+        if end.cause is Cause.CANCELLED:
+            end = attrs.evolve(end, cause=cancelled)
         if end.cause is Cause.OOM:
             end = await _with_victim(end, self._host)
         run.finish(end)
         if run.shell is not None:
             self.shells.note_cwd(run.shell, reply.cwd)
 
-    async def _judge(self, run: Run, error: SandkastenError) -> None:
-        """A run failed below the shell: find out whether the sandbox is dead, hostile, or only said no."""
+    async def _judge(self, run: Run, error: SandkastenError, *, lost: Cause | None = None) -> None:
+        """A run failed below the shell: find out whether the sandbox is dead, hostile, or only said no. `lost` is the
+        end of a run that was there and is not found again."""
         if isinstance(error, RunnerLost):
             with trio.move_on_after(_DEATH_NEWS_S):
                 await self._host.has_died.wait()
@@ -268,6 +330,8 @@ class Runs:
         has_died = self._host.has_died.is_set()
         if has_died and run.began_at is not None:
             run.finish(cut_short(run, Cause.SANDBOX_DIED, self._host.cwd))
+        elif lost is not None:
+            run.finish(cut_short(run, lost, self._host.cwd))
         else:
             run.fail(self._host.gone() if has_died and is_lost(error) else error)
 
@@ -279,7 +343,10 @@ class Runs:
                 run.shell.screen.end(run)
         if _is_activity(run):
             self._host.end_activity()
+        if run.goes_on:
+            return
         if run.end is None:  # refused: it may be tried again
+            self.keeping.discard(run.exec_id)
             self._known.pop(run.exec_id, None)
             self._logs.discard(run.exec_id)
             return

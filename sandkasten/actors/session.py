@@ -44,7 +44,7 @@ from sandkasten.actors.session_messages import (
     is_read,
 )
 from sandkasten.actors.session_setup import Creation, Services, first_request, refused_start
-from sandkasten.actors.session_work import SessionWork
+from sandkasten.actors.session_work import Keep, SessionWork
 from sandkasten.actors.unwrap import unwrap
 from sandkasten.errors import (
     BuildFailed,
@@ -54,10 +54,11 @@ from sandkasten.errors import (
     SandboxError,
     SandkastenError,
 )
-from sandkasten.lifecycle import END_REASONS, USABLE, WHOLE, Event, ended_error, next_status
+from sandkasten.lifecycle import END_REASONS, ENDED, USABLE, WHOLE, Event, ended_error, next_status
 from sandkasten.model import FOREVER_S, Cause, EndReason, EventType, Session, SessionPatch, SessionStats, Status
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from sandkasten.runtime.plan import plan_sandbox
+from sandkasten.runtime.run_records import Seal
 from sandkasten.runtime.runner_link import RunnerLink
 from sandkasten.runtime.spans import check_spans
 from sandkasten.store.sessions import KernelIdentity, SessionRecord
@@ -114,6 +115,12 @@ class SessionActor(Actor):
             logs=services.spool.session(record.session.id),
             queue_length=services.shell_queue_length,
             metrics=services.metrics,
+            keep=Keep(
+                archive=services.archive.session(record.session.id),
+                seal=Seal(services.run_key, record.session.id),
+                writing=services.writing,
+                retention_s=services.spool.retention_s,
+            ),
         )
         self._pausing = Pausing(self, self._own, zygote=services.zygote, lease=self._lease, work=self._work)
 
@@ -164,7 +171,7 @@ class SessionActor(Actor):
         self.ready.fail(error)
 
     async def on_stop(self) -> None:
-        self._work.close()
+        await self._work.close(has_ended=self._own.facts.status in ENDED)
         if self._link is not None:
             self._link.close()
         self._watch.close()
@@ -264,10 +271,12 @@ class SessionActor(Actor):
         """Take over a sandbox that outlived its daemon, shell state and all."""
         attach = zygote_actor.Attach(self.session.id)
         self._hold(await zygote_actor.ask_patiently(self._services.zygote, attach))
+        await self._work.adoption.recover()
         if self.session.status is Status.PAUSED:
             await self._pausing.adopt()
         else:
             await self.greet(runner_protocol.Hello())
+            await self._work.adoption.resume()
         limits = self._stats.read_limits(self.session.limits)  # a change may have been cut short
         self._own.change(acquire_detail="adopted", limits=limits)
         self._services.budget.hold(self.session.id, limits)
@@ -280,6 +289,9 @@ class SessionActor(Actor):
         kernel = KernelIdentity(identity.pid, identity.start_ticks, identity.pid_ns, self._services.boot_id)
         self._own.note(identity=kernel)
         self._link = RunnerLink(self._services.paths.run_dir(self.session.id))
+
+    async def resume_runs(self) -> None:
+        await self._work.adoption.resume()
 
     async def greet(self, request: runner_protocol.Setup | runner_protocol.Hello) -> None:
         assert self._link is not None
@@ -295,6 +307,7 @@ class SessionActor(Actor):
             case runner_protocol.HelloReply(version=version) if version in _VERSIONS:
                 self._own.change(cwd=answer.cwd)
                 self._work.runs.shells.adopt(answer)
+                self._work.runs.keeping.gives_tickets = version >= runner_protocol.KEPT_RUNS_VERSION
             case runner_protocol.HelloReply():
                 raise SandboxError(f"the sandbox's init speaks protocol {answer.version}")
             case runner_protocol.Error():

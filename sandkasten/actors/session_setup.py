@@ -18,6 +18,7 @@ from sandkasten.runtime.journal import Journal
 from sandkasten.runtime.metrics import Metrics
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.plan import Resolved
+from sandkasten.runtime.run_archive import RunArchive
 from sandkasten.runtime.spool import Spool
 
 
@@ -37,6 +38,9 @@ class Services:
     graces: runner_protocol.Graces
     journal: Journal
     spool: Spool
+    archive: RunArchive
+    run_key: bytes = attrs.field(repr=False)
+    writing: trio.CapacityLimiter
     disk: Disk
     budget: Budget
     expiries: trio.CapacityLimiter

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVarTuple, assert_never
 
+import attrs
 import trio
 
 from sandkasten.actors.actor import DEFERRED, Deferred, Ref
 from sandkasten.actors.ports import Ports
+from sandkasten.actors.run_adoption import RunAdoption
 from sandkasten.actors.run_reader import Hold, Joined
 from sandkasten.actors.runs import Host, Runs
 from sandkasten.actors.session_messages import (
@@ -35,6 +37,8 @@ from sandkasten.actors.terminals import Terminals
 from sandkasten.errors import Capacity
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from sandkasten.runtime.metrics import Metrics
+from sandkasten.runtime.run_archive import SessionArchive
+from sandkasten.runtime.run_records import Seal
 from sandkasten.runtime.runner_link import RunnerLink
 from sandkasten.runtime.spool import RunLogs
 
@@ -47,6 +51,17 @@ _MAX_LOANS = 32
 _MAX_ATTENDANTS = 1024
 
 
+@attrs.frozen
+class Keep:
+    """What is needed to have runs outlive the daemon: where they are written down, under which seal, by how many at a
+    time, and how long ended ones are kept."""
+
+    archive: SessionArchive
+    seal: Seal
+    writing: trio.CapacityLimiter
+    retention_s: float
+
+
 class WorkHost(Host, Protocol):
     """A session as its work sees it."""
 
@@ -57,15 +72,36 @@ class SessionWork:
     """See the module's docstring."""
 
     def __init__(
-        self, host: WorkHost, *, zygote: Ref, stats: CgroupStats, logs: RunLogs, queue_length: int, metrics: Metrics
+        self,
+        host: WorkHost,
+        *,
+        zygote: Ref,
+        stats: CgroupStats,
+        logs: RunLogs,
+        queue_length: int,
+        metrics: Metrics,
+        keep: Keep,
     ) -> None:
         self._host = host
         self._logs = logs
         self._loans = self._attendants = 0
         self._returned = trio.Event()
-        self.runs = Runs(host, zygote=zygote, stats=stats, logs=logs, queue_length=queue_length, metrics=metrics)
+        self.runs = Runs(
+            host,
+            zygote=zygote,
+            stats=stats,
+            logs=logs,
+            queue_length=queue_length,
+            metrics=metrics,
+            archive=keep.archive,
+            seal=keep.seal,
+            writing=keep.writing,
+        )
         self.ports = Ports(host)
         self._terminals = Terminals(host, self.runs)
+        self.adoption = RunAdoption(
+            host, self.runs, keep.seal, retention_s=keep.retention_s, on_terminal=self._terminals.adopt
+        )
 
     def handle(self, message: Work) -> Any:  # each message names its answer
         match message:
@@ -114,10 +150,12 @@ class SessionWork:
         """What the output of the session's runs costs, in memory or on disk."""
         return self._logs.bytes_used
 
-    def close(self) -> None:
-        """The session has ended: nothing of it is kept."""
+    async def close(self, *, has_ended: bool) -> None:
+        """The session's actor ends. Nothing is kept of an ended session; of another one what the next daemon needs."""
         self._terminals.close()
         self._logs.close()
+        keeping = self.runs.keeping
+        await (keeping.destroy() if has_ended else keeping.write())
 
     def _open_run(self, hold: Hold) -> None:
         self.ports.ensure_watched()

@@ -39,10 +39,14 @@ from sandkasten.runtime.budget import Budget, Machine
 from sandkasten.runtime.journal import Journal
 from sandkasten.runtime.metrics import Metrics
 from sandkasten.runtime.paths import DataPaths
+from sandkasten.runtime.run_archive import RunArchive
 from sandkasten.runtime.spool import Spool
 from sandkasten.store.sessions import SessionRecord
 
 log = logging.getLogger(__name__)
+
+_RUN_WRITERS = 2
+"""Threads that write down runs, of all sessions."""
 
 Ts = TypeVarTuple("Ts")
 
@@ -124,6 +128,7 @@ class Sessions(Actor):
         journal: Journal,
         spool: Spool,
         metrics: Metrics,
+        archive: RunArchive,
         vessels: int,
     ) -> None:
         super().__init__(ref)
@@ -131,8 +136,15 @@ class Sessions(Actor):
         self._store, self._zygote, self._images = store, zygote, images
         self._directory = directory
         self._journal, self._spool, self._metrics = journal, spool, metrics
+        self._archive = archive
         self._reconciling = Reconciling(
-            self, store=store, zygote=zygote, directory=directory, journal=journal, inventory=inventory
+            self,
+            store=store,
+            zygote=zygote,
+            directory=directory,
+            journal=journal,
+            inventory=inventory,
+            archive=archive,
         )
         self._vessels_wanted = vessels
         self._drain_turn = trio.Lock()
@@ -187,6 +199,9 @@ class Sessions(Actor):
             ),
             journal=self._journal,
             spool=self._spool,
+            archive=self._archive,
+            run_key=self._node.run_key,
+            writing=trio.CapacityLimiter(_RUN_WRITERS),
             disk=self._config.disk,
             expiries=trio.CapacityLimiter(_CONCURRENT_EXPIRIES),
             metrics=self._metrics,

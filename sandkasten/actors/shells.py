@@ -62,6 +62,9 @@ class Shells:
             raise ShellNotFound("the session has no shell of that name", shell=name[:64])
         return shell
 
+    def find(self, name: str) -> Shell | None:
+        return self._shells.get(name)
+
     def infos(self) -> Sequence[ShellInfo]:
         """Return all, the default one first."""
         return [shell.info for shell in self._shells.values()]

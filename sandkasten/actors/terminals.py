@@ -14,7 +14,7 @@ import trio
 from sandkasten.actors.exec_account import cut_short
 from sandkasten.actors.run import Run
 from sandkasten.actors.run_reader import Hold
-from sandkasten.actors.screen import Screen, ScreenReader
+from sandkasten.actors.screen import SCROLLBACK_BYTES, Screen, ScreenReader
 from sandkasten.errors import Capacity, ExecEnded, PermissionDenied, TerminalNotFound
 from sandkasten.model import (
     Cause,
@@ -23,6 +23,7 @@ from sandkasten.model import (
     ExecKind,
     ExecSpec,
     OnDisconnect,
+    Stream,
     TerminalSize,
     TerminalSpec,
 )
@@ -85,10 +86,21 @@ class Terminals:
     def _open_own(self, spec: TerminalSpec) -> Terminal:
         program = ExecSpec(stateless=True, terminal=spec.size, cwd=spec.cwd, env=spec.env, user=spec.user)
         run = _run(program)
+        self._runs.admit(Hold(run))
+        return self._begin(run, Screen())
+
+    async def adopt(self, run: Run) -> None:
+        """Take over a terminal of its own that outlived its daemon; its screen begins with what is kept of its end."""
+        assert run.log is not None
         screen = Screen()
+        first = max(run.log.kept.first_offset(Stream.STDOUT), run.log.stdout_bytes - SCROLLBACK_BYTES)
+        tail = await run.log.read(Stream.STDOUT, first, SCROLLBACK_BYTES)
+        screen.show(tail.data)
+        self._begin(run, screen)
+
+    def _begin(self, run: Run, screen: Screen) -> Terminal:
         run.on_output = lambda piece: screen.show(piece.data)
         run.wait_room = screen.room
-        self._runs.admit(Hold(run))
         terminal = self._terminals[run.exec_id] = Terminal(run.exec_id, screen, run)
         self._host.start_task(self._close_with_run, terminal, run)
         return terminal

@@ -62,6 +62,7 @@ from sandkasten.runtime.keyring import KeyRing
 from sandkasten.runtime.metrics import Metrics, watch_loop
 from sandkasten.runtime.nsinit_process import StartNsinit, start_as_child
 from sandkasten.runtime.paths import DataPaths
+from sandkasten.runtime.run_archive import RunArchive
 from sandkasten.runtime.runner_link import RunnerLink
 from sandkasten.runtime.spool import Spool
 
@@ -71,6 +72,8 @@ _MATCHERS = 2
 _OBSERVERS = 2
 _METRICS_S = 1.0
 _SPOOL_STOP_S = 5.0
+_ARCHIVE_BYTES = 4096 * MIB
+"""What is written down of all runs for the next daemon, at most."""
 _READY_S = 5.0
 _MIN_FREE_RATIO = 0.02
 
@@ -120,6 +123,9 @@ class LocalSupervisor(WorkOfSessions):
             session_bytes=config.runs.keep_mb * MIB,
             retention_s=config.runs.keep_seconds,
         )
+        self._archive = RunArchive(
+            DataPaths(config.data_dir).spool, session_bytes=config.runs.keep_mb * MIB, total_bytes=_ARCHIVE_BYTES
+        )
         self._is_spool_open = False
         self._sessions, self._reaper = Ref("sessions"), Ref("reaper")
 
@@ -141,6 +147,8 @@ class LocalSupervisor(WorkOfSessions):
         async def start_spool(*, task_status: trio.TaskStatus[None]) -> None:
             if not self._is_spool_open:  # a restart after a bug keeps what there is
                 await self._spool.open()
+                live = {each.session.id for each in await self._store.ask_again(store.LiveSessions())}
+                await trio.to_thread.run_sync(self._archive.open, live)
                 self._is_spool_open = True
             task_status.started()
             try:
@@ -178,6 +186,7 @@ class LocalSupervisor(WorkOfSessions):
                 journal=self._journal,
                 spool=self._spool,
                 metrics=self._metrics,
+                archive=self._archive,
                 vessels=self._vessels,
             )
             await actor.run(task_status=task_status)

@@ -51,7 +51,7 @@ class DataPaths:
 
     @property
     def spool(self) -> Path:
-        """Output of runs that memory has no room for; emptied at every start."""
+        """Output of runs that memory has no room for, and what is written down of runs for the next daemon."""
         return self.root / "spool"
 
     def run_dir(self, session_id: str) -> Path:

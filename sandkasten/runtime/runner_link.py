@@ -2,8 +2,9 @@
 
 Owns a directory descriptor (so that a long data directory never meets the 108-byte limit of socket addresses) and a
 few idle connections. One request runs on one connection at a time; a connection whose request did not end cleanly is
-closed, which cancels the request in the sandbox. Every byte received is hostile: anything that is no message of the
-contract raises `RunnerProtocolError` and the caller ends the session.
+closed, which cancels the request in the sandbox, unless it is a run that is kept there (`runner.protocol`). Every byte
+received is hostile: anything that is no message of the contract raises `RunnerProtocolError` and the caller ends the
+session.
 
 Sources: unix(7), proc(5) on /proc/self/fd.
 """
@@ -133,7 +134,7 @@ class RunnerConnection:
         return decode_answer(kind, body)
 
     def close(self) -> None:
-        """Close at once; what runs on it is cancelled in the sandbox. Tasks that wait here get `RunnerLost`."""
+        """Close at once; what runs on it is cancelled in the sandbox, or kept there. Who waits gets `RunnerLost`."""
         if self._socket.fileno() >= 0:
             trio.lowlevel.notify_closing(self._socket)
             self._socket.close()

@@ -64,6 +64,11 @@ class Spool:
         self._writing = trio.CapacityLimiter(1)
 
     @property
+    def retention_s(self) -> float:
+        """How long the output of an ended run is kept."""
+        return self._shelf.retention_s
+
+    @property
     def memory_bytes_used(self) -> int:
         return self._ledger.memory_bytes
 

@@ -204,6 +204,12 @@ class KeptOutput:
         if account.used_bytes > account.limit_bytes:
             account.make_room()
 
+    def skip_to(self, stdout_bytes: int, stderr_bytes: int, sequence: int) -> None:
+        """Keep nothing, and count as if so much had been added, the last piece of that number."""
+        while self._blocks:
+            self.drop_oldest()
+        self.stdout_bytes, self.stderr_bytes, self.last_sequence = stdout_bytes, stderr_bytes, sequence
+
     def settle(self) -> None:
         """The run has ended: what is in memory may go to disk whole, before that of running ones."""
         if not self._is_settled:

@@ -106,6 +106,14 @@ class OutputLog:
             self.tell()
         return piece
 
+    def skip_to(self, *, stdout_bytes: int, stderr_bytes: int, sequence: int | None = None) -> None:
+        """Go on at these offsets, behind the piece of that number, or if it is not known behind any that can have been
+        before them; what is kept before the gap is dropped."""
+        gap_bytes = stdout_bytes - self.stdout_bytes + stderr_bytes - self.stderr_bytes
+        if gap_bytes > 0:
+            self.kept.skip_to(stdout_bytes, stderr_bytes, sequence or self.last_sequence + gap_bytes)
+            self.tell()
+
     def close(self) -> None:
         """No more output comes: readers finish."""
         self._is_closed = True

@@ -26,7 +26,7 @@ class Shelf:
 
     def __init__(self, ledger: Ledger, retention_s: float) -> None:
         self._ledger = ledger
-        self._retention_s = retention_s
+        self.retention_s = retention_s
         self._logs: OrderedDict[OutputLog, RunLogs] = OrderedDict()
         self.closed: deque[RunLogs] = deque()
         """Sessions that have ended and still have logs to drop."""
@@ -37,7 +37,7 @@ class Shelf:
         return next(iter(self._logs)).expires_at if self._logs else None
 
     def put(self, log: OutputLog, owner: RunLogs) -> None:
-        log.expires_at = trio.current_time() + self._retention_s
+        log.expires_at = trio.current_time() + self.retention_s
         if not self._logs:
             self._ledger.work.set()
         self._logs[log] = owner

@@ -1,0 +1,343 @@
+"""The files in which the runs of each session are written down for the next daemon. Every function that touches the
+disk blocks, and is for worker threads.
+
+Records are appended and never changed: what a run is and what became of it, pieces of its output, and that it is gone.
+A new file begins with all that is known, so an older one is only needed for the output in it; the oldest go when a
+session or all together take too much. A record is checked before anything in it is used. Behind one that is damaged or
+was cut short nothing of its file is, and of a run's output what follows without a gap to its last piece.
+
+Nothing is synced: a killed daemon loses nothing by that, and a machine that went down has no runs to be found.
+
+Sources: write(2), open(2) (O_NOFOLLOW, O_EXCL), zlib crc32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import struct
+import threading
+import zlib
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import attrs
+
+from sandkasten.model import SESSION_ID, Output, Stream
+from sandkasten.runtime.run_records import (
+    BadRecord,
+    RunFacts,
+    RunState,
+    facts_from_json,
+    state_from_json,
+    state_to_json,
+)
+from sandkasten.runtime.spool_segment import SegmentDamaged, pack, unpack
+
+FILE_BYTES: Final = 8 * 1024 * 1024
+"""About as much goes into one file."""
+
+_SUFFIX: Final = ".runs"
+_NAME: Final = re.compile(r"([0-9a-f]+)\.([0-9a-f]{8})\.runs")
+_MAGIC: Final = 0x4E55_5231
+_HEADER: Final = struct.Struct("<IIII")
+"""Magic number, lengths of the two parts of a record, checksum of both parts and their lengths."""
+_MAX_PART_BYTES: Final = 64 * 1024 * 1024
+
+_RUN, _OUTPUT, _GONE = b"run ", b"out ", b"gone"
+_TAG_BYTES: Final = 4
+_OUTPUT_HEAD: Final = struct.Struct("<QQQQQQ")
+
+
+@attrs.frozen
+class RunNews:
+    """What to write of one run: `facts` (as JSON) and `state` if they changed, and the pieces that follow what was
+    written."""
+
+    exec_id: str
+    facts: bytes | None = None
+    state: RunState | None = None
+    stdout_offset: int = 0
+    stderr_offset: int = 0
+    pieces: Sequence[Output] = ()
+
+
+@attrs.frozen
+class Chunk:
+    """Consecutive pieces of output, packed: from which to behind which number, and the same of each stream's bytes."""
+
+    first_sequence: int
+    next_sequence: int
+    stdout_start: int
+    stdout_end: int
+    stderr_start: int
+    stderr_end: int
+    packed: bytes = attrs.field(repr=False)
+
+    @classmethod
+    def of(cls, place: tuple[int, ...], packed: bytes) -> Chunk:
+        first, behind, stdout_start, stdout_end, stderr_start, stderr_end = place
+        return cls(first, behind, stdout_start, stdout_end, stderr_start, stderr_end, packed)
+
+    def is_before(self, other: Chunk) -> bool:
+        """Whether the other one follows without a gap."""
+        ours = (self.next_sequence, self.stdout_end, self.stderr_end)
+        return ours == (other.first_sequence, other.stdout_start, other.stderr_start)
+
+    def pieces(self) -> Sequence[Output]:
+        """Raises `BadRecord`."""
+        try:
+            return unpack(self.packed, self.first_sequence)
+        except SegmentDamaged as error:
+            raise BadRecord(str(error)) from None
+
+
+@attrs.define
+class WrittenRun:
+    """A run as it was written down."""
+
+    facts: RunFacts
+    state: RunState
+    chunks: list[Chunk] = attrs.field(factory=list)
+
+
+@attrs.define
+class Written:
+    """All that was written down of one session. `gone` are ids of runs that were not kept any more."""
+
+    runs: dict[str, WrittenRun] = attrs.field(factory=dict)
+    gone: dict[str, None] = attrs.field(factory=dict)
+    damaged_files: int = 0
+
+
+@attrs.define
+class _File:
+    path: Path
+    size_bytes: int = 0
+    outputs: set[str] = attrs.field(factory=set)
+    """Runs that have output in it and are not gone."""
+
+
+class RunArchive:
+    """The files of all sessions, which lie side by side in one directory of the daemon's."""
+
+    def __init__(self, root: Path, *, session_bytes: int, total_bytes: int) -> None:
+        self._root = root
+        self._session_bytes = session_bytes
+        self._total_bytes = total_bytes
+        self._lock = threading.Lock()
+        self._sessions: dict[str, SessionArchive] = {}
+        self.used_bytes = 0
+
+    def open(self, live: Collection[str]) -> None:
+        """Find what an earlier daemon left of the live sessions, and remove the rest. Raises `OSError`."""
+        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with os.scandir(self._root) as entries:
+            names = sorted(entry.name for entry in entries if entry.name.endswith(_SUFFIX))
+        for name in names:
+            found = _NAME.fullmatch(name)
+            path = self._root / name
+            if found is not None and found[1] in live and SESSION_ID.match(found[1]):
+                self.session(found[1]).found(path, int(found[2], 16))
+            else:
+                path.unlink(missing_ok=True)
+
+    def session(self, session_id: str) -> SessionArchive:
+        """Return the files of one session; blocks for nothing."""
+        with self._lock:
+            if session_id not in self._sessions:
+                self._sessions[session_id] = SessionArchive(self, self._root, session_id, self._session_bytes)
+            return self._sessions[session_id]
+
+    def forget(self, session_id: str) -> None:
+        """The session has ended and its files are gone."""
+        with self._lock:
+            self._sessions.pop(session_id, None)
+
+    def count(self, size_bytes: int) -> None:
+        """So much more is on disk, or less."""
+        with self._lock:
+            self.used_bytes += size_bytes
+
+    @property
+    def is_full(self) -> bool:
+        return self.used_bytes > self._total_bytes
+
+
+class SessionArchive:
+    """The files of one session: one writer, in threads, one call at a time; `discard` may come at any moment."""
+
+    def __init__(self, archive: RunArchive, root: Path, session_id: str, limit_bytes: int) -> None:
+        self._archive = archive
+        self._root = root
+        self._session_id = session_id
+        self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._files: list[_File] = []
+        self._number = 0
+        self._is_open = False
+        self._is_read = True
+        """Whether it is known what is in the files."""
+        self._is_discarded = False
+
+    @property
+    def wants_all(self) -> bool:
+        """Whether the next write begins a file, and so has to bring all known runs, and all ids of those gone."""
+        return not self._is_open or self._files[-1].size_bytes >= FILE_BYTES
+
+    def found(self, path: Path, number: int) -> None:
+        """An earlier daemon left this file."""
+        size_bytes = path.stat().st_size
+        self._files.append(_File(path, size_bytes))
+        self._is_read = False
+        self._number = max(self._number, number)
+        self._archive.count(size_bytes)
+
+    def read(self) -> Written:
+        """Return what earlier daemons wrote down. What can't be read is left out."""
+        written = Written()
+        for file in self._files:
+            _read_into(written, file)
+        self._is_read = True
+        for run in written.runs.values():
+            run.chunks = _gapless(run.chunks)
+        return written
+
+    def write(self, news: Sequence[RunNews], gone: Sequence[str], *, is_all: bool) -> None:
+        """Append records; with `is_all` to a new file.
+
+        Raises:
+            OSError: the disk did not take it; what was written of it is taken back.
+        """
+        data = b"".join(_encode(news, gone))
+        with self._lock:
+            if self._is_discarded:
+                return
+            if is_all or not self._is_open:
+                self._number += 1
+                path = self._root / f"{self._session_id}.{self._number:08x}{_SUFFIX}"
+                self._files.append(_File(path))
+                self._is_open = True
+            self._append(self._files[-1], data)
+            self._files[-1].outputs.update(each.exec_id for each in news if each.pieces)
+            for file in self._files:
+                file.outputs.difference_update(gone)
+            self._drop_unneeded()
+
+    def discard(self) -> None:
+        """The session has ended: remove its files, now and for good."""
+        with self._lock:
+            self._is_discarded = True
+            for file in self._files:
+                self._remove(file)
+            self._files.clear()
+        self._archive.forget(self._session_id)
+
+    def _append(self, file: _File, data: bytes) -> None:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(file.path, flags | (0 if file.size_bytes else os.O_CREAT | os.O_EXCL), 0o600)
+        try:
+            try:
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(fd, view) :]
+            except OSError:
+                os.ftruncate(fd, file.size_bytes)
+                raise
+            file.size_bytes += len(data)
+            self._archive.count(len(data))
+        finally:
+            os.close(fd)
+
+    def _drop_unneeded(self) -> None:
+        older = self._files[:-1]
+        used_bytes = sum(file.size_bytes for file in self._files)
+        for file in older:
+            is_empty = self._is_read and not file.outputs
+            if is_empty or used_bytes > self._limit_bytes or self._archive.is_full:
+                used_bytes -= file.size_bytes
+                self._remove(file)
+                self._files.remove(file)
+
+    def _remove(self, file: _File) -> None:
+        with contextlib.suppress(OSError):
+            file.path.unlink(missing_ok=True)
+        self._archive.count(-file.size_bytes)
+
+
+def _encode(news: Sequence[RunNews], gone: Sequence[str]) -> Iterator[bytes]:
+    for exec_id in gone:
+        yield from _record(_GONE + exec_id.encode(), b"")
+    for each in news:
+        if each.facts is not None and each.state is not None:
+            yield from _record(_RUN + each.facts, state_to_json(each.state))
+        if each.pieces:
+            yield from _record(_OUTPUT + _place(each) + each.exec_id.encode(), pack(each.pieces))
+
+
+def _place(news: RunNews) -> bytes:
+    sizes = dict.fromkeys(Stream, 0)
+    for piece in news.pieces:
+        sizes[piece.stream] += len(piece.data)
+    first, last = news.pieces[0].sequence, news.pieces[-1].sequence
+    ends = news.stdout_offset + sizes[Stream.STDOUT], news.stderr_offset + sizes[Stream.STDERR]
+    return _OUTPUT_HEAD.pack(first, last + 1, news.stdout_offset, ends[0], news.stderr_offset, ends[1])
+
+
+def _record(head: bytes, body: bytes) -> Iterator[bytes]:
+    yield _HEADER.pack(_MAGIC, len(head), len(body), _checksum(head, body))
+    yield head
+    yield body
+
+
+def _checksum(head: bytes, body: bytes) -> int:
+    return zlib.crc32(body, zlib.crc32(head, len(head)))
+
+
+def _read_into(written: Written, file: _File) -> None:
+    """Take over the records of a file, up to its end or the first that is damaged."""
+    try:
+        with open(os.open(file.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as stream:
+            while header := stream.read(_HEADER.size):
+                _take(written, file, *_parts(header, stream))
+    except (OSError, BadRecord, struct.error):
+        written.damaged_files += 1
+
+
+def _parts(header: bytes, stream: BinaryIO) -> tuple[bytes, bytes]:
+    magic, head_bytes, body_bytes, checksum = _HEADER.unpack(header)
+    if magic != _MAGIC or max(head_bytes, body_bytes) > _MAX_PART_BYTES:
+        raise BadRecord("no record begins here")
+    head, body = stream.read(head_bytes), stream.read(body_bytes)
+    if (len(head), len(body)) != (head_bytes, body_bytes) or _checksum(head, body) != checksum:
+        raise BadRecord("a record is not what was written")
+    return head, body
+
+
+def _take(written: Written, file: _File, head: bytes, body: bytes) -> None:
+    tag, head = head[:_TAG_BYTES], head[_TAG_BYTES:]
+    if tag == _RUN:
+        facts, state = facts_from_json(head), state_from_json(body)
+        known = written.runs.setdefault(facts.exec_id, WrittenRun(facts, state))
+        known.facts, known.state = facts, state
+        written.gone.pop(facts.exec_id, None)
+    elif tag == _OUTPUT:
+        exec_id = head[_OUTPUT_HEAD.size :].decode("ascii", "replace")
+        run = written.runs.get(exec_id)
+        if run is not None:
+            run.chunks.append(Chunk.of(_OUTPUT_HEAD.unpack_from(head), body))
+            file.outputs.add(exec_id)
+    elif tag == _GONE:
+        exec_id = head.decode("ascii", "replace")
+        written.runs.pop(exec_id, None)
+        written.gone[exec_id] = None
+
+
+def _gapless(chunks: list[Chunk]) -> list[Chunk]:
+    """Return the last chunks, as many as follow each other without a gap."""
+    first = len(chunks)
+    while first > 0 and (first == len(chunks) or chunks[first - 1].is_before(chunks[first])):
+        first -= 1
+    return chunks[first:]
