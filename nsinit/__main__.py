@@ -57,11 +57,13 @@ def main() -> None:
     gc.freeze()
     channel = socket.socket(fileno=_CHANNEL_FD)
     configs = {possible: RunnerConfig(root_inside=possible) for possible in (False, True)}
+    files_config = RunnerConfig(files_only=True, file_roots=("/workspace",))
 
     def enter(init: Init, on_ready: Callable[[], None]) -> NoReturn:
         kernel = kernels[init.filter is not None]
         kernel.take_oom_file(init.oom_fd, init.oom_score)
-        runner_main.run(init.listener_fd, kernel, on_ready=on_ready, config=configs[init.root_inside])
+        config = files_config if init.files_only else configs[init.root_inside]
+        runner_main.run(init.listener_fd, kernel, on_ready=on_ready, config=config)
 
     serve(channel, enter, grant)
 

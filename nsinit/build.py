@@ -60,6 +60,22 @@ IMAGE_STEPS: tuple[tuple[str, Callable[[Box, SandboxPlan], object]], ...] = (
 )
 """The builder. Afterwards it leaves the namespaces, closes what it held of them, and lets PID 1 go on."""
 
+BARE_STEPS: tuple[tuple[str, Callable[[Box], object]], ...] = tuple(
+    step for step in BLANK_STEPS if step[0] not in ("network settings", "loopback", "disk")
+)
+"""The builder, for a sandbox without programs: nothing in it has a use for a network or a disk of its own."""
+
+FILES_STEPS: tuple[tuple[str, Callable[[Box, SandboxPlan], object]], ...] = (
+    ("empty root", furnish.mount_empty_root),
+    ("proc", furnish.place_proc),
+    ("dev", furnish.place_dev),
+    ("run", furnish.mount_run),
+    ("workspace", furnish.mount_workspace),
+    ("read-only root", furnish.close_root),
+    ("pivot root", furnish.pivot),
+)
+"""The builder, instead of an image: a workspace, and what PID 1 itself needs."""
+
 POWER_STEPS: tuple[tuple[str, Callable[[pid1.Init], object]], ...] = (
     ("working directory", pid1.enter_root),
     ("close descriptors", pid1.close_descriptors),

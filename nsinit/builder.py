@@ -86,7 +86,8 @@ def _serve(order: Order, fds: list[int], machine: Machine, kept: set[int], home_
                 keep_only(kept | {control_fd})
             if order.plan is not None:
                 plan = order.plan
-                begin = control.Begin(*box.root_id, filter_number, plan.root_inside, plan.open_files)
+                is_files = plan.image_kind == "files"
+                begin = control.Begin(*box.root_id, filter_number, plan.root_inside, plan.open_files, is_files)
                 control.say_begin(connection, begin)
         except StepFailed as error:
             return control.describe(error)
@@ -101,6 +102,10 @@ def _filter_number(order: Order, machine: Machine) -> int:
 
 
 def _work(order: Order, box: Box, steps: Steps) -> None:
+    if order.plan is not None and order.plan.image_kind == "files":
+        steps.run(build.JOIN_STEPS if order.is_blank_done else build.BARE_STEPS, box)
+        steps.run(build.FILES_STEPS, box, order.plan)
+        return
     steps.run(build.JOIN_STEPS if order.is_blank_done else build.BLANK_STEPS, box)
     if order.plan is not None:
         steps.run(build.IMAGE_STEPS, box, order.plan)

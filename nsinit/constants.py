@@ -10,7 +10,9 @@ import platform
 
 # asm/unistd.h, asm-generic/unistd.h (aarch64)
 _X86_64 = {"rt_sigaction": 13, "capset": 126, "pivot_root": 155, "keyctl": 250, "setfsuid": 122, "setfsgid": 123}
+_X86_64 |= {"syncfs": 306, "renameat2": 316}
 _AARCH64 = {"rt_sigaction": 134, "capset": 91, "pivot_root": 41, "keyctl": 219, "setfsuid": 151, "setfsgid": 152}
+_AARCH64 |= {"syncfs": 267, "renameat2": 276}
 _NUMBERS = {"x86_64": _X86_64 | {"seccomp": 317}, "aarch64": _AARCH64 | {"seccomp": 277}}[platform.machine()]
 SYS_rt_sigaction = _NUMBERS["rt_sigaction"]
 SYS_capset = _NUMBERS["capset"]
@@ -19,6 +21,8 @@ SYS_keyctl = _NUMBERS["keyctl"]
 SYS_setfsuid = _NUMBERS["setfsuid"]
 SYS_setfsgid = _NUMBERS["setfsgid"]
 SYS_seccomp = _NUMBERS["seccomp"]
+SYS_syncfs = _NUMBERS["syncfs"]
+SYS_renameat2 = _NUMBERS["renameat2"]
 SYS_pidfd_send_signal = 424
 SYS_open_tree = 428
 SYS_move_mount = 429
@@ -33,6 +37,10 @@ SYS_quotactl_fd = 443
 SYS_landlock_create_ruleset = 444
 SYS_landlock_add_rule = 445
 SYS_landlock_restrict_self = 446
+
+# linux/fs.h
+RENAME_NOREPLACE = 0x1
+RENAME_EXCHANGE = 0x2
 
 # linux/seccomp.h
 SECCOMP_SET_MODE_FILTER = 1

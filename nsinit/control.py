@@ -18,7 +18,7 @@ from nsinit.steps import StepFailed
 from runner.wire import Vocabulary
 
 _PROC = b"proc"
-_BEGIN = struct.Struct("=QQB?I")
+_BEGIN = struct.Struct("=QQB?I?")
 
 
 RootId = tuple[int, int]
@@ -27,13 +27,15 @@ RootId = tuple[int, int]
 
 class Begin(NamedTuple):
     """What PID 1 must know to go on: its root, the number of its system call filter (`seccomp.filters`), whether
-    commands may be root, so that it keeps what that takes, and how many files a process may open."""
+    commands may be root, so that it keeps what that takes, how many files a process may open, and whether there are no
+    commands at all, only files."""
 
     device: int
     inode: int
     filter_number: int
     root_inside: bool
     open_files: int
+    files_only: bool
 
 
 @dataclass(frozen=True, slots=True)

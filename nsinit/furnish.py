@@ -42,6 +42,7 @@ HOST_USR = "/usr"
 PRIVATE_DIRECTORY = "run/sandkasten"
 _RUN_BYTES, _PRIVATE_BYTES = 16 << 20, 64 << 20
 _BYTES_PER_INODE, _MIN_INODES = 4096, 1024
+_EMPTY_BYTES, _EMPTY_INODES = 64 << 10, 64
 _TTY_GROUP = 5
 _POINT = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -148,6 +149,17 @@ def mount_root(box: Box, plan: SandboxPlan) -> None:
     box.root_fd = os.open(point, _POINT)
 
 
+def mount_empty_root(box: Box, plan: SandboxPlan) -> None:
+    """No program, no file: room for mount points only."""
+    point = f"{box.machine.layout.stage}/{stage.ROOT}"
+    mounts.attach(_tmpfs(box, _EMPTY_BYTES, mode="0755", inodes=_EMPTY_INODES), os.open(point, _POINT))
+    box.root_fd = os.open(point, _POINT)
+
+
+def close_root(box: Box, plan: SandboxPlan) -> None:
+    syscalls.mount_setattr(box.root_fd, attr_set=k.MOUNT_ATTR_RDONLY)
+
+
 def mount_usr(box: Box, plan: SandboxPlan) -> None:
     """The machine's own files: uid 1000 there is a person, not the sandbox user, so only system ids are mapped.
 
@@ -201,7 +213,7 @@ def make_user_directories(box: Box, plan: SandboxPlan) -> None:
 
 def mount_workspace(box: Box, plan: SandboxPlan) -> None:
     if plan.workspace_id is not None:
-        path = box.machine.layout.workspace(plan.workspace_id)
+        path = box.machine.layout.workspace(plan.workspace_id, draft=plan.workspace_draft)
         mount_fd = mounts.clone_idmapped(path, box.workspace_userns_fd, mounts.NOSUID_NODEV)
         mounts.attach(mount_fd, _target(box, rootfs.WORKSPACE))
 

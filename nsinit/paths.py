@@ -52,6 +52,11 @@ class Layout:
         return f"{self.data_dir}/workspaces"
 
     @property
+    def drafts(self) -> str:
+        """Workspaces that are being filled and not published yet."""
+        return f"{self.data_dir}/drafts"
+
+    @property
     def run(self) -> str:
         return f"{self.data_dir}/run"
 
@@ -68,8 +73,8 @@ class Layout:
     def session_run(self, session_id: str) -> str:
         return f"{self.run}/{session_id}"
 
-    def workspace(self, workspace_id: str) -> str:
-        return f"{self.workspaces}/{workspace_id}"
+    def workspace(self, workspace_id: str, *, draft: bool = False) -> str:
+        return f"{self.drafts if draft else self.workspaces}/{workspace_id}"
 
     def make(self) -> None:
         """Make the directories nsinit owns, and see that nobody else does. Everything is closed to everyone but root,
@@ -79,7 +84,7 @@ class Layout:
         os.chown(self.data_dir, -1, self.gid)
         os.chmod(self.data_dir, SHARED_MODE if self.gid else 0o700)
         spread_subdirectories(self.data_dir)
-        for path in (self.stage, self.sessions, self.workspaces, self.run, self.trash):
+        for path in (self.stage, self.sessions, self.workspaces, self.drafts, self.run, self.trash):
             make_directory(path)
             check_owner(path)
         spread_subdirectories(self.sessions)

@@ -57,6 +57,8 @@ class Init:
     """The root it must find itself in, once the builder is done."""
     root_inside: bool = False
     """Whether commands may be root."""
+    files_only: bool = False
+    """Whether there are no commands, only requests for files."""
     filter: FilterProgram | None = None
     """The system call filter of the session; None is `off`."""
     oom_fd: int = -1
@@ -190,6 +192,7 @@ def begin(init: Init, word: control.Begin) -> None:
     init.filter = init.filters.programs[word.filter_number]
     init.root_inside = word.root_inside
     init.open_files = word.open_files
+    init.files_only = word.files_only
 
 
 def keep_inside(init: Init) -> None:

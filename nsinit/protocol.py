@@ -34,8 +34,9 @@ __all__ = [
 MAX_DATAGRAM_BYTES = 64 * 1024
 MAX_FDS = 2
 
-ImageKind = Literal["host", "rootfs"]
-"""`host`: a made `/` with the machine's own `/usr` below a second overlay. `rootfs`: an unpacked root filesystem."""
+ImageKind = Literal["host", "rootfs", "files"]
+"""`host`: a made `/` with the machine's own `/usr` below a second overlay. `rootfs`: an unpacked root filesystem.
+`files`: no image and no program, only a workspace and a PID 1 that reads and writes files in it for the daemon."""
 
 NetworkMode = Literal["none"]
 
@@ -88,6 +89,8 @@ class SandboxPlan:
     image_kind: ImageKind
     limits: Limits
     workspace_id: str | None = None
+    workspace_draft: bool = False
+    """The workspace is one that was begun and not published yet (`MakeWorkspace`)."""
     readonly_rootfs: bool = False
     network: NetworkMode = "none"
     tmp_bytes: int = 256 * 1024 * 1024
@@ -210,7 +213,45 @@ class Teardown:
 
 @dataclass(frozen=True, slots=True)
 class MakeWorkspace:
-    """Make the directory of a persistent workspace if there is none. Answer: `Ok`."""
+    """Make the directory of a persistent workspace if there is none, or with `draft` one beside it that becomes the
+    workspace when it is published. Answer: `Ok` or `Failed`."""
+
+    seq: int
+    workspace_id: str
+    draft: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ListWorkspaces:
+    """List the workspaces that have a directory, those after a name. Answer: `WorkspacesListed`."""
+
+    seq: int
+    after: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardWorkspace:
+    """Move a workspace (or draft) out of the way in one step, and delete it then; idempotent. Answer: `Ok` or
+    `Failed`. Who has it mounted keeps what is not deleted yet, so nobody should."""
+
+    seq: int
+    workspace_id: str
+    draft: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PublishWorkspace:
+    """Make a draft the workspace of its name, in one step, after all of it is on the disk. With `replace` it takes the
+    place of the one that is there, which is deleted. Answer: `Ok` or `Failed` (`EEXIST`: there is one)."""
+
+    seq: int
+    workspace_id: str
+    replace: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SyncWorkspace:
+    """Have everything that was written to a workspace on the disk. Answer: `Ok` or `Failed`."""
 
     seq: int
     workspace_id: str
@@ -361,6 +402,15 @@ class DiskUse:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkspacesListed:
+    """Names in their order; `more`: ask again for those after the last one."""
+
+    seq: int
+    names: tuple[str, ...]
+    more: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Ok:
     seq: int
 
@@ -378,6 +428,9 @@ class Failed:
 
 REQUESTS = Vocabulary(
     *(Start, Prepare, Build, Attach, Scan, SetLimits, SetFrozen, Teardown),
-    *(MakeWorkspace, MakeGroup, RemoveGroup, FindVictim, AskDisk, SetDisk, Survey, RemoveStray),
+    *(MakeWorkspace, ListWorkspaces, DiscardWorkspace, PublishWorkspace, SyncWorkspace),
+    *(MakeGroup, RemoveGroup, FindVictim, AskDisk, SetDisk, Survey, RemoveStray),
 )
-ANSWERS = Vocabulary(Ready, Built, Attached, Scanned, TornDown, Grouped, Victim, DiskUse, Surveyed, Ok, Failed)
+ANSWERS = Vocabulary(
+    *(Ready, Built, Attached, Scanned, TornDown, Grouped, Victim, DiskUse, Surveyed, WorkspacesListed, Ok, Failed)
+)

@@ -29,7 +29,6 @@ from nsinit.log import log
 from nsinit.paths import Layout
 from nsinit.protocol import MAX_DATAGRAM_BYTES, Attached, Build, Built, DiskLimits, Found, Limits, SandboxPlan
 from nsinit.scheduler import Event, Job, Scheduler, Wait
-from nsinit.slots import SANDBOX_ID
 from nsinit.steps import StepFailed, failure_of
 from nsinit.validate import is_session_id
 from nsinit.vessel import Foundry, Process, Vessel
@@ -183,17 +182,6 @@ class Sessions:
     def remove_group(self, session_id: str, name: str, *, kill: bool) -> Generator[Wait, bool, bool]:
         """Remove a group, with what is in it if so asked; False if it stays, at most as long as the session does."""
         return (yield from groups.remove(self._cgroup(session_id), name, kill=kill))
-
-    def make_workspace(self, workspace_id: str) -> None:
-        """Make a workspace directory, owned on disk by the id that sandbox users map to. Raises `StepFailed`."""
-        path = self.foundry.machine.layout.workspace(workspace_id)
-        try:
-            os.mkdir(path, 0o755)
-            os.chown(path, SANDBOX_ID, SANDBOX_ID)
-        except FileExistsError:
-            pass
-        except OSError as error:
-            raise failure_of("workspace", error) from error
 
     def remove(self, session_id: str) -> Removal:
         """Kill and remove all of a session, whatever state it is in."""

@@ -398,3 +398,14 @@ def quotactl_fd(fd: int, command: int, identity: int, buffer: bytearray) -> None
     """quotactl_fd(2): on the file system of `fd`; the kernel reads and writes `buffer`."""
     address = (ctypes.c_char * len(buffer)).from_buffer(buffer)
     _call("quotactl_fd", k.SYS_quotactl_fd, fd, command, identity, byref(address))
+
+
+def renameat2(old: str, new: str, flags: int) -> None:
+    """renameat2(2) on absolute paths; `flags` are RENAME_*."""
+    paths = k.AT_FDCWD, os.fsencode(old), k.AT_FDCWD, os.fsencode(new)
+    _call("renameat2", k.SYS_renameat2, *paths, flags, detail=new)
+
+
+def syncfs(fd: int) -> None:
+    """syncfs(2): the whole file system of `fd`."""
+    _call("syncfs", k.SYS_syncfs, fd)

@@ -1,8 +1,9 @@
 """Removes what sessions leave on disk: a rename now, the deletion in the background.
 
 Owns the one function that deletes session files. It works beneath directory descriptors, never follows a link, refuses
-to cross a mount, and needs neither recursion nor depth: a deep directory is first moved to the top. A workspace is
-never in its reach. Sources: openat2(2) RESOLVE_NO_XDEV; rename(2); Documentation/filesystems/overlayfs.rst (work/work).
+to cross a mount, and needs neither recursion nor depth: a deep directory is first moved to the top. A workspace gets
+here only as a whole, by one rename (`workspaces.py`).
+Sources: openat2(2) RESOLVE_NO_XDEV; rename(2); Documentation/filesystems/overlayfs.rst (work/work).
 """
 
 from __future__ import annotations

@@ -44,6 +44,11 @@ def check_session_id(text: str) -> None:
     _match(_SESSION_ID, text, "session id")
 
 
+def is_workspace_id(text: str) -> bool:
+    """Whether `text` is a well-formed workspace id."""
+    return _WORKSPACE_ID.fullmatch(text) is not None
+
+
 def check_workspace_id(text: str) -> None:
     """Raise `InvalidName` unless `text` is a workspace id."""
     _match(_WORKSPACE_ID, text, "workspace id")
@@ -93,6 +98,10 @@ def check_plan(plan: SandboxPlan) -> None:
     _match(_IMAGE_NAME, plan.image, "image name")
     if plan.workspace_id is not None:
         check_workspace_id(plan.workspace_id)
+    if plan.image_kind == "files" and (plan.workspace_id is None or plan.root_inside):
+        raise InvalidName("a plan for files needs a workspace, and no root")
+    if plan.workspace_draft and plan.image_kind != "files":
+        raise InvalidName("no session gets a draft")
     check_limits(plan.limits)
     _match(PROFILE_NAME, plan.seccomp, "seccomp profile")
     check_disk(plan.disk)

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import replace
 
-from nsinit import child, kmsg
+from nsinit import child, kmsg, workspaces
 from nsinit.grant import Grant
 from nsinit.log import log
 from nsinit.protocol import (
@@ -27,15 +27,18 @@ from nsinit.protocol import (
     AskDisk,
     Attach,
     Build,
+    DiscardWorkspace,
     DiskUse,
     Failed,
     FindVictim,
     Grouped,
+    ListWorkspaces,
     MakeGroup,
     MakeWorkspace,
     Ok,
     Prepare,
     ProtocolError,
+    PublishWorkspace,
     RemoveGroup,
     RemoveStray,
     Scan,
@@ -46,9 +49,11 @@ from nsinit.protocol import (
     Start,
     Survey,
     Surveyed,
+    SyncWorkspace,
     Teardown,
     TornDown,
     Victim,
+    WorkspacesListed,
 )
 from nsinit.scheduler import Job, Scheduler, Wait
 from nsinit.sessions import Sessions
@@ -110,6 +115,7 @@ class Zygote:
     def __init__(self, channel: socket.socket, node: Node, scheduler: Scheduler) -> None:
         self._channel = channel
         self._sessions: Sessions = node.sessions
+        self._layout = node.sessions.foundry.machine.layout
         self._slots = node.sessions.foundry.slots
         self._kernel_log = node.kernel_log
         self._strays = node.strays
@@ -122,6 +128,7 @@ class Zygote:
     def run(self) -> None:
         """Serve until the connection ends, then put away what was not finished."""
         self._watch()
+        workspaces.discard_drafts(self._layout)
         self._sessions.delete_trash()
         while self._is_open:
             wants_slots = self._slots.spare < SPARE_SLOTS
@@ -194,8 +201,10 @@ class Zygote:
                 self._scheduler.spawn(self._answered(seq, None, self._ask_disk(request)))
             case FindVictim(seq):
                 self._scheduler.spawn(self._answered(seq, None, self._find_victim(request)))
-            case MakeWorkspace(seq):
-                self._scheduler.spawn(self._answered(seq, None, self._at_once(request)))
+            case ListWorkspaces(seq):
+                self._scheduler.spawn(self._answered(seq, None, self._list_workspaces(request)))
+            case MakeWorkspace() | DiscardWorkspace() | PublishWorkspace() | SyncWorkspace():
+                self._submit(request.seq, f"workspace {request.workspace_id}", lambda: self._workspace(request))
             case Start(seq):
                 self._scheduler.spawn(self._answered(seq, None, self._refuse_second_start()))
 
@@ -281,6 +290,26 @@ class Zygote:
         return DiskUse(request.seq, *self._sessions.disk_usage(request.session_id)), []
         yield  # a generator, like all work
 
+    def _list_workspaces(self, request: ListWorkspaces) -> Work:
+        names, more = workspaces.listed(self._layout, request.after, SCAN_BATCH)
+        return WorkspacesListed(request.seq, names, more), []
+        yield  # a generator, like all work
+
+    def _workspace(self, request: MakeWorkspace | DiscardWorkspace | PublishWorkspace | SyncWorkspace) -> Work:
+        check_workspace_id(request.workspace_id)
+        match request:
+            case MakeWorkspace(_, workspace_id, draft):
+                yield from workspaces.make(self._layout, workspace_id, draft=draft)
+            case DiscardWorkspace(_, workspace_id, draft):
+                yield from workspaces.discard(self._layout, workspace_id, draft=draft)
+                self._sessions.delete_trash()
+            case PublishWorkspace(_, workspace_id, replace):
+                yield from workspaces.publish(self._layout, workspace_id, replace=replace)
+                self._sessions.delete_trash()
+            case SyncWorkspace(_, workspace_id):
+                yield from workspaces.sync(self._layout, workspace_id)
+        return Ok(request.seq), []
+
     def _scan(self, request: Scan) -> Work:
         found, more = self._sessions.scan(request.after, SCAN_BATCH)
         return Scanned(request.seq, tuple(found), more), []
@@ -315,10 +344,6 @@ class Zygote:
                 check_group_name(name)
                 membership, fd = self._sessions.make_group(session_id, name)
                 answer = Grouped(seq, membership), [fd]
-            case MakeWorkspace(seq, workspace_id):
-                check_workspace_id(workspace_id)
-                self._sessions.make_workspace(workspace_id)
-                answer = Ok(seq), []
             case _:
                 raise AssertionError(type(request).__name__)
         return answer

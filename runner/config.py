@@ -37,6 +37,8 @@ class RunnerConfig:
     home: str = "/home/sandbox"
     root_inside: bool = False
     """Whether PID 1 can start programs as root."""
+    files_only: bool = False
+    """Whether there is no program to run: only files are read, written, listed and packed."""
     workspace: str = "/workspace"
     file_roots: tuple[str, ...] = ("/workspace", "/tmp", "/home/sandbox")
     outside_peers_only: bool = True

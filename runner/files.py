@@ -8,10 +8,12 @@ Sources: open(2), rename(2) (atomic replacement), proc_pid_fd(5) (reopening a ch
 from __future__ import annotations
 
 import errno
+import functools
 import os
 
 from runner.context import Context
 from runner.execution import Sink
+from runner.offshoot import Offshoot
 from runner.paths import FileRefused, Resolver, Target, check_regular, refusal
 from runner.protocol import CHUNK_BYTES, Done, Error, FileInfo, Kind, ReadFile, WriteFile
 
@@ -120,9 +122,12 @@ class FileWriter:
         self._sink: Sink | None = None
         self._target: Target | None = None
         self._fd = -1
+        self._syncs = False
+        self._offshoot: Offshoot | None = None
 
     def begin(self, request: WriteFile, sink: Sink) -> None:
         self._sink = sink
+        self._syncs = request.sync
         try:
             self._open(request.path)
         except FileRefused as refused:
@@ -147,25 +152,37 @@ class FileWriter:
             self._fail(refusal(error, os.fsdecode(self._target.path) if self._target else ""))
 
     def on_end(self) -> None:
-        target = self._target
+        target, fd, temporary = self._target, self._fd, self._temporary
         assert target is not None
         try:
+            if self._syncs:  # the disk may take its time
+                work = functools.partial(_put_in_place, fd, temporary, target, syncs=True)
+                self._offshoot = Offshoot(self._context, work, self._on_answer, kept=(fd, target.directory_fd))
+                return
             with self._context.as_user:
-                os.fchmod(self._fd, _NEW_FILE_MODE if target.mode is None else target.mode)
-                os.rename(self._temporary, target.name, src_dir_fd=target.directory_fd, dst_dir_fd=target.directory_fd)
+                answer = _put_in_place(fd, temporary, target, syncs=False)
         except OSError as error:
             self._fail(refusal(error, os.fsdecode(target.path)))
-            return
-        sink = self._sink
-        self._forget()
+        else:
+            self._on_answer(answer)
+
+    def _on_answer(self, answer: object) -> None:
+        sink, self._offshoot = self._sink, None
+        if isinstance(answer, Error):
+            self.on_close()
+        else:
+            self._forget()
         if sink is not None:
-            sink.finish(Done(os.fsdecode(target.path)))
+            sink.finish(answer)
 
     def on_cancel(self) -> None:
         self._fail(FileRefused("IO_ERROR", "cancelled"))
 
     def on_close(self) -> None:
-        """The client left before END: the old file stays as it was."""
+        """The client left before END: the old file stays as it was. If it left after that, either may be there."""
+        if self._offshoot is not None:
+            self._offshoot.kill()
+            self._offshoot = None
         if self._fd >= 0 and self._target is not None:
             try:
                 with self._context.as_user:
@@ -193,6 +210,23 @@ class FileWriter:
             if fd >= 0:
                 os.close(fd)
         self._fd, self._target = -1, None
+
+
+def _put_in_place(fd: int, temporary: bytes, target: Target, *, syncs: bool) -> Done:
+    """Give the new file its mode and its name, and, if asked to, wait until both are on the disk."""
+    os.fchmod(fd, _NEW_FILE_MODE if target.mode is None else target.mode)
+    if syncs:
+        os.fsync(fd)
+    os.rename(temporary, target.name, src_dir_fd=target.directory_fd, dst_dir_fd=target.directory_fd)
+    if syncs:
+        try:
+            directory_fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=target.directory_fd)
+        except PermissionError:  # it can be written and not read
+            os.sync()
+        else:
+            os.fsync(directory_fd)
+            os.close(directory_fd)
+    return Done(os.fsdecode(target.path))
 
 
 def _check_writable(target: Target) -> None:

@@ -17,6 +17,10 @@ AT_FDCWD: Final = -100
 RESOLVE_NO_MAGICLINKS: Final = 0x02
 """openat2: refuse `/proc/<pid>/fd/N` and its like while a path is resolved (linux/openat2.h)."""
 
+RESOLVE_NO_SYMLINKS: Final = 0x04
+RESOLVE_BENEATH: Final = 0x08
+"""openat2: follow no link at all; never leave the directory the path begins at (linux/openat2.h)."""
+
 FD_MAX: Final = 2**32 - 1
 """`last` of `close_range` that means every descriptor from `first` on."""
 

@@ -16,6 +16,7 @@ from runner import pty
 from runner.config import RunnerConfig
 from runner.context import Context
 from runner.descriptor import Descriptor
+from runner.filejobs import FileJobs
 from runner.files import FileReader, FileWriter
 from runner.kept import KeptRuns
 from runner.kernel import Kernel
@@ -30,15 +31,21 @@ from runner.protocol import (
     Exec,
     ForgetRuns,
     Hello,
+    ListFiles,
     ListRuns,
+    Measure,
     OpenShell,
+    Pack,
     ReadFile,
+    RemoveFile,
     Resize,
     RunProgram,
     SetEnv,
     Setup,
     Signal,
+    StatFile,
     Thawed,
+    Unpack,
     Watch,
     WriteFile,
 )
@@ -47,6 +54,8 @@ from runner.registry import Reachable
 from runner.server import Server
 from runner.shells import Shells
 from runner.sink import Job, Sink
+
+_FOR_FILES = (Hello, Thawed, ReadFile, WriteFile, ListFiles, StatFile, RemoveFile, Measure, Pack, Unpack)
 
 
 class Service:
@@ -58,10 +67,14 @@ class Service:
         self._programs: Programs | None = None  # these two when first needed: an idle session is spared their pages
         self._ports: Ports | None = None
         self._runs = KeptRuns()
+        self._files = FileJobs(context)
         self._writers = 0
 
     def dispatch(self, request: Any, sink: Sink, descriptor: Descriptor) -> Job | None:  # one of REQUESTS
         """Begin a request; return its job unless it is answered."""
+        if self._context.config.files_only and not isinstance(request, _FOR_FILES):
+            sink.finish(Error("BAD_REQUEST", "there are only files here"))
+            return None
         match request:
             case Hello():
                 sink.finish(self._shells.hello())
@@ -105,6 +118,10 @@ class Service:
                 writer = FileWriter(self._context, self._writers)
                 writer.begin(request, sink)
                 return writer
+            case ListFiles() | StatFile() | RemoveFile() | Measure() | Pack() | Unpack():
+                if self._context.config.files_only:
+                    return self._files.begin(request, sink)
+                sink.finish(Error("BAD_REQUEST", "this is for a sandbox of files alone"))
         return None
 
     def _wake_ports(self) -> None:

@@ -88,6 +88,10 @@ class Resolver:
             raise FileRefused("INVALID_PATH", "the path is empty or holds a NUL character")
         return os.path.join(self._workspace, encoded)
 
+    def is_root(self, path: bytes) -> bool:
+        """Whether an absolute path names one of the allowed roots as such."""
+        return path in self._roots
+
     def open_existing(self, path: bytes) -> tuple[int, bytes]:
         """Return an O_PATH descriptor (the caller's) of what `path` leads to, links followed, and its real path.
 

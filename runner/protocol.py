@@ -24,6 +24,20 @@ import struct
 from dataclasses import dataclass, field
 from typing import Literal
 
+from runner.fileprotocol import FileEntry as FileEntry
+from runner.fileprotocol import FileInfo as FileInfo
+from runner.fileprotocol import FileKind as FileKind
+from runner.fileprotocol import ListFiles as ListFiles
+from runner.fileprotocol import Listing as Listing
+from runner.fileprotocol import Measure as Measure
+from runner.fileprotocol import Measured as Measured
+from runner.fileprotocol import Pack as Pack
+from runner.fileprotocol import Packed as Packed
+from runner.fileprotocol import ReadFile as ReadFile
+from runner.fileprotocol import RemoveFile as RemoveFile
+from runner.fileprotocol import StatFile as StatFile
+from runner.fileprotocol import Unpack as Unpack
+from runner.fileprotocol import WriteFile as WriteFile
 from runner.kept_messages import KEPT_RUN_BYTES as KEPT_RUN_BYTES
 from runner.kept_messages import MAX_TICKET_CHARS as MAX_TICKET_CHARS
 from runner.kept_messages import Attached as Attached
@@ -334,25 +348,6 @@ class Watch:
     CANCEL, which is answered by `Done`. STARTED comes first; a port that is open then is told, too."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadFile:
-    """Read a regular file as the sandbox user. Answer: STARTED with `FileInfo`, DATA*, then `Done`."""
-
-    path: str
-    max_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class WriteFile:
-    """Replace a file atomically with the DATA frames up to END, as the sandbox user, making its parents.
-
-    An existing file keeps its mode; a new one gets 0644. Closing before END leaves the old file untouched.
-    Answer: `Done` with the resolved path.
-    """
-
-    path: str
-
-
 # Answers ----------------------------------------------------------------------------------------------------------
 
 Cause = Literal["exited", "signalled", "timed_out", "cancelled", "shell_died"]
@@ -385,15 +380,6 @@ class Started:
 
     exec_id: str
     pid: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class FileInfo:
-    """`path` is resolved, absolute, inside the sandbox; bytes that are not UTF-8 are surrogate-escaped."""
-
-    path: str
-    size_bytes: int
-    truncated: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,6 +446,9 @@ ErrorCode = Literal[
     "TOO_MANY",
     "NO_SUCH_SHELL",
     "NO_SUCH_USER",
+    "NOT_A_DIRECTORY",
+    "NOT_EMPTY",
+    "BAD_ARCHIVE",
 ]
 
 
@@ -472,26 +461,13 @@ class Error:
 
 
 REQUESTS = Vocabulary(
-    Hello,
-    Setup,
-    SetEnv,
-    Thawed,
-    Exec,
-    RunProgram,
-    Signal,
-    Cancel,
-    Resize,
-    OpenShell,
-    CloseShell,
-    Watch,
-    ReadFile,
-    WriteFile,
-    ListRuns,
-    AttachRun,
-    ForgetRuns,
+    *(Hello, Setup, SetEnv, Thawed, Exec, RunProgram, Signal, Cancel, Resize, OpenShell, CloseShell, Watch),
+    *(ListRuns, AttachRun, ForgetRuns, ReadFile, WriteFile),
+    *(ListFiles, StatFile, RemoveFile, Measure, Pack, Unpack),
 )
 ANSWERS = Vocabulary(
-    *(HelloReply, Started, Attached, FileInfo, ExecReply, ShellInfo, RunList, Done, Error, PortOpened, PortClosed)
+    *(HelloReply, Started, Attached, FileInfo, ExecReply, ShellInfo, RunList, Done, Error, PortOpened, PortClosed),
+    *(FileEntry, Listing, Measured, Packed),
 )
 """Bodies of STARTED (`Started`, `Attached`, `FileInfo`), EVENT (`PortOpened`, `PortClosed`), REPLY (`HelloReply`,
-`ExecReply`, `ShellInfo`, `RunList`, `Done`) and ERROR (`Error`) frames."""
+`ExecReply`, `ShellInfo`, `RunList`, `FileEntry`, `Listing`, `Measured`, `Packed`, `Done`) and ERROR (`Error`)."""

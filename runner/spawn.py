@@ -81,7 +81,7 @@ def spawn(
         *(argv, file or argv[0], env, cwds, must_enter, stdio, account, membership, controlling_terminal, subreaper),
         rules_fd,
     )
-    pid = _fork(kernel, membership)
+    pid = fork(kernel, membership)
     if pid == 0:
         try:
             _become(kernel, launch)
@@ -90,8 +90,10 @@ def spawn(
     return pid
 
 
-def _fork(kernel: Kernel, membership: Membership | None) -> int:
-    """The child is the out-of-memory killer's first choice, so that a memory hog does not end the sandbox. It could not
+def fork(kernel: Kernel, membership: Membership | None = None) -> int:
+    """Fork PID 1; return the pid, 0 in the child.
+
+    The child is the out-of-memory killer's first choice, so that a memory hog does not end the sandbox. It could not
     become that by itself: `/proc/self` is closed to what is not dumpable, and were a fork of PID 1 dumpable for just a
     moment, the sandbox's root could read PID 1's memory in it.
     """
@@ -118,7 +120,7 @@ def _become(kernel: Kernel, launch: _Launch) -> None:
             kernel.prctl_set_child_subreaper()
         if launch.controlling_terminal:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        _change_user(kernel, launch.account)
+        change_user(kernel, launch.account)
         kernel.restrict_command()
         os.umask(0o022)
         _enter_directory(launch)
@@ -145,7 +147,7 @@ def _take_streams(stdio: tuple[int, int, int] | None) -> None:
             os.dup2(fd, number)
 
 
-def _change_user(kernel: Kernel, account: Account) -> None:
+def change_user(kernel: Kernel, account: Account) -> None:
     """Give up PID 1's ids and capabilities. Whatever the account, nothing of it survives but what root was meant to."""
     os.setgroups(account.groups)
     os.setresgid(account.gid, account.gid, account.gid)

@@ -242,7 +242,10 @@ class Pool:
 
 @attrs.frozen
 class Workspace:
+    """Persistent workspaces. `max_import_mb`: how large the files of an imported archive may be, unpacked."""
+
     enabled: bool = True
+    max_import_mb: int = attrs.field(default=10 * 1024, validator=_between(1, MIB * MIB))
     persist_by_default: bool = attrs.field(default=False, validator=_only(False, True))
 
 

@@ -142,6 +142,28 @@ class PermissionDenied(ClientError):
     code = "PERMISSION_DENIED"
 
 
+class NotADirectory(ClientError):
+    code = "NOT_A_DIRECTORY"
+
+
+class NotEmpty(ClientError):
+    """The directory has something in it."""
+
+    code = "NOT_EMPTY"
+
+
+class WorkspaceNotFound(ClientError):
+    """There is no workspace of that id."""
+
+    code = "WORKSPACE_NOT_FOUND"
+
+
+class WorkspaceBusy(ClientError):
+    """The workspace is in use by others in a way that excludes this; `details` names the sessions."""
+
+    code = "WORKSPACE_BUSY"
+
+
 class PathOutside(ClientError):
     """The path, resolved inside the sandbox, is under none of the allowed roots."""
 

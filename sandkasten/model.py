@@ -82,6 +82,7 @@ class SessionOptions:
     `user` runs all that names no other, and file requests are made with its rights (None: the sandbox user).
     `root_inside`: commands may run as root. `filesystem`: rules that bind every command.
     `seccomp`: the system call filter; sessions of before there was one have none.
+    `workspace_mode`: `shared`, or `exclusive`: no other session has the workspace meanwhile.
     """
 
     exec_mode: str = STATEFUL
@@ -89,6 +90,7 @@ class SessionOptions:
     root_inside: bool = False
     filesystem: FileRules | None = attrs.field(default=None, converter=file_rules)
     seccomp: str = "off"
+    workspace_mode: str = "shared"
 
 
 @attrs.frozen
@@ -103,6 +105,7 @@ class SessionSpec:
     image: str | None = None
     ttl_s: float | None = None
     workspace_id: str | None = None
+    workspace_mode: str | None = None
     labels: Mapping[str, str] = attrs.field(factory=dict)
     env: Mapping[str, str] = attrs.field(factory=dict, repr=False)
     limits: Limits | None = None

@@ -23,7 +23,6 @@ from sandkasten.model import (
     ExecInfo,
     ExecResult,
     ExecSpec,
-    FileHead,
     OnDisconnect,
     Output,
     OutputSlice,
@@ -44,6 +43,9 @@ from sandkasten.model import (
     Waited,
     WaitFor,
 )
+from sandkasten.supervisor_workspaces import FileReader, FileWriter, WorkspaceSupervisor
+
+__all__ = ["FileReader", "FileWriter"]
 
 
 class ExecStream(Protocol):
@@ -92,25 +94,6 @@ class ExecStream(Protocol):
 
     async def close_stdin(self) -> None:
         """End the input."""
-        ...
-
-
-class FileReader(Protocol):
-    """An open file in the sandbox; iterate for its bytes, in pieces of at most 64 KiB."""
-
-    @property
-    def head(self) -> FileHead: ...
-
-    def __aiter__(self) -> AsyncIterator[bytes]: ...
-
-
-class FileWriter(Protocol):
-    """A file being replaced. `send` pieces, then `commit`; leaving the context without it keeps the old file."""
-
-    async def send(self, data: bytes) -> None: ...
-
-    async def commit(self) -> str:
-        """Put the new content in place atomically and return the resolved path."""
         ...
 
 
@@ -177,7 +160,7 @@ class EventStream(Protocol):
     async def __anext__(self) -> Event: ...
 
 
-class Supervisor(Protocol):
+class Supervisor(WorkspaceSupervisor, Protocol):
     """Sessions of one node."""
 
     @property

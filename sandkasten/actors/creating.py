@@ -9,7 +9,8 @@ built any more.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 
 import attrs
@@ -17,10 +18,12 @@ import trio
 
 from sandkasten.actors import images as images_actor
 from sandkasten.actors.actor import Ref
+from sandkasten.actors.attachments import Attachments
 from sandkasten.actors.live_record import expiry
 from sandkasten.actors.session import SessionActor
 from sandkasten.actors.session_setup import Creation
 from sandkasten.actors.vessels import Vessels
+from sandkasten.actors.workspace_messages import Admit
 from sandkasten.config import Config
 from sandkasten.errors import Draining, ShuttingDown
 from sandkasten.model import Session, SessionSpec, Status
@@ -28,6 +31,7 @@ from sandkasten.runtime import reserve
 from sandkasten.runtime.budget import Budget
 from sandkasten.runtime.plan import Resolved, resolve
 from sandkasten.store.sessions import SessionRecord
+from sandkasten.workspaces import WorkspaceMode
 
 WORKSPACE_DIR = "/workspace"
 
@@ -59,12 +63,15 @@ class Creating:
         node: Node,
         *,
         images: Ref,
+        workspaces: Ref,
+        attachments: Attachments,
         budget: Budget,
         vessels: Vessels,
         start: Callable[[SessionRecord, Creation], SessionActor],
         went_quiet: Callable[[], None],
     ) -> None:
         self._config, self._node, self._images = config, node, images
+        self._workspaces, self._attachments = workspaces, attachments
         self._budget, self._vessels = budget, vessels
         self._start, self._went_quiet = start, went_quiet
         self._builds = trio.CapacityLimiter(_CONCURRENT_BUILDS)
@@ -95,7 +102,7 @@ class Creating:
         self._budget.admit(place, resolved.limits, under_way=self.under_way)
         self.under_way += 1
         try:
-            async with self._builds:
+            async with self._attached(spec), self._builds:
                 self._refuse_when_draining()
                 waited_ms = (trio.current_time() - began) * 1000
                 record = self._new_record(spec, resolved, digest)
@@ -123,6 +130,20 @@ class Creating:
         if not self.under_way:
             self._is_done.set()
             self._is_done = trio.Event()
+
+    @asynccontextmanager
+    async def _attached(self, spec: SessionSpec) -> AsyncIterator[None]:
+        """Have the session's workspace, if it is to be had, until the session's record says so itself."""
+        if spec.workspace_id is None:
+            yield
+            return
+        mode = WorkspaceMode(spec.workspace_mode or WorkspaceMode.SHARED)
+        attachment = self._attachments.begin(spec.workspace_id, mode)
+        try:
+            await self._workspaces.ask_again(Admit(attachment))
+            yield
+        finally:
+            self._attachments.end(attachment)
 
     def _refuse_when_draining(self) -> None:
         if self.is_stopping:

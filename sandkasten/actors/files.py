@@ -15,11 +15,14 @@ import trio
 from runner import protocol
 from runner.protocol import CHUNK_BYTES, Kind
 from sandkasten.errors import (
+    Capacity,
     DiskFull,
     FileNotFound,
     InvalidRequest,
     IsADirectory,
+    NotADirectory,
     NotAFile,
+    NotEmpty,
     PathOutside,
     PermissionDenied,
     RunnerProtocolError,
@@ -40,7 +43,11 @@ _REFUSALS: dict[str, type[SandkastenError]] = {
     "IS_DIRECTORY": IsADirectory,
     "NOT_A_FILE": NotAFile,
     "PERMISSION_DENIED": PermissionDenied,
+    "NOT_A_DIRECTORY": NotADirectory,
+    "NOT_EMPTY": NotEmpty,
     "PATH_OUTSIDE": PathOutside,
+    "BAD_ARCHIVE": InvalidRequest,
+    "TOO_MANY": Capacity,
     "INVALID_PATH": InvalidRequest,
     "DISK_FULL": DiskFull,
     "TOO_LARGE": TooLarge,
@@ -61,7 +68,7 @@ class LocalFileReader:
         kind, body = await self._connection.receive(deadline=trio.current_time() + _ANSWER_S)
         if kind is Kind.DATA:
             return body
-        _require(decode_answer(kind, body), protocol.Done)
+        require(decode_answer(kind, body), protocol.Done)
         raise StopAsyncIteration
 
 
@@ -78,31 +85,32 @@ class LocalFileWriter:
     async def commit(self) -> str:
         await self._connection.send(Kind.END)
         answer = await self._connection.receive_answer(deadline=trio.current_time() + _ANSWER_S)
-        done: protocol.Done = _require(answer, protocol.Done)
+        done: protocol.Done = require(answer, protocol.Done)
         return done.path
 
 
 @asynccontextmanager
 async def open_reader(link: RunnerLink, path: str, max_bytes: int) -> AsyncIterator[LocalFileReader]:
     """Open `path` for reading; raises what `Supervisor.open_read` says."""
-    _check_path(path)
+    check_path(path)
     async with link.connection() as connection:
         await connection.send_request(protocol.ReadFile(path=path, max_bytes=max_bytes))
         answer = await connection.receive_answer(deadline=trio.current_time() + _ANSWER_S)
-        info = _require(answer, protocol.FileInfo)
+        info = require(answer, protocol.FileInfo)
         yield LocalFileReader(connection, info)
 
 
 @asynccontextmanager
-async def open_writer(link: RunnerLink, path: str) -> AsyncIterator[LocalFileWriter]:
-    """Start replacing `path`; what is wrong with it may only be known at `commit`."""
-    _check_path(path)
+async def open_writer(link: RunnerLink, path: str, *, sync: bool = False) -> AsyncIterator[LocalFileWriter]:
+    """Start replacing `path`; what is wrong with it may only be known at `commit`, which with `sync` returns when all
+    is on the disk."""
+    check_path(path)
     async with link.connection() as connection:
-        await connection.send_request(protocol.WriteFile(path=path))
+        await connection.send_request(protocol.WriteFile(path=path, sync=sync))
         yield LocalFileWriter(connection)
 
 
-def _check_path(path: str) -> None:
+def check_path(path: str) -> None:
     """Refuse what no path can be. Raises `InvalidRequest`."""
     if not path or "\0" in path:
         raise InvalidRequest("malformed path", path="empty" if not path else "NUL character")
@@ -112,7 +120,7 @@ def _check_path(path: str) -> None:
         raise InvalidRequest("malformed path", path="lone surrogate") from None
 
 
-def _require(answer: object, expected: type[T]) -> T:
+def require(answer: object, expected: type[T]) -> T:
     """Return the answer if it is of the expected class, or raise the refusal it is."""
     if isinstance(answer, expected):
         return answer

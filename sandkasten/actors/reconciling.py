@@ -20,6 +20,7 @@ from sandkasten.actors.actor import Ref
 from sandkasten.actors.directory import SessionDirectory
 from sandkasten.actors.inventory import Inventory
 from sandkasten.actors.session import ENDINGS, SessionActor
+from sandkasten.actors.workspaces import release_soon
 from sandkasten.errors import SandkastenError, SessionNotFound
 from sandkasten.lifecycle import END_REASONS, ENDED, LIVE, Event, next_status
 from sandkasten.model import EndReason, Session, Status
@@ -52,13 +53,14 @@ class Reconciling:
         *,
         store: Ref,
         zygote: Ref,
+        workspaces: Ref,
         directory: SessionDirectory,
         journal: Journal,
         inventory: Inventory,
         archive: RunArchive,
     ) -> None:
         self._host = host
-        self._store, self._zygote = store, zygote
+        self._store, self._zygote, self._workspaces = store, zygote, workspaces
         self._directory = directory
         self._journal = journal
         self._inventory = inventory
@@ -148,6 +150,7 @@ class Reconciling:
                 )
                 await store_actor.put_or_keep(self._store, self._directory.unwritten, ended)
                 await trio.to_thread.run_sync(self._archive.session(session.id).discard)
+                release_soon(self._workspaces, session.workspace_id)
                 why = {"reason": session.reason, "end_reason": session.end_reason}
                 self._journal.emit(ENDINGS[session.status], session.id, **why)
                 log.info("session_ended", extra={"session_id": session.id, "status": status, **why})

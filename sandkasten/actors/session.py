@@ -46,6 +46,7 @@ from sandkasten.actors.session_messages import (
 from sandkasten.actors.session_setup import Creation, Services, first_request, refused_start
 from sandkasten.actors.session_work import Keep, SessionWork
 from sandkasten.actors.unwrap import unwrap
+from sandkasten.actors.workspaces import release_soon
 from sandkasten.errors import (
     BuildFailed,
     Overloaded,
@@ -340,6 +341,7 @@ class SessionActor(Actor):
         self._own.change(status=status, reason=reason, end_reason=end_reason)
         await self._own.put_or_keep()
         self._services.metrics.teardowns.observe(trio.current_time() - began)
+        release_soon(self._services.workspaces, self.session.workspace_id)
         self.emit(ENDINGS[status], reason=reason, end_reason=end_reason)
         facts = {"session_id": session_id, "status": status, "reason": reason, "end_reason": end_reason}
         log.info("session_ended", extra=facts)

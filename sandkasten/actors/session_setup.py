@@ -29,6 +29,7 @@ class Services:
 
     store: Ref
     zygote: Ref
+    workspaces: Ref
     directory: SessionDirectory
     paths: DataPaths
     boot_id: str

@@ -19,6 +19,7 @@ from runner.protocol import Graces
 from sandkasten.actors import store as store_actor
 from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Actor, Ask, Ref
+from sandkasten.actors.attachments import Attachments
 from sandkasten.actors.creating import Creating, Node
 from sandkasten.actors.directory import SessionDirectory
 from sandkasten.actors.idempotency import IdempotentCreates
@@ -123,6 +124,8 @@ class Sessions(Actor):
         store: Ref,
         zygote: Ref,
         images: Ref,
+        workspaces: Ref,
+        attachments: Attachments,
         directory: SessionDirectory,
         inventory: Inventory,
         journal: Journal,
@@ -134,6 +137,7 @@ class Sessions(Actor):
         super().__init__(ref)
         self._config, self._node = config, node
         self._store, self._zygote, self._images = store, zygote, images
+        self._workspaces, self._attachments = workspaces, attachments
         self._directory = directory
         self._journal, self._spool, self._metrics = journal, spool, metrics
         self._archive = archive
@@ -141,6 +145,7 @@ class Sessions(Actor):
             self,
             store=store,
             zygote=zygote,
+            workspaces=workspaces,
             directory=directory,
             journal=journal,
             inventory=inventory,
@@ -176,6 +181,8 @@ class Sessions(Actor):
             self._config,
             self._node,
             images=self._images,
+            workspaces=self._workspaces,
+            attachments=self._attachments,
             budget=self._budget,
             vessels=self._vessels,
             start=self._start_actor,
@@ -185,6 +192,7 @@ class Sessions(Actor):
         self._services = Services(
             store=self._store,
             zygote=self._zygote,
+            workspaces=self._workspaces,
             directory=self._directory,
             paths=DataPaths(self._config.data_dir),
             boot_id=self._node.boot_id,

@@ -18,6 +18,7 @@ import attrs
 import trio
 
 from sandkasten.actors.actor import DEFERRED, Actor, Ask, Ref, Reply
+from sandkasten.actors.workspace_rows import WorkspaceMessage, workspace_work_of
 from sandkasten.errors import SandkastenError, StoreFailed
 from sandkasten.model import Event, Status
 from sandkasten.runtime.metrics import Metrics
@@ -122,7 +123,7 @@ class PurgeEvents(Ask[Purged]):
 
 SessionMessage = Put | Get | FindByKey | LiveSessions | ListSessions | ForgetEnded
 EventMessage = OpenJournal | AppendEvents | ReadEvents | LastEvents | PurgeEvents
-Message = SessionMessage | EventMessage | IsDrained | SetDrained | Ping
+Message = SessionMessage | EventMessage | WorkspaceMessage | IsDrained | SetDrained | Ping
 
 
 @attrs.frozen
@@ -214,8 +215,10 @@ def _work_of(message: Message) -> Callable[[sqlite3.Connection], object]:
             return lambda database: sql.write_drained(database, drained)
         case Ping():
             return lambda database: database.execute("SELECT 1 FROM node LIMIT 1").fetchone() and None
-        case _:
+        case OpenJournal() | AppendEvents() | ReadEvents() | LastEvents() | PurgeEvents():
             return _event_work_of(message)
+        case _:
+            return workspace_work_of(message)
 
 
 def _event_work_of(message: EventMessage) -> Callable[[sqlite3.Connection], object]:

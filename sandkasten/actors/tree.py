@@ -6,6 +6,7 @@
     ├── spool      output that is kept for a while
     ├── zygote     the one connection to nsinit
     ├── images     the image store
+    ├── workspaces who has which, and their files without a session
     ├── sessions   id → Ref; one temporary session actor per sandbox
     ├── reaper     sweeps what no live session owns
     ├── pulse      measures how late the event loop is
@@ -28,8 +29,9 @@ import attrs
 import trio
 
 from nsinit.protocol import SeccompProfile
-from sandkasten.actors import events, images, reaper, sessions, store, zygote
+from sandkasten.actors import events, images, reaper, sessions, store, workspaces, zygote
 from sandkasten.actors.actor import Ask, R, Ref
+from sandkasten.actors.attachments import Attachments
 from sandkasten.actors.creating import Node
 from sandkasten.actors.diagnosing import Diagnosing
 from sandkasten.actors.directory import Entry, SessionDirectory
@@ -40,6 +42,7 @@ from sandkasten.actors.node_view import NodeFacts, describe_capacity, describe_s
 from sandkasten.actors.session_messages import Borrow, Destroy, PauseSession, ResumeSession, Stats, Update
 from sandkasten.actors.supervisor import ChildSpec
 from sandkasten.actors.tree_work import WorkOfSessions
+from sandkasten.actors.tree_workspaces import WorkOfWorkspaces
 from sandkasten.config import MIB, Config
 from sandkasten.diagnosis import Diagnosis
 from sandkasten.errors import Capacity, SandkastenError, SessionExpired, SessionNotFound
@@ -78,7 +81,7 @@ _READY_S = 5.0
 _MIN_FREE_RATIO = 0.02
 
 
-class LocalSupervisor(WorkOfSessions):
+class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
     """The supervisor of this machine; implements `supervisor.Supervisor`."""
 
     def __init__(
@@ -100,6 +103,8 @@ class LocalSupervisor(WorkOfSessions):
         """The API keys in force besides the configured one. Whoever serves on keys fills it (`keys.KeyWatch`)."""
         self._store, self._zygote, self._images = Ref("store"), Ref("zygote"), Ref("images")
         self._writer = Ref("events")
+        self._workspaces, self._attachments = Ref("workspaces"), Attachments()
+        self._usages = {}
         self._journal = Journal()
         self.inventory = Inventory(
             config.data_dir,
@@ -173,6 +178,18 @@ class LocalSupervisor(WorkOfSessions):
         async def start_images(*, task_status: trio.TaskStatus[Ref]) -> None:
             await images.Images(self._images, self._catalog).run(task_status=task_status)
 
+        async def start_workspaces(*, task_status: trio.TaskStatus[Ref]) -> None:
+            actor = workspaces.Workspaces(
+                self._workspaces,
+                store=self._store,
+                zygote=self._zygote,
+                directory=self._directory,
+                attachments=self._attachments,
+                paths=DataPaths(self._config.data_dir),
+                new_id=self._node.new_session_id,
+            )
+            await actor.run(task_status=task_status)
+
         async def start_sessions(*, task_status: trio.TaskStatus[Ref]) -> None:
             actor = sessions.Sessions(
                 self._sessions,
@@ -181,6 +198,8 @@ class LocalSupervisor(WorkOfSessions):
                 store=self._store,
                 zygote=self._zygote,
                 images=self._images,
+                workspaces=self._workspaces,
+                attachments=self._attachments,
                 directory=self._directory,
                 inventory=self.inventory,
                 journal=self._journal,
@@ -208,6 +227,7 @@ class LocalSupervisor(WorkOfSessions):
             ChildSpec("spool", start_spool),
             ChildSpec("zygote", start_zygote),
             ChildSpec("images", start_images),
+            ChildSpec("workspaces", start_workspaces),
             ChildSpec("sessions", start_sessions),
             ChildSpec("reaper", start_reaper),
             ChildSpec("pulse", partial(watch_loop, self._metrics)),

@@ -126,6 +126,37 @@ class AskDisk(Ask[protocol.DiskUse]):
 
 @attrs.frozen
 class MakeWorkspace(Ask[None]):
+    """Make the directory of a workspace, or begin a draft of one; raises `BuildFailed`."""
+
+    workspace_id: str
+    draft: bool = False
+
+
+@attrs.frozen
+class ListWorkspaces(Ask[Sequence[str]]):
+    """The workspaces that have a directory, by id."""
+
+
+@attrs.frozen
+class DiscardWorkspace(Ask[None]):
+    """Take a workspace or draft away for good; raises `BuildFailed`."""
+
+    workspace_id: str
+    draft: bool = False
+
+
+@attrs.frozen
+class PublishWorkspace(Ask[None]):
+    """Make a draft the workspace; raises `BuildFailed` (`EEXIST`: there is one that is not to be replaced)."""
+
+    workspace_id: str
+    replace: bool = False
+
+
+@attrs.frozen
+class SyncWorkspace(Ask[None]):
+    """Have what was written on the disk; raises `BuildFailed`."""
+
     workspace_id: str
 
 
@@ -199,6 +230,10 @@ Message = (
     | AskDisk
     | SetDisk
     | MakeWorkspace
+    | ListWorkspaces
+    | DiscardWorkspace
+    | PublishWorkspace
+    | SyncWorkspace
     | MakeGroup
     | RemoveGroup
     | FindVictim
@@ -304,8 +339,16 @@ class Zygote(Actor):
                 return self.defer(self._ok, protocol.SetDisk(self._link.next_seq(), session_id, disk))
             case AskDisk(session_id):
                 return self.defer(self._ask_disk, session_id)
-            case MakeWorkspace(workspace_id):
-                return self.defer(self._ok, protocol.MakeWorkspace(self._link.next_seq(), workspace_id))
+            case MakeWorkspace(workspace_id, draft):
+                return self.defer(self._ok, protocol.MakeWorkspace(self._link.next_seq(), workspace_id, draft))
+            case DiscardWorkspace(workspace_id, draft):
+                return self.defer(self._ok, protocol.DiscardWorkspace(self._link.next_seq(), workspace_id, draft))
+            case PublishWorkspace(workspace_id, replace):
+                return self.defer(self._ok, protocol.PublishWorkspace(self._link.next_seq(), workspace_id, replace))
+            case SyncWorkspace(workspace_id):
+                return self.defer(self._ok, protocol.SyncWorkspace(self._link.next_seq(), workspace_id))
+            case ListWorkspaces():
+                return self.defer(self._list_workspaces)
             case MakeGroup(session_id, name):
                 return self.defer(self._make_group, session_id, name)
             case RemoveGroup():
@@ -350,6 +393,15 @@ class Zygote(Actor):
         answer = _expect(await self._request(protocol.Survey(self._link.next_seq())), protocol.Surveyed)
         strays: Sequence[protocol.Stray] = answer.message.strays
         return strays
+
+    async def _list_workspaces(self) -> Sequence[str]:
+        names: list[str] = []
+        while True:
+            request = protocol.ListWorkspaces(self._link.next_seq(), names[-1] if names else "")
+            listed = _expect(await self._request(request), protocol.WorkspacesListed).message
+            names += listed.names
+            if not listed.more or not listed.names:
+                return names
 
     async def _teardown(self, session_id: str) -> protocol.TornDown:
         answer = _expect(await self._request(protocol.Teardown(self._link.next_seq(), session_id)), protocol.TornDown)

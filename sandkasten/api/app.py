@@ -21,14 +21,24 @@ from sandkasten.api.exchange import JSON, Exchange, one_header
 from sandkasten.api.guard import App, Message, Receive, Scope, Send
 from sandkasten.api.jsonapp import EXCHANGE_KEY, make_json_app
 from sandkasten.api.measured import NOWHERE, FrontMetrics
-from sandkasten.api.routes import PUBLIC_PATHS, RAW_PATHS, RAW_ROUTES, SESSIONS, RawRoute, split_session
+from sandkasten.api.routes import (
+    PUBLIC_PATHS,
+    RAW_PATHS,
+    RAW_ROUTES,
+    SESSIONS,
+    WORKSPACE_ROUTES,
+    WORKSPACES,
+    RawRoute,
+    split_session,
+    split_workspace,
+)
 from sandkasten.api.routing import Target, parse_target
 from sandkasten.api.settings import ApiSettings
 from sandkasten.api.stream import ClientGone
 from sandkasten.api.websocket import ConnectionOver, Doorman, WebSocketExchange
 from sandkasten.api.ws_routes import SESSION_WEBSOCKETS, WEBSOCKETS
 from sandkasten.errors import InvalidRequest
-from sandkasten.model import SESSION_ID
+from sandkasten.model import SESSION_ID, WORKSPACE_ID
 from sandkasten.runtime.keyring import KeyRing
 from sandkasten.supervisor import Supervisor
 
@@ -112,6 +122,16 @@ class _Front:
             if (found := RAW_ROUTES.locate(rest)) is not None:
                 pattern, methods, exchange.params = found
                 exchange.route = f"{SESSIONS}/{{id}}/{pattern}"
+                await _serve_raw(exchange, methods)
+                return
+        if (beneath := split_workspace(target.segments)) is not None:
+            workspace_id, rest = beneath
+            if not WORKSPACE_ID.match(workspace_id):
+                raise errors.WorkspaceNotFound("no such workspace")
+            exchange.workspace_id = workspace_id
+            if (located := WORKSPACE_ROUTES.locate(rest)) is not None:
+                pattern, methods, exchange.params = located
+                exchange.route = f"{WORKSPACES}/{{id}}/{pattern}"
                 await _serve_raw(exchange, methods)
                 return
         if target.path is None:

@@ -31,9 +31,9 @@ MAX_QUERY_FIELDS = 32
 
 
 class Exchange:
-    """What a handler works with. `key` is the caller's, and without one nobody's. `session_id` and `params`, the path's
-    open segments, are set for routes beneath a session, `route`, the pattern that matched, once it is known, and
-    `status` once it was sent."""
+    """What a handler works with. `key` is the caller's, and without one nobody's. `session_id` (or `workspace_id`) and
+    `params`, the path's open segments, are set for routes beneath one, `route`, the pattern that matched, once it is
+    known, and `status` once it was sent."""
 
     def __init__(
         self,
@@ -54,6 +54,7 @@ class Exchange:
         self.use = use
         self.route: str | None = None
         self.session_id = ""
+        self.workspace_id = ""
         self.params: Mapping[str, str] = {}
         self.is_started = False
         self.status = 0

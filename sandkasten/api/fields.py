@@ -50,6 +50,7 @@ Fixed = NewType("Fixed", object)
 Token = NewType("Token", str)
 ExecId = NewType("ExecId", str)
 WorkspaceId = NewType("WorkspaceId", str)
+WorkspaceModeName = NewType("WorkspaceModeName", str)
 Text = NewType("Text", str)
 Path = NewType("Path", str)
 Base64 = NewType("Base64", bytes)
@@ -284,6 +285,7 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     Fixed: _fixed,
     Token: _matching(TOKEN, TOKEN_RULE),
     WorkspaceId: _matching(WORKSPACE_ID, "must be 2 to 64 of a-z, 0-9, '.', '_', '-', no sign at either end"),
+    WorkspaceModeName: _choice("shared", "exclusive"),
     Text: _text,
     Path: check_path,
     Base64: _base64,

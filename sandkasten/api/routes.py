@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import attrs
 
-from sandkasten.api import events, execs, files, health, metrics, processes, sessions, shells, system
+from sandkasten.api import events, execs, files, health, metrics, processes, sessions, shells, system, workspaces
 from sandkasten.api import exec as commands
-from sandkasten.api.access import ACT, FIND, LOOK, MAKE, OPEN, RULE_NODE, SEE_NODE, Needs
+from sandkasten.api.access import ACT, CHANGE_NODE, FIND, LOOK, MAKE, OPEN, RULE_NODE, SEE_NODE, Needs
 from sandkasten.api.errors import Answer
 from sandkasten.api.exchange import Exchange
 from sandkasten.api.routing import RouteTable
@@ -24,7 +24,8 @@ RawHandler = Callable[[Exchange], Awaitable[None]]
 
 PUBLIC_PATHS = frozenset({"/healthz"})
 SESSIONS = "/v1/sessions"
-_ABOVE_SESSIONS = ("v1", "sessions")
+WORKSPACES = "/v1/workspaces"
+_ABOVE_SESSIONS, _ABOVE_WORKSPACES = ("v1", "sessions"), ("v1", "workspaces")
 
 
 @attrs.frozen
@@ -62,6 +63,12 @@ JSON_ROUTES = (
     JsonRoute("GET", f"{SESSIONS}/<session_id>/diagnostics", sessions.diagnostics, LOOK),
     JsonRoute("POST", f"{SESSIONS}/<session_id>/pause", sessions.pause, ACT),
     JsonRoute("POST", f"{SESSIONS}/<session_id>/resume", sessions.resume, ACT),
+    JsonRoute("GET", WORKSPACES, workspaces.list_workspaces, SEE_NODE),
+    JsonRoute("POST", WORKSPACES, workspaces.create, CHANGE_NODE),
+    JsonRoute("GET", f"{WORKSPACES}/<workspace_id>", workspaces.get, SEE_NODE),
+    JsonRoute("PUT", f"{WORKSPACES}/<workspace_id>", workspaces.put, CHANGE_NODE),
+    JsonRoute("PATCH", f"{WORKSPACES}/<workspace_id>", workspaces.update, CHANGE_NODE),
+    JsonRoute("DELETE", f"{WORKSPACES}/<workspace_id>", workspaces.delete, CHANGE_NODE),
 )
 
 
@@ -108,6 +115,17 @@ RAW_ROUTES: RouteTable[Mapping[str, RawRoute]] = RouteTable(
 )
 """What follows `/v1/sessions/{id}/`, and the handler per method."""
 
+WORKSPACE_ROUTES: RouteTable[Mapping[str, RawRoute]] = RouteTable(
+    {
+        "fs": {**_get(workspaces.list_files, SEE_NODE), **_delete(workspaces.remove, CHANGE_NODE)},
+        "fs/stat": _get(workspaces.stat, SEE_NODE),
+        "fs/read": _get(files.read, SEE_NODE),
+        "fs/write": _post(files.write, CHANGE_NODE),
+        "fs/upload": _post(upload, CHANGE_NODE),
+    }
+)
+"""What follows `/v1/workspaces/{id}/`, likewise."""
+
 RAW_PATHS: Mapping[str, Mapping[str, RawRoute]] = {
     "/metrics": _get(metrics.metrics, SEE_NODE),
     "/v1/events": _get(events.stream, FIND),
@@ -117,6 +135,15 @@ RAW_PATHS: Mapping[str, Mapping[str, RawRoute]] = {
 
 def split_session(segments: tuple[str, ...]) -> tuple[str, tuple[str, ...]] | None:
     """Return the session id and the segments behind it, or None for what is not beneath a session."""
-    if len(segments) < 3 or segments[:2] != _ABOVE_SESSIONS:
+    return _split(segments, _ABOVE_SESSIONS)
+
+
+def split_workspace(segments: tuple[str, ...]) -> tuple[str, tuple[str, ...]] | None:
+    """Return the workspace id and the segments behind it, or None for what is not beneath a workspace."""
+    return _split(segments, _ABOVE_WORKSPACES)
+
+
+def _split(segments: tuple[str, ...], above: tuple[str, str]) -> tuple[str, tuple[str, ...]] | None:
+    if len(segments) < 3 or segments[:2] != above:
         return None
     return segments[2], segments[3:]

@@ -52,6 +52,7 @@ from sandkasten.api.fields import (
     User,
     WhenLeft,
     WorkspaceId,
+    WorkspaceModeName,
     make_converter,
 )
 from sandkasten.api.jsontext import decode_object
@@ -134,6 +135,7 @@ class CreateRequest:
     image: str | None = None
     ttl_seconds: Ttl | None = None
     workspace_id: WorkspaceId | None = None
+    workspace_mode: WorkspaceModeName | None = None
     idempotency_key: Token | None = None
     labels: Labels | None = None
     env: Environment | None = attrs.field(default=None, repr=False)
@@ -163,6 +165,7 @@ class CreateRequest:
             image=self.image,
             ttl_s=_one_timeout(self.ttl_seconds, self.idle_timeout_seconds),
             workspace_id=self.workspace_id,
+            workspace_mode=self.workspace_mode,
             labels=self.labels or {},
             env=self.env or {},
             limits=None if self.limits is None else self.limits.over(default_limits),

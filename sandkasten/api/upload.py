@@ -20,6 +20,7 @@ from werkzeug.sansio.multipart import Data, Epilogue, Event, Field, File, Multip
 from sandkasten.api.errors import json_answer
 from sandkasten.api.exchange import Exchange
 from sandkasten.api.fields import MAX_PATH_BYTES, check_path
+from sandkasten.api.files import open_write
 from sandkasten.api.jsontext import scrub
 from sandkasten.errors import InvalidRequest
 
@@ -39,7 +40,7 @@ SPOOL_READ_BYTES = 64 * 1024
 
 
 async def upload(exchange: Exchange) -> None:
-    """POST /v1/sessions/{id}/fs/upload"""
+    """POST /v1/sessions/{id}/fs/upload, /v1/workspaces/{id}/fs/upload"""
     async with contextlib.AsyncExitStack() as stack:
         paths = await _Upload(exchange, stack).run()
     await exchange.answer(json_answer({"ok": True, "paths": [scrub(path) for path in paths]}))
@@ -139,7 +140,7 @@ class _Upload:
         if self._directory is None:
             await self._spool_file(name)
             return
-        async with self._exchange.supervisor.open_write(self._exchange.session_id, self._target(name)) as writer:
+        async with open_write(self._exchange, self._target(name)) as writer:
             is_open = True
             while is_open:
                 data = await self._parts.data()
@@ -165,7 +166,7 @@ class _Upload:
             return
         await self._spool.seek(0)
         for name, size in self._waiting:
-            async with self._exchange.supervisor.open_write(self._exchange.session_id, self._target(name)) as writer:
+            async with open_write(self._exchange, self._target(name)) as writer:
                 while size:
                     data = await self._spool.read(min(size, SPOOL_READ_BYTES))
                     await writer.send(data)

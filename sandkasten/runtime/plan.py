@@ -24,6 +24,7 @@ from sandkasten.model import (
 )
 from sandkasten.runtime.fixed_limits import check_maximum, fill_fixed
 from sandkasten.runtime.spans import check_spans
+from sandkasten.workspaces import WorkspaceMode
 
 _CPU_PERIOD_US = 100_000
 _MIN_CPU_QUOTA_US = 1_000
@@ -60,6 +61,11 @@ def resolve(spec: SessionSpec, config: Config) -> Resolved:
             raise InvalidRequest("workspaces are switched off", workspace_id="not available")
         if not WORKSPACE_ID.match(spec.workspace_id):
             raise InvalidRequest("malformed workspace id", workspace_id="2 to 64 of a-z 0-9 . _ - (ends a-z 0-9)")
+    if spec.workspace_mode is not None:
+        if spec.workspace_mode not in set(WorkspaceMode):
+            raise InvalidRequest("no such mode", workspace_mode=f"must be one of {', '.join(WorkspaceMode)}")
+        if spec.workspace_id is None:
+            raise InvalidRequest("a mode needs a workspace", workspace_mode="without workspace_id")
     check_spans(config.maximum, ttl_s=spec.ttl_s or None, max_lifetime_s=spec.max_lifetime_s)
     exec_mode = spec.exec_mode or config.defaults.exec_mode
     if exec_mode not in EXEC_MODES:
@@ -90,6 +96,7 @@ def _options(spec: SessionSpec, config: Config, exec_mode: str) -> SessionOption
         root_inside=possible if spec.root_inside is None else spec.root_inside,
         filesystem=spec.filesystem,
         seccomp=_seccomp(spec.seccomp, config),
+        workspace_mode=WorkspaceMode(spec.workspace_mode or WorkspaceMode.SHARED).value,
     )
 
 

@@ -80,6 +80,11 @@ def live_sessions(database: sqlite3.Connection) -> Sequence[SessionRecord]:
     return _select(database, f"WHERE status IN ({_LIVE_LIST})")
 
 
+def live_sessions_of(database: sqlite3.Connection, workspace_id: str) -> Sequence[SessionRecord]:
+    """Return those of them that have a workspace."""
+    return _select(database, f"WHERE workspace_id = ? AND status IN ({_LIVE_LIST})", workspace_id)
+
+
 def list_sessions(database: sqlite3.Connection, *, status: Status | None, limit: int) -> Sequence[SessionRecord]:
     """Return records of one status, or all, newest first."""
     if status is None:

@@ -7,7 +7,7 @@ import re
 import attrs
 import pytest
 
-from sandkasten.api.routes import JSON_ROUTES, RAW_PATHS, RAW_ROUTES, SESSIONS
+from sandkasten.api.routes import JSON_ROUTES, RAW_PATHS, RAW_ROUTES, SESSIONS, WORKSPACE_ROUTES, WORKSPACES
 from sandkasten.api.ws_routes import SESSION_WEBSOCKETS, WEBSOCKETS
 from sandkasten.model import SessionSpec
 from tests.api.harness import Running, read_until, request_bytes, running_front
@@ -19,6 +19,10 @@ LOOKING_POSTS = {"processes/{exec_id}/wait"}
 
 ADMINISTRATION = {"/v1/node/drain", "/v1/node/undrain", "/v1/keys"}
 ABOUT_THE_NODE = {"/readyz", "/v1/system", "/v1/node", "/metrics"} | ADMINISTRATION
+ABOUT_THE_NODE |= {
+    *(route.rule for route in JSON_ROUTES if route.rule.startswith(WORKSPACES)),
+    *(f"{WORKSPACES}/<workspace_id>/{pattern}" for pattern in WORKSPACE_ROUTES.routes),
+}
 ABOUT_NO_SESSION = {"/healthz", SESSIONS, "/v1/events"} | ABOUT_THE_NODE
 _PARAMETER = re.compile(r"\{\w+\}|<\w+>")
 
@@ -35,7 +39,7 @@ class Request:
         return self.method in ("GET", "HEAD") or self.pattern in LOOKING_POSTS
 
     def path(self, session_id: str) -> str:
-        filled = _PARAMETER.sub("x", self.pattern)
+        filled = _PARAMETER.sub("xx", self.pattern)
         return filled if filled.startswith("/") else f"{SESSIONS}/{session_id}/{filled}".rstrip("/")
 
 
@@ -49,6 +53,11 @@ def all_requests() -> list[Request]:
         for route in JSON_ROUTES
     ]
     found += [Request(method, pattern) for pattern, methods in RAW_ROUTES.routes.items() for method in methods]
+    found += [
+        Request(method, f"{WORKSPACES}/<workspace_id>/{pattern}")
+        for pattern, methods in WORKSPACE_ROUTES.routes.items()
+        for method in methods
+    ]
     found += [Request(method, path) for path, methods in RAW_PATHS.items() for method in methods]
     return found
 

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from sandkasten.api.errors import STATUS
-from sandkasten.api.routes import JSON_ROUTES, RAW_ROUTES
+from sandkasten.api.routes import JSON_ROUTES, RAW_ROUTES, WORKSPACE_ROUTES
 from tests.e2e.daemon import running_daemon
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 API = (ROOT / "docs/api.md").read_text()
+WORKSPACES = (ROOT / "docs/workspaces.md").read_text()
 _BLOCK = re.compile(r"^```(\w+)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PARAMETER = re.compile(r"\{\w+\}")
 
@@ -69,6 +70,12 @@ def test_the_examples_of_the_api_work_line_by_line(data_dir: Path) -> None:
     _check_console("".join(text for kind, text in _blocks(API) if kind == "console"), data_dir)
 
 
+@needs_root
+def test_the_example_of_the_workspaces_works_line_by_line(data_dir: Path) -> None:
+    """docs/workspaces.md likewise."""
+    _check_console("".join(text for kind, text in _blocks(WORKSPACES) if kind == "console"), data_dir)
+
+
 def _check_console(block: str, data_dir: Path) -> None:
     """Run the `$` lines against a daemon; what they print must have the shape of the other lines."""
     commands: list[str] = []
@@ -116,6 +123,16 @@ def test_the_documented_routes_are_those_that_there_are() -> None:
     assert {(method, _PARAMETER.sub("{}", path)) for method, path in documented} == {
         (method, _PARAMETER.sub("{}", path)) for method, path in routes
     }
+
+
+def test_the_documented_routes_of_workspaces_are_those_that_there_are() -> None:
+    """docs/workspaces.md names each with its method, and no other."""
+    top = "/v1/workspaces"
+    routes = {(method, f"{top}/{{}}/{path}") for path, methods in WORKSPACE_ROUTES.routes.items() for method in methods}
+    routes |= {(each.method, re.sub("<.*>", "{}", each.rule)) for each in JSON_ROUTES if each.rule.startswith(top)}
+    found = re.findall(r"`(GET|POST|PUT|PATCH|DELETE) (/v1/workspaces[^`?\s]*)", WORKSPACES)
+    documented = {(method, _PARAMETER.sub("{}", path)) for method, path in found}
+    assert documented == {(method, path) for method, path in routes if method != "HEAD"}
 
 
 def test_links_between_documents_lead_somewhere() -> None:

@@ -24,11 +24,11 @@ LAYERS = (
     Layer("actors"),
     Layer("reconcile"),
     Layer("runtime", "store", "images"),
-    Layer("supervisor", "configfile", "lifecycle", independent=False),
+    Layer("supervisor", "supervisor_workspaces", "configfile", "lifecycle", independent=False),
     Layer("config"),
     Layer("diagnosis"),
     Layer("model", "machine", "errors", "log", "keys"),
-    Layer("filerules", "lifetime", "measures", "stats"),
+    Layer("filerules", "lifetime", "measures", "stats", "workspaces"),
     Layer("logcontext"),
     Layer("tracing"),
 )

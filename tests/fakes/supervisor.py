@@ -16,6 +16,7 @@ from sandkasten.model import FileHead
 from sandkasten.supervisor import Supervisor
 from tests.fakes.commands import FakeRuns
 from tests.fakes.runs import Run, Script
+from tests.fakes.workspaces import FakeWorkspaces
 
 __all__ = ["FakeSupervisor", "Run", "Script"]
 
@@ -60,11 +61,12 @@ class FileWriter:
         return self._key[1]
 
 
-class FakeSupervisor(FakeRuns):
+class FakeSupervisor(FakeRuns, FakeWorkspaces):
     """`Supervisor` over dictionaries."""
 
     def __init__(self) -> None:
         super().__init__()
+        FakeWorkspaces.__init__(self)
         self.files: dict[tuple[str, str], bytes] = {}
         self.sizes: dict[str, int] = {}
         self.write_gate = trio.Event()

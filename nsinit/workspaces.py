@@ -1,0 +1,166 @@
+"""The directories of persistent workspaces: made, listed, synced, published, moved out of the way.
+
+A workspace is a directory of `Layout.workspaces`, a draft one of `Layout.drafts`. What is in it is foreign and is never
+opened here. A name changes by one rename(2), so that at any moment there is the old workspace or the new one. What may
+wait for the disk runs in a process of its own; its exit status is the errno it ended with.
+Sources: rename(2) RENAME_EXCHANGE, RENAME_NOREPLACE; syncfs(2); fsync(2) on directories.
+"""
+
+from __future__ import annotations
+
+import errno
+import heapq
+import os
+import stat
+from collections.abc import Callable, Generator
+
+from nsinit import constants as k
+from nsinit import syscalls
+from nsinit.paths import Layout
+from nsinit.scheduler import Wait
+from nsinit.slots import SANDBOX_ID
+from nsinit.steps import StepFailed, failure_of
+from nsinit.validate import is_workspace_id
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_CHORE_S = 25.0
+"""Less than the daemon waits for an answer."""
+_STAGE = "workspace"
+
+Chore = Generator[Wait, bool, None]
+
+
+def make(layout: Layout, workspace_id: str, *, draft: bool) -> Chore:
+    """Make a directory, owned on disk by the id that sandbox users map to, if there is none. Raises `StepFailed`."""
+    path = layout.workspace(workspace_id, draft=draft)
+    try:
+        os.mkdir(path, 0o755)
+    except FileExistsError:
+        _adopt(path)
+        return
+    except OSError as error:
+        raise failure_of(_STAGE, error) from error
+    _adopt(path)
+    if not draft:
+        yield from _run(path, lambda: _sync_directory(layout.workspaces))
+
+
+def listed(layout: Layout, after: str, limit: int) -> tuple[tuple[str, ...], bool]:
+    """Return the names of the first workspaces behind `after`, and whether there are more."""
+    with os.scandir(layout.workspaces) as entries:
+        names = (each.name for each in entries if each.name > after and is_workspace_id(each.name) and _is_own(each))
+        found = heapq.nsmallest(limit + 1, names)
+    return tuple(found[:limit]), len(found) > limit
+
+
+def discard(layout: Layout, workspace_id: str, *, draft: bool) -> Chore:
+    """Move a directory into the trash, durably; no effect when there is none. Raises `StepFailed`."""
+    path = layout.workspace(workspace_id, draft=draft)
+    try:
+        os.rename(path, _trash_name(layout, workspace_id))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise failure_of(_STAGE, error) from error
+    yield from _run(path, lambda: _sync_directory(os.path.dirname(path)))
+
+
+def discard_drafts(layout: Layout) -> None:
+    """Move all drafts into the trash: nobody remembers what they were for."""
+    for name in os.listdir(layout.drafts):
+        os.rename(f"{layout.drafts}/{name}", _trash_name(layout, name[:64]))
+
+
+def publish(layout: Layout, workspace_id: str, *, replace: bool) -> Chore:
+    """Make a draft the workspace, once all of it is on the disk; what it replaced goes to the trash.
+
+    Raises:
+        StepFailed: `EEXIST`: there is a workspace, and it was not to be replaced.
+    """
+    draft, path = layout.workspace(workspace_id, draft=True), layout.workspace(workspace_id)
+    trash = _trash_name(layout, workspace_id)
+
+    def work() -> None:
+        _sync_file_system(draft)
+        if replace and os.path.lexists(path):
+            syscalls.renameat2(draft, path, k.RENAME_EXCHANGE)
+            os.rename(draft, trash)
+        else:
+            syscalls.renameat2(draft, path, k.RENAME_NOREPLACE)
+        _sync_directory(layout.workspaces)
+
+    yield from _run(path, work)
+
+
+def sync(layout: Layout, workspace_id: str) -> Chore:
+    """Wait until what was written to a workspace is on the disk. Raises `StepFailed`."""
+    path = layout.workspace(workspace_id)
+    yield from _run(path, lambda: _sync_file_system(path))
+
+
+def _adopt(path: str) -> None:
+    """See that the top belongs to the sandbox user: a start that was cut short, or an operator, may have left it
+    to root."""
+    try:
+        fd = os.open(path, _DIRECTORY)
+        try:
+            if os.fstat(fd).st_uid == 0:
+                os.fchown(fd, SANDBOX_ID, SANDBOX_ID)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise failure_of(_STAGE, error) from error
+
+
+def _is_own(entry: os.DirEntry[str]) -> bool:
+    try:
+        return stat.S_ISDIR(entry.stat(follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _trash_name(layout: Layout, workspace_id: str) -> str:
+    return f"{layout.trash}/{workspace_id}-{os.urandom(8).hex()}"
+
+
+def _run(path: str, work: Callable[[], None]) -> Chore:
+    """Do what may take long in a process of its own. Raises `StepFailed` with what it ended with."""
+    pid = os.fork()
+    if pid == 0:
+        _end_with(work)
+    pidfd = os.pidfd_open(pid)
+    try:
+        in_time = yield Wait(fd=pidfd, timeout_s=_CHORE_S)
+        if not in_time:
+            syscalls.pidfd_send_signal(pidfd, 9)
+            yield Wait(fd=pidfd)
+        result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+    finally:
+        os.close(pidfd)
+    status = result.si_status if result is not None and result.si_code == os.CLD_EXITED else errno.ETIMEDOUT
+    if status:
+        raise StepFailed(_STAGE, os.strerror(status).lower(), path=path, errno=status)
+
+
+def _end_with(work: Callable[[], None]) -> None:
+    status = errno.EIO
+    try:
+        syscalls.close_range(3)
+        work()
+        status = 0
+    except OSError as error:
+        status = error.errno or errno.EIO
+    finally:
+        os._exit(status)
+
+
+def _sync_file_system(path: str) -> None:
+    fd = os.open(path, _DIRECTORY)
+    syscalls.syncfs(fd)
+    os.close(fd)
+
+
+def _sync_directory(path: str) -> None:
+    fd = os.open(path, _DIRECTORY)
+    os.fsync(fd)
+    os.close(fd)

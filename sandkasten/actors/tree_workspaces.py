@@ -1,0 +1,246 @@
+"""What the supervisor of this machine does with persistent workspaces.
+
+The half of `supervisor_workspaces.WorkspaceSupervisor` that `tree.LocalSupervisor` inherits. Runs in the caller's task:
+it asks the workspaces actor, and what it holds (a loan of a helper, a claim) it gives back when its context is left.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import attrs
+import trio
+
+from sandkasten.actors import workspace_files as files
+from sandkasten.actors import workspace_messages as messages
+from sandkasten.actors.actor import Ref
+from sandkasten.actors.files import LocalFileReader, LocalFileWriter, open_reader, open_writer
+from sandkasten.actors.workspace_files import LocalArchiveReader
+from sandkasten.config import MIB, Config
+from sandkasten.errors import InvalidRequest, SandkastenError, WorkspaceBusy, WorkspaceNotFound
+from sandkasten.model import WORKSPACE_ID, Session
+from sandkasten.runtime import reserve
+from sandkasten.runtime.runner_link import RunnerLink
+from sandkasten.workspaces import (
+    FileInfo,
+    FileListing,
+    Packed,
+    Workspace,
+    WorkspacePatch,
+    WorkspaceSpec,
+    WorkspaceUsage,
+)
+
+log = logging.getLogger(__name__)
+
+_USAGE_AGE_S = 30.0
+_MEASURING = 2
+_MEASURE_ALL_S = 10.0
+_MAX_KEPT_USAGES = 1000
+_MAX_ENTRIES = 1_000_000
+_FORCE_S = 30.0
+_FORCE_PAUSE_S = 0.05
+_CLEANUP_S = 10.0
+
+
+class WorkOfWorkspaces:
+    """See the module's docstring. The heir brings the fields and `destroy`."""
+
+    _config: Config
+    _workspaces: Ref
+    _usages: dict[str, tuple[float, WorkspaceUsage]]
+
+    async def destroy(self, session_id: str) -> Session:
+        """See `Supervisor.destroy`."""
+        raise NotImplementedError
+
+    async def workspaces(self, *, after: str = "", limit: int = 1000, measure: bool = False) -> Sequence[Workspace]:
+        self._require_enabled()
+        found = [each for each in await self._workspaces.ask_again(messages.ListAll()) if each.id > after][:limit]
+        return await self._measure_all(found) if measure else found
+
+    async def workspace(self, workspace_id: str, *, measure: bool = False) -> Workspace:
+        self._check(workspace_id)
+        found = await self._workspaces.ask_again(messages.Get(workspace_id))
+        return await self._measured(found) if measure else found
+
+    async def make_workspace(self, workspace_id: str, spec: WorkspaceSpec) -> Workspace:
+        self._check_new(workspace_id)
+        return await self._workspaces.ask(messages.Make(workspace_id, spec))
+
+    async def update_workspace(self, workspace_id: str, patch: WorkspacePatch) -> Workspace:
+        self._check(workspace_id)
+        return await self._workspaces.ask_again(messages.Change(workspace_id, patch))
+
+    async def delete_workspace(self, workspace_id: str, *, force: bool = False) -> None:
+        self._check(workspace_id)
+        async with self._claimed(workspace_id):
+            if force:
+                await self._end_holders(workspace_id)
+            await self._workspaces.ask(messages.Remove(workspace_id))
+            self._usages.pop(workspace_id, None)
+
+    async def _end_holders(self, workspace_id: str) -> None:
+        """End every session that has the workspace. Nobody new gets it meanwhile."""
+        give_up_at = trio.current_time() + _FORCE_S
+        await self._workspaces.ask(messages.EndHelpers(workspace_id))
+        while holders := await self._workspaces.ask(messages.Holders(workspace_id)):
+            if trio.current_time() > give_up_at:
+                raise WorkspaceBusy("its sessions don't end", workspace_id=workspace_id)
+            for session_id in filter(None, holders):
+                try:
+                    await self.destroy(session_id)
+                except SandkastenError as error:
+                    log.info("holder_not_ended", extra={"session_id": session_id, "error": str(error)})
+            await trio.sleep(_FORCE_PAUSE_S)  # one that is being made gets an id first
+
+    @asynccontextmanager
+    async def _claimed(self, workspace_id: str) -> AsyncIterator[None]:
+        await self._workspaces.ask(messages.Claim(workspace_id))
+        try:
+            yield
+        finally:
+            with trio.move_on_after(_CLEANUP_S, shield=True):
+                await self._workspaces.ask_again(messages.Unclaim(workspace_id))
+
+    # Files ------------------------------------------------------------------------------------------------------
+
+    def open_workspace_read(
+        self, workspace_id: str, path: str, *, max_bytes: int
+    ) -> AbstractAsyncContextManager[LocalFileReader]:
+        return self._open_workspace_read(workspace_id, path, max_bytes)
+
+    @asynccontextmanager
+    async def _open_workspace_read(
+        self, workspace_id: str, path: str, max_bytes: int
+    ) -> AsyncIterator[LocalFileReader]:
+        async with self._files(workspace_id) as link, open_reader(link, path, max_bytes) as reader:
+            yield reader
+
+    def open_workspace_write(self, workspace_id: str, path: str) -> AbstractAsyncContextManager[LocalFileWriter]:
+        return self._open_workspace_write(workspace_id, path)
+
+    @asynccontextmanager
+    async def _open_workspace_write(self, workspace_id: str, path: str) -> AsyncIterator[LocalFileWriter]:
+        self._check_new(workspace_id)
+        await self._workspaces.ask(messages.Make(workspace_id, WorkspaceSpec(), may_exist=True))
+        async with self._files(workspace_id) as link, open_writer(link, path, sync=True) as writer:
+            yield writer
+
+    async def list_files(
+        self, workspace_id: str, path: str = ".", *, after: str = "", limit: int = 1000
+    ) -> FileListing:
+        async with self._files(workspace_id) as link:
+            return await files.list_files(link, path, after=after, limit=limit)
+
+    async def stat_file(self, workspace_id: str, path: str) -> FileInfo:
+        async with self._files(workspace_id) as link:
+            return await files.stat_file(link, path)
+
+    async def remove_file(self, workspace_id: str, path: str, *, recursive: bool = False) -> str:
+        async with self._files(workspace_id) as link:
+            return await files.remove_file(link, path, recursive=recursive)
+
+    @asynccontextmanager
+    async def _files(self, workspace_id: str, *, draft: bool = False) -> AsyncIterator[RunnerLink]:
+        self._check(workspace_id)
+        done = trio.Event()
+        try:
+            yield await self._workspaces.ask(messages.Borrow(workspace_id, done, draft))
+        finally:
+            done.set()
+
+    # Archives ---------------------------------------------------------------------------------------------------
+
+    def open_pack(self, workspace_id: str, path: str = ".") -> AbstractAsyncContextManager[LocalArchiveReader]:
+        return self._open_pack(workspace_id, path)
+
+    @asynccontextmanager
+    async def _open_pack(self, workspace_id: str, path: str) -> AsyncIterator[LocalArchiveReader]:
+        async with self._files(workspace_id) as link, files.open_pack(link, path) as reader:
+            yield reader
+
+    def open_unpack(
+        self, workspace_id: str, *, replace: bool = False
+    ) -> AbstractAsyncContextManager[LocalArchiveWriter]:
+        return self._open_unpack(workspace_id, replace)
+
+    @asynccontextmanager
+    async def _open_unpack(self, workspace_id: str, replace: bool) -> AsyncIterator[LocalArchiveWriter]:
+        self._check_new(workspace_id)
+        limits = {"max_entries": _MAX_ENTRIES, "max_bytes": self._config.workspace.max_import_mb * MIB}
+        async with self._claimed(workspace_id):
+            try:
+                await self._workspaces.ask(messages.Begin(workspace_id, replace))
+                async with (
+                    self._files(workspace_id, draft=True) as link,
+                    files.open_unpack(link, **limits) as unpacking,
+                ):
+                    yield LocalArchiveWriter(unpacking, self._workspaces, workspace_id, replace)
+            finally:
+                self._usages.pop(workspace_id, None)
+                with trio.move_on_after(_CLEANUP_S, shield=True):
+                    await self._workspaces.ask(messages.DropDraft(workspace_id))
+
+    # Sizes ------------------------------------------------------------------------------------------------------
+
+    async def _measure_all(self, found: Sequence[Workspace]) -> Sequence[Workspace]:
+        """Measure as many as there is time for; the rest stay without."""
+        measured: dict[str, Workspace] = {}
+        limiter = trio.CapacityLimiter(_MEASURING)
+
+        async def measure(workspace: Workspace) -> None:
+            async with limiter:
+                try:
+                    measured[workspace.id] = await self._measured(workspace)
+                except SandkastenError as error:
+                    log.info("workspace_not_measured", extra={"workspace_id": workspace.id, "error": str(error)})
+
+        with trio.move_on_after(_MEASURE_ALL_S):
+            async with trio.open_nursery() as nursery:
+                for each in found:
+                    nursery.start_soon(measure, each)
+        return [measured.get(each.id, each) for each in found]
+
+    async def _measured(self, workspace: Workspace) -> Workspace:
+        kept = self._usages.get(workspace.id)
+        if kept is None or trio.current_time() - kept[0] > _USAGE_AGE_S:
+            async with self._files(workspace.id) as link:
+                kept = trio.current_time(), await files.measure(link)
+            if len(self._usages) >= _MAX_KEPT_USAGES:
+                self._usages.clear()
+            self._usages[workspace.id] = kept
+        return attrs.evolve(workspace, usage=kept[1])
+
+    def _check(self, workspace_id: str) -> None:
+        self._require_enabled()
+        if not WORKSPACE_ID.match(workspace_id):
+            raise WorkspaceNotFound("there is no such workspace", workspace_id=workspace_id[:64])
+
+    def _check_new(self, workspace_id: str) -> None:
+        self._require_enabled()
+        if not WORKSPACE_ID.match(workspace_id):
+            raise InvalidRequest("malformed workspace id", workspace_id="2 to 64 of a-z 0-9 . _ - (ends a-z 0-9)")
+        reserve.check(self._config.data_dir, self._config.disk)
+
+    def _require_enabled(self) -> None:
+        if not self._config.workspace.enabled:
+            raise InvalidRequest("workspaces are switched off", workspace_id="not available")
+
+
+class LocalArchiveWriter:
+    """See `supervisor_workspaces.ArchiveWriter`."""
+
+    def __init__(self, unpacking: files.Unpacking, workspaces: Ref, workspace_id: str, replace: bool) -> None:
+        self._unpacking, self._workspaces = unpacking, workspaces
+        self._workspace_id, self._replace = workspace_id, replace
+
+    async def send(self, data: bytes) -> None:
+        await self._unpacking.send(data)
+
+    async def commit(self) -> Packed:
+        packed = await self._unpacking.end()
+        await self._workspaces.ask(messages.Publish(self._workspace_id, self._replace))
+        return packed

@@ -1,0 +1,86 @@
+"""What the store is asked about workspaces. Messages of the store actor; it runs the work in its thread."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import assert_never
+
+import attrs
+
+from sandkasten.actors.actor import Ask
+from sandkasten.store import sessions, workspaces
+from sandkasten.store.sessions import SessionRecord
+from sandkasten.store.workspaces import Count, WorkspaceRecord
+
+
+@attrs.frozen
+class PutWorkspace(Ask[None]):
+    """Insert or replace a record."""
+
+    record: WorkspaceRecord
+
+
+@attrs.frozen
+class TouchWorkspace(Ask[None]):
+    """Note that a workspace is in use at `now`; makes a record if there is none."""
+
+    workspace_id: str
+    now: datetime
+
+
+@attrs.frozen
+class GetWorkspace(Ask["WorkspaceRecord | None"]):
+    workspace_id: str
+
+
+@attrs.frozen
+class ListWorkspaceRows(Ask[Sequence[WorkspaceRecord]]):
+    """The first `limit` records behind `after`."""
+
+    after: str
+    limit: int
+
+
+@attrs.frozen
+class ForgetWorkspace(Ask[None]):
+    workspace_id: str
+
+
+@attrs.frozen
+class CountSessions(Ask[Mapping[str, Count]]):
+    """How many sessions had which workspace."""
+
+
+@attrs.frozen
+class HoldersOf(Ask[Sequence[SessionRecord]]):
+    """Every session that may have a workspace now, by its record."""
+
+    workspace_id: str
+
+
+WorkspaceMessage = (
+    PutWorkspace | TouchWorkspace | GetWorkspace | ListWorkspaceRows | ForgetWorkspace | CountSessions | HoldersOf
+)
+
+
+def workspace_work_of(message: WorkspaceMessage) -> Callable[[sqlite3.Connection], object]:
+    """Return what the message asks for."""
+    match message:
+        case PutWorkspace(record):
+            return lambda database: workspaces.put_workspace(database, record)
+        case TouchWorkspace(workspace_id, now):
+            return lambda database: workspaces.touch_workspace(database, workspace_id, now)
+        case GetWorkspace(workspace_id):
+            return lambda database: workspaces.get_workspace(database, workspace_id)
+        case ListWorkspaceRows(after, limit):
+            return lambda database: workspaces.list_workspaces(database, after=after, limit=limit)
+        case ForgetWorkspace(workspace_id):
+            return lambda database: workspaces.forget_workspace(database, workspace_id)
+        case CountSessions():
+            return workspaces.count_sessions
+        case HoldersOf(workspace_id):
+            return lambda database: sessions.live_sessions_of(database, workspace_id)
+        case _:
+            assert_never(message)

@@ -1,0 +1,309 @@
+"""All persistent workspaces of the node: who may have one, what is remembered of each, helpers for their files.
+
+The one place that decides about attaching and deleting. A session holds its workspace by its record, from before the
+sandbox is built until after it is gone; creates under way are in `Attachments`; both together are asked before anybody
+gets a workspace alone or takes it away. Files lie in nsinit's hands: this actor names workspaces and nothing in them.
+A directory is a workspace whether or not there is a record of it, and no record ever makes one vanish.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, TypeVarTuple, assert_never
+
+import attrs
+
+from sandkasten.actors import workspace_rows as rows
+from sandkasten.actors import zygote as zygote_actor
+from sandkasten.actors.actor import Actor, Ask, Ref
+from sandkasten.actors.attachments import Attachment, Attachments
+from sandkasten.actors.directory import SessionDirectory
+from sandkasten.actors.workspace_helpers import IDLE_S, Helpers
+from sandkasten.actors.workspace_messages import (
+    Admit,
+    Begin,
+    Borrow,
+    Change,
+    Claim,
+    DropDraft,
+    EndHelpers,
+    Get,
+    Holders,
+    Life,
+    ListAll,
+    Make,
+    Message,
+    Publish,
+    Released,
+    Remove,
+    Unclaim,
+)
+from sandkasten.errors import BuildFailed, Conflict, DiskFull, SandkastenError, WorkspaceBusy, WorkspaceNotFound
+from sandkasten.lifecycle import ENDED
+from sandkasten.runtime.paths import DataPaths
+from sandkasten.runtime.runner_link import RunnerLink
+from sandkasten.store.sessions import SessionRecord
+from sandkasten.store.workspaces import Count, WorkspaceRecord
+from sandkasten.workspaces import Workspace, WorkspaceMode, WorkspacePatch
+
+Ts = TypeVarTuple("Ts")
+
+log = logging.getLogger(__name__)
+
+_MAX_ROWS = 100_000
+_NAMED_HOLDERS = 20
+
+
+class Workspaces(Actor):
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        ref: Ref,
+        *,
+        store: Ref,
+        zygote: Ref,
+        directory: SessionDirectory,
+        attachments: Attachments,
+        paths: DataPaths,
+        new_id: Callable[[], str],
+        idle_s: float = IDLE_S,
+    ) -> None:
+        super().__init__(ref)
+        self._store, self._zygote, self._directory = store, zygote, directory
+        self._attachments = attachments
+        self._claimed: set[str] = set()
+        self._helpers = Helpers(self, zygote=zygote, directory=directory, paths=paths, new_id=new_id, idle_s=idle_s)
+
+    async def on_stop(self) -> None:
+        await self._helpers.end_all()
+
+    def start_task(self, work: Callable[[*Ts], Awaitable[object]], *args: *Ts) -> None:
+        self._nursery.start_soon(work, *args)
+
+    async def handle(self, message: Message) -> Any:
+        match message:
+            case ListAll():
+                return self.defer(self._list)
+            case Get(workspace_id):
+                return self.defer(self._get, workspace_id)
+            case Make():
+                return self.defer(self._make, message)
+            case Change(workspace_id, patch):
+                return self.defer(self._change, workspace_id, patch)
+            case EndHelpers(workspace_id):
+                return self.defer(self._helpers.end, workspace_id)
+            case Borrow():
+                return self.defer(self._borrow, message)
+            case Begin() | Publish() | DropDraft():
+                return self.defer(self._draft, message)
+            case _:
+                return self._handle_life(message)
+
+    def _handle_life(self, message: Life) -> Any:
+        match message:
+            case Admit(attachment):
+                return self.defer(self._admit, attachment)
+            case Released(workspace_id):
+                return self.defer(self._release, workspace_id)
+            case Claim(workspace_id):
+                if workspace_id in self._claimed:
+                    raise _busy(workspace_id, ())
+                self._claimed.add(workspace_id)
+                return self.defer(self._holders, workspace_id)
+            case Unclaim(workspace_id):
+                self._claimed.discard(workspace_id)
+                return None
+            case Holders(workspace_id):
+                return self.defer(self._holders, workspace_id)
+            case Remove(workspace_id):
+                return self.defer(self._remove, workspace_id)
+            case _:
+                assert_never(message)
+
+    # Who has it -------------------------------------------------------------------------------------------------
+
+    async def _admit(self, attachment: Attachment) -> None:
+        """Decide by who came earlier: records, and claims that were there before this one, even if they fail later."""
+        workspace_id, is_alone = attachment.workspace_id, attachment.mode is WorkspaceMode.EXCLUSIVE
+        if workspace_id in self._claimed:
+            raise _busy(workspace_id, ())
+        earlier = self._attachments.before(attachment)
+        records = await self._records(workspace_id)
+        modes = [each.mode for each in earlier] + [_mode_of(each) for each in records]
+        if modes if is_alone else WorkspaceMode.EXCLUSIVE in modes:
+            raise _busy(workspace_id, [each.session.id for each in records])
+        await self._touch(workspace_id)
+
+    async def _holders(self, workspace_id: str) -> Sequence[str]:
+        unseen = [""] * (len(self._attachments.of(workspace_id)) + self._helpers.is_used(workspace_id))
+        return [each.session.id for each in await self._records(workspace_id)] + unseen
+
+    async def _records(self, workspace_id: str) -> Sequence[SessionRecord]:
+        """Return the records of sessions that may have it; one whose end was not written yet has not."""
+        unwritten = self._directory.unwritten
+        records = await self._store.ask_again(rows.HoldersOf(workspace_id))
+        return [
+            each
+            for each in records
+            if (latest := unwritten.get(each.session.id)) is None or latest.session.status not in ENDED
+        ]
+
+    async def _release(self, workspace_id: str) -> None:
+        await zygote_actor.ask_patiently(self._zygote, zygote_actor.SyncWorkspace(workspace_id))
+        await self._touch(workspace_id)
+
+    async def _remove(self, workspace_id: str) -> None:
+        holders = await self._holders(workspace_id)
+        if holders or workspace_id not in self._claimed:
+            raise _busy(workspace_id, holders)
+        known = await self._store.ask_again(rows.GetWorkspace(workspace_id))
+        if known is None and workspace_id not in await self._names():
+            raise _not_found(workspace_id)
+        await self._helpers.end(workspace_id)
+        await zygote_actor.ask_patiently(self._zygote, zygote_actor.DiscardWorkspace(workspace_id))
+        await self._store.ask_again(rows.ForgetWorkspace(workspace_id))
+        log.info("workspace_deleted", extra={"workspace_id": workspace_id})
+
+    # What is known of it ----------------------------------------------------------------------------------------
+
+    async def _names(self) -> frozenset[str]:
+        return frozenset(await zygote_actor.ask_patiently(self._zygote, zygote_actor.ListWorkspaces()))
+
+    async def _touch(self, workspace_id: str) -> None:
+        await self._store.ask_again(rows.TouchWorkspace(workspace_id, datetime.now(UTC)))
+
+    async def _list(self) -> Sequence[Workspace]:
+        names = await self._names()
+        records = {each.id: each for each in await self._store.ask_again(rows.ListWorkspaceRows("", _MAX_ROWS))}
+        for found in sorted(names - records.keys()):
+            log.info("workspace_found", extra={"workspace_id": found})
+            now = datetime.now(UTC)
+            records[found] = WorkspaceRecord(found, now, now)
+            await self._store.ask_again(rows.PutWorkspace(records[found]))
+        counts = await self._store.ask_again(rows.CountSessions())
+        return [_view(records[each], names, counts) for each in sorted(records)]
+
+    async def _get(self, workspace_id: str) -> Workspace:
+        names = await self._names()
+        record = await self._store.ask_again(rows.GetWorkspace(workspace_id))
+        if record is None:
+            if workspace_id not in names:
+                raise _not_found(workspace_id)
+            now = datetime.now(UTC)
+            record = WorkspaceRecord(workspace_id, now, now)
+            await self._store.ask_again(rows.PutWorkspace(record))
+        return _view(record, names, await self._store.ask_again(rows.CountSessions()))
+
+    async def _make(self, message: Make) -> Workspace:
+        workspace_id = message.workspace_id
+        if workspace_id in self._claimed:
+            raise _busy(workspace_id, ())
+        if not message.may_exist and workspace_id in await self._names():
+            raise _exists(workspace_id)
+        try:
+            await self._ask(zygote_actor.MakeWorkspace(workspace_id))
+        except BuildFailed as error:
+            raise _explain(error, workspace_id) from error
+        if message.may_exist:
+            await self._touch(workspace_id)
+        else:
+            now = datetime.now(UTC)
+            record = WorkspaceRecord(workspace_id, now, now, dict(message.spec.labels))
+            await self._store.ask_again(rows.PutWorkspace(record))
+        return await self._get(workspace_id)
+
+    async def _change(self, workspace_id: str, patch: WorkspacePatch) -> Workspace:
+        before = await self._get(workspace_id)
+        labels = before.labels if patch.labels is None else patch.labels
+        record = WorkspaceRecord(workspace_id, before.created_at, before.last_used, dict(labels))
+        await self._store.ask_again(rows.PutWorkspace(record))
+        return attrs.evolve(before, labels=record.labels)
+
+    # Its files --------------------------------------------------------------------------------------------------
+
+    async def _borrow(self, message: Borrow) -> RunnerLink:
+        if message.workspace_id in self._claimed and not message.draft:
+            raise _busy(message.workspace_id, ())
+        return await self._helpers.lend((message.workspace_id, message.draft), message.done)
+
+    async def _draft(self, message: Begin | Publish | DropDraft) -> None:
+        workspace_id = message.workspace_id
+        try:
+            match message:
+                case Begin(replace=replace):
+                    await self._check_free(workspace_id, replace=replace)
+                    await self._helpers.end(workspace_id)
+                    await self._ask(zygote_actor.DiscardWorkspace(workspace_id, draft=True))
+                    await self._ask(zygote_actor.MakeWorkspace(workspace_id, draft=True))
+                case Publish(replace=replace):
+                    await self._helpers.end(workspace_id)
+                    await zygote_actor.ask_when_up(self._zygote, zygote_actor.PublishWorkspace(workspace_id, replace))
+                    await self._touch(workspace_id)
+                case DropDraft():
+                    await self._helpers.end(workspace_id)
+                    await self._ask(zygote_actor.DiscardWorkspace(workspace_id, draft=True))
+        except BuildFailed as error:
+            raise _explain(error, workspace_id) from error
+
+    async def _check_free(self, workspace_id: str, *, replace: bool) -> None:
+        if not replace and workspace_id in await self._names():
+            raise _exists(workspace_id)
+        if holders := await self._holders(workspace_id):
+            raise _busy(workspace_id, holders)
+
+    async def _ask(self, message: Ask[None]) -> None:
+        await zygote_actor.ask_patiently(self._zygote, message)
+
+
+def release_soon(workspaces: Ref, workspace_id: str | None) -> None:
+    """Say that a session is gone which may have had a workspace; for those who can't wait."""
+    if workspace_id is not None:
+        try:
+            workspaces.tell(Released(workspace_id))
+        except SandkastenError as error:
+            log.warning("workspace_not_synced", extra={"workspace_id": workspace_id, "error": str(error)})
+
+
+def _mode_of(record: SessionRecord) -> str:
+    return record.session.options.workspace_mode
+
+
+def _view(record: WorkspaceRecord, names: frozenset[str], counts: Mapping[str, Count]) -> Workspace:
+    count = counts.get(record.id, Count())
+    return Workspace(
+        id=record.id,
+        created_at=record.created_at,
+        last_used=record.last_used,
+        labels=record.labels,
+        session_count=count.known,
+        active_session_count=count.live,
+        has_directory=record.id in names,
+    )
+
+
+def _busy(workspace_id: str, holders: Sequence[str]) -> WorkspaceBusy:
+    sessions = [each for each in holders if each][:_NAMED_HOLDERS]
+    return WorkspaceBusy(f"workspace {workspace_id!r} is in use", workspace_id=workspace_id, sessions=sessions)
+
+
+def _explain(error: BuildFailed, workspace_id: str) -> SandkastenError:
+    """Return what it means to the caller that nsinit could not do it."""
+    match error.errno:
+        case errno.EEXIST:
+            return _exists(workspace_id)
+        case errno.ENOSPC | errno.EDQUOT:
+            return DiskFull("no room for the workspace", workspace_id=workspace_id)
+        case _:
+            return error
+
+
+def _exists(workspace_id: str) -> Conflict:
+    return Conflict(f"there is a workspace {workspace_id!r} already", workspace_id=workspace_id)
+
+
+def _not_found(workspace_id: str) -> WorkspaceNotFound:
+    return WorkspaceNotFound(f"there is no workspace {workspace_id!r}", workspace_id=workspace_id)

@@ -1,0 +1,241 @@
+"""Persistent workspaces on the real kernel: who owns what is in them, who has them, and what nothing can take away."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from sandkasten import errors
+from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.config import Config
+from sandkasten.model import ExecSpec, SessionSpec, Status
+from sandkasten.workspaces import WorkspacePatch, WorkspaceSpec
+
+WORKSPACE = "user-1"
+
+
+async def write(supervisor: LocalSupervisor, path: str, content: bytes) -> str:
+    async with supervisor.open_workspace_write(WORKSPACE, path) as writer:
+        await writer.send(content)
+        return await writer.commit()
+
+
+async def read(supervisor: LocalSupervisor, path: str, *, max_bytes: int = 1 << 20) -> bytes:
+    async with supervisor.open_workspace_read(WORKSPACE, path, max_bytes=max_bytes) as reader:
+        return b"".join([piece async for piece in reader])
+
+
+async def run(supervisor: LocalSupervisor, session_id: str, command: str) -> str:
+    result = await supervisor.exec(session_id, ExecSpec(command))
+    assert result.end.exit_code == 0, result.output
+    return result.stdout.decode()
+
+
+async def test_files_need_no_session(supervisor: LocalSupervisor, config: Config) -> None:
+    """Write, list, look at, read and remove; on the host everything belongs to the one id of sandbox users."""
+    assert await write(supervisor, "a/b.txt", b"hello") == "/workspace/a/b.txt"
+    assert await read(supervisor, "a/b.txt") == b"hello"
+    assert await read(supervisor, "/workspace/a/b.txt", max_bytes=2) == b"he"
+    listing = await supervisor.list_files(WORKSPACE, "a")
+    assert [(each.name, each.kind, each.size_bytes, each.mode, each.owner) for each in listing.entries] == [
+        ("b.txt", "file", 5, 0o644, 1000)
+    ]
+    on_disk = os.stat(config.data_dir / "workspaces" / WORKSPACE / "a/b.txt")
+    assert (on_disk.st_uid, on_disk.st_gid) == (1000, 1000)
+    assert (await supervisor.stat_file(WORKSPACE, "a")).path == "/workspace/a"
+    with pytest.raises(errors.NotEmpty):
+        await supervisor.remove_file(WORKSPACE, "a")
+    assert await supervisor.remove_file(WORKSPACE, "a", recursive=True) == "/workspace/a"
+    assert (await supervisor.list_files(WORKSPACE)).entries == ()
+    with pytest.raises(errors.WorkspaceNotFound):
+        await supervisor.list_files("another")
+
+
+async def test_sessions_with_different_ids_see_the_same_owner(supervisor: LocalSupervisor, config: Config) -> None:
+    """Two sessions have different host ids; a file of the one is the other's own. What root inside makes belongs to no
+    user of the machine, and has no set-id bit that means anything there."""
+    spec = SessionSpec(workspace_id=WORKSPACE, root_inside=False)
+    first, second = await supervisor.create(spec), await supervisor.create(spec)
+    await run(supervisor, first.id, "echo one > f; mkdir -p d; cp /bin/true suid; chmod 4755 suid")
+    assert (
+        await run(supervisor, second.id, "stat -c '%u %g' f d; echo two >> f; cat f")
+        == "1000 1000\n1000 1000\none\ntwo\n"
+    )
+    top = config.data_dir / "workspaces" / WORKSPACE
+    assert {(each.stat().st_uid, each.stat().st_gid) for each in (top, *top.iterdir())} == {(1000, 1000)}
+    assert "nosuid" in await run(supervisor, first.id, "grep ' /workspace ' /proc/self/mounts")
+    assert await read(supervisor, "f") == b"one\ntwo\n"
+
+
+async def test_a_workspace_outlives_its_sessions(supervisor: LocalSupervisor) -> None:
+    """Destroyed or dead, a session takes nothing along; the record counts it."""
+    for number, command in enumerate(("echo kept > f", "cat f > g; kill -9 -1")):
+        session = await supervisor.create(SessionSpec(workspace_id=WORKSPACE))
+        await supervisor.exec(session.id, ExecSpec(command))
+        await supervisor.destroy(session.id)
+        found = await supervisor.workspace(WORKSPACE)
+        assert (found.session_count, found.active_session_count) == (number + 1, 0)
+    assert await read(supervisor, "g") == b"kept\n"
+
+
+async def test_exclusive_means_alone(supervisor: LocalSupervisor) -> None:
+    """Whoever comes second is refused, in both orders, and has left no session; afterwards it is free again."""
+    shared = SessionSpec(workspace_id=WORKSPACE)
+    alone = SessionSpec(workspace_id=WORKSPACE, workspace_mode="exclusive")
+    for first, then in ((shared, alone), (alone, shared), (alone, alone)):
+        session = await supervisor.create(first)
+        with pytest.raises(errors.WorkspaceBusy) as refused:
+            await supervisor.create(then)
+        assert refused.value.details["sessions"] == [session.id]
+        await supervisor.destroy(session.id)
+    assert len(await supervisor.list(ended=True)) == 3
+    with pytest.raises(errors.InvalidRequest):
+        await supervisor.create(SessionSpec(workspace_mode="exclusive"))
+
+
+async def test_of_many_that_want_it_alone_one_gets_it(supervisor: LocalSupervisor) -> None:
+    """Creates at the same moment are decided one after the other."""
+    outcomes: list[object] = []
+
+    async def create() -> None:
+        try:
+            outcomes.append(await supervisor.create(SessionSpec(workspace_id=WORKSPACE, workspace_mode="exclusive")))
+        except errors.WorkspaceBusy as error:
+            outcomes.append(error.code)
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(4):
+            nursery.start_soon(create)
+    assert sorted(each for each in outcomes if isinstance(each, str)) == ["WORKSPACE_BUSY"] * 3
+
+
+async def test_a_workspace_in_use_is_not_deleted(supervisor: LocalSupervisor, config: Config) -> None:
+    """Refused while a session has it; with force that session ends first; then nothing of it is left."""
+    session = await supervisor.create(SessionSpec(workspace_id=WORKSPACE))
+    await run(supervisor, session.id, "mkdir -p a/b; echo x > a/b/c")
+    with pytest.raises(errors.WorkspaceBusy):
+        await supervisor.delete_workspace(WORKSPACE)
+    assert await run(supervisor, session.id, "cat a/b/c") == "x\n"
+    await supervisor.delete_workspace(WORKSPACE, force=True)
+    assert (await supervisor.get(session.id)).status is Status.DESTROYED
+    assert os.listdir(config.data_dir / "workspaces") == []
+    assert await supervisor.workspaces() == []
+    with pytest.raises(errors.WorkspaceNotFound):
+        await supervisor.delete_workspace(WORKSPACE)
+
+
+async def test_deleting_and_attaching_exclude_each_other(supervisor: LocalSupervisor, config: Config) -> None:
+    """Whichever comes first, a session that runs has a workspace that is there."""
+    await write(supervisor, "f", b"x")
+    outcomes: list[str] = []
+
+    async def delete() -> None:
+        try:
+            await supervisor.delete_workspace(WORKSPACE)
+            outcomes.append("deleted")
+        except (errors.WorkspaceBusy, errors.WorkspaceNotFound) as error:
+            outcomes.append(error.code)
+
+    async def attach() -> None:
+        try:
+            session = await supervisor.create(SessionSpec(workspace_id=WORKSPACE))
+            assert await run(supervisor, session.id, "echo y > g; cat g") == "y\n"
+            assert (config.data_dir / "workspaces" / WORKSPACE / "g").exists()
+            await supervisor.destroy(session.id)
+            outcomes.append("attached")
+        except errors.WorkspaceBusy as error:
+            outcomes.append(error.code)
+
+    for first, second in ((delete, attach), (attach, delete)):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(first)
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(second)
+    assert len(outcomes) == 4
+    await attach()
+    assert outcomes[-1] == "attached"
+
+
+async def test_what_is_known_follows_what_is_there(supervisor: LocalSupervisor, config: Config) -> None:
+    """A directory without a record is a workspace; a record without a directory says so; labels are kept."""
+    made = await supervisor.make_workspace("made", WorkspaceSpec({"team": "a"}))
+    assert (made.labels, made.has_directory) == ({"team": "a"}, True)
+    with pytest.raises(errors.Conflict):
+        await supervisor.make_workspace("made", WorkspaceSpec())
+    (config.data_dir / "workspaces" / "found").mkdir()
+    (config.data_dir / "workspaces" / "Not a name").mkdir()
+    os.rmdir(config.data_dir / "workspaces" / "made")
+    known = await supervisor.workspaces()
+    assert [(each.id, each.has_directory) for each in known] == [("found", True), ("made", False)]
+    assert [each.id for each in await supervisor.workspaces(after="found", limit=1)] == ["made"]
+    changed = await supervisor.update_workspace("found", WorkspacePatch({"team": "b"}))
+    assert changed.labels == (await supervisor.workspace("found")).labels == {"team": "b"}
+    await supervisor.delete_workspace("made")
+    assert [each.id for each in await supervisor.workspaces(measure=True)] == ["found"]
+
+
+async def test_hostile_files_stay_in_the_jail(supervisor: LocalSupervisor, tmp_path: Path) -> None:
+    """Links to the host, FIFOs, devices and names with traversal reach nothing and hang nobody."""
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    session = await supervisor.create(SessionSpec(workspace_id=WORKSPACE))
+    commands = (
+        f"ln -s {secret} out",
+        "ln -s / root",
+        "ln -s /proc/1/root proc",
+        "ln -s .. up",
+        "mkfifo fifo",
+        "ln -s loop loop",
+    )
+    await run(
+        supervisor, session.id, "; ".join((*commands, "ln -s /dev/zero zero", "echo in > file", "ln -s file fine"))
+    )
+    for path, refusal in {
+        "out": errors.FileNotFound,
+        "root/etc/passwd": errors.FileNotFound,
+        "proc/etc/passwd": errors.PathOutside,
+        "up/etc/passwd": errors.FileNotFound,
+        "zero": errors.PathOutside,
+        "fifo": errors.NotAFile,
+        "loop": errors.PathOutside,
+        "../../etc/passwd": errors.FileNotFound,
+        "/etc/passwd": errors.FileNotFound,
+        "/proc/self/environ": errors.PathOutside,
+        "root": errors.PathOutside,
+    }.items():
+        with pytest.raises(refusal):
+            await read(supervisor, path)
+    for path in ("root", "up", "/", "/proc", ".."):
+        with pytest.raises(errors.PathOutside):
+            await supervisor.list_files(WORKSPACE, path)
+    for path in ("root/x", "up/x", "/tmp/x", "../x"):
+        with pytest.raises((errors.PathOutside, errors.PermissionDenied)):
+            await write(supervisor, path, b"x")
+    assert await read(supervisor, "fine") == b"in\n"
+    kinds = {each.name: (each.kind, each.target) for each in (await supervisor.list_files(WORKSPACE)).entries}
+    assert kinds["out"] == ("symlink", str(secret))
+    assert kinds["fifo"] == ("other", "")
+    assert (await supervisor.stat_file(WORKSPACE, "root")).kind == "symlink"
+    assert await supervisor.remove_file(WORKSPACE, "root", recursive=True) == "/workspace/root"
+    assert secret.read_text() == "secret"
+
+
+async def test_a_huge_directory_comes_in_pages(supervisor: LocalSupervisor) -> None:
+    """In the order of the names' bytes, each once, names that are no UTF-8 included."""
+    session = await supervisor.create(SessionSpec(workspace_id=WORKSPACE))
+    await run(supervisor, session.id, "mkdir d; cd d; seq -f %05g 2500 | xargs touch; touch \"$(printf '\\377')\"")
+    names: list[str] = []
+    more = True
+    while more:
+        page = await supervisor.list_files(WORKSPACE, "d", after=names[-1] if names else "")
+        names += [each.name for each in page.entries]
+        more = page.more
+        assert len(page.entries) <= 1000
+    assert names == [f"{number:05}" for number in range(1, 2501)] + ["\udcff"]
+    usage = (await supervisor.workspace(WORKSPACE, measure=True)).usage
+    assert usage is not None
+    assert (usage.entries, usage.files, usage.size_bytes, usage.complete) == (2502, 2501, 0, True)
