@@ -15,6 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from sandkasten.diagnosis import Diagnosis
+from sandkasten.listing import SessionPage, SessionQuery
 from sandkasten.machine import NodeCapacity, NodeInfo, System
 from sandkasten.measures import Family
 from sandkasten.model import (
@@ -180,6 +181,10 @@ class Supervisor(WorkspaceSupervisor, Protocol):
 
     async def list(self, *, status: Status | None = None, ended: bool = False, limit: int = 1000) -> Sequence[Session]:
         """Return sessions, newest first: the live ones, those of one status, or with `ended` all that are known."""
+        ...
+
+    async def find(self, query: SessionQuery) -> SessionPage:
+        """Return a page of the list that `list` is the beginning of: also by labels, and behind a place in it."""
         ...
 
     async def update(self, session_id: str, patch: SessionPatch) -> Session:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
 from typing import assert_never
 
 import attrs
@@ -20,6 +19,7 @@ from sandkasten.actors import store as store_actor
 from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Actor, Ask, Deferred, Ref
 from sandkasten.actors.directory import SessionDirectory
+from sandkasten.actors.forgetting import forget_ended
 from sandkasten.actors.inventory import Inventory
 from sandkasten.errors import SandkastenError
 from sandkasten.reconcile import Action, Leftover
@@ -27,7 +27,6 @@ from sandkasten.reconcile import Action, Leftover
 log = logging.getLogger(__name__)
 
 _EVERY_S = 60.0
-_KEEP_RECORDS = timedelta(days=7)
 
 
 @attrs.frozen
@@ -42,12 +41,21 @@ class Reaper(Actor):
     """See the module's docstring."""
 
     def __init__(
-        self, ref: Ref, *, store: Ref, zygote: Ref, sessions: Ref, directory: SessionDirectory, inventory: Inventory
+        self,
+        ref: Ref,
+        *,
+        store: Ref,
+        zygote: Ref,
+        sessions: Ref,
+        directory: SessionDirectory,
+        inventory: Inventory,
+        keep_records_s: float,
     ) -> None:
         super().__init__(ref)
         self._store, self._zygote, self._sessions = store, zygote, sessions
         self._directory = directory
         self._inventory = inventory
+        self._keep_records_s = keep_records_s
         self._turn = trio.Lock()
 
     async def on_start(self) -> None:
@@ -76,7 +84,7 @@ class Reaper(Actor):
             for decision in due:
                 await self._sessions.ask(sessions_actor.Settle(decision))
             removed = await self._remove(plan.remove)
-            await self._store.ask(store_actor.ForgetEnded(datetime.now(UTC) - _KEEP_RECORDS))
+            await forget_ended(self._store, keep_s=self._keep_records_s)
             return len(due) + removed
 
     async def _remove(self, leftovers: Sequence[Leftover]) -> int:

@@ -20,12 +20,14 @@ import trio
 from sandkasten.actors.actor import DEFERRED, Actor, Ask, Ref, Reply
 from sandkasten.actors.workspace_rows import WorkspaceMessage, workspace_work_of
 from sandkasten.errors import SandkastenError, StoreFailed
-from sandkasten.model import Event, Status
+from sandkasten.listing import SessionQuery
+from sandkasten.model import Event
 from sandkasten.runtime.metrics import Metrics
 from sandkasten.store import events as events_sql
 from sandkasten.store import sessions as sql
 from sandkasten.store.database import open_database
 from sandkasten.store.events import EventPage, JournalState, Purged
+from sandkasten.store.listing import Recorded, find_sessions
 from sandkasten.store.sessions import SessionRecord
 
 log = logging.getLogger(__name__)
@@ -56,14 +58,18 @@ class LiveSessions(Ask[Sequence[SessionRecord]]):
 
 
 @attrs.frozen
-class ListSessions(Ask[Sequence[SessionRecord]]):
-    status: Status | None
-    limit: int
+class FindSessions(Ask[Recorded]):
+    """Read a page of the list of sessions."""
+
+    query: SessionQuery
 
 
 @attrs.frozen
 class ForgetEnded(Ask[int]):
+    """Forget up to `limit` sessions that ended before a moment; answers how many."""
+
     before: datetime
+    limit: int
 
 
 @attrs.frozen
@@ -121,7 +127,7 @@ class PurgeEvents(Ask[Purged]):
     oldest: int
 
 
-SessionMessage = Put | Get | FindByKey | LiveSessions | ListSessions | ForgetEnded
+SessionMessage = Put | Get | FindByKey | LiveSessions | FindSessions | ForgetEnded
 EventMessage = OpenJournal | AppendEvents | ReadEvents | LastEvents | PurgeEvents
 Message = SessionMessage | EventMessage | WorkspaceMessage | IsDrained | SetDrained | Ping
 
@@ -205,10 +211,10 @@ def _work_of(message: Message) -> Callable[[sqlite3.Connection], object]:
             return lambda database: sql.find_by_key(database, key)
         case LiveSessions():
             return sql.live_sessions
-        case ListSessions(status, limit):
-            return lambda database: sql.list_sessions(database, status=status, limit=limit)
-        case ForgetEnded(before):
-            return lambda database: sql.forget_ended(database, before=before)
+        case FindSessions(query):
+            return lambda database: find_sessions(database, query)
+        case ForgetEnded(before, limit):
+            return lambda database: sql.forget_ended(database, before=before, limit=limit)
         case IsDrained():
             return sql.read_drained
         case SetDrained(drained):

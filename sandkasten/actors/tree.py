@@ -37,6 +37,7 @@ from sandkasten.actors.diagnosing import Diagnosing
 from sandkasten.actors.directory import Entry, SessionDirectory
 from sandkasten.actors.files import LocalFileReader, LocalFileWriter, open_reader, open_writer
 from sandkasten.actors.inventory import Inventory
+from sandkasten.actors.listing import find_sessions
 from sandkasten.actors.measuring import Observed, measure
 from sandkasten.actors.node_view import NodeFacts, describe_capacity, describe_system
 from sandkasten.actors.session_messages import Borrow, Destroy, PauseSession, ResumeSession, Stats, Update
@@ -47,7 +48,8 @@ from sandkasten.config import MIB, Config
 from sandkasten.diagnosis import Diagnosis
 from sandkasten.errors import Capacity, SandkastenError, SessionExpired, SessionNotFound
 from sandkasten.images.catalog import Catalog
-from sandkasten.lifecycle import ENDED, LIVE, ended_error
+from sandkasten.lifecycle import LIVE, ended_error
+from sandkasten.listing import SessionPage, SessionQuery
 from sandkasten.machine import Machine, NodeCapacity, NodeInfo, System
 from sandkasten.measures import Family
 from sandkasten.model import (
@@ -218,6 +220,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
                 sessions=self._sessions,
                 directory=self._directory,
                 inventory=self.inventory,
+                keep_records_s=self._config.records.keep_seconds,
             )
             await actor.run(task_status=task_status)
 
@@ -267,13 +270,11 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         return entry.session if entry is not None else await self._recorded(session_id)
 
     async def list(self, *, status: Status | None = None, ended: bool = False, limit: int = 1000) -> Sequence[Session]:
-        known = [entry.session for entry in self._directory]
-        live = [each for each in known if each.status is status or (status is None and each.status in LIVE)]
-        if ended or status in ENDED:
-            records = await self._store.ask(store.ListSessions(status, limit))
-            ids = {each.id for each in live}
-            live += [each.session for each in records if each.session.id not in ids]
-        return sorted(live, key=lambda each: (each.created_at, each.id), reverse=True)[:limit]
+        statuses = frozenset({status}) if status is not None else frozenset(Status) if ended else LIVE
+        return (await self.find(SessionQuery(statuses, limit=limit))).sessions
+
+    async def find(self, query: SessionQuery) -> SessionPage:
+        return await find_sessions(query, directory=self._directory, store=self._store)
 
     async def update(self, session_id: str, patch: SessionPatch) -> Session:
         entry = await self._live(session_id)

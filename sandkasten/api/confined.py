@@ -12,6 +12,7 @@ import attrs
 from sandkasten.errors import Forbidden, SessionNotFound
 from sandkasten.keys import CONFIGURED_ID, LOCAL_ID, ApiKey
 from sandkasten.lifecycle import ENDED
+from sandkasten.listing import LabelSelector, SessionQuery
 from sandkasten.model import Event, Session, SessionPatch, SessionSpec
 from sandkasten.supervisor import Supervisor
 
@@ -55,6 +56,13 @@ def own_labels(key: ApiKey, labels: Mapping[str, str]) -> Mapping[str, str]:
 def own_name(key: ApiKey, name: str) -> str:
     """Return a name that no other key can give; the configured key's are those of before there were others."""
     return name if key.id in (CONFIGURED_ID, LOCAL_ID) else f"{key.id}{_BETWEEN}{name}"
+
+
+def owned_query(key: ApiKey, query: SessionQuery) -> SessionQuery:
+    """Return the query for what exists for this key: so a page is full of it, and its cursor tells of nothing else."""
+    if key.label is None:
+        return query
+    return attrs.evolve(query, labels=(*query.labels, LabelSelector(key.label.name, key.label.value)))
 
 
 def within_reach(key: ApiKey, sessions: Iterable[Session]) -> list[Session]:

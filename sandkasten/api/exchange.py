@@ -81,6 +81,10 @@ class Exchange:
         """
         return parse_query(self.scope["query_string"])
 
+    def query_all(self, name: str) -> list[str]:
+        """Return every value of a query's field, in order. Raises as `query`."""
+        return [value for field, value in query_fields(self.scope["query_string"]) if field == name]
+
     # The request's body
 
     async def read_chunk(self, *, limit_bytes: int) -> bytes:
@@ -235,16 +239,19 @@ def one_header(scope: Scope, name: bytes) -> str | None:
 
 
 def parse_query(query_string: bytes) -> dict[str, str]:
-    """Return a query's fields, the last of a name.
+    """Return a query's fields, the last of a name. Raises as `query_fields`."""
+    return dict(query_fields(query_string))
+
+
+def query_fields(query_string: bytes) -> list[tuple[str, str]]:
+    """Return a query's fields in order.
 
     Raises:
         InvalidRequest: it is not UTF-8 or has too many fields.
     """
     try:
         text = query_string.decode("ascii")
-        return dict(
-            parse_qsl(text, keep_blank_values=True, errors="strict", max_num_fields=MAX_QUERY_FIELDS, separator="&")
-        )
+        return parse_qsl(text, keep_blank_values=True, errors="strict", max_num_fields=MAX_QUERY_FIELDS, separator="&")
     except ValueError:
         raise InvalidRequest("the query is not UTF-8 or has too many fields", query="malformed") from None
 

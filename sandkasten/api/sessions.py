@@ -10,16 +10,21 @@ from typing import Any
 import attrs
 
 from sandkasten.api import schemas
-from sandkasten.api.confined import owned_patch, owned_spec, within_reach
+from sandkasten.api.confined import owned_patch, owned_query, owned_spec, within_reach
 from sandkasten.api.errors import Answer, json_answer
 from sandkasten.api.exchange import Exchange
 from sandkasten.api.jsontext import scrub
 from sandkasten.api.query import bad_query, query_integer
 from sandkasten.diagnosis import Part, Unavailable
+from sandkasten.lifecycle import LIVE
+from sandkasten.listing import LabelSelector, Place, SessionQuery, parse_cursor
 from sandkasten.model import FOREVER_S, Pause, Session, SessionPatch, Status
 
 MAX_LIST = 10_000
 DEFAULT_LIST = 1000
+NEXT_CURSOR = "x-next-cursor"
+"""Header with the `cursor` of the next page; absent on the last one."""
+
 _NOT_A_TOKEN = re.compile(r"[^A-Za-z0-9_.-]")
 
 
@@ -40,18 +45,17 @@ async def get(exchange: Exchange) -> Answer:
 
 
 async def list_sessions(exchange: Exchange) -> Answer:
-    """GET /v1/sessions?status=&limit="""
-    wanted = exchange.query.get("status")
-    for name in ("label", "cursor"):
-        if name in exchange.query:
-            raise bad_query(name, "is not available on this server")
-    limit = query_integer(exchange, "limit", default=DEFAULT_LIST, high=MAX_LIST)
-    sessions = await exchange.supervisor.list(
-        status=None if wanted in (None, "all") else _status(wanted),
-        ended=wanted == "all",
-        limit=limit if exchange.key.label is None else MAX_LIST,
+    """GET /v1/sessions?status=&label=&limit=&cursor="""
+    query = SessionQuery(
+        statuses=_statuses(exchange.query.get("status")),
+        labels=tuple(_label(text) for text in exchange.query_all("label")),
+        after=_place(exchange.query.get("cursor")),
+        limit=query_integer(exchange, "limit", default=DEFAULT_LIST, high=MAX_LIST),
     )
-    return json_answer([session_view(session) for session in within_reach(exchange.key, sessions)[:limit]])
+    page = await exchange.supervisor.find(owned_query(exchange.key, query))
+    headers = () if page.next is None else ((NEXT_CURSOR, page.next.cursor),)
+    sessions = within_reach(exchange.key, page.sessions)
+    return json_answer([session_view(session) for session in sessions], headers=headers)
 
 
 async def update(exchange: Exchange) -> Answer:
@@ -162,9 +166,27 @@ def server_timing(timings_ms: Mapping[str, float]) -> str:
     return ", ".join(f"{_NOT_A_TOKEN.sub('_', phase)};dur={ms:.3f}" for phase, ms in timings_ms.items())
 
 
-def _status(text: str | None) -> Status:
+def _statuses(text: str | None) -> frozenset[Status]:
+    if text is None:
+        return LIVE
+    if text == "all":
+        return frozenset(Status)
     try:
-        return Status(text or "")
+        return frozenset({Status(text)})
     except ValueError:
         choices = ", ".join([*Status, "all"])
         raise bad_query("status", f"must be one of {choices}") from None
+
+
+def _label(text: str) -> LabelSelector:
+    name, is_equal, value = text.partition("=")
+    if not name:
+        raise bad_query("label", "must be NAME or NAME=VALUE")
+    return LabelSelector(name, value if is_equal else None)
+
+
+def _place(text: str | None) -> Place | None:
+    try:
+        return None if text is None else parse_cursor(text)
+    except ValueError as problem:
+        raise bad_query("cursor", str(problem)) from None

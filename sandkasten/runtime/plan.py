@@ -170,7 +170,10 @@ def plan_limits(limits: Limits) -> protocol.Limits:
 
 
 def spec_digest(spec: SessionSpec) -> str:
-    """Return what tells one spec from another, for idempotency keys; irreversible, since `env` may hold secrets."""
-    plain = attrs.asdict(attrs.evolve(spec, idempotency_key=None, key_id=None))
-    del plain["key_id"]  # who asks is part of the key, and digests of before have no such field
-    return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()
+    """Return what tells one spec from another, for idempotency keys; irreversible, since `env` may hold secrets. Of
+    what is as by default nothing is said, so that a field which a later version adds makes no spec another one. Who
+    asks is part of the key."""
+    default = attrs.asdict(SessionSpec())
+    asked = attrs.asdict(attrs.evolve(spec, idempotency_key=None, key_id=None))
+    said = {name: value for name, value in asked.items() if value != default[name]}
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()

@@ -67,35 +67,29 @@ def put_session(database: sqlite3.Connection, record: SessionRecord) -> None:
 
 def get_session(database: sqlite3.Connection, session_id: str) -> SessionRecord | None:
     """Return the record of that id, live or ended."""
-    return _first(_select(database, "WHERE id = ?", session_id))
+    return _first(select_sessions(database, "WHERE id = ?", session_id))
 
 
 def find_by_key(database: sqlite3.Connection, idempotency_key: str) -> SessionRecord | None:
     """Return the record that was made with that idempotency key."""
-    return _first(_select(database, "WHERE idempotency_key = ?", idempotency_key))
+    return _first(select_sessions(database, "WHERE idempotency_key = ?", idempotency_key))
 
 
 def live_sessions(database: sqlite3.Connection) -> Sequence[SessionRecord]:
     """Return every record whose status says that something of it may exist."""
-    return _select(database, f"WHERE status IN ({_LIVE_LIST})")
+    return select_sessions(database, f"WHERE status IN ({_LIVE_LIST})")
 
 
 def live_sessions_of(database: sqlite3.Connection, workspace_id: str) -> Sequence[SessionRecord]:
     """Return those of them that have a workspace."""
-    return _select(database, f"WHERE workspace_id = ? AND status IN ({_LIVE_LIST})", workspace_id)
+    return select_sessions(database, f"WHERE workspace_id = ? AND status IN ({_LIVE_LIST})", workspace_id)
 
 
-def list_sessions(database: sqlite3.Connection, *, status: Status | None, limit: int) -> Sequence[SessionRecord]:
-    """Return records of one status, or all, newest first."""
-    if status is None:
-        return _select(database, "ORDER BY created_at DESC LIMIT ?", limit)
-    return _select(database, "WHERE status = ? ORDER BY created_at DESC LIMIT ?", status, limit)
-
-
-def forget_ended(database: sqlite3.Connection, *, before: datetime) -> int:
-    """Delete the records of sessions that ended before that moment; return how many."""
-    query = f"DELETE FROM sessions WHERE ended_at < ? AND status NOT IN ({_LIVE_LIST})"
-    return database.execute(query, (before.timestamp(),)).rowcount
+def forget_ended(database: sqlite3.Connection, *, before: datetime, limit: int) -> int:
+    """Delete the records of up to `limit` sessions that ended before that moment; return how many."""
+    old = f"SELECT rowid FROM sessions WHERE ended_at < ? AND status NOT IN ({_LIVE_LIST}) ORDER BY ended_at LIMIT ?"
+    query = f"DELETE FROM sessions WHERE rowid IN ({old})"
+    return database.execute(query, (before.timestamp(), limit)).rowcount
 
 
 def node_value(database: sqlite3.Connection, key: str, default: str) -> str:
@@ -123,8 +117,8 @@ def next_incarnation(database: sqlite3.Connection) -> int:
     return number
 
 
-def _select(database: sqlite3.Connection, condition: str, *values: object) -> list[SessionRecord]:
-    """Return the records of the sound rows among those that are asked for, and set the others aside."""
+def select_sessions(database: sqlite3.Connection, condition: str, *values: object) -> list[SessionRecord]:
+    """Return the records of the sound rows among those that a condition selects, and set the others aside."""
     records = []
     for row in database.execute(f"SELECT rowid, * FROM sessions {condition}", values).fetchall():
         try:

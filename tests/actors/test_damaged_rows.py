@@ -16,8 +16,8 @@ from sandkasten.actors.actor import Ref
 from sandkasten.actors.store import (
     AppendEvents,
     FindByKey,
+    FindSessions,
     Get,
-    ListSessions,
     LiveSessions,
     OpenJournal,
     Put,
@@ -25,6 +25,7 @@ from sandkasten.actors.store import (
     Store,
 )
 from sandkasten.lifecycle import Event
+from sandkasten.listing import LabelSelector, SessionQuery
 from sandkasten.model import FOREVER_S, EndReason, Limits, Pause, SessionOptions, Status
 from sandkasten.store.checked import _CHECKS, KEPT_ROWS
 from sandkasten.store.database import open_database
@@ -145,13 +146,29 @@ async def test_a_damaged_row_is_set_aside_and_the_others_are_read(store: Ref, tm
         tmp_path / "test.db", f"UPDATE sessions SET {column} = CAST(? AS {_type(value)}) WHERE id = ?", value, VICTIM
     )
     assert [each.session.id for each in await store.ask(LiveSessions())] == [WITNESS]
-    assert [each.session.id for each in await store.ask(ListSessions(None, 100))] == [WITNESS]
+    assert await _listed(store) == [WITNESS]
     assert await store.ask(Get(VICTIM)) is None
     assert await store.ask(FindByKey(VICTIM)) is None
     assert await store.ask(FindByKey(WITNESS)) is not None
     ((reason, content),) = _set_aside(tmp_path / "test.db")
     assert column in reason or "don't go together" in reason
     assert len(content) <= 16 * 1024
+
+
+@pytest.mark.parametrize("labels", ["no json", "[" * 100_000, '{"a": 1}', "[1]", '"a"'])
+async def test_labels_that_are_none_spoil_no_search(store: Ref, tmp_path: Path, labels: str) -> None:
+    """The others are found by theirs, and the damaged row is set aside."""
+    await store.ask(Put(make_record(WITNESS, labels={"a": "b"})))
+    _damage(tmp_path / "test.db", "UPDATE sessions SET labels = ? WHERE id = ?", labels, VICTIM)
+    for label in (LabelSelector("a", "b"), LabelSelector("a")):
+        assert await _listed(store, label) == [WITNESS]
+    await store.ask(Get(VICTIM))
+    assert len(_set_aside(tmp_path / "test.db")) == 1
+
+
+async def _listed(store: Ref, *labels: LabelSelector) -> list[str]:
+    found = await store.ask(FindSessions(SessionQuery(frozenset(Status), labels)))
+    return [each.session.id for each in found.records]
 
 
 async def test_an_unknown_state_is_no_session(store: Ref, tmp_path: Path) -> None:

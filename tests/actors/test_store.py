@@ -10,9 +10,11 @@ import pytest
 import trio
 
 from sandkasten.actors.actor import Ref
-from sandkasten.actors.store import FindByKey, ForgetEnded, Get, ListSessions, LiveSessions, Put, Store
+from sandkasten.actors.forgetting import BATCH, forget_ended
+from sandkasten.actors.store import FindByKey, FindSessions, ForgetEnded, Get, LiveSessions, Put, Store
 from sandkasten.errors import StoreFailed
 from sandkasten.lifecycle import Event
+from sandkasten.listing import SessionQuery
 from sandkasten.model import EndReason, Status
 from sandkasten.store.database import DatabaseTooNew, open_database
 from sandkasten.store.sessions import KernelIdentity, SessionRecord
@@ -51,8 +53,10 @@ async def test_live_and_ended_sessions_are_told_apart(store: Ref) -> None:
         await store.ask(Put(make_record(f"{index:024x}", status=status)))
     live = {record.session.status for record in await store.ask(LiveSessions())}
     assert live == {Status.CREATING, Status.RUNNING, Status.PAUSED, Status.DESTROYING}
-    assert len(await store.ask(ListSessions(None, 100))) == len(Status)
-    assert [each.session.status for each in await store.ask(ListSessions(Status.LOST, 100))] == [Status.LOST]
+    found = await store.ask(FindSessions(SessionQuery(frozenset(Status))))
+    assert {each.session.status for each in found.records} == set(Status)
+    lost = await store.ask(FindSessions(SessionQuery(frozenset({Status.LOST}))))
+    assert [each.session.status for each in lost.records] == [Status.LOST]
 
 
 async def test_old_ended_records_are_forgotten_and_live_ones_never(store: Ref) -> None:
@@ -60,9 +64,35 @@ async def test_old_ended_records_are_forgotten_and_live_ones_never(store: Ref) -
     past = datetime.now(UTC) - timedelta(days=9)
     await store.ask(Put(make_record("a" * 24, status=Status.EXPIRED, ended_at=past)))
     await store.ask(Put(make_record("b" * 24, status=Status.RUNNING, ended_at=past)))
-    assert await store.ask(ForgetEnded(datetime.now(UTC) - timedelta(days=7))) == 1
+    assert await store.ask(ForgetEnded(datetime.now(UTC) - timedelta(days=7), 10)) == 1
     assert await store.ask(Get("a" * 24)) is None
     assert await store.ask(Get("b" * 24)) is not None
+
+
+async def test_old_records_are_forgotten_a_few_at_a_time_and_their_keys_are_free(store: Ref) -> None:
+    """The oldest first, all of them in the end, others untouched; a key is then anybody's again."""
+    now = datetime.now(UTC)
+    count = 2 * BATCH + 10
+    for number in range(count):
+        old = make_record(
+            f"{number:024x}",
+            status=Status.EXPIRED,
+            ended_at=now - timedelta(days=8, seconds=number),
+            idempotency_key=f"key-{number}",
+        )
+        if number % 100:
+            store.tell(Put(old))
+        else:
+            await store.ask(Put(old))
+    young = make_record("a" * 24, status=Status.EXPIRED, ended_at=now, idempotency_key="young")
+    await store.ask(Put(young))
+    assert await store.ask(ForgetEnded(now - timedelta(days=7), 3)) == 3
+    assert await store.ask(FindByKey(f"key-{count - 1}")) is None
+    assert await store.ask(FindByKey("key-0")) is not None
+    assert await forget_ended(store, keep_s=7 * 86_400) == count - 3
+    assert await forget_ended(store, keep_s=7 * 86_400) == 0
+    assert await store.ask(FindByKey("young")) == young
+    await store.ask(Put(make_record("b" * 24, idempotency_key="key-0")))
 
 
 async def test_one_refused_write_does_not_take_its_batch_along(store: Ref) -> None:

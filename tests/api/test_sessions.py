@@ -67,12 +67,51 @@ async def test_the_list_is_a_raw_array_of_live_sessions_newest_first() -> None:
         assert await listed("?status=running&limit=1") == [ids[2]]
 
 
+async def test_the_list_goes_on_behind_its_cursor() -> None:
+    """The header names it for as long as there is more; what is made meanwhile is not on later pages."""
+    async with running_front() as running, running.client() as client:
+        ids = [(await client.post("/v1/sessions")).json()["id"] for _ in range(5)]
+        seen, cursor = [], ""
+        while True:
+            answer = await client.get(f"/v1/sessions?limit=2{cursor and '&cursor='}{cursor}")
+            seen += [session["id"] for session in answer.json()]
+            cursor = answer.headers.get("x-next-cursor", "")
+            if not cursor:
+                break
+            await client.post("/v1/sessions")
+        assert seen == ids[::-1]
+
+
+async def test_the_list_is_of_sessions_with_all_labels() -> None:
+    """By name and value, or by name alone; an empty value is one, and the first `=` ends the name."""
+    async with running_front() as running, running.client() as client:
+        labels: list[dict[str, str]] = [{"team": "a", "user": "x=y"}, {"team": "b", "user": ""}, {"team": "a"}, {}]
+        ids = [(await client.post("/v1/sessions", json={"labels": each})).json()["id"] for each in labels]
+
+        async def listed(query: str) -> list[int]:
+            found = (await client.get(f"/v1/sessions?{query}")).json()
+            return sorted(ids.index(session["id"]) for session in found)
+
+        assert await listed("label=team") == [0, 1, 2]
+        assert await listed("label=team%3Da") == [0, 2]
+        assert await listed("label=team=a&label=user") == [0]
+        assert await listed("label=user=") == [1]
+        assert await listed("label=user=x%3Dy") == [0]
+        assert await listed("label=nobody") == []
+        running.supervisor.end(ids[2], Status.EXPIRED, "its time to live ran out")
+        assert await listed("label=team=a") == [0]
+        assert await listed("label=team=a&status=all") == [0, 2]
+
+
 @pytest.mark.parametrize(
     "query",
-    ["status=bogus", "status=", "limit=0", "limit=x", "limit=-1", "limit=99999", "label=a", "cursor=x", "limit=%ff"],
+    [
+        *("status=bogus", "status=", "limit=0", "limit=x", "limit=-1", "limit=99999", "limit=%ff"),
+        *("label=", "label==a", "cursor=", "cursor=x"),
+    ],
 )
 async def test_a_bad_list_query_is_400(query: str) -> None:
-    """Filters that are not offered included: ignoring them would list more than was asked for."""
+    """Ignoring a filter would list more than was asked for."""
     async with running_front() as running, running.client() as client:
         answer = await client.get(f"/v1/sessions?{query}")
         assert (answer.status_code, answer.json()["error_code"]) == (400, "INVALID_REQUEST")

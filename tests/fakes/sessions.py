@@ -15,7 +15,8 @@ from sandkasten import errors
 from sandkasten.actors.node_view import defaults_in_force, limits_in_force
 from sandkasten.config import Config
 from sandkasten.diagnosis import Diagnosis, Part, Unavailable
-from sandkasten.lifecycle import ENDED, LIVE, ended_error
+from sandkasten.lifecycle import LIVE, ended_error
+from sandkasten.listing import SessionPage, SessionQuery, page_of
 from sandkasten.machine import Amounts, Machine, NodeCapacity, NodeInfo, System
 from sandkasten.measures import Family
 from sandkasten.model import (
@@ -148,9 +149,12 @@ class FakeSessions:
 
     async def list(self, *, status: Status | None = None, ended: bool = False, limit: int = 1000) -> Sequence[Session]:
         await trio.lowlevel.checkpoint()
-        wanted = {status} if status else LIVE | (ENDED if ended else set())
-        found = [session for session in reversed(self.sessions.values()) if session.status in wanted]
-        return found[:limit]
+        statuses = frozenset({status}) if status else frozenset(Status) if ended else LIVE
+        return (await self.find(SessionQuery(statuses, limit=limit))).sessions
+
+    async def find(self, query: SessionQuery) -> SessionPage:
+        await trio.lowlevel.checkpoint()
+        return page_of(query, self.sessions.values())
 
     async def update(self, session_id: str, patch: SessionPatch) -> Session:
         session = await self._live(session_id)

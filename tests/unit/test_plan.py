@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import attrs
@@ -10,8 +11,8 @@ import pytest
 from sandkasten.config import Config, Isolation
 from sandkasten.errors import InvalidRequest
 from sandkasten.filerules import FileRules
-from sandkasten.model import SessionOptions, SessionSpec
-from sandkasten.runtime.plan import plan_sandbox, resolve
+from sandkasten.model import FOREVER_S, SessionOptions, SessionSpec
+from sandkasten.runtime.plan import plan_sandbox, resolve, spec_digest
 
 
 @pytest.mark.parametrize(
@@ -38,3 +39,20 @@ def test_options_outlive_the_record(rules: FileRules | None) -> None:
     """What is stored with a session comes back as it was."""
     options = SessionOptions(user="root", root_inside=True, filesystem=rules)
     assert SessionOptions(**json.loads(json.dumps(attrs.asdict(options)))) == options
+
+
+def test_a_spec_is_told_from_another_by_what_it_asks_for() -> None:
+    """Each field counts, the key itself does not, and what is not asked for leaves no trace: not even its name."""
+    assert spec_digest(SessionSpec(idempotency_key="k", key_id="someone")) == hashlib.sha256(b"{}").hexdigest()
+    asked = [
+        SessionSpec(),
+        SessionSpec(ttl_s=5.0),
+        SessionSpec(ttl_s=FOREVER_S),
+        SessionSpec(max_lifetime_s=FOREVER_S),
+        SessionSpec(labels={"a": "b"}),
+        SessionSpec(env={"a": "b"}),
+        SessionSpec(root_inside=False),
+        SessionSpec(filesystem=FileRules(writable=())),
+        SessionSpec(filesystem=FileRules(readable=())),
+    ]
+    assert len({spec_digest(spec) for spec in asked}) == len(asked)
