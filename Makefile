@@ -33,7 +33,7 @@ install: $(VENV)/.installed
 
 run: as-root $(VENV)/.installed
 	@$(VENV)/bin/sandkasten init --config $(DATA)/sandkasten.yaml --data-dir $(DATA) >/dev/null
-	@$(LIMITS); exec $(VENV)/bin/sandkasten serve --config $(DATA)/sandkasten.yaml $(ARGS)
+	@$(LIMITS); exec $(VENV)/bin/sandkasten serve --stop-sessions --config $(DATA)/sandkasten.yaml $(ARGS)
 
 test: tools $(VENV)/.installed-dev
 	@$(LIMITS); exec $(PYTHON) tests/guardian.py $(PYTHON) -m pytest $(ARGS)

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import trio
 
 from nsinit.protocol import SeccompProfile
@@ -47,8 +48,16 @@ _RUN_KEY_BYTES = 32
 _START_S = 30.0
 """Everything must be up within this time."""
 
-_DRAIN_S = 60.0
+_END_SESSIONS_S = 60.0
 """How long a stop may take to end all sessions."""
+
+
+@attrs.define
+class StopOrder:
+    """How a stop goes: whether sessions end with it, and how long it waits before for what somebody waits for."""
+
+    ends_sessions: bool
+    drain_s: float = 0.0
 
 
 @asynccontextmanager
@@ -56,7 +65,7 @@ async def open_supervisor(config: Config) -> AsyncIterator[LocalSupervisor]:
     """Run the tree, without HTTP, inside any trio program, for as long as the context is open.
 
     Must run as root, and changes nothing about that. Installs no signal handler. Leaving the context stops the tree;
-    sessions are then destroyed, or kept running for the next start, as `sessions_on_stop` says.
+    sessions are then destroyed, or with `sessions_on_stop: keep` left running for the next start.
 
     Raises:
         ConfigError: another daemon uses the data directory, or it can't be used.
@@ -68,7 +77,8 @@ async def open_supervisor(config: Config) -> AsyncIterator[LocalSupervisor]:
         machine = await trio.to_thread.run_sync(precheck.examine, config.data_dir)
         require_protections(config, machine)
         profiles = await trio.to_thread.run_sync(load_filters, config.security)
-        async with _open_tree(config, machine, profiles, start_as_child, lambda _supervisor: ()) as supervisor:
+        order = StopOrder(ends_sessions=config.sessions_on_stop != "keep")
+        async with _open_tree(config, machine, profiles, start_as_child, lambda _supervisor: (), order) as supervisor:
             yield supervisor
 
 
@@ -77,6 +87,7 @@ async def serve(
     machine: Machine,
     profiles: Sequence[SeccompProfile],
     *,
+    order: StopOrder,
     started: Callable[[Sequence[str]], None],
     told: Callable[[System], None] | None = None,
     start_nsinit: StartNsinit = start_as_child,
@@ -85,8 +96,8 @@ async def serve(
     """Run the tree with its HTTP front until cancelled; the caller holds the data directory (`data_dir.locked`), and
     has looked at the machine and read the configured filters, which takes root.
 
-    `started` gets the addresses that are bound, `told` before that what is in force. `held`: sockets that listen
-    already, instead of the configured ones.
+    `order` says how it stops; it may be changed until then. `started` gets the addresses that are bound, `told` before
+    that what is in force. `held`: sockets that listen already, instead of the configured ones.
     """
     from sandkasten.api.app import make_app  # importing the web framework takes 0.3 s, and library users need none
     from sandkasten.api.server import serve as serve_http
@@ -120,7 +131,7 @@ async def serve(
 
         return (ChildSpec("keys", watch.run), ChildSpec("api", start_api))
 
-    async with _open_tree(config, machine, profiles, start_nsinit, front, told=told):
+    async with _open_tree(config, machine, profiles, start_nsinit, front, order, told=told):
         await trio.sleep_forever()
 
 
@@ -131,6 +142,7 @@ async def _open_tree(
     profiles: Sequence[SeccompProfile],
     start_nsinit: StartNsinit,
     more: Callable[[LocalSupervisor], Sequence[ChildSpec]],
+    order: StopOrder,
     *,
     told: Callable[[System], None] | None = None,
 ) -> AsyncIterator[LocalSupervisor]:
@@ -146,11 +158,14 @@ async def _open_tree(
     )
     guard = ChildSpec("guard", partial(_guard, supervisor, config, told), restart="temporary")
     tree = ChildSupervisor([*supervisor.children(), guard, *more(supervisor)])
-    stop = trio.CancelScope()
+    stop, has_ended = trio.CancelScope(), trio.Event()
 
     async def run_tree(*, task_status: trio.TaskStatus[None]) -> None:
-        with stop:
-            await tree.run(task_status=task_status)
+        try:
+            with stop:
+                await tree.run(task_status=task_status)
+        finally:
+            has_ended.set()
 
     async with trio.open_nursery(strict_exception_groups=True) as nursery:
         with trio.fail_after(_START_S):
@@ -160,13 +175,22 @@ async def _open_tree(
         try:
             yield supervisor
         finally:
-            if config.sessions_on_stop == "destroy":
-                with trio.move_on_after(_DRAIN_S, shield=True) as patience:
-                    await supervisor.end_sessions()
-                if patience.cancelled_caught:  # what is left is found at the next start
-                    log.error("drain_timed_out", extra={"waited_s": _DRAIN_S})
+            if not has_ended.is_set():  # a tree that failed ends no session: the next start adopts them
+                with trio.move_on_after(order.drain_s + 2 * _END_SESSIONS_S, shield=True):
+                    await _wind_up(supervisor, order)
             stop.cancel()
             supervisor.close()
+
+
+async def _wind_up(supervisor: LocalSupervisor, order: StopOrder) -> None:
+    """Let end what somebody waits for, then end the sessions or leave them alone. Each within its time; the front still
+    answers, so that who waits hears what became of it."""
+    with trio.move_on_after(order.drain_s):
+        await supervisor.finish()
+    with trio.move_on_after(_END_SESSIONS_S) as patience:
+        await (supervisor.end_sessions() if order.ends_sessions else supervisor.leave_sessions())
+    if patience.cancelled_caught:  # what is left is found at the next start
+        log.error("stop_of_sessions_timed_out", extra={"waited_s": _END_SESSIONS_S})
 
 
 def require_protections(config: Config, machine: Machine) -> None:

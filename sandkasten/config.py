@@ -269,6 +269,7 @@ class Server:
     shell_queue_length: int = attrs.field(default=32, validator=_between(1, 10_000))
     write_timeout_s: float = attrs.field(default=30.0, validator=_between(0.1, 3600))
     keep_alive_timeout_s: float = attrs.field(default=75.0, validator=_between(0.1, 3600))
+    drain_timeout_s: float = attrs.field(default=30.0, validator=_between(0, 3600))
     graceful_timeout_s: float = attrs.field(default=5.0, validator=_between(0.1, 600))
     log_level: Literal["debug", "info", "warning", "error"] = attrs.field(
         default="info", validator=_one_of("debug", "info", "warning", "error")
@@ -367,7 +368,9 @@ class Config:
         factory=lambda: {"python": "host", "base": "host"}, converter=_frozen_mapping, validator=_image_names
     )
     session_ttl_seconds: int = attrs.field(default=1800, validator=_between(1, 86_400))
-    sessions_on_stop: Literal["destroy", "keep"] = attrs.field(default="destroy", validator=_one_of("destroy", "keep"))
+    sessions_on_stop: Literal["auto", "destroy", "keep"] = attrs.field(
+        default="auto", validator=_one_of("auto", "destroy", "keep")
+    )
     defaults: Defaults = attrs.field(factory=Defaults)
     maximum: Maximum = attrs.field(factory=Maximum, validator=_not_below_defaults)
     security: Security = attrs.field(factory=Security)

@@ -25,7 +25,7 @@ from sandkasten.actors.session_setup import Creation
 from sandkasten.actors.vessels import Vessels
 from sandkasten.actors.workspace_messages import Admit
 from sandkasten.config import Config
-from sandkasten.errors import Draining, ShuttingDown
+from sandkasten.errors import Draining, SessionExpired, ShuttingDown
 from sandkasten.model import Session, SessionSpec, Status
 from sandkasten.runtime import reserve
 from sandkasten.runtime.budget import Budget
@@ -111,6 +111,9 @@ class Creating:
                 self._building += 1
                 try:
                     session = await actor.ready.wait()
+                except SessionExpired:
+                    self._refuse_when_stopping()
+                    raise
                 finally:
                     self._building -= 1
         finally:
@@ -145,9 +148,12 @@ class Creating:
         finally:
             self._attachments.end(attachment)
 
-    def _refuse_when_draining(self) -> None:
+    def _refuse_when_stopping(self) -> None:
         if self.is_stopping:
             raise ShuttingDown("the daemon is stopping", retry_after_s=_STOPPING_RETRY_S)
+
+    def _refuse_when_draining(self) -> None:
+        self._refuse_when_stopping()
         if self.is_drained:
             raise Draining("this node takes no new sessions for now", retry_after_s=_DRAINED_RETRY_S)
 

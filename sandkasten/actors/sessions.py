@@ -82,6 +82,11 @@ class DestroyAll(Ask[None]):
 
 
 @attrs.frozen
+class LeaveAll(Ask[None]):
+    """End the actors of all sessions, and leave their sandboxes to the next start."""
+
+
+@attrs.frozen
 class Drain(Ask[None]):
     """Take no new sessions from now on, over restarts; with `drained` false take them again."""
 
@@ -109,7 +114,7 @@ class Occupied(Ask[Occupancy]):
     """What is taken."""
 
 
-Message = Create | Forget | Settle | Drain | Refuse | DestroyAll | Occupied
+Message = Create | Forget | Settle | Drain | Refuse | DestroyAll | LeaveAll | Occupied
 
 
 class Sessions(Actor):
@@ -153,6 +158,7 @@ class Sessions(Actor):
         )
         self._vessels_wanted = vessels
         self._drain_turn = trio.Lock()
+        self._leaving: set[trio.CancelScope] = set()
 
     async def on_start(self) -> None:
         self._directory.clear()
@@ -231,6 +237,9 @@ class Sessions(Actor):
             case DestroyAll():
                 self._creating.is_stopping = True
                 return self.defer(self._destroy_all)
+            case LeaveAll():
+                self._creating.is_stopping = True
+                return self.defer(self._leave_all)
             case Occupied():
                 return self._occupancy()
             case _:
@@ -277,14 +286,24 @@ class Sessions(Actor):
     async def _keep(self, actor: SessionActor) -> None:
         """Run one session actor to its end; a bug in it becomes the session's crash, never ours."""
         session_id = actor.session.id
+        leaving = trio.CancelScope()
+        self._leaving.add(leaving)
         try:
-            await actor.run()
+            with leaving:
+                await actor.run()
         except* Exception as bugs:
             log.error("session_actor_failed", extra={"session_id": session_id}, exc_info=unwrap(bugs))
             await self._reconciling.crash(actor.record)
         finally:
+            self._leaving.discard(leaving)
             self._budget.release(session_id)
             self._directory.remove(session_id)
+
+    async def _leave_all(self) -> None:
+        for leaving in self._leaving:
+            leaving.cancel()
+        for entry in self._directory:
+            await entry.ended.wait()
 
     async def _destroy_all(self) -> None:
         """End all there are, those included whose creation was under way when the stop came, and what nobody owns."""

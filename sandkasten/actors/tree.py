@@ -32,6 +32,7 @@ from nsinit.protocol import SeccompProfile
 from sandkasten.actors import events, images, reaper, sessions, store, workspaces, zygote
 from sandkasten.actors.actor import Ask, R, Ref
 from sandkasten.actors.attachments import Attachments
+from sandkasten.actors.attended import Attended
 from sandkasten.actors.creating import Node
 from sandkasten.actors.diagnosing import Diagnosing
 from sandkasten.actors.directory import Entry, SessionDirectory
@@ -122,6 +123,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         )
         self._journal.on_event = self._metrics.note_event
         self._cgroup_dirs: Mapping[str, str] = {}
+        self._attended = Attended()
         self._matchers = trio.CapacityLimiter(_MATCHERS)
         self._observers = trio.CapacityLimiter(_OBSERVERS)
         self._spool = Spool(
@@ -240,6 +242,22 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         """The tree has ended: whoever still follows the journal is told."""
         self._journal.close()
 
+    async def finish(self) -> None:
+        """Begin nothing new, and wait until creates, commands and files that somebody waits for have ended."""
+        self._attended.close()
+        try:
+            await self._sessions.ask_again(sessions.Refuse())
+        except SandkastenError as error:
+            log.error("creates_not_refused", extra={"error": str(error)})
+        await self._attended.wait_none()
+
+    async def leave_sessions(self) -> None:
+        """Let go of all sessions: they run on, and who waits for a command in one is answered `daemon_restarted`."""
+        try:
+            await self._sessions.ask_again(sessions.LeaveAll())
+        except SandkastenError as error:
+            log.error("sessions_not_left", extra={"error": str(error)})
+
     async def end_sessions(self) -> None:
         """Refuse new sessions and end all there are."""
         try:
@@ -332,12 +350,13 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
 
     @asynccontextmanager
     async def _loan(self, session_id: str) -> AsyncIterator[RunnerLink]:
-        entry = await self._live(session_id)
-        done = trio.Event()
-        try:
-            yield await entry.ref.ask(Borrow(done))
-        finally:
-            done.set()
+        with self._attended.one_more():
+            entry = await self._live(session_id)
+            done = trio.Event()
+            try:
+                yield await entry.ref.ask(Borrow(done))
+            finally:
+                done.set()
 
     # Node -------------------------------------------------------------------------------------------------------
 
@@ -421,6 +440,8 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         entry = self._directory.get(session_id)
         if entry is None:
             recorded = await self._recorded(session_id)
+            if recorded.status in LIVE:
+                self._attended.check_open()  # it was left to the next start
             raise ended_error(recorded)
         return entry
 

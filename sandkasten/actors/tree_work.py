@@ -13,6 +13,7 @@ import attrs
 import trio
 
 from sandkasten.actors.actor import Ref
+from sandkasten.actors.attended import Attended
 from sandkasten.actors.directory import Entry
 from sandkasten.actors.events import EventReader, open_reader
 from sandkasten.actors.output import Collector
@@ -72,6 +73,7 @@ class WorkOfSessions:
     _store: Ref
     _journal: Journal
     _matchers: trio.CapacityLimiter
+    _attended: Attended
 
     async def _live(self, session_id: str) -> Entry:
         """Return the entry of a live session; of an ended one, raise what became of it."""
@@ -106,25 +108,30 @@ class WorkOfSessions:
     async def _open_exec(
         self, session_id: str, spec: ExecSpec, on_disconnect: OnDisconnect
     ) -> AsyncIterator[RunReader]:
-        entry = await self._live(session_id)
-        wish = self._command(entry, spec, on_disconnect)
-        hold = Hold(wish)
-        try:
-            await entry.ref.ask(OpenRun(hold))
-            reader = RunReader(hold.run, is_joined=hold.run is not wish)
+        with self._attended.one_more():
+            entry = await self._live(session_id)
+            wish = self._command(entry, spec, on_disconnect)
+            hold = Hold(wish)
             try:
-                if hold.run is wish:
-                    await wish.started.wait()
-                yield reader
+                await entry.ref.ask(OpenRun(hold))
+                reader = RunReader(hold.run, is_joined=hold.run is not wish)
+                try:
+                    if hold.run is wish:
+                        await wish.started.wait()
+                    yield reader
+                finally:
+                    reader.close()
             finally:
-                reader.close()
-        finally:
-            hold.leave()
+                hold.leave()
 
     async def exec(
         self, session_id: str, spec: ExecSpec, *, on_disconnect: OnDisconnect = OnDisconnect.CANCEL
     ) -> ExecResult:
         check_spec(spec, self._config.server.max_command_bytes)
+        with self._attended.one_more():
+            return await self._exec(session_id, spec, on_disconnect)
+
+    async def _exec(self, session_id: str, spec: ExecSpec, on_disconnect: OnDisconnect) -> ExecResult:
         collector = Collector(self._config.server.output_cap_bytes)
         entry = await self._live(session_id)
         wish = self._command(entry, spec, on_disconnect, collector)
@@ -220,6 +227,7 @@ class WorkOfSessions:
     # Shells -----------------------------------------------------------------------------------------------------
 
     async def open_shell(self, session_id: str, spec: ShellSpec) -> ShellInfo:
+        self._attended.check_open()
         entry = await self._live(session_id)
         return await entry.ref.ask(OpenShell(spec))
 
@@ -234,6 +242,7 @@ class WorkOfSessions:
     # Processes --------------------------------------------------------------------------------------------------
 
     async def start_process(self, session_id: str, spec: ProcessSpec) -> ExecInfo:
+        self._attended.check_open()
         program = ExecSpec(
             command=spec.command,
             argv=spec.argv,
@@ -282,6 +291,7 @@ class WorkOfSessions:
     @asynccontextmanager
     async def _open_terminal(self, session_id: str, spec: TerminalSpec) -> AsyncIterator[Viewer]:
         _check_size(spec.size)
+        self._attended.check_open()
         entry = await self._live(session_id)
         viewer = await entry.ref.ask(OpenTerminal(spec))
         try:

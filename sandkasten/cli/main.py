@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser("serve", parents=[common], help="run the daemon in the foreground")
     serve.add_argument("--listen", action="append", metavar="ADDRESS", help="HOST:PORT or unix:/PATH; may be repeated")
+    serve.add_argument("--stop-sessions", action="store_true", help="end all sessions at a stop, whatever signal")
     serve.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
     serve.set_defaults(command=_serve)
 

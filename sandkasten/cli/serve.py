@@ -1,8 +1,10 @@
 """`sandkasten serve`: the daemon in the foreground. The only place that receives signals. Root only at its start.
 
-SIGINT, SIGTERM, SIGQUIT and SIGHUP stop it in good order; a second one ends it at once. SIGQUIT or SIGHUP that is
-ignored at the start (nohup(1)) stays ignored. Logs go to stderr, the few lines for people to
-stdout. The key itself is on neither.
+SIGINT, SIGTERM, SIGQUIT and SIGHUP stop it in good order; a second one ends it at once. What a terminal sends ends the
+sessions, too, for a person who typed Ctrl-C is done with them; SIGTERM, which service managers send, lets commands end
+and leaves sessions to the next start. The configuration or `--stop-sessions` may say otherwise. SIGQUIT or SIGHUP that
+is ignored at the start (nohup(1)) stays ignored. Logs go to stderr, the few lines for people to stdout. The key itself
+is on neither.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from shlex import quote
 
+import attrs
 import trio
 
 from nsinit.protocol import SeccompProfile
@@ -49,7 +52,7 @@ def serve(arguments: argparse.Namespace) -> int:
         machine = _look_at_machine(config)
         profiles = load_filters(config.security)  # root's eyes: operators may keep them from everybody else
         with locked(config.data_dir), means(config) as at_hand:
-            return _serve_until_signal(config, machine, profiles, at_hand)
+            return _serve_until_signal(config, machine, profiles, at_hand, ends_sessions=arguments.stop_sessions)
     except Exception as error:
         if reason := explain(error):
             raise Stop(reason) from error
@@ -71,7 +74,11 @@ def _look_at_machine(config: Config) -> Machine:
     return machine
 
 
-def _serve_until_signal(config: Config, machine: Machine, profiles: Sequence[SeccompProfile], at_hand: Means) -> int:
+def _serve_until_signal(
+    config: Config, machine: Machine, profiles: Sequence[SeccompProfile], at_hand: Means, *, ends_sessions: bool
+) -> int:
+    if ends_sessions:
+        config = attrs.evolve(config, sessions_on_stop="destroy")
     key_is_given = config.api_key is not None
     config = with_key(config)
     writer = log.configure(config.server.log_level, format=config.server.log_format)
@@ -80,9 +87,9 @@ def _serve_until_signal(config: Config, machine: Machine, profiles: Sequence[Sec
             print(f"note: {notice}")
         trio.run(
             _run,
+            config,
             partial(_serve, config, machine, profiles, at_hand, key_is_given),
             at_hand,
-            _STOP_S + config.server.graceful_timeout_s,
             strict_exception_groups=True,
         )
     finally:
@@ -90,16 +97,20 @@ def _serve_until_signal(config: Config, machine: Machine, profiles: Sequence[Sec
     return 0
 
 
-async def _run(serve_all: Callable[[], Awaitable[None]], at_hand: Means, stop_s: float) -> None:
+async def _run(config: Config, serve_all: Callable[[app.StopOrder], Awaitable[None]], at_hand: Means) -> None:
+    order = stop_order(config, signal.SIGTERM)
     numbers = stop_signals()
     with trio.open_signal_receiver(*numbers) as signals:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(serve_all)
+            nursery.start_soon(serve_all, order)
             nursery.start_soon(_watch_keeper, at_hand)
             async for number in signals:
-                print(f"{signal.Signals(number).name}: stopping", flush=True)
+                how = stop_order(config, signal.Signals(number))
+                order.ends_sessions, order.drain_s = how.ends_sessions, how.drain_s
+                fate = "sessions are ended" if how.ends_sessions else "sessions run on"
+                print(f"{signal.Signals(number).name}: stopping; {fate}", flush=True)
                 # The last resort: it says where it hangs and ends; what then runs on, the next start adopts.
-                faulthandler.dump_traceback_later(stop_s, exit=True)
+                faulthandler.dump_traceback_later(_STOP_S + config.server.graceful_timeout_s + how.drain_s, exit=True)
                 break
             nursery.cancel_scope.cancel()
             for number in numbers:
@@ -113,6 +124,13 @@ async def _watch_keeper(at_hand: Means) -> None:
         logger.error("keeper_lost", extra={"advice": "restart the daemon: a fork server that ends can't be replaced"})
 
 
+def stop_order(config: Config, number: signal.Signals) -> app.StopOrder:
+    """Return how a signal stops the daemon."""
+    is_service = number is signal.SIGTERM
+    ends = not is_service if config.sessions_on_stop == "auto" else config.sessions_on_stop == "destroy"
+    return app.StopOrder(ends_sessions=ends, drain_s=config.server.drain_timeout_s if is_service else 0.0)
+
+
 def stop_signals() -> list[signal.Signals]:
     """Return the signals that end the daemon."""
     optional = (signal.SIGQUIT, signal.SIGHUP)
@@ -120,13 +138,20 @@ def stop_signals() -> list[signal.Signals]:
 
 
 async def _serve(
-    config: Config, machine: Machine, profiles: Sequence[SeccompProfile], at_hand: Means, key_is_given: bool
+    config: Config,
+    machine: Machine,
+    profiles: Sequence[SeccompProfile],
+    at_hand: Means,
+    key_is_given: bool,
+    order: app.StopOrder,
 ) -> None:
     def started(addresses: Sequence[str]) -> None:
         greet(config, addresses, key_is_given=key_is_given)
 
     start_nsinit, held = at_hand.start_nsinit, at_hand.held
-    await app.serve(config, machine, profiles, started=started, told=_tell, start_nsinit=start_nsinit, held=held)
+    await app.serve(
+        config, machine, profiles, order=order, started=started, told=_tell, start_nsinit=start_nsinit, held=held
+    )
 
 
 def _tell(system: System) -> None:

@@ -39,7 +39,8 @@ def test_a_misspelt_variable_is_one_sentence(data_dir: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_a_signal_stops_it_in_good_order(data_dir: Path, number: signal.Signals) -> None:
     """A closed terminal and Ctrl-\\ included: status 0, and no session's sandbox stays."""
-    with running_daemon(data_dir) as daemon, daemon.client() as client:
+    options = ["--stop-sessions"] if number is signal.SIGTERM else []
+    with running_daemon(data_dir, *options) as daemon, daemon.client() as client:
         assert client.post("/v1/sessions").status_code == 201
         assert daemon.stop(number) == 0
         assert f"{number.name}: stopping" in daemon.printed

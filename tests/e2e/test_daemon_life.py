@@ -17,10 +17,14 @@ from tests import leaks
 from tests.e2e.daemon import KEY, running_daemon
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_ends_sessions_and_leaves_nothing(data_dir: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "options"), [(signal.SIGINT, ()), (signal.SIGTERM, ("--stop-sessions",))], ids=["ctrl-c", "told-to"]
+)
+def test_a_stop_ends_sessions_and_leaves_nothing(
+    data_dir: Path, number: signal.Signals, options: tuple[str, ...]
+) -> None:
     """No process, cgroup, mount or session file outlives a Ctrl-C (the leak check looks at the rest)."""
-    with running_daemon(data_dir) as daemon, daemon.client() as client:
+    with running_daemon(data_dir, *options) as daemon, daemon.client() as client:
         session = client.post("/v1/sessions", json={}).json()["id"]
         client.post(f"/v1/sessions/{session}/exec", json={"cmd": "sleep 1000 & disown"})
         assert daemon.stop(number) == 0
@@ -75,7 +79,7 @@ def test_ignored_signals_of_the_daemon_are_not_handed_down(data_dir: Path) -> No
     ignored = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
     before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     try:
-        with running_daemon(data_dir) as daemon, daemon.client() as client:
+        with running_daemon(data_dir, "--stop-sessions") as daemon, daemon.client() as client:
             session = client.post("/v1/sessions", json={}).json()["id"]
             body = {"cmd": "grep -E '^Sig(Blk|Ign)' /proc/self/status"}
             output = client.post(f"/v1/sessions/{session}/exec", json=body).json()["output"]

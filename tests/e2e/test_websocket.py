@@ -250,7 +250,7 @@ async def test_vim_edits_a_file_over_the_socket(daemon: Daemon, session_id: str)
 
 async def test_the_end_of_the_daemon_is_announced(data_dir: Path) -> None:
     """1001, so that a client knows to come back; 4410 where its session ends with the daemon."""
-    with running_daemon(data_dir) as daemon:
+    with running_daemon(data_dir, "--stop-sessions") as daemon:
         with daemon.client() as http:
             session_id = http.post("/v1/sessions", json={}).json()["id"]
         async with connected(daemon, session_id) as client, opened(daemon, "/v1/events") as events:

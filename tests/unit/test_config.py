@@ -31,7 +31,7 @@ def test_nothing_given_means_the_documented_defaults() -> None:
     assert (config.default_image, config.allowed_images, config.session_ttl_seconds) == ("python", (), 1800)
     assert config.db_path == Path("/var/lib/sandkasten/sandkasten.db")
     assert config.defaults == Defaults(1.0, 512, 256, 2048, 200_000, 120_000, "none", False, "stateful", "bash")
-    assert (config.security.seccomp, config.pool.enabled, config.sessions_on_stop) == ("strict", False, "destroy")
+    assert (config.security.seccomp, config.pool.enabled, config.sessions_on_stop) == ("strict", False, "auto")
     assert dict(config.image_aliases) == {"python": "host", "base": "host"}
 
 
