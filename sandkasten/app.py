@@ -123,8 +123,8 @@ async def serve(
     )
 
     def front(supervisor: LocalSupervisor) -> Sequence[ChildSpec]:
-        app = make_app(supervisor, settings=settings, ring=supervisor.ring)
-        watch = KeyWatch(supervisor.ring, DataPaths(config.data_dir).keys)
+        app = make_app(supervisor, settings=settings, shares=supervisor.shares)
+        watch = KeyWatch(supervisor.shares.ring, DataPaths(config.data_dir).keys)
 
         async def start_api(*, task_status: trio.TaskStatus[object]) -> None:
             await serve_http(app, settings, held=held, task_status=_Announcement(task_status, started))

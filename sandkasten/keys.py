@@ -27,6 +27,9 @@ CONFIGURED_ID = "configured"
 LOCAL_ID = "local"
 """In records and logs, the id of who needs no key because none is configured."""
 
+MAKER_ID = re.compile(rf"([0-9a-f]{{12}}|{CONFIGURED_ID}|{LOCAL_ID})\Z")
+"""What a record can say of who made something."""
+
 MAX_AMOUNT = 2**31
 """No quota is larger."""
 
@@ -117,6 +120,18 @@ class ApiKey:
     def gives(self, other: ApiKey) -> bool:
         """Whether `other` gives its owner all that this one gave: who uses this one may go on."""
         return (self.digest, self.access, self.label) == (other.digest, other.access, other.label)
+
+
+@attrs.frozen
+class KeyUsage:
+    """What a key has at one moment, and when it was last used since the daemon's start. `execs` counts what runs."""
+
+    sessions: int = 0
+    cpu: float = 0.0
+    memory_mb: int = 0
+    disk_mb: int = 0
+    execs: int = 0
+    last_used_at: datetime | None = None
 
 
 NOBODY = ApiKey("", "nobody", Access.NONE)

@@ -177,6 +177,8 @@ class Session:
     timings_ms: Mapping[str, float] = attrs.field(factory=dict)
     options: SessionOptions = attrs.field(factory=SessionOptions)
     pause: Pause | None = None
+    key_id: str | None = None
+    """The API key that made it, by its public id."""
 
 
 class ExecKind(enum.StrEnum):

@@ -99,7 +99,7 @@ class Creating:
         reserve.check(self._config.data_dir, self._config.disk)
         image = await self._images.ask(images_actor.Resolve(resolved.image))
         place = object()
-        self._budget.admit(place, resolved.limits, under_way=self.under_way)
+        self._budget.admit(place, resolved.limits, under_way=self.under_way, owner=spec.key_id)
         self.under_way += 1
         try:
             async with self._attached(spec), self._builds:
@@ -173,6 +173,7 @@ class Creating:
             limits=resolved.limits,
             workspace_id=spec.workspace_id,
             labels=dict(spec.labels),
+            key_id=spec.key_id,
             acquire_source="cold",
             acquire_detail="vessel" if vessel else None,
             options=resolved.options,

@@ -26,13 +26,15 @@ MAX_SEEN = 256
 
 @attrs.frozen
 class Entry:
-    """One live session. `view` returns its state now, `inspect` what its actor can be seen doing; `ended` is set
-    when it is live no more."""
+    """One live session. `view` returns its state now, `inspect` what its actor can be seen doing, `running` how many
+    runs it has; `ended` is set when it is live no more."""
 
     ref: Ref
     view: Callable[[], Session]
     options: SessionOptions
     inspect: Callable[[], Inspection | None]
+    key_id: str | None = None
+    running: Callable[[], int] = lambda: 0
     ended: trio.Event = attrs.field(factory=trio.Event)
 
     @property
@@ -72,15 +74,21 @@ class SessionDirectory:
     def get(self, session_id: str) -> Entry | None:
         return self._entries.get(session_id)
 
+    def runs_of(self, key_id: str) -> int:
+        """Return how much runs, or waits for its turn, in the sessions that an API key made."""
+        return sum(entry.running() for entry in self._entries.values() if entry.key_id == key_id)
+
     def add(
         self,
         session_id: str,
         ref: Ref,
         view: Callable[[], Session],
         inspect: Callable[[], Inspection | None] = lambda: None,
+        running: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`inspect` returns what its actor can be seen doing."""
-        self._entries[session_id] = Entry(ref, view, view().options, inspect)
+        """`inspect` returns what its actor can be seen doing, `running` how many runs it has."""
+        session = view()
+        self._entries[session_id] = Entry(ref, view, session.options, inspect, session.key_id, running)
 
     def remove(self, session_id: str) -> None:
         if (entry := self._entries.pop(session_id, None)) is not None:

@@ -115,7 +115,13 @@ class Runs:
         else:
             raise Conflict("another run has this exec_id", exec_id=wish.exec_id, status=known.state.value)
 
+    @property
+    def under_way(self) -> int:
+        """How many run, or wait for their turn."""
+        return len(self._active)
+
     def _start(self, run: Run) -> None:
+        self._host.check_run()
         if len(self._active) >= MAX_ACTIVE:
             raise Capacity("this session runs all it may at a time", max_active=MAX_ACTIVE)
         run.shell = None if run.is_program else self.shells.get(run.spec.shell)

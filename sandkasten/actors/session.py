@@ -377,6 +377,14 @@ class SessionActor(Actor):
         except RuntimeError:  # closed to new tasks: the session has ended
             log.debug("task_not_started", extra={"session_id": self.session_id})
 
+    @property
+    def running(self) -> int:
+        """How many runs there are, or wait for their turn."""
+        return self._work.runs.under_way
+
+    def check_run(self) -> None:
+        self._services.shares.check_run(self._own.facts.key_id)
+
     def begin_activity(self) -> None:
         self._lease.active += 1
         self._own.renew()

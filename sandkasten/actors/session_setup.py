@@ -18,6 +18,7 @@ from sandkasten.runtime.journal import Journal
 from sandkasten.runtime.metrics import Metrics
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.plan import Resolved
+from sandkasten.runtime.quotas import KeyShares
 from sandkasten.runtime.run_archive import RunArchive
 from sandkasten.runtime.spool import Spool
 
@@ -44,6 +45,7 @@ class Services:
     writing: trio.CapacityLimiter
     disk: Disk
     budget: Budget
+    shares: KeyShares
     expiries: trio.CapacityLimiter
     metrics: Metrics
 

@@ -40,6 +40,7 @@ from sandkasten.runtime.budget import Budget, Machine
 from sandkasten.runtime.journal import Journal
 from sandkasten.runtime.metrics import Metrics
 from sandkasten.runtime.paths import DataPaths
+from sandkasten.runtime.quotas import KeyShares
 from sandkasten.runtime.run_archive import RunArchive
 from sandkasten.runtime.spool import Spool
 from sandkasten.store.sessions import SessionRecord
@@ -138,8 +139,10 @@ class Sessions(Actor):
         metrics: Metrics,
         archive: RunArchive,
         vessels: int,
+        shares: KeyShares,
     ) -> None:
         super().__init__(ref)
+        self._shares = shares
         self._config, self._node = config, node
         self._store, self._zygote, self._images = store, zygote, images
         self._workspaces, self._attachments = workspaces, attachments
@@ -162,6 +165,7 @@ class Sessions(Actor):
 
     async def on_start(self) -> None:
         self._directory.clear()
+        self._shares.clear()
         ready = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Node())
         self._assemble(ready.cgroup_dirs)
         self._creating.is_drained = await self._store.ask_again(store_actor.IsDrained())
@@ -174,7 +178,7 @@ class Sessions(Actor):
         """Make the parts that need to know where nsinit makes cgroups."""
         most = min(self._config.server.max_sessions, capacity.sessions_for_descriptors())
         sight = Machine(self._config.data_dir, cgroup_dirs, self._directory.next_end)
-        self._budget = Budget(self._config.admission, most, sight)
+        self._budget = Budget(self._config.admission, most, sight, self._shares)
         self._vessels = Vessels(
             self._zygote,
             self._directory,
@@ -204,6 +208,7 @@ class Sessions(Actor):
             boot_id=self._node.boot_id,
             cgroup_dirs=cgroup_dirs,
             budget=self._budget,
+            shares=self._shares,
             shell_queue_length=self._config.server.shell_queue_length,
             maximum=self._config.maximum,
             graces=Graces(
@@ -277,9 +282,9 @@ class Sessions(Actor):
     def _start_actor(self, record: SessionRecord, creation: Creation | None) -> SessionActor:
         ref = Ref(f"session {record.session.id}")
         actor = SessionActor(ref, record, creation, self._services)
-        self._directory.add(record.session.id, ref, lambda: actor.session, actor.inspect)
+        self._directory.add(record.session.id, ref, lambda: actor.session, actor.inspect, running=lambda: actor.running)
         self._directory.reserved.discard(record.session.id)
-        self._budget.hold(record.session.id, record.session.limits)
+        self._budget.hold(record.session.id, record.session.limits, owner=record.session.key_id)
         self._nursery.start_soon(self._keep, actor)
         return actor
 

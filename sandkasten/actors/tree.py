@@ -68,6 +68,7 @@ from sandkasten.runtime.keyring import KeyRing
 from sandkasten.runtime.metrics import Metrics, watch_loop
 from sandkasten.runtime.nsinit_process import StartNsinit, start_as_child
 from sandkasten.runtime.paths import DataPaths
+from sandkasten.runtime.quotas import KeyShares
 from sandkasten.runtime.run_archive import RunArchive
 from sandkasten.runtime.runner_link import RunnerLink
 from sandkasten.runtime.spool import Spool
@@ -102,8 +103,8 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         self._machine, self._started_at = machine, datetime.now(UTC)
         self._profiles, self._start_nsinit = profiles, start_nsinit
         self._directory = SessionDirectory()
-        self.ring = KeyRing()
-        """The API keys in force besides the configured one. Whoever serves on keys fills it (`keys.KeyWatch`)."""
+        self.shares = KeyShares(KeyRing(), runs_of=self._directory.runs_of)
+        """The API keys besides the configured one, and what each has. Whoever serves on keys fills the ring."""
         self._store, self._zygote, self._images = Ref("store"), Ref("zygote"), Ref("images")
         self._writer = Ref("events")
         self._workspaces, self._attachments = Ref("workspaces"), Attachments()
@@ -211,6 +212,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
                 metrics=self._metrics,
                 archive=self._archive,
                 vessels=self._vessels,
+                shares=self.shares,
             )
             await actor.run(task_status=task_status)
 

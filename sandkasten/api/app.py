@@ -40,6 +40,7 @@ from sandkasten.api.ws_routes import SESSION_WEBSOCKETS, WEBSOCKETS
 from sandkasten.errors import InvalidRequest
 from sandkasten.model import SESSION_ID, WORKSPACE_ID
 from sandkasten.runtime.keyring import KeyRing
+from sandkasten.runtime.quotas import KeyShares
 from sandkasten.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -50,18 +51,18 @@ MAX_PUBLIC_BODY_BYTES = 1024
 _REQUEST_ID = re.compile(rb"[\x20-\x7e]{1,128}\Z")
 
 
-def make_app(supervisor: Supervisor, *, settings: ApiSettings, ring: KeyRing | None = None) -> App:
-    """Return the front of `supervisor`. `ring`: the keys besides the configured one."""
-    return _Front(supervisor, settings, ring or KeyRing())
+def make_app(supervisor: Supervisor, *, settings: ApiSettings, shares: KeyShares | None = None) -> App:
+    """Return the front of `supervisor`. `shares`: the keys besides the configured one, and what each has."""
+    return _Front(supervisor, settings, shares or KeyShares(KeyRing()))
 
 
 class _Front:
-    def __init__(self, supervisor: Supervisor, settings: ApiSettings, ring: KeyRing) -> None:
+    def __init__(self, supervisor: Supervisor, settings: ApiSettings, shares: KeyShares) -> None:
         self._supervisor = supervisor
         self._settings = settings
-        self._ring = ring
-        self._gate = Gate(settings.api_key, ring)
-        self._doorman = Doorman(self._gate)
+        self._shares = shares
+        self._gate = Gate(settings.api_key, shares.ring)
+        self._doorman = Doorman(self._gate, shares)
         self._metrics = FrontMetrics()
         self._json_app = cast(App, make_json_app())  # typed for hypercorn's own message types
 
@@ -77,19 +78,18 @@ class _Front:
         if scope["type"] != "http":
             raise RuntimeError(f"unknown ASGI scope {scope['type']!r}")
         target = read_target(scope)
-        use = self._ring.use()
         exchange = Exchange(
             scope,
             receive,
             send,
             supervisor=self._supervisor,
             settings=self._settings,
-            use=use,
+            shares=self._shares,
             metrics=self._metrics,
         )
         self._metrics.begin_request()
         try:
-            with use.running():
+            with exchange.use.running():
                 await self._serve(exchange, target)
         except Exception as error:  # noqa: BLE001  # the edge: whatever it is, the client gets one kind of answer
             await _answer_error(exchange, unwrap(error))
@@ -111,6 +111,7 @@ class _Front:
             exchange.key = self._gate.check(scope)
             exchange.use.bind(exchange.key)
             logcontext.set_key(exchange.key.id)
+            self._shares.take_request(exchange.key)
         if target is None:
             raise errors.RouteNotFound("no such URL")
         if (beneath := split_session(target.segments)) is not None:
@@ -148,12 +149,12 @@ class _Front:
         """Serve one WebSocket from its handshake to its end. Nothing but `Cancelled` gets out."""
         started = time.perf_counter()
         target = read_target(scope)
-        doorman, use, status = self._doorman, self._ring.use(), 101
+        doorman, status = self._doorman, 101
         exchange = WebSocketExchange(
-            scope, receive, send, supervisor=self._supervisor, settings=self._settings, doorman=doorman, use=use
+            scope, receive, send, supervisor=self._supervisor, settings=self._settings, doorman=doorman
         )
         try:
-            with use.running():
+            with exchange.use.running():
                 await self._talk(exchange, target)
         except Exception as error:  # noqa: BLE001  # the edge: whatever it is, the client gets one kind of answer
             status = await _end_websocket(exchange, send, unwrap(error))

@@ -21,7 +21,7 @@ from sandkasten.api.settings import ApiSettings
 from sandkasten.api.stream import ClientGone
 from sandkasten.errors import InvalidRequest, SandkastenError, TooLarge
 from sandkasten.keys import NOBODY
-from sandkasten.runtime.keyring import KeyUse
+from sandkasten.runtime.quotas import KeyShares
 from sandkasten.supervisor import Supervisor
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class Exchange:
         *,
         supervisor: Supervisor,
         settings: ApiSettings,
-        use: KeyUse,
+        shares: KeyShares,
         metrics: FrontMetrics,
     ) -> None:
         self.scope = scope
@@ -51,7 +51,8 @@ class Exchange:
         self.settings = settings
         self.metrics = metrics
         self.key = NOBODY
-        self.use = use
+        self.shares = shares
+        self.use = shares.ring.use()
         self.route: str | None = None
         self.session_id = ""
         self.workspace_id = ""

@@ -11,7 +11,19 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import attrs
 
-from sandkasten.api import events, execs, files, health, metrics, processes, sessions, shells, system, workspaces
+from sandkasten.api import (
+    events,
+    execs,
+    files,
+    health,
+    keys,
+    metrics,
+    processes,
+    sessions,
+    shells,
+    system,
+    workspaces,
+)
 from sandkasten.api import exec as commands
 from sandkasten.api.access import ACT, CHANGE_NODE, FIND, LOOK, MAKE, OPEN, RULE_NODE, SEE_NODE, Needs
 from sandkasten.api.errors import Answer
@@ -54,6 +66,7 @@ JSON_ROUTES = (
     JsonRoute("GET", "/v1/node", system.node, SEE_NODE),
     JsonRoute("POST", "/v1/node/drain", system.drain, RULE_NODE),
     JsonRoute("POST", "/v1/node/undrain", system.undrain, RULE_NODE),
+    JsonRoute("GET", "/v1/keys", keys.list_keys, RULE_NODE),
     JsonRoute("POST", SESSIONS, sessions.create, MAKE),
     JsonRoute("GET", SESSIONS, sessions.list_sessions, FIND),
     JsonRoute("GET", f"{SESSIONS}/<session_id>", sessions.get, LOOK),

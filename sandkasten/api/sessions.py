@@ -137,6 +137,7 @@ def session_view(session: Session) -> dict[str, Any]:  # JSON values
     }
     optional = {
         "workspace_id": session.workspace_id,
+        "key_id": session.key_id,
         "acquire_detail": session.acquire_detail,
         "reason": session.reason,
         "end_reason": None if session.end_reason is None else session.end_reason.value,

@@ -27,7 +27,7 @@ from sandkasten.errors import SandkastenError
 from sandkasten.keys import NOBODY, ApiKey
 from sandkasten.lifecycle import LIVE, ended_error
 from sandkasten.model import SESSION_ID
-from sandkasten.runtime.keyring import KeyUse
+from sandkasten.runtime.quotas import KeyShares
 from sandkasten.supervisor import Supervisor
 
 MAX_UNPROVEN = 64
@@ -48,6 +48,7 @@ class Doorman:
     """What all connections of one front have in common: the keys, and how many have not shown one yet."""
 
     gate: Gate
+    shares: KeyShares
     unproven: int = 0
 
 
@@ -64,7 +65,6 @@ class WebSocketExchange:
         supervisor: Supervisor,
         settings: ApiSettings,
         doorman: Doorman,
-        use: KeyUse,
     ) -> None:
         self.scope = scope
         self.supervisor = supervisor
@@ -73,7 +73,7 @@ class WebSocketExchange:
         self.key = NOBODY
         self.route: str | None = None
         self.needs_live_session = True
-        self._use = use
+        self.use = doorman.shares.ring.use()
         self._needs = OPEN
         self.is_accepted = False
         self.code = 0
@@ -153,7 +153,8 @@ class WebSocketExchange:
     def _know(self, key: ApiKey) -> None:
         self.key, self._is_proven = key, True
         logcontext.set_key(key.id)
-        self._use.bind(key)
+        self.use.bind(key)
+        self._doorman.shares.take_request(key)
 
     async def _admit(self) -> None:
         await admit(self.key, self._needs, self.supervisor, session_id=self.session_id)

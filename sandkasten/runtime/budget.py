@@ -22,6 +22,8 @@ from sandkasten.errors import Capacity, InvalidRequest
 from sandkasten.machine import Amounts
 from sandkasten.model import Limits
 from sandkasten.runtime import capacity
+from sandkasten.runtime.keyring import KeyRing
+from sandkasten.runtime.quotas import KeyShares
 
 FIRST_MB = 16
 """What a session that was just admitted is going to take, and the kernel does not show yet."""
@@ -92,8 +94,9 @@ def promisable(settings: Admission, totals: Amounts) -> Amounts:
 class Budget:
     """See the module's docstring. Keys are session ids, or whatever stands for one that has none yet."""
 
-    def __init__(self, settings: Admission, max_sessions: int, sight: Sight) -> None:
+    def __init__(self, settings: Admission, max_sessions: int, sight: Sight, shares: KeyShares | None = None) -> None:
         self._settings, self._sight = settings, sight
+        self._shares = shares or KeyShares(KeyRing())
         self._held: dict[Hashable, Limits] = {}
         self._sums = dict.fromkeys(_FIELDS, 0.0)
         self.max_sessions = max_sessions
@@ -110,13 +113,16 @@ class Budget:
             disk_bytes=int(disk),
         )
 
-    def admit(self, key: Hashable, limits: Limits, *, under_way: int = 0) -> None:
-        """Count one more session in. `under_way`: how many others were admitted and do not run yet.
+    def admit(self, key: Hashable, limits: Limits, *, under_way: int = 0, owner: str | None = None) -> None:
+        """Count one more session in. `under_way`: how many others were admitted and do not run yet. `owner`: the API
+        key that asks.
 
         Raises:
             Capacity: it does not fit now; `details` say why.
             InvalidRequest: it would not fit if it were alone.
+            QuotaExceeded: its owner has or asks for too much.
         """
+        self._shares.check_create(owner, limits)
         count, most = len(self._held), self.max_sessions
         if count >= most:
             message = "this node has all the sessions it may have"
@@ -124,21 +130,26 @@ class Budget:
         totals = self._sight.totals()
         self._check_promises(totals, limits, _NOTHING)
         self._check_free(totals, under_way)
-        self.hold(key, limits)
+        self._shares.take_create(owner)
+        self.hold(key, limits, owner=owner)
 
-    def hold(self, key: Hashable, limits: Limits) -> None:
-        """Count what is there, whether it fits or not."""
+    def hold(self, key: Hashable, limits: Limits, *, owner: str | None = None) -> None:
+        """Count what is there, whether it fits or not. `owner`: None if it was said before."""
+        owner = owner or self._shares.owner_of(key)
         self.release(key)
+        self._shares.hold(key, owner, limits)
         self._held[key] = limits
         self._add(limits, 1)
 
     def change(self, key: Hashable, limits: Limits) -> None:
         """Count other limits for a session; what does not grow is not checked. Raises as `admit`."""
+        self._shares.check_change(key, limits)
         self._check_promises(self._sight.totals(), limits, self._held.get(key, limits))
         self.hold(key, limits)
 
     def release(self, key: Hashable) -> None:
         """It is no more."""
+        self._shares.release(key)
         limits = self._held.pop(key, None)
         if limits is not None:
             self._add(limits, -1)

@@ -23,6 +23,9 @@ MAX_DATA_BYTES = 3584
 TRACE_ID = "trace_id"
 """Field of any event that a request brought about: the trace the request belongs to."""
 
+KEY_ID = "key_id"
+"""Field of any event that a request brought about: the API key of that request, by its public id."""
+
 TRUNCATED = "truncated"
 """Field that is true in data that was cut to fit."""
 

@@ -22,7 +22,7 @@ import trio
 from sandkasten import logcontext
 from sandkasten.errors import Capacity, InvalidRequest
 from sandkasten.model import Event, EventType
-from sandkasten.runtime.event_data import EVENT_FIELDS, TRACE_ID, bounded_data
+from sandkasten.runtime.event_data import EVENT_FIELDS, KEY_ID, TRACE_ID, bounded_data
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +108,8 @@ class Journal:
         if not data.keys() <= EVENT_FIELDS[type]:
             data = self._without_unknown(type, data)
         number = self._last + 1
+        if (key_id := logcontext.origin.get().key_id) is not None:
+            data[KEY_ID] = key_id
         if (trace := logcontext.origin.get().trace) is not None:
             data[TRACE_ID] = trace.trace_id
         if number - self._written > self._size:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 
 import attrs
 
+from sandkasten.keys import MAKER_ID
 from sandkasten.lifecycle import Event
 from sandkasten.model import IMAGE_NAME, SESSION_ID, WORKSPACE_ID, EndReason, Limits, Pause, SessionOptions, Status
 
@@ -175,4 +176,5 @@ _CHECKS: Mapping[str, Callable[[object], bool]] = {
     "is_busy": _count(1),
     "idempotency_key": _or_none(_text),
     "spec_digest": _text,
+    "key_id": _or_none(_name(MAKER_ID)),
 }

@@ -49,7 +49,7 @@ _COLUMNS = (
     *("id", "status", "image", "cwd", "workspace_id", "created_at", "expires_at", "last_activity", "ended_at"),
     *("ttl_s", "max_lifetime_s", "limits", "labels", "options", "pause", "acquire_source", "reason", "ending"),
     *("end_reason", "epoch", "incarnation", "pid", "start_ticks", "pid_ns", "boot_id", "is_busy", "idempotency_key"),
-    "spec_digest",
+    *("spec_digest", "key_id"),
 )
 
 _PUT = (
@@ -165,6 +165,7 @@ def _to_row(record: SessionRecord) -> dict[str, object]:
         "is_busy": int(record.is_busy),
         "idempotency_key": record.idempotency_key,
         "spec_digest": record.spec_digest,
+        "key_id": session.key_id,
     }
 
 
@@ -188,6 +189,7 @@ def _from_row(row: sqlite3.Row) -> SessionRecord:
         reason=row["reason"],
         end_reason=EndReason(row["end_reason"]) if row["end_reason"] else None,
         epoch=row["epoch"],
+        key_id=row["key_id"],
     )
     identity = None
     if row["pid"] is not None:

@@ -18,6 +18,7 @@ from sandkasten.api.guard import App
 from sandkasten.api.server import serve
 from sandkasten.api.settings import ApiSettings
 from sandkasten.runtime.keyring import KeyRing
+from sandkasten.runtime.quotas import KeyShares
 from tests.fakes.supervisor import FakeSupervisor
 
 KEY = "sk-test-key"
@@ -100,9 +101,10 @@ async def _serve(app: App, settings: ApiSettings, *, task_status: trio.TaskStatu
 @asynccontextmanager
 async def running_front(**changes: Any) -> AsyncIterator[Running]:  # Any: ApiSettings' fields
     """Serve the real front over a fake supervisor."""
-    supervisor, ring = FakeSupervisor(), KeyRing()
-    async with running_app(make_app(supervisor, settings=make_settings(**changes), ring=ring), **changes) as running:
-        running.supervisor, running.ring = supervisor, ring
+    supervisor, shares = FakeSupervisor(), KeyShares(KeyRing())
+    app = make_app(supervisor, settings=make_settings(**changes), shares=shares)
+    async with running_app(app, **changes) as running:
+        running.supervisor, running.ring = supervisor, shares.ring
         yield running
 
 

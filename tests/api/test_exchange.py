@@ -11,6 +11,7 @@ from sandkasten.api.measured import FrontMetrics
 from sandkasten.api.stream import ClientGone
 from sandkasten.errors import DiskFull
 from sandkasten.runtime.keyring import KeyRing
+from sandkasten.runtime.quotas import KeyShares
 from tests.api.harness import make_settings
 from tests.fakes.supervisor import FakeSupervisor
 
@@ -35,7 +36,7 @@ def make_exchange(*messages: Message) -> Exchange:
         send,
         supervisor=FakeSupervisor(),
         settings=make_settings(),
-        use=KeyRing().use(),
+        shares=KeyShares(KeyRing()),
         metrics=FrontMetrics(),
     )
 

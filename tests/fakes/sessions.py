@@ -131,6 +131,7 @@ class FakeSessions:
             max_lifetime_s=spec.max_lifetime_s or FOREVER_S,
             limits=spec.limits or Limits(),
             workspace_id=spec.workspace_id,
+            key_id=spec.key_id,
             labels=dict(spec.labels),
             options=SessionOptions(exec_mode=spec.exec_mode or STATEFUL, seccomp=spec.seccomp or "strict"),
             timings_ms={"queue": 0.1, "clone 3": 2.5},

@@ -38,7 +38,7 @@ def budget_of(node: Node, max_sessions: int = 100, **settings: Any) -> Budget:  
     return Budget(Admission(**{**NO_RESERVE, **settings}), max_sessions, node)
 
 
-def refusal(budget: Budget, limits: Limits, **arguments: int) -> Capacity:
+def refusal(budget: Budget, limits: Limits, **arguments: Any) -> Capacity:
     with pytest.raises(Capacity) as caught:
         budget.admit("refused", limits, **arguments)
     return caught.value

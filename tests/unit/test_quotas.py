@@ -1,0 +1,159 @@
+"""Quotas of keys: sums are right whatever happens in whatever order, and rates are what they say."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sandkasten.errors import QuotaExceeded
+from sandkasten.keys import Access, ApiKey, Quota
+from sandkasten.model import Limits
+from sandkasten.runtime.keyring import KeyRing
+from sandkasten.runtime.quotas import Bucket, KeyShares
+from tests.api.keys import issue
+
+
+class Clock:
+    """A clock that stands until it is set."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def shares_of(*keys: ApiKey, clock: Clock | None = None, running: int = 0) -> KeyShares:
+    ring = KeyRing()
+    ring.replace(keys)
+    return KeyShares(ring, runs_of=lambda _key_id: running, clock=clock or Clock())
+
+
+def key_with(**quota: float) -> ApiKey:
+    return issue(Access.WRITE, quota=Quota(**quota)).key  # type: ignore[arg-type]  # cpu is the only float
+
+
+@pytest.mark.parametrize(
+    ("quota", "name"),
+    [
+        ({"sessions": 2}, "sessions"),
+        ({"cpu": 2.5}, "cpu"),
+        ({"memory_mb": 250}, "memory_mb"),
+        ({"disk_mb": 250}, "disk_mb"),
+    ],
+)
+def test_what_fits_is_let_in_and_what_does_not_is_told(quota: dict[str, float], name: str) -> None:
+    """Two sessions fit and a third does not, until one is gone; other keys and no key are not concerned."""
+    key, other = key_with(**quota), key_with()
+    shares = shares_of(key, other)
+    limits = Limits(cpu=1.0, memory_mb=100, disk_mb=100)
+    for session in ("a", "b"):
+        shares.check_create(key.id, limits)
+        shares.hold(session, key.id, limits)
+    with pytest.raises(QuotaExceeded) as caught:
+        shares.check_create(key.id, limits)
+    assert caught.value.details["quota"] == name
+    assert caught.value.details["total"] == quota[name]
+    assert caught.value.retryable
+    for owner in (other.id, "configured", "0123456789ab", None):
+        shares.check_create(owner, limits)
+    shares.release("a")
+    shares.check_create(key.id, limits)
+
+
+def test_a_change_counts_for_who_made_the_session() -> None:
+    """What does not grow always goes, also above a quota that was made smaller."""
+    key = key_with(memory_mb=250)
+    shares = shares_of(key)
+    limits = Limits(memory_mb=100)
+    for session in ("a", "b"):
+        shares.hold(session, key.id, limits)
+    shares.check_change("a", attrs.evolve(limits, memory_mb=150))
+    with pytest.raises(QuotaExceeded):
+        shares.check_change("a", attrs.evolve(limits, memory_mb=151))
+    shares.ring.replace([attrs.evolve(key, quota=Quota(memory_mb=50))])
+    shares.check_change("a", attrs.evolve(limits, memory_mb=99))
+    with pytest.raises(QuotaExceeded):
+        shares.check_change("a", attrs.evolve(limits, memory_mb=101))
+    shares.check_change("unknown", attrs.evolve(limits, memory_mb=10_000))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(st.integers(0, 5), st.sampled_from(["aaaaaaaaaaaa", "bbbbbbbbbbbb", None]), st.integers(0, 300)),
+        max_size=40,
+    )
+)
+def test_sums_are_those_of_what_is_held(steps: list[tuple[int, str | None, int]]) -> None:
+    """Held again with other limits or another maker, released twice, never held: compared with a plain dictionary."""
+    shares, model = shares_of(), dict[int, tuple[str, int]]()
+    for session, owner, memory_mb in steps:
+        if memory_mb == 0:
+            shares.release(session)
+            model.pop(session, None)
+        else:
+            shares.hold(session, owner, Limits(memory_mb=memory_mb))
+            model.pop(session, None)
+            if owner is not None:
+                model[session] = (owner, memory_mb)
+    for owner in ("aaaaaaaaaaaa", "bbbbbbbbbbbb"):
+        usage = shares.usage(attrs.evolve(key_with(), id=owner))
+        amounts = [memory_mb for held_by, memory_mb in model.values() if held_by == owner]
+        assert (usage.sessions, usage.memory_mb) == (len(amounts), sum(amounts))
+    assert all(shares.owner_of(session) == owner for session, (owner, _) in model.items())
+
+
+def test_a_bucket_gives_its_burst_and_then_its_rate() -> None:
+    """And no more than the burst after a long silence."""
+    clock = Clock()
+    bucket = Bucket(per_s=2, burst=3, clock=clock)
+    assert [bucket.take() for _ in range(4)] == [0, 0, 0, 0.5]
+    clock.now_s = 0.5
+    assert [bucket.take() for _ in range(2)] == [0, 0.5]
+    clock.now_s = 3600
+    assert [bucket.take() for _ in range(4)] == [0, 0, 0, 0.5]
+
+
+def test_creates_per_minute_are_counted_per_key() -> None:
+    """Over it is 429 with the seconds until the next; a key without such a quota is not counted."""
+    clock = Clock()
+    key, free = key_with(creates_per_minute=2), key_with()
+    shares = shares_of(key, free, clock=clock)
+    for _ in range(2):
+        shares.take_create(key.id)
+    with pytest.raises(QuotaExceeded) as caught:
+        shares.take_create(key.id)
+    assert (caught.value.retry_after_s, caught.value.details) == (30, {"quota": "creates_per_minute", "total": 2})
+    for _ in range(10):
+        shares.take_create(free.id)
+        shares.take_create(None)
+    clock.now_s = 30
+    shares.take_create(key.id)
+
+
+def test_a_quota_of_nothing_lets_nothing_through() -> None:
+    """Zero is a limit, not the lack of one."""
+    key = key_with(sessions=0, creates_per_minute=0, requests_per_second=0, execs=0)
+    shares = shares_of(key)
+    with pytest.raises(QuotaExceeded):
+        shares.check_create(key.id, Limits())
+    with pytest.raises(QuotaExceeded):
+        shares.take_create(key.id)
+    with pytest.raises(QuotaExceeded):
+        shares.take_request(key)
+    with pytest.raises(QuotaExceeded):
+        shares.check_run(key.id)
+
+
+def test_runs_are_counted_over_all_sessions_of_a_key() -> None:
+    """As many as its quota says, and for others without end."""
+    key, free = key_with(execs=3), key_with()
+    shares_of(key, free, running=2).check_run(key.id)
+    shares = shares_of(key, free, running=3)
+    with pytest.raises(QuotaExceeded):
+        shares.check_run(key.id)
+    shares.check_run(free.id)
+    shares.check_run(None)
