@@ -25,7 +25,17 @@ import sys
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from nsinit.grant import Grant
-from nsinit.keeping import FAILED, FDS_OF_START, KILL, MAX_WORD_BYTES, READY, START, KeepForParent, KeepForUser
+from nsinit.keeping import (
+    FAILED,
+    FDS_OF_START,
+    KILL,
+    MAX_WORD_BYTES,
+    NOTIFY_FD,
+    READY,
+    START,
+    KeepForParent,
+    KeepForUser,
+)
 from nsinit.log import log
 from nsinit.spawn import CHANNEL_FD, spawn_nsinit
 
@@ -73,17 +83,47 @@ class Nsinit:
         self.pidfd = -1
 
 
+class ServiceManager:
+    """To whom a keeper that is a service of its own gives signs of life (sd_notify(3)); whether nsinit answers is the
+    daemon's to know, which ends one that does not."""
+
+    def __init__(self, notify_fd: int, beat_s: float) -> None:
+        self._fd = notify_fd
+        self._beat_ms = round(beat_s * 1000) if notify_fd >= 0 and beat_s > 0 else None
+        if notify_fd >= 0:
+            os.set_inheritable(notify_fd, False)
+
+    def wait(self, wanted: dict[int, int]) -> list[int]:
+        """Return the descriptors on which something of what is `wanted` has happened (or a hang-up), once there are."""
+        poll = select.poll()
+        for fd, events in wanted.items():
+            poll.register(fd, events)
+        while True:
+            happened = [fd for fd, _ in poll.poll(self._beat_ms)]
+            if happened:
+                return happened
+            self.tell(b"WATCHDOG=1")
+
+    def tell(self, line: bytes) -> None:
+        if self._fd >= 0:
+            try:
+                os.write(self._fd, line)
+            except OSError as error:
+                log("warning", "the service manager was not told", reason=str(error))
+
+
 def main() -> None:
     """Do as the argument says, until the daemon (or, with a socket, the service) ends."""
     fields = json.loads(sys.argv[1])
-    os.closerange(CHANNEL_FD + 1, 256)
+    is_service = "uid" in fields
+    os.closerange((NOTIFY_FD if is_service and fields["notify_fd"] == NOTIFY_FD else CHANNEL_FD) + 1, 256)
     os.chdir("/")
     os.umask(0o077)
     channel = socket.socket(fileno=CHANNEL_FD)
     channel.set_inheritable(False)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
-    if "uid" in fields:
+    if is_service:
         keep_for_user(channel, KeepForUser(**fields))
     else:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a service manager means the daemon, and that ends us
@@ -143,29 +183,28 @@ def _obey(word: bytes, fds: list[int], channel: socket.socket, nsinit: Nsinit) -
 def keep_for_user(listener: socket.socket, what: KeepForUser) -> None:
     """Serve whoever connects as the allowed user, one after the other, until SIGTERM."""
     nsinit = Nsinit(Grant(what.data_dir, what.gid, (os.getpid(),)))
+    manager = ServiceManager(what.notify_fd, what.beat_s)
     stop_read, stop_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(stop_write)
     signal.signal(signal.SIGTERM, lambda _number, _frame: None)
-    while stop_read not in select.select([stop_read, listener.fileno()], [], [])[0]:
+    while stop_read not in manager.wait({stop_read: select.POLLIN, listener.fileno(): select.POLLIN}):
         connection, _ = listener.accept()
         with connection:
             _pid, uid, _gid = _CREDENTIALS.unpack(
                 connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             )
             if uid in (0, what.uid):
-                _serve_connection(connection, nsinit, stop_read)
+                _serve_connection(connection, nsinit, stop_read, manager)
             else:
                 log("warning", "refused a connection", uid=uid)
+    manager.tell(b"STOPPING=1")
     listener.close()
 
 
-def _serve_connection(connection: socket.socket, nsinit: Nsinit, stop_fd: int) -> None:
+def _serve_connection(connection: socket.socket, nsinit: Nsinit, stop_fd: int, manager: ServiceManager) -> None:
     """Start nsinit at this end of the connection and wait for its end, which follows that of the other side."""
     nsinit.start(connection.fileno(), _STANDARD_ERROR)
-    hang_up = select.poll()
-    for fd, events in ((connection.fileno(), 0), (nsinit.pidfd, select.POLLIN), (stop_fd, select.POLLIN)):
-        hang_up.register(fd, events)
-    hang_up.poll()
+    manager.wait({connection.fileno(): 0, nsinit.pidfd: select.POLLIN, stop_fd: select.POLLIN})
     try:
         connection.shutdown(socket.SHUT_RDWR)  # what nsinit reads then is the end, if there was none before
     except OSError:

@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass
 START, KILL = b"start", b"kill"
 """What the daemon may say; the answer to `START` is nsinit's pid in decimal, with its pidfd, or `FAILED`."""
 
+NOTIFY_FD = 4
+"""Where the keeper of a service finds its socket to the service manager."""
+
 READY, FAILED = b"ready", b"-"
 """The keeper's own words: the first one of all, and that no nsinit could be started."""
 
@@ -31,11 +34,14 @@ class KeepForParent:
 
 @dataclass(frozen=True, slots=True)
 class KeepForUser:
-    """`uid`: the one user besides root who may connect."""
+    """`uid`: the one user besides root who may connect. `notify_fd`: a datagram socket to the service manager, whose
+    watchdog wants to hear of the keeper every `beat_s` seconds; 0: it does not."""
 
     data_dir: str
     gid: int
     uid: int
+    notify_fd: int = -1
+    beat_s: float = 0.0
 
     def encode(self) -> str:
         return json.dumps(asdict(self))

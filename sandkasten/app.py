@@ -19,6 +19,7 @@ import trio
 
 from nsinit.protocol import SeccompProfile
 from sandkasten.actors.creating import Node
+from sandkasten.actors.heartbeat import keep_beating
 from sandkasten.actors.keys import KeyWatch
 from sandkasten.actors.supervisor import ChildSpec, ChildSupervisor
 from sandkasten.actors.tree import LocalSupervisor
@@ -30,6 +31,7 @@ from sandkasten.runtime import precheck
 from sandkasten.runtime.account import ROOT
 from sandkasten.runtime.boot import read_boot_id
 from sandkasten.runtime.data_dir import hand_over, locked, make_data_dir
+from sandkasten.runtime.notify import Notifier
 from sandkasten.runtime.nsinit_process import StartNsinit, start_as_child
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.protections import Situation, lacking, protections
@@ -92,12 +94,14 @@ async def serve(
     told: Callable[[System], None] | None = None,
     start_nsinit: StartNsinit = start_as_child,
     held: Held | None = None,
+    notifier: Notifier | None = None,
 ) -> None:
     """Run the tree with its HTTP front until cancelled; the caller holds the data directory (`data_dir.locked`), and
     has looked at the machine and read the configured filters, which takes root.
 
     `order` says how it stops; it may be changed until then. `started` gets the addresses that are bound, `told` before
-    that what is in force. `held`: sockets that listen already, instead of the configured ones.
+    that what is in force. `held`: sockets that listen already, instead of the configured ones. `notifier`: who gets
+    signs of life.
     """
     from sandkasten.api.app import make_app  # importing the web framework takes 0.3 s, and library users need none
     from sandkasten.api.server import serve as serve_http
@@ -131,8 +135,8 @@ async def serve(
 
         return (ChildSpec("keys", watch.run), ChildSpec("api", start_api))
 
-    async with _open_tree(config, machine, profiles, start_nsinit, front, order, told=told):
-        await trio.sleep_forever()
+    async with _open_tree(config, machine, profiles, start_nsinit, front, order, told=told) as supervisor:
+        await keep_beating(supervisor, notifier or Notifier())
 
 
 @asynccontextmanager

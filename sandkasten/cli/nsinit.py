@@ -7,12 +7,13 @@ keeper (`nsinit/keeper.py`), which starts an nsinit for whoever connects. Source
 from __future__ import annotations
 
 import argparse
-import contextlib
+import fcntl
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
-from nsinit.keeping import KeepForUser
+from nsinit.keeping import NOTIFY_FD, KeepForUser
 from nsinit.spawn import CHANNEL_FD, ENVIRONMENT, keeper_command
 from sandkasten import app
 from sandkasten.api.listen import ListenError, bind_unix
@@ -24,7 +25,10 @@ from sandkasten.errors import SandkastenError
 from sandkasten.runtime import precheck
 from sandkasten.runtime.account import Account
 from sandkasten.runtime.machine_file import write_machine
+from sandkasten.runtime.notify import open_notifier
 from sandkasten.runtime.paths import DataPaths
+
+_HIGH_FD = 64
 
 
 def nsinit(arguments: argparse.Namespace) -> int:
@@ -34,6 +38,7 @@ def nsinit(arguments: argparse.Namespace) -> int:
     path = arguments.socket or config.nsinit_socket
     if path is None:
         raise Stop("say where to listen: --listen PATH, or nsinit_socket in the configuration")
+    notifier = open_notifier(os.environ)
     account = account_of(config)
     if account.is_root:
         raise Stop("user: root needs no service apart; name an account for the daemon")
@@ -46,11 +51,14 @@ def nsinit(arguments: argparse.Namespace) -> int:
     except (ConfigError, SandkastenError) as error:
         raise Stop(str(error)) from None
     listener = _listen(path, account)
-    os.dup2(listener.fileno(), CHANNEL_FD)
-    os.set_inheritable(CHANNEL_FD, True)  # dup2(2) leaves that alone if it was this one already
     print(f"listening on {path} for user {account.name}", flush=True)
-    _tell_service_manager()
-    command = keeper_command(KeepForUser(str(config.data_dir), account.gid, account.uid).encode())
+    notifier.ready(f"listening on {path} for user {account.name}")
+    is_told = notifier.fileno() >= 0
+    _hand_down({CHANNEL_FD: listener.fileno()} | ({NOTIFY_FD: notifier.fileno()} if is_told else {}))
+    what = KeepForUser(
+        str(config.data_dir), account.gid, account.uid, NOTIFY_FD if is_told else -1, notifier.beat_s or 0.0
+    )
+    command = keeper_command(what.encode())
     os.execve(command[0], command, ENVIRONMENT)
 
 
@@ -65,9 +73,8 @@ def _listen(path: Path, account: Account) -> socket.socket:
     return listener
 
 
-def _tell_service_manager() -> None:
-    """Say that daemons can connect (sd_notify(3)), if somebody wants to know."""
-    address = os.environ.get("NOTIFY_SOCKET", "")
-    if address.startswith(("/", "@")):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
-            sock.sendto(b"READY=1", address.replace("@", "\0", 1))
+def _hand_down(places: Mapping[int, int]) -> None:
+    """Put descriptors where the keeper looks for them; first out of each other's way."""
+    safe = {place: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH_FD) for place, fd in places.items()}
+    for place, fd in safe.items():
+        os.dup2(fd, place)

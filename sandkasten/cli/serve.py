@@ -36,6 +36,7 @@ from sandkasten.machine import Machine, System
 from sandkasten.runtime import precheck
 from sandkasten.runtime.data_dir import locked
 from sandkasten.runtime.machine_file import read_machine
+from sandkasten.runtime.notify import Notifier, open_notifier
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.seccomp import load_filters
 
@@ -48,15 +49,21 @@ _STOP_S = 120.0
 def serve(arguments: argparse.Namespace) -> int:
     """Run until a signal comes; return 0 after a stop in good order."""
     config = load(arguments)
+    notifier = open_notifier(os.environ)  # while its socket can still be reached
     try:
         machine = _look_at_machine(config)
         profiles = load_filters(config.security)  # root's eyes: operators may keep them from everybody else
         with locked(config.data_dir), means(config) as at_hand:
-            return _serve_until_signal(config, machine, profiles, at_hand, ends_sessions=arguments.stop_sessions)
+            if arguments.stop_sessions:
+                config = attrs.evolve(config, sessions_on_stop="destroy")
+            return _serve_until_signal(config, machine, profiles, at_hand, notifier)
     except Exception as error:
         if reason := explain(error):
+            notifier.say(reason)
             raise Stop(reason) from error
         raise
+    finally:
+        notifier.close()
 
 
 def _look_at_machine(config: Config) -> Machine:
@@ -75,10 +82,8 @@ def _look_at_machine(config: Config) -> Machine:
 
 
 def _serve_until_signal(
-    config: Config, machine: Machine, profiles: Sequence[SeccompProfile], at_hand: Means, *, ends_sessions: bool
+    config: Config, machine: Machine, profiles: Sequence[SeccompProfile], at_hand: Means, notifier: Notifier
 ) -> int:
-    if ends_sessions:
-        config = attrs.evolve(config, sessions_on_stop="destroy")
     key_is_given = config.api_key is not None
     config = with_key(config)
     writer = log.configure(config.server.log_level, format=config.server.log_format)
@@ -88,8 +93,9 @@ def _serve_until_signal(
         trio.run(
             _run,
             config,
-            partial(_serve, config, machine, profiles, at_hand, key_is_given),
+            partial(_serve, config, machine, profiles, at_hand, notifier, key_is_given),
             at_hand,
+            notifier,
             strict_exception_groups=True,
         )
     finally:
@@ -97,7 +103,9 @@ def _serve_until_signal(
     return 0
 
 
-async def _run(config: Config, serve_all: Callable[[app.StopOrder], Awaitable[None]], at_hand: Means) -> None:
+async def _run(
+    config: Config, serve_all: Callable[[app.StopOrder], Awaitable[None]], at_hand: Means, notifier: Notifier
+) -> None:
     order = stop_order(config, signal.SIGTERM)
     numbers = stop_signals()
     with trio.open_signal_receiver(*numbers) as signals:
@@ -109,6 +117,7 @@ async def _run(config: Config, serve_all: Callable[[app.StopOrder], Awaitable[No
                 order.ends_sessions, order.drain_s = how.ends_sessions, how.drain_s
                 fate = "sessions are ended" if how.ends_sessions else "sessions run on"
                 print(f"{signal.Signals(number).name}: stopping; {fate}", flush=True)
+                notifier.stopping(fate)
                 # The last resort: it says where it hangs and ends; what then runs on, the next start adopts.
                 faulthandler.dump_traceback_later(_STOP_S + config.server.graceful_timeout_s + how.drain_s, exit=True)
                 break
@@ -142,15 +151,25 @@ async def _serve(
     machine: Machine,
     profiles: Sequence[SeccompProfile],
     at_hand: Means,
+    notifier: Notifier,
     key_is_given: bool,
     order: app.StopOrder,
 ) -> None:
     def started(addresses: Sequence[str]) -> None:
         greet(config, addresses, key_is_given=key_is_given)
+        notifier.ready(f"listening on {', '.join(addresses)}")
 
     start_nsinit, held = at_hand.start_nsinit, at_hand.held
     await app.serve(
-        config, machine, profiles, order=order, started=started, told=_tell, start_nsinit=start_nsinit, held=held
+        config,
+        machine,
+        profiles,
+        order=order,
+        started=started,
+        told=_tell,
+        start_nsinit=start_nsinit,
+        held=held,
+        notifier=notifier,
     )
 
 
