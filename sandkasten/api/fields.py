@@ -120,15 +120,19 @@ def _boolean(value: object) -> bool:
     return value
 
 
-def _integer(low: float, high: float) -> Callable[[object], int]:
-    def check(value: object) -> int:
+@attrs.frozen
+class Between:
+    """A check for integers from `low` to `high`."""
+
+    low: float
+    high: float
+
+    def __call__(self, value: object) -> int:
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError("must be an integer")
-        if not low <= value <= high:
-            raise ValueError(f"must be between {low} and {high}")
+        if not self.low <= value <= self.high:
+            raise ValueError(f"must be between {self.low} and {self.high}")
         return value
-
-    return check
 
 
 def _cores(value: object) -> float:
@@ -140,25 +144,33 @@ def _cores(value: object) -> float:
     return float(value)
 
 
-def _matching(pattern: re.Pattern[str], rule: str) -> Callable[[object], str]:
-    def check(value: object) -> str:
-        if not pattern.match(_string(value)):
-            raise ValueError(rule)
+@attrs.frozen
+class Matching:
+    """A check for text of a form; `rule` says it in words."""
+
+    pattern: re.Pattern[str]
+    rule: str
+
+    def __call__(self, value: object) -> str:
+        if not self.pattern.match(_string(value)):
+            raise ValueError(self.rule)
         return str(value)
 
-    return check
 
+@attrs.frozen
+class Choice:
+    """A check for one of a few words; `not_offered` are known, and not to be had here."""
 
-def _choice(*offered: str, not_offered: tuple[str, ...] = ()) -> Callable[[object], str]:
-    def check(value: object) -> str:
+    offered: tuple[str, ...]
+    not_offered: tuple[str, ...] = ()
+
+    def __call__(self, value: object) -> str:
         text = _string(value)
-        if text in not_offered:
+        if text in self.not_offered:
             raise ValueError(f"{text!r} is not available on this server")
-        if text not in offered:
-            raise ValueError(f"must be one of {', '.join(map(repr, offered))}")
+        if text not in self.offered:
+            raise ValueError(f"must be one of {', '.join(map(repr, self.offered))}")
         return text
-
-    return check
 
 
 def _stdin(value: object) -> Stdin:
@@ -194,7 +206,7 @@ def _signal_number(value: object) -> int:
         if name not in signal.Signals.__members__:
             raise ValueError("is no name of a signal")
         return int(signal.Signals[name])
-    return _integer(1, MAX_SIGNAL)(value)
+    return Between(1, MAX_SIGNAL)(value)
 
 
 def _pattern(value: object) -> str:
@@ -268,52 +280,82 @@ _USER = re.compile(r"(?:[A-Za-z_][A-Za-z0-9_.-]{0,31}|[0-9]{1,10}(?::[0-9]{1,10}
 _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     str: _string,
     bool: _boolean,
-    int: _integer(-(2**53), 2**53),
-    Ttl: _integer(0, MAX_TTL_S),
-    Lifetime: _integer(1, MAX_LIFETIME_S),
-    IdleTimeout: _integer(1, MAX_LIFETIME_S),
-    Milliseconds: _integer(0, 2**53),
+    int: Between(-(2**53), 2**53),
+    Ttl: Between(0, MAX_TTL_S),
+    Lifetime: Between(1, MAX_LIFETIME_S),
+    IdleTimeout: Between(1, MAX_LIFETIME_S),
+    Milliseconds: Between(0, 2**53),
     Cores: _cores,
-    MemoryMegabytes: _integer(*LIMIT_BOUNDS["memory_mb"]),
-    DiskMegabytes: _integer(*LIMIT_BOUNDS["disk_mb"]),
-    DiskInodes: _integer(*LIMIT_BOUNDS["disk_inodes"]),
-    Pids: _integer(*LIMIT_BOUNDS["pids"]),
-    OpenFiles: _integer(*FIXED_BOUNDS["open_files"]),
-    TmpMegabytes: _integer(*FIXED_BOUNDS["tmp_mb"]),
-    ShmMegabytes: _integer(*FIXED_BOUNDS["shm_mb"]),
-    MemoryInodes: _integer(*FIXED_BOUNDS["tmp_inodes"]),
+    MemoryMegabytes: Between(*LIMIT_BOUNDS["memory_mb"]),
+    DiskMegabytes: Between(*LIMIT_BOUNDS["disk_mb"]),
+    DiskInodes: Between(*LIMIT_BOUNDS["disk_inodes"]),
+    Pids: Between(*LIMIT_BOUNDS["pids"]),
+    OpenFiles: Between(*FIXED_BOUNDS["open_files"]),
+    TmpMegabytes: Between(*FIXED_BOUNDS["tmp_mb"]),
+    ShmMegabytes: Between(*FIXED_BOUNDS["shm_mb"]),
+    MemoryInodes: Between(*FIXED_BOUNDS["tmp_inodes"]),
     Fixed: _fixed,
-    Token: _matching(TOKEN, TOKEN_RULE),
-    WorkspaceId: _matching(WORKSPACE_ID, "must be 2 to 64 of a-z, 0-9, '.', '_', '-', no sign at either end"),
-    WorkspaceModeName: _choice("shared", "exclusive"),
+    Token: Matching(TOKEN, TOKEN_RULE),
+    WorkspaceId: Matching(WORKSPACE_ID, "must be 2 to 64 of a-z, 0-9, '.', '_', '-', no sign at either end"),
+    WorkspaceModeName: Choice(("shared", "exclusive")),
     Text: _text,
     Path: check_path,
     Base64: _base64,
     Environment: _environment,
     Labels: _labels,
-    Shell: _choice("bash", "sh"),
-    ShellName: _matching(
+    Shell: Choice(
+        (
+            "bash",
+            "sh",
+        )
+    ),
+    ShellName: Matching(
         SHELL_NAME, "must be 1 to 32 of A-Z, a-z, 0-9, '.', '_', '-', and begin with none of these signs"
     ),
-    ExecId: _matching(EXEC_ID, TOKEN_RULE),
-    User: _matching(_USER, "must be a user's name, or UID or UID:GID as numbers"),
+    ExecId: Matching(EXEC_ID, TOKEN_RULE),
+    User: Matching(_USER, "must be a user's name, or UID or UID:GID as numbers"),
     Stdin: _stdin,
     Argv: _argv,
     Places: _places,
-    Cells: _integer(1, MAX_CELLS),
+    Cells: Between(1, MAX_CELLS),
     SignalNumber: _signal_number,
-    PortNumber: _integer(1, 65_535),
+    PortNumber: Between(1, 65_535),
     Pattern: _pattern,
     EnvironmentPatch: _environment_patch,
-    WaitTarget: _choice("exit"),
-    NetworkMode: _choice("none", not_offered=("proxy", "bridge", "host")),
-    ExecMode: _choice("stateful", "stateless"),
-    SeccompName: _matching(SECCOMP_NAME, "must be the name of a system call filter, such as strict or debug"),
-    Encoding: _choice("utf-8", "base64"),
-    OnTimeout: _choice("error", "result"),
-    WhenLeft: _choice("cancel", "detach"),
+    WaitTarget: Choice(("exit",)),
+    NetworkMode: Choice(("none",), not_offered=("proxy", "bridge", "host")),
+    ExecMode: Choice(
+        (
+            "stateful",
+            "stateless",
+        )
+    ),
+    SeccompName: Matching(SECCOMP_NAME, "must be the name of a system call filter, such as strict or debug"),
+    Encoding: Choice(
+        (
+            "utf-8",
+            "base64",
+        )
+    ),
+    OnTimeout: Choice(
+        (
+            "error",
+            "result",
+        )
+    ),
+    WhenLeft: Choice(
+        (
+            "cancel",
+            "detach",
+        )
+    ),
     NoHosts: _no_hosts,
 }
+
+
+def check_of(kind: object) -> Callable[[object], object] | None:
+    """Return the check of a kind of field; None for what is none."""
+    return _CHECKS.get(kind)
 
 
 def make_converter() -> cattrs.Converter:

@@ -18,6 +18,7 @@ from sandkasten.api import (
     health,
     keys,
     metrics,
+    openapi,
     processes,
     sessions,
     shells,
@@ -50,7 +51,12 @@ class JsonRoute:
     @property
     def template(self) -> str:
         """The rule as documents and metrics have it."""
-        return self.rule.replace("<session_id>", "{id}").replace("<", "{").replace(">", "}")
+        return (
+            self.rule.replace("<session_id>", "{id}")
+            .replace("<workspace_id>", "{id}")
+            .replace("<", "{")
+            .replace(">", "}")
+        )
 
 
 @attrs.frozen
@@ -62,6 +68,7 @@ class RawRoute:
 JSON_ROUTES = (
     JsonRoute("GET", "/healthz", health.healthz, OPEN),
     JsonRoute("GET", "/readyz", health.readyz, SEE_NODE),
+    JsonRoute("GET", "/openapi.json", openapi.openapi, FIND),
     JsonRoute("GET", "/v1/system", system.system, SEE_NODE),
     JsonRoute("GET", "/v1/node", system.node, SEE_NODE),
     JsonRoute("POST", "/v1/node/drain", system.drain, RULE_NODE),

@@ -1,0 +1,26 @@
+"""docs/operations.md: its commands do what is written there, and what it names is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.contract.test_docs import ROOT, _blocks, _check_console, data_dir, needs_root
+
+__all__ = ["data_dir"]  # a fixture
+
+TEXT = (ROOT / "docs/operations.md").read_text()
+MADE_LATER = {"keys.json"}
+"""Not there before the first key was made."""
+
+
+@needs_root
+def test_the_commands_of_the_operator_work_line_by_line(data_dir: Path) -> None:
+    """All console blocks, one after the other, in one shell; and the data directory has what the table of a backup
+    names."""
+    block = "".join(text for kind, text in _blocks(TEXT) if kind == "console")
+    _check_console(block.replace(".sandkasten/", f"{data_dir}/"), data_dir)
+    rows = re.findall(r"^\| ((?:`[\w./-]+`(?:, )?)+) \|", TEXT, re.MULTILINE)
+    named = {name.rstrip("/") for row in rows for name in re.findall(r"`([\w./-]+)`", row)}
+    assert len(named) > 8
+    assert named - MADE_LATER - {entry.name for entry in data_dir.iterdir()} == set()
