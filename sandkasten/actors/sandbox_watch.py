@@ -69,7 +69,7 @@ class SandboxWatch:
         """Whether PID 1 died while the kernel killed for memory; `oom_kills`: how often it did, counted after that.
         A kill long before was survived and explains nothing."""
         is_recent = self._died_at - self._killed_at < _SAME_DEATH_S
-        return self.has_died.is_set() and (oom_kills > self._kills or (oom_kills > 0 and is_recent))
+        return self.has_died.is_set() and (oom_kills > max(self._kills, 0) or (oom_kills > 0 and is_recent))
 
     async def watch_memory(self, on_kill: Callable[[int, str | None], None]) -> None:
         """Tell each time that the kernel killed for memory: how many kills there were so far, and the last victim."""

@@ -9,7 +9,7 @@ import attrs
 import pytest
 
 from sandkasten.api.sessions import rfc3339, server_timing
-from sandkasten.model import Limits, SessionPatch, SessionSpec, SessionStats, Status
+from sandkasten.model import EndReason, Limits, SessionPatch, SessionSpec, SessionStats, Status
 from tests.api.harness import running_front
 
 RFC_3339 = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z\Z")
@@ -65,6 +65,37 @@ async def test_the_list_is_a_raw_array_of_live_sessions_newest_first() -> None:
         assert await listed("?status=all") == ids[::-1]
         assert await listed("?status=crashed") == [ids[1]]
         assert await listed("?status=running&limit=1") == [ids[2]]
+
+
+async def test_an_expired_session_is_410_with_why_it_ended() -> None:
+    """On every route that needs it alive; looking at it is still an answer, and says the same."""
+    async with running_front() as running, running.client() as client:
+        session_id = (await client.post("/v1/sessions")).json()["id"]
+        why = {"status": "expired", "reason": "its time to live ran out", "end_reason": "idle"}
+        running.supervisor.end(session_id, Status.EXPIRED, why["reason"], EndReason.IDLE)
+        url = f"/v1/sessions/{session_id}"
+        for answer in (
+            await client.post(f"{url}/exec", json={"cmd": "true"}),
+            await client.post(f"{url}/exec/stream", json={"cmd": "true"}),
+            await client.patch(url, json={"idle_timeout_seconds": 60}),
+            await client.post(f"{url}/fs/write", json={"path": "a", "text": ""}),
+            await client.get(f"{url}/stats"),
+        ):
+            assert (answer.status_code, answer.json()["error_code"]) == (410, "SESSION_EXPIRED")
+            assert answer.json()["details"] == why
+        found = (await client.get(url)).json()
+        assert found | why == found
+
+
+async def test_a_session_without_end_says_null() -> None:
+    """Only one that asked for it: the published clients take `expires_at` as it comes."""
+    async with running_front() as running, running.client() as client:
+        usual = (await client.post("/v1/sessions")).json()
+        assert None not in (usual["expires_at"], usual["ttl_seconds"], usual["idle_timeout_seconds"])
+        body = {"idle_timeout_seconds": None, "max_lifetime_seconds": None}
+        endless = (await client.post("/v1/sessions", json=body)).json()
+        nothing = ("expires_at", "ttl_seconds", "idle_timeout_seconds", "max_lifetime_seconds")
+        assert [endless[name] for name in nothing] == [None] * len(nothing)
 
 
 async def test_the_list_goes_on_behind_its_cursor() -> None:
