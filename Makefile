@@ -4,6 +4,7 @@ VENV   := .venv
 DATA   := $(CURDIR)/.sandkasten
 PYTHON := $(VENV)/bin/python
 ARGS   ?=
+LANES  ?= $(if $(ARGS),0,2)
 SECONDS ?= 120
 
 export LC_ALL := C.UTF-8
@@ -20,7 +21,7 @@ LIMITS := ulimit -S -n 65536 2>/dev/null || ulimit -S -n "$$(ulimit -H -n)" 2>/d
 help:
 	@echo 'make install            make .venv with the locked dependencies'
 	@echo 'make run [ARGS=...]     serve from here (data in .sandkasten); ARGS as for `sandkasten serve`'
-	@echo 'make test [ARGS=...]    all tests; ARGS as for pytest'
+	@echo 'make test [ARGS=...]    all tests, in two lanes; ARGS as for pytest, then in one, or LANES=N'
 	@echo 'make vm                 what is claimed of cgroup v2, on an emulated machine with a pure v2 tree and an older kernel'
 	@echo 'make bench [ARGS=...]   measure create, exec, HTTP and memory'
 	@echo 'make soak [ARGS=...]    cycles, kills and bad neighbours; leaves a report in docs/ (half an hour; ARGS=--short: a minute)'
@@ -36,7 +37,8 @@ run: as-root $(VENV)/.installed
 	@$(LIMITS); exec $(VENV)/bin/sandkasten serve --stop-sessions --config $(DATA)/sandkasten.yaml $(ARGS)
 
 test: tools $(VENV)/.installed-dev
-	@$(LIMITS); exec $(PYTHON) tests/guardian.py $(PYTHON) -m pytest $(ARGS)
+	@$(LIMITS); exec $(PYTHON) tests/guardian.py $(PYTHON) -m pytest \
+		-n $(LANES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 vm: tools $(VENV)/.installed-dev
 	@exec $(PYTHON) -m pytest -s tests/vm $(ARGS)

@@ -17,6 +17,7 @@ from tests import leaks
 from tests.ground import Ground
 
 _CAP_SYS_ADMIN = 21
+_LONGEST = ("vm", "e2e", "kernel", "contract", "fuzz")
 _GROUND = pytest.StashKey[Ground]()
 
 
@@ -41,15 +42,24 @@ def _why_no_kernel() -> str | None:
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what lies under `kernel/` and `e2e/`, and skip it with the probed reason where it can't run."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what lies under `kernel/` and `e2e/`, and skip it with the probed reason where it can't run.
+
+    Where workers share the files, those that take longest come first, so that none is left to run alone at the end.
+    """
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: _LONGEST.index(_folder(item)) if _folder(item) in _LONGEST else len(_LONGEST))
     reason = _why_no_kernel()
     for item in items:
-        folder = Path(item.path).relative_to(Path(__file__).parent).parts[0]
+        folder = _folder(item)
         if folder in ("kernel", "e2e"):
             item.add_marker(getattr(pytest.mark, folder))
             if reason is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _folder(item: pytest.Item) -> str:
+    return Path(item.path).relative_to(Path(__file__).parent).parts[0]
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,8 @@ _MS_REC_PRIVATE = 0x4000 | 0x40000
 _MNT_DETACH = 2
 _CONTROLLERS = frozenset(("cpu", "cpuacct", "memory", "pids", "freezer", ""))
 """Hierarchies that sandboxes use; the empty name is the unified one."""
+_SHARES = "65536"
+"""Of the processor in v1: as much as many processes have that are in no group, for a run has many."""
 _PREFIX = "tests-"
 _PATIENCE_S = 5.0
 _PAUSE_S = 0.02
@@ -87,6 +89,8 @@ def _enter_cgroups() -> tuple[tuple[Path, ...], tuple[Path, ...]]:
         directory = base / f"{_PREFIX}{os.getpid()}"
         with contextlib.suppress(OSError):
             directory.mkdir(exist_ok=True)
+            if (directory / "cpu.shares").exists():
+                (directory / "cpu.shares").write_text(_SHARES)
             (directory / "cgroup.procs").write_text(str(os.getpid()))
             made[base] = directory
     return tuple(made.values()), tuple(base for base in dict.fromkeys(own.values()) if base not in made)

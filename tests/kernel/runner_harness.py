@@ -46,8 +46,11 @@ from runner.protocol import (
 )
 
 PATIENCE_S = 20.0
-MAX_PROCESSES = 300
+MAX_PROCESSES = 100
 """RLIMIT_NPROC of commands, which counts every process of their uid on the machine."""
+
+UID = 30_000 + os.getpid() % 30_000
+"""Of commands: one that no other test run has, so that its processes don't count here."""
 
 _TMPFS = (
     ("/run", b"size=64m,mode=755"),
@@ -283,6 +286,7 @@ def _become_init(listener_fd: int, ready_fd: int, overrides: dict[str, Any]) -> 
             _check(_libc.mount(b"tmpfs", path.encode(), b"tmpfs", 0, options))
         config = RunnerConfig(
             **{
+                "uid": UID,
                 "workspace": "/mnt/workspace",
                 "file_roots": ("/mnt/workspace", "/tmp", "/home/sandbox"),
                 "outside_peers_only": True,

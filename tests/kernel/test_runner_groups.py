@@ -170,7 +170,7 @@ def test_sigkill_reaches_all_of_it(client: Client, sandbox: Sandbox, group: Open
     assert sandbox.connect().ask(Signal("p", signal.SIGKILL)) == Done()
     reply = client.outcome().reply
     assert (reply.exit_code, reply.signal, reply.cause) == (137, 9, "signalled")
-    assert sleepers(client) == 0
+    wait_until(lambda: sleepers(client) == 0)
 
 
 def test_other_signals_reach_its_process_group(client: Client, sandbox: Sandbox, group: OpenGroup) -> None:

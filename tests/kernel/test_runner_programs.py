@@ -229,7 +229,7 @@ def test_a_slow_reader_stops_its_own_program_only(sandbox: Sandbox, client: Clie
 
 def test_what_it_leaves_running_does_not_hold_it_up(client: Client) -> None:
     """The reply comes when the program itself has ended; a job in the background lives on and can still write."""
-    outcome = sh(client, "(while :; do echo late; sleep 0.01; done) & echo $! >pid; echo first")
+    outcome = sh(client, "echo first; (while :; do echo late; sleep 0.01; done) & echo $! >pid")
     assert (outcome.stdout.split()[0], outcome.reply.exit_code) == (b"first", 0)
     for _ in range(3):
         assert sh(client, "kill -0 $(cat pid) && echo alive").stdout == b"alive\n"

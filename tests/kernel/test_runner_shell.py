@@ -7,7 +7,7 @@ import os
 import pytest
 
 from runner.protocol import PROTOCOL_VERSION, Error, ExecReply, HelloReply, Kind, Setup, encode_frame
-from tests.kernel.runner_harness import Client, Sandbox, needs_namespaces, wait_until
+from tests.kernel.runner_harness import UID, Client, Sandbox, needs_namespaces, wait_until
 
 pytestmark = needs_namespaces
 
@@ -139,7 +139,8 @@ def test_commands_have_the_user_and_no_capability(client: Client) -> None:
     """Uid, gid, groups and capability sets are those of the sandbox user."""
     status = client.stdout("grep -E '^(Uid|Gid|Groups|Cap(Inh|Prm|Eff|Amb))' /proc/self/status").split()
     assert set(status) == {
-        b"Uid:", b"Gid:", b"Groups:", b"1000", b"CapInh:", b"CapPrm:", b"CapEff:", b"CapAmb:", b"0000000000000000",
+        b"Uid:", b"Gid:", b"Groups:", b"%d" % UID, b"1000",
+        b"CapInh:", b"CapPrm:", b"CapEff:", b"CapAmb:", b"0000000000000000",
     }  # fmt: skip
 
 
