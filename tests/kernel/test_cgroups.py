@@ -51,10 +51,19 @@ def _limits(server: Nsinit, session_id: str) -> tuple[str, str, str]:
     )
 
 
+SWAP = {"memory.swap.max": "0", "memory.memsw.limit_in_bytes": str(48 << 20), "memory.swappiness": "0"}
+"""What keeps a session of 48 MiB from swapping; each kernel has some of these files (the second counts memory too)."""
+
+
 def test_limits_are_written_in_every_hierarchy(server: Nsinit) -> None:
     """Memory, swap, pids and cpu hold what the plan says."""
     box = server.build(host_plan(limits=replace(SMALL, pids=33, cpu_quota_us=50_000)))
     assert _limits(server, box.session_id) == (str(48 << 20), "33", "50000")
+    assert isinstance(server.ready, Ready)
+    directory = Path(server.ready.cgroup_dirs["memory"], box.session_id)
+    found = {name: (directory / name).read_text().strip() for name in SWAP if (directory / name).exists()}
+    assert found
+    assert found == {name: SWAP[name] for name in found}
     box.teardown()
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.kernel.harness import Sandbox, data_directory, host_plan, running
+from tests.kernel.harness import Nsinit, Sandbox, data_directory, host_plan, running
 
 pytestmark = pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs the machine's python3 in /usr")
 
@@ -21,11 +22,10 @@ NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 
 
 @pytest.fixture
-def sandbox() -> Iterator[Sandbox]:
-    with data_directory() as data_dir, running(data_dir) as server:
-        box = server.build(host_plan())
-        yield box
-        box.teardown()
+def sandbox(server: Nsinit) -> Iterator[Sandbox]:
+    box = server.build(host_plan())
+    yield box
+    box.teardown()
 
 
 def _python_calls(sandbox: Sandbox, body: str) -> str:
@@ -73,6 +73,12 @@ def test_ids_map_to_a_range_of_their_own(sandbox: Sandbox) -> None:
     assert os.stat(f"/proc/{sandbox.pid}/root/tmp/mine").st_uid == base + 1000
 
 
+PR_GET_SECUREBITS = 27
+LOCKED = 0b1110_1011
+"""Each of the four pairs is locked (the odd bits). Set are: uid 0 means nothing, no ambient capability may be raised;
+not set: changes of uid keep nothing, and capabilities are not kept."""
+
+
 def test_commands_have_no_capability_and_can_gain_none(sandbox: Sandbox) -> None:
     """Every set is empty, the bounding set included, no_new_privs is on and the securebits are locked."""
     status = dict(
@@ -81,11 +87,37 @@ def test_commands_have_no_capability_and_can_gain_none(sandbox: Sandbox) -> None
     assert {status[f"Cap{name}"] for name in ("Inh", "Prm", "Eff", "Bnd", "Amb")} == {"0" * 16}
     assert status["NoNewPrivs"] == "1"
     assert status["Groups"].split() in ([], ["1000"])
-    pr_get_securebits, locked_noroot = 27, 0b11
-    assert (
-        int(sandbox.python(f"import ctypes; print(ctypes.CDLL(None).prctl({pr_get_securebits},0,0,0,0))"))
-        & locked_noroot
-    )
+    assert int(sandbox.python(f"import ctypes; print(ctypes.CDLL(None).prctl({PR_GET_SECUREBITS},0,0,0,0))")) == LOCKED
+
+
+LAST_STEP = """
+import runpy, sys
+sys.argv[:] = [sys.argv[-1]]
+sys.path.append(sys.argv[0].rpartition("/")[0])
+from nsinit import build, pid1
+
+def tell(init):
+    try:
+        import this
+    except ImportError as error:
+        raise OSError(38, f"refused: {type(error).__name__}")
+    raise OSError(38, "imported")
+
+names = [name for name, _ in build.POWER_STEPS]
+place = names.index("landlock")
+build.POWER_STEPS = (*build.POWER_STEPS[:place], ("probe", tell), *build.POWER_STEPS[place:])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""An nsinit with one step more, in which PID 1 tries to import what the standard library has."""
+
+
+def test_pid_1_can_import_nothing() -> None:
+    """In a real sandbox, once imports are locked, a module that was not loaded is refused, whatever the image holds."""
+    wrapper = (sys.executable, "-I", "-S", "-B", "-c", LAST_STEP)
+    with data_directory() as data_dir, running(data_dir, wrapper=wrapper) as server:
+        failed = server.refused(host_plan())
+    assert failed.stage == "probe"
+    assert "refused: ModuleNotFoundError" in failed.message
 
 
 def test_pid_1_keeps_three_capabilities_and_no_more(sandbox: Sandbox) -> None:
@@ -271,3 +303,25 @@ def test_limits_of_processes_are_the_documented_ones(sandbox: Sandbox) -> None:
     """No core dump ever reaches the host's handler, and files, locked memory and queues are bounded."""
     script = "import resource as r; print(r.getrlimit(r.RLIMIT_CORE), r.getrlimit(r.RLIMIT_NOFILE)[0])"
     assert sandbox.python(script) == "(1, 1) 1024"
+
+
+KINDS = {"user": 1 << 28, "mnt": 1 << 17, "pid": 1 << 29, "net": 1 << 30, "ipc": 1 << 27, "uts": 1 << 26}
+KINDS |= {"cgroup": 1 << 25, "time": 1 << 7}
+
+
+def test_without_a_filter_no_namespace_of_any_kind_can_be_made(server: Nsinit) -> None:
+    """The limits of the session's own user namespace are 0 for all kinds, and can't be raised from inside."""
+    box = server.build(host_plan(seccomp="off"))
+    script = f"""
+import ctypes, errno, os
+libc = ctypes.CDLL(None, use_errno=True)
+for kind, flag in {KINDS}.items():
+    path = f"/proc/sys/user/max_{{kind}}_namespaces"
+    answers = [open(path).read().strip(), "writable" if os.access(path, os.W_OK) else "fixed"]
+    for flags in (flag, flag | {KINDS["user"]}):
+        answers.append("made" if libc.unshare(flags) == 0 else errno.errorcode[ctypes.get_errno()])
+    print(kind, *answers)
+"""
+    answers = dict(line.split(" ", 1) for line in box.python(script).splitlines())
+    box.teardown()
+    assert answers == {"user": "0 fixed ENOSPC ENOSPC"} | dict.fromkeys(KINDS.keys() - {"user"}, "0 fixed EPERM ENOSPC")
