@@ -21,7 +21,7 @@ LIMITS := ulimit -S -n 65536 2>/dev/null || ulimit -S -n "$$(ulimit -H -n)" 2>/d
 help:
 	@echo 'make install            make .venv with the locked dependencies'
 	@echo 'make run [ARGS=...]     serve from here (data in .sandkasten); ARGS as for `sandkasten serve`'
-	@echo 'make test [ARGS=...]    all tests, in two lanes; ARGS as for pytest, then in one, or LANES=N'
+	@echo 'make test [ARGS=...]    all tests, as root, in two lanes; with ARGS as for pytest: those, in one (or LANES=N)'
 	@echo 'make vm                 what is claimed of cgroup v2, on an emulated machine with a pure v2 tree and an older kernel'
 	@echo 'make bench [ARGS=...]   measure create, exec, HTTP and memory'
 	@echo 'make soak [ARGS=...]    cycles, kills and bad neighbours; leaves a report in docs/ (half an hour; ARGS=--short: a minute)'
@@ -36,7 +36,7 @@ run: as-root $(VENV)/.installed
 	@$(VENV)/bin/sandkasten init --config $(DATA)/sandkasten.yaml --data-dir $(DATA) >/dev/null
 	@$(LIMITS); exec $(VENV)/bin/sandkasten serve --stop-sessions --config $(DATA)/sandkasten.yaml $(ARGS)
 
-test: tools $(VENV)/.installed-dev
+test: $(if $(ARGS),,as-root) tools $(VENV)/.installed-dev
 	@$(LIMITS); exec $(PYTHON) tests/guardian.py $(PYTHON) -m pytest \
 		-n $(LANES) --dist loadfile --no-loadscope-reorder $(ARGS)
 

@@ -41,7 +41,7 @@ class InvalidRequest(ClientError):
 
 
 class InvalidImage(ClientError):
-    """The image name is malformed, not allowed or not present."""
+    """The image name is malformed, not allowed or not present, or the image has lost its shell."""
 
     code = "INVALID_IMAGE"
 

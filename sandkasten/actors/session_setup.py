@@ -12,7 +12,7 @@ from runner import protocol as runner_protocol
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.directory import SessionDirectory
 from sandkasten.config import Disk, Maximum
-from sandkasten.errors import InvalidRequest, SandboxError, SandkastenError
+from sandkasten.errors import InvalidImage, InvalidRequest, SandboxError, SandkastenError
 from sandkasten.runtime.budget import Budget
 from sandkasten.runtime.journal import Journal
 from sandkasten.runtime.metrics import Metrics
@@ -80,6 +80,8 @@ def refused_start(error: runner_protocol.Error) -> SandkastenError:
             return InvalidRequest(error.message, user="can't be used")
         case "INVALID_PATH":
             return InvalidRequest(error.message, filesystem="can't be kept here")
+        case "NO_SHELL":
+            return InvalidImage(error.message)
         case _:
             return SandboxError(f"the sandbox could not start: {error.message}")
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sqlite3
 import stat
 import subprocess
 import sys
+from importlib import resources
 from pathlib import Path
 
 import httpx
@@ -69,7 +71,7 @@ def test_a_session_whose_processes_died_with_the_machine_is_lost_and_cleaned_up(
         with contextlib.suppress(ProcessLookupError):  # it went with its init
             os.kill(pid, signal.SIGKILL)
     with running_daemon(data_dir) as second, second.client() as client:
-        assert client.get(f"/v1/sessions/{session}").json()["status"] in ("lost", "running")
+        assert client.get(f"/v1/sessions/{session}").json()["status"] == "lost"
         second.stop()
     assert list((data_dir / "sessions").iterdir()) == []
 
@@ -139,3 +141,27 @@ def test_a_pytest_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     )
     assert len(done.stdout.strip()) == 24, done.stderr
     assert done.returncode == 128 + signal.SIGKILL
+
+
+OLD_SESSION = (
+    "INSERT INTO sessions VALUES (?, ?, 'python', '/workspace', NULL, 1000, 2800, 1000, ?, 1800, NULL, '{}', "
+    """'{"by": "old"}', 'cold', ?, ?, 1, 1, NULL, NULL, NULL, NULL, 'digest')"""
+)
+
+
+def test_a_daemon_serves_what_the_first_version_stored(data_dir: Path) -> None:
+    """A database of the first schema, with one ended session and one that was running: both can still be asked for."""
+    ended, running = "e" * 24, "a" * 24
+    schema = resources.files("sandkasten.store").joinpath("migrations/0001.sql").read_text("utf-8")
+    with contextlib.closing(sqlite3.connect(data_dir / "sandkasten.db", isolation_level=None)) as database:
+        database.executescript(schema)
+        database.execute("PRAGMA user_version=1")
+        database.execute(OLD_SESSION, (ended, "destroyed", 2000, "destroyed by request", "destroy"))
+        database.execute(OLD_SESSION, (running, "running", None, None, None))
+    with running_daemon(data_dir) as daemon, daemon.client() as client:
+        found = {key: client.get(f"/v1/sessions/{key}").json() for key in (ended, running)}
+        fresh = client.post("/v1/sessions", json={})
+        assert fresh.status_code == 201
+        assert daemon.stop() == 0
+    assert {key: each["status"] for key, each in found.items()} == {ended: "destroyed", running: "lost"}
+    assert all(each["labels"] == {"by": "old"} for each in found.values())

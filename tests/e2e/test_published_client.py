@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -12,6 +13,7 @@ import pytest
 
 from tests.e2e.daemon import KEY, Daemon
 
+ROOT = Path(__file__).parents[2]
 CLIENT = "sandkasten==0.3.0"
 
 SCRIPT = """
@@ -97,3 +99,13 @@ def test_the_published_client_works_unchanged(daemon: Daemon, client_python: Pat
     command = [str(client_python), str(script), daemon.wait_url(), KEY]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "every call worked\n", done.stderr + "\n".join(daemon.log)
+
+
+def test_the_example_of_the_readme_runs(daemon: Daemon, client_python: Path, tmp_path: Path) -> None:
+    """Its program is executed as it stands, but for the daemon's address, next to a key."""
+    (program,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / ".sandkasten").mkdir()
+    (tmp_path / ".sandkasten/api-key").write_text(KEY + "\n")
+    command = [str(client_python), "-c", program.replace("http://127.0.0.1:8080", daemon.wait_url())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+    assert done.stdout == "0 hello from the sandbox\n1\n2\n3\n", done.stderr + "\n".join(daemon.log)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 import tarfile
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import pytest
 
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
+from sandkasten.errors import InvalidImage
 from sandkasten.images.archive import import_tar
 from sandkasten.images.catalog import Catalog
 from sandkasten.model import Cause, ExecSpec, SessionSpec
@@ -76,6 +78,20 @@ async def test_an_image_without_any_other_program_runs_builtins(
         assert b"".join([piece async for piece in reader]) == b"x\n"
     missing = await supervisor.exec(session.id, ExecSpec(argv=("ls",)))
     assert missing.end.exit_code == 127
+    await supervisor.destroy(session.id)
+
+
+async def test_an_image_whose_shell_is_gone_is_refused_by_name(
+    supervisor: LocalSupervisor, config: Config, tmp_path: Path
+) -> None:
+    """It was sound when it was imported and somebody damaged its files: a typed answer, nothing left, others work."""
+    for name in ("sound", "damaged"):
+        import_tar(Catalog(config.data_dir), name, busybox_tar(tmp_path / f"{name}.tar"))
+    shutil.rmtree(Catalog(config.data_dir).rootfs_path("damaged") / "bin")
+    with pytest.raises(InvalidImage, match="the image has no shell"):
+        await supervisor.create(SessionSpec(image="damaged"))
+    session = await supervisor.create(SessionSpec(image="sound"))
+    assert os.listdir(config.data_dir / "sessions") == [session.id]
     await supervisor.destroy(session.id)
 
 

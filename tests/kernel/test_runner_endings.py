@@ -65,6 +65,15 @@ def test_a_timeout_beats_ignored_signals(client: Client) -> None:
     assert count(client, "sleep 1234") == 0
 
 
+@pytest.mark.parametrize("what", ["sleep 1234", "while :; do :; done", "while :; do sleep 1234; done"])
+def test_a_timeout_beats_a_shell_that_ignores_signals(client: Client, what: str) -> None:
+    """The session's own shell ignores both signals, and its children with it: it is replaced if need be, never lost."""
+    client.run("cd /tmp; export A=1")
+    assert client.reply(f"trap '' INT TERM; {what}", timeout_ms=50).cause == "timed_out"
+    assert client.stdout("echo $A; pwd") == b"1\n/tmp\n"
+    assert count(client, "sleep 1234") == 0
+
+
 def test_a_timeout_reaches_double_forked_daemons(client: Client) -> None:
     """A daemon in a session of its own, orphaned and ignoring signals, ends with the command that started it."""
     daemon = "setsid sh -c 'trap \"\" INT TERM HUP; sleep 1234 & wait; sleep 1235' &"

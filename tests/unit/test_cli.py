@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import stat
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import attrs
@@ -157,6 +159,30 @@ def test_images_are_looked_after_from_the_command_line(tmp_path: Path, capsys: p
         "sandkasten: there is no image 'host'",
         f"sandkasten: {tmp_path / 'none.tar'}: No such file or directory",
     ]
+
+
+@root_only
+def test_an_image_is_imported_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tar with a shell becomes an image that is listed and sound; what was left out or dropped is said."""
+    place = ["--data-dir", str(tmp_path / "data")]
+    with tarfile.open(tmp_path / "small.tar", "w") as archive:
+        for name, kind, mode in (("etc", tarfile.DIRTYPE, 0o755), ("bin/sh", tarfile.REGTYPE, 0o4755)):
+            member = tarfile.TarInfo(name)
+            member.type, member.mode, member.size = kind, mode, 0
+            archive.addfile(member)
+        fifo = tarfile.TarInfo("fifo")
+        fifo.type = tarfile.FIFOTYPE
+        archive.addfile(fifo)
+    assert main(["image", "import", "--name", "small", "--tar", str(tmp_path / "small.tar"), *place]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "small: 3 members, 0.0 MiB",
+        "small: left out 1 device nodes, FIFOs or unknown members",
+        "small: dropped the setuid or setgid bit of 1 files",
+    ]
+    assert main(["image", "list", *place]) == 0
+    assert re.search(r"^small +rootfs .* small\.tar$", capsys.readouterr().out, re.MULTILINE)
+    assert main(["image", "validate", "small", *place]) == 0
+    assert capsys.readouterr().out == "small: ok\n"
 
 
 def test_a_key_is_made_once_and_for_root_alone(tmp_path: Path) -> None:

@@ -1,0 +1,81 @@
+"""The two commands of the README as they are typed: `make run` and `make test`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.daemon import Daemon
+
+ROOT = Path(__file__).parents[2]
+NOBODY = 65_534
+
+
+def start(data_dir: Path) -> Daemon:
+    """`make run` on a free port, in an environment that is taken as it is; a terminal's Ctrl-C reaches its group."""
+    command = ["make", "--no-print-directory", "-o", ".venv/.installed", "run", f"DATA={data_dir}"]
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("SANDKASTEN_", "MAKE"))}
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [*command, "ARGS=--listen 127.0.0.1:0"],
+        cwd=ROOT,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        process_group=0,
+    )
+    return Daemon(process, data_dir)
+
+
+def interrupt(daemon: Daemon) -> None:
+    os.killpg(daemon.process.pid, signal.SIGINT)
+    daemon.process.wait(30)
+    daemon.close()
+
+
+@pytest.mark.skipif(not (ROOT / ".venv/bin/sandkasten").exists(), reason="needs the environment that make makes")
+def test_make_run_serves_twice_in_a_row(data_dir: Path) -> None:
+    """The second start finds image, configuration and key of the first; the printed line works; Ctrl-C leaves none."""
+    kept = []
+    for _ in range(2):
+        daemon = start(data_dir)
+        try:
+            daemon.wait_url()
+            line = next(line for line in daemon.printed if line.lstrip().startswith("curl"))
+            done = subprocess.run(["bash", "-c", line.strip()], capture_output=True, text=True, timeout=30, check=False)
+            assert '"status":"running"' in done.stdout.replace(" ", ""), done.stderr
+        finally:
+            interrupt(daemon)
+        assert list((data_dir / "sessions").iterdir()) == []
+        kept.append([(data_dir / name).read_text() for name in ("api-key", "sandkasten.yaml", "images/host/meta.json")])
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("target", ["run", "test"])
+def test_who_is_not_root_gets_one_sentence(tmp_path: Path, target: str) -> None:
+    """Nothing is installed or made; the sentence says what to do."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for directory in (tmp_path, *tmp_path.parents[:2]):
+        directory.chmod(directory.stat().st_mode | 0o001)
+    done = subprocess.run(
+        ["make", "--no-print-directory", "-f", str(tmp_path / "Makefile"), target],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd="/",
+        user=NOBODY,
+        group=NOBODY,
+        extra_groups=[],
+        env={"PATH": os.environ["PATH"]},
+    )
+    (line,) = done.stderr.splitlines()
+    assert "needs root: run `sudo make`, or be root in a virtual machine" in line
+    assert (done.returncode, done.stdout) == (2, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["Makefile"]
