@@ -94,7 +94,8 @@ def site() -> Iterator[Site]:
 def browsing(url: str, profile: Path) -> Iterator[None]:
     """Let a browser show a page."""
     command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={profile}", url]
-    environment = {**os.environ, "HOME": str(profile), "XDG_CONFIG_HOME": str(profile), "XDG_CACHE_HOME": str(profile)}
+    places = ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "TMPDIR")
+    environment = os.environ | dict.fromkeys(places, str(profile))
     browser = subprocess.Popen(
         command,
         env=environment,

@@ -196,7 +196,7 @@ def test_the_log_names_sessions_and_requests_and_hides_commands_and_keys(
     """What an operator may read holds neither the API key nor what a client ran."""
     body = {"cmd": "echo a-private-command", "env": {"TOKEN": "a-private-value"}}
     client.post(f"/v1/sessions/{session}/exec", json=body, headers={"X-Request-ID": "traced-request"})
-    daemon.wait_log(f'"request_id": "traced-request", "session_id": "{session}"')
+    daemon.wait_log(f'"session_id": "{session}", "request_id": "traced-request"')
     text = "\n".join(daemon.log)
     assert session in text
     assert "a-private" not in text

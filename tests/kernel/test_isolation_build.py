@@ -189,7 +189,7 @@ def test_a_second_build_of_a_running_session_does_not_touch_it(server: Nsinit) -
 def test_a_prepared_vessel_becomes_the_sandbox_of_its_id(server: Nsinit) -> None:
     """Prepare makes the process, Build only furnishes it."""
     session_id = new_id()
-    answer, _ = server.ask(Prepare, session_id=session_id)
+    answer, _ = server.ask(Prepare, session_id=session_id, limits=ROOMY)
     assert isinstance(answer, Ok)
     (vessel,) = server.processes()
     sandbox = server.build(host_plan(session_id))
@@ -201,7 +201,7 @@ def test_a_prepared_vessel_becomes_the_sandbox_of_its_id(server: Nsinit) -> None
 def test_a_vessel_that_was_never_used_is_discarded(server: Nsinit) -> None:
     """Teardown takes a blank vessel away, whole."""
     session_id = new_id()
-    server.ask(Prepare, session_id=session_id)
+    server.ask(Prepare, session_id=session_id, limits=ROOMY)
     server.teardown(session_id)
     _assert_nothing_left(server, session_id)
 
@@ -209,7 +209,7 @@ def test_a_vessel_that_was_never_used_is_discarded(server: Nsinit) -> None:
 def test_a_vessel_that_died_fails_its_build_alone(server: Nsinit) -> None:
     """A killed vessel gives a clear failure and leaves nothing; the same id can be built again."""
     session_id = new_id()
-    server.ask(Prepare, session_id=session_id)
+    server.ask(Prepare, session_id=session_id, limits=ROOMY)
     (vessel,) = server.processes()
     os.kill(vessel, signal.SIGKILL)
     failed = server.refused(host_plan(session_id))

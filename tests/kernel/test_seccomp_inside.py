@@ -155,7 +155,7 @@ def test_a_prepared_vessel_gets_the_filter_of_its_plan(server: Nsinit) -> None:
     """A vessel is made before anyone knows for whom: the builder's word brings the choice."""
     for profile, answer in (("debug", "ok"), ("strict", "EPERM"), ("mvp", "EPERM")):
         plan = host_plan(seccomp=profile)
-        assert isinstance(server.ask(Prepare, session_id=plan.session_id)[0], Ok)
+        assert isinstance(server.ask(Prepare, session_id=plan.session_id, limits=plan.limits)[0], Ok)
         box = server.build(plan)
         said = calls(box, f"said['traceme'] = call({SYS['ptrace']}, 0); said['mount'] = call({SYS['mount']})")
         assert said == {"traceme": answer, "mount": "EPERM"}
