@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from typing import Any
 
 import httpx
@@ -50,6 +51,7 @@ async def test_a_run_is_shown_as_it_is() -> None:
         seen = (await client.get(f"{url}/execs/e-1")).json()
         times = {name: seen.pop(name) for name in ("created_at", "started_at")}
         assert all(RFC_3339.match(time) for time in times.values())
+        assert re.fullmatch("[0-9a-f]{32}", seen.pop("trace_id"))
         assert seen == {
             "exec_id": "e-1",
             "kind": "command",

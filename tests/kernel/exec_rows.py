@@ -6,11 +6,12 @@ Data only; `test_exec_table.py` runs them.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from runner.protocol import Kind, encode_frame
 
 WORKSPACE = "/mnt/workspace"
+SHELLS = ("bash", "dash", "busybox")
 
 
 @dataclass(frozen=True)
@@ -24,21 +25,21 @@ class Row:
     exit_code: int = 0
     signal: int | None = None
     cause: str = "exited"
-    restarted: bool = False
+    ends: tuple[str, ...] = ()
+    """The shells that are ended by it and replaced."""
     stdin: bytes | None = None
     timeout_ms: int = 20_000
     file: bytes = b""
     """What `bytes` in the working directory holds."""
     cwd: bytes | None = None
     """Where the shell is afterwards, beneath its directory; None: where it was."""
-    shells: tuple[str, ...] = ("bash", "dash", "busybox")
     leaves: str = ""
     """The name of the processes that it may leave running."""
 
 
 def ended(name: str, command: str, code: int, number: int | None = None, cause: str = "exited") -> Row:
     """A command that ends its shell."""
-    return Row(name, command, b"", None, code, number, cause, restarted=True)
+    return Row(name, command, b"", None, code, number, cause, ends=SHELLS)
 
 
 def stuck(name: str, command: str, *, milliseconds: int = 150) -> Row:
@@ -103,8 +104,7 @@ ENDINGS = [
     ended("kill -9 of the shell", "kill -9 $$", 137, 9, "shell_died"),
     ended("kill -TERM of the shell", "kill -TERM $$; sleep 1234", 143, 15, "shell_died"),
     ended("set -e", "set -e; false", 1),
-    replace(ended("set -u", "set -u; echo $unset; echo no", -1), shells=("bash",)),
-    replace(broken("set -u", "set -u; echo $unset; echo no"), shells=("dash", "busybox")),
+    Row("set -u", "set -u; echo $unset; echo no", b"", None, exit_code=-1, ends=("bash",)),
     broken("an open quote", "echo 'unclosed"),
     broken("an open double quote", 'echo "unclosed $('),
     Row("an open heredoc", "cat <<X\nbody", None, None, exit_code=-1),

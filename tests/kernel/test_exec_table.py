@@ -6,6 +6,7 @@ One sandbox for each shell; each row has a shell of its own in it, so that what 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -47,7 +48,9 @@ class Session:
 @pytest.fixture(scope="module", params=SHELLS)
 def session(request: pytest.FixtureRequest) -> Iterator[Session]:
     with open_sandbox() as sandbox:
-        yield Session(sandbox, sandbox.shell(request.param), request.param)
+        session = Session(sandbox, sandbox.shell(request.param), request.param)
+        assert session.client.run("true").reply.exit_code == 0  # its own shell is there before the first row
+        yield session
         assert sandbox.is_alive()
 
 
@@ -61,8 +64,8 @@ def shell(session: Session) -> Iterator[str]:
     wait_until(lambda: not session.programs("sleep", "cat"))
 
 
-def check(row: Row, outcome: Outcome) -> None:
-    """Compare all that a row says."""
+def check(row: Row, outcome: Outcome, *, restarted: bool) -> None:
+    """Compare all that a row says, and whether the shell was replaced."""
     reply = outcome.reply
     assert isinstance(reply, ExecReply), reply
     if row.stdout is not None:
@@ -71,7 +74,7 @@ def check(row: Row, outcome: Outcome) -> None:
         assert outcome.stderr == row.stderr
     if row.exit_code >= 0:
         assert reply.exit_code == row.exit_code
-    assert (reply.signal, reply.cause, reply.shell_restarted) == (row.signal, row.cause, row.restarted)
+    assert (reply.signal, reply.cause, reply.shell_restarted) == (row.signal, row.cause, restarted)
     if row.cause == "timed_out":
         assert reply.duration_us >= row.timeout_ms * 1000
 
@@ -82,10 +85,13 @@ def test_a_command_ends_as_the_table_says_and_its_shell_goes_on(session: Session
     if row.file:
         session.client.write_file(f"{WORKSPACE}/{shell}/bytes", row.file)
     outcome = session.client.run(row.command, shell=shell, stdin=row.stdin, timeout_ms=row.timeout_ms)
-    check(row, outcome)
+    restarted = os.path.basename(session.path) in row.ends
+    check(row, outcome, restarted=restarted)
     if not row.leaves:
         assert session.programs("sleep", "cat") == []
-    probe = session.client.reply("return $KEPT" if row.restarted else "kept", shell=shell, timeout_ms=20_000)
+    if row.cause == "timed_out":
+        assert len(session.programs("sh", "bash", "dash", "busybox")) == 2  # the session's own shell and this one
+    probe = session.client.reply("return $KEPT" if restarted else "kept", shell=shell, timeout_ms=20_000)
     assert (probe.exit_code, probe.signal, probe.cause, probe.shell_restarted) == (7, None, "exited", False)
     directory = b"/".join([WORKSPACE.encode(), shell.encode(), *([row.cwd] if row.cwd else [])])
     assert probe.cwd.encode("utf-8", "surrogateescape") == directory

@@ -14,6 +14,7 @@ import pytest
 
 from nsinit.protocol import Build, Failed, Limits, MakeWorkspace, Ok, Prepare, SandboxPlan, Teardown, TornDown
 from tests.kernel.harness import (
+    ROOMY,
     Nsinit,
     data_directory,
     host_plan,
