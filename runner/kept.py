@@ -37,7 +37,7 @@ from runner.sink import Job, Sink
 
 MAX_ENDED_RUNS = 256
 MAX_ENDED_BYTES = 1024 * 1024
-MAX_KEPT_BYTES = 8 * 1024 * 1024
+MAX_KEPT_BYTES = 16 * 1024 * 1024
 """Output of all runs that go on; each keeps an equal part at least, and never less than a pipe holds."""
 
 _LEAST_KEPT_BYTES = 128 * 1024

@@ -12,7 +12,7 @@ MAX_TICKET_CHARS = 4096
 MAX_LISTED_RUNS = 32
 """Runs in one `RunList`: with tickets of the greatest length they still fit into one frame."""
 
-KEPT_RUN_BYTES = 1280 * 1024
+KEPT_RUN_BYTES = 3 * 1024 * 1024
 """Output of one run that PID 1 keeps. More than can be on its way: unsent, in the socket, and with a daemon that has
 received but not stored it."""
 

@@ -19,7 +19,7 @@ import trio
 from runner import protocol
 from sandkasten.actors.run import Run
 from sandkasten.actors.run_facts import facts_of, state_of
-from sandkasten.errors import SandkastenError
+from sandkasten.errors import RunnerLost, SandkastenError
 from sandkasten.model import Output, Stream
 from sandkasten.runtime.run_archive import RunNews, SessionArchive, Written
 from sandkasten.runtime.run_records import Seal, facts_to_json
@@ -33,8 +33,9 @@ WRITE_EVERY_S: Final = 0.1
 """Longer nothing stays unwritten, unless the disk is slow."""
 
 _HURRY_BYTES: Final = 64 * 1024
-_BEHIND_BYTES: Final = 256 * 1024
-"""With more than this to be written, a run is held up."""
+_BEHIND_BYTES: Final = 1024 * 1024
+_ALL_BEHIND_BYTES: Final = 4 * 1024 * 1024
+"""With more than this to be written, of a run or its equal part of all that there is of its session, it is held up."""
 
 _FORGET_AT_ONCE: Final = 256
 _MAX_UNWANTED: Final = 4096
@@ -74,7 +75,7 @@ class RunKeeping:
         self._news: dict[str, _News] = {}
         self._new_gone: list[str] = []
         self._unwanted: dict[str, None] = {}
-        self._is_scheduled = False
+        self._is_due = self._is_working = False
         self._hurry = trio.Event()
         self._written = trio.Event()
         self._writing = trio.Lock()
@@ -105,12 +106,15 @@ class RunKeeping:
         news.size_bytes += len(piece.data) + _PIECE_COST_BYTES
         if news.size_bytes >= _HURRY_BYTES:
             self._hurry.set()
-        return news.size_bytes >= _BEHIND_BYTES
+        return self._is_behind(news)
 
     async def wait_written(self, run: Run) -> None:
         """Wait until what it wrote is being written."""
-        while (news := self._news.get(run.exec_id)) is not None and news.size_bytes >= _BEHIND_BYTES:
+        while (news := self._news.get(run.exec_id)) is not None and self._is_behind(news):
             await self._written.wait()
+
+    def _is_behind(self, news: _News) -> bool:
+        return news.size_bytes >= min(_BEHIND_BYTES, _ALL_BEHIND_BYTES // len(self._news))
 
     def forget(self, exec_id: str) -> None:
         """It is not kept any more: its id alone is remembered."""
@@ -140,19 +144,20 @@ class RunKeeping:
     # Writing ----------------------------------------------------------------------------------------------------
 
     def _schedule(self) -> None:
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            self._host.start_task(self._write_soon)
+        self._is_due = True
+        if not self._is_working:
+            self._is_working = True
+            self._host.start_task(self._work)
 
-    async def _write_soon(self) -> None:
-        while self._is_scheduled:
+    async def _work(self) -> None:
+        while self._is_due:
             with trio.move_on_after(WRITE_EVERY_S):
                 await self._hurry.wait()
             self._hurry = trio.Event()
-            self._is_scheduled = False
+            self._is_due = False
             await self.write()
             await self._tell_runner()
-            self._is_scheduled = self._is_scheduled or bool(self._news)
+        self._is_working = False
 
     async def write(self) -> None:
         """Write down all there is to write by now."""
@@ -189,6 +194,8 @@ class RunKeeping:
             exec_ids = tuple(islice(self._unwanted, _FORGET_AT_ONCE))
             try:
                 await self._host.ask_runner(protocol.ForgetRuns(exec_ids), protocol.Done)
+            except RunnerLost:  # dead, about to be, or too busy: who watches over it will know
+                return
             except SandkastenError as error:
                 log.warning("runs_not_forgotten", extra={"session_id": self._host.session_id, "error": str(error)})
                 return

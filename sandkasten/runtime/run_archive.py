@@ -19,7 +19,7 @@ import re
 import struct
 import threading
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -44,6 +44,7 @@ _NAME: Final = re.compile(r"([0-9a-f]+)\.([0-9a-f]{8})\.runs")
 _MAGIC: Final = 0x4E55_5231
 _HEADER: Final = struct.Struct("<IIII")
 """Magic number, lengths of the two parts of a record, checksum of both parts and their lengths."""
+_LARGE_BYTES: Final = 64 * 1024
 _MAX_PART_BYTES: Final = 64 * 1024 * 1024
 
 _RUN, _OUTPUT, _GONE = b"run ", b"out ", b"gone"
@@ -211,7 +212,7 @@ class SessionArchive:
         Raises:
             OSError: the disk did not take it; what was written of it is taken back.
         """
-        data = b"".join(_encode(news, gone))
+        parts = _merged(_encode(news, gone))
         with self._lock:
             if self._is_discarded:
                 return
@@ -220,7 +221,7 @@ class SessionArchive:
                 path = self._root / f"{self._session_id}.{self._number:08x}{_SUFFIX}"
                 self._files.append(_File(path))
                 self._is_open = True
-            self._append(self._files[-1], data)
+            self._append(self._files[-1], parts)
             self._files[-1].outputs.update(each.exec_id for each in news if each.pieces)
             for file in self._files:
                 file.outputs.difference_update(gone)
@@ -235,19 +236,21 @@ class SessionArchive:
             self._files.clear()
         self._archive.forget(self._session_id)
 
-    def _append(self, file: _File, data: bytes) -> None:
+    def _append(self, file: _File, parts: Sequence[bytes]) -> None:
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(file.path, flags | (0 if file.size_bytes else os.O_CREAT | os.O_EXCL), 0o600)
         try:
             try:
-                view = memoryview(data)
-                while view:
-                    view = view[os.write(fd, view) :]
+                for part in parts:
+                    view = memoryview(part)
+                    while view:
+                        view = view[os.write(fd, view) :]
             except OSError:
                 os.ftruncate(fd, file.size_bytes)
                 raise
-            file.size_bytes += len(data)
-            self._archive.count(len(data))
+            size_bytes = sum(map(len, parts))
+            file.size_bytes += size_bytes
+            self._archive.count(size_bytes)
         finally:
             os.close(fd)
 
@@ -284,6 +287,19 @@ def _place(news: RunNews) -> bytes:
     first, last = news.pieces[0].sequence, news.pieces[-1].sequence
     ends = news.stdout_offset + sizes[Stream.STDOUT], news.stderr_offset + sizes[Stream.STDERR]
     return _OUTPUT_HEAD.pack(first, last + 1, news.stdout_offset, ends[0], news.stderr_offset, ends[1])
+
+
+def _merged(parts: Iterable[bytes]) -> Sequence[bytes]:
+    """Return the same bytes in fewer parts, the large ones as they are."""
+    merged: list[bytes] = []
+    small: list[bytes] = []
+    for part in parts:
+        if len(part) < _LARGE_BYTES:
+            small.append(part)
+        else:
+            merged += (b"".join(small), part)
+            small = []
+    return [*merged, b"".join(small)]
 
 
 def _record(head: bytes, body: bytes) -> Iterator[bytes]:
