@@ -20,7 +20,7 @@ from sandkasten.actors.runs import Runs
 from sandkasten.actors.session_host import Host
 from sandkasten.errors import RunnerProtocolError
 from sandkasten.model import ExecKind
-from sandkasten.runtime.run_archive import WrittenRun
+from sandkasten.runtime.run_archive import Written, WrittenRun
 from sandkasten.runtime.run_records import BadRecord, RunFacts, RunState, Seal
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ class RunAdoption:
         runs: Runs,
         seal: Seal,
         *,
+        limiter: trio.CapacityLimiter,
         retention_s: float,
         on_terminal: Callable[[Run], Awaitable[None]],
     ) -> None:
@@ -45,13 +46,17 @@ class RunAdoption:
         self._host = host
         self._runs = runs
         self._seal = seal
+        self._limiter = limiter
         self._retention_s = retention_s
         self._on_terminal = on_terminal
         self._facts: dict[str, RunFacts] = {}
 
     async def recover(self) -> None:
         """Know the runs that were written down again, with their output. Those without an end seem to run."""
-        written = await self._runs.keeping.read()
+        async with self._limiter:
+            await self._take_over(await self._runs.keeping.read())
+
+    async def _take_over(self, written: Written) -> None:
         if written.damaged_files:
             facts = {"session_id": self._host.session_id, "files": written.damaged_files}
             log.warning("run_records_damaged", extra=facts)

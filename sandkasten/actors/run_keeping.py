@@ -9,7 +9,7 @@ fails costs the next daemon's knowledge, never a run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
@@ -40,6 +40,7 @@ _ALL_BEHIND_BYTES: Final = 4 * 1024 * 1024
 _FORGET_AT_ONCE: Final = 256
 _MAX_UNWANTED: Final = 4096
 _PIECE_COST_BYTES: Final = 160
+_RUNS_PER_CHECKPOINT: Final = 128
 
 
 @attrs.define(eq=False)
@@ -74,6 +75,7 @@ class RunKeeping:
         self._known, self._gone = known, gone
         self._news: dict[str, _News] = {}
         self._new_gone: list[str] = []
+        self._refused: list[str] = []
         self._unwanted: dict[str, None] = {}
         self._is_due = self._is_working = False
         self._hurry = trio.Event()
@@ -124,7 +126,8 @@ class RunKeeping:
 
     def discard(self, exec_id: str) -> None:
         """It was refused, or its end will never be known: whatever PID 1 has of it is not wanted."""
-        self.forget(exec_id)
+        self._news.pop(exec_id, None)
+        self._refused.append(exec_id)
         self.unwanted((exec_id,))
 
     def unwanted(self, exec_ids: Iterable[str]) -> None:
@@ -165,28 +168,33 @@ class RunKeeping:
             is_all = self._archive.wants_all
             taken, self._news = self._news, {}
             new_gone, self._new_gone = self._new_gone, []
+            refused, self._refused = self._refused, []
             self._written.set()
             self._written = trio.Event()
-            if not taken and not new_gone:
+            if not taken and not new_gone and not refused:
                 return
-            everything = self._all(taken) if is_all else taken.values()
-            news = [_frozen(each) for each in everything]
+            everything = self._all(taken) if is_all else list(taken.values())
+            news = []
+            for each in everything:
+                news.append(_frozen(each))
+                if len(news) % _RUNS_PER_CHECKPOINT == 0:
+                    await trio.lowlevel.checkpoint()
             gone = list(self._gone()) if is_all else new_gone
             try:
                 await trio.to_thread.run_sync(
-                    lambda: self._archive.write(news, gone, is_all=is_all),
+                    lambda: self._archive.write(news, gone, refused=refused, is_all=is_all),
                     limiter=self._limiter,
                     abandon_on_cancel=True,
                 )
             except OSError as error:
                 log.error("runs_not_written", extra={"session_id": self._host.session_id, "error": str(error)})
-            self._unwanted.update(dict.fromkeys(each.run.exec_id for each in taken.values() if each.run.has_ended))
+            self._unwanted.update(dict.fromkeys(each.exec_id for each in news if each.has_ended))
 
-    def _all(self, taken: dict[str, _News]) -> Collection[_News]:
+    def _all(self, taken: dict[str, _News]) -> Sequence[_News]:
         """Return the news of all runs, those included of which there are none."""
         for run in self._known():
             taken.setdefault(run.exec_id, _News(run)).is_changed = True
-        return taken.values()
+        return list(taken.values())
 
     async def _tell_runner(self) -> None:
         """Let PID 1 forget what is written down; what it can't be told now it is told later."""

@@ -120,6 +120,7 @@ class SessionActor(Actor):
                 archive=services.archive.session(record.session.id),
                 seal=Seal(services.run_key, record.session.id),
                 writing=services.writing,
+                recovering=services.recovering,
                 retention_s=services.spool.retention_s,
             ),
         )

@@ -43,6 +43,7 @@ class Services:
     archive: RunArchive
     run_key: bytes = attrs.field(repr=False)
     writing: trio.CapacityLimiter
+    recovering: trio.CapacityLimiter
     disk: Disk
     budget: Budget
     shares: KeyShares

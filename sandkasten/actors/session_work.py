@@ -54,11 +54,12 @@ _MAX_ATTENDANTS = 1024
 @attrs.frozen
 class Keep:
     """What is needed to have runs outlive the daemon: where they are written down, under which seal, by how many at a
-    time, and how long ended ones are kept."""
+    time; how many sessions may take over theirs at a time, which takes memory; and how long ended runs are kept."""
 
     archive: SessionArchive
     seal: Seal
     writing: trio.CapacityLimiter
+    recovering: trio.CapacityLimiter
     retention_s: float
 
 
@@ -100,7 +101,12 @@ class SessionWork:
         self.ports = Ports(host)
         self._terminals = Terminals(host, self.runs)
         self.adoption = RunAdoption(
-            host, self.runs, keep.seal, retention_s=keep.retention_s, on_terminal=self._terminals.adopt
+            host,
+            self.runs,
+            keep.seal,
+            limiter=keep.recovering,
+            retention_s=keep.retention_s,
+            on_terminal=self._terminals.adopt,
         )
 
     def handle(self, message: Work) -> Any:  # each message names its answer

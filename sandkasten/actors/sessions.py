@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 
 _RUN_WRITERS = 2
 """Threads that write down runs, of all sessions."""
+_RECOVERING = 4
 
 Ts = TypeVarTuple("Ts")
 
@@ -221,6 +222,7 @@ class Sessions(Actor):
             archive=self._archive,
             run_key=self._node.run_key,
             writing=trio.CapacityLimiter(_RUN_WRITERS),
+            recovering=trio.CapacityLimiter(_RECOVERING),
             disk=self._config.disk,
             expiries=trio.CapacityLimiter(_CONCURRENT_EXPIRIES),
             metrics=self._metrics,

@@ -47,7 +47,7 @@ _HEADER: Final = struct.Struct("<IIII")
 _LARGE_BYTES: Final = 64 * 1024
 _MAX_PART_BYTES: Final = 64 * 1024 * 1024
 
-_RUN, _OUTPUT, _GONE = b"run ", b"out ", b"gone"
+_RUN, _OUTPUT, _GONE, _REFUSED = b"run ", b"out ", b"gone", b"none"
 _TAG_BYTES: Final = 4
 _OUTPUT_HEAD: Final = struct.Struct("<QQQQQQ")
 
@@ -63,6 +63,10 @@ class RunNews:
     stdout_offset: int = 0
     stderr_offset: int = 0
     pieces: Sequence[Output] = ()
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state is not None and self.state.end is not None
 
 
 @attrs.frozen
@@ -206,13 +210,13 @@ class SessionArchive:
             run.chunks = _gapless(run.chunks)
         return written
 
-    def write(self, news: Sequence[RunNews], gone: Sequence[str], *, is_all: bool) -> None:
-        """Append records; with `is_all` to a new file.
+    def write(self, news: Sequence[RunNews], gone: Sequence[str], *, refused: Sequence[str] = (), is_all: bool) -> None:
+        """Append records; with `is_all` to a new file. `refused` never were, and may have been begun anew since.
 
         Raises:
-            OSError: the disk did not take it; what was written of it is taken back.
+            OSError: the disk did not take it; what was written of it is taken back, and the next write begins a file.
         """
-        parts = _merged(_encode(news, gone))
+        parts = _merged(_encode(news, gone, refused))
         with self._lock:
             if self._is_discarded:
                 return
@@ -220,11 +224,12 @@ class SessionArchive:
                 self._number += 1
                 path = self._root / f"{self._session_id}.{self._number:08x}{_SUFFIX}"
                 self._files.append(_File(path))
-                self._is_open = True
+            self._is_open = False
             self._append(self._files[-1], parts)
+            self._is_open = True
             self._files[-1].outputs.update(each.exec_id for each in news if each.pieces)
             for file in self._files:
-                file.outputs.difference_update(gone)
+                file.outputs.difference_update(gone, refused)
             self._drop_unneeded()
 
     def discard(self) -> None:
@@ -270,14 +275,16 @@ class SessionArchive:
         self._archive.count(-file.size_bytes)
 
 
-def _encode(news: Sequence[RunNews], gone: Sequence[str]) -> Iterator[bytes]:
-    for exec_id in gone:
-        yield from _record(_GONE + exec_id.encode(), b"")
+def _encode(news: Sequence[RunNews], gone: Sequence[str], refused: Sequence[str]) -> Iterator[bytes]:
+    for exec_id in refused:
+        yield from _record(_REFUSED + exec_id.encode(), b"")
     for each in news:
         if each.facts is not None and each.state is not None:
             yield from _record(_RUN + each.facts, state_to_json(each.state))
         if each.pieces:
             yield from _record(_OUTPUT + _place(each) + each.exec_id.encode(), pack(each.pieces))
+    for exec_id in gone:
+        yield from _record(_GONE + exec_id.encode(), b"")
 
 
 def _place(news: RunNews) -> bytes:
@@ -349,6 +356,8 @@ def _take(written: Written, file: _File, head: bytes, body: bytes) -> None:
         exec_id = head.decode("ascii", "replace")
         written.runs.pop(exec_id, None)
         written.gone[exec_id] = None
+    elif tag == _REFUSED:
+        written.runs.pop(head.decode("ascii", "replace"), None)
 
 
 def _gapless(chunks: list[Chunk]) -> list[Chunk]:

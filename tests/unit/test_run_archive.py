@@ -117,6 +117,15 @@ def test_the_next_daemon_reads_what_was_written(tmp_path: Path) -> None:
     assert (list(third.runs), third.damaged_files) == (["a"], 0)
 
 
+def test_what_was_refused_is_free_again(tmp_path: Path) -> None:
+    """Its id is not one of those gone, and may have been used since."""
+    archive = open_archive(tmp_path)
+    archive.write([news("a", RunState()), news("b", RunState())], (), is_all=True)
+    archive.write([news("b", ENDED)], ("c",), refused=("a", "b"), is_all=False)
+    written = open_archive(tmp_path).read()
+    assert (list(written.runs), written.runs["b"].state, list(written.gone)) == (["b"], ENDED, ["c"])
+
+
 def test_files_of_ended_sessions_are_removed_at_the_start(tmp_path: Path) -> None:
     """And nothing that is not a file of this kind."""
     for session in (SESSION, OTHER):
@@ -163,7 +172,8 @@ def test_a_full_disk_takes_nothing_by_halves(tmp_path: Path) -> None:
     archive.write([news("a", RunState(), pieces(1, b"one"))], (), is_all=True)
     with file_size_limit(2000), pytest.raises(OSError, match="File too large"):
         archive.write([news("a", None, pieces(2, b"x" * 4000), 3)], (), is_all=False)
-    archive.write([news("a", None, pieces(3, b"three"), 4003)], (), is_all=False)
+    assert archive.wants_all
+    archive.write([news("a", RunState(), pieces(3, b"three"), 4003)], (), is_all=True)
     written = open_archive(tmp_path).read()
     assert (written.damaged_files, data_of(written, "a")) == (0, b"three")
     assert written.runs["a"].chunks[0].stdout_start == 4003
