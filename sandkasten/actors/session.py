@@ -44,7 +44,7 @@ from sandkasten.actors.session_messages import (
     is_read,
 )
 from sandkasten.actors.session_setup import Creation, Services, first_request, refused_start
-from sandkasten.actors.session_work import Keep, SessionWork
+from sandkasten.actors.session_work import SessionWork
 from sandkasten.actors.unwrap import unwrap
 from sandkasten.actors.workspaces import release_soon
 from sandkasten.errors import (
@@ -59,7 +59,6 @@ from sandkasten.lifecycle import END_REASONS, ENDED, USABLE, WHOLE, Event, ended
 from sandkasten.model import FOREVER_S, Cause, EndReason, EventType, Session, SessionPatch, SessionStats, Status
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from sandkasten.runtime.plan import plan_sandbox
-from sandkasten.runtime.run_records import Seal
 from sandkasten.runtime.runner_link import RunnerLink
 from sandkasten.runtime.spans import check_spans
 from sandkasten.store.sessions import KernelIdentity, SessionRecord
@@ -116,13 +115,7 @@ class SessionActor(Actor):
             logs=services.spool.session(record.session.id),
             queue_length=services.shell_queue_length,
             metrics=services.metrics,
-            keep=Keep(
-                archive=services.archive.session(record.session.id),
-                seal=Seal(services.run_key, record.session.id),
-                writing=services.writing,
-                recovering=services.recovering,
-                retention_s=services.spool.retention_s,
-            ),
+            keep=services.keep(record.session.id),
         )
         self._pausing = Pausing(self, self._own, zygote=services.zygote, lease=self._lease, work=self._work)
 

@@ -19,8 +19,21 @@ from sandkasten.runtime.metrics import Metrics
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.plan import Resolved
 from sandkasten.runtime.quotas import KeyShares
-from sandkasten.runtime.run_archive import RunArchive
+from sandkasten.runtime.run_archive import RunArchive, SessionArchive
+from sandkasten.runtime.run_records import Seal
 from sandkasten.runtime.spool import Spool
+
+
+@attrs.frozen
+class Keep:
+    """What is needed to have runs outlive the daemon: where they are written down, under which seal, by how many at a
+    time; how many sessions may take over theirs at a time, which takes memory; and how long ended runs are kept."""
+
+    archive: SessionArchive
+    seal: Seal
+    writing: trio.CapacityLimiter
+    recovering: trio.CapacityLimiter
+    retention_s: float
 
 
 @attrs.frozen
@@ -49,6 +62,16 @@ class Services:
     shares: KeyShares
     expiries: trio.CapacityLimiter
     metrics: Metrics
+
+    def keep(self, session_id: str) -> Keep:
+        """Return what keeps the runs of one session."""
+        return Keep(
+            archive=self.archive.session(session_id),
+            seal=Seal(self.run_key, session_id),
+            writing=self.writing,
+            recovering=self.recovering,
+            retention_s=self.spool.retention_s,
+        )
 
 
 @attrs.frozen

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVarTuple, assert_never
 
-import attrs
 import trio
 
 from sandkasten.actors.actor import DEFERRED, Deferred, Ref
@@ -33,12 +32,11 @@ from sandkasten.actors.session_messages import (
     WatchPorts,
     Work,
 )
+from sandkasten.actors.session_setup import Keep
 from sandkasten.actors.terminals import Terminals
 from sandkasten.errors import Capacity
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from sandkasten.runtime.metrics import Metrics
-from sandkasten.runtime.run_archive import SessionArchive
-from sandkasten.runtime.run_records import Seal
 from sandkasten.runtime.runner_link import RunnerLink
 from sandkasten.runtime.spool import RunLogs
 
@@ -49,18 +47,6 @@ _MAX_LOANS = 32
 
 
 _MAX_ATTENDANTS = 1024
-
-
-@attrs.frozen
-class Keep:
-    """What is needed to have runs outlive the daemon: where they are written down, under which seal, by how many at a
-    time; how many sessions may take over theirs at a time, which takes memory; and how long ended runs are kept."""
-
-    archive: SessionArchive
-    seal: Seal
-    writing: trio.CapacityLimiter
-    recovering: trio.CapacityLimiter
-    retention_s: float
 
 
 class WorkHost(Host, Protocol):
