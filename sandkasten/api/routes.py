@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 import attrs
 
 from sandkasten.api import (
+    archives,
     events,
     execs,
     files,
@@ -142,6 +143,9 @@ WORKSPACE_ROUTES: RouteTable[Mapping[str, RawRoute]] = RouteTable(
         "fs/read": _get(files.read, SEE_NODE),
         "fs/write": _post(files.write, CHANGE_NODE),
         "fs/upload": _post(upload, CHANGE_NODE),
+        "fs/download": _get(archives.download, SEE_NODE),
+        "export": _get(archives.export, SEE_NODE),
+        "import": _post(archives.import_archive, CHANGE_NODE),
     }
 )
 """What follows `/v1/workspaces/{id}/`, likewise."""

@@ -1,0 +1,184 @@
+"""Archives of workspaces on the real kernel: what goes out comes back, and what is hostile stays outside."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import tarfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sandkasten import errors
+from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.config import Config
+from sandkasten.workspaces import Packed
+
+_NAME = st.binary(min_size=1, max_size=120).filter(lambda name: not set(name) & {0, 0x2F} and name not in (b".", b".."))
+_MODE = st.integers(0, 0o777)
+_TIME = st.integers(0, 2**33 * 10**9)
+
+
+async def pack(supervisor: LocalSupervisor, workspace_id: str, path: str = ".") -> bytes:
+    async with supervisor.open_pack(workspace_id, path) as reader:
+        return b"".join([piece async for piece in reader])
+
+
+async def unpack(supervisor: LocalSupervisor, workspace_id: str, archive: bytes, *, replace: bool = False) -> Packed:
+    async with supervisor.open_unpack(workspace_id, replace=replace) as writer:
+        await writer.send(archive)
+        return await writer.commit()
+
+
+def tree(top: Path) -> dict[bytes, tuple[object, ...]]:
+    """Return all there is below a directory: kind, mode, time, owner, content or target."""
+    found: dict[bytes, tuple[object, ...]] = {}
+    for directory, directories, files in os.walk(os.fsencode(top)):
+        for name in (*directories, *files):
+            path = os.path.join(directory, name)
+            status = os.lstat(path)
+            content: object = None
+            if stat.S_ISLNK(status.st_mode):
+                content = os.readlink(path)
+            elif stat.S_ISREG(status.st_mode):
+                content = Path(os.fsdecode(path)).read_bytes()
+            facts = (status.st_mode, status.st_mtime_ns, status.st_uid, status.st_gid, content)
+            found[os.path.relpath(path, os.fsencode(top))] = facts
+    return found
+
+
+def fill(top: Path, names: dict[bytes, tuple[str, int, int, bytes]]) -> None:
+    """Make what was drawn, as uid 1000."""
+    for name, (kind, mode, time_ns, content) in names.items():
+        path = os.path.join(os.fsencode(top), name)
+        if kind == "link":
+            os.symlink(content.replace(b"\0", b"") or b"x", path)
+        elif kind == "directory":
+            os.mkdir(path)
+            Path(os.fsdecode(os.path.join(path, b"inside"))).write_bytes(content)
+            os.chown(os.path.join(path, b"inside"), 1000, 1000)
+        else:
+            Path(os.fsdecode(path)).write_bytes(content)
+        os.lchown(path, 1000, 1000)
+        if kind != "link":
+            os.chmod(path, mode | (stat.S_IRUSR if kind == "file" else stat.S_IRUSR | stat.S_IXUSR))
+        os.utime(path, ns=(time_ns, time_ns), follow_symlinks=False)
+
+
+async def test_what_goes_out_comes_back(supervisor: LocalSupervisor, config: Config) -> None:
+    """Names of any bytes and length, modes, times to the nanosecond, links, empty directories: a property."""
+    top = config.data_dir / "workspaces"
+    entries = st.dictionaries(
+        _NAME,
+        st.tuples(st.sampled_from(["file", "directory", "link"]), _MODE, _TIME, st.binary(max_size=2000)),
+        max_size=8,
+    )
+    drawn: list[dict[bytes, tuple[str, int, int, bytes]]] = []
+
+    @settings(max_examples=12, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(entries)
+    def draw(names: dict[bytes, tuple[str, int, int, bytes]]) -> None:
+        drawn.append(names)
+
+    draw()
+    (top / "out").mkdir()
+    for number, names in enumerate(drawn):
+        (top / "out" / str(number)).mkdir()
+        fill(top / "out" / str(number), names)
+    await unpack(supervisor, "back", await pack(supervisor, "out"))
+    assert tree(top / "back") == tree(top / "out") | {
+        os.fsencode(str(number)): (*before[:2], 1000, 1000, None)
+        for number in range(len(drawn))
+        for before in [_facts(top / "out" / str(number))]
+    }
+    assert sum(len(each) for each in drawn) > 10
+
+
+def _facts(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_mode, status.st_mtime_ns
+
+
+async def test_hard_links_and_holes_survive_and_odd_files_are_counted(
+    supervisor: LocalSupervisor, config: Config
+) -> None:
+    """Two names stay one file; a FIFO and a socket are left out; a directory alone can be packed."""
+    top = config.data_dir / "workspaces" / "links"
+    (top / "d").mkdir(parents=True)
+    (top / "d/a").write_bytes(b"x" * 100_000)
+    os.link(top / "d/a", top / "d/b")
+    os.mkfifo(top / "d/fifo")
+    for each in (top, *top.rglob("*")):
+        os.lchown(each, 1000, 1000)
+    async with supervisor.open_pack("links", "d") as reader:
+        archive = b"".join([piece async for piece in reader])
+        assert reader.packed == Packed(2, 100_000, 1)
+    assert await unpack(supervisor, "linked", archive) == Packed(2, 100_000, 0)
+    back = config.data_dir / "workspaces" / "linked"
+    assert (back / "a").stat().st_ino == (back / "b").stat().st_ino
+    (top / "d/secret").write_bytes(b"x")  # root's, and closed
+    (top / "d/secret").chmod(0o600)
+    with pytest.raises(errors.PermissionDenied):
+        await pack(supervisor, "links")
+
+
+def _member(name: str, **fields: object) -> tarfile.TarInfo:
+    member = tarfile.TarInfo(name)
+    for field, value in fields.items():
+        setattr(member, field, value)
+    return member
+
+
+def _archive(*members: tarfile.TarInfo) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for member in members:
+            archive.addfile(member, io.BytesIO(b"x" * member.size) if member.isreg() else None)
+    return buffer.getvalue()
+
+
+async def test_hostile_archives_make_nothing(supervisor: LocalSupervisor, config: Config) -> None:
+    """Traversal, links to walk through, broken archives: refused, and neither workspace nor draft is left."""
+    out = {"type": tarfile.SYMTYPE, "linkname": "/"}
+    hostile = {
+        "traversal": _archive(_member("../up", size=1)),
+        "walk": _archive(_member("link", **out), _member("link/etc/up", size=1)),
+        "up": _archive(_member("link", type=tarfile.SYMTYPE, linkname=".."), _member("link/up", size=1)),
+        "hard": _archive(_member("hard", type=tarfile.LNKTYPE, linkname="../../machine.json")),
+        "none": b"no archive at all" * 100,
+        "cut": _archive(_member("file", size=100_000))[:50_000],
+    }
+    for name, archive in hostile.items():
+        with pytest.raises(errors.InvalidRequest):
+            await unpack(supervisor, f"bad-{name}", archive)
+    assert os.listdir(config.data_dir / "workspaces") == os.listdir(config.data_dir / "drafts") == []
+    assert await supervisor.workspaces() == []
+    devices = [_member("null", type=tarfile.CHRTYPE, devmajor=1, devminor=3), _member("fifo", type=tarfile.FIFOTYPE)]
+    fine = _archive(*devices, _member("suid", size=3, mode=0o6755, uid=0, gid=0), _member("/absolute/f", size=1))
+    assert await unpack(supervisor, "fine", fine) == Packed(4, 4, 2)
+    found = tree(config.data_dir / "workspaces" / "fine")
+    assert {path: (facts[0], facts[2]) for path, facts in found.items()} == {
+        b"suid": (stat.S_IFREG | 0o755, 1000),
+        b"absolute": (stat.S_IFDIR | 0o755, 1000),
+        b"absolute/f": (stat.S_IFREG | 0o644, 1000),
+    }
+
+
+async def test_an_import_replaces_all_or_nothing(supervisor: LocalSupervisor, config: Config) -> None:
+    """Refused while there is one; with `replace` the old files stay until the new ones are whole, then are gone."""
+    kept, new = _archive(_member("old", size=1)), _archive(_member("new", size=1))
+    await unpack(supervisor, "one", kept)
+    with pytest.raises(errors.Conflict):
+        await unpack(supervisor, "one", new)
+    with pytest.raises(errors.InvalidRequest):
+        await unpack(supervisor, "one", new[:512] + b"broken" * 1000, replace=True)
+    async with supervisor.open_unpack("one", replace=True) as writer:  # and left before the end
+        await writer.send(new[:700])
+    top = config.data_dir / "workspaces" / "one"
+    assert sorted(os.listdir(top)) == ["old"]
+    await unpack(supervisor, "one", new, replace=True)
+    assert sorted(os.listdir(top)) == ["new"]
+    assert os.listdir(config.data_dir / "drafts") == []
