@@ -10,6 +10,8 @@ from importlib.metadata import version
 
 from bench.soak.run import Report
 
+_LOG_LINES = 20
+
 
 def text_of(report: Report) -> str:
     """Return the report."""
@@ -93,3 +95,8 @@ def _left(report: Report) -> Iterator[str]:
     if report.left_names:
         yield f"  - {dict(report.left_names)}"
     yield f"- removed cgroups that the kernel has not freed yet: {report.dying_cgroups}"
+    if not report.is_good:
+        yield ""
+        yield "The daemons' errors, the latest last:"
+        yield ""
+        yield from (f"    {line}" for line in report.log[-_LOG_LINES:])

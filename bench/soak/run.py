@@ -62,6 +62,7 @@ class Report:
     left: Mapping[str, int]
     left_names: Mapping[str, int]
     dying_cgroups: int
+    log: list[str]
 
     @property
     def is_good(self) -> bool:
@@ -82,6 +83,7 @@ async def soak(size: Size) -> Report:
                 await site.start()
                 found = await _phases(site, ledger, size)
                 await site.stop()
+                log = site.errors()
             except BaseException:
                 site.destroy_leftovers()
                 raise
@@ -96,6 +98,7 @@ async def soak(size: Size) -> Report:
         left=left,
         left_names=dict(machine.count_names()) if left else {},
         dying_cgroups=max(0, after.dying_cgroups - before.dying_cgroups),
+        log=log,
     )
 
 

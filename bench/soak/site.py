@@ -29,6 +29,7 @@ STOP_S = 120.0
 ANSWER_S = 120.0
 _REAP_S = 0.2
 _RETRY_S = 0.05
+_LINE_CHARS = 3000
 
 
 class Unreachable(Exception):
@@ -64,7 +65,7 @@ class Site:
             **settings,
         }
         self._process: subprocess.Popen[bytes] | None = None
-        self.starts = 0
+        self.log = data_dir.parent / "daemon.log"
 
     @property
     def pid(self) -> int:
@@ -75,15 +76,14 @@ class Site:
         """Start a daemon and wait until it is ready."""
         script = str(Path(sys.executable).with_name("sandkasten"))
         command = [script, "serve", "--listen", f"127.0.0.1:{self.address[1]}", "--log-level", "warning"]
-        with (self.data_dir.parent / "daemon.log").open("ab") as log:
+        with self.log.open("ab") as log:
             self._process = subprocess.Popen(  # noqa: ASYNC220 - a fork, once per start
                 command, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
-        self.starts += 1
         with trio.fail_after(START_S):
             async with self.client() as client:
                 while not await _is_ready(client):
-                    assert self._process.poll() is None, f"the daemon ended, see {self.data_dir.parent}/daemon.log"
+                    assert self._process.poll() is None, "\n".join(["the daemon ended", *self.errors()])
                     await trio.sleep(_RETRY_S)
 
     async def kill(self) -> None:
@@ -118,6 +118,11 @@ class Site:
         while True:
             machine.reap_orphans({self._process.pid} if self._process is not None else set())
             await trio.sleep(_REAP_S)
+
+    def errors(self) -> list[str]:
+        """Return what the daemons' logs have of level error, the latest last, each cut."""
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return [line[:_LINE_CHARS] for line in lines if '"level": "error"' in line or not line.startswith("{")]
 
     def destroy_leftovers(self) -> None:
         """Last resort of a run that failed: kill what is below this process."""
