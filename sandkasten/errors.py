@@ -18,7 +18,7 @@ class SandkastenError(Exception):
     """
 
     code: ClassVar[str] = "INTERNAL_ERROR"
-    retryable: ClassVar[bool] = False
+    retryable: bool = False
     scope: ClassVar[str] = "task"
 
     def __init__(self, message: str, /, **details: Any) -> None:  # details are JSON values
@@ -273,12 +273,21 @@ class SandboxError(SandkastenError):
     scope = "session"
 
 
-class BuildFailed(SandboxError):
-    """nsinit could not build the sandbox. `stage`, `path` and `errno` are for the log, not for the client."""
+_PASSING_STAGES = frozenset({"builder", "child", "clone", "deadline", "identity", "stop"})
+"""What of `nsinit.steps.StepFailed.stage` names a process that died, or a time that ran out."""
 
-    def __init__(self, message: str, /, *, stage: str, path: str, errno: int) -> None:
+
+class BuildFailed(SandboxError):
+    """nsinit could not build the sandbox. `stage`, `path` and `errno` are for the log, not for the client.
+
+    Nothing is left of it. Where a helper or PID 1 died or was too slow, and not the plan was at fault, the same request
+    may succeed.
+    """
+
+    def __init__(self, message: str, /, *, stage: str, path: str = "", errno: int = 0) -> None:
         super().__init__(message)
         self.stage, self.path, self.errno = stage, path, errno
+        self.retryable = stage in _PASSING_STAGES
 
 
 class ZygoteLost(SandboxError):

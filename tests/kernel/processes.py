@@ -45,3 +45,8 @@ def nsinit_pid() -> int:
         if parent == os.getpid() and any(part.endswith(b"nsinit") for part in command):
             return pid
     raise AssertionError("nsinit is not running")
+
+
+def init_pids() -> list[int]:
+    """Return the pids of all PID 1s that this process's supervisors started, vessels included."""
+    return [pid for pid, name in descendants(os.getpid()) if name == "sandkasten-init"]

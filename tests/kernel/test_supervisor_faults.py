@@ -17,10 +17,10 @@ from sandkasten.actors import reaper, store
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, ConfigError, Server
-from sandkasten.errors import Capacity, InvalidRequest, SandkastenError
+from sandkasten.errors import BuildFailed, Capacity, InvalidRequest, SandkastenError
 from sandkasten.lifecycle import Event
 from sandkasten.model import ExecSpec, Limits, SessionPatch, SessionSpec, Status
-from tests.kernel.processes import nsinit_pid
+from tests.kernel.processes import init_pids, nsinit_pid
 from tests.strategies import make_record
 from tests.waiting import until
 
@@ -124,6 +124,22 @@ async def test_vessels_of_a_dead_fork_server_are_not_used(config: Config) -> Non
         await until(is_noticed)
         for _ in range(3):
             assert (await supervisor.create(SessionSpec())).status is Status.RUNNING
+
+
+async def test_a_create_whose_init_was_killed_may_be_tried_again(config: Config) -> None:
+    """It says so, leaves nothing, and the same request works then."""
+    async with open_supervisor(attrs.evolve(config, server=Server(vessels=1))) as supervisor:
+
+        async def has_vessel() -> bool:
+            return (await supervisor.node()).vessels == 1
+
+        await until(has_vessel)
+        for pid in init_pids():
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(BuildFailed) as failed:
+            await supervisor.create(SessionSpec())
+        assert failed.value.retryable
+        assert (await supervisor.create(SessionSpec())).status is Status.RUNNING
 
 
 async def test_a_failed_create_may_be_tried_again_with_its_key(supervisor: LocalSupervisor, data_dir: Path) -> None:
