@@ -24,6 +24,16 @@ from sandkasten.runtime.metrics import Metrics
 from sandkasten.runtime.node_readings import read_node
 from sandkasten.runtime.spool import Spool
 
+_LOOKS = {
+    "creates_queued": "Creates that wait for a builder.",
+    "vessels": "Blank sandboxes that are ready.",
+    "draining": "1 while no new sessions are taken.",
+    "sessions_max": "How many sessions there may be.",
+    "sessions_committed_memory_bytes": "What live sessions may use together.",
+    "sessions_committed_cpu": "The same in cores.",
+}
+"""What the part that makes sessions lets be looked at, and its help."""
+
 
 @attrs.frozen
 class Observed:
@@ -87,6 +97,7 @@ def _of_tree(seen: Observed) -> list[Family]:
             {ref.name: float(ref.is_alive) for ref in seen.parts},
             "actor",
         ),
+        *(single(f"sandkasten_{name}", _LOOKS[name], look()) for name, look in seen.metrics.looks.items()),
         single("sandkasten_nsinit_restarts", "How often nsinit was started again.", restarts, kind="counter"),
     ]
 

@@ -23,6 +23,7 @@ from sandkasten.actors.forgetting import forget_ended
 from sandkasten.actors.inventory import Inventory
 from sandkasten.errors import SandkastenError
 from sandkasten.reconcile import Action, Leftover
+from sandkasten.runtime.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +51,14 @@ class Reaper(Actor):
         directory: SessionDirectory,
         inventory: Inventory,
         keep_records_s: float,
+        metrics: Metrics,
     ) -> None:
         super().__init__(ref)
         self._store, self._zygote, self._sessions = store, zygote, sessions
         self._directory = directory
         self._inventory = inventory
         self._keep_records_s = keep_records_s
+        self._metrics = metrics
         self._turn = trio.Lock()
 
     async def on_start(self) -> None:
@@ -74,6 +77,7 @@ class Reaper(Actor):
             try:
                 await self._sweep()
             except SandkastenError as error:
+                self._metrics.sweeps.add("failed")
                 log.warning("sweep_failed", extra={"error": str(error)})
 
     async def _sweep(self) -> int:
@@ -85,6 +89,8 @@ class Reaper(Actor):
                 await self._sessions.ask(sessions_actor.Settle(decision))
             removed = await self._remove(plan.remove)
             await forget_ended(self._store, keep_s=self._keep_records_s)
+            self._metrics.sweeps.add("ok")
+            self._metrics.swept.add(by=len(due) + removed)
             return len(due) + removed
 
     async def _remove(self, leftovers: Sequence[Leftover]) -> int:

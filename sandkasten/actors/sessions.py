@@ -199,6 +199,7 @@ class Sessions(Actor):
             start=self._start_actor,
             went_quiet=self._refill_vessels,
         )
+        self._let_look()
         self._creates = IdempotentCreates(self._store, self._directory, self._creating.create)
         self._services = Services(
             store=self._store,
@@ -251,6 +252,17 @@ class Sessions(Actor):
                 return self._occupancy()
             case _:
                 assert_never(message)
+
+    def _let_look(self) -> None:
+        """Let the numbers of admission be seen by whoever measures."""
+        self._metrics.look_at(
+            creates_queued=lambda: self._creating.queued,
+            vessels=lambda: len(self._vessels),
+            draining=lambda: self._creating.is_drained or self._creating.is_stopping,
+            sessions_max=lambda: self._budget.max_sessions,
+            sessions_committed_memory_bytes=lambda: self._budget.committed.memory_bytes or 0,
+            sessions_committed_cpu=lambda: self._budget.committed.cpu or 0,
+        )
 
     def _occupancy(self) -> Occupancy:
         return Occupancy(

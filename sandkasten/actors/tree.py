@@ -225,6 +225,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
                 directory=self._directory,
                 inventory=self.inventory,
                 keep_records_s=self._config.records.keep_seconds,
+                metrics=self._metrics,
             )
             await actor.run(task_status=task_status)
 

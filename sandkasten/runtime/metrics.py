@@ -8,7 +8,7 @@ out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 from weakref import WeakSet
 
@@ -64,6 +64,10 @@ class Metrics:
         self.loop_lag = Histogram(
             "sandkasten_event_loop_lag_seconds", "How late the event loop was, twice a second.", bounds=SHORT_SECONDS
         )
+        self.sweeps = Counter("sandkasten_sweeps", "Searches for what no session owns.", "outcome")
+        self.swept = Counter("sandkasten_swept", "What such searches adopted, finished or removed.")
+        self.looks: dict[str, Callable[[], float]] = {}
+        """Numbers that are looked at when somebody asks, by name; see `look_at`."""
         self.queues: WeakSet[HasQueues] = WeakSet()
         """The runs of each live session, for who counts what waits."""
 
@@ -101,6 +105,10 @@ class Metrics:
         self.store_commits.observe(took_s)
         self.store_jobs.add("ok", by=done)
         self.store_jobs.add("failed", by=failed)
+
+    def look_at(self, **looks: Callable[[], float]) -> None:
+        """Let numbers be looked at, in place of what was looked at under those names before."""
+        self.looks |= looks
 
     def read(self) -> list[Family]:
         """Return all that was counted."""
