@@ -59,13 +59,17 @@ def main() -> None:
     configs = {possible: RunnerConfig(root_inside=possible) for possible in (False, True)}
     files_config = RunnerConfig(files_only=True, file_roots=("/workspace",))
 
-    def enter(init: Init, on_ready: Callable[[], None]) -> NoReturn:
-        kernel = kernels[init.filter is not None]
-        kernel.take_oom_file(init.oom_fd, init.oom_score)
-        config = files_config if init.files_only else configs[init.root_inside]
-        runner_main.run(init.listener_fd, kernel, on_ready=on_ready, config=config)
+    class Runner:
+        def rehearse(self) -> None:
+            runner_main.rehearse(kernels[True], configs[True])
 
-    serve(channel, enter, grant)
+        def enter(self, init: Init, on_ready: Callable[[], None]) -> NoReturn:
+            kernel = kernels[init.filter is not None]
+            kernel.take_oom_file(init.oom_fd, init.oom_score)
+            config = files_config if init.files_only else configs[init.root_inside]
+            runner_main.run(init.listener_fd, kernel, on_ready=on_ready, config=config)
+
+    serve(channel, Runner(), grant)
 
 
 if __name__ == "__main__":

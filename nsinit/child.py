@@ -7,32 +7,52 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from nsinit import build, control, pid1, syscalls
 from nsinit import constants as k
 from nsinit.pid1 import Init
 from nsinit.steps import StepFailed, failure_of
 
-Enter = Callable[[Init, Callable[[], None]], NoReturn]
-"""Hands a process to the runner: (what it was built with, what to call when it is about to serve)."""
+
+class Runner(Protocol):
+    """What PID 1 becomes."""
+
+    def rehearse(self) -> None:
+        """Touch what serving will touch; nothing of the sandbox is there yet."""
+
+    def enter(self, init: Init, on_ready: Callable[[], None]) -> NoReturn:
+        """Take the process over; `on_ready` is called when it is about to serve."""
 
 
-def live(init: Init, enter: Enter) -> NoReturn:
+def live(init: Init, runner: Runner) -> NoReturn:
     """Run the child. Ends the process, always."""
     try:
         init.steps.run(build.BIRTH_STEPS, init)
+        with init.steps.step("rehearsal"):
+            _touch_power_steps()
+            runner.rehearse()
         word = control.wait_begin(init.control_fd)
         if word is not None:
             pid1.begin(init, word)
             init.steps.run(build.POWER_STEPS, init)
-            enter(init, lambda: _say_ready(init))
+            runner.enter(init, lambda: _say_ready(init))
     except StepFailed as error:
         _report(init, error)
     except Exception as error:  # noqa: BLE001 - the last frame of the process: nothing may unwind into nsinit's stack
         _report(init, failure_of("child", error))
     finally:
         os._exit(1)
+
+
+def _touch_power_steps() -> None:
+    """Count a reference to what the steps to come will count references to: see `runner.rehearsal`."""
+    for _name, step in build.POWER_STEPS:
+        code = getattr(step, "__code__", None)
+        if code is not None:
+            for part in (code.co_consts, code.co_names, code.co_varnames):
+                for _each in part:
+                    pass
 
 
 def _say_ready(init: Init) -> None:

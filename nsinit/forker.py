@@ -39,9 +39,9 @@ _CHANNEL_FD = 3
 class Forker:
     """nsinit's end of the forker."""
 
-    def __init__(self, machine: Machine, enter: child.Enter) -> None:
+    def __init__(self, machine: Machine, runner: child.Runner) -> None:
         self._machine = machine
-        self._enter = enter
+        self._runner = runner
         self.start()
 
     def start(self) -> None:
@@ -50,7 +50,7 @@ class Forker:
         with theirs:
             pid = os.fork()
             if pid == 0:
-                _live(theirs, self._machine, self._enter)
+                _live(theirs, self._machine, self._runner)
         ours.settimeout(_DEADLINE_S)
         self._pid, self._channel = pid, ours
 
@@ -94,7 +94,7 @@ class Forker:
             socket.send_fds(self._channel, [request], fds)
 
 
-def _live(channel: socket.socket, machine: Machine, enter: child.Enter) -> NoReturn:
+def _live(channel: socket.socket, machine: Machine, runner: child.Runner) -> NoReturn:
     """Run the forker until nsinit hangs up. Ends the process, always."""
     try:
         syscalls.prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -105,12 +105,12 @@ def _live(channel: socket.socket, machine: Machine, enter: child.Enter) -> NoRet
         gc.disable()
         quiet = socket.socket(fileno=_CHANNEL_FD)
         syscalls.set_name(NAME)
-        _serve(quiet, machine, enter)
+        _serve(quiet, machine, runner)
     finally:
         os._exit(1)
 
 
-def _serve(channel: socket.socket, machine: Machine, enter: child.Enter) -> None:
+def _serve(channel: socket.socket, machine: Machine, runner: child.Runner) -> None:
     """Fork for every request. A fork lives in here, too: to return would free, that is write to, dozens of pages."""
     room, cloner, close = socket.CMSG_SPACE(_MAX_FDS * _INT.size), syscalls.Cloner(NAMESPACES), os.closerange
     while True:
@@ -123,14 +123,14 @@ def _serve(channel: socket.socket, machine: Machine, enter: child.Enter) -> None
         except OSError as error:
             pid = -(error.errno or errno.EIO)
         if pid == 0:
-            _become_init(request, fds, machine, enter)
+            _become_init(request, fds, machine, runner)
         close(_CHANNEL_FD + 1, _CHANNEL_FD + 1 + _MAX_FDS)
         channel.send(_ANSWER.pack(pid))
 
 
-def _become_init(request: bytes, fds: tuple[int, ...], machine: Machine, enter: child.Enter) -> NoReturn:
+def _become_init(request: bytes, fds: tuple[int, ...], machine: Machine, runner: child.Runner) -> NoReturn:
     (base,) = _HEAD.unpack_from(request)
     files = tuple(map(os.fsdecode, filter(None, request[_HEAD.size :].split(b"\n"))))
     proc_path = f"{machine.layout.stage}/{stage.PROC}"
     powers = machine.last_capability, machine.landlock_abi, machine.filters
-    child.live(Init(base, fds[0], files, fds[1], fds[2], proc_path, *powers), enter)
+    child.live(Init(base, fds[0], files, fds[1], fds[2], proc_path, *powers), runner)

@@ -57,15 +57,15 @@ class Node:
         self.strays.close()
 
 
-def start(request: Start, scheduler: Scheduler, enter: child.Enter, grant: Grant | None = None) -> Node:
+def start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Grant | None = None) -> Node:
     """Do all of the start. Raises `StepFailed`."""
     with ExitStack() as undo:
-        node = _start(request, scheduler, enter, grant, undo)
+        node = _start(request, scheduler, runner, grant, undo)
         undo.pop_all()
     return node
 
 
-def _start(request: Start, scheduler: Scheduler, enter: child.Enter, grant: Grant | None, undo: ExitStack) -> Node:
+def _start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Grant | None, undo: ExitStack) -> Node:
     steps, layout = Steps(), Layout(request.data_dir, grant.gid if grant else 0)
     with steps.step("validate"):
         if grant is not None:
@@ -107,7 +107,7 @@ def _start(request: Start, scheduler: Scheduler, enter: child.Enter, grant: Gran
     with steps.step("helpers"):
         builders = Builders(machine, scheduler)
         builders.start()
-        forker = Forker(machine, enter)
+        forker = Forker(machine, runner)
     sessions = Sessions(Foundry(machine, tree, table, forker), builders, scheduler)
     ready = Ready(
         seq=request.seq,

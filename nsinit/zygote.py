@@ -86,7 +86,7 @@ Answer = tuple[object, list[int]]
 Work = Generator[Wait, bool, Answer]
 
 
-def serve(channel: socket.socket, enter: child.Enter, grant: Grant | None) -> None:
+def serve(channel: socket.socket, runner: child.Runner, grant: Grant | None) -> None:
     """Serve the daemon at the other end of `channel` until it is gone. `grant` None: it is as powerful as we are."""
     channel.setblocking(True)
     data = channel.recv(MAX_DATAGRAM_BYTES)
@@ -97,7 +97,7 @@ def serve(channel: socket.socket, enter: child.Enter, grant: Grant | None) -> No
         raise ProtocolError(f"expected Start, got {type(request).__name__}")
     scheduler = Scheduler()
     try:
-        node = start(request, scheduler, enter, grant)
+        node = start(request, scheduler, runner, grant)
     except StepFailed as error:
         log("error", "start failed", stage=error.stage, path=error.path, errno=error.errno, reason=str(error))
         failed = Failed(request.seq, error.stage, error.path, error.errno, str(error)[:MAX_MESSAGE])

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from runner import pty
+from runner import pty, rehearsal
 from runner.config import RunnerConfig
 from runner.context import Context
 from runner.descriptor import Descriptor
@@ -167,6 +167,11 @@ def _act_on(target: Reachable, request: Signal | Cancel | Resize) -> bool:
         case Cancel(now=now):
             target.cancel(now=now)
             return True
+
+
+def rehearse(kernel: Kernel, config: RunnerConfig) -> None:
+    """Serve a request that is refused; for a PID 1 that has nothing to do yet."""
+    rehearsal.rehearse(kernel, config, lambda context: Service(context).dispatch)
 
 
 def run(
