@@ -6,6 +6,7 @@ Never returns into nsinit's code. What is said on the control socket, and by who
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from typing import NoReturn, Protocol
 
@@ -56,8 +57,10 @@ def _touch_power_steps() -> None:
 
 
 def _say_ready(init: Init) -> None:
-    """From here on the sandbox lives on its own. If nsinit is already gone this raises, and the sandbox dies."""
-    syscalls.prctl(k.PR_SET_PDEATHSIG, 0)
+    """From here on the sandbox lives on its own, unless it is there for files only: that one goes with nsinit. (To
+    change one's ids takes the signal away, so it is set anew.) If nsinit is already gone this raises, and the sandbox
+    dies."""
+    syscalls.prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL if init.files_only else 0)
     os.write(init.control_fd, control.STATUS.encode(control.Furnished(init.steps.timings_us)))
     os.close(init.control_fd)
 

@@ -78,9 +78,10 @@ class MemoryUnpacking:
 
 
 class FakeWorkspaces:
-    """`WorkspaceSupervisor` over dictionaries. `busy`: workspaces that somebody has."""
+    """`WorkspaceSupervisor` over dictionaries. `busy`: workspaces that somebody has; `unpacking`: takes archives."""
 
     def __init__(self) -> None:
+        self.unpacking: type[MemoryUnpacking] = MemoryUnpacking
         self.known: dict[str, Workspace] = {}
         self.workspace_files: dict[str, dict[str, bytes]] = {}
         self.archives: dict[str, bytes] = {}
@@ -189,7 +190,7 @@ class FakeWorkspaces:
         await trio.lowlevel.checkpoint()
         if workspace_id in self.known and not replace:
             raise errors.Conflict(f"there is a workspace {workspace_id!r} already", workspace_id=workspace_id)
-        yield MemoryUnpacking(self, workspace_id)
+        yield self.unpacking(self, workspace_id)
 
     def _info(self, files: dict[str, bytes], path: str) -> FileInfo:
         name, content = posixpath.basename(path), files.get(path)

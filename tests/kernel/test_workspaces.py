@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
+import signal
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
 
+from nsinit.pid1 import NAME
 from sandkasten import errors
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
 from sandkasten.model import ExecSpec, SessionSpec, Status
+from sandkasten.runtime.fds import OwnedFd
 from sandkasten.workspaces import WorkspacePatch, WorkspaceSpec
+from tests.kernel.processes import nsinit_pid
+from tests.leaks import descendants
+from tests.waiting import PATIENCE_S, until
 
 WORKSPACE = "user-1"
 
@@ -76,7 +83,13 @@ async def test_a_workspace_outlives_its_sessions(supervisor: LocalSupervisor) ->
     for number, command in enumerate(("echo kept > f", "cat f > g; kill -9 -1")):
         session = await supervisor.create(SessionSpec(workspace_id=WORKSPACE))
         await supervisor.exec(session.id, ExecSpec(command))
+        ending_at = datetime.now(UTC)
         await supervisor.destroy(session.id)
+
+        async def is_synced(moment: datetime = ending_at) -> bool:
+            return (await supervisor.workspace(WORKSPACE)).last_used > moment
+
+        await until(is_synced)  # noted behind the sync that the end of a session brings
         found = await supervisor.workspace(WORKSPACE)
         assert (found.session_count, found.active_session_count) == (number + 1, 0)
     assert await read(supervisor, "g") == b"kept\n"
@@ -222,6 +235,47 @@ async def test_hostile_files_stay_in_the_jail(supervisor: LocalSupervisor, tmp_p
     assert (await supervisor.stat_file(WORKSPACE, "root")).kind == "symlink"
     assert await supervisor.remove_file(WORKSPACE, "root", recursive=True) == "/workspace/root"
     assert secret.read_text() == "secret"
+
+
+async def test_what_serves_files_goes_when_it_is_idle_and_with_nsinit(supervisor: LocalSupervisor) -> None:
+    """One for a workspace, whoever asks; none is left some seconds later, or when nsinit was killed; then there is
+    another one."""
+
+    async def helpers() -> set[int]:
+        """No image is mounted in a helper, and so its root is a tmpfs."""
+        roots = {pid: _root_of(pid) for pid, name in descendants(os.getpid()) if name == NAME}
+        return {pid for pid, root in roots.items() if root == "tmpfs"}
+
+    async def is_gone() -> bool:
+        return not await helpers()
+
+    async def reads() -> bool:
+        try:
+            return await read(supervisor, "f") == b"x"
+        except errors.SandkastenError:  # nsinit is on its way back
+            return False
+
+    await write(supervisor, "f", b"x")
+    async with trio.open_nursery() as nursery:
+        for _ in range(5):
+            nursery.start_soon(supervisor.list_files, WORKSPACE)
+    assert len(await helpers()) == 1
+    await until(is_gone)
+    assert await reads()
+    (helper,) = await helpers()
+    with OwnedFd(os.pidfd_open(helper)) as pidfd, trio.fail_after(PATIENCE_S):
+        os.kill(nsinit_pid(), signal.SIGKILL)
+        await trio.lowlevel.wait_readable(pidfd.fileno())
+    await until(reads)
+
+
+def _root_of(pid: int) -> str:
+    """Return the kind of file system that is a process's root."""
+    try:
+        mounts = Path(f"/proc/{pid}/mounts").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split(" ")[2] for line in mounts if line.split(" ")[1] == "/"), "")
 
 
 async def test_a_huge_directory_comes_in_pages(supervisor: LocalSupervisor) -> None:
