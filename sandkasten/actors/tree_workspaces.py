@@ -98,12 +98,13 @@ class WorkOfWorkspaces:
 
     @asynccontextmanager
     async def _claimed(self, workspace_id: str) -> AsyncIterator[None]:
-        await self._workspaces.ask(messages.Claim(workspace_id))
+        token = object()
         try:
+            await self._workspaces.ask(messages.Claim(workspace_id, token))
             yield
         finally:
             with trio.move_on_after(_CLEANUP_S, shield=True):
-                await self._workspaces.ask_again(messages.Unclaim(workspace_id))
+                await self._workspaces.ask_again(messages.Unclaim(workspace_id, token))
 
     # Files ------------------------------------------------------------------------------------------------------
 

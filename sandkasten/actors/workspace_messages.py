@@ -57,14 +57,18 @@ class Change(Ask[Workspace]):
 @attrs.frozen
 class Claim(Ask[Sequence[str]]):
     """Let nobody attach the workspace from now on, until `Unclaim`; answers who has it. Raises `WorkspaceBusy` when
-    somebody else claimed it."""
+    somebody else claimed it. `token` tells claims apart, so that one that was given up in between can be taken back."""
 
     workspace_id: str
+    token: object
 
 
 @attrs.frozen
 class Unclaim(Ask[None]):
+    """Take a claim back; no effect if it was refused."""
+
     workspace_id: str
+    token: object
 
 
 @attrs.frozen

@@ -24,10 +24,11 @@ class PutWorkspace(Ask[None]):
 
 @attrs.frozen
 class TouchWorkspace(Ask[None]):
-    """Note that a workspace is in use at `now`; makes a record if there is none."""
+    """Note that a workspace is in use at `now`; if it `makes` one, also where there is no record."""
 
     workspace_id: str
     now: datetime
+    makes: bool = True
 
 
 @attrs.frozen
@@ -70,8 +71,8 @@ def workspace_work_of(message: WorkspaceMessage) -> Callable[[sqlite3.Connection
     match message:
         case PutWorkspace(record):
             return lambda database: workspaces.put_workspace(database, record)
-        case TouchWorkspace(workspace_id, now):
-            return lambda database: workspaces.touch_workspace(database, workspace_id, now)
+        case TouchWorkspace(workspace_id, now, makes):
+            return lambda database: workspaces.touch_workspace(database, workspace_id, now, makes=makes)
         case GetWorkspace(workspace_id):
             return lambda database: workspaces.get_workspace(database, workspace_id)
         case ListWorkspaceRows(after, limit):

@@ -75,7 +75,7 @@ class Workspaces(Actor):
         super().__init__(ref)
         self._store, self._zygote, self._directory = store, zygote, directory
         self._attachments = attachments
-        self._claimed: set[str] = set()
+        self._claimed: dict[str, object] = {}
         self._helpers = Helpers(self, zygote=zygote, directory=directory, paths=paths, new_id=new_id, idle_s=idle_s)
 
     async def on_stop(self) -> None:
@@ -109,13 +109,14 @@ class Workspaces(Actor):
                 return self.defer(self._admit, attachment)
             case Released(workspace_id):
                 return self.defer(self._release, workspace_id)
-            case Claim(workspace_id):
+            case Claim(workspace_id, token):
                 if workspace_id in self._claimed:
                     raise _busy(workspace_id, ())
-                self._claimed.add(workspace_id)
+                self._claimed[workspace_id] = token
                 return self.defer(self._holders, workspace_id)
-            case Unclaim(workspace_id):
-                self._claimed.discard(workspace_id)
+            case Unclaim(workspace_id, token):
+                if self._claimed.get(workspace_id) is token:
+                    del self._claimed[workspace_id]
                 return None
             case Holders(workspace_id):
                 return self.defer(self._holders, workspace_id)
@@ -153,8 +154,9 @@ class Workspaces(Actor):
         ]
 
     async def _release(self, workspace_id: str) -> None:
+        """Nothing is made anew here: the workspace may have been deleted behind its last session."""
         await zygote_actor.ask_patiently(self._zygote, zygote_actor.SyncWorkspace(workspace_id))
-        await self._touch(workspace_id)
+        await self._store.ask_again(rows.TouchWorkspace(workspace_id, datetime.now(UTC), makes=False))
 
     async def _remove(self, workspace_id: str) -> None:
         holders = await self._holders(workspace_id)

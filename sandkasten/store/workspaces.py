@@ -50,8 +50,11 @@ def put_workspace(database: sqlite3.Connection, record: WorkspaceRecord) -> None
     )
 
 
-def touch_workspace(database: sqlite3.Connection, workspace_id: str, now: datetime) -> None:
-    """Note that a workspace is in use, and that there is one."""
+def touch_workspace(database: sqlite3.Connection, workspace_id: str, now: datetime, *, makes: bool) -> None:
+    """Note that a workspace is in use, and, if it `makes` a record, that there is one."""
+    if not makes:
+        database.execute("UPDATE workspaces SET last_used = ? WHERE id = ?", (now.timestamp(), workspace_id))
+        return
     database.execute(
         "INSERT INTO workspaces (id, created_at, last_used, labels) VALUES (?, ?, ?, '{}') "
         "ON CONFLICT (id) DO UPDATE SET last_used = excluded.last_used",
