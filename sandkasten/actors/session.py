@@ -141,7 +141,8 @@ class SessionActor(Actor):
             if self._creation is not None:
                 await self._create(self._creation)
             else:
-                await self._adopt()
+                async with self._services.adoptions:
+                    await self._adopt()
         except SandkastenError as error:
             log.warning("session_start_failed", extra={"session_id": self.session.id, "error": repr(error)})
             await self._give_up(error)

@@ -39,7 +39,8 @@ class Keep:
 @attrs.frozen
 class Services:
     """What a session needs of the rest of the tree. `cgroup_dirs` is `nsinit.protocol.Ready.cgroup_dirs`.
-    `expiries`: how many sessions whose lease ran out are ended at once, so that a thousand don't hold up all else."""
+    `expiries`: how many sessions whose lease ran out are ended at once, so that a thousand don't hold up all else;
+    `adoptions`: how many are taken over at once, since nsinit's mailbox is bounded."""
 
     store: Ref
     zygote: Ref
@@ -61,6 +62,7 @@ class Services:
     budget: Budget
     shares: KeyShares
     expiries: trio.CapacityLimiter
+    adoptions: trio.CapacityLimiter
     metrics: Metrics
 
     def keep(self, session_id: str) -> Keep:

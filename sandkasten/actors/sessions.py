@@ -53,7 +53,8 @@ _RECOVERING = 4
 
 Ts = TypeVarTuple("Ts")
 
-_CONCURRENT_EXPIRIES = 8
+CONCURRENT_EXPIRIES = 8
+_CONCURRENT_ADOPTIONS = 64
 _DRAIN_PAUSE_S = 0.02
 
 
@@ -225,7 +226,8 @@ class Sessions(Actor):
             writing=trio.CapacityLimiter(_RUN_WRITERS),
             recovering=trio.CapacityLimiter(_RECOVERING),
             disk=self._config.disk,
-            expiries=trio.CapacityLimiter(_CONCURRENT_EXPIRIES),
+            expiries=trio.CapacityLimiter(CONCURRENT_EXPIRIES),
+            adoptions=trio.CapacityLimiter(_CONCURRENT_ADOPTIONS),
             metrics=self._metrics,
         )
 

@@ -1,0 +1,113 @@
+"""Hundreds of leases run out within a second: all sessions end, few at a time, and the daemon answers meanwhile."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import attrs
+import pytest
+import trio
+
+from sandkasten.actors.creating import Node
+from sandkasten.actors.sessions import CONCURRENT_EXPIRIES
+from sandkasten.actors.supervisor import ChildSupervisor
+from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.config import Config
+from sandkasten.images.catalog import Catalog
+from sandkasten.listing import SessionQuery
+from sandkasten.machine import Machine
+from sandkasten.model import EndReason, EventType, Status
+from sandkasten.runtime.boot import read_boot_id
+from sandkasten.runtime.data_dir import make_data_dir
+from sandkasten.store.database import open_database
+from sandkasten.store.sessions import KernelIdentity, put_session
+from tests.fakes.nsinit import FakeNsinit, identities_of
+from tests.strategies import make_record
+from tests.waiting import SLOWNESS
+
+MANY = 300
+SPREAD_S = 1.0
+FIRST_S = 4.0
+"""When the first lease runs out: about when all sessions are adopted."""
+
+MAX_LAG_S = 1.0 * SLOWNESS
+PATIENCE_S = 25.0 * SLOWNESS
+
+
+@pytest.fixture
+def data_dir() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory:
+        yield Path(directory)
+
+
+def _record_all(config: Config, ids: list[str]) -> None:
+    """Write the records of sessions whose leases run out one after the other within a second."""
+    identities, boot_id = identities_of(ids), read_boot_id()
+    now = datetime.now(UTC)
+    with closing(open_database(config.db_path)) as database:
+        database.execute("BEGIN")
+        for number, session_id in enumerate(ids):
+            who = identities[session_id]
+            kernel = KernelIdentity(who.pid, who.start_ticks, who.pid_ns, boot_id)
+            ttl_s = FIRST_S + SPREAD_S * number / len(ids)
+            record = make_record(session_id, identity=kernel, ttl_s=ttl_s, created_at=now)
+            expires_at = now + timedelta(seconds=ttl_s)
+            session = attrs.evolve(record.session, last_activity=now, expires_at=expires_at)
+            put_session(database, attrs.evolve(record, session=session))
+        database.execute("COMMIT")
+
+
+async def _expired(supervisor: LocalSupervisor, count: int, begun: trio.Event) -> None:
+    """Wait until so many sessions have expired."""
+    async with supervisor.events(after="0") as events:
+        async for event in events:
+            if event.type is EventType.SESSION_EXPIRED:
+                begun.set()
+                assert event.data["end_reason"] == "idle"
+                count -= 1
+            if not count:
+                return
+
+
+async def test_hundreds_of_sessions_expire_within_a_second(data_dir: Path) -> None:
+    """Each once, as idle, never more at a time than may be; requests are answered while it goes on."""
+    make_data_dir(data_dir)
+    config = Config(data_dir=data_dir, sessions_on_stop="keep")
+    ids = [f"{number:016x}0badcafe" for number in range(MANY)]
+    _record_all(config, ids)
+    lags: list[float] = []
+    begun = trio.Event()
+    async with trio.open_nursery() as outside:
+        nsinit = FakeNsinit(data_dir, identities_of(ids), outside)
+        async with trio.open_nursery() as nursery:
+            node = Node("0badcafe", 1, read_boot_id(), b"k" * 32)
+            machine = Machine(datetime.now(UTC), [])
+            supervisor = LocalSupervisor(
+                config, Catalog(data_dir), node, machine=machine, vessels=0, start_nsinit=nsinit.start
+            )
+            with trio.fail_after(PATIENCE_S):
+                await nursery.start(ChildSupervisor(supervisor.children()).run)
+
+            async def ask_on() -> None:
+                await begun.wait()
+                while True:
+                    began = trio.current_time()
+                    await supervisor.get(ids[-1])
+                    lags.append(trio.current_time() - began)
+                    await trio.sleep(0.01)
+
+            nursery.start_soon(ask_on)
+            with trio.fail_after(PATIENCE_S):
+                await _expired(supervisor, MANY, begun)
+            ended = await supervisor.find(SessionQuery(frozenset({Status.EXPIRED}), limit=MANY + 1))
+            nursery.cancel_scope.cancel()
+        outside.cancel_scope.cancel()
+    assert {each.id for each in ended.sessions} == set(ids)
+    assert {each.end_reason for each in ended.sessions} == {EndReason.IDLE}
+    assert sorted(nsinit.torn_down) == ids
+    assert 1 < nsinit.peak <= CONCURRENT_EXPIRIES
+    assert max(lags) < MAX_LAG_S
