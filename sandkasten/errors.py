@@ -237,6 +237,10 @@ class Draining(Capacity):
     """The operator has this node take no new sessions; those there are go on."""
 
 
+class ZygoteLost(Capacity):
+    """nsinit died or does not answer; running sandboxes go on, and another nsinit is started."""
+
+
 class ActorGone(Capacity):
     """The actor that was asked ended before it answered, or is being restarted."""
 
@@ -288,13 +292,6 @@ class BuildFailed(SandboxError):
         super().__init__(message)
         self.stage, self.path, self.errno = stage, path, errno
         self.retryable = stage in _PASSING_STAGES
-
-
-class ZygoteLost(SandboxError):
-    """nsinit died or does not answer; running sandboxes go on."""
-
-    retryable = True
-    scope = "node"
 
 
 class RunnerLost(SandboxError):

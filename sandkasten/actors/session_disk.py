@@ -11,7 +11,7 @@ import logging
 from sandkasten.actors import zygote
 from sandkasten.actors.actor import Ref
 from sandkasten.config import Disk
-from sandkasten.errors import BuildFailed, InvalidRequest, Unavailable, ZygoteLost
+from sandkasten.errors import BuildFailed, InvalidRequest, Unavailable
 from sandkasten.model import Limits
 from sandkasten.runtime.plan import check_disk_limits, plan_disk
 
@@ -40,7 +40,7 @@ async def read_disk(ref: Ref, session_id: str) -> dict[str, int]:
     """Return what is known of the disk for a session's statistics; nothing while nsinit can't be asked."""
     try:
         use = await ref.ask(zygote.AskDisk(session_id))
-    except (BuildFailed, Unavailable, ZygoteLost) as error:
+    except (BuildFailed, Unavailable) as error:
         log.info("disk_not_read", extra={"session_id": session_id, "error": str(error)})
         return {}
     numbers = {

@@ -3,6 +3,9 @@
 Owns the connection. All SQL runs in one worker thread at a time, under a limiter of its own, so the event loop never
 waits for the disk and an answer means the transaction is committed. Reads go through the same door and so see every
 write that was answered before them.
+
+A full disk refuses writes until there is room, and what can wait waits. A database that is damaged, gone or can't be
+written any more gives up (`StoreBroken`): a daemon that forgets what it is told must not go on, and sandboxes can.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import attrs
 import trio
 
 from sandkasten.actors.actor import DEFERRED, Actor, Ask, Ref, Reply
+from sandkasten.actors.supervisor import GiveUp
 from sandkasten.actors.workspace_rows import WorkspaceMessage, workspace_work_of
 from sandkasten.errors import SandkastenError, StoreFailed
 from sandkasten.listing import SessionQuery
@@ -27,12 +31,17 @@ from sandkasten.store import events as events_sql
 from sandkasten.store import sessions as sql
 from sandkasten.store.database import open_database
 from sandkasten.store.events import EventPage, JournalState, Purged
+from sandkasten.store.health import is_broken
 from sandkasten.store.listing import Recorded, find_sessions
 from sandkasten.store.sessions import SessionRecord
 
 log = logging.getLogger(__name__)
 
 _BATCH_JOBS = 256
+
+
+class StoreBroken(GiveUp):
+    """The database is damaged, gone, or can't be written."""
 
 
 @attrs.frozen
@@ -141,22 +150,32 @@ class _Job:
 class Store(Actor):
     """See the module's docstring."""
 
-    def __init__(self, ref: Ref, path: Path, *, metrics: Metrics | None = None) -> None:
+    def __init__(
+        self,
+        ref: Ref,
+        path: Path,
+        *,
+        metrics: Metrics | None = None,
+        open_connection: Callable[[Path], sqlite3.Connection] = open_database,
+    ) -> None:
         super().__init__(ref)
-        self._path = path
+        self._path, self._open = path, open_connection
         self._metrics = metrics or Metrics()
         self._limiter = trio.CapacityLimiter(1)
         self._jobs: list[_Job] = []
         self._wake = trio.Event()
 
     async def on_start(self) -> None:
-        self._database = await trio.to_thread.run_sync(open_database, self._path, limiter=self._limiter)
+        self._database = await trio.to_thread.run_sync(self._open, self._path, limiter=self._limiter)
         self._nursery.start_soon(self._write)
 
     async def on_stop(self) -> None:
         if hasattr(self, "_database"):
-            if self._jobs:  # what was accepted before the end is still written
-                await self._flush()
+            try:
+                if self._jobs:  # what was accepted before the end is still written
+                    await self._flush()
+            except StoreBroken as error:
+                log.error("last_writes_lost", extra={"error": str(error)})
             await trio.to_thread.run_sync(self._database.close, limiter=self._limiter)
 
     async def handle(self, message: Message) -> Any:
@@ -187,6 +206,13 @@ class Store(Actor):
                 job.reply.fail(outcome)
             else:
                 job.reply.set(outcome)
+        self._give_up_if_broken(outcomes)
+
+    def _give_up_if_broken(self, outcomes: Sequence[object]) -> None:
+        for each in outcomes:
+            cause = each.__cause__ if isinstance(each, StoreFailed) else None
+            if is_broken(cause, self._path):
+                raise StoreBroken(f"the session database can't be used any more: {cause}") from cause
 
 
 async def put_or_keep(store: Ref, unwritten: dict[str, SessionRecord], record: SessionRecord) -> None:
@@ -255,6 +281,8 @@ def _transact(database: sqlite3.Connection, batch: Sequence[_Job]) -> Sequence[o
             try:
                 outcomes.append(job.work(database))
             except Exception as error:  # noqa: BLE001 - a value SQLite can't hold must not take the others along
+                if not database.in_transaction:  # SQLite undid all of it, as it does on a full disk
+                    return [_failed(error)] * len(batch)
                 database.execute("ROLLBACK TO job")
                 outcomes.append(_failed(error))
             database.execute("RELEASE job")

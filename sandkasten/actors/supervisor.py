@@ -2,7 +2,8 @@
 
 Children start in list order, each when the one before it is ready, and stop in reverse order, which a bare nursery
 does not do. A child that fails while starting for the first time fails the supervisor. A permanent child that ends
-later is restarted after a growing pause; more than `intensity` restarts in `period_s` give the supervisor up.
+later is restarted after a growing pause; more than `intensity` restarts in `period_s` give the supervisor up, and a
+child may say that to restart it is pointless (`GiveUp`).
 
 Sources: Erlang/OTP `supervisor` behaviour (child spec, restart type, intensity and period).
 """
@@ -25,7 +26,11 @@ _STEADY_S = 30.0
 """A child that ran this long starts with the first back-off again."""
 
 
-class RestartIntensityExceeded(Exception):
+class GiveUp(Exception):
+    """To restart the child that raises this is pointless; the message says why, and the supervisor ends at once."""
+
+
+class RestartIntensityExceeded(GiveUp):
     """A child kept failing; the supervisor gives up and its owner decides."""
 
 
@@ -38,13 +43,15 @@ class ChildSpec:
     """How to run one child. `start` is called anew for each incarnation and runs until the child ends.
 
     `permanent` children are always restarted, `transient` ones only after a failure, `temporary` ones never.
-    `shutdown_s` bounds how long stopping waits for this child before it goes on to the next.
+    `shutdown_s` bounds how long stopping waits for this child before it goes on to the next. What `may_keep_failing` is
+    started again and again, as seldom as the back-off says: the others are of use without it.
     """
 
     id: str
     start: _Start
     restart: Literal["permanent", "transient", "temporary"] = "permanent"
     shutdown_s: float = 30.0
+    may_keep_failing: bool = False
 
 
 class _Child:
@@ -110,13 +117,23 @@ class ChildSupervisor:
             child.ended.set()
 
     def _count_restart(self, child: _Child, failure: BaseException | None) -> None:
+        if (hopeless := _find_give_up(failure)) is not None:
+            raise type(hopeless)(f"{child.spec.id}: {hopeless}") from failure
         log.error("child_ended", extra={"child": child.spec.id, "error": repr(failure)}, exc_info=failure)
+        if child.spec.may_keep_failing:
+            return
         now = trio.current_time()
         self._restarts.append(now)
         while self._restarts and self._restarts[0] < now - self._period_s:
             self._restarts.popleft()
         if len(self._restarts) > self._intensity:
             raise RestartIntensityExceeded(f"{child.spec.id}: more than {self._intensity} restarts") from failure
+
+
+def _find_give_up(failure: BaseException | None) -> GiveUp | None:
+    if isinstance(failure, BaseExceptionGroup):
+        return next((found for inner in failure.exceptions if (found := _find_give_up(inner)) is not None), None)
+    return failure if isinstance(failure, GiveUp) else None
 
 
 class _FirstStart:

@@ -233,7 +233,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             ChildSpec("store", start_store),
             ChildSpec("events", start_events),
             ChildSpec("spool", start_spool),
-            ChildSpec("zygote", start_zygote),
+            ChildSpec("zygote", start_zygote, may_keep_failing=True),
             ChildSpec("images", start_images),
             ChildSpec("workspaces", start_workspaces),
             ChildSpec("sessions", start_sessions),

@@ -25,6 +25,7 @@ import trio
 
 from nsinit.protocol import SeccompProfile
 from sandkasten import app, log
+from sandkasten.actors.supervisor import GiveUp
 from sandkasten.api.listen import ListenError
 from sandkasten.cli.key import make_data_dir, with_key
 from sandkasten.cli.main import Stop, load, require_root
@@ -211,6 +212,8 @@ def explain(error: BaseException) -> str | None:
             return f"the address is in use: {leaf}; choose another with --listen, or stop who has it"
         if isinstance(leaf, ConfigError | SandkastenError | ListenError):
             return str(leaf)
+        if isinstance(leaf, GiveUp):
+            return f"can't go on: {leaf}; sessions run on, and the next start adopts them"
         if isinstance(leaf, PermissionError) and leaf.filename:
             return f"{leaf.strerror}: {os.fsdecode(leaf.filename)}"
     return None

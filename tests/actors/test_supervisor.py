@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Literal
 
 import pytest
 import trio
 import trio.testing
 
-from sandkasten.actors.supervisor import ChildSpec, ChildSupervisor, RestartIntensityExceeded
+from sandkasten.actors.supervisor import ChildSpec, ChildSupervisor, GiveUp, RestartIntensityExceeded
 
 
 class Journal:
@@ -102,3 +103,66 @@ async def test_a_child_that_cannot_start_fails_the_start_and_stops_those_before_
         async with trio.open_nursery() as nursery:
             await nursery.start(tree.run)
     assert journal.lines == ["start a", "stop a"]
+
+
+async def starts_of(tree: ChildSupervisor, starts: list[float], *, within_s: float) -> list[float]:
+    """Run the tree for so long; return the pauses between the starts of a child."""
+    async with trio.open_nursery() as nursery:
+        await nursery.start(tree.run)
+        await trio.sleep(within_s)
+        nursery.cancel_scope.cancel()
+    return [round(later - earlier, 3) for earlier, later in itertools.pairwise(starts)]
+
+
+def failing_at_once(starts: list[float]) -> Any:
+    """Return the start of a child that comes up and fails."""
+
+    async def start(*, task_status: trio.TaskStatus[Any]) -> None:
+        starts.append(trio.current_time())
+        task_status.started()
+        raise ExceptionGroup("a nursery's", [OSError("no")])
+
+    return start
+
+
+async def test_pauses_double_up_to_a_bound(autojump_clock: trio.testing.MockClock) -> None:
+    """A child that may keep failing is tried for ever, the seldomer the longer it fails."""
+    starts: list[float] = []
+    tree = ChildSupervisor([ChildSpec("a", failing_at_once(starts), may_keep_failing=True)])
+    pauses = await starts_of(tree, starts, within_s=60)
+    assert pauses[:9] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    assert set(pauses[7:]) == {5.0}
+    assert sum(pauses) > 50
+
+
+async def test_a_child_that_ran_for_a_while_is_restarted_without_delay(autojump_clock: trio.testing.MockClock) -> None:
+    """What happens once in a while is no crash loop."""
+    starts: list[float] = []
+
+    async def start(*, task_status: trio.TaskStatus[Any]) -> None:
+        starts.append(trio.current_time())
+        task_status.started()
+        await trio.sleep(40)
+        raise OSError("once in a while")
+
+    pauses = await starts_of(ChildSupervisor([ChildSpec("a", start)]), starts, within_s=400)
+    assert pauses == [40.05] * 9
+
+
+async def test_a_child_may_say_that_to_restart_it_is_pointless(autojump_clock: trio.testing.MockClock) -> None:
+    """The first time is the last: the others stop in order, and who runs the tree hears why."""
+    journal = Journal()
+    failing = trio.Event()
+
+    async def start(*, task_status: trio.TaskStatus[Any]) -> None:
+        journal.lines.append("start b")
+        task_status.started()
+        await failing.wait()
+        raise ExceptionGroup("a nursery's", [GiveUp("the disk is gone")])
+
+    tree = ChildSupervisor([journal.child("a"), ChildSpec("b", start), journal.child("c")])
+    with pytest.RaisesGroup(pytest.RaisesExc(GiveUp, match="b: the disk is gone"), flatten_subgroups=True):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(tree.run)
+            failing.set()
+    assert journal.lines == ["start a", "start b", "start c", "stop c", "stop a"]

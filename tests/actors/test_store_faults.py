@@ -1,0 +1,76 @@
+"""A database that fails: SQLite's own errors, each with what becomes of the store."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+import trio
+
+from sandkasten.actors.actor import Ref
+from sandkasten.actors.store import LiveSessions, Ping, Put, Store, StoreBroken
+from sandkasten.errors import ActorGone, StoreFailed
+from sandkasten.store.database import open_database
+from tests.strategies import make_record
+
+
+def readonly(path: Path) -> sqlite3.Connection:
+    """Open a database that takes no write, as on a disk that the kernel made read-only after an error."""
+    database = open_database(path)
+    database.execute("PRAGMA query_only=ON")
+    return database
+
+
+def full(path: Path) -> sqlite3.Connection:
+    """Open a database that may not grow."""
+    database = open_database(path)
+    pages = database.execute("PRAGMA page_count").fetchone()[0]
+    database.execute(f"PRAGMA max_page_count={pages}")
+    return database
+
+
+async def test_a_database_that_cannot_be_written_gives_up(tmp_path: Path) -> None:
+    """Whoever asked is answered, and the end says why."""
+    with pytest.RaisesGroup(pytest.RaisesExc(StoreBroken, match="readonly database"), flatten_subgroups=True):
+        async with trio.open_nursery() as nursery:
+            store: Ref = await nursery.start(Store(Ref("store"), tmp_path / "test.db", open_connection=readonly).run)
+            with pytest.raises(StoreFailed):
+                await store.ask(Put(make_record("a" * 24)))
+    with pytest.raises(ActorGone):
+        await store.ask(Ping())
+
+
+async def test_a_damaged_database_gives_up(tmp_path: Path) -> None:
+    """As soon as SQLite notices; here because somebody else changed what the tables are."""
+    path = tmp_path / "test.db"
+    with pytest.RaisesGroup(pytest.RaisesExc(StoreBroken, match="malformed"), flatten_subgroups=True):
+        async with trio.open_nursery() as nursery:
+            store: Ref = await nursery.start(Store(Ref("store"), path).run)
+            await store.ask(Put(make_record("a" * 24)))
+            damage(path)
+            with pytest.raises(StoreFailed):
+                await store.ask(LiveSessions())
+
+
+def damage(path: Path) -> None:
+    """Let a table begin where there is nothing, and have everybody read that anew."""
+    database = sqlite3.connect(path, isolation_level=None)
+    version = database.execute("PRAGMA schema_version").fetchone()[0]
+    database.execute("PRAGMA writable_schema=ON")
+    database.execute("UPDATE sqlite_schema SET rootpage=999999 WHERE name='sessions'")
+    database.execute(f"PRAGMA schema_version={version + 1}")
+    database.close()
+
+
+async def test_a_full_disk_refuses_writes_and_nothing_else(tmp_path: Path, nursery: trio.Nursery) -> None:
+    """Reading goes on, and so does writing once there is room."""
+    store: Ref = await nursery.start(Store(Ref("store"), tmp_path / "test.db", open_connection=full).run)
+    large = {f"label-{number}": "x" * 200 for number in range(500)}
+    with pytest.raises(StoreFailed) as caught:
+        await store.ask(Put(make_record("a" * 24, labels=large)))
+    assert isinstance(caught.value.__cause__, sqlite3.OperationalError)
+    assert caught.value.__cause__.sqlite_errorcode == sqlite3.SQLITE_FULL
+    assert await store.ask(LiveSessions()) == []
+    assert store.incarnation == 1
+    await store.ask(Ping())
