@@ -22,7 +22,7 @@ KEY = "benchmark"
 @contextmanager
 def running(data_dir: Path) -> Iterator[tuple[int, tuple[str, int]]]:
     """Run a daemon on a free port; yield its pid and address."""
-    command = [str(Path(sys.executable).with_name("sandkasten")), "serve", "--listen", "127.0.0.1:0"]
+    command = [str(Path(sys.executable).with_name("sandkasten")), "serve", "--listen", "127.0.0.1:0", "--stop-sessions"]
     with subprocess.Popen(
         [*command, "--data-dir", str(data_dir), "--log-level", "warning"],
         stdout=subprocess.PIPE,

@@ -38,7 +38,9 @@ class Held:
     sockets: list[tuple[str, int, int]] = attrs.field(factory=list)
 
     def bound(self) -> Bound:
-        """Return listeners of the caller's own on the same sockets."""
+        """Return listeners of the caller's own on the same sockets, which listen again if they had stopped to."""
+        for each in self.listening:
+            each.listen(BACKLOG)
         duplicates = [trio.socket.from_stdlib_socket(each.dup()) for each in self.listening]
         return Bound([trio.SocketListener(each) for each in duplicates], list(self.addresses))
 
