@@ -38,6 +38,7 @@ from sandkasten.api.stream import ClientGone
 from sandkasten.api.websocket import ConnectionOver, Doorman, WebSocketExchange
 from sandkasten.api.ws_routes import SESSION_WEBSOCKETS, WEBSOCKETS
 from sandkasten.errors import InvalidRequest
+from sandkasten.keys import NOBODY
 from sandkasten.model import SESSION_ID, WORKSPACE_ID
 from sandkasten.runtime.keyring import KeyRing
 from sandkasten.runtime.quotas import KeyShares
@@ -61,8 +62,7 @@ class _Front:
         self._supervisor = supervisor
         self._settings = settings
         self._shares = shares
-        self._gate = Gate(settings.api_key, shares.ring)
-        self._doorman = Doorman(self._gate, shares)
+        self._doorman = Doorman(Gate(settings.api_key, shares.ring), shares)
         self._metrics = FrontMetrics()
         self._json_app = cast(App, make_json_app())  # typed for hypercorn's own message types
 
@@ -97,7 +97,7 @@ class _Front:
             self._metrics.end_request()
         elapsed_s = time.perf_counter() - started
         self._metrics.note_request(exchange.method, exchange.route, exchange.status, elapsed_s)
-        level = logging.DEBUG if is_public(target) else logging.INFO
+        level = logging.DEBUG if exchange.key is NOBODY else logging.INFO  # of refusals the log has a count
         facts = {"method": exchange.method, "path": scope["path"], "status": exchange.status, **_span(trace)}
         log.log(level, "request", extra=facts | {"duration_ms": round(elapsed_s * 1000, 1)})
 
@@ -108,7 +108,7 @@ class _Front:
         if has_two_lengths(scope):
             raise InvalidRequest("the body's length is given twice", transfer_encoding="came with content-length")
         if not is_public(target):
-            exchange.key = self._gate.check(scope)
+            exchange.key = await self._doorman.identify(scope)
             exchange.use.bind(exchange.key)
             logcontext.set_key(exchange.key.id)
             self._shares.take_request(exchange.key)
@@ -161,7 +161,8 @@ class _Front:
         self._metrics.note_websocket(exchange.route, status, exchange.code)
         facts = {"path": scope["path"], "status": status, "close_code": exchange.code}
         facts |= _span(logcontext.origin.get().trace)
-        log.info("websocket", extra=facts | {"duration_ms": round((time.perf_counter() - started) * 1000, 1)})
+        level = logging.DEBUG if exchange.key is NOBODY else logging.INFO
+        log.log(level, "websocket", extra=facts | {"duration_ms": round((time.perf_counter() - started) * 1000, 1)})
 
     async def _talk(self, exchange: WebSocketExchange, target: Target | None) -> None:
         if is_head_too_large(exchange.scope, self._settings.max_header_bytes):

@@ -21,6 +21,7 @@ from sandkasten.api.errors import STATUS, error_body
 from sandkasten.api.exchange import parse_query
 from sandkasten.api.guard import Message, Receive, Scope, Send
 from sandkasten.api.jsontext import encode_json
+from sandkasten.api.refusals import Refusals
 from sandkasten.api.settings import ApiSettings
 from sandkasten.api.ws_frames import CloseCode, Opcode, encode_frame
 from sandkasten.errors import SandkastenError
@@ -49,7 +50,24 @@ class Doorman:
 
     gate: Gate
     shares: KeyShares
+    refusals: Refusals = attrs.field(factory=Refusals)
     unproven: int = 0
+
+    async def identify(self, scope: Scope) -> ApiKey:
+        """Return whose request that is. Raises `Unauthorized`, late when there are many."""
+        try:
+            return self.gate.check(scope)
+        except errors.Unauthorized:
+            await self.refusals.note(scope.get("client"))
+            raise
+
+    async def identify_key(self, scope: Scope, token: bytes) -> ApiKey:
+        """Return the key with that token; as `identify`."""
+        try:
+            return self.gate.check_key(token)
+        except errors.Unauthorized:
+            await self.refusals.note(scope.get("client"))
+            raise
 
 
 class WebSocketExchange:
@@ -107,7 +125,7 @@ class WebSocketExchange:
                 raise errors.Capacity("too many connections wait for their first message")
             self._needs = needs
             return
-        self._know(self._doorman.gate.check(self.scope))
+        self._know(await self._doorman.identify(self.scope))
         if needs is None:
             raise errors.RouteNotFound("no such URL")
         self._needs = needs
@@ -143,7 +161,8 @@ class WebSocketExchange:
                 message = await self._next()
                 if message is None:
                     raise ConnectionOver
-                self._know(self._doorman.gate.check_key((_auth_key(message) or "").encode()))
+                token = (_auth_key(message) or "").encode()
+                self._know(await self._doorman.identify_key(self.scope, token))
                 self._may_prove = False
         finally:
             self._doorman.unproven -= 1

@@ -7,14 +7,15 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
 from sandkasten.api.errors import STATUS
 from sandkasten.api.routes import JSON_ROUTES, RAW_ROUTES, WORKSPACE_ROUTES
-from tests.e2e.daemon import running_daemon
+from tests.e2e.daemon import SCRIPT, running_daemon
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -76,7 +77,15 @@ def test_the_example_of_the_workspaces_works_line_by_line(data_dir: Path) -> Non
     _check_console("".join(text for kind, text in _blocks(WORKSPACES) if kind == "console"), data_dir)
 
 
-def _check_console(block: str, data_dir: Path) -> None:
+@needs_root
+def test_the_examples_of_keys_work_line_by_line(data_dir: Path) -> None:
+    """docs/keys.md: made, used, over a quota, revoked, in one shell with the command at hand."""
+    text = (ROOT / "docs/keys.md").read_text()
+    environment = {"PATH": f"{SCRIPT.parent}:{os.environ['PATH']}", "SANDKASTEN_DATA_DIR": str(data_dir)}
+    _check_console("".join(block for kind, block in _blocks(text) if kind == "console"), data_dir, environment)
+
+
+def _check_console(block: str, data_dir: Path, environment: Mapping[str, str] = MappingProxyType({})) -> None:
     """Run the `$` lines against a daemon; what they print must have the shape of the other lines."""
     commands: list[str] = []
     shown: list[str] = []
@@ -87,6 +96,7 @@ def _check_console(block: str, data_dir: Path) -> None:
         script = "\n".join(commands).replace(".sandkasten/api-key", str(data_dir / "api-key"))
         done = subprocess.run(
             ["bash", "-e", "-c", script.replace("http://127.0.0.1:8080", url)],
+            env={**os.environ, **environment},
             capture_output=True,
             text=True,
             timeout=60,
