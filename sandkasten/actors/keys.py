@@ -47,7 +47,7 @@ class KeyWatch:
         self._ring.end_uses()
 
     async def _read(self, stamp: Stamp) -> None:
-        self._seen = stamp  # also of a file that is refused: it is told once, and read again when it is another
+        self._seen = stamp
         keys = await trio.to_thread.run_sync(read_keys, self._path, limiter=self._limiter)
         before = self._ring.keys.keys()
         after = {key.id for key in keys}
@@ -62,3 +62,4 @@ class KeyWatch:
             log.error("keys_refused", extra={"file": self._path.name, "reason": reason})
         self._ring.replace([])
         self._ring.trouble = reason
+        self._seen = None  # what could not be read once may be readable the next time, without having changed

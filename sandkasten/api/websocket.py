@@ -53,21 +53,15 @@ class Doorman:
     refusals: Refusals = attrs.field(factory=Refusals)
     unproven: int = 0
 
-    async def identify(self, scope: Scope) -> ApiKey:
-        """Return whose request that is. Raises `Unauthorized`, late when there are many."""
+    async def identify(self, scope: Scope, token: bytes | None = None) -> ApiKey:
+        """Return whose request that is, by its head or by the token that came later. Raises `Unauthorized`, late when
+        there are many."""
         try:
-            return self.gate.check(scope)
-        except errors.Unauthorized:
-            await self.refusals.note(scope.get("client"))
-            raise
-
-    async def identify_key(self, scope: Scope, token: bytes) -> ApiKey:
-        """Return the key with that token; as `identify`."""
-        try:
-            return self.gate.check_key(token)
-        except errors.Unauthorized:
-            await self.refusals.note(scope.get("client"))
-            raise
+            return self.gate.check(scope) if token is None else self.gate.check_key(token)
+        except errors.Unauthorized as error:
+            refusal = error
+        await self.refusals.note(scope.get("client"))
+        raise refusal
 
 
 class WebSocketExchange:
@@ -162,7 +156,7 @@ class WebSocketExchange:
                 if message is None:
                     raise ConnectionOver
                 token = (_auth_key(message) or "").encode()
-                self._know(await self._doorman.identify_key(self.scope, token))
+                self._know(await self._doorman.identify(self.scope, token))
                 self._may_prove = False
         finally:
             self._doorman.unproven -= 1

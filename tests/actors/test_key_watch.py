@@ -55,6 +55,10 @@ async def test_a_damaged_file_takes_the_keys_away_and_is_told_once(
     assert not ring.keys
     assert ring.trouble is not None
     path.write_bytes(content)
+    path.chmod(0o660)
+    await watch.look()
+    assert not ring.keys
+    path.chmod(0o640)
     await watch.look()
     assert list(ring.keys) == [READ.key.id]
     assert ring.trouble is None
