@@ -23,7 +23,7 @@ ABOUT_THE_NODE |= {
     *(route.rule for route in JSON_ROUTES if route.rule.startswith(WORKSPACES)),
     *(f"{WORKSPACES}/<workspace_id>/{pattern}" for pattern in WORKSPACE_ROUTES.routes),
 }
-ABOUT_NO_SESSION = {"/healthz", SESSIONS, "/v1/events"} | ABOUT_THE_NODE
+ABOUT_NO_SESSION = {"/healthz", "/openapi.json", SESSIONS, "/v1/events"} | ABOUT_THE_NODE
 _PARAMETER = re.compile(r"\{\w+\}|<\w+>")
 
 
