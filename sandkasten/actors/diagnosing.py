@@ -103,7 +103,7 @@ class Diagnosing:
 
     async def _cgroup(self, session_id: str) -> Part:
         dirs = (await self._zygote.ask(zygote_actor.Node())).cgroup_dirs
-        found = await trio.to_thread.run_sync(read_raw, dirs, session_id, limiter=self._threads)
+        found = await trio.to_thread.run_sync(read_raw, dirs, session_id, limiter=self._threads, abandon_on_cancel=True)
         return found or Unavailable("there is no cgroup of this session")
 
     async def _disk(self, session: Session) -> Part:

@@ -69,13 +69,12 @@ def _lease(lease: Lease) -> Mapping[str, Any]:
 
 
 def _runs(work: SessionWork) -> Mapping[str, Any]:
-    infos = work.runs.infos()
     return {
         "running": work.runs.running,
         "queued": work.runs.queued,
-        "known": len(infos),
+        "known": work.runs.known,
         "kept_bytes": work.kept_bytes,
-        "newest": [_run(info) for info in infos[-MAX_RUNS:]],
+        "newest": [_run(info) for info in work.runs.newest(MAX_RUNS)],
     }
 
 

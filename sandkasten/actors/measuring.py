@@ -19,10 +19,14 @@ from sandkasten.actors.directory import SessionDirectory
 from sandkasten.actors.node_view import package_version
 from sandkasten.lifecycle import LIVE
 from sandkasten.measures import Family, Sample, gauge, single
+from sandkasten.model import Status
 from sandkasten.runtime.journal import Journal
 from sandkasten.runtime.metrics import Metrics
 from sandkasten.runtime.node_readings import read_node
 from sandkasten.runtime.spool import Spool
+
+_AT_ONCE = 100
+"""Sessions that are looked at before other tasks get a turn."""
 
 _LOOKS = {
     "creates_queued": "Creates that wait for a builder.",
@@ -52,8 +56,13 @@ class Observed:
 
 async def measure(seen: Observed, *, limiter: trio.CapacityLimiter) -> Sequence[Family]:
     """Return all numbers there are."""
+    statuses: Counter[Status] = Counter()
+    for start, entry in enumerate(seen.directory):
+        if start % _AT_ONCE == 0:
+            await trio.lowlevel.checkpoint()
+        statuses[entry.session.status] += 1
     slow = await trio.to_thread.run_sync(_read, seen, limiter=limiter)
-    return [*seen.metrics.read(), *_of_tree(seen), *_of_storage(seen), *slow]
+    return [*seen.metrics.read(), *_of_tree(seen, statuses), *_of_storage(seen), *slow]
 
 
 def _read(seen: Observed) -> list[Family]:
@@ -64,9 +73,8 @@ def _read(seen: Observed) -> list[Family]:
     ]
 
 
-def _of_tree(seen: Observed) -> list[Family]:
+def _of_tree(seen: Observed, statuses: Mapping[Status, int]) -> list[Family]:
     entries = list(seen.directory)
-    statuses = Counter(entry.session.status for entry in entries)
     queues = list(seen.metrics.queues)
     running = sum(each.running for each in queues)
     waiting = [entry.ref.waiting for entry in entries]
@@ -75,7 +83,7 @@ def _of_tree(seen: Observed) -> list[Family]:
         gauge(
             "sandkasten_sessions",
             "Sessions as they are now.",
-            {status.value: float(statuses[status]) for status in sorted(LIVE)},
+            {status.value: float(statuses.get(status, 0)) for status in sorted(LIVE)},
             "status",
         ),
         gauge(

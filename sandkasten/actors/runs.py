@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import islice
 
 import attrs
 import trio
@@ -233,6 +234,15 @@ class Runs:
         if exec_id in self._gone:
             raise _gone(exec_id)
         raise ExecNotFound("no such run", exec_id=exec_id[:128])
+
+    @property
+    def known(self) -> int:
+        """How many there are of which something is kept."""
+        return len(self._known)
+
+    def newest(self, limit: int) -> Sequence[ExecInfo]:
+        """Return the newest that are known, oldest first."""
+        return [run.info for run in islice(reversed(self._known.values()), limit)][::-1]
 
     def infos(self) -> Sequence[ExecInfo]:
         """Return all runs that are known, oldest first."""
