@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME PYTHONWARNINGS
 # A start with few descriptors allowed is no reason to fail: take what the hard limit grants.
 LIMITS := ulimit -S -n 65536 2>/dev/null || ulimit -S -n "$$(ulimit -H -n)" 2>/dev/null || true
 
-.PHONY: help install run test vm bench soak fuzz lint lock tools clean as-root
+.PHONY: help install run test vm crashwalk bench soak fuzz lint lock tools clean as-root
 .DELETE_ON_ERROR:
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo 'make run [ARGS=...]     serve from here (data in .sandkasten); ARGS as for `sandkasten serve`'
 	@echo 'make test [ARGS=...]    all tests, as root, in two lanes; with ARGS as for pytest: those, in one (or LANES=N)'
 	@echo 'make vm                 what is claimed of cgroup v2, on an emulated machine with a pure v2 tree and an older kernel'
+	@echo 'make crashwalk [ARGS=...] end processes at every crash point and look at the next start; ARGS: points'
 	@echo 'make bench [ARGS=...]   measure create, exec, HTTP and memory'
 	@echo 'make soak [ARGS=...]    cycles, kills and bad neighbours; leaves a report in docs/ (half an hour; ARGS=--short: a minute)'
 	@echo 'make fuzz [SECONDS=120] hostile input for the parsers; ARGS: names of targets'
@@ -42,6 +43,9 @@ test: $(if $(ARGS),,as-root) tools $(VENV)/.installed-dev
 
 vm: tools $(VENV)/.installed-dev
 	@exec $(PYTHON) -m pytest -s tests/vm $(ARGS)
+
+crashwalk: as-root $(VENV)/.installed-dev
+	@$(LIMITS); exec $(PYTHON) tests/guardian.py $(PYTHON) -m tests.e2e.crashwalk $(ARGS)
 
 bench: as-root $(VENV)/.installed-dev
 	@$(LIMITS); exec $(PYTHON) -m bench.main $(ARGS)

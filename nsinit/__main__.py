@@ -27,6 +27,7 @@ def main() -> None:
     import ctypes
     import socket
     import traceback  # noqa: F401 - whoever prints an error inside the sandbox would import it
+    from dataclasses import replace
 
     from nsinit import constants as k
     from nsinit import syscalls
@@ -67,6 +68,8 @@ def main() -> None:
             kernel = kernels[init.filter is not None]
             kernel.take_oom_file(init.oom_fd, init.oom_score)
             config = files_config if init.files_only else configs[init.root_inside]
+            if init.crash is not None:
+                config = replace(config, passing=init.crash.passing)
             runner_main.run(init.listener_fd, kernel, on_ready=on_ready, config=config)
 
     serve(channel, Runner(), grant)

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from nsinit import build, capabilities, control, syscalls
 from nsinit import constants as k
+from nsinit.crash_points import BUILDER
 from nsinit.furnish import JOINED, Box, Machine
 from nsinit.pid1 import keep_only
 from nsinit.protocol import MAX_DATAGRAM_BYTES, DiskLimits, SandboxPlan
@@ -72,7 +73,7 @@ def live(channel: socket.socket, machine: Machine) -> NoReturn:
 def _serve(order: Order, fds: list[int], machine: Machine, kept: set[int], home_fd: int) -> bytes:
     """Do the work and, if that is all of it, let PID 1 go on; return the answer."""
     pidfd, userns_fd, system_userns_fd, control_fd, *workspace = fds
-    steps = Steps()
+    steps = Steps(BUILDER, machine.crash)
     with socket.socket(fileno=control_fd) as connection:
         box = Box(machine, order.session_id, order.base, pidfd, userns_fd, system_userns_fd, connection, order.disk)
         if workspace:

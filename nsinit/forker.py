@@ -20,10 +20,11 @@ from typing import NoReturn
 
 from nsinit import child, stage, syscalls
 from nsinit import constants as k
+from nsinit.crash_points import INIT
 from nsinit.furnish import Machine
 from nsinit.log import log
 from nsinit.pid1 import Init
-from nsinit.steps import StepFailed
+from nsinit.steps import StepFailed, Steps
 
 NAME = "nsinit-forker"
 """What `/proc/<pid>/comm` says."""
@@ -133,4 +134,7 @@ def _become_init(request: bytes, fds: tuple[int, ...], machine: Machine, runner:
     files = tuple(map(os.fsdecode, filter(None, request[_HEAD.size :].split(b"\n"))))
     proc_path = f"{machine.layout.stage}/{stage.PROC}"
     powers = machine.last_capability, machine.landlock_abi, machine.filters
-    child.live(Init(base, fds[0], files, fds[1], fds[2], proc_path, *powers), runner)
+    init = Init(base, fds[0], files, fds[1], fds[2], proc_path, *powers)
+    if machine.crash is not None:
+        init.crash, init.steps = machine.crash, Steps(INIT, machine.crash)
+    child.live(init, runner)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from nsinit import capabilities, control, mounts, rootfs, stage, syscalls
 from nsinit import constants as k
 from nsinit.control import RootId
+from nsinit.crash import Crash
 from nsinit.disk.mechanism import Mechanism, Place
 from nsinit.paths import Layout, open_directory, open_in_root
 from nsinit.protocol import DiskLimits, SandboxPlan
@@ -57,6 +58,8 @@ class Machine:
     landlock_abi: int
     filters: Filters
     disk: Mechanism
+    crash: Crash | None = None
+    """Where a process is to end, if a test wants that."""
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from nsinit import capabilities, control, landlock, network, syscalls
 from nsinit import constants as k
+from nsinit.crash import Crash
 from nsinit.seccomp.filters import Filters
 from nsinit.steps import Steps
 from nsinit.syscalls import FilterProgram
@@ -67,6 +68,8 @@ class Init:
     open_files: int = OPEN_FILES
     """How far a process may raise its limit."""
     steps: Steps = field(default_factory=Steps)
+    crash: Crash | None = None
+    """Where it is to end, if a test wants that."""
 
     @property
     def kept_fds(self) -> set[int]:

@@ -112,7 +112,8 @@ class SandboxPlan:
 @dataclass(frozen=True, slots=True)
 class Start:
     """First message. `cgroup_parent`: `auto`, or the directory below every hierarchy's mount point to build in.
-    `seccomp_profiles`: an operator's own, beside those that come along.
+    `seccomp_profiles`: an operator's own, beside those that come along. `crash_at`: end at this point (`crash_points`);
+    for tests, and only from a daemon that is root.
 
     Answer: `Ready` or `Failed` (a `disk` that can't be had is one).
     """
@@ -123,6 +124,7 @@ class Start:
     cgroup_parent: str = "auto"
     disk: DiskWish = "auto"
     seccomp_profiles: tuple[SeccompProfile, ...] = ()
+    crash_at: str = ""
 
 
 @dataclass(frozen=True, slots=True)

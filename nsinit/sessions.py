@@ -21,6 +21,7 @@ from nsinit.builder import Order
 from nsinit.builders import Builders, Outcome
 from nsinit.cgroup_tree import Tree
 from nsinit.cgroups import Counters, SessionCgroup
+from nsinit.crash import passing
 from nsinit.disk import running
 from nsinit.disk.mechanism import Usage
 from nsinit.identity import find_identity, open_verified, read_identity, require_identity
@@ -173,15 +174,18 @@ class Sessions:
         """Make a group in a running session; returns what its descriptor is for, and that. Raises `StepFailed`."""
         cgroup, process = self._cgroup(session_id), self.processes.get(session_id)
         try:
-            if process is not None:
-                return groups.make(cgroup, name, process.slot.base)
-            return groups.make(cgroup, name, require_identity(cgroup, "group").base_uid)
+            base = process.slot.base if process is not None else require_identity(cgroup, "group").base_uid
+            made = groups.make(cgroup, name, base)
         except OSError as error:
             raise failure_of("group", error) from error
+        passing(self.foundry.machine.crash, "nsinit.exec.group_made")
+        return made
 
     def remove_group(self, session_id: str, name: str, *, kill: bool) -> Generator[Wait, bool, bool]:
         """Remove a group, with what is in it if so asked; False if it stays, at most as long as the session does."""
-        return (yield from groups.remove(self._cgroup(session_id), name, kill=kill))
+        is_gone = yield from groups.remove(self._cgroup(session_id), name, kill=kill)
+        passing(self.foundry.machine.crash, "nsinit.exec.group_removed")
+        return is_gone
 
     def remove(self, session_id: str) -> Removal:
         """Kill and remove all of a session, whatever state it is in."""
@@ -191,19 +195,23 @@ class Sessions:
             vessel.control.close()
         machine = self.foundry.machine
         running.abandon(machine.disk, machine.layout, session_id)
+        passing(machine.crash, "nsinit.destroy.abandoned")
         base = yield from self._kill(session_id, cgroup)
+        passing(machine.crash, "nsinit.destroy.killed")
         for pause_s in _EMPTY_BACKOFF_S:
             if not cgroup.processes():
                 break
             cgroup.kill()
             freezer.thaw_dying(cgroup)
             yield Wait(timeout_s=pause_s)
+        passing(machine.crash, "nsinit.destroy.emptied")
         counters = cgroup.counters()
         for pause_s in _EMPTY_BACKOFF_S:
             if not (left := cgroup.remove()):
                 break
             yield Wait(timeout_s=pause_s)
         leftovers += [f"{path}: still holds a process" for path in left]
+        passing(machine.crash, "nsinit.destroy.cgroup_removed")
         if not left:
             self._give_back_slot(session_id, base)
         try:
@@ -211,6 +219,7 @@ class Sessions:
                 self.delete_trash()
         except OSError as error:
             leftovers.append(f"{error.filename}: {error.strerror}")
+        passing(machine.crash, "nsinit.destroy.discarded")
         return Removed(counters, tuple(leftovers))
 
     def delete_trash(self) -> None:

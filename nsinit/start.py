@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from nsinit import cgroup_tree, child, furnish, landlock, mounts, slots, stage
 from nsinit.builders import Builders
 from nsinit.capabilities import read_last_capability
+from nsinit.crash import Crash
+from nsinit.crash_points import all_points
 from nsinit.disk import choose
 from nsinit.forker import Forker
 from nsinit.grant import Grant
@@ -29,7 +32,7 @@ from nsinit.seccomp.filters import prepare
 from nsinit.sessions import Sessions, scan
 from nsinit.steps import StepFailed, Steps
 from nsinit.strays import Strays, open_blocks
-from nsinit.validate import check_cgroup_parent, check_data_dir, check_node_id
+from nsinit.validate import InvalidName, check_cgroup_parent, check_data_dir, check_node_id
 from nsinit.vessel import Foundry
 
 _LOCK_DEADLINE_S = 3.0
@@ -73,6 +76,7 @@ def _start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Gr
         check_data_dir(request.data_dir)
         check_node_id(request.node_id)
         check_cgroup_parent(request.cgroup_parent)
+        crash = _crash(request.crash_at, grant)
     with steps.step("seccomp profiles"):
         filters = prepare(request.seccomp_profiles)
     disks = choose.candidates(layout, request.disk)
@@ -102,7 +106,7 @@ def _start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Gr
     with steps.step("features"):
         features = mounts.probe_features(layout.stage, slot.userns_fd)
         powers = read_last_capability(), landlock.probe_abi(), filters
-        machine = furnish.Machine(layout, features, *powers, disk)
+        machine = furnish.Machine(layout, features, *powers, disk, crash)
     table.free(slot)
     with steps.step("helpers"):
         builders = Builders(machine, scheduler)
@@ -120,6 +124,17 @@ def _start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Gr
         disk_refused=refused,
     )
     return Node(ready, sessions, located, kernel_log, strays, lock_fd)
+
+
+def _crash(at: str, grant: Grant | None) -> Crash | None:
+    """Return where to end, None: nowhere. Raises `InvalidName` if it may not be asked for or is unknown."""
+    if not at:
+        return None
+    if grant is not None:
+        raise InvalidName("only a daemon that is root may ask for a crash")
+    if not re.fullmatch(r"[^:]+(:[1-9][0-9]{0,5})?", at) or at.partition(":")[0] not in all_points():
+        raise InvalidName(f"there is no crash point {at[:80]!r}")
+    return Crash(at)
 
 
 def _mark(tree: cgroup_tree.Tree, layout: Layout) -> None:

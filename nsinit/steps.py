@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from nsinit.crash import Crash
+
 
 class StepFailed(Exception):
     """A step failed; `path` and `errno` say on what and why (empty and 0 where no system call failed)."""
@@ -17,10 +19,12 @@ class StepFailed(Exception):
 
 
 class Steps:
-    """Collects how long each step took; `timings_us` is in order."""
+    """Collects how long each step took; `timings_us` is in order. `crash`: where the process may have to end; steps are
+    known there by `prefix` and their name."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str = "", crash: Crash | None = None) -> None:
         self.timings_us: dict[str, int] = {}
+        self._prefix, self._crash = prefix, crash
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
@@ -32,6 +36,7 @@ class Steps:
             raise
         except Exception as error:
             raise failure_of(name, error) from error
+        self._passing(name)
         self.timings_us[name] = (time.perf_counter_ns() - start) // 1000
 
     def run(self, steps: Iterable[tuple[str, Callable[..., object]]], *arguments: object) -> None:
@@ -40,6 +45,8 @@ class Steps:
         try:
             for name, step in steps:
                 step(*arguments)
+                if self._crash is not None:
+                    self._passing(name)
                 now = time.perf_counter_ns()
                 self.timings_us[name] = (now - start) // 1000
                 start = now
@@ -47,6 +54,10 @@ class Steps:
             raise
         except Exception as error:
             raise failure_of(name, error) from error
+
+    def _passing(self, name: str) -> None:
+        if self._crash is not None:
+            self._crash.passing(self._prefix + name.replace(" ", "_"))
 
 
 def failure_of(stage: str, error: Exception) -> StepFailed:

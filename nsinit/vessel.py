@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from nsinit import syscalls
 from nsinit.cgroup_tree import Tree
 from nsinit.cgroups import SessionCgroup
+from nsinit.crash_points import NSINIT
 from nsinit.forker import Forker
 from nsinit.furnish import Machine
 from nsinit.limits import first as first_limits
@@ -76,7 +77,7 @@ class Foundry:
         Raises:
             StepFailed: nothing of it is left.
         """
-        steps = Steps()
+        steps = Steps(NSINIT, self.machine.crash)
         cgroup = SessionCgroup(self.tree, session_id)
         with ExitStack() as undo:
             with steps.step("cgroup"):

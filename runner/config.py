@@ -6,6 +6,7 @@ in a namespace of another shape.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,6 +25,10 @@ MAX_LEFTOVER_PIPES: Final = 64
 
 MAX_ENVIRONMENT_BYTES: Final = 512 * 1024
 """All variables of a session together; execve(2) would refuse a process more than a quarter of its stack limit."""
+
+
+def _go_on(_step: str) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,9 @@ class RunnerConfig:
 
     start_grace_s: float = 5.0
     """How long a new shell may take until it reports ready."""
+
+    passing: Callable[[str], None] = _go_on
+    """Called at named steps with what was done there already; a test may end the process in it."""
 
     def base_environment(self) -> dict[str, str]:
         """Return the documented environment every command starts from."""

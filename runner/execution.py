@@ -96,6 +96,7 @@ class Execution:
         self._shell.hand_over(number, self._mode, on_terminal=self.request.terminal is not None)
         self._settled = self._context.loop.call_later(_SETTLE_S, self.on_drained, self._on_error)
         if is_first:
+            self._context.config.passing("runner.exec.started")
             self._started_s = time.monotonic()
             if self._sink is not None:
                 self._sink.start(Started(self.request.exec_id))
@@ -304,6 +305,7 @@ class Execution:
         self._streams.stop_input()
         handover.remove(self._shell, self._mode)
         self._streams.finish(may_read=self._sink is None or not self._sink.is_full)
+        self._context.config.passing("runner.exec.ended")
         if self._shell.is_ready:
             self.conclude(self._shell.cwd)
 

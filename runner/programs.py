@@ -69,6 +69,7 @@ class Programs:
             if fd is not None:
                 os.close(fd)
         self._programs.add(program)
+        self._context.config.passing("runner.exec.program_started")
         return program
 
     def _plan(self, request: RunProgram, fd: int | None) -> Plan:

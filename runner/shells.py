@@ -98,6 +98,7 @@ class Shells:
         except Refused as refused:
             sink.finish(refused.error)
         else:
+            self._context.config.passing("runner.create.set_up")
             sink.finish(self.hello())
 
     def _apply(self, request: Setup) -> None:
@@ -196,6 +197,7 @@ class Shells:
         if problem is not None:
             sink.finish(Error("BAD_REQUEST", problem))
             return None
+        self._context.config.passing("runner.exec.accepted")
         return engine.submit(request, sink)
 
 

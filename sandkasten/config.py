@@ -310,6 +310,19 @@ class Events:
     keep: int = attrs.field(default=100_000, validator=_between(1000, 100_000_000))
 
 
+@attrs.frozen
+class FaultTesting:
+    """For tests of this program alone. `crash_at`: the point at which a process of it ends (see `crash.py`), refused
+    unless `crash_points` is set, too."""
+
+    crash_points: bool = False
+    crash_at: str = attrs.field(default="", validator=attrs.validators.matches_re(r"([a-z_.-]+(:[1-9][0-9]{0,5})?)?"))
+
+    def __attrs_post_init__(self) -> None:
+        if self.crash_at and not self.crash_points:
+            raise ValueError("crash_at: names a crash point, but crash_points is not set; never set it in production")
+
+
 _NAMED_PORT = re.compile(r"(?P<host>\[[0-9a-fA-F:.%]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})\Z")
 
 
@@ -336,6 +349,15 @@ def _listen(_instance: object, _attribute: attrs.Attribute[Any], value: tuple[st
 def _api_key(_instance: object, _attribute: attrs.Attribute[Any], value: str | None) -> None:
     if value is not None and not re.fullmatch(r"[\x21-\x7e]+", value):
         raise ValueError("api_key must be visible ASCII without spaces")
+
+
+def _is_local(address: str) -> bool:
+    """Whether only this machine can reach a listening address."""
+    host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    try:
+        return address.startswith("unix:") or host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _origins(_instance: object, _attribute: attrs.Attribute[Any], value: tuple[str, ...]) -> None:
@@ -384,6 +406,11 @@ class Config:
     events: Events = attrs.field(factory=Events)
     records: Records = attrs.field(factory=Records)
     server: Server = attrs.field(factory=Server)
+    testing: FaultTesting = attrs.field(factory=FaultTesting)
+
+    def __attrs_post_init__(self) -> None:
+        if self.testing.crash_points and not all(_is_local(address) for address in self.listen):
+            raise ValueError("testing.crash_points: refused to a daemon that others can reach; listen on loopback only")
 
     @property
     def api_key_path(self) -> Path:
@@ -395,6 +422,8 @@ class Config:
         notices = []
         if self.user == "root":
             notices.append("user: the daemon stays root, as configured; what breaks into it has the whole machine")
+        if self.testing.crash_points:
+            notices.append("testing.crash_points: this daemon may be made to crash; for tests only")
         if self.pool.enabled:
             notices.append("pool.enabled: there is no warm pool yet; every session starts cold")
         return notices

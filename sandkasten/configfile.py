@@ -29,7 +29,7 @@ OLDER_SPELLINGS = {
     "limits.max_exec_timeout_ms": "defaults.max_exec_timeout_ms",
     "network.mode": "defaults.network_mode",
 }
-_PLAIN_SECTIONS = {"defaults", "security"}
+_PLAIN_SECTIONS = {"defaults", "security", "testing"}
 """Sections whose name is no part of the environment name: `SANDKASTEN_CPU_LIMIT`."""
 _TYPO = 0.75
 """How alike an unknown `SANDKASTEN_*` variable must be to a known one to count as a mistake: container engines and

@@ -19,7 +19,8 @@ from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.directory import SessionDirectory
 from sandkasten.actors.inventory import Inventory
-from sandkasten.actors.session import ENDINGS, SessionActor
+from sandkasten.actors.session import SessionActor
+from sandkasten.actors.wording import ENDINGS
 from sandkasten.actors.workspaces import release_soon
 from sandkasten.errors import SandkastenError, SessionNotFound
 from sandkasten.lifecycle import END_REASONS, ENDED, LIVE, Event, next_status

@@ -34,8 +34,10 @@ from sandkasten.actors.session_messages import (
     Died,
     Expire,
     Life,
+    OpenRun,
     PauseSession,
     ResumeSession,
+    RunToEnd,
     Stats,
     Update,
     Wake,
@@ -43,10 +45,12 @@ from sandkasten.actors.session_messages import (
     is_act,
     is_read,
 )
-from sandkasten.actors.session_setup import Creation, Services, first_request, refused_start
+from sandkasten.actors.session_setup import Creation, Services, first_request
 from sandkasten.actors.session_work import SessionWork
 from sandkasten.actors.unwrap import unwrap
+from sandkasten.actors.wording import ENDINGS, EXPIRIES, accepted, rfc3339
 from sandkasten.actors.workspaces import release_soon
+from sandkasten.crash import Point
 from sandkasten.errors import (
     BuildFailed,
     Overloaded,
@@ -71,24 +75,12 @@ Ts = TypeVarTuple("Ts")
 _HELLO_S = 10.0
 """How long a new or adopted runner may take to answer the first request."""
 
-ENDINGS = {
-    Status.DESTROYED: EventType.SESSION_DESTROYED,
-    Status.EXPIRED: EventType.SESSION_EXPIRED,
-    Status.CRASHED: EventType.SESSION_CRASHED,
-    Status.LOST: EventType.SESSION_LOST,
-}
-_VERSIONS = range(runner_protocol.OLDEST_VERSION, runner_protocol.PROTOCOL_VERSION + 1)
-"""What PID 1 may speak: that of a sandbox is as old as the sandbox."""
-
+_CRASHES = {EventType.EXEC_STARTED: Point.EXEC_STARTED, EventType.EXEC_ENDED: Point.EXEC_ENDED}
 _MAX_CONTROLS = 8
 """Requests at a time that are answered at once; see `runs.MAX_ACTIVE`."""
 
 _FULL_MAILBOX_PAUSE_S = 0.02
 _INIT_ENDED = "its init process ended"
-_EXPIRIES = {
-    EndReason.IDLE: "its time to live ran out",
-    EndReason.MAX_LIFETIME: "it reached its maximum lifetime",
-}
 
 
 class SessionActor(Actor):
@@ -151,6 +143,8 @@ class SessionActor(Actor):
         self._nursery.start_soon(self._watch.watch_init, self._report_death)
         self._nursery.start_soon(self._watch.watch_memory, self._report_kill)
         self._nursery.start_soon(self._lease.watch, self._report_lease_end, self._warn_of_lease_end)
+        if self._creation is not None:
+            self._services.crash.passing(Point.CREATE_READY)
         self.ready.set(self.session)
         self._own.change(timings_ms={})  # for whoever waited alone: they are large
 
@@ -199,7 +193,7 @@ class SessionActor(Actor):
                 return await self._finish(Event.DESTROY, reason)
             case Expire():
                 if self._lease.has_ended:
-                    await self._finish(Event.EXPIRE, _EXPIRIES[self._lease.reason], self._lease.reason)
+                    await self._finish(Event.EXPIRE, EXPIRIES[self._lease.reason], self._lease.reason)
                 return None
             case Died(reason):
                 await self._finish(Event.DIED, reason)
@@ -212,6 +206,8 @@ class SessionActor(Actor):
                 self._require(USABLE)
                 if is_act(message):
                     self._own.renew()
+                if isinstance(message, OpenRun | RunToEnd):
+                    self._services.crash.passing(Point.EXEC_ACCEPTED)
                 return self._work.handle(message)
 
     async def _go_on(self, resume: Callable[[], Awaitable[None]]) -> None:
@@ -226,8 +222,10 @@ class SessionActor(Actor):
 
     async def _create(self, creation: Creation) -> None:
         marks = Marks()
+        crash = self._services.crash
         await self._own.put()
         marks.mark("store")
+        crash.passing(Point.CREATE_RECORDED)
         session = self.session
         plan = plan_sandbox(
             session.id,
@@ -243,16 +241,18 @@ class SessionActor(Actor):
         sandbox = await zygote_actor.ask_when_up(self._services.zygote, zygote_actor.Build(plan))
         self._hold(sandbox)
         marks.mark_steps("build", sandbox.timings_us)
+        crash.passing(Point.CREATE_BUILT)
         setup = first_request(creation, self._services.graces)
         self._own.change(status=next_status(session.status, Event.BUILT))
         try:
             async with trio.open_nursery() as both:
-                both.start_soon(self._own.put)
+                both.start_soon(self._put_running)
                 await self.greet(setup)
         except BaseExceptionGroup as group:
             raise unwrap(group) from None
         marks.mark("runner")
         self._create_ms = marks.phases
+        crash.passing(Point.CREATE_SET_UP)
         self._own.change(timings_ms=marks.phases)
         self._own.renew()
         made = self.session
@@ -262,8 +262,12 @@ class SessionActor(Actor):
             workspace_id=made.workspace_id,
             acquire_source=made.acquire_source,
             ttl_s=None if made.ttl_s == FOREVER_S else made.ttl_s,
-            expires_at=_rfc3339(made.expires_at),
+            expires_at=rfc3339(made.expires_at),
         )
+
+    async def _put_running(self) -> None:
+        await self._own.put()
+        self._services.crash.passing(Point.CREATE_RUNNING)
 
     async def _adopt(self) -> None:
         """Take over a sandbox that outlived its daemon, shell state and all."""
@@ -299,19 +303,10 @@ class SessionActor(Actor):
                 answer = await connection.receive_answer()
         if patience.cancelled_caught:
             raise RunnerLost("the sandbox's init does not answer")
-        match answer:
-            case runner_protocol.HelloReply(shell="", version=version) if version in _VERSIONS:
-                raise SandboxError("the daemon stopped before the session was set up")  # nobody was told of it
-            case runner_protocol.HelloReply(version=version) if version in _VERSIONS:
-                self._own.change(cwd=answer.cwd)
-                self._work.runs.shells.adopt(answer)
-                self._work.runs.keeping.gives_tickets = version >= runner_protocol.KEPT_RUNS_VERSION
-            case runner_protocol.HelloReply():
-                raise SandboxError(f"the sandbox's init speaks protocol {answer.version}")
-            case runner_protocol.Error():
-                raise refused_start(answer)
-            case _:
-                raise RunnerProtocolError(f"{type(answer).__name__} to the first request")
+        hello = accepted(answer)
+        self._own.change(cwd=hello.cwd)
+        self._work.runs.shells.adopt(hello)
+        self._work.runs.keeping.gives_tickets = hello.version >= runner_protocol.KEPT_RUNS_VERSION
 
     async def _finish(self, event: Event, reason: str | None, end_reason: EndReason | None = None) -> Session:
         """Tear the sandbox down and write its final state. Nothing overtakes this: it is awaited in the mailbox.
@@ -325,18 +320,21 @@ class SessionActor(Actor):
         end_reason = end_reason or END_REASONS[event]
         self._own.change(status=next_status(self.session.status, event), reason=reason, end_reason=end_reason)
         await self._own.put_or_keep()
+        self._services.crash.passing(Point.DESTROY_RECORDED)
         try:
             teardown = zygote_actor.Teardown(session_id)
             torn_down = await zygote_actor.ask_patiently(self._services.zygote, teardown)
         except SandkastenError as error:  # the reaper finishes it
             log.error("teardown_deferred", extra={"session_id": session_id, "error": str(error)})
             return self.session
+        self._services.crash.passing(Point.DESTROY_TORN_DOWN)
         if event is Event.DIED and self._watch.ran_out_of_memory(torn_down.oom_kills):
             reason, end_reason = f"out of memory: {reason}", EndReason.OOM
         self._own.note(ended_at=datetime.now(UTC))
         status = next_status(self.session.status, Event.TORN_DOWN, cause=event)
         self._own.change(status=status, reason=reason, end_reason=end_reason)
         await self._own.put_or_keep()
+        self._services.crash.passing(Point.DESTROY_WRITTEN)
         self._services.metrics.teardowns.observe(trio.current_time() - began)
         release_soon(self._services.workspaces, self.session.workspace_id)
         self.emit(ENDINGS[status], reason=reason, end_reason=end_reason)
@@ -398,6 +396,8 @@ class SessionActor(Actor):
 
     def emit(self, event: EventType, **data: object) -> None:
         self._services.journal.emit(event, self.session_id, **data)
+        if event in _CRASHES:
+            self._services.crash.passing(_CRASHES[event])
 
     def note_cwd(self, cwd: str) -> None:
         if cwd != self._own.facts.cwd:
@@ -491,7 +491,3 @@ class SessionActor(Actor):
 
     def _report_kill(self, kills: int, victim: str | None) -> None:
         self.emit(EventType.OOM, oom_kills=kills, victim=victim)
-
-
-def _rfc3339(moment: datetime | None) -> str | None:
-    return None if moment is None else moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -12,6 +12,7 @@ from runner import protocol as runner_protocol
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.directory import SessionDirectory
 from sandkasten.config import Disk, Maximum
+from sandkasten.crash import Crash
 from sandkasten.errors import InvalidImage, InvalidRequest, SandboxError, SandkastenError
 from sandkasten.runtime.budget import Budget
 from sandkasten.runtime.journal import Journal
@@ -64,6 +65,7 @@ class Services:
     expiries: trio.CapacityLimiter
     adoptions: trio.CapacityLimiter
     metrics: Metrics
+    crash: Crash
 
     def keep(self, session_id: str) -> Keep:
         """Return what keeps the runs of one session."""

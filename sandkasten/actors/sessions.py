@@ -31,6 +31,7 @@ from sandkasten.actors.session_setup import Creation, Services
 from sandkasten.actors.unwrap import unwrap
 from sandkasten.actors.vessels import Vessels
 from sandkasten.config import Config
+from sandkasten.crash import Crash
 from sandkasten.errors import SandkastenError
 from sandkasten.machine import Amounts
 from sandkasten.model import Session, SessionSpec
@@ -208,6 +209,7 @@ class Sessions(Actor):
             workspaces=self._workspaces,
             directory=self._directory,
             paths=DataPaths(self._config.data_dir),
+            crash=Crash(self._config.testing.crash_at),
             boot_id=self._node.boot_id,
             cgroup_dirs=cgroup_dirs,
             budget=self._budget,

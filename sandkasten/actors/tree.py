@@ -46,6 +46,7 @@ from sandkasten.actors.supervisor import ChildSpec
 from sandkasten.actors.tree_work import WorkOfSessions
 from sandkasten.actors.tree_workspaces import WorkOfWorkspaces
 from sandkasten.config import MIB, Config
+from sandkasten.crash import Crash
 from sandkasten.diagnosis import Diagnosis
 from sandkasten.errors import Capacity, SandkastenError, SessionExpired, SessionNotFound
 from sandkasten.images.catalog import Catalog
@@ -110,6 +111,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         self._workspaces, self._attachments = Ref("workspaces"), Attachments()
         self._usages = {}
         self._journal = Journal()
+        self._crash = Crash(config.testing.crash_at)
         self.inventory = Inventory(
             config.data_dir,
             node.boot_id,
@@ -176,6 +178,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
                 self._node.id,
                 disk=disk,
                 profiles=self._profiles,
+                crash_at=self._crash.take_foreign(),
                 start_nsinit=self._start_nsinit,
             )
             await actor.run(task_status=task_status)

@@ -262,11 +262,12 @@ class Zygote(Actor):
         *,
         disk: protocol.DiskWish = "auto",
         profiles: Sequence[protocol.SeccompProfile] = (),
+        crash_at: str = "",
         start_nsinit: StartNsinit = start_as_child,
     ) -> None:
         super().__init__(ref)
         self._data_dir, self._node_id, self._disk, self._profiles = data_dir, node_id, disk, tuple(profiles)
-        self._start_nsinit = start_nsinit
+        self._start_nsinit, self._crash_at = start_nsinit, crash_at
         self._process: NsinitProcess | None = None
 
     async def on_start(self) -> None:
@@ -280,6 +281,7 @@ class Zygote(Actor):
             self._node_id,
             disk=self._disk,
             seccomp_profiles=self._profiles,
+            crash_at=self._crash_at,
         )
         answer = await self._request(start)
         self._ready: protocol.Ready = _expect(answer, protocol.Ready).message

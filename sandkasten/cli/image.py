@@ -6,6 +6,7 @@ import argparse
 
 from sandkasten.cli.key import make_data_dir
 from sandkasten.cli.main import Stop, load, require_root
+from sandkasten.crash import Crash
 from sandkasten.errors import SandkastenError
 from sandkasten.images.archive import import_tar
 from sandkasten.images.catalog import Catalog
@@ -26,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
                 return _delete(catalog, arguments.name)
             case _:
                 make_data_dir(config.data_dir)
-                return _import(catalog, arguments)
+                return _import(catalog, arguments, Crash(config.testing.crash_at))
     except SandkastenError as error:
         raise Stop(str(error)) from None
     except OSError as error:
@@ -58,8 +59,8 @@ def _delete(catalog: Catalog, name: str) -> int:
     return 0
 
 
-def _import(catalog: Catalog, arguments: argparse.Namespace) -> int:
-    image, counts = import_tar(catalog, arguments.name, arguments.tar)
+def _import(catalog: Catalog, arguments: argparse.Namespace, crash: Crash) -> int:
+    image, counts = import_tar(catalog, arguments.name, arguments.tar, crash=crash)
     print(f"{image.name}: {counts['members']} members, {counts['bytes'] / 1024**2:.1f} MiB")
     if counts["skipped"]:
         print(f"{image.name}: left out {counts['skipped']} device nodes, FIFOs or unknown members")

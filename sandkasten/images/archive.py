@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from nsinit import protocol as nsinit_protocol
+from sandkasten.crash import Crash, Point
 from sandkasten.errors import InvalidImage
 from sandkasten.images import rootfs
 from sandkasten.images.catalog import Catalog, Image, now
@@ -24,7 +25,13 @@ _EXIT_S = 10
 
 
 def import_tar(
-    catalog: Catalog, name: str, tar: Path, *, max_members: int = MAX_MEMBERS, max_bytes: int = MAX_BYTES
+    catalog: Catalog,
+    name: str,
+    tar: Path,
+    *,
+    max_members: int = MAX_MEMBERS,
+    max_bytes: int = MAX_BYTES,
+    crash: Crash | None = None,
 ) -> tuple[Image, dict[str, int]]:
     """Make image `name` of a tar file; return it and the counts `members`, `bytes`, `skipped`, `privileged`.
 
@@ -32,14 +39,18 @@ def import_tar(
         InvalidImage: the name is malformed or taken, the archive can't be unpacked, or it holds no usable root.
         OSError: the archive can't be opened.
     """
+    crash = crash or Crash()
     with catalog.building(name) as directory:
+        crash.passing(Point.IMPORT_BEGUN)
         if catalog.rootfs_path(name).exists():
             raise InvalidImage(f"there is an image {name!r} already", image=name)
         with tar.open("rb") as file:
             counts = _unpack(directory / "rootfs", file.fileno(), max_members, max_bytes)
+        crash.passing(Point.IMPORT_UNPACKED)
         problems = rootfs.find_problems(str(directory / "rootfs"))
         if problems:
             raise InvalidImage(f"{tar.name} holds no usable image: {'; '.join(problems)}", image=name)
+        crash.passing(Point.IMPORT_CHECKED)
         image = Image(
             name=name,
             kind="rootfs",
@@ -48,7 +59,9 @@ def import_tar(
             members=counts["members"],
             size_bytes=counts["bytes"],
         )
-        return catalog.publish(directory, image), counts
+        published = catalog.publish(directory, image)
+        crash.passing(Point.IMPORT_PUBLISHED)
+        return published, counts
 
 
 def _unpack(target: Path, tar_fd: int, max_members: int, max_bytes: int) -> dict[str, int]:

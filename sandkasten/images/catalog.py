@@ -163,14 +163,13 @@ class Catalog:
         return image
 
     def sweep(self) -> bool:
-        """Remove set-aside images, and builds that were cut short, unless a session exists; return whether it did."""
-        if self._sessions.is_dir() and any(self._sessions.iterdir()):
-            return False
-        retired = self._directory / _RETIRED
-        for directory in [*retired.glob("*"), *self._directory.glob(f"{_NEW}*")]:
+        """Remove builds that were cut short and, unless a session exists, set-aside images; say whether those went."""
+        has_sessions = self._sessions.is_dir() and any(self._sessions.iterdir())
+        retired = [] if has_sessions else [*(self._directory / _RETIRED).glob("*")]
+        for directory in [*retired, *self._directory.glob(f"{_NEW}*")]:
             if not _is_locked(directory):
                 self._remove(directory)
-        return True
+        return not has_sessions
 
     def _share(self, directory: Path) -> None:
         """Let whoever may read the store read this image's description, too."""

@@ -1,0 +1,49 @@
+"""The steps at which a process of nsinit's can be made to end (`crash`), by process and what it is doing.
+
+Steps of a build come from the lists that are carried out, so a new one is here by itself; the others are named where
+they are, and a test compares. Sources: none but `build`.
+"""
+
+from __future__ import annotations
+
+from nsinit.build import BIRTH_STEPS, BLANK_STEPS, IMAGE_STEPS, POWER_STEPS
+
+NSINIT_STEPS = ("cgroup", "slot", "listener", "clone", "limits", "identity", "share")
+"""Of a create, in nsinit itself."""
+
+NSINIT_POINTS = (
+    "nsinit.exec.group_made",
+    "nsinit.exec.group_removed",
+    "nsinit.destroy.abandoned",
+    "nsinit.destroy.killed",
+    "nsinit.destroy.emptied",
+    "nsinit.destroy.cgroup_removed",
+    "nsinit.destroy.discarded",
+)
+RUNNER_POINTS = (
+    "runner.create.set_up",
+    "runner.exec.accepted",
+    "runner.exec.started",
+    "runner.exec.ended",
+    "runner.exec.program_started",
+)
+"""PID 1's own."""
+
+NSINIT, BUILDER, INIT = "nsinit.create.", "builder.create.", "init.create."
+
+
+def all_points() -> tuple[str, ...]:
+    """Return every name, in the order of a session's life."""
+    return (
+        *point_names(NSINIT, NSINIT_STEPS),
+        *point_names(INIT, [name for name, _ in BIRTH_STEPS]),
+        *point_names(BUILDER, [name for name, _ in (*BLANK_STEPS, *IMAGE_STEPS)]),
+        *point_names(INIT, [name for name, _ in POWER_STEPS]),
+        *RUNNER_POINTS,
+        *NSINIT_POINTS,
+    )
+
+
+def point_names(prefix: str, steps: tuple[str, ...] | list[str]) -> tuple[str, ...]:
+    """Return the points of some steps; one that occurs twice is one point."""
+    return tuple(dict.fromkeys(prefix + step.replace(" ", "_") for step in steps))

@@ -1,0 +1,57 @@
+"""Ends the daemon at a named step, for tests of what the next start makes of it. Nowhere unless configured.
+
+`testing.crash_at` names a point of this process, of an import, or of nsinit's processes, which are told. It counts only
+together with `testing.crash_points`, which the configuration refuses to a daemon that others can reach.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import signal
+
+
+class Point(enum.StrEnum):
+    """The steps at which this process can end. Each is passed when its work is done and nobody was told."""
+
+    CREATE_RECORDED = "daemon.create.recorded"
+    CREATE_BUILT = "daemon.create.built"
+    CREATE_RUNNING = "daemon.create.running_recorded"
+    CREATE_SET_UP = "daemon.create.set_up"
+    CREATE_READY = "daemon.create.ready"
+    EXEC_ACCEPTED = "daemon.exec.accepted"
+    EXEC_STARTED = "daemon.exec.started"
+    EXEC_ENDED = "daemon.exec.ended"
+    DESTROY_RECORDED = "daemon.destroy.recorded"
+    DESTROY_TORN_DOWN = "daemon.destroy.torn_down"
+    DESTROY_WRITTEN = "daemon.destroy.written"
+    IMPORT_BEGUN = "import.begun"
+    IMPORT_UNPACKED = "import.unpacked"
+    IMPORT_CHECKED = "import.checked"
+    IMPORT_PUBLISHED = "import.published"
+
+
+_OWN = frozenset(point.value for point in Point)
+
+
+class Crash:
+    """Where to end: `name` or `name:N`, the N-th time; empty: nowhere."""
+
+    def __init__(self, at: str = "") -> None:
+        self._at = at
+        self._name, _, count = at.partition(":")
+        self._left = int(count or 1)
+
+    def passing(self, point: Point) -> None:
+        """This process is at a step."""
+        if point.value == self._name:
+            self._left -= 1
+            if self._left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def take_foreign(self) -> str:
+        """Return what nsinit is to be told: once, since the one that follows it should live."""
+        if self._name in _OWN:
+            return ""
+        at, self._at = self._at, ""
+        return at

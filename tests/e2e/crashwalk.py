@@ -1,0 +1,313 @@
+"""Walks the crash points: at each of them a process ends, the daemon is killed, and the next start is held to account.
+
+`visit` starts a daemon that has one point armed, makes a session, runs a command and a program in it and ends it; then
+the daemon is killed. The next one, without a point, must end up with no session half made or half ended, nothing on
+disk or in the kernel that no session owns, and one more thing: a session that lives through the whole walk, shell state
+and all. A daemon is a fork of this process, which has imported everything and looked at the machine once; the rest of
+it is what `sandkasten serve` runs as root. `python -m tests.e2e.crashwalk` walks all points.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import attrs
+import httpx
+import trio
+
+from nsinit.crash_points import all_points
+from sandkasten import app, log
+from sandkasten.api import app as _front  # noqa: F401 - imported before the fork
+from sandkasten.config import Config, FaultTesting, Server
+from sandkasten.crash import Point
+from sandkasten.machine import Machine
+from sandkasten.runtime import precheck
+from sandkasten.runtime.data_dir import locked
+from sandkasten.runtime.seccomp import load_filters
+from tests.e2e.daemon import KEY, SCRIPT
+from tests.ground import Ground
+from tests.waiting import SLOWNESS
+
+SHORT = (
+    "builder.create.overlay_root",
+    "runner.exec.started",
+    "daemon.create.running_recorded",
+    "nsinit.destroy.killed",
+    "import.unpacked",
+)
+"""One for each phase and for each process."""
+
+_PATIENCE_S = 30.0 * SLOWNESS
+_PAUSE_S = 0.02
+_NEEDS_VESSEL = "nsinit.create.limits"
+"""Only a vessel that was made with other limits than the session wants gets there."""
+
+
+def walked_points() -> Sequence[str]:
+    """Return every point there is."""
+    return (*all_points(), *(point.value for point in Point))
+
+
+class Daemon:
+    """A forked daemon. `url` is None when it died before it served."""
+
+    def __init__(self, config: Config, machine: Machine, log_path: Path) -> None:
+        self._log_path = log_path
+        read_fd, write_fd = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _be_daemon(config, machine, write_fd, log_path)
+        os.close(write_fd)
+        self.status: int | None = None
+        with open(read_fd, "rb") as pipe:
+            ready = select.select([pipe], [], [], _PATIENCE_S)[0]
+            url = os.read(pipe.fileno(), 100).decode() if ready else ""
+        self.url = url or None
+
+    def client(self) -> httpx.Client:
+        assert self.url is not None, f"it did not start:\n{self.log}"
+        return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60.0)
+
+    @property
+    def log(self) -> str:
+        return self._log_path.read_text()
+
+    def has_died(self) -> bool:
+        """Whether it was killed, by itself."""
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.status = os.waitstatus_to_exitcode(status) if pid else None
+        return self.status == -signal.SIGKILL
+
+    def kill(self) -> None:
+        """End it as a crash would; its nsinit ends when it notices, which the next one waits for."""
+        if self.status is None:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            self.status = -signal.SIGKILL
+
+
+def _be_daemon(config: Config, machine: Machine, url_fd: int, log_path: Path) -> NoReturn:
+    """The fork: serve until killed."""
+    try:
+        log_fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for fd in (1, 2):
+            os.dup2(log_fd, fd)
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+        log.configure("info")
+
+        def started(addresses: Sequence[str]) -> None:
+            os.write(url_fd, addresses[0].encode())
+            os.close(url_fd)
+
+        order = app.StopOrder(ends_sessions=False)
+        with locked(config.data_dir):
+            trio.run(partial(app.serve, config, machine, load_filters(config.security), order=order, started=started))
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
+        raise
+    finally:
+        os._exit(1)
+
+
+class Walk:
+    """A data directory with one session that must live through everything."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.data_dir = data_dir
+        self.tar = data_dir.with_name(f"{data_dir.name}.tar")
+        self._machine = precheck.examine(data_dir)
+        self._config = Config(data_dir=data_dir, listen=("127.0.0.1:0",), api_key=KEY, sessions_on_stop="keep")
+        self.kept = ""
+        self.alive: set[str] = set()
+        """Sessions that the client was told of and did not end."""
+        self.unsure: set[str] = set()
+        """Sessions whose end the client asked for without hearing of it."""
+        self.untold = 0
+        """Sessions that the client asked for without hearing of them: there may be one, whole, or none."""
+
+    def begin(self) -> None:
+        """Make the session that is kept."""
+        with tarfile.open(self.tar, "w") as archive:
+            archive.add("/bin/true", "bin/sh")
+            for name in ("etc", "usr"):
+                member = tarfile.TarInfo(name)
+                member.type, member.mode = tarfile.DIRTYPE, 0o755
+                archive.addfile(member)
+        with self.daemon() as daemon, daemon.client() as client:
+            self.kept = client.post("/v1/sessions", json={"ttl_seconds": 3600}).json()["id"]
+            assert run(client, self.kept, "n=kept") == ""
+
+    @contextlib.contextmanager
+    def daemon(self, at: str = "", *, vessels: int = 0) -> Iterator[Daemon]:
+        """Run a daemon, and kill it."""
+        testing = FaultTesting(crash_points=bool(at), crash_at=at)
+        config = attrs.evolve(self._config, testing=testing, server=Server(vessels=vessels))
+        daemon = Daemon(config, self._machine, self.data_dir.with_name(f"{self.data_dir.name}.log"))
+        try:
+            yield daemon
+        finally:
+            daemon.kill()
+
+    def visit(self, point: str) -> None:
+        """Let a process end at the point, and hold the next start to account. Raises `AssertionError`."""
+        if point.startswith("import."):
+            self._import(point)
+        else:
+            with self.daemon(point, vessels=int(point == _NEEDS_VESSEL)) as daemon:
+                was_noticed = self._disturb(daemon, needs_vessel=point == _NEEDS_VESSEL)
+                if point.startswith("daemon."):
+                    until(daemon.has_died, "the daemon came to the point")
+                elif not was_noticed:
+                    until(lambda: "crash_point" in daemon.log, "a process came to the point")
+        with self.daemon() as daemon, daemon.client() as client:
+            self.account(client)
+
+    def _import(self, point: str) -> None:
+        environment = {**os.environ, "SANDKASTEN_CRASH_POINTS": "true", "SANDKASTEN_CRASH_AT": point}
+        name = point.replace(".", "-")
+        command = [str(SCRIPT), "image", "import", "--data-dir", str(self.data_dir), "--name", name]
+        done = subprocess.run(
+            [*command, "--tar", str(self.tar)], env=environment, capture_output=True, timeout=60, check=False
+        )
+        assert done.returncode == -signal.SIGKILL, done.stderr
+
+    def _disturb(self, daemon: Daemon, *, needs_vessel: bool) -> bool:
+        """Make, use and end a session; return whether anything of it went otherwise than it should."""
+        try:
+            with daemon.client() as client:
+                if needs_vessel:
+                    until(lambda: client.get("/v1/node").json()["vessels"] > 0, "there is a vessel")
+                self.untold = 1
+                made = client.post("/v1/sessions", json={"ttl_seconds": 600, "limits": {"pids": 99}})
+                self.untold = 0
+                if made.status_code != 201:
+                    return True
+                session = made.json()["id"]
+                self.alive.add(session)
+                command = client.post(f"/v1/sessions/{session}/exec", json={"cmd": "echo a"})
+                program = client.post(f"/v1/sessions/{session}/exec", json={"argv": ["/bin/echo", "b"]})
+                self.alive.discard(session)
+                self.unsure.add(session)
+                ended = client.delete(f"/v1/sessions/{session}")
+                if ended.status_code == 200:
+                    self.unsure.discard(session)
+                results = [each.json() for each in (command, program) if each.status_code == 200]
+                outputs = [each.get("output") for each in results]
+                return outputs != ["a\n", "b\n"] or ended.status_code != 200
+        except (httpx.TransportError, AssertionError):
+            return True
+
+    def account(self, client: httpx.Client) -> None:
+        """Hold a fresh start to account."""
+        until(lambda: self._rows({"creating", "destroying"}) == set(), "no session is half made or half ended")
+        until(lambda: self._owned() == self._live(client), f"only sessions own anything: {self._owned()}")
+        live = self._live(client)
+        known = {self.kept} | self.alive
+        assert known <= live, f"lost: {known - live}"
+        assert len(live - known - self.unsure) <= self.untold, f"nobody asked for one of {live - known}"
+        assert self._rows({"running"}) == live
+        assert run(client, self.kept, "echo $n") == "kept\n"
+        for session in live - {self.kept}:
+            assert run(client, session, "echo alive") == "alive\n"
+            assert client.delete(f"/v1/sessions/{session}").status_code == 200
+        self.alive.clear()
+        self.unsure.clear()
+        self.untold = 0
+        until(lambda: self._owned() == {self.kept}, "what was ended is gone")
+        images = os.listdir(self.data_dir / "images")
+        assert not [name for name in images if name.startswith(".new-")], images
+
+    def finish(self) -> None:
+        """End the last session; nothing may be left at all."""
+        with self.daemon() as daemon, daemon.client() as client:
+            self.account(client)
+            assert client.delete(f"/v1/sessions/{self.kept}").status_code == 200
+            until(lambda: self._owned() == set(), "the last session is gone")
+        left = {name: os.listdir(self.data_dir / name) for name in ("sessions", "run", "trash")}
+        assert left == {"sessions": [], "run": [], "trash": []}
+        assert self._cgroups() == set()
+        self.tar.unlink()
+
+    def _live(self, client: httpx.Client) -> set[str]:
+        return {each["id"] for each in client.get("/v1/sessions").json()}
+
+    def _owned(self) -> set[str]:
+        """Return the names that anything on disk or in the kernel has; the trash must be empty."""
+        owned = set(os.listdir(self.data_dir / "sessions")) | set(os.listdir(self.data_dir / "run")) | self._cgroups()
+        return owned | {f"trash: {name}" for name in os.listdir(self.data_dir / "trash")}
+
+    def _cgroups(self) -> set[str]:
+        node = (self.data_dir / "node-id").read_text().strip()
+        groups = [Path(path) for path, _, _ in os.walk("/sys/fs/cgroup") if path.endswith(f"/sandkasten-{node[:8]}")]
+        names: set[str] = set()
+        for group in groups:
+            with contextlib.suppress(FileNotFoundError):  # the last nsinit has just removed it
+                names |= {each.name for each in group.iterdir() if each.is_dir()}
+        return names - {"daemon"}
+
+    def _rows(self, states: set[str]) -> set[str]:
+        """Return the ids that the database has in one of these states."""
+        with contextlib.closing(sqlite3.connect(self.data_dir / "sandkasten.db")) as database:
+            return {name for name, status in database.execute("SELECT id, status FROM sessions") if status in states}
+
+
+def run(client: httpx.Client, session: str, command: str) -> Any:
+    """Run a command; return its output."""
+    return client.post(f"/v1/sessions/{session}/exec", json={"cmd": command}).json().get("output")
+
+
+def until(condition: Any, what: str) -> None:
+    """Wait for what the daemon does after its start, which nothing announces."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(_PAUSE_S)
+
+
+def walk(points: Sequence[str]) -> list[str]:
+    """Visit points on one data directory; return what went wrong, one line each."""
+    failures = []
+    data_dir = Path(tempfile.mkdtemp(prefix="sandkasten-test-"))
+    try:
+        tour = Walk(data_dir)
+        tour.begin()
+        for point in points:
+            began = time.monotonic()
+            try:
+                tour.visit(point)
+                print(f"{point:<40} ok  {time.monotonic() - began:5.1f} s", flush=True)
+            except AssertionError as failure:
+                failures.append(f"{point}: {failure}")
+                print(f"{point:<40} FAILED {failure}", flush=True)
+        tour.finish()
+    finally:
+        shutil.rmtree(data_dir, ignore_errors=True)
+    return failures
+
+
+if __name__ == "__main__":
+    ground = Ground.claim()
+    wanted = sys.argv[1:] or walked_points()
+    began_at = time.monotonic()
+    try:
+        problems = walk(wanted)
+    finally:
+        ground.release()
+    print(f"{len(wanted)} crash points, {len(problems)} failures, {time.monotonic() - began_at:.0f} s")
+    sys.exit(1 if problems else 0)
