@@ -25,7 +25,7 @@ from sandkasten.actors.session_setup import Creation
 from sandkasten.actors.vessels import Vessels
 from sandkasten.actors.workspace_messages import Admit
 from sandkasten.config import Config
-from sandkasten.errors import Draining, SessionExpired, ShuttingDown
+from sandkasten.errors import Draining, SandkastenError, SessionExpired, ShuttingDown
 from sandkasten.model import Session, SessionSpec, Status
 from sandkasten.runtime import reserve
 from sandkasten.runtime.budget import Budget
@@ -111,8 +111,10 @@ class Creating:
                 self._building += 1
                 try:
                     session = await actor.ready.wait()
-                except SessionExpired:
-                    self._refuse_when_stopping()
+                except SandkastenError as error:
+                    self._budget.release(record.session.id)  # before its actor does: a caller may try again at once
+                    if isinstance(error, SessionExpired):
+                        self._refuse_when_stopping()
                     raise
                 finally:
                     self._building -= 1
