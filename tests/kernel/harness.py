@@ -120,7 +120,10 @@ class Nsinit:
 
     def receive(self) -> tuple[Any, list[int]]:
         """Return the next answer and its descriptors, which are the caller's."""
-        data, fds, _, _ = socket.recv_fds(self.channel, MAX_DATAGRAM_BYTES, MAX_FDS)
+        try:
+            data, fds, _, _ = socket.recv_fds(self.channel, MAX_DATAGRAM_BYTES, MAX_FDS)
+        except ConnectionResetError:  # it ended with requests unread
+            data, fds = b"", []
         if not data:
             raise EOFError(self.log)
         return ANSWERS.decode(data), list(fds)
@@ -292,6 +295,11 @@ def new_id() -> str:
     return secrets.token_hex(12)
 
 
+def new_node_id() -> str:
+    """Return a node id nobody else uses: its first eight characters name the cgroup of all its sessions."""
+    return secrets.token_hex(8)
+
+
 def host_plan(session_id: str | None = None, **fields: Any) -> SandboxPlan:
     """Return a plan for the host image."""
     limits = fields.pop("limits", ROOMY)
@@ -328,7 +336,7 @@ def running(
     data_dir: Path, node_id: str | None = None, wrapper: tuple[str, ...] = (), *, disk: DiskWish = "auto"
 ) -> Iterator[Nsinit]:
     """An nsinit; every session it knows of is torn down afterwards."""
-    server = Nsinit(data_dir, node_id or secrets.token_hex(8), wrapper, disk=disk)
+    server = Nsinit(data_dir, node_id or new_node_id(), wrapper, disk=disk)
     try:
         yield server
     finally:

@@ -28,7 +28,17 @@ from nsinit.protocol import (
     Victim,
 )
 from runner.protocol import ExecReply, Group, RunProgram
-from tests.kernel.harness import ROOMY, Nsinit, Sandbox, data_directory, host_plan, new_id, running, wait_until
+from tests.kernel.harness import (
+    ROOMY,
+    Nsinit,
+    Sandbox,
+    data_directory,
+    host_plan,
+    new_id,
+    new_node_id,
+    running,
+    wait_until,
+)
 
 pytestmark = pytest.mark.cgroup_v2
 
@@ -247,7 +257,7 @@ def test_a_teardown_takes_members_of_groups_too(server: Nsinit) -> None:
 
 def test_groups_outlive_nsinit() -> None:
     """After a crash the next one finds session and groups, makes and removes more of them, and takes all down."""
-    node_id = "node-000000000004"
+    node_id = new_node_id()
     with data_directory() as data_dir, running(data_dir, node_id) as server:
         box = server.build(host_plan())
         directory = _session_directory(server, box.session_id)

@@ -18,7 +18,7 @@ from nsinit.forker import NAME as FORKER
 from nsinit.pid1 import Init
 from nsinit.protocol import Build, Failed, Prepare, SandboxPlan, Teardown
 from nsinit.seccomp.filters import Filters
-from tests.kernel.harness import ROOMY, Nsinit, data_directory, host_plan, new_id, running, wait_until
+from tests.kernel.harness import ROOMY, Nsinit, data_directory, host_plan, new_id, new_node_id, running, wait_until
 
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "pid_for_children", "user", "uts")
 
@@ -198,11 +198,12 @@ def test_a_forker_that_dies_with_a_request_fails_that_build_alone(server: Nsinit
 
 def test_helpers_end_with_nsinit() -> None:
     """However nsinit ends, nothing of it stays."""
-    with data_directory() as data_dir, running(data_dir, "node-000000000004") as server:
+    node_id = new_node_id()
+    with data_directory() as data_dir, running(data_dir, node_id) as server:
         pids = _wait_for_helpers(server)
         server.kill()
         wait_until(lambda: not any(_is_alive(pid) for pid in pids), "the helpers ended")
-        with running(data_dir, "node-000000000004"):
+        with running(data_dir, node_id):
             pass  # takes away what the first one could not
 
 

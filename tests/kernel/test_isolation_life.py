@@ -32,6 +32,7 @@ from tests.kernel.harness import (
     data_directory,
     host_plan,
     new_id,
+    new_node_id,
     running,
     wait_until,
 )
@@ -101,14 +102,16 @@ def test_the_death_of_pid_1_takes_everything_and_shows_on_its_pidfd(server: Nsin
     sandbox.teardown()
 
 
+@pytest.mark.cgroup_v2
 def test_sessions_outlive_nsinit_and_are_found_again(data_dir: Path) -> None:
     """SIGKILL of nsinit ends no session; the next one finds it by the kernel alone, attaches and tears it down."""
-    with running(data_dir, "node-000000000001") as first:
+    node_id = new_node_id()
+    with running(data_dir, node_id) as first:
         sandbox = first.build(host_plan())
         sandbox.run("export KEPT=yes; cd /tmp")
         first.kill()
         assert sandbox.run("echo $KEPT $PWD").out == "yes /tmp\n"
-        with running(data_dir, "node-000000000001") as second:
+        with running(data_dir, node_id) as second:
             found = second.scan()[sandbox.session_id]
             assert found.identity == sandbox.built.identity
             assert (found.has_cgroup, found.has_files) == (True, True)
@@ -126,10 +129,11 @@ def test_sessions_outlive_nsinit_and_are_found_again(data_dir: Path) -> None:
 
 def test_a_restarted_nsinit_hands_out_no_id_of_a_living_session(data_dir: Path) -> None:
     """The slot table is rebuilt from the kernel: ten more sessions, and none shares the survivor's ids."""
-    with running(data_dir, "node-000000000002") as first:
+    node_id = new_node_id()
+    with running(data_dir, node_id) as first:
         survivor = first.build(host_plan())
         first.kill()
-        with running(data_dir, "node-000000000002") as second:
+        with running(data_dir, node_id) as second:
             others = [second.build(host_plan()) for _ in range(10)]
             bases = {other.built.identity.base_uid for other in others}
             assert len(bases) == len(others)
@@ -142,14 +146,15 @@ def test_a_restarted_nsinit_hands_out_no_id_of_a_living_session(data_dir: Path) 
 
 def test_hanging_up_discards_blank_vessels_and_keeps_sessions(data_dir: Path) -> None:
     """The end of the daemon ends nsinit and what it had prepared, and nothing else."""
-    with running(data_dir, "node-000000000003") as first:
+    node_id = new_node_id()
+    with running(data_dir, node_id) as first:
         sandbox = first.build(host_plan())
         spare = new_id()
         first.ask(Prepare, session_id=spare, limits=ROOMY)
         first.close()
         assert first.traces(spare) == []
         assert sandbox.run("echo alive").out == "alive\n"
-        with running(data_dir, "node-000000000003") as second:
+        with running(data_dir, node_id) as second:
             assert list(second.scan()) == [sandbox.session_id]
             sandbox.release()
 
