@@ -182,14 +182,18 @@ async def test_stats_show_the_limits_and_the_use(supervisor: LocalSupervisor) ->
 
 
 async def test_a_memory_hog_is_killed_named_and_the_shell_lives(supervisor: LocalSupervisor) -> None:
-    """The cause says out of memory; state from before is still there."""
+    """Under bash, dash and BusyBox: the cause says out of memory; state from before is still there."""
     session = await supervisor.create(SessionSpec(limits=Limits(memory_mb=48)))
-    await supervisor.exec(session.id, ExecSpec("kept=yes"))
-    hog = await supervisor.exec(session.id, ExecSpec("python3 -c 'x = bytearray(200 << 20)'"))
-    assert hog.end.cause is Cause.OOM
-    assert hog.end.exit_code == 137
-    after = await supervisor.exec(session.id, ExecSpec("echo $kept"))
-    assert after.stdout == b"yes\n"
+    for name in ("bash", "dash", "busybox"):
+        await supervisor.open_shell(session.id, ShellSpec(name, shell=f"/bin/{name}"))
+        which = await supervisor.exec(session.id, ExecSpec("kept=yes; readlink /proc/$$/exe", shell=name))
+        assert which.stdout.decode().strip().rpartition("/")[2] == name
+        hog = await supervisor.exec(session.id, ExecSpec("python3 -c 'x = bytearray(200 << 20)'", shell=name))
+        assert hog.end.cause is Cause.OOM
+        assert hog.end.exit_code == 137
+        after = await supervisor.exec(session.id, ExecSpec("echo $kept", shell=name))
+        assert after.stdout == b"yes\n"
+        await supervisor.close_shell(session.id, name)
 
 
 @pytest.mark.cgroup_v2
