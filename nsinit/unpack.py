@@ -31,6 +31,7 @@ sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from nsinit import constants as k
 from nsinit import syscalls
+from runner.tarheaders import StrictHeader
 
 PRELOADED = (bz2, gzip, lzma, zlib)
 """tarfile imports these when it meets such an archive; no import works in the jail."""
@@ -59,7 +60,7 @@ class Unpacker:
 
     def unpack(self, file: IO[bytes]) -> None:
         """Unpack all of `file`, whatever its compression."""
-        with tarfile.open(fileobj=file, mode="r|*") as archive:
+        with tarfile.open(fileobj=file, mode="r|*", tarinfo=StrictHeader) as archive:
             while member := archive.next():
                 archive.members = []  # type: ignore[attr-defined]  # or tarfile keeps every header in memory
                 self.members += 1

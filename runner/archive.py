@@ -21,6 +21,7 @@ from runner.filetree import Found, Walk
 from runner.kernel import RESOLVE_BENEATH, RESOLVE_NO_MAGICLINKS, RESOLVE_NO_SYMLINKS, Kernel
 from runner.paths import FileRefused
 from runner.protocol import CHUNK_BYTES, Packed
+from runner.tarheaders import StrictHeader
 
 _MAX_LINKED = 200_000
 """Files with several names that are remembered; a further one is packed once for each name."""
@@ -99,20 +100,6 @@ class _Exactly:
         return self._file.read(size).ljust(size, b"\0")
 
 
-class _Member(tarfile.TarInfo):
-    """A header that is none is the end for `tarfile`, unless it is the first. Here only the mark of the end is: half
-    an archive must not pass for a whole one."""
-
-    @classmethod
-    def fromtarfile(cls, archive: tarfile.TarFile) -> _Member:
-        try:
-            return super().fromtarfile(archive)
-        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # typeshed knows none of these
-            raise
-        except tarfile.HeaderError as error:
-            raise tarfile.ReadError(str(error)) from None
-
-
 def unpack(top_fd: int, source: IO[bytes], kernel: Kernel, *, max_entries: int, max_bytes: int) -> Packed:
     """Unpack an archive below a directory.
 
@@ -122,7 +109,7 @@ def unpack(top_fd: int, source: IO[bytes], kernel: Kernel, *, max_entries: int, 
     """
     unpacker = _Unpacker(top_fd, kernel, max_entries, max_bytes)
     try:
-        with tarfile.open(fileobj=source, mode="r|", bufsize=CHUNK_BYTES, tarinfo=_Member) as archive:
+        with tarfile.open(fileobj=source, mode="r|", bufsize=CHUNK_BYTES, tarinfo=StrictHeader) as archive:
             while member := archive.next():
                 archive.members = []  # type: ignore[attr-defined]  # or tarfile keeps every header in memory
                 unpacker.take(archive, member)

@@ -364,6 +364,22 @@ def test_what_can_not_be_an_image_is_refused_in_words(
     assert os.listdir(tmp_path / "data/images") == []
 
 
+@pytest.mark.parametrize("damage", ["half", "broken header"])
+def test_half_an_archive_is_no_image(catalog: Catalog, tmp_path: Path, damage: str) -> None:
+    """A cut or a damaged header behind a whole member is an error, not the end."""
+    members = [*SHELL, ("etc/last", tarfile.REGTYPE, b"x")]
+    content = bytearray(make_tar(tmp_path / "x.tar", members).read_bytes())
+    second = content.index(b"etc/last")
+    if damage == "half":
+        del content[second:]
+    else:
+        content[second] ^= 1  # its checksum is wrong now
+    (tmp_path / "x.tar").write_bytes(content)
+    with pytest.raises(InvalidImage, match="broken"):
+        import_tar(catalog, "x", tmp_path / "x.tar")
+    assert os.listdir(tmp_path / "data/images") == []
+
+
 @pytest.mark.parametrize("content", [b"", b"no tar at all\n" * 100, b"\x1f\x8b\x08garbage", b"BZh9garbage" * 9])
 def test_a_file_that_is_no_archive_is_refused(catalog: Catalog, tmp_path: Path, content: bytes) -> None:
     """Whatever the bytes are, the answer is a sentence."""
