@@ -131,6 +131,7 @@ class Walk:
     def __init__(self, data_dir: Path) -> None:
         self.data_dir = data_dir
         self.tar = data_dir.with_name(f"{data_dir.name}.tar")
+        self.log = data_dir.with_name(f"{data_dir.name}.log")
         self._machine = precheck.examine(data_dir)
         self._config = Config(data_dir=data_dir, listen=("127.0.0.1:0",), api_key=KEY, sessions_on_stop="keep")
         self.kept = ""
@@ -158,7 +159,7 @@ class Walk:
         """Run a daemon, and kill it."""
         testing = FaultTesting(crash_points=bool(at), crash_at=at)
         config = attrs.evolve(self._config, testing=testing, server=Server(vessels=vessels))
-        daemon = Daemon(config, self._machine, self.data_dir.with_name(f"{self.data_dir.name}.log"))
+        daemon = Daemon(config, self._machine, self.log)
         try:
             yield daemon
         finally:
@@ -242,7 +243,12 @@ class Walk:
         left = {name: os.listdir(self.data_dir / name) for name in ("sessions", "run", "trash")}
         assert left == {"sessions": [], "run": [], "trash": []}
         assert self._cgroups() == set()
-        self.tar.unlink()
+
+    def clear(self) -> None:
+        """Remove what the walk made for itself."""
+        for path in (self.tar, self.log):
+            path.unlink(missing_ok=True)
+        shutil.rmtree(self.data_dir, ignore_errors=True)
 
     def _live(self, client: httpx.Client) -> set[str]:
         return {each["id"] for each in client.get("/v1/sessions").json()}
@@ -283,9 +289,8 @@ def until(condition: Any, what: str) -> None:
 def walk(points: Sequence[str]) -> list[str]:
     """Visit points on one data directory; return what went wrong, one line each."""
     failures = []
-    data_dir = Path(tempfile.mkdtemp(prefix="sandkasten-test-"))
+    tour = Walk(Path(tempfile.mkdtemp(prefix="sandkasten-test-")))
     try:
-        tour = Walk(data_dir)
         tour.begin()
         for point in points:
             began = time.monotonic()
@@ -297,7 +302,7 @@ def walk(points: Sequence[str]) -> list[str]:
                 print(f"{point:<40} FAILED {failure}", flush=True)
         tour.finish()
     finally:
-        shutil.rmtree(data_dir, ignore_errors=True)
+        tour.clear()
     return failures
 
 
