@@ -294,6 +294,10 @@ class BuildFailed(SandboxError):
         self.retryable = stage in _PASSING_STAGES
 
 
+class KeeperGone(ZygoteLost):
+    """nsinit died, and so did who alone could start another."""
+
+
 class RunnerLost(SandboxError):
     """The connection to PID 1 ended in the middle of a request."""
 

@@ -42,13 +42,14 @@ from sandkasten.actors.listing import find_sessions
 from sandkasten.actors.measuring import Observed, measure
 from sandkasten.actors.node_view import NodeFacts, describe_capacity, describe_system
 from sandkasten.actors.session_messages import Borrow, Destroy, PauseSession, ResumeSession, Stats, Update
-from sandkasten.actors.supervisor import ChildSpec
+from sandkasten.actors.supervisor import ChildSpec, GiveUp
 from sandkasten.actors.tree_work import WorkOfSessions
 from sandkasten.actors.tree_workspaces import WorkOfWorkspaces
+from sandkasten.actors.unwrap import unwrap
 from sandkasten.config import MIB, Config
 from sandkasten.crash import Crash
 from sandkasten.diagnosis import Diagnosis
-from sandkasten.errors import Capacity, SandkastenError, SessionExpired, SessionNotFound
+from sandkasten.errors import Capacity, KeeperGone, SandkastenError, SessionExpired, SessionNotFound
 from sandkasten.images.catalog import Catalog
 from sandkasten.lifecycle import LIVE, ended_error
 from sandkasten.listing import SessionPage, SessionQuery
@@ -181,7 +182,10 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
                 crash_at=self._crash.take_foreign(),
                 start_nsinit=self._start_nsinit,
             )
-            await actor.run(task_status=task_status)
+            try:
+                await actor.run(task_status=task_status)
+            except* KeeperGone as gone:  # who is not root any more can't start another
+                raise GiveUp(str(unwrap(gone))) from None
 
         async def start_images(*, task_status: trio.TaskStatus[Ref]) -> None:
             await images.Images(self._images, self._catalog).run(task_status=task_status)

@@ -22,7 +22,7 @@ import trio
 
 from nsinit.keeping import FAILED, KILL, MAX_WORD_BYTES, READY, START, KeepForParent
 from nsinit.spawn import spawn_keeper, spawn_nsinit
-from sandkasten.errors import ZygoteLost
+from sandkasten.errors import KeeperGone, ZygoteLost
 from sandkasten.runtime.fds import OwnedFd
 
 _START_S = 20.0
@@ -114,7 +114,8 @@ class Keeper:
         """Have an nsinit started, after the end of the one before.
 
         Raises:
-            ZygoteLost: the keeper is gone, or can't.
+            KeeperGone: nobody else can.
+            ZygoteLost: the keeper can't.
         """
         with _Ends() as ends, trio.move_on_after(_START_S):
             try:
@@ -123,9 +124,9 @@ class Keeper:
                 await trio.lowlevel.wait_readable(self._socket)
                 word, fds, _flags, _address = socket.recv_fds(self._socket, MAX_WORD_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
             except OSError as error:
-                raise ZygoteLost(f"the keeper of the fork server is gone: {error.strerror}") from error
+                raise KeeperGone(f"the keeper of the fork server is gone: {error.strerror}") from error
             if not word:
-                raise ZygoteLost("the keeper of the fork server is gone")
+                raise KeeperGone("the keeper of the fork server is gone")
             if word == FAILED or len(fds) != 1:
                 raise ZygoteLost("the fork server can't be started")
             return ends.give(int(word), fds[0], kill=self._kill_nsinit)

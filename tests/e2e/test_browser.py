@@ -9,6 +9,7 @@ import queue
 import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -90,6 +91,13 @@ def site() -> Iterator[Site]:
     site.close()
 
 
+@pytest.fixture
+def profile() -> Iterator[Path]:
+    """A directory with a short name: the browser has a unix socket in it."""
+    with tempfile.TemporaryDirectory() as directory:
+        yield Path(directory)
+
+
 @contextlib.contextmanager
 def browsing(url: str, profile: Path) -> Iterator[None]:
     """Let a browser show a page."""
@@ -128,10 +136,10 @@ def visit(site: Site, daemon: Daemon, profile: Path) -> dict[str, Any]:  # JSON 
         return result
 
 
-def test_a_page_of_an_allowed_origin_runs_commands_and_a_terminal(site: Site, data_dir: Path, tmp_path: Path) -> None:
+def test_a_page_of_an_allowed_origin_runs_commands_and_a_terminal(site: Site, data_dir: Path, profile: Path) -> None:
     """Exact bytes on both streams, the exit with its status; a prompt that computes, and the close behind its exit."""
     with running_daemon(data_dir, SANDKASTEN_ALLOWED_ORIGINS=site.origin) as daemon:
-        result = visit(site, daemon, tmp_path)
+        result = visit(site, daemon, profile)
     command, terminal = result["command"], result["terminal"]
     assert (bytes(command["output"]["1"]), bytes(command["output"]["2"])) == (b"out \xff", b"\x00\x01\xfe")
     assert (command["exit"]["type"], command["exit"]["exit_code"]) == ("exit", 3)
@@ -143,10 +151,10 @@ def test_a_page_of_an_allowed_origin_runs_commands_and_a_terminal(site: Site, da
     assert (terminal["end"]["code"], terminal["end"]["protocol"]) == (1000, "sandkasten.terminal.v1")
 
 
-def test_a_page_of_another_origin_does_not_get_in(site: Site, data_dir: Path, tmp_path: Path) -> None:
+def test_a_page_of_another_origin_does_not_get_in(site: Site, data_dir: Path, profile: Path) -> None:
     """Although it knows the key: the handshake is refused, which a page sees as 1006."""
     with running_daemon(data_dir) as daemon:
-        result = visit(site, daemon, tmp_path)
+        result = visit(site, daemon, profile)
     assert result["command"] == {
         "end": {"code": 1006, "reason": "", "protocol": ""},
         "exit": None,

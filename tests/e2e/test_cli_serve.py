@@ -43,7 +43,7 @@ def test_a_signal_stops_it_in_good_order(data_dir: Path, number: signal.Signals)
     with running_daemon(data_dir, *options) as daemon, daemon.client() as client:
         assert client.post("/v1/sessions").status_code == 201
         assert daemon.stop(number) == 0
-        assert f"{number.name}: stopping" in daemon.printed
+        assert f"{number.name}: stopping; sessions are ended" in daemon.printed
     assert list((data_dir / "sessions").iterdir()) == []
 
 
