@@ -50,10 +50,12 @@ class Snapshot:
     def difference(self) -> list[str]:
         """Return what is there now and was not then, one sentence each."""
         now = Snapshot.take(self.ground)
+        known = {pid for pid, _name in self.processes}  # a process that was just forked may take another name
+        new = [(pid, name) for pid, name in now.processes if pid not in known]
         return [
             *(f"mount: {each}" for each in sorted(now.mounts - self.mounts)),
             *(f"cgroup: {each}" for each in sorted(now.cgroups - self.cgroups)),
-            *(f"process: {pid} {name}" for pid, name in sorted(now.processes - self.processes)),
+            *(f"process: {pid} {name}" for pid, name in sorted(new)),
             *(f"descriptor: {fd} {target}" for fd, target in sorted(now.descriptors - self.descriptors)),
             *(f"directory: {each}" for each in sorted(now.directories - self.directories)),
         ]

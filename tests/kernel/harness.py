@@ -47,7 +47,7 @@ from nsinit.protocol import (
     TornDown,
 )
 from runner import protocol as runner_protocol
-from runner.protocol import Exec, ExecReply, FrameDecoder, Kind, Setup, encode_frame
+from runner.protocol import Exec, ExecReply, FrameDecoder, HelloReply, Kind, Setup, encode_frame
 from sandkasten import model
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from tests.leaks import descendants
@@ -228,7 +228,9 @@ class Sandbox:
         self._names = itertools.count(1)
         self._runner = connect(owner.data_dir, self.session_id)
         self._decoder = new_decoder()
-        self.request(setup)
+        if isinstance(self.request(setup)[0], HelloReply):  # the shell comes after the answer, and is no leak of a test
+            children = Path(f"/proc/{self.pid}/task/{self.pid}/children")
+            wait_until(children.read_text, "its shell has been started")
 
     def request(self, message: Any, *fds: int) -> tuple[Any, bytes, bytes]:
         """Ask the runner, sending descriptors along; return its final answer, stdout and stderr."""
