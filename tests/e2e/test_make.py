@@ -62,8 +62,9 @@ def test_make_run_serves_twice_in_a_row(data_dir: Path) -> None:
 def test_who_is_not_root_gets_one_sentence(tmp_path: Path, target: str) -> None:
     """Nothing is installed or made; the sentence says what to do."""
     shutil.copy(ROOT / "Makefile", tmp_path)
-    for directory in (tmp_path, *tmp_path.parents[:2]):
-        directory.chmod(directory.stat().st_mode | 0o001)
+    for directory in (tmp_path, *tmp_path.parents):
+        if not (mode := directory.stat().st_mode) & 0o001:
+            directory.chmod(mode | 0o001)
     done = subprocess.run(
         ["make", "--no-print-directory", "-f", str(tmp_path / "Makefile"), target],
         capture_output=True,
