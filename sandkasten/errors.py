@@ -294,8 +294,10 @@ class BuildFailed(SandboxError):
         self.retryable = stage in _PASSING_STAGES
 
 
-class KeeperGone(ZygoteLost):
-    """nsinit died, and so did who alone could start another."""
+class KeeperGone(SandboxError):
+    """nsinit died, and so did who alone could start another: the daemon ends."""
+
+    scope = "node"
 
 
 class RunnerLost(SandboxError):

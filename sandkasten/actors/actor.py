@@ -109,6 +109,10 @@ class _Envelope:
     origin: logcontext.Origin = attrs.field(factory=logcontext.origin.get)
 
 
+def _nothing() -> None:
+    """The last word of who comes back."""
+
+
 class Ref:
     """The address of an actor. It stays the same when its supervisor restarts the actor behind it."""
 
@@ -116,6 +120,8 @@ class Ref:
         self.name = name
         self.incarnation = 0
         """How many actors have answered here."""
+        self.last_word: Callable[[], SandkastenError | None] = _nothing
+        """What to say of an actor that has ended for good."""
         self._outbox: trio.MemorySendChannel[_Envelope] | None = None
 
     def __repr__(self) -> str:
@@ -170,13 +176,13 @@ class Ref:
 
     def _post(self, envelope: _Envelope) -> None:
         if self._outbox is None:
-            raise ActorGone(f"{self.name} is not running")
+            raise self.last_word() or ActorGone(f"{self.name} is not running")
         try:
             self._outbox.send_nowait(envelope)
         except trio.WouldBlock:
             raise Overloaded(f"{self.name} has too many requests waiting") from None
         except trio.BrokenResourceError:
-            raise ActorGone(f"{self.name} has ended") from None
+            raise (self.last_word() or ActorGone(f"{self.name} has ended")) from None
 
     def _bind(self, outbox: trio.MemorySendChannel[_Envelope] | None) -> None:
         self.incarnation += outbox is not None

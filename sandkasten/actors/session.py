@@ -89,6 +89,7 @@ class SessionActor(Actor):
     def __init__(self, ref: Ref, record: SessionRecord, creation: Creation | None, services: Services) -> None:
         """Without `creation` the sandbox of `record` is adopted."""
         super().__init__(ref)
+        ref.last_word = lambda: self.gone() if self.session.status in ENDED else None
         self.ready: Reply[Session] = Reply()
         self._creation = creation
         self._services = services
