@@ -25,7 +25,7 @@ help:
 	@echo 'make vm                 what is claimed of cgroup v2, on an emulated machine with a pure v2 tree and an older kernel'
 	@echo 'make crashwalk [ARGS=...] end processes at every crash point and look at the next start; ARGS: points'
 	@echo 'make bench [ARGS=...]   measure create, exec, HTTP and memory'
-	@echo 'make soak [ARGS=...]    cycles, kills and bad neighbours; leaves a report in docs/ (half an hour; ARGS=--short: a minute)'
+	@echo 'make soak [ARGS=...]    cycles, kills and bad neighbours; leaves a report in docs/ (long; ARGS=--short: a minute)'
 	@echo 'make fuzz [SECONDS=120] hostile input for the parsers; ARGS: names of targets'
 	@echo 'make lint               types, lint, format, layers'
 	@echo 'make lock               resolve the dependencies anew (needs pip-tools in .venv)'
@@ -38,8 +38,8 @@ run: as-root $(VENV)/.installed
 	@$(LIMITS); exec $(VENV)/bin/sandkasten serve --stop-sessions --config $(DATA)/sandkasten.yaml $(ARGS)
 
 test: $(if $(ARGS),,as-root) tools $(VENV)/.installed-dev
-	@$(LIMITS); exec $(PYTHON) tests/guardian.py $(PYTHON) -m pytest \
-		-n $(LANES) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(LIMITS); exec $(PYTHON) tests/guardian.py $(PYTHON) -m \
+		$(if $(filter 0,$(LANES)),pytest,tests.twice $(LANES)) $(ARGS)
 
 vm: tools $(VENV)/.installed-dev
 	@exec $(PYTHON) -m pytest -s tests/vm $(ARGS)

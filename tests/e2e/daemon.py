@@ -72,8 +72,14 @@ class Daemon:
         return status
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.stop(signal.SIGINT)
+        """Stop it in good order if it still runs; one that does not stop is ended, and that is a failure."""
+        try:
+            if self.process.poll() is None:
+                self.stop(signal.SIGINT)
+        except subprocess.TimeoutExpired as error:
+            self.process.kill()
+            self.process.wait()
+            raise AssertionError("it did not stop:\n" + "\n".join(self.log)) from error
         for pipe in (self.process.stdout, self.process.stderr):
             if pipe is not None:
                 pipe.close()

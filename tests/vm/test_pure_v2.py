@@ -38,6 +38,12 @@ def printed() -> str:
     return output
 
 
+def trouble(printed: str) -> str:
+    """Return the lines that say what failed, and the machine's last words."""
+    failed = re.findall(r"^(?:FAILED|ERROR|E  |BROKEN|.*\bBROKEN\b).*$", printed, re.MULTILINE)
+    return "\n".join([*failed[:60], "…", *printed.splitlines()[-30:]])
+
+
 def statuses(printed: str, what: str) -> list[str]:
     """Return what `what` ended with on each processor."""
     return re.findall(rf"^{what}: exit status (\d+)$", printed, re.MULTILINE)
@@ -48,7 +54,7 @@ def test_what_is_claimed_of_cgroup_v2_holds_on_a_pure_v2_kernel(printed: str) ->
     assert re.search(r"guest: \S+, controllers .*\bcpu\b.*\bmemory\b.*\bpids\b", printed, re.MULTILINE)
     assert "guest: project quota prjquota" in printed
     summaries = re.findall(r"^(\d+) passed, \d+ deselected in .*$", printed, re.MULTILINE)
-    assert len(summaries) == machine.PROCESSORS, "a summary is missing, or has failures or skips"
+    assert len(summaries) == machine.PROCESSORS, f"a summary is missing, or has failures or skips:\n{trouble(printed)}"
     assert sum(map(int, summaries)) >= 50
     assert statuses(printed, "tests") == ["0"] * machine.PROCESSORS
 
@@ -56,7 +62,7 @@ def test_what_is_claimed_of_cgroup_v2_holds_on_a_pure_v2_kernel(printed: str) ->
 def test_every_attack_is_held_off_on_a_pure_v2_kernel(printed: str) -> None:
     """The whole catalogue, as the sandbox's user on one processor and as root inside on the other: none is BROKEN."""
     summaries = re.findall(r"^\d+ attempts in \S+ s: (.*)$", printed, re.MULTILINE)
-    assert len(summaries) == machine.PROCESSORS
+    assert len(summaries) == machine.PROCESSORS, trouble(printed)
     assert not any("BROKEN" in each for each in summaries)
     assert sum(int(count) for each in summaries for count in re.findall(r"(\d+) held", each)) >= 60
     assert statuses(printed, "attack") == ["0"] * machine.PROCESSORS

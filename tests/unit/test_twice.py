@@ -1,0 +1,71 @@
+"""The suite's second chance: for what only others' load made fail, and for nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+ONCE = """
+from pathlib import Path
+
+def test_that_passes_the_second_time():
+    seen = Path("seen")
+    is_second = seen.exists()
+    seen.touch()
+    assert is_second
+
+def test_that_passes():
+    assert not Path("passed").exists()
+    Path("passed").touch()
+"""
+ALWAYS = "def test_that_fails():\n    assert False\n"
+MANY = "import pytest\n@pytest.mark.parametrize('n', range(13))\ndef test_of_many(n):\n    assert False\n"
+
+
+def run(directory: Path, **files: str) -> tuple[int, str]:
+    """Return the exit status and what was printed."""
+    (directory / "pytest.ini").write_text("[pytest]\n")
+    for name, text in files.items():
+        (directory / f"test_{name}.py").write_text(text)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.twice", "2", "-p", "no:trio", "-q"]
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout
+
+
+def test_what_passes_alone_is_a_success_and_is_named(tmp_path: Path) -> None:
+    """And only that runs again: the other test would fail a second time."""
+    status, printed = run(tmp_path, once=ONCE)
+    assert status == 0, printed
+    assert "1 failed beside others and run again alone:\n  test_once.py::test_that_passes_the_second_time\n" in printed
+    assert printed.splitlines()[-1].startswith("1 passed in ")
+
+
+def test_what_fails_twice_is_a_failure(tmp_path: Path) -> None:
+    status, printed = run(tmp_path, once=ONCE, always=ALWAYS)
+    assert status == 1
+    assert "1 failed, 1 passed" in printed.splitlines()[-1]
+
+
+def test_many_failures_get_no_second_run(tmp_path: Path) -> None:
+    status, printed = run(tmp_path, many=MANY)
+    assert status == 1
+    assert "again" not in printed
+
+
+def test_a_file_that_cannot_be_imported_is_a_failure(tmp_path: Path) -> None:
+    """Its tests did not run at all, whatever became of the others."""
+    status, printed = run(tmp_path, once=ONCE, broken="import nothing_of_this_name\n")
+    assert status != 0
+    assert "1 error" in printed.splitlines()[-1]
+
+
+def test_an_interrupt_ends_it(tmp_path: Path) -> None:
+    """Ctrl-C in the first run: pytest ends as it does, and nothing starts anew."""
+    status, printed = run(tmp_path, interrupted="def test_ctrl_c():\n    raise KeyboardInterrupt\n", always=ALWAYS)
+    assert status not in (0, 1)
+    assert "again" not in printed
