@@ -22,7 +22,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _OURS = "sandkasten"
 INIT, BUILDER = "sandkasten-init", "nsinit-builder"
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
-_DELETED_LOOPS = Path("/sys/block")
+_BLOCK_DEVICES = Path("/sys/block")
 
 
 def adopt_orphans() -> None:
@@ -179,7 +179,7 @@ def _dying(base: Path) -> int:
 
 
 def _loop_devices() -> Iterator[str]:
-    for device in _DELETED_LOOPS.glob("loop*/loop/backing_file"):
+    for device in _BLOCK_DEVICES.glob("loop*/loop/backing_file"):
         with contextlib.suppress(OSError):
             yield device.read_text().strip()
 

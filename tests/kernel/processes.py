@@ -1,8 +1,11 @@
-"""Finds the processes behind a supervisor of this test process, from outside."""
+"""Processes seen from outside: those behind a supervisor of this test process, and one that only sits in a cgroup."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from sandkasten.model import Session
@@ -50,3 +53,15 @@ def nsinit_pid() -> int:
 def init_pids() -> list[int]:
     """Return the pids of all PID 1s that this process's supervisors started, vessels included."""
     return [pid for pid, name in descendants(os.getpid()) if name == "sandkasten-init"]
+
+
+@contextmanager
+def sleeper_in(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a process of this machine in a cgroup, where it sleeps."""
+    process = subprocess.Popen(["/bin/sleep", "1000"])
+    try:
+        (directory / "cgroup.procs").write_text(str(process.pid))
+        yield process
+    finally:
+        process.kill()
+        process.wait()

@@ -39,6 +39,7 @@ from tests.kernel.harness import (
     running,
     wait_until,
 )
+from tests.kernel.processes import sleeper_in
 
 pytestmark = pytest.mark.cgroup_v2
 
@@ -84,18 +85,6 @@ def _probe(server: Nsinit, box: Sandbox, *fds: int) -> list[dict[str, Any]]:
     assert done.returncode == 0, done.stderr
     answer: list[dict[str, Any]] = json.loads(done.stdout)
     return answer
-
-
-@contextmanager
-def _member(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of this machine that sleeps in a cgroup directory."""
-    process = subprocess.Popen(["/bin/sleep", "1000"])
-    try:
-        (directory / "cgroup.procs").write_text(str(process.pid))
-        yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_a_powerless_init_starts_a_process_in_a_group(server: Nsinit) -> None:
@@ -216,7 +205,7 @@ def test_removing_a_group_kills_what_is_in_it_and_nothing_else(server: Nsinit) -
     for name in ("a", "b"):
         with _group(server, box.session_id, name):
             pass
-    with _member(directory / "a") as victim, _member(directory / "b") as neighbour:
+    with sleeper_in(directory / "a") as victim, sleeper_in(directory / "b") as neighbour:
         _remove(server, box.session_id, "a", kill=True)
         assert victim.wait(10) == -9
         assert neighbour.poll() is None
@@ -230,7 +219,7 @@ def test_a_group_that_is_not_empty_stays_unless_killing_was_asked_for(server: Ns
     """Its members notice nothing."""
     box = server.build(host_plan())
     directory = _session_directory(server, box.session_id) / "a"
-    with _group(server, box.session_id, "a"), _member(directory) as member:
+    with _group(server, box.session_id, "a"), sleeper_in(directory) as member:
         answer, _ = server.ask(RemoveGroup, session_id=box.session_id, name="a")
         assert isinstance(answer, Failed)
         assert os.strerror(answer.errno) == "Device or resource busy"
@@ -248,7 +237,7 @@ def test_a_teardown_takes_members_of_groups_too(server: Nsinit) -> None:
     with (
         _group(server, box.session_id, "a"),
         _group(server, box.session_id, "empty"),
-        _member(directory / "a") as member,
+        sleeper_in(directory / "a") as member,
     ):
         assert box.teardown().leftovers == ()
         assert member.wait(10) == -9
@@ -261,7 +250,11 @@ def test_groups_outlive_nsinit() -> None:
     with data_directory() as data_dir, running(data_dir, node_id) as server:
         box = server.build(host_plan())
         directory = _session_directory(server, box.session_id)
-        with _group(server, box.session_id, "old"), _group(server, box.session_id, "older"), _member(directory / "old"):
+        with (
+            _group(server, box.session_id, "old"),
+            _group(server, box.session_id, "older"),
+            sleeper_in(directory / "old"),
+        ):
             server.kill()
             with running(data_dir, node_id) as successor:
                 answer, fds = successor.ask(Attach, session_id=box.session_id)

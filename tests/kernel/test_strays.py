@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from nsinit.marks import mark_of, set_mark
 from nsinit.protocol import Failed, Ok, Ready, RemoveStray, Stray, Survey, Surveyed
 from nsinit.strays import shown
 from tests.kernel.harness import Nsinit, data_directory, host_plan, running, wait_until
+from tests.kernel.processes import sleeper_in
 
 HOSTILE = os.fsdecode(b"no id\n\xff\\x..")
 
@@ -42,18 +41,6 @@ def hierarchies(server: Nsinit) -> set[Path]:
     """Return the directories that session cgroups are made in."""
     assert isinstance(server.ready, Ready)
     return {Path(each) for each in server.ready.cgroup_dirs.values()}
-
-
-@contextmanager
-def sleeper_in(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process in a cgroup."""
-    process = subprocess.Popen(["/bin/sleep", "1000"])
-    try:
-        (directory / "cgroup.procs").write_text(str(process.pid))
-        yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_foreign_names_among_sessions_are_found_and_removed_and_sessions_are_not(server: Nsinit) -> None:
