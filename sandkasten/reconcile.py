@@ -3,6 +3,11 @@
 Used at the start and every minute. The kernel is the truth, the database a cache. Every session id gets exactly one
 action. What somebody works on is left alone; what nobody knows is removed when it was seen twice, and so is told of
 before: between a look at one and a look at the other a session may have begun or ended. At the start nothing can.
+
+What is swept: sandboxes and remains of unknown sessions (processes, cgroups, directories, and their mounts, which are
+in a namespace of their own), nsinit's strays (cgroups, directories, trash, loop devices) and files of the spool. Mounts
+in the machine's own namespace are told of, never undone. Network namespaces and interfaces are not looked for: those of
+a sandbox have no name and live as long as its processes do, and none is made outside of one.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import attrs
 from nsinit.protocol import Found, Stray
 from sandkasten.lifecycle import Event
 from sandkasten.model import EndReason, Status
+from sandkasten.runtime.spool_files import SpoolFile
 from sandkasten.store.sessions import SessionRecord
 
 HOST_REBOOT = "the machine was restarted"
@@ -54,7 +60,8 @@ class Decision:
 
 @attrs.frozen
 class Leftover:
-    """Something that is no session's: a stray of nsinit's (its kinds), or a `mount`, which is only told of."""
+    """Something that is no session's: a stray of nsinit's (its kinds), a `spool_file`, or a `mount`, which is only told
+    of."""
 
     kind: str
     name: str
@@ -63,6 +70,12 @@ class Leftover:
 MOUNT = "mount"
 SESSION = "session"
 """The kind of leftover that an unknown session id is."""
+
+SPOOL_FILE = "spool_file"
+"""In the spool's directory, and neither of this daemon's spool nor of a session that is known."""
+
+MAX_SPOOL_FILES = 1000
+"""Of one look; when those are gone the next ones are found."""
 
 TRASH = "trash"
 """It goes by itself: only what stays is worth telling."""
@@ -74,7 +87,8 @@ Sightings = frozenset["str | Leftover"]
 @attrs.frozen
 class Observed:
     """One look. `records`: those the store has as alive. `found`, `leftovers`: disk and kernel, of this boot. `owned`:
-    ids that an actor answers for. `seen`: what the look before left. `is_start`: nothing can begin or end meanwhile."""
+    ids that an actor answers for. `seen`: what the look before left. `is_start`: nothing can begin or end meanwhile.
+    `spool`: files in the spool's directory that its owner does not use."""
 
     records: Sequence[SessionRecord]
     found: Sequence[Found]
@@ -83,6 +97,7 @@ class Observed:
     owned: Container[str] = frozenset()
     seen: Sightings = frozenset()
     is_start: bool = False
+    spool: Sequence[SpoolFile] = ()
 
 
 @attrs.frozen
@@ -106,13 +121,27 @@ def plan_reconciliation(observed: Observed) -> Plan:
     decisions = [_decide(observed, record, found.get(session_id)) for session_id, record in records.items()]
     decisions += [_decide_unknown(observed, each) for session_id, each in found.items() if session_id not in records]
     watched = {each.session_id for each in decisions if each.action is Action.WATCH}
-    leftovers = dict.fromkeys(observed.leftovers)
-    remove = [each for each in leftovers if each in observed.seen and each.kind != MOUNT]
+    files = _unknown_files(observed, records)
+    leftovers = dict.fromkeys((*observed.leftovers, *files))
+    remove = [each for each in leftovers if each in observed.seen and each.kind != MOUNT and each not in files]
+    remove += [each for each, session_id in files.items() if _is_file_due(observed, each) and session_id not in watched]
     told = [each for each in leftovers if each.kind != TRASH and each not in observed.seen]
     unknown = [Leftover(SESSION, name) for name in watched - set(observed.seen) if name not in records]
     unknown += [Leftover(SESSION, each.session_id) for each in decisions if each.action is Action.CLEAN]
     news = [*told, *(each for each in unknown if each.name not in observed.seen)]
     return Plan(decisions, remove, news, frozenset(watched | (leftovers.keys() - set(remove))))
+
+
+def _unknown_files(observed: Observed, records: Container[str]) -> Mapping[Leftover, str | None]:
+    """Return the files of the spool that are nobody's, each with the session it says it is of."""
+    unknown = [
+        each for each in observed.spool if each.session_id not in records and each.session_id not in observed.owned
+    ]
+    return {Leftover(SPOOL_FILE, each.name): each.session_id for each in unknown[:MAX_SPOOL_FILES]}
+
+
+def _is_file_due(observed: Observed, leftover: Leftover) -> bool:
+    return observed.is_start or leftover in observed.seen
 
 
 def as_leftovers(strays: Sequence[Stray]) -> Sequence[Leftover]:

@@ -94,6 +94,9 @@ def _left(report: Report) -> Iterator[str]:
     yield f"- left of processes, mounts, cgroups, namespaces, loop devices, directories, descriptors: {kinds}"
     if report.left_names:
         yield f"  - {dict(report.left_names)}"
+    tasks = report.phases.tasks
+    yield f"- tasks of the daemon's event loop: {tasks.at_start} at the start, {tasks.after_cycles} after the cycles,"
+    yield f"  {tasks.at_end} when everything was gone{' (**grown**)' if tasks.growth > 0 else ''}"
     yield f"- removed cgroups that the kernel has not freed yet: {report.dying_cgroups}"
     if not report.is_good:
         yield ""

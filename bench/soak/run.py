@@ -18,7 +18,7 @@ from bench.soak import cycles, machine, neighbours
 from bench.soak.crowd import Crowd
 from bench.soak.faults import Faults
 from bench.soak.ledger import Ledger
-from bench.soak.site import Site
+from bench.soak.site import Site, count_tasks
 
 _QUIET_S = 30.0
 _LOOK_S = 0.25
@@ -39,6 +39,20 @@ class Size:
 
 
 @attrs.frozen
+class Tasks:
+    """How many tasks a daemon has without any session: as it has started, after all cycles, and the last one, which
+    was killed for, after everything is gone."""
+
+    at_start: int
+    after_cycles: int
+    at_end: int
+
+    @property
+    def growth(self) -> int:
+        return max(self.after_cycles, self.at_end) - self.at_start
+
+
+@attrs.frozen
 class Phases:
     """What each part has measured. `restarts_s`: from a daemon's death until its successor was ready; `adopted`: how
     many sessions answered with their shell state after the last restart, the last of them after `adoption_s`."""
@@ -48,6 +62,7 @@ class Phases:
     restarts_s: list[float]
     adopted: int
     adoption_s: float
+    tasks: Tasks
     neighbours: list[neighbours.Neighbourhood]
 
 
@@ -66,7 +81,8 @@ class Report:
 
     @property
     def is_good(self) -> bool:
-        return not self.left and not self.ledger.violations and self.phases.adopted == self.size.sessions
+        is_whole = not self.ledger.violations and self.phases.adopted == self.size.sessions
+        return is_whole and not self.left and self.phases.tasks.growth <= 0
 
 
 async def soak(size: Size) -> Report:
@@ -103,7 +119,9 @@ async def soak(size: Size) -> Report:
 
 
 async def _phases(site: Site, ledger: Ledger, size: Size) -> Phases:
+    tasks_at_start = await _count_tasks(site)
     cycled = await cycles.run(site, ledger, cycles=size.cycles, at_once=size.cycles_at_once)
+    tasks_after_cycles = await _count_tasks(site, wanted=tasks_at_start)
     crowd = Crowd(site, ledger, random.Random(size.seed), size=size.sessions)
     faults = Faults(site, ledger, random.Random(size.seed + 1), every_s=size.fault_every_s)
     opening_s = await crowd.open_all()
@@ -122,7 +140,19 @@ async def _phases(site: Site, ledger: Ledger, size: Size) -> Phases:
     await crowd.check_files()
     await crowd.close_all()
     noise = await neighbours.run(site, ledger, seconds=size.noise_s)
-    return Phases(cycled, opening_s, faults.restarts_s, adopted, adoption_s, noise)
+    tasks = Tasks(tasks_at_start, tasks_after_cycles, await _count_tasks(site, wanted=tasks_at_start))
+    return Phases(cycled, opening_s, faults.restarts_s, adopted, adoption_s, tasks, noise)
+
+
+async def _count_tasks(site: Site, *, wanted: int = 0) -> int:
+    """Return how many tasks the daemon has when that stays the same, or as soon as there are no more than wanted."""
+    end = time.monotonic() + _QUIET_S
+    async with site.client() as client:
+        before, now = -1, await count_tasks(client)
+        while (now > wanted if wanted else now != before) and time.monotonic() < end:
+            await trio.sleep(_LOOK_S)
+            before, now = now, await count_tasks(client)
+    return now
 
 
 async def _quiet(before: machine.Inventory) -> machine.Inventory:

@@ -38,10 +38,10 @@ class Unreachable(Exception):
 
 @attrs.frozen
 class Answer:
-    """Status and decoded JSON."""
+    """Status and decoded JSON; text as it is."""
 
     status: int
-    body: Any  # JSON
+    body: Any  # JSON value
 
     @property
     def is_ok(self) -> bool:
@@ -173,17 +173,18 @@ class Client:
         await stream.send_all(
             request + (protocol.send(h11.Data(content)) or b"") + (protocol.send(h11.EndOfMessage()) or b"")
         )
-        status, data = 0, bytearray()
+        status, data, is_json = 0, bytearray(), False
         while not isinstance(event := await self._next_event(stream), h11.EndOfMessage):
             if isinstance(event, h11.Response):
                 status = event.status_code
+                is_json = dict(event.headers).get(b"content-type", b"").startswith(b"application/json")
             elif isinstance(event, h11.Data):
                 data += event.data
         if protocol.our_state is h11.MUST_CLOSE or protocol.their_state is not h11.DONE:
             await self.close()
         else:
             protocol.start_next_cycle()
-        return Answer(status, json.loads(data))
+        return Answer(status, json.loads(data) if is_json else data.decode())
 
     async def _next_event(self, stream: trio.SocketStream) -> object:
         while (event := self._protocol.next_event()) is h11.NEED_DATA:
@@ -191,6 +192,12 @@ class Client:
         if isinstance(event, h11.ConnectionClosed):
             raise ConnectionResetError("the daemon closed the connection")
         return event
+
+
+async def count_tasks(client: Client) -> int:
+    """Return how many tasks the daemon has, that of this request included. Raises `Unreachable`."""
+    page = (await client.call("GET", "/metrics")).body
+    return next(int(float(line.split()[1])) for line in page.splitlines() if line.startswith("sandkasten_trio_tasks "))
 
 
 async def _is_ready(client: Client) -> bool:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import trio
 
 from sandkasten.actors import store as store_actor
 from sandkasten.actors import zygote as zygote_actor
@@ -20,17 +22,28 @@ from sandkasten.model import EventType
 from sandkasten.reconcile import MOUNT, SESSION, Leftover, Observed, Plan, Sightings, as_leftovers, plan_reconciliation
 from sandkasten.runtime.journal import Journal
 from sandkasten.runtime.mounts_below import mounts_now
+from sandkasten.runtime.paths import DataPaths
+from sandkasten.runtime.spool_files import SpoolFile, list_spool
 
 log = logging.getLogger(__name__)
 
 
 class Inventory:
-    """See the module's docstring. `found` and `removed` count by kind."""
+    """See the module's docstring. `found` and `removed` count by kind. `in_use`: whether the spool uses a file."""
 
     def __init__(
-        self, data_dir: Path, boot_id: str, *, store: Ref, zygote: Ref, directory: SessionDirectory, journal: Journal
+        self,
+        data_dir: Path,
+        boot_id: str,
+        *,
+        store: Ref,
+        zygote: Ref,
+        directory: SessionDirectory,
+        journal: Journal,
+        in_use: Callable[[str], bool],
     ) -> None:
         self._data_dir, self._boot_id = data_dir, boot_id
+        self._in_use = in_use
         self._store, self._zygote = store, zygote
         self._directory, self._journal = directory, journal
         self._seen: Sightings = frozenset()
@@ -45,9 +58,10 @@ class Inventory:
         records = await self._store.ask_again(store_actor.LiveSessions())
         found = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Scan())
         leftovers = await self._leftovers()
+        files = await self._unused_files()
         seen = frozenset[str | Leftover]() if is_start else self._seen
         plan = plan_reconciliation(
-            Observed(records, found, self._boot_id, leftovers, self._directory, seen=seen, is_start=is_start)
+            Observed(records, found, self._boot_id, leftovers, self._directory, seen, is_start, files)
         )
         self._seen = plan.seen
         for each in plan.news:
@@ -62,6 +76,15 @@ class Inventory:
         except (SandkastenError, OSError) as error:
             log.error("leftovers_not_looked_for", extra={"error": str(error)})
             return []
+
+    async def _unused_files(self) -> Sequence[SpoolFile]:
+        """Return the spool's files that it does not use. It is asked last: what it begins to use it says before."""
+        try:
+            files = await trio.to_thread.run_sync(list_spool, DataPaths(self._data_dir).spool)
+        except OSError as error:
+            log.error("leftovers_not_looked_for", extra={"error": str(error)})
+            return []
+        return [each for each in files if not self._in_use(each.name)]
 
     def _tell(self, leftover: Leftover) -> None:
         self.found[leftover.kind] += 1

@@ -106,6 +106,7 @@ def _of_tree(seen: Observed, statuses: Mapping[Status, int]) -> list[Family]:
             "actor",
         ),
         *(single(f"sandkasten_{name}", _LOOKS[name], look()) for name, look in seen.metrics.looks.items()),
+        single("sandkasten_trio_tasks", "Tasks of the event loop.", trio.lowlevel.current_statistics().tasks_living),
         single("sandkasten_nsinit_restarts", "How often nsinit was started again.", restarts, kind="counter"),
     ]
 

@@ -1,28 +1,27 @@
 """Looks every minute at what there is, and has done what must be: see `reconcile.py` for what that is.
 
 Decides nothing about leases: a session's own actor does. Sessions are adopted, finished and removed by the `sessions`
-actor, leftovers by nsinit. Final records that the database refused are written, old ones of ended sessions forgotten.
+actor, leftovers by `Removal`. Final records that the database refused are written, old ones of ended sessions
+forgotten.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import assert_never
 
 import attrs
 import trio
 
-from nsinit.protocol import Stray
 from sandkasten.actors import sessions as sessions_actor
 from sandkasten.actors import store as store_actor
-from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Actor, Ask, Deferred, Ref
 from sandkasten.actors.directory import SessionDirectory
 from sandkasten.actors.forgetting import forget_ended
 from sandkasten.actors.inventory import Inventory
+from sandkasten.actors.leftovers import Removal
 from sandkasten.errors import SandkastenError
-from sandkasten.reconcile import Action, Leftover
+from sandkasten.reconcile import Action
 from sandkasten.runtime.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -46,17 +45,17 @@ class Reaper(Actor):
         ref: Ref,
         *,
         store: Ref,
-        zygote: Ref,
         sessions: Ref,
         directory: SessionDirectory,
         inventory: Inventory,
+        removal: Removal,
         keep_records_s: float,
         metrics: Metrics,
     ) -> None:
         super().__init__(ref)
-        self._store, self._zygote, self._sessions = store, zygote, sessions
+        self._store, self._sessions = store, sessions
         self._directory = directory
-        self._inventory = inventory
+        self._inventory, self._removal = inventory, removal
         self._keep_records_s = keep_records_s
         self._metrics = metrics
         self._turn = trio.Lock()
@@ -87,26 +86,11 @@ class Reaper(Actor):
             due = plan.of(Action.ADOPT, Action.FINISH, Action.CLEAN)
             for decision in due:
                 await self._sessions.ask(sessions_actor.Settle(decision))
-            removed = await self._remove(plan.remove)
+            removed = await self._removal.remove(plan.remove)
             await forget_ended(self._store, keep_s=self._keep_records_s)
             self._metrics.sweeps.add("ok")
             self._metrics.swept.add(by=len(due) + removed)
             return len(due) + removed
-
-    async def _remove(self, leftovers: Sequence[Leftover]) -> int:
-        """Have leftovers removed; what can't be is found again, and told of again."""
-        removed = 0
-        for leftover in leftovers:
-            stray = Stray(leftover.kind, leftover.name)  # type: ignore[arg-type]  # that is where its kind is from
-            try:
-                await self._zygote.ask(zygote_actor.RemoveStray(stray))
-            except SandkastenError as error:
-                facts = {"kind": leftover.kind, "leftover": leftover.name, "error": str(error)}
-                log.error("leftover_not_removed", extra=facts)
-            else:
-                self._inventory.note_removed(leftover)
-                removed += 1
-        return removed
 
     async def _write_refused(self) -> None:
         """Write the final records that the database refused before."""

@@ -19,6 +19,7 @@ from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.directory import SessionDirectory
 from sandkasten.actors.inventory import Inventory
+from sandkasten.actors.leftovers import Removal
 from sandkasten.actors.session import SessionActor
 from sandkasten.actors.wording import ENDINGS
 from sandkasten.actors.workspaces import release_soon
@@ -58,13 +59,14 @@ class Reconciling:
         directory: SessionDirectory,
         journal: Journal,
         inventory: Inventory,
+        removal: Removal,
         archive: RunArchive,
     ) -> None:
         self._host = host
         self._store, self._zygote, self._workspaces = store, zygote, workspaces
         self._directory = directory
         self._journal = journal
-        self._inventory = inventory
+        self._inventory, self._removal = inventory, removal
         self._archive = archive
         self.ends = trio.CapacityLimiter(_CONCURRENT_ENDS)
 
@@ -75,6 +77,7 @@ class Reconciling:
         for each in plan.of(Action.FINISH, Action.CLEAN):
             self._directory.reserved.add(each.session_id)
             self._host.start_task(self._end, each)
+        await self._removal.remove(plan.remove)
         for actor in adopted:
             try:
                 await actor.ready.wait()

@@ -24,6 +24,7 @@ from sandkasten.actors.creating import Creating, Node
 from sandkasten.actors.directory import SessionDirectory
 from sandkasten.actors.idempotency import IdempotentCreates
 from sandkasten.actors.inventory import Inventory
+from sandkasten.actors.leftovers import Removal
 from sandkasten.actors.reconciling import Reconciling
 from sandkasten.actors.session import SessionActor
 from sandkasten.actors.session_messages import Destroy
@@ -137,6 +138,7 @@ class Sessions(Actor):
         attachments: Attachments,
         directory: SessionDirectory,
         inventory: Inventory,
+        removal: Removal,
         journal: Journal,
         spool: Spool,
         metrics: Metrics,
@@ -160,6 +162,7 @@ class Sessions(Actor):
             directory=directory,
             journal=journal,
             inventory=inventory,
+            removal=removal,
             archive=archive,
         )
         self._vessels_wanted = vessels

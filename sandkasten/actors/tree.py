@@ -38,6 +38,7 @@ from sandkasten.actors.diagnosing import Diagnosing
 from sandkasten.actors.directory import Entry, SessionDirectory
 from sandkasten.actors.files import LocalFileReader, LocalFileWriter, open_reader, open_writer
 from sandkasten.actors.inventory import Inventory
+from sandkasten.actors.leftovers import Removal
 from sandkasten.actors.listing import find_sessions
 from sandkasten.actors.measuring import Observed, measure
 from sandkasten.actors.node_view import NodeFacts, describe_capacity, describe_system
@@ -120,6 +121,13 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             zygote=self._zygote,
             directory=self._directory,
             journal=self._journal,
+            in_use=lambda name: self._spool.uses(name),
+        )
+        self._removal = Removal(
+            DataPaths(config.data_dir).spool,
+            zygote=self._zygote,
+            directory=self._directory,
+            inventory=self.inventory,
         )
         self._metrics = Metrics()
         self._diagnosing = Diagnosing(
@@ -214,6 +222,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
                 attachments=self._attachments,
                 directory=self._directory,
                 inventory=self.inventory,
+                removal=self._removal,
                 journal=self._journal,
                 spool=self._spool,
                 metrics=self._metrics,
@@ -227,10 +236,10 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             actor = reaper.Reaper(
                 self._reaper,
                 store=self._store,
-                zygote=self._zygote,
                 sessions=self._sessions,
                 directory=self._directory,
                 inventory=self.inventory,
+                removal=self._removal,
                 keep_records_s=self._config.records.keep_seconds,
                 metrics=self._metrics,
             )

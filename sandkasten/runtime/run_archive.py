@@ -40,7 +40,8 @@ FILE_BYTES: Final = 8 * 1024 * 1024
 """About as much goes into one file."""
 
 _SUFFIX: Final = ".runs"
-_NAME: Final = re.compile(r"([0-9a-f]+)\.([0-9a-f]{8})\.runs")
+RUNS_NAME: Final = re.compile(r"([0-9a-f]+)\.([0-9a-f]{8})\.runs")
+"""Session and number of a file."""
 _MAGIC: Final = 0x4E55_5231
 _HEADER: Final = struct.Struct("<IIII")
 """Magic number, lengths of the two parts of a record, checksum of both parts and their lengths."""
@@ -137,17 +138,15 @@ class RunArchive:
         self.used_bytes = 0
 
     def open(self, live: Collection[str]) -> None:
-        """Find what an earlier daemon left of the live sessions, and remove the rest. Raises `OSError`."""
+        """Find what an earlier daemon left of the live sessions; the rest is for `reconcile.py`. Raises `OSError`."""
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         with os.scandir(self._root) as entries:
             names = sorted(entry.name for entry in entries if entry.name.endswith(_SUFFIX))
         for name in names:
-            found = _NAME.fullmatch(name)
+            found = RUNS_NAME.fullmatch(name)
             path = self._root / name
             if found is not None and found[1] in live and SESSION_ID.match(found[1]):
                 self.session(found[1]).found(path, int(found[2], 16))
-            else:
-                path.unlink(missing_ok=True)
 
     def session(self, session_id: str) -> SessionArchive:
         """Return the files of one session; blocks for nothing."""

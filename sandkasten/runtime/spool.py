@@ -8,6 +8,7 @@ costs old output, never a run.
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Callable, Sequence
 from itertools import count
 from math import inf
@@ -30,6 +31,8 @@ from sandkasten.runtime.spool_segment import (
 from sandkasten.runtime.spool_session import RunLogs, Shelf
 
 __all__ = ["WINDOW_BYTES", "LogReader", "OutputLog", "ReaderMode", "RunLogs", "Spool"]
+
+log = logging.getLogger(__name__)
 
 _MB: Final = 1024 * 1024
 _SEGMENT_BYTES: Final = _MB
@@ -61,6 +64,7 @@ class Spool:
         self._shelf = Shelf(self._ledger, retention_s)
         self._sessions: dict[str, RunLogs] = {}
         self._numbers = count(1)
+        self._names: set[str] = set()
         self._writing = trio.CapacityLimiter(1)
 
     @property
@@ -82,9 +86,14 @@ class Spool:
         """How much output the disk did not take or give back."""
         return self._ledger.lost_bytes
 
+    def uses(self, name: str) -> bool:
+        """Whether there is output of this spool in a file of that name, or is about to be."""
+        return name in self._names
+
     async def open(self) -> None:
         """Make the directory and remove what an earlier daemon left in it. Raises `OSError`."""
-        await self._in_thread(prepare_directory, self._root)
+        if left := await self._in_thread(prepare_directory, self._root):
+            log.info("spool_cleared", extra={"files": left})  # a daemon that was killed had output on disk
         self._ledger.is_closed = False
 
     def session(self, session_id: str) -> RunLogs:
@@ -144,6 +153,7 @@ class Spool:
         while ledger.doomed:
             doomed, ledger.doomed = ledger.doomed, []
             ledger.disk_bytes -= await self._in_thread(remove_segments, doomed)
+            self._names.difference_update(segment.path.name for segment in doomed)
 
     async def _write_down_to_low(self) -> None:
         ledger = self._ledger
@@ -193,11 +203,16 @@ class Spool:
             return
         path = segment_path(self._root, next(self._numbers))
         contents = [block.packed or block.pieces or () for _, block in batch]
+        self._names.add(path.name)
         try:
             lengths = await self._in_thread(write_segment, path, contents)
         except OSError as error:
+            self._names.discard(path.name)
             self._lose(batch, error)
             return
+        except BaseException:
+            self._names.discard(path.name)  # nobody will read it: a thread that was left alone may still write it
+            raise
         ledger = self._ledger
         segment = Segment(path, sum(lengths), len(batch))
         ledger.disk_bytes += segment.size_bytes

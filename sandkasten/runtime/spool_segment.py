@@ -41,19 +41,20 @@ class Segment:
         self.live_blocks = live_blocks
 
 
-def prepare_directory(root: Path) -> None:
-    """Make the spool's directory (mode 0700) and remove the files that an earlier daemon left in it."""
+def prepare_directory(root: Path) -> int:
+    """Make the spool's directory (mode 0700), remove the files that an earlier daemon left in it, return how many."""
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     root.chmod(0o700)
-    clear_directory(root)
+    return clear_directory(root)
 
 
-def clear_directory(root: Path) -> None:
-    """Remove the spool's files from its directory, and no others."""
+def clear_directory(root: Path) -> int:
+    """Remove the spool's files from its directory, and no others; return how many."""
     with os.scandir(root) as entries:
         left = [Path(entry.path) for entry in entries if entry.name.endswith(_SUFFIX)]
     for path in left:
         path.unlink(missing_ok=True)
+    return len(left)
 
 
 def segment_path(root: Path, number: int) -> Path:

@@ -18,6 +18,7 @@ from sandkasten.config import Config
 from sandkasten.model import EndReason, ExecSpec, SessionSpec, Status
 from sandkasten.reconcile import HOST_REBOOT
 from sandkasten.runtime.mounts_below import mounts_now
+from sandkasten.runtime.paths import DataPaths
 from tests.waiting import until
 
 
@@ -95,3 +96,29 @@ async def test_leftovers_are_told_of_and_then_removed_and_sessions_go_on(
     assert (behind / "file").read_text() == "kept"
     assert mounts_now(data_dir) == []
     assert (await supervisor.exec(session.id, ExecSpec("echo alive"))).stdout == b"alive\n"
+
+
+async def test_unknown_files_of_the_spool_are_told_of_and_removed_and_runs_keep_theirs(
+    keeping: Config, config: Config, data_dir: Path
+) -> None:
+    """At a start at once, later at the second look; what is written down of a live session's runs is read after it."""
+    spool, unknown = DataPaths(data_dir).spool, f"{'e' * 24}.00000001.runs"
+    async with open_supervisor(keeping) as supervisor:
+        kept = await supervisor.create(SessionSpec())
+        ran = await supervisor.exec(kept.id, ExecSpec("echo kept"))
+    of_kept = [name for name in os.listdir(spool) if name.startswith(kept.id)]
+    assert of_kept
+    for name in (unknown, "foreign"):
+        (spool / name).write_text("x")
+    async with open_supervisor(config) as supervisor:
+        assert (supervisor.inventory.found, supervisor.inventory.removed) == ({"spool_file": 2}, {"spool_file": 2})
+        assert not {unknown, "foreign"} & set(os.listdir(spool))
+        assert (await supervisor.get_exec(kept.id, ran.end.exec_id)).end is not None
+        (spool / unknown).write_text("x")
+        assert await supervisor.sweep() == 0
+        assert (spool / unknown).exists()
+        await supervisor.exec(kept.id, ExecSpec("echo more"))
+        assert await supervisor.sweep() == 1
+        assert not (spool / unknown).exists()
+        assert [name for name in os.listdir(spool) if name.startswith(kept.id)]
+        assert supervisor.inventory.found == supervisor.inventory.removed == {"spool_file": 3}

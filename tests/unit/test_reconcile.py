@@ -15,8 +15,10 @@ from sandkasten.lifecycle import ENDED, LIVE, Event
 from sandkasten.model import EndReason, Status
 from sandkasten.reconcile import (
     HOST_REBOOT,
+    MAX_SPOOL_FILES,
     MOUNT,
     SESSION,
+    SPOOL_FILE,
     TRASH,
     Action,
     Decision,
@@ -26,6 +28,7 @@ from sandkasten.reconcile import (
     Sightings,
     plan_reconciliation,
 )
+from sandkasten.runtime.spool_files import SpoolFile
 from sandkasten.store.sessions import KernelIdentity, SessionRecord
 from tests.strategies import make_record
 
@@ -54,9 +57,10 @@ def later(
     *,
     owned: Container[str] = frozenset(),
     seen: Sightings = frozenset(),
+    spool: Sequence[SpoolFile] = (),
 ) -> Plan:
     """Plan as every minute does."""
-    return plan_reconciliation(Observed(records, found, BOOT, leftovers, owned, seen))
+    return plan_reconciliation(Observed(records, found, BOOT, leftovers, owned, seen, spool=spool))
 
 
 # The start --------------------------------------------------------------------------------------------------------
@@ -191,6 +195,57 @@ def test_trash_is_no_news_before_it_stays() -> None:
     assert later(leftovers=[trash], seen=first.seen).remove == [trash]
 
 
+# Files of the spool -----------------------------------------------------------------------------------------------
+
+FILE, OTHER = SpoolFile(f"{ID}.00000001.runs", ID), SpoolFile("0000000000000001.spool")
+FILES = [Leftover(SPOOL_FILE, each.name) for each in (FILE, OTHER)]
+
+
+def test_unknown_files_of_the_spool_are_told_of_and_removed_at_the_start() -> None:
+    """Nobody can be writing them."""
+    plan = plan_reconciliation(Observed([], [], BOOT, is_start=True, spool=[FILE, OTHER]))
+    assert (plan.news, plan.remove, plan.seen) == (FILES, FILES, frozenset())
+
+
+def test_later_they_are_removed_when_they_were_seen_twice() -> None:
+    """And told of once."""
+    first = later(spool=[FILE, OTHER])
+    assert (first.news, first.remove) == (FILES, [])
+    second = later(spool=[FILE], seen=first.seen)
+    assert (second.news, second.remove, second.seen) == ([], FILES[:1], frozenset())
+
+
+@pytest.mark.parametrize("status", sorted(LIVE))
+@pytest.mark.parametrize("is_start", [True, False])
+def test_files_of_a_session_that_has_a_row_are_kept_in_whatever_state_it_is(status: Status, is_start: bool) -> None:
+    """Also while its end is being finished: that removes them itself."""
+    record = make_record(ID, status=status, identity=KERNEL)
+    seen = frozenset(FILES)
+    plan = plan_reconciliation(Observed([record], [running()], BOOT, seen=seen, is_start=is_start, spool=[FILE]))
+    assert (plan.news, plan.remove) == ([], [])
+
+
+def test_a_run_that_began_after_the_rows_were_read_keeps_its_files() -> None:
+    """Its session has an owner by then, who is asked last."""
+    plan = later([], [], owned={ID}, seen=frozenset(FILES), spool=[FILE])
+    assert (plan.news, plan.remove, plan.seen) == ([], [], frozenset())
+
+
+def test_files_of_a_sandbox_that_runs_unknown_go_with_it_and_not_before() -> None:
+    """There is a minute to bring the database back."""
+    first = plan_reconciliation(Observed([], [running()], BOOT, is_start=True, spool=[FILE]))
+    assert (set(first.news), first.remove) == ({Leftover(SESSION, ID), FILES[0]}, [])
+    second = later([], [running()], seen=first.seen, spool=[FILE])
+    assert ([each.action for each in second.decisions], second.remove) == ([Action.CLEAN], FILES[:1])
+
+
+def test_however_many_there_are_one_look_is_bounded() -> None:
+    """Those that were not told of are found by the next one."""
+    many = [SpoolFile(f"{number:016x}.spool") for number in range(MAX_SPOOL_FILES + 1)]
+    plan = plan_reconciliation(Observed([], [], BOOT, is_start=True, spool=many))
+    assert (len(plan.news), len(plan.remove)) == (MAX_SPOOL_FILES, MAX_SPOOL_FILES)
+
+
 # Everything at once -----------------------------------------------------------------------------------------------
 
 IDS = tuple(letter * 24 for letter in "abcdef")
@@ -206,12 +261,13 @@ class World:
     found: dict[str, Found]
     leftovers: set[Leftover]
     owned: set[str]
+    spool: set[SpoolFile]
     seen: Sightings = frozenset()
 
     def plan(self, *, is_start: bool = False) -> Plan:
         records = [each for each in self.records.values() if each.session.status in LIVE]
-        found, leftovers = list(self.found.values()), list(self.leftovers)
-        return plan_reconciliation(Observed(records, found, BOOT, leftovers, self.owned, self.seen, is_start))
+        found, leftovers, spool = list(self.found.values()), list(self.leftovers), list(self.spool)
+        return plan_reconciliation(Observed(records, found, BOOT, leftovers, self.owned, self.seen, is_start, spool))
 
     def carry_out(self, plan: Plan) -> None:
         for decision in plan.decisions:
@@ -221,9 +277,11 @@ class World:
                 case Action.FINISH:
                     del self.records[decision.session_id]
                     self.found.pop(decision.session_id, None)
+                    self.spool = {each for each in self.spool if each.session_id != decision.session_id}
                 case Action.CLEAN:
                     del self.found[decision.session_id]
         self.leftovers -= set(plan.remove)
+        self.spool = {each for each in self.spool if Leftover(SPOOL_FILE, each.name) not in plan.remove}
         self.seen = plan.seen
 
 
@@ -241,7 +299,8 @@ def worlds(draw: st.DrawFn) -> World:
     for session_id in draw(st.sets(st.sampled_from(IDS))):
         found[session_id] = draw(st.sampled_from([running(session_id), remains(session_id)]))
     owned = draw(st.sets(st.sampled_from(IDS)))
-    return World(records, found, draw(st.sets(LEFTOVERS)), owned)
+    spool = {SpoolFile(each or "x", each) for each in draw(st.sets(st.sampled_from([*IDS, None])))}
+    return World(records, found, draw(st.sets(LEFTOVERS)), owned, spool)
 
 
 @given(worlds(), st.booleans())
@@ -260,6 +319,8 @@ def test_every_id_gets_exactly_one_action_and_nothing_live_is_cleaned(world: Wor
                 assert (found.identity is None) or each.action in (Action.ADOPT, Action.WATCH)
         else:
             assert each.action in (Action.CLEAN, Action.WATCH)
+    removed = {each.name for each in plan.remove if each.kind == SPOOL_FILE}
+    assert not removed & (live | world.owned)
 
 
 @given(worlds(), st.booleans())
@@ -271,3 +332,5 @@ def test_what_was_carried_out_is_not_planned_again(world: World, is_start: bool)
     assert {each.action for each in plan.decisions} <= {Action.LEAVE}
     assert (plan.remove, plan.news) == ([], [])
     assert {each.kind for each in world.leftovers} <= {MOUNT}
+    kept = {name for name, each in world.records.items() if each.session.status in LIVE} | world.owned
+    assert {each.session_id for each in world.spool} <= kept

@@ -126,15 +126,17 @@ def test_what_was_refused_is_free_again(tmp_path: Path) -> None:
     assert (list(written.runs), written.runs["b"].state, list(written.gone)) == (["b"], ENDED, ["c"])
 
 
-def test_files_of_ended_sessions_are_removed_at_the_start(tmp_path: Path) -> None:
-    """And nothing that is not a file of this kind."""
+def test_files_of_others_are_not_touched_at_the_start(tmp_path: Path) -> None:
+    """Those of ended sessions count for nothing, and whether they go is decided elsewhere."""
     for session in (SESSION, OTHER):
         archive = RunArchive(tmp_path, session_bytes=MB, total_bytes=MB)
         archive.open({SESSION, OTHER})
         archive.session(session).write([news("a", RunState())], (), is_all=True)
     (tmp_path / "note.txt").write_text("mine")
-    open_archive(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{SESSION}.00000001.runs", "note.txt"]
+    archive = RunArchive(tmp_path, session_bytes=MB, total_bytes=MB)
+    archive.open({SESSION})
+    assert archive.used_bytes == (tmp_path / f"{SESSION}.00000001.runs").stat().st_size
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_the_end_of_a_session_removes_its_files(tmp_path: Path) -> None:
