@@ -100,12 +100,14 @@ class SessionSpec:
 
     `env` reaches the sandbox only (never a log, an argv or nsinit). `idempotency_key`: the same key with the same spec
     answers the same session, with another spec it is a `Conflict`. `key_id`: the API key that asks; a library has none.
+    `workspace_within`: labels that the workspace must have, or it is `WorkspaceNotFound`; one that is made gets them.
     """
 
     image: str | None = None
     ttl_s: float | None = None
     workspace_id: str | None = None
     workspace_mode: str | None = None
+    workspace_within: Mapping[str, str] = attrs.field(factory=dict)
     labels: Mapping[str, str] = attrs.field(factory=dict)
     env: Mapping[str, str] = attrs.field(factory=dict, repr=False)
     limits: Limits | None = None

@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from sandkasten.model import FileHead
-from sandkasten.workspaces import FileInfo, FileListing, Packed, Workspace, WorkspacePatch, WorkspaceSpec
+from sandkasten.workspaces import FileInfo, FileListing, Packed, Within, Workspace, WorkspacePatch, WorkspaceSpec
 
 
 class FileReader(Protocol):
@@ -57,6 +57,11 @@ class ArchiveWriter(Protocol):
 
 class WorkspaceSupervisor(Protocol):
     """Workspaces of one node."""
+
+    def workspaces_within(self, within: Within) -> WorkspaceSupervisor:
+        """Return the same for somebody for whom only workspaces with these labels exist. What they make has them; a
+        name that others took is `WorkspaceNotFound`, and `Conflict` for `make_workspace`."""
+        ...
 
     async def workspaces(self, *, after: str = "", limit: int = 1000, measure: bool = False) -> Sequence[Workspace]:
         """Return workspaces in the order of their ids, those behind `after`. With `measure` as many of them have a

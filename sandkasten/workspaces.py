@@ -8,6 +8,16 @@ from datetime import datetime
 
 import attrs
 
+Within = Mapping[str, str]
+"""Labels that a workspace must have to exist for who asks, and gets when they make it; empty: all of them exist."""
+
+EVERYWHERE: Within = {}
+
+
+def is_within(labels: Mapping[str, str], within: Within) -> bool:
+    """Whether something with these labels exists for who asks."""
+    return within.items() <= labels.items()
+
 
 class WorkspaceMode(enum.StrEnum):
     """How a session has its workspace: beside others that share it, too, or alone."""

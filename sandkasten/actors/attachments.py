@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from sandkasten.workspaces import WorkspaceMode
+from sandkasten.workspaces import EVERYWHERE, Within, WorkspaceMode
 
 
 @attrs.frozen(eq=False)
@@ -20,6 +20,7 @@ class Attachment:
 
     workspace_id: str
     mode: WorkspaceMode
+    within: Within = EVERYWHERE
 
 
 class Attachments:
@@ -28,9 +29,9 @@ class Attachments:
     def __init__(self) -> None:
         self._pending: dict[Attachment, None] = {}
 
-    def begin(self, workspace_id: str, mode: WorkspaceMode) -> Attachment:
+    def begin(self, workspace_id: str, mode: WorkspaceMode, within: Within = EVERYWHERE) -> Attachment:
         """Add a claim; `end` it, whatever happens."""
-        attachment = Attachment(workspace_id, mode)
+        attachment = Attachment(workspace_id, mode, within)
         self._pending[attachment] = None
         return attachment
 

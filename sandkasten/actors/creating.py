@@ -143,7 +143,7 @@ class Creating:
             yield
             return
         mode = WorkspaceMode(spec.workspace_mode or WorkspaceMode.SHARED)
-        attachment = self._attachments.begin(spec.workspace_id, mode)
+        attachment = self._attachments.begin(spec.workspace_id, mode, spec.workspace_within)
         try:
             await self._workspaces.ask_again(Admit(attachment))
             yield

@@ -23,14 +23,18 @@ from sandkasten.errors import InvalidRequest, SandkastenError, WorkspaceBusy, Wo
 from sandkasten.model import WORKSPACE_ID, Session
 from sandkasten.runtime import reserve
 from sandkasten.runtime.runner_link import RunnerLink
+from sandkasten.supervisor_workspaces import WorkspaceSupervisor
 from sandkasten.workspaces import (
+    EVERYWHERE,
     FileInfo,
     FileListing,
     Packed,
+    Within,
     Workspace,
     WorkspacePatch,
     WorkspaceSpec,
     WorkspaceUsage,
+    is_within,
 )
 
 log = logging.getLogger(__name__)
@@ -51,6 +55,10 @@ class WorkOfWorkspaces:
     _config: Config
     _workspaces: Ref
     _usages: dict[str, tuple[float, WorkspaceUsage]]
+    _within: Within = EVERYWHERE
+
+    def workspaces_within(self, within: Within) -> WorkspaceSupervisor:
+        return WorkspacesWithin(self, within)
 
     async def destroy(self, session_id: str) -> Session:
         """See `Supervisor.destroy`."""
@@ -58,35 +66,37 @@ class WorkOfWorkspaces:
 
     async def workspaces(self, *, after: str = "", limit: int = 1000, measure: bool = False) -> Sequence[Workspace]:
         self._require_enabled()
-        found = [each for each in await self._workspaces.ask_again(messages.ListAll()) if each.id > after][:limit]
+        every = await self._workspaces.ask_again(messages.ListAll())
+        found = [each for each in every if each.id > after and is_within(each.labels, self._within)][:limit]
         return await self._measure_all(found) if measure else found
 
     async def workspace(self, workspace_id: str, *, measure: bool = False) -> Workspace:
         self._check(workspace_id)
-        found = await self._workspaces.ask_again(messages.Get(workspace_id))
+        found = await self._workspaces.ask_again(messages.Get(workspace_id, self._within))
         return await self._measured(found) if measure else found
 
     async def make_workspace(self, workspace_id: str, spec: WorkspaceSpec) -> Workspace:
         self._check_new(workspace_id)
-        return await self._workspaces.ask(messages.Make(workspace_id, spec))
+        return await self._workspaces.ask(messages.Make(workspace_id, spec, within=self._within))
 
     async def update_workspace(self, workspace_id: str, patch: WorkspacePatch) -> Workspace:
         self._check(workspace_id)
-        return await self._workspaces.ask_again(messages.Change(workspace_id, patch))
+        return await self._workspaces.ask_again(messages.Change(workspace_id, patch, self._within))
 
     async def delete_workspace(self, workspace_id: str, *, force: bool = False) -> None:
         self._check(workspace_id)
         async with self._claimed(workspace_id):
             if force:
                 await self._end_holders(workspace_id)
-            await self._workspaces.ask(messages.Remove(workspace_id))
+            await self._workspaces.ask(messages.Remove(workspace_id, self._within))
             self._usages.pop(workspace_id, None)
 
     async def _end_holders(self, workspace_id: str) -> None:
         """End every session that has the workspace. Nobody new gets it meanwhile."""
         give_up_at = trio.current_time() + _FORCE_S
+        await self._workspaces.ask(messages.Holders(workspace_id, self._within))
         await self._workspaces.ask(messages.EndHelpers(workspace_id))
-        while holders := await self._workspaces.ask(messages.Holders(workspace_id)):
+        while holders := await self._workspaces.ask(messages.Holders(workspace_id, self._within)):
             if trio.current_time() > give_up_at:
                 raise WorkspaceBusy("its sessions don't end", workspace_id=workspace_id)
             for session_id in filter(None, holders):
@@ -100,7 +110,7 @@ class WorkOfWorkspaces:
     async def _claimed(self, workspace_id: str) -> AsyncIterator[None]:
         token = object()
         try:
-            await self._workspaces.ask(messages.Claim(workspace_id, token))
+            await self._workspaces.ask(messages.Claim(workspace_id, token, self._within))
             yield
         finally:
             with trio.move_on_after(_CLEANUP_S, shield=True):
@@ -126,7 +136,8 @@ class WorkOfWorkspaces:
     @asynccontextmanager
     async def _open_workspace_write(self, workspace_id: str, path: str) -> AsyncIterator[LocalFileWriter]:
         self._check_new(workspace_id)
-        await self._workspaces.ask(messages.Make(workspace_id, WorkspaceSpec(), may_exist=True))
+        make = messages.Make(workspace_id, WorkspaceSpec(), may_exist=True, within=self._within)
+        await self._workspaces.ask(make)
         async with self._files(workspace_id) as link, open_writer(link, path, sync=True) as writer:
             yield writer
 
@@ -149,7 +160,7 @@ class WorkOfWorkspaces:
         self._check(workspace_id)
         done = trio.Event()
         try:
-            yield await self._workspaces.ask(messages.Borrow(workspace_id, done, draft))
+            yield await self._workspaces.ask(messages.Borrow(workspace_id, done, draft, self._within))
         finally:
             done.set()
 
@@ -172,6 +183,7 @@ class WorkOfWorkspaces:
     async def _open_unpack(self, workspace_id: str, replace: bool) -> AsyncIterator[LocalArchiveWriter]:
         self._check_new(workspace_id)
         limits = {"max_entries": _MAX_ENTRIES, "max_bytes": self._config.workspace.max_import_mb * MIB}
+        publish = messages.Publish(workspace_id, replace, self._within)
         async with self._claimed(workspace_id):
             try:
                 await self._workspaces.ask(messages.Begin(workspace_id, replace))
@@ -179,7 +191,7 @@ class WorkOfWorkspaces:
                     self._files(workspace_id, draft=True) as link,
                     files.open_unpack(link, **limits) as unpacking,
                 ):
-                    yield LocalArchiveWriter(unpacking, self._workspaces, workspace_id, replace)
+                    yield LocalArchiveWriter(unpacking, publish, self._workspaces)
             finally:
                 self._usages.pop(workspace_id, None)
                 with trio.move_on_after(_CLEANUP_S, shield=True):
@@ -231,17 +243,27 @@ class WorkOfWorkspaces:
             raise InvalidRequest("workspaces are switched off", workspace_id="not available")
 
 
+class WorkspacesWithin(WorkOfWorkspaces):
+    """The same for somebody for whom only workspaces with certain labels exist."""
+
+    def __init__(self, node: WorkOfWorkspaces, within: Within) -> None:
+        self._config, self._workspaces, self._usages = node._config, node._workspaces, node._usages
+        self._node, self._within = node, within
+
+    async def destroy(self, session_id: str) -> Session:
+        return await self._node.destroy(session_id)
+
+
 class LocalArchiveWriter:
     """See `supervisor_workspaces.ArchiveWriter`."""
 
-    def __init__(self, unpacking: files.Unpacking, workspaces: Ref, workspace_id: str, replace: bool) -> None:
-        self._unpacking, self._workspaces = unpacking, workspaces
-        self._workspace_id, self._replace = workspace_id, replace
+    def __init__(self, unpacking: files.Unpacking, publish: messages.Publish, workspaces: Ref) -> None:
+        self._unpacking, self._publish, self._workspaces = unpacking, publish, workspaces
 
     async def send(self, data: bytes) -> None:
         await self._unpacking.send(data)
 
     async def commit(self) -> Packed:
         packed = await self._unpacking.end()
-        await self._workspaces.ask(messages.Publish(self._workspace_id, self._replace))
+        await self._workspaces.ask(self._publish)
         return packed

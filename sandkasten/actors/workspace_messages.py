@@ -10,7 +10,7 @@ import trio
 from sandkasten.actors.actor import Ask
 from sandkasten.actors.attachments import Attachment
 from sandkasten.runtime.runner_link import RunnerLink
-from sandkasten.workspaces import Workspace, WorkspacePatch, WorkspaceSpec
+from sandkasten.workspaces import EVERYWHERE, Within, Workspace, WorkspacePatch, WorkspaceSpec
 
 
 @attrs.frozen
@@ -34,9 +34,10 @@ class ListAll(Ask[Sequence[Workspace]]):
 
 @attrs.frozen
 class Get(Ask[Workspace]):
-    """Raises `WorkspaceNotFound`."""
+    """Raises `WorkspaceNotFound`; so does all that follows, for a workspace that lacks the labels `within`."""
 
     workspace_id: str
+    within: Within = EVERYWHERE
 
 
 @attrs.frozen
@@ -46,21 +47,25 @@ class Make(Ask[Workspace]):
     workspace_id: str
     spec: WorkspaceSpec
     may_exist: bool = False
+    within: Within = EVERYWHERE
 
 
 @attrs.frozen
 class Change(Ask[Workspace]):
     workspace_id: str
     patch: WorkspacePatch
+    within: Within = EVERYWHERE
 
 
 @attrs.frozen
-class Claim(Ask[Sequence[str]]):
-    """Let nobody attach the workspace from now on, until `Unclaim`; answers who has it. Raises `WorkspaceBusy` when
-    somebody else claimed it. `token` tells claims apart, so that one that was given up in between can be taken back."""
+class Claim(Ask[None]):
+    """Let nobody attach or make the workspace from now on, until `Unclaim`. Raises `WorkspaceBusy` when somebody else
+    claimed it or just makes it. `token` tells claims apart, so that one that was given up in between can be taken
+    back, and so can one that was refused. That the workspace is not there is no reason to refuse."""
 
     workspace_id: str
     token: object
+    within: Within = EVERYWHERE
 
 
 @attrs.frozen
@@ -73,9 +78,11 @@ class Unclaim(Ask[None]):
 
 @attrs.frozen
 class Holders(Ask[Sequence[str]]):
-    """The sessions that have the workspace, `""` for one that is being made or for files that are transferred."""
+    """The sessions that have the workspace, `""` for one that is being made or for files that are transferred. Raises
+    `WorkspaceBusy` when one of them lacks the labels `within`."""
 
     workspace_id: str
+    within: Within = EVERYWHERE
 
 
 @attrs.frozen
@@ -83,6 +90,7 @@ class Remove(Ask[None]):
     """Delete a claimed workspace that nobody has. Raises `WorkspaceBusy`, `WorkspaceNotFound`."""
 
     workspace_id: str
+    within: Within = EVERYWHERE
 
 
 @attrs.frozen
@@ -99,6 +107,7 @@ class Borrow(Ask[RunnerLink]):
     workspace_id: str
     done: trio.Event
     draft: bool = False
+    within: Within = EVERYWHERE
 
 
 @attrs.frozen
@@ -116,6 +125,7 @@ class Publish(Ask[None]):
 
     workspace_id: str
     replace: bool
+    within: Within = EVERYWHERE
 
 
 @attrs.frozen

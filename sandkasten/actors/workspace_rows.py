@@ -13,6 +13,7 @@ from sandkasten.actors.actor import Ask
 from sandkasten.store import sessions, workspaces
 from sandkasten.store.sessions import SessionRecord
 from sandkasten.store.workspaces import Count, WorkspaceRecord
+from sandkasten.workspaces import Within, WorkspacePatch
 
 
 @attrs.frozen
@@ -24,11 +25,29 @@ class PutWorkspace(Ask[None]):
 
 @attrs.frozen
 class TouchWorkspace(Ask[None]):
-    """Note that a workspace is in use at `now`; if it `makes` one, also where there is no record."""
+    """Note that a workspace was in use at `now`, if there is a record of it."""
 
     workspace_id: str
     now: datetime
-    makes: bool = True
+
+
+@attrs.frozen
+class AdoptWorkspace(Ask[WorkspaceRecord]):
+    """Note that a workspace is in use at `now`; where there is no record, make one with these labels. Answers the
+    record."""
+
+    workspace_id: str
+    now: datetime
+    labels: Mapping[str, str]
+
+
+@attrs.frozen
+class ChangeWorkspace(Ask[bool]):
+    """Change a record, if it has the labels `within`; answers whether there is such a one."""
+
+    workspace_id: str
+    patch: WorkspacePatch
+    within: Within
 
 
 @attrs.frozen
@@ -62,7 +81,15 @@ class HoldersOf(Ask[Sequence[SessionRecord]]):
 
 
 WorkspaceMessage = (
-    PutWorkspace | TouchWorkspace | GetWorkspace | ListWorkspaceRows | ForgetWorkspace | CountSessions | HoldersOf
+    PutWorkspace
+    | TouchWorkspace
+    | AdoptWorkspace
+    | ChangeWorkspace
+    | GetWorkspace
+    | ListWorkspaceRows
+    | ForgetWorkspace
+    | CountSessions
+    | HoldersOf
 )
 
 
@@ -71,8 +98,12 @@ def workspace_work_of(message: WorkspaceMessage) -> Callable[[sqlite3.Connection
     match message:
         case PutWorkspace(record):
             return lambda database: workspaces.put_workspace(database, record)
-        case TouchWorkspace(workspace_id, now, makes):
-            return lambda database: workspaces.touch_workspace(database, workspace_id, now, makes=makes)
+        case TouchWorkspace(workspace_id, now):
+            return lambda database: workspaces.touch_workspace(database, workspace_id, now)
+        case AdoptWorkspace(workspace_id, now, labels):
+            return lambda database: workspaces.adopt_workspace(database, workspace_id, now, labels)
+        case ChangeWorkspace(workspace_id, patch, within):
+            return lambda database: workspaces.change_workspace(database, workspace_id, patch, within)
         case GetWorkspace(workspace_id):
             return lambda database: workspaces.get_workspace(database, workspace_id)
         case ListWorkspaceRows(after, limit):

@@ -11,10 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any, TypeVarTuple, assert_never
-
-import attrs
 
 from sandkasten.actors import workspace_rows as rows
 from sandkasten.actors import zygote as zygote_actor
@@ -41,19 +38,18 @@ from sandkasten.actors.workspace_messages import (
     Remove,
     Unclaim,
 )
+from sandkasten.actors.workspace_register import Register
 from sandkasten.errors import BuildFailed, Conflict, DiskFull, SandkastenError, WorkspaceBusy, WorkspaceNotFound
 from sandkasten.lifecycle import ENDED
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.runner_link import RunnerLink
 from sandkasten.store.sessions import SessionRecord
-from sandkasten.store.workspaces import Count, WorkspaceRecord
-from sandkasten.workspaces import Workspace, WorkspaceMode, WorkspacePatch
+from sandkasten.workspaces import EVERYWHERE, Within, Workspace, WorkspaceMode, is_within
 
 Ts = TypeVarTuple("Ts")
 
 log = logging.getLogger(__name__)
 
-_MAX_ROWS = 100_000
 _NAMED_HOLDERS = 20
 
 
@@ -76,6 +72,8 @@ class Workspaces(Actor):
         self._store, self._zygote, self._directory = store, zygote, directory
         self._attachments = attachments
         self._claimed: dict[str, object] = {}
+        self._making: list[str] = []
+        self._register = Register(store=store, zygote=zygote)
         self._helpers = Helpers(self, zygote=zygote, directory=directory, paths=paths, new_id=new_id, idle_s=idle_s)
 
     async def on_stop(self) -> None:
@@ -87,13 +85,13 @@ class Workspaces(Actor):
     async def handle(self, message: Message) -> Any:
         match message:
             case ListAll():
-                return self.defer(self._list)
-            case Get(workspace_id):
-                return self.defer(self._get, workspace_id)
+                return self.defer(self._register.list)
+            case Get(workspace_id, within):
+                return self.defer(self._register.get, workspace_id, within)
             case Make():
                 return self.defer(self._make, message)
-            case Change(workspace_id, patch):
-                return self.defer(self._change, workspace_id, patch)
+            case Change(workspace_id, patch, within):
+                return self.defer(self._register.change, workspace_id, patch, within)
             case EndHelpers(workspace_id):
                 return self.defer(self._helpers.end, workspace_id)
             case Borrow():
@@ -109,19 +107,19 @@ class Workspaces(Actor):
                 return self.defer(self._admit, attachment)
             case Released(workspace_id):
                 return self.defer(self._release, workspace_id)
-            case Claim(workspace_id, token):
-                if workspace_id in self._claimed:
+            case Claim(workspace_id, token, within):
+                if workspace_id in self._claimed or workspace_id in self._making:
                     raise _busy(workspace_id, ())
                 self._claimed[workspace_id] = token
-                return self.defer(self._holders, workspace_id)
+                return self.defer(self._register.check_claim, workspace_id, within)
             case Unclaim(workspace_id, token):
                 if self._claimed.get(workspace_id) is token:
                     del self._claimed[workspace_id]
                 return None
-            case Holders(workspace_id):
-                return self.defer(self._holders, workspace_id)
-            case Remove(workspace_id):
-                return self.defer(self._remove, workspace_id)
+            case Holders(workspace_id, within):
+                return self.defer(self._own_holders, workspace_id, within)
+            case Remove(workspace_id, within):
+                return self.defer(self._remove, workspace_id, within)
             case _:
                 assert_never(message)
 
@@ -130,18 +128,25 @@ class Workspaces(Actor):
     async def _admit(self, attachment: Attachment) -> None:
         """Decide by who came earlier: records, and claims that were there before this one, even if they fail later."""
         workspace_id, is_alone = attachment.workspace_id, attachment.mode is WorkspaceMode.EXCLUSIVE
+        await self._register.check_claim(workspace_id, attachment.within)
         if workspace_id in self._claimed:
             raise _busy(workspace_id, ())
         earlier = self._attachments.before(attachment)
         records = await self._records(workspace_id)
         modes = [each.mode for each in earlier] + [_mode_of(each) for each in records]
         if modes if is_alone else WorkspaceMode.EXCLUSIVE in modes:
-            raise _busy(workspace_id, [each.session.id for each in records])
-        await self._touch(workspace_id)
+            raise _busy(workspace_id, [_name(each, attachment.within) for each in records])
+        await self._register.take_up(workspace_id, attachment.within)
 
-    async def _holders(self, workspace_id: str) -> Sequence[str]:
+    async def _holders(self, workspace_id: str, within: Within = EVERYWHERE) -> Sequence[str]:
+        """Return who has it, `""` for those who are not told by name."""
         unseen = [""] * (len(self._attachments.of(workspace_id)) + self._helpers.is_used(workspace_id))
-        return [each.session.id for each in await self._records(workspace_id)] + unseen
+        return [_name(each, within) for each in await self._records(workspace_id)] + unseen
+
+    async def _own_holders(self, workspace_id: str, within: Within) -> Sequence[str]:
+        if any(not is_within(each.session.labels, within) for each in await self._records(workspace_id)):
+            raise _busy(workspace_id, ())
+        return await self._holders(workspace_id, within)
 
     async def _records(self, workspace_id: str) -> Sequence[SessionRecord]:
         """Return the records of sessions that may have it; one whose end was not written yet has not."""
@@ -156,81 +161,60 @@ class Workspaces(Actor):
     async def _release(self, workspace_id: str) -> None:
         """Nothing is made anew here: the workspace may have been deleted behind its last session."""
         await zygote_actor.ask_patiently(self._zygote, zygote_actor.SyncWorkspace(workspace_id))
-        await self._store.ask_again(rows.TouchWorkspace(workspace_id, datetime.now(UTC), makes=False))
+        await self._register.touch(workspace_id)
 
-    async def _remove(self, workspace_id: str) -> None:
-        holders = await self._holders(workspace_id)
+    async def _remove(self, workspace_id: str, within: Within) -> None:
+        holders = await self._holders(workspace_id, within)
         if holders or workspace_id not in self._claimed:
             raise _busy(workspace_id, holders)
-        known = await self._store.ask_again(rows.GetWorkspace(workspace_id))
-        if known is None and workspace_id not in await self._names():
-            raise _not_found(workspace_id)
+        await self._register.get(workspace_id, within)
         await self._helpers.end(workspace_id)
         await zygote_actor.ask_patiently(self._zygote, zygote_actor.DiscardWorkspace(workspace_id))
-        await self._store.ask_again(rows.ForgetWorkspace(workspace_id))
+        await self._register.forget(workspace_id)
         log.info("workspace_deleted", extra={"workspace_id": workspace_id})
 
-    # What is known of it ----------------------------------------------------------------------------------------
-
-    async def _names(self) -> frozenset[str]:
-        return frozenset(await zygote_actor.ask_patiently(self._zygote, zygote_actor.ListWorkspaces()))
-
-    async def _touch(self, workspace_id: str) -> None:
-        await self._store.ask_again(rows.TouchWorkspace(workspace_id, datetime.now(UTC)))
-
-    async def _list(self) -> Sequence[Workspace]:
-        names = await self._names()
-        records = {each.id: each for each in await self._store.ask_again(rows.ListWorkspaceRows("", _MAX_ROWS))}
-        for found in sorted(names - records.keys()):
-            log.info("workspace_found", extra={"workspace_id": found})
-            now = datetime.now(UTC)
-            records[found] = WorkspaceRecord(found, now, now)
-            await self._store.ask_again(rows.PutWorkspace(records[found]))
-        counts = await self._store.ask_again(rows.CountSessions())
-        return [_view(records[each], names, counts) for each in sorted(records)]
-
-    async def _get(self, workspace_id: str) -> Workspace:
-        names = await self._names()
-        record = await self._store.ask_again(rows.GetWorkspace(workspace_id))
-        if record is None:
-            if workspace_id not in names:
-                raise _not_found(workspace_id)
-            now = datetime.now(UTC)
-            record = WorkspaceRecord(workspace_id, now, now)
-            await self._store.ask_again(rows.PutWorkspace(record))
-        return _view(record, names, await self._store.ask_again(rows.CountSessions()))
+    # Making one -------------------------------------------------------------------------------------------------
 
     async def _make(self, message: Make) -> Workspace:
-        workspace_id = message.workspace_id
+        workspace_id, within = message.workspace_id, message.within
         if workspace_id in self._claimed:
             raise _busy(workspace_id, ())
-        if not message.may_exist and workspace_id in await self._names():
+        self._making.append(workspace_id)
+        try:
+            labels = {**message.spec.labels, **within}
+            if message.may_exist:
+                await self._register.take_up(workspace_id, within)
+            else:
+                await self._take_name(workspace_id, labels, within)
+            try:
+                await self._ask(zygote_actor.MakeWorkspace(workspace_id))
+            except BuildFailed as error:
+                await self._register.forget_unmade(workspace_id)
+                raise _explain(error, workspace_id) from error
+        finally:
+            self._making.remove(workspace_id)
+        return await self._register.get(workspace_id, within)
+
+    async def _take_name(self, workspace_id: str, labels: Mapping[str, str], within: Within) -> None:
+        if workspace_id in await self._register.names():
             raise _exists(workspace_id)
         try:
-            await self._ask(zygote_actor.MakeWorkspace(workspace_id))
-        except BuildFailed as error:
-            raise _explain(error, workspace_id) from error
-        if message.may_exist:
-            await self._touch(workspace_id)
-        else:
-            now = datetime.now(UTC)
-            record = WorkspaceRecord(workspace_id, now, now, dict(message.spec.labels))
-            await self._store.ask_again(rows.PutWorkspace(record))
-        return await self._get(workspace_id)
-
-    async def _change(self, workspace_id: str, patch: WorkspacePatch) -> Workspace:
-        before = await self._get(workspace_id)
-        labels = before.labels if patch.labels is None else patch.labels
-        record = WorkspaceRecord(workspace_id, before.created_at, before.last_used, dict(labels))
-        await self._store.ask_again(rows.PutWorkspace(record))
-        return attrs.evolve(before, labels=record.labels)
+            await self._register.take_up(workspace_id, within, labels)
+        except WorkspaceNotFound:
+            raise _exists(workspace_id) from None
+        await self._register.put_new(workspace_id, labels)
 
     # Its files --------------------------------------------------------------------------------------------------
 
     async def _borrow(self, message: Borrow) -> RunnerLink:
         if message.workspace_id in self._claimed and not message.draft:
             raise _busy(message.workspace_id, ())
-        return await self._helpers.lend((message.workspace_id, message.draft), message.done)
+        if message.draft:  # the claim's, and so its owner's
+            return await self._helpers.lend((message.workspace_id, True), message.done)
+        await self._register.check(message.workspace_id, message.within)
+        link = await self._helpers.lend((message.workspace_id, False), message.done)
+        await self._register.check(message.workspace_id, message.within)  # a loan is what keeps it from being another's
+        return link
 
     async def _draft(self, message: Begin | Publish | DropDraft) -> None:
         workspace_id = message.workspace_id
@@ -241,18 +225,25 @@ class Workspaces(Actor):
                     await self._helpers.end(workspace_id)
                     await self._ask(zygote_actor.DiscardWorkspace(workspace_id, draft=True))
                     await self._ask(zygote_actor.MakeWorkspace(workspace_id, draft=True))
-                case Publish(replace=replace):
+                case Publish(replace=replace, within=within):
                     await self._helpers.end(workspace_id)
-                    await zygote_actor.ask_when_up(self._zygote, zygote_actor.PublishWorkspace(workspace_id, replace))
-                    await self._touch(workspace_id)
+                    await self._register.take_up(workspace_id, within)
+                    await self._publish(workspace_id, replace=replace)
                 case DropDraft():
                     await self._helpers.end(workspace_id)
                     await self._ask(zygote_actor.DiscardWorkspace(workspace_id, draft=True))
         except BuildFailed as error:
             raise _explain(error, workspace_id) from error
 
+    async def _publish(self, workspace_id: str, *, replace: bool) -> None:
+        try:
+            await zygote_actor.ask_when_up(self._zygote, zygote_actor.PublishWorkspace(workspace_id, replace))
+        except BuildFailed:
+            await self._register.forget_unmade(workspace_id)
+            raise
+
     async def _check_free(self, workspace_id: str, *, replace: bool) -> None:
-        if not replace and workspace_id in await self._names():
+        if not replace and workspace_id in await self._register.names():
             raise _exists(workspace_id)
         if holders := await self._holders(workspace_id):
             raise _busy(workspace_id, holders)
@@ -274,17 +265,9 @@ def _mode_of(record: SessionRecord) -> str:
     return record.session.options.workspace_mode
 
 
-def _view(record: WorkspaceRecord, names: frozenset[str], counts: Mapping[str, Count]) -> Workspace:
-    count = counts.get(record.id, Count())
-    return Workspace(
-        id=record.id,
-        created_at=record.created_at,
-        last_used=record.last_used,
-        labels=record.labels,
-        session_count=count.known,
-        active_session_count=count.live,
-        has_directory=record.id in names,
-    )
+def _name(record: SessionRecord, within: Within) -> str:
+    """Return the id of a session, if it exists for who asks."""
+    return record.session.id if is_within(record.session.labels, within) else ""
 
 
 def _busy(workspace_id: str, holders: Sequence[str]) -> WorkspaceBusy:
@@ -305,7 +288,3 @@ def _explain(error: BuildFailed, workspace_id: str) -> SandkastenError:
 
 def _exists(workspace_id: str) -> Conflict:
     return Conflict(f"there is a workspace {workspace_id!r} already", workspace_id=workspace_id)
-
-
-def _not_found(workspace_id: str) -> WorkspaceNotFound:
-    return WorkspaceNotFound(f"there is no workspace {workspace_id!r}", workspace_id=workspace_id)

@@ -43,7 +43,6 @@ ACT = Needs(Access.WRITE, Reach.SESSION)
 FIND = Needs(Access.READ, Reach.FILTERED)
 MAKE = Needs(Access.WRITE, Reach.FILTERED)
 SEE_NODE = Needs(Access.READ, Reach.NODE)
-CHANGE_NODE = Needs(Access.WRITE, Reach.NODE)
 RULE_NODE = Needs(Access.ADMIN, Reach.NODE)
 OPEN = Needs(Access.NONE, Reach.PUBLIC)
 

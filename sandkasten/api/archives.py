@@ -35,7 +35,7 @@ async def _download(exchange: Exchange, path: str, kind: str) -> None:
 
 
 async def _send(exchange: Exchange, path: str, kind: str) -> None:
-    async with exchange.supervisor.open_pack(exchange.workspace_id, path) as archive:
+    async with exchange.workspaces.open_pack(exchange.workspace_id, path) as archive:
         name = f'attachment; filename="{exchange.workspace_id}.{kind}"'
         await exchange.start(200, (("content-type", _TYPES[kind]), ("content-disposition", name)))
         if exchange.method == "HEAD":
@@ -53,7 +53,7 @@ async def import_archive(exchange: Exchange) -> None:
     if exchange.settings.api_key is None and exchange.media_type not in _IMPORTED:  # no web page can send that unasked
         raise InvalidRequest("without an API key an archive must say so", content_type=exchange.media_type)
     replaces = query_flag(exchange, "replace")
-    async with exchange.supervisor.open_unpack(exchange.workspace_id, replace=replaces) as archive:
+    async with exchange.workspaces.open_unpack(exchange.workspace_id, replace=replaces) as archive:
         await _receive(exchange, archive)
         packed = await archive.commit()
     await exchange.answer(json_answer({"ok": True, **attrs.asdict(packed)}, status=201))

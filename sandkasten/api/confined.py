@@ -15,6 +15,8 @@ from sandkasten.lifecycle import ENDED
 from sandkasten.listing import LabelSelector, SessionQuery
 from sandkasten.model import Event, Session, SessionPatch, SessionSpec
 from sandkasten.supervisor import Supervisor
+from sandkasten.supervisor_workspaces import WorkspaceSupervisor
+from sandkasten.workspaces import EVERYWHERE, Within
 
 _BETWEEN = "\x1f"
 """Between an API key's id and an idempotency key; no client can send it in one."""
@@ -26,13 +28,12 @@ def owned_spec(key: ApiKey, spec: SessionSpec) -> SessionSpec:
     """Return what this key asks for: its label is added, it is the maker, and its idempotency keys are its own.
 
     Raises:
-        Forbidden: the label has another value, or a workspace is asked for that may be another's.
+        Forbidden: the label has another value.
     """
-    if key.label is not None and spec.workspace_id is not None:
-        raise Forbidden("this API key is confined to a label and may not use named workspaces", needs="no label")
     return attrs.evolve(
         spec,
         labels=own_labels(key, spec.labels),
+        workspace_within=within(key) if spec.workspace_id is not None else {},
         key_id=key.id,
         idempotency_key=None if spec.idempotency_key is None else own_name(key, spec.idempotency_key),
     )
@@ -41,6 +42,11 @@ def owned_spec(key: ApiKey, spec: SessionSpec) -> SessionSpec:
 def owned_patch(key: ApiKey, patch: SessionPatch) -> SessionPatch:
     """Return the change with the key's label kept. Raises `Forbidden` when it would give it another value."""
     return patch if patch.labels is None else attrs.evolve(patch, labels=own_labels(key, patch.labels))
+
+
+def within(key: ApiKey) -> Within:
+    """Return the labels that a workspace must have to exist for this key."""
+    return EVERYWHERE if key.label is None else {key.label.name: key.label.value}
 
 
 def own_labels(key: ApiKey, labels: Mapping[str, str]) -> Mapping[str, str]:
@@ -68,6 +74,11 @@ def owned_query(key: ApiKey, query: SessionQuery) -> SessionQuery:
 def within_reach(key: ApiKey, sessions: Iterable[Session]) -> list[Session]:
     """Return those that exist for this key."""
     return [session for session in sessions if key.reaches(session.labels)]
+
+
+def own_workspaces(key: ApiKey, supervisor: Supervisor) -> WorkspaceSupervisor:
+    """Return the workspaces that exist for this key, and a way to make more of them."""
+    return supervisor if key.label is None else supervisor.workspaces_within(within(key))
 
 
 class EventFilter:

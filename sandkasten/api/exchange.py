@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl
 
 import trio
 
+from sandkasten.api.confined import own_workspaces
 from sandkasten.api.errors import Answer, Headers
 from sandkasten.api.guard import App, Message, Receive, Scope, Send, has_body
 from sandkasten.api.jsonsize import check_value_count
@@ -23,6 +24,7 @@ from sandkasten.errors import InvalidRequest, SandkastenError, TooLarge
 from sandkasten.keys import NOBODY
 from sandkasten.runtime.quotas import KeyShares
 from sandkasten.supervisor import Supervisor
+from sandkasten.supervisor_workspaces import WorkspaceSupervisor
 
 T = TypeVar("T")
 
@@ -64,6 +66,11 @@ class Exchange:
         self._is_body_done = False
         self._body_bytes = 0
         self._json_body: bytes | None = None
+
+    @property
+    def workspaces(self) -> WorkspaceSupervisor:
+        """The workspaces that exist for the caller's key. Handlers reach them in no other way."""
+        return own_workspaces(self.key, self.supervisor)
 
     @property
     def method(self) -> str:

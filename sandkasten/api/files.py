@@ -44,13 +44,13 @@ async def read(exchange: Exchange) -> None:
 def open_write(exchange: Exchange, path: str) -> AbstractAsyncContextManager[FileWriter]:
     """Replace a file of the session or workspace that the request is about."""
     if exchange.workspace_id:
-        return exchange.supervisor.open_workspace_write(exchange.workspace_id, path)
+        return exchange.workspaces.open_workspace_write(exchange.workspace_id, path)
     return exchange.supervisor.open_write(exchange.session_id, path)
 
 
 def _open_read(exchange: Exchange, path: str, max_bytes: int) -> AbstractAsyncContextManager[FileReader]:
     if exchange.workspace_id:
-        return exchange.supervisor.open_workspace_read(exchange.workspace_id, path, max_bytes=max_bytes)
+        return exchange.workspaces.open_workspace_read(exchange.workspace_id, path, max_bytes=max_bytes)
     return exchange.supervisor.open_read(exchange.session_id, path, max_bytes=max_bytes)
 
 

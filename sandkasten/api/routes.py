@@ -27,7 +27,7 @@ from sandkasten.api import (
     workspaces,
 )
 from sandkasten.api import exec as commands
-from sandkasten.api.access import ACT, CHANGE_NODE, FIND, LOOK, MAKE, OPEN, RULE_NODE, SEE_NODE, Needs
+from sandkasten.api.access import ACT, FIND, LOOK, MAKE, OPEN, RULE_NODE, SEE_NODE, Needs
 from sandkasten.api.errors import Answer
 from sandkasten.api.exchange import Exchange
 from sandkasten.api.routing import RouteTable
@@ -84,12 +84,12 @@ JSON_ROUTES = (
     JsonRoute("GET", f"{SESSIONS}/<session_id>/diagnostics", sessions.diagnostics, LOOK),
     JsonRoute("POST", f"{SESSIONS}/<session_id>/pause", sessions.pause, ACT),
     JsonRoute("POST", f"{SESSIONS}/<session_id>/resume", sessions.resume, ACT),
-    JsonRoute("GET", WORKSPACES, workspaces.list_workspaces, SEE_NODE),
-    JsonRoute("POST", WORKSPACES, workspaces.create, CHANGE_NODE),
-    JsonRoute("GET", f"{WORKSPACES}/<workspace_id>", workspaces.get, SEE_NODE),
-    JsonRoute("PUT", f"{WORKSPACES}/<workspace_id>", workspaces.put, CHANGE_NODE),
-    JsonRoute("PATCH", f"{WORKSPACES}/<workspace_id>", workspaces.update, CHANGE_NODE),
-    JsonRoute("DELETE", f"{WORKSPACES}/<workspace_id>", workspaces.delete, CHANGE_NODE),
+    JsonRoute("GET", WORKSPACES, workspaces.list_workspaces, FIND),
+    JsonRoute("POST", WORKSPACES, workspaces.create, MAKE),
+    JsonRoute("GET", f"{WORKSPACES}/<workspace_id>", workspaces.get, FIND),
+    JsonRoute("PUT", f"{WORKSPACES}/<workspace_id>", workspaces.put, MAKE),
+    JsonRoute("PATCH", f"{WORKSPACES}/<workspace_id>", workspaces.update, MAKE),
+    JsonRoute("DELETE", f"{WORKSPACES}/<workspace_id>", workspaces.delete, MAKE),
 )
 
 
@@ -138,14 +138,14 @@ RAW_ROUTES: RouteTable[Mapping[str, RawRoute]] = RouteTable(
 
 WORKSPACE_ROUTES: RouteTable[Mapping[str, RawRoute]] = RouteTable(
     {
-        "fs": {**_get(workspaces.list_files, SEE_NODE), **_delete(workspaces.remove, CHANGE_NODE)},
-        "fs/stat": _get(workspaces.stat, SEE_NODE),
-        "fs/read": _get(files.read, SEE_NODE),
-        "fs/write": _post(files.write, CHANGE_NODE),
-        "fs/upload": _post(upload, CHANGE_NODE),
-        "fs/download": _get(archives.download, SEE_NODE),
-        "export": _get(archives.export, SEE_NODE),
-        "import": _post(archives.import_archive, CHANGE_NODE),
+        "fs": {**_get(workspaces.list_files, FIND), **_delete(workspaces.remove, MAKE)},
+        "fs/stat": _get(workspaces.stat, FIND),
+        "fs/read": _get(files.read, FIND),
+        "fs/write": _post(files.write, MAKE),
+        "fs/upload": _post(upload, MAKE),
+        "fs/download": _get(archives.download, FIND),
+        "export": _get(archives.export, FIND),
+        "import": _post(archives.import_archive, MAKE),
     }
 )
 """What follows `/v1/workspaces/{id}/`, likewise."""

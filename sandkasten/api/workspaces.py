@@ -1,7 +1,7 @@
 """Workspaces and what lies in them, without a session: JSON in, one question to the supervisor, JSON out.
 
-Contents of files pass through `files.py` and `upload.py`, archives through `archives.py`. Workspaces belong to the
-node: no key that is confined to a label gets here (`access.py`).
+Contents of files pass through `files.py` and `upload.py`, archives through `archives.py`. A key that is confined to a
+label has the workspaces that carry it, and there are no others (`Exchange.workspaces`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 
 from sandkasten.api import schemas
+from sandkasten.api.confined import own_labels
 from sandkasten.api.errors import Answer, json_answer
 from sandkasten.api.exchange import Exchange
 from sandkasten.api.fields import Labels, WorkspaceId, check_path
@@ -50,7 +51,7 @@ async def list_workspaces(exchange: Exchange) -> Answer:
     found: list[Workspace] = []
     after, is_more = _cursor(exchange), True
     while is_more and len(found) <= limit:
-        page = await exchange.supervisor.workspaces(after=after, limit=limit + 1)
+        page = await exchange.workspaces.workspaces(after=after, limit=limit + 1)
         is_more = len(page) > limit
         after = page[-1].id if page else after
         found += [each for each in page if _has(each, wanted)]
@@ -58,7 +59,7 @@ async def list_workspaces(exchange: Exchange) -> Answer:
     if measures and shown:
         measured = {
             each.id: each
-            for each in await exchange.supervisor.workspaces(
+            for each in await exchange.workspaces.workspaces(
                 after=_before(shown[0].id), limit=len(shown) if wanted is None else MAX_LIST, measure=True
             )
         }
@@ -72,43 +73,43 @@ async def list_workspaces(exchange: Exchange) -> Answer:
 async def create(exchange: Exchange) -> Answer:
     """POST /v1/workspaces"""
     request = schemas.parse(await exchange.read_json_body(), CreateRequest)
-    spec = WorkspaceSpec(request.labels or {})
-    return json_answer(workspace_view(await exchange.supervisor.make_workspace(request.id, spec)), status=201)
+    spec = WorkspaceSpec(own_labels(exchange.key, request.labels or {}))
+    return json_answer(workspace_view(await exchange.workspaces.make_workspace(request.id, spec)), status=201)
 
 
 async def put(exchange: Exchange) -> Answer:
     """PUT /v1/workspaces/{id}: make it, or give the one that is there these labels."""
     request = schemas.parse(await exchange.read_json_body(), ChangeRequest)
-    labels: dict[str, str] = request.labels or {}
+    labels = own_labels(exchange.key, request.labels or {})
     try:
-        made = await exchange.supervisor.make_workspace(exchange.workspace_id, WorkspaceSpec(labels))
+        made = await exchange.workspaces.make_workspace(exchange.workspace_id, WorkspaceSpec(labels))
     except Conflict:
         pass
     else:
         return json_answer(workspace_view(made), status=201)
     if request.labels is None:
-        return json_answer(workspace_view(await exchange.supervisor.workspace(exchange.workspace_id)))
-    changed = await exchange.supervisor.update_workspace(exchange.workspace_id, WorkspacePatch(labels))
+        return json_answer(workspace_view(await exchange.workspaces.workspace(exchange.workspace_id)))
+    changed = await exchange.workspaces.update_workspace(exchange.workspace_id, WorkspacePatch(labels))
     return json_answer(workspace_view(changed))
 
 
 async def get(exchange: Exchange) -> Answer:
     """GET /v1/workspaces/{id}?usage="""
     measures = query_flag(exchange, "usage")
-    return json_answer(workspace_view(await exchange.supervisor.workspace(exchange.workspace_id, measure=measures)))
+    return json_answer(workspace_view(await exchange.workspaces.workspace(exchange.workspace_id, measure=measures)))
 
 
 async def update(exchange: Exchange) -> Answer:
     """PATCH /v1/workspaces/{id}"""
     request = schemas.parse(await exchange.read_json_body(), ChangeRequest)
-    labels = request.labels
-    changed = await exchange.supervisor.update_workspace(exchange.workspace_id, WorkspacePatch(labels))
+    labels = None if request.labels is None else own_labels(exchange.key, request.labels)
+    changed = await exchange.workspaces.update_workspace(exchange.workspace_id, WorkspacePatch(labels))
     return json_answer(workspace_view(changed))
 
 
 async def delete(exchange: Exchange) -> Answer:
     """DELETE /v1/workspaces/{id}?force="""
-    await exchange.supervisor.delete_workspace(exchange.workspace_id, force=query_flag(exchange, "force"))
+    await exchange.workspaces.delete_workspace(exchange.workspace_id, force=query_flag(exchange, "force"))
     return json_answer({"ok": True})
 
 
@@ -118,7 +119,7 @@ async def delete(exchange: Exchange) -> Answer:
 async def list_files(exchange: Exchange) -> None:
     """GET /v1/workspaces/{id}/fs?path=&limit=&cursor="""
     limit = query_integer(exchange, "limit", default=MAX_FILES, high=MAX_FILES)
-    listing = await exchange.supervisor.list_files(
+    listing = await exchange.workspaces.list_files(
         exchange.workspace_id, query_path(exchange), after=_cursor(exchange), limit=limit
     )
     answer: dict[str, Any] = {"path": scrub(listing.path), "entries": [file_view(each) for each in listing.entries]}
@@ -129,13 +130,13 @@ async def list_files(exchange: Exchange) -> None:
 
 async def stat(exchange: Exchange) -> None:
     """GET /v1/workspaces/{id}/fs/stat?path="""
-    found = await exchange.supervisor.stat_file(exchange.workspace_id, query_path(exchange))
+    found = await exchange.workspaces.stat_file(exchange.workspace_id, query_path(exchange))
     await exchange.answer(json_answer({**file_view(found), "path": scrub(found.path)}))
 
 
 async def remove(exchange: Exchange) -> None:
     """DELETE /v1/workspaces/{id}/fs?path=&recursive="""
-    path = await exchange.supervisor.remove_file(
+    path = await exchange.workspaces.remove_file(
         exchange.workspace_id, query_path(exchange, is_required=True), recursive=query_flag(exchange, "recursive")
     )
     await exchange.answer(json_answer({"ok": True, "path": scrub(path)}))

@@ -16,6 +16,7 @@ import attrs
 
 from sandkasten.lifecycle import LIVE
 from sandkasten.model import WORKSPACE_ID
+from sandkasten.workspaces import Within, WorkspacePatch, is_within
 
 log = logging.getLogger(__name__)
 
@@ -50,16 +51,31 @@ def put_workspace(database: sqlite3.Connection, record: WorkspaceRecord) -> None
     )
 
 
-def touch_workspace(database: sqlite3.Connection, workspace_id: str, now: datetime, *, makes: bool) -> None:
-    """Note that a workspace is in use, and, if it `makes` a record, that there is one."""
-    if not makes:
-        database.execute("UPDATE workspaces SET last_used = ? WHERE id = ?", (now.timestamp(), workspace_id))
-        return
-    database.execute(
-        "INSERT INTO workspaces (id, created_at, last_used, labels) VALUES (?, ?, ?, '{}') "
-        "ON CONFLICT (id) DO UPDATE SET last_used = excluded.last_used",
-        (workspace_id, now.timestamp(), now.timestamp()),
-    )
+def touch_workspace(database: sqlite3.Connection, workspace_id: str, now: datetime) -> None:
+    """Note that a workspace was in use, if there is a record of it."""
+    database.execute("UPDATE workspaces SET last_used = ? WHERE id = ?", (now.timestamp(), workspace_id))
+
+
+def adopt_workspace(
+    database: sqlite3.Connection, workspace_id: str, now: datetime, labels: Mapping[str, str]
+) -> WorkspaceRecord:
+    """Note that a workspace is in use; make a record with these labels where there is none. Return the record."""
+    touch_workspace(database, workspace_id, now)
+    if (found := get_workspace(database, workspace_id)) is not None:
+        return found
+    record = WorkspaceRecord(workspace_id, now, now, dict(labels))
+    put_workspace(database, record)
+    return record
+
+
+def change_workspace(database: sqlite3.Connection, workspace_id: str, patch: WorkspacePatch, within: Within) -> bool:
+    """Change the record of that id, if it has the labels `within`; return whether there is such a one."""
+    found = get_workspace(database, workspace_id)
+    if found is None or not is_within(found.labels, within):
+        return False
+    if patch.labels is not None:
+        put_workspace(database, attrs.evolve(found, labels=dict(patch.labels)))
+    return True
 
 
 def get_workspace(database: sqlite3.Connection, workspace_id: str) -> WorkspaceRecord | None:

@@ -13,13 +13,16 @@ import trio
 from sandkasten import errors
 from sandkasten.model import WORKSPACE_ID, FileHead
 from sandkasten.workspaces import (
+    EVERYWHERE,
     FileInfo,
     FileListing,
     Packed,
+    Within,
     Workspace,
     WorkspacePatch,
     WorkspaceSpec,
     WorkspaceUsage,
+    is_within,
 )
 
 TOP = "/workspace"
@@ -78,24 +81,37 @@ class MemoryUnpacking:
 
 
 class FakeWorkspaces:
-    """`WorkspaceSupervisor` over dictionaries. `busy`: workspaces that somebody has; `unpacking`: takes archives."""
+    """`WorkspaceSupervisor` over dictionaries. `busy`: workspaces that somebody has; `unpacking`: takes archives;
+    `bounds`: for whom only workspaces with these labels exist."""
 
     def __init__(self) -> None:
+        self.bounds: Within = EVERYWHERE
         self.unpacking: type[MemoryUnpacking] = MemoryUnpacking
         self.known: dict[str, Workspace] = {}
         self.workspace_files: dict[str, dict[str, bytes]] = {}
         self.archives: dict[str, bytes] = {}
         self.busy: set[str] = set()
 
+    def workspaces_within(self, within: Within) -> FakeWorkspaces:
+        bounded = FakeWorkspaces()
+        bounded.__dict__.update({**vars(self), "bounds": within})
+        return bounded
+
     def make(self, workspace_id: str, spec: WorkspaceSpec) -> Workspace:
         now = datetime.now(UTC)
-        made = self.known.setdefault(workspace_id, Workspace(workspace_id, now, now, dict(spec.labels)))
+        labels = {**spec.labels, **self.bounds}
+        made = self.known.setdefault(workspace_id, Workspace(workspace_id, now, now, labels))
+        self._require(workspace_id)
         self.workspace_files.setdefault(workspace_id, {})
         return made
 
     async def workspaces(self, *, after: str = "", limit: int = 1000, measure: bool = False) -> Sequence[Workspace]:
         await trio.lowlevel.checkpoint()
-        found = [self.known[each] for each in sorted(self.known) if each > after][:limit]
+        found = [
+            self.known[each]
+            for each in sorted(self.known)
+            if each > after and is_within(self.known[each].labels, self.bounds)
+        ][:limit]
         return [self._measured(each) for each in found] if measure else found
 
     async def workspace(self, workspace_id: str, *, measure: bool = False) -> Workspace:
@@ -188,6 +204,8 @@ class FakeWorkspaces:
     @asynccontextmanager
     async def open_unpack(self, workspace_id: str, *, replace: bool = False) -> AsyncIterator[MemoryUnpacking]:
         await trio.lowlevel.checkpoint()
+        if workspace_id in self.known:
+            self._require(workspace_id)
         if workspace_id in self.known and not replace:
             raise errors.Conflict(f"there is a workspace {workspace_id!r} already", workspace_id=workspace_id)
         yield self.unpacking(self, workspace_id)
@@ -199,9 +217,12 @@ class FakeWorkspaces:
         return FileInfo(name, "file", len(content), 0o644, 1000, 0)
 
     def _files_of(self, workspace_id: str) -> dict[str, bytes]:
-        if workspace_id not in self.known:
-            raise errors.WorkspaceNotFound(f"there is no workspace {workspace_id!r}", workspace_id=workspace_id)
+        self._require(workspace_id)
         return self.workspace_files[workspace_id]
+
+    def _require(self, workspace_id: str) -> None:
+        if workspace_id not in self.known or not is_within(self.known[workspace_id].labels, self.bounds):
+            raise errors.WorkspaceNotFound(f"there is no workspace {workspace_id!r}", workspace_id=workspace_id)
 
     def _inside(self, path: str) -> str:
         resolved = posixpath.normpath(posixpath.join(TOP, path))

@@ -1,0 +1,122 @@
+"""Workspaces for somebody with a label, on the real kernel: what has another label is not there, whatever is asked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+import trio
+
+from sandkasten import errors
+from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.config import Config
+from sandkasten.model import SessionSpec
+from sandkasten.supervisor_workspaces import WorkspaceSupervisor
+from sandkasten.workspaces import WorkspacePatch, WorkspaceSpec
+
+A, B = {"team": "a"}, {"team": "b"}
+WORKSPACE = "ws"
+
+
+async def write(workspaces: WorkspaceSupervisor, content: bytes) -> None:
+    async with workspaces.open_workspace_write(WORKSPACE, "f") as writer:
+        await writer.send(content)
+        await writer.commit()
+
+
+async def read(workspaces: WorkspaceSupervisor) -> bytes:
+    async with workspaces.open_workspace_read(WORKSPACE, "f", max_bytes=1 << 20) as reader:
+        return b"".join([piece async for piece in reader])
+
+
+@contextlib.asynccontextmanager
+async def packed(workspaces: WorkspaceSupervisor) -> AsyncIterator[bytes]:
+    async with workspaces.open_pack(WORKSPACE) as archive:
+        yield b"".join([piece async for piece in archive])
+
+
+async def unpack(workspaces: WorkspaceSupervisor, archive: bytes, *, replace: bool) -> None:
+    async with workspaces.open_unpack(WORKSPACE, replace=replace) as unpacking:
+        await unpacking.send(archive)
+        await unpacking.commit()
+
+
+async def test_what_has_another_label_is_not_there(supervisor: LocalSupervisor) -> None:
+    """Reading, writing, listing, measuring, changing, deleting, archives both ways, and a session that wants it."""
+    ours, theirs = supervisor.workspaces_within(A), supervisor.workspaces_within(B)
+    await write(ours, b"kept")
+    async with packed(ours) as archive:
+        pass
+    attempts: list[Callable[[], Awaitable[object]]] = [
+        lambda: read(theirs),
+        lambda: write(theirs, b"lost"),
+        lambda: theirs.list_files(WORKSPACE),
+        lambda: theirs.stat_file(WORKSPACE, "f"),
+        lambda: theirs.remove_file(WORKSPACE, "f"),
+        lambda: theirs.workspace(WORKSPACE, measure=True),
+        lambda: theirs.update_workspace(WORKSPACE, WorkspacePatch(B)),
+        lambda: theirs.delete_workspace(WORKSPACE, force=True),
+        lambda: packed(theirs).__aenter__(),
+        lambda: unpack(theirs, archive, replace=True),
+        lambda: unpack(theirs, archive, replace=False),
+        lambda: supervisor.create(SessionSpec(workspace_id=WORKSPACE, workspace_within=B)),
+    ]
+    for attempt in attempts:
+        with pytest.raises(errors.WorkspaceNotFound):
+            await attempt()
+    with pytest.raises(errors.Conflict):
+        await theirs.make_workspace(WORKSPACE, WorkspaceSpec())
+    assert (await theirs.workspaces(), [each.id for each in await ours.workspaces()]) == ([], [WORKSPACE])
+    assert (await read(ours), (await ours.workspace(WORKSPACE)).labels) == (b"kept", A)
+
+
+async def test_a_session_makes_its_workspace_with_the_label(supervisor: LocalSupervisor) -> None:
+    """One that is not there gets it; holders without the label are not named, and not ended by force."""
+    ours = supervisor.workspaces_within(A)
+    session = await supervisor.create(SessionSpec(workspace_id=WORKSPACE, workspace_within=A, labels=A))
+    assert (await ours.workspace(WORKSPACE)).labels == A
+    other = await supervisor.create(SessionSpec(workspace_id=WORKSPACE))
+    with pytest.raises(errors.WorkspaceBusy) as refused:
+        await ours.delete_workspace(WORKSPACE)
+    assert refused.value.details["sessions"] == [session.id]
+    with pytest.raises(errors.WorkspaceBusy):
+        await ours.delete_workspace(WORKSPACE, force=True)
+    assert {each.id for each in await supervisor.list()} == {session.id, other.id}
+    await supervisor.destroy(other.id)
+    await ours.delete_workspace(WORKSPACE, force=True)
+    assert (await supervisor.list(), await supervisor.workspaces()) == ([], [])
+
+
+async def test_a_directory_without_a_record_is_nobodys(supervisor: LocalSupervisor, config: Config) -> None:
+    """It has no labels, so no key with one gets it, by any way of making one."""
+    os.mkdir(config.data_dir / "workspaces" / WORKSPACE)
+    ours = supervisor.workspaces_within(A)
+    for attempt in (lambda: write(ours, b"x"), lambda: ours.update_workspace(WORKSPACE, WorkspacePatch(A))):
+        with pytest.raises(errors.WorkspaceNotFound):
+            await attempt()
+    with pytest.raises(errors.WorkspaceNotFound):
+        await supervisor.create(SessionSpec(workspace_id=WORKSPACE, workspace_within=A))
+    assert (await supervisor.workspace(WORKSPACE)).labels == {}
+
+
+async def test_of_two_who_want_a_name_at_once_one_gets_it(supervisor: LocalSupervisor) -> None:
+    """Whoever is second is refused before there is anything of the first one's to see."""
+    outcomes: list[str] = []
+
+    async def take(labels: dict[str, str]) -> None:
+        try:
+            await write(supervisor.workspaces_within(labels), labels["team"].encode())
+        except errors.WorkspaceNotFound:
+            outcomes.append("refused")
+        else:
+            outcomes.append(labels["team"])
+
+    async with trio.open_nursery() as nursery:
+        for labels in (A, B):
+            nursery.start_soon(take, labels)
+    (winner,) = set(outcomes) - {"refused"}
+    assert sorted(outcomes) == sorted([winner, "refused"])
+    assert (await supervisor.workspace(WORKSPACE)).labels == {"team": winner}
+    assert await read(supervisor) == winner.encode()
