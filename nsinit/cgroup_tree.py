@@ -49,6 +49,11 @@ class Tree:
         return tuple(dict.fromkeys(self.dirs[name] for name in order))
 
 
+def group_name(node_id: str) -> str:
+    """Return the name of the directory that a node's sessions live in."""
+    return f"sandkasten-{node_id[:8]}"
+
+
 def locate(mounts: tuple[Mount, ...], own: dict[str, str]) -> Located:
     """Return where this process is in every mounted hierarchy.
 
@@ -89,7 +94,7 @@ def choose(located: Located, unified_controllers: frozenset[str]) -> CgroupMode:
 def claim(located: Located, *, group: str, parent: str, beside: tuple[int, ...] = ()) -> Tree:
     """Make the directory `group` in every hierarchy needed and return the tree; `parent` as in `protocol.Start`,
     `beside` as in `Grant`."""
-    home = _home(located, group)
+    home = home_of(located, group)
     mode = choose(located, _read_words(f"{home}/cgroup.controllers") if home else frozenset())
     if mode == "v2":
         assert home is not None
@@ -134,7 +139,7 @@ _SUBGROUP = "keeper"
 """Where a service manager puts the process, if it is told to keep the unit's own cgroup empty (`DelegateSubgroup=`)."""
 
 
-def _home(located: Located, group: str) -> str | None:
+def home_of(located: Located, group: str) -> str | None:
     """Return the v2 cgroup this process was started in: not the leaf that an earlier nsinit moved it to, nor the
     subgroup of a unit, which has no controllers while the unit, still without sandboxes, hands none down."""
     if located.unified is None:

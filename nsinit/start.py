@@ -84,8 +84,8 @@ def _start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Gr
         layout.make()
         lock_fd = _lock(layout.run)
     with steps.step("cgroups"):
-        located = _locate()
-        group = f"sandkasten-{request.node_id[:8]}"
+        located = locate()
+        group = cgroup_tree.group_name(request.node_id)
         beside = grant.beside if grant else ()
         tree = cgroup_tree.claim(located, group=group, parent=request.cgroup_parent, beside=beside)
         undo.callback(cgroup_tree.release, tree, located)
@@ -155,8 +155,9 @@ def _taken_bases(tree: cgroup_tree.Tree, layout: Layout) -> frozenset[int]:
     return frozenset(found.identity.base_uid for found in scan(tree, layout)[0] if found.identity is not None)
 
 
-def _locate() -> cgroup_tree.Located:
-    with open("/proc/self/mountinfo", "rb") as mountinfo, open("/proc/self/cgroup", "rb") as own:
+def locate(pid: int | None = None) -> cgroup_tree.Located:
+    """Return where this process is, or another one. Raises `OSError`."""
+    with open("/proc/self/mountinfo", "rb") as mountinfo, open(f"/proc/{pid or 'self'}/cgroup", "rb") as own:
         mounted = parse_mountinfo(os.fsdecode(mountinfo.read()))
         return cgroup_tree.locate(mounted, parse_own_cgroups(os.fsdecode(own.read())))
 

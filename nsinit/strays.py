@@ -162,6 +162,11 @@ def _directories(top: str, group: str, depth: int = 0) -> Iterator[str]:
             yield from _directories(child, group, depth + 1)
 
 
+def directories_named(top: str, group: str) -> Iterator[str]:
+    """Yield the cgroups of that name below `top`."""
+    return (each for each in _directories(top, group) if os.path.basename(each) == group)
+
+
 def _holds(directory: str, pid: int) -> bool:
     """Whether a process is somewhere below."""
     return any(pid in read_processes(path) for path, _, _ in os.walk(directory))

@@ -80,7 +80,7 @@ async def open_supervisor(config: Config) -> AsyncIterator[LocalSupervisor]:
         require_protections(config, machine)
         profiles = await trio.to_thread.run_sync(load_filters, config.security)
         order = StopOrder(ends_sessions=config.sessions_on_stop != "keep")
-        async with _open_tree(config, machine, profiles, start_as_child, lambda _supervisor: (), order) as supervisor:
+        async with open_tree(config, machine, profiles, start_as_child, lambda _supervisor: (), order) as supervisor:
             yield supervisor
 
 
@@ -135,12 +135,12 @@ async def serve(
 
         return (ChildSpec("keys", watch.run), ChildSpec("api", start_api))
 
-    async with _open_tree(config, machine, profiles, start_nsinit, front, order, told=told) as supervisor:
+    async with open_tree(config, machine, profiles, start_nsinit, front, order, told=told) as supervisor:
         await keep_beating(supervisor, notifier or Notifier())
 
 
 @asynccontextmanager
-async def _open_tree(
+async def open_tree(
     config: Config,
     machine: Machine,
     profiles: Sequence[SeccompProfile],
@@ -150,6 +150,10 @@ async def _open_tree(
     *,
     told: Callable[[System], None] | None = None,
 ) -> AsyncIterator[LocalSupervisor]:
+    """Run the tree, with `more` behind it, for as long as the context is open; `order` says how it stops.
+
+    The caller holds the data directory and has done what takes root; see `serve`.
+    """
     catalog, node = await trio.to_thread.run_sync(_prepare, config)
     supervisor = LocalSupervisor(
         config,

@@ -73,6 +73,12 @@ def _folder(item: pytest.Item) -> str:
     return Path(item.path).relative_to(Path(__file__).parent).parts[0]
 
 
+@pytest.fixture
+def ground(pytestconfig: pytest.Config) -> Ground:
+    """What this process has for itself."""
+    return pytestconfig.stash[_GROUND]
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing(pytestconfig: pytest.Config) -> Iterator[None]:
     """Fail a test that leaves a mount, cgroup, process, descriptor or directory behind."""

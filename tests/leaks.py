@@ -103,7 +103,7 @@ def _walk(root: int) -> set[tuple[int, str]]:
     found: set[tuple[int, str]] = set()
     queue = [root]
     while queue:
-        for child in _children(queue.pop()):
+        for child in children(queue.pop()):
             if (process := _status(child)) is not None:
                 name, state = process
                 if state not in "ZX":
@@ -114,13 +114,14 @@ def _walk(root: int) -> set[tuple[int, str]]:
 
 def _reap() -> None:
     """Reap orphans that were handed to us and died. Children that someone waits for by pid are reaped by them."""
-    for pid in _children(os.getpid()):
+    for pid in children(os.getpid()):
         if (process := _status(pid)) is not None and process[1] == "Z":
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
 
 
-def _children(pid: int) -> set[int]:
+def children(pid: int) -> set[int]:
+    """Return the children of a process, dead ones included."""
     found: set[int] = set()
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):

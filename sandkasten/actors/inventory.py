@@ -50,6 +50,11 @@ class Inventory:
         self.found: Counter[str] = Counter()
         self.removed: Counter[str] = Counter()
 
+    @property
+    def in_hand(self) -> int:
+        """For how many ids without an actor something is under way: ends to be finished, blank vessels."""
+        return len(self._directory.reserved)
+
     async def look(self, *, is_start: bool = False) -> Plan:
         """Return what is to be done now, and tell of what is new.
 

@@ -1,7 +1,7 @@
-"""`sandkasten doctor`: everything that was tried on this machine, as a table or as JSON.
+"""`sandkasten doctor`: everything that was tried on this machine, and what is left over, as a table or as JSON.
 
 Exit status 0: all that is required works; 1: something required is missing; 2: wrong arguments or configuration. Needs
-no root, but can try less without.
+no root, but can try and see less without. With `--fix` it is about what is left over alone; see `mend.py`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 
 import attrs
 
 from sandkasten.cli.main import Stop, load
-from sandkasten.cli.notices import image_notices
+from sandkasten.cli.notices import image_notices, printable
+from sandkasten.cli.remains import as_json, find_remains, lines_of
+from sandkasten.config import Config
 from sandkasten.machine import Check, Machine, Protection, State, Verdict
 from sandkasten.runtime import precheck
+from sandkasten.runtime.look import CantLook
 from sandkasten.runtime.protections import Situation, lacking, protections, with_needs
 
 _MARKS = {
@@ -35,24 +39,50 @@ def doctor(arguments: argparse.Namespace) -> int:
         for line in str(mistakes).splitlines():
             print(f"sandkasten: {line}", file=sys.stderr)
         return 2
+    if arguments.fix:
+        from sandkasten.cli.mend import mend
+
+        return mend(config, as_json=arguments.json)
     machine = with_needs(config, precheck.examine(config.data_dir, thorough=True))
     found = protections(Situation(config, machine))
     lacks = lacking(config, found)
     if arguments.json:
-        print(json.dumps(_view(machine) | {"protections": [attrs.asdict(each) for each in found], "lacks": lacks}))
+        adds_up = {"protections": [attrs.asdict(each) for each in found], "lacks": lacks}
+        print(json.dumps(_view(machine) | adds_up | {"leftovers": _leftovers_json(config)}))
         return 1 if lacks else 0
     _print_table(machine)
     print()
     for protection in found:
-        print(f"{protection.state:<9} {protection.name:<17} {_need(protection)}{_plain(protection.detail)}")
+        print(f"{protection.state:<9} {protection.name:<17} {_need(protection)}{printable(protection.detail)}")
     for notice in [*config.notices(), *image_notices(config)]:
         print(f"note      {notice}")
     print()
+    for line in _leftovers(config):
+        print(printable(line))
+    print()
     for line in lacks:
-        print(f"FAIL  {_plain(line)}")
+        print(f"FAIL  {printable(line)}")
     if not lacks:
         print("sandboxes can be made here")
     return 1 if lacks else 0
+
+
+def _leftovers(config: Config) -> Sequence[str]:
+    try:
+        return (
+            lines_of(find_remains(config))
+            if os.geteuid() == 0
+            else ["?     leftovers          not looked for: takes root"]
+        )
+    except CantLook as error:
+        return [f"?     leftovers          not looked for: {error}"]
+
+
+def _leftovers_json(config: Config) -> dict[str, object]:
+    try:
+        return as_json(find_remains(config)) if os.geteuid() == 0 else {"not_looked_for": "takes root"}
+    except CantLook as error:
+        return {"not_looked_for": str(error)}
 
 
 def _need(protection: Protection) -> str:
@@ -62,7 +92,7 @@ def _need(protection: Protection) -> str:
 def _print_table(machine: Machine) -> None:
     for check in machine.checks:
         mark = "FAIL" if check.is_fatal else _MARKS[check.verdict]
-        print(f"{mark:<5} {check.title:<18} {_plain(check.seen)}")
+        print(f"{mark:<5} {check.title:<18} {printable(check.seen)}")
         if check.verdict is not Verdict.WORKS:
             _print_advice(check)
 
@@ -70,7 +100,7 @@ def _print_table(machine: Machine) -> None:
 def _print_advice(check: Check) -> None:
     for name, text in (("means", check.consequence), ("fix", check.fix)):
         for line in text.splitlines():
-            print(f"{'':<24} {name}: {_plain(line)}")
+            print(f"{'':<24} {name}: {printable(line)}")
 
 
 def _view(machine: Machine) -> dict[str, object]:
@@ -80,8 +110,3 @@ def _view(machine: Machine) -> dict[str, object]:
         "facts": dict(machine.facts),
         "checks": [attrs.asdict(check) for check in machine.checks],
     }
-
-
-def _plain(text: str) -> str:
-    """A path may hold anything; a terminal gets what is printable."""
-    return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)

@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser("doctor", parents=[common], help="say whether this machine can run sandboxes")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    doctor.add_argument("--fix", action="store_true", help="adopt, finish and remove what is left, without serving")
     doctor.set_defaults(command=_doctor)
 
     security = commands.add_parser("security", parents=[common], help="say what is weak here, and attack it")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import attrs
@@ -59,8 +59,8 @@ def set_up(config: Config, account: Account) -> None:
 
 
 @contextlib.contextmanager
-def means(config: Config) -> Iterator[Means]:
-    """Give up root as far as the configuration says, and yield what is left to work with.
+def means(config: Config, *, serves: bool = True) -> Iterator[Means]:
+    """Give up root as far as the configuration says, and yield what is left to work with; without `serves` no socket.
 
     Raises:
         Stop: the daemon can't live without privilege here; one sentence says why.
@@ -78,7 +78,7 @@ def means(config: Config) -> Iterator[Means]:
         yield Means(_start_nsinit(config))
     else:
         set_up(config, account)
-        with _kept(config, account) as kept:
+        with _kept(config, account, config.listen if serves else ()) as kept:
             yield kept
 
 
@@ -87,8 +87,8 @@ def _start_nsinit(config: Config) -> StartNsinit:
 
 
 @contextlib.contextmanager
-def _kept(config: Config, account: Account) -> Iterator[Means]:
-    held = hold(config.listen, loopback_only=False)  # the command line always has a key
+def _kept(config: Config, account: Account, listen: Sequence[str]) -> Iterator[Means]:
+    held = hold(listen, loopback_only=False)  # the command line always has a key
     try:
         what = KeepForParent(str(config.data_dir), account.gid, os.getpid(), tuple(held.sockets))
         keeper = open_keeper(what)

@@ -52,7 +52,7 @@ def serve(arguments: argparse.Namespace) -> int:
     config = load(arguments)
     notifier = open_notifier(os.environ)  # while its socket can still be reached
     try:
-        machine = _look_at_machine(config)
+        machine = look_at_machine(config)
         profiles = load_filters(config.security)  # root's eyes: operators may keep them from everybody else
         with locked(config.data_dir), means(config) as at_hand:
             if arguments.stop_sessions:
@@ -67,7 +67,7 @@ def serve(arguments: argparse.Namespace) -> int:
         notifier.close()
 
 
-def _look_at_machine(config: Config) -> Machine:
+def look_at_machine(config: Config) -> Machine:
     """Return what the machine can do; without root, what the service that makes sandboxes has found."""
     if os.geteuid() != 0 and config.nsinit_socket is not None:
         machine = read_machine(DataPaths(config.data_dir).machine)

@@ -17,6 +17,7 @@ import attrs
 
 from sandkasten.model import SESSION_ID
 from sandkasten.runtime.run_archive import RUNS_NAME
+from sandkasten.runtime.spool_segment import SEGMENT_SUFFIX
 
 _MAX_NAME = 400
 
@@ -50,6 +51,11 @@ def remove_spool_files(root: Path, names: Collection[str]) -> Mapping[str, str]:
             except OSError as error:
                 refused[shown(name)] = error.strerror or str(error)
     return refused
+
+
+def is_segment(name: str) -> bool:
+    """Whether a file of that name may hold output of the daemon that runs."""
+    return name.endswith(SEGMENT_SUFFIX)
 
 
 def session_of(name: str) -> str | None:

@@ -18,7 +18,7 @@ from typing import Final
 
 from sandkasten.model import Output, Stream
 
-_SUFFIX: Final = ".spool"
+SEGMENT_SUFFIX: Final = ".spool"
 _RECORD: Final = struct.Struct("<BI")
 """Before every piece: its stream, its length in bytes."""
 
@@ -51,7 +51,7 @@ def prepare_directory(root: Path) -> int:
 def clear_directory(root: Path) -> int:
     """Remove the spool's files from its directory, and no others; return how many."""
     with os.scandir(root) as entries:
-        left = [Path(entry.path) for entry in entries if entry.name.endswith(_SUFFIX)]
+        left = [Path(entry.path) for entry in entries if entry.name.endswith(SEGMENT_SUFFIX)]
     for path in left:
         path.unlink(missing_ok=True)
     return len(left)
@@ -59,7 +59,7 @@ def clear_directory(root: Path) -> int:
 
 def segment_path(root: Path, number: int) -> Path:
     """Return the name of the `number`th file of this daemon."""
-    return root / f"{number:016x}{_SUFFIX}"
+    return root / f"{number:016x}{SEGMENT_SUFFIX}"
 
 
 def pack(pieces: Sequence[Output]) -> bytes:

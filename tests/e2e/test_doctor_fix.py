@@ -1,0 +1,181 @@
+"""`sandkasten doctor` about what is left over: shown beside a daemon and without one, mended by `--fix`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests import leaks
+from tests.e2e.daemon import SCRIPT, Daemon, running_daemon
+from tests.ground import Ground
+
+UNKNOWN, HALF = "e" * 24, "d" * 24
+
+
+def doctor(data_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run it as somebody at another terminal would."""
+    command = [str(SCRIPT), "doctor", "--data-dir", str(data_dir), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def leftovers(data_dir: Path) -> dict[str, Any]:
+    """Return what `doctor` shows of them."""
+    done = doctor(data_dir, "--json")
+    assert done.returncode == 0, done.stderr
+    shown: dict[str, Any] = json.loads(done.stdout)["leftovers"]
+    return shown
+
+
+def fix(data_dir: Path) -> tuple[int, dict[str, Any]]:
+    """Let it mend; return the status and what it says."""
+    done = doctor(data_dir, "--fix", "--json")
+    assert done.stderr == ""
+    return done.returncode, json.loads(done.stdout)
+
+
+def named(entries: Sequence[dict[str, str]]) -> set[tuple[str, str]]:
+    return {(each["kind"], each["name"]) for each in entries}
+
+
+def kill_with_helpers(daemon: Daemon) -> None:
+    """End the daemon, its keeper and its nsinit at once; nobody puts anything away."""
+    keepers = leaks.children(daemon.process.pid)
+    for pid in [daemon.process.pid, *keepers, *(child for keeper in keepers for child in leaks.children(keeper))]:
+        os.kill(pid, signal.SIGKILL)
+    daemon.process.wait()
+
+
+def make_session(client: httpx.Client) -> str:
+    """Make a session whose shell knows something."""
+    session: str = client.post("/v1/sessions", json={"ttl_seconds": 600}).json()["id"]
+    assert run(client, session, "kept=yes") == ""
+    return session
+
+
+def run(client: httpx.Client, session: str, command: str) -> str:
+    output: str = client.post(f"/v1/sessions/{session}/exec", json={"cmd": command}).json()["output"]
+    return output
+
+
+def tree_of(path: Path) -> set[tuple[str, int]]:
+    """Return every path below with its inode, but for what is in sessions' own files."""
+    return {(entry.path, entry.inode()) for top in (path, *path.iterdir()) if top.is_dir() for entry in os.scandir(top)}
+
+
+@contextlib.contextmanager
+def loop_device(image: Path) -> Iterator[str]:
+    """Attach a file that is no session's; it is detached afterwards if it still is one."""
+    with image.open("wb") as file:
+        file.truncate(1 << 20)
+    device = subprocess.check_output(["losetup", "--find", "--show", str(image)], text=True).strip()
+    number = device.removeprefix("/dev/loop")
+    backing = Path(f"/sys/block/loop{number}/loop/backing_file")
+    try:
+        yield f"{number} {image}"
+    finally:
+        if backing.exists() and backing.read_text().strip().startswith(str(image.parent.parent)):
+            subprocess.run(["losetup", "--detach", device], check=True)
+
+
+def cgroup_of(ground: Ground, session: str) -> Path:
+    """Return the directory that a session's cgroup is in, in one hierarchy."""
+    return next(path.parent for top in ground.cgroups for path in top.rglob(session))
+
+
+def test_what_a_crash_of_everything_left_is_shown_then_removed_and_the_session_goes_on(
+    data_dir: Path, ground: Ground
+) -> None:
+    """Daemon, keeper and nsinit are killed, and things are planted that nobody owns: `doctor` shows each and changes
+    nothing, `--fix` removes them and keeps the session with its shell, which the next daemon serves."""
+    assert shutil.which("losetup") is not None
+    with running_daemon(data_dir) as first, first.client() as client:
+        kept, half = make_session(client), make_session(client)
+        kill_with_helpers(first)
+    (data_dir / "sessions" / UNKNOWN).mkdir()
+    (data_dir / "sessions" / "foreign").mkdir()
+    (data_dir / "spool" / f"{UNKNOWN}.00000001.runs").write_text("x")
+    (data_dir / "sessions" / HALF).mkdir()
+    cgroup = cgroup_of(ground, kept) / "foreign"
+    cgroup.mkdir()
+    pids = {each for each, name in leaks.descendants(os.getpid()) if name == "sandkasten-init"}
+    with loop_device(data_dir / "sessions" / HALF / "1-1.ext4") as loop:
+        planted = {
+            ("session", UNKNOWN),
+            ("session", HALF),
+            ("session_directory", "foreign"),
+            ("spool_file", f"{UNKNOWN}.00000001.runs"),
+            ("cgroup", "foreign"),
+            ("loop", loop),
+        }
+        before = tree_of(data_dir)
+        shown = leftovers(data_dir)
+        assert tree_of(data_dir) == before
+        assert (shown["daemon_runs"], set(shown["live"])) == (False, {kept, half})
+        assert named(shown["left"]) == planted
+        status, said = fix(data_dir)
+        assert (status, said["remains"], said["unfinished"]) == (0, [], []), said
+        assert named(said["found"]) == named(said["removed"]) == planted
+        assert (set(said["adopted"]), said["ended"]) == ({kept, half}, [])
+    assert not cgroup.exists()
+    assert set(os.listdir(data_dir / "sessions")) == {kept, half}
+    assert pids <= {each for each, _ in leaks.descendants(os.getpid())}
+    with running_daemon(data_dir) as second, second.client() as client:
+        assert [run(client, each, "echo $kept") for each in (kept, half)] == ["yes\n", "yes\n"]
+
+
+def test_a_daemon_at_work_is_left_alone_and_its_things_are_no_leftovers(data_dir: Path) -> None:
+    """Blank vessels, live sessions and output of theirs are the daemon's; what is nobody's is shown all the same; and
+    `--fix` is refused with a sentence."""
+    with running_daemon(data_dir, SANDKASTEN_SERVER_VESSELS="1") as daemon, daemon.client() as client:
+        session = make_session(client)
+        while client.get("/v1/node").json()["vessels"] != 1:
+            pass
+        (data_dir / "run" / "foreign").mkdir()
+        shown = leftovers(data_dir)
+        assert (shown["daemon_runs"], named(shown["left"])) == (True, {("run_directory", "foreign")})
+        refused = doctor(data_dir, "--fix")
+        assert (refused.returncode, refused.stdout) == (1, "")
+        (sentence,) = refused.stderr.splitlines()
+        assert sentence.startswith(f"sandkasten: another daemon uses {data_dir}: ")
+        assert run(client, session, "echo $kept") == "yes\n"
+        daemon.stop(signal.SIGINT)
+
+
+def test_sessions_of_a_daemon_that_was_started_elsewhere_are_found_and_kept(data_dir: Path, ground: Ground) -> None:
+    """A service has its own cgroup, a terminal another: mended from there, its sessions are neither lost nor ended; a
+    mount by hand is told of, stays, and keeps the status from being 0."""
+    homes = [top / "service" for top in ground.made]
+    for home in homes:
+        home.mkdir()
+    join = f'for home in {" ".join(map(str, homes))}; do echo $$ > $home/cgroup.procs; done; exec "$@"'
+    launcher = ("sh", "-c", join, "sh", str(SCRIPT))
+    point = data_dir / "sessions" / "by-hand"
+    try:
+        with running_daemon(data_dir, launcher=launcher) as first, first.client() as client:
+            session = make_session(client)
+            assert first.stop(signal.SIGTERM) == 0
+        assert leftovers(data_dir)["live"] == [session]
+        point.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "by-hand", point], check=True)
+        try:
+            done = doctor(data_dir, "--fix")
+            assert done.returncode == 1
+            lines = done.stdout.splitlines()
+            assert f"adopted   session           {session}: runs on" in lines
+            assert f"remains   mount             {point}: made by hand, and only `umount` removes it" in lines
+        finally:
+            subprocess.run(["umount", point], check=True)
+        with running_daemon(data_dir, launcher=launcher) as second, second.client() as client:
+            assert run(client, session, "echo $kept") == "yes\n"
+    finally:
+        for home in homes:
+            home.rmdir()
