@@ -42,7 +42,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     if arguments.fix:
         from sandkasten.cli.mend import mend
 
-        return mend(config, as_json=arguments.json)
+        return mend(config, is_json=arguments.json)
     machine = with_needs(config, precheck.examine(config.data_dir, thorough=True))
     found = protections(Situation(config, machine))
     lacks = lacking(config, found)

@@ -22,7 +22,7 @@ from sandkasten import app, log
 from sandkasten.cli.main import Stop, require_root
 from sandkasten.cli.notices import printable
 from sandkasten.cli.privilege import Means, means
-from sandkasten.cli.remains import Remains, describe, find_remains
+from sandkasten.cli.remains import Remains, as_json, describe, find_remains
 from sandkasten.cli.serve import explain, look_at_machine
 from sandkasten.config import Config, ConfigError
 from sandkasten.machine import Machine
@@ -37,7 +37,7 @@ _ENDS_S = 60.0
 _PAUSE_S = 0.05
 
 
-def mend(config: Config, *, as_json: bool) -> int:
+def mend(config: Config, *, is_json: bool) -> int:
     """Reconcile, print what was done, return 0 if nothing is left. Raises `Stop`."""
     require_root()
     if not config.data_dir.is_dir():
@@ -45,7 +45,7 @@ def mend(config: Config, *, as_json: bool) -> int:
     try:
         with locked(config.data_dir):
             before = find_remains(config, is_ours=True)
-            _refuse_rivals(before)
+            refuse_rivals(before)
             has_ended_well = _sweep_in_fork(config, before.sight)
             known = {*before.live, *before.unfinished}
             after = find_remains(config, is_ours=True, ask_for=known)
@@ -54,16 +54,17 @@ def mend(config: Config, *, as_json: bool) -> int:
     except CantLook as error:
         raise Stop(f"it can't be seen what there is: {error}") from error
     is_clean = has_ended_well and not after.left and not after.unfinished
-    if as_json:
+    if is_json:
         print(json.dumps({"ok": is_clean} | _view(before, after)))
     else:
-        print(printable("\n".join(_lines(before, after))))
+        for line in _lines(before, after):
+            print(printable(line))
         print("nothing is left over" if is_clean else "not all could be done: see above")
     return 0 if is_clean else 1
 
 
-def _refuse_rivals(before: Remains) -> None:
-    """Sessions in two places: only one of them can be adopted, and the others would be ended."""
+def refuse_rivals(before: Remains) -> None:
+    """Raise `Stop` with sessions in two places: those of one could be adopted, and the others would be ended."""
     if before.sight.rivals:
         places = ", ".join(before.sight.rivals)
         raise Stop(f"recorded sessions run in more than one place, so that not all could be kept: also in {places}")
@@ -147,7 +148,7 @@ def _view(before: Remains, after: Remains) -> dict[str, object]:
         "ended": ended,
         "removed": [attrs.asdict(each) for each in _removed(before, after)],
         "remains": [attrs.asdict(each) for each in after.left],
-        "unfinished": list(after.unfinished),
+        "unfinished": as_json(after)["unfinished"],
     }
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from tests import leaks
+from tests.e2e.crashwalk import until
 from tests.e2e.daemon import SCRIPT, Daemon, running_daemon
 from tests.ground import Ground
 
@@ -38,7 +39,7 @@ def leftovers(data_dir: Path) -> dict[str, Any]:
 def fix(data_dir: Path) -> tuple[int, dict[str, Any]]:
     """Let it mend; return the status and what it says."""
     done = doctor(data_dir, "--fix", "--json")
-    assert done.stderr == ""
+    assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 
 
@@ -86,6 +87,11 @@ def loop_device(image: Path) -> Iterator[str]:
             subprocess.run(["losetup", "--detach", device], check=True)
 
 
+def inits() -> set[int]:
+    """Return the pid of PID 1 of each sandbox that runs."""
+    return {pid for pid, name in leaks.descendants(os.getpid()) if name == "sandkasten-init"}
+
+
 def cgroup_of(ground: Ground, session: str) -> Path:
     """Return the directory that a session's cgroup is in, in one hierarchy."""
     return next(path.parent for top in ground.cgroups for path in top.rglob(session))
@@ -95,18 +101,23 @@ def test_what_a_crash_of_everything_left_is_shown_then_removed_and_the_session_g
     data_dir: Path, ground: Ground
 ) -> None:
     """Daemon, keeper and nsinit are killed, and things are planted that nobody owns: `doctor` shows each and changes
-    nothing, `--fix` removes them and keeps the session with its shell, which the next daemon serves."""
+    nothing, `--fix` removes them, says of a session whose PID 1 died that it has ended, and keeps the others with their
+    shells, which the next daemon serves."""
     assert shutil.which("losetup") is not None
     with running_daemon(data_dir) as first, first.client() as client:
-        kept, half = make_session(client), make_session(client)
+        kept, other, dead = make_session(client), make_session(client), make_session(client)
         kill_with_helpers(first)
+    for pid in (cgroup_of(ground, dead) / dead / "cgroup.procs").read_text().split():
+        with contextlib.suppress(ProcessLookupError):  # it went with its PID 1
+            os.kill(int(pid), signal.SIGKILL)
     (data_dir / "sessions" / UNKNOWN).mkdir()
     (data_dir / "sessions" / "foreign").mkdir()
     (data_dir / "spool" / f"{UNKNOWN}.00000001.runs").write_text("x")
     (data_dir / "sessions" / HALF).mkdir()
     cgroup = cgroup_of(ground, kept) / "foreign"
     cgroup.mkdir()
-    pids = {each for each, name in leaks.descendants(os.getpid()) if name == "sandkasten-init"}
+    until(lambda: len(inits()) == 2, "PID 1 of one session is gone")
+    alive = inits()
     with loop_device(data_dir / "sessions" / HALF / "1-1.ext4") as loop:
         planted = {
             ("session", UNKNOWN),
@@ -119,17 +130,19 @@ def test_what_a_crash_of_everything_left_is_shown_then_removed_and_the_session_g
         before = tree_of(data_dir)
         shown = leftovers(data_dir)
         assert tree_of(data_dir) == before
-        assert (shown["daemon_runs"], set(shown["live"])) == (False, {kept, half})
+        assert (shown["daemon_runs"], set(shown["live"])) == (False, {kept, other})
+        assert [each["session_id"] for each in shown["unfinished"]] == [dead]
         assert named(shown["left"]) == planted
         status, said = fix(data_dir)
         assert (status, said["remains"], said["unfinished"]) == (0, [], []), said
         assert named(said["found"]) == named(said["removed"]) == planted
-        assert (set(said["adopted"]), said["ended"]) == ({kept, half}, [])
+        assert set(said["adopted"]) == {kept, other}
+        assert [(each["session_id"], each["status"]) for each in said["ended"]] == [(dead, "lost")]
     assert not cgroup.exists()
-    assert set(os.listdir(data_dir / "sessions")) == {kept, half}
-    assert pids <= {each for each, _ in leaks.descendants(os.getpid())}
+    assert set(os.listdir(data_dir / "sessions")) == {kept, other}
+    assert inits() == alive
     with running_daemon(data_dir) as second, second.client() as client:
-        assert [run(client, each, "echo $kept") for each in (kept, half)] == ["yes\n", "yes\n"]
+        assert [run(client, each, "echo $kept") for each in (kept, other)] == ["yes\n", "yes\n"]
 
 
 def test_a_daemon_at_work_is_left_alone_and_its_things_are_no_leftovers(data_dir: Path) -> None:
@@ -137,8 +150,7 @@ def test_a_daemon_at_work_is_left_alone_and_its_things_are_no_leftovers(data_dir
     `--fix` is refused with a sentence."""
     with running_daemon(data_dir, SANDKASTEN_SERVER_VESSELS="1") as daemon, daemon.client() as client:
         session = make_session(client)
-        while client.get("/v1/node").json()["vessels"] != 1:
-            pass
+        until(lambda: client.get("/v1/node").json()["vessels"] == 1, "there is a vessel")
         (data_dir / "run" / "foreign").mkdir()
         shown = leftovers(data_dir)
         assert (shown["daemon_runs"], named(shown["left"])) == (True, {("run_directory", "foreign")})

@@ -1,0 +1,46 @@
+"""What `sandkasten doctor` says of what is left over, and when `--fix` keeps its hands off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sandkasten.cli.main import Stop
+from sandkasten.cli.mend import refuse_rivals
+from sandkasten.cli.remains import Remains, as_json, find_remains, lines_of
+from sandkasten.config import Config
+from sandkasten.reconcile import MOUNT, SESSION, Leftover
+from sandkasten.runtime.look import Sight
+
+ID, OTHER = "a" * 24, "b" * 24
+
+
+def test_nothing_is_said_in_one_line_and_everything_else_has_one_of_its_own() -> None:
+    """What runs unknown is told from what only remains, and who removes what."""
+    assert [line.split()[0] for line in lines_of(Remains(live=[ID]))] == ["live", "left"]
+    left = [Leftover(SESSION, ID), Leftover(SESSION, OTHER), Leftover(MOUNT, "/x"), Leftover("loop", "0 /y")]
+    lines = lines_of(Remains(left=left, running={ID}, unfinished={"c" * 24: "gone"}))
+    assert lines[1].split(maxsplit=2) == ["unended", "session", f"{'c' * 24}: gone"]
+    assert [line.split(maxsplit=2)[2] for line in lines[2:6]] == [
+        f"{ID}: runs, and the database has it not",
+        f"{OTHER}: remains, and the database has it not",
+        "/x: made by hand, and only `umount` removes it",
+        "0 /y",
+    ]
+    assert lines[6].strip() == "fix: `sandkasten doctor --fix` removes it"
+    assert lines_of(Remains(is_served=True, left=left))[-1].strip() == "fix: the daemon removes it within two minutes"
+
+
+def test_a_data_directory_that_is_not_there_has_no_remains(tmp_path: Path) -> None:
+    """And is not made by looking."""
+    remains = find_remains(Config(data_dir=tmp_path / "none"))
+    assert as_json(remains) == {"daemon_runs": False, "live": [], "unfinished": [], "left": []}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_with_recorded_sessions_in_two_places_nothing_is_done() -> None:
+    """Those of one would be taken for lost and ended."""
+    refuse_rivals(Remains())
+    with pytest.raises(Stop, match=r"more than one place.*/c/unit/sandkasten-1"):
+        refuse_rivals(Remains(sight=Sight(rivals=["/c/unit/sandkasten-1"])))
