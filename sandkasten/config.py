@@ -281,7 +281,9 @@ class Server:
 class Runs:
     """Commands, processes and terminals. The graces are how long each rung of the kill ladder waits for the one before.
 
-    Output of an ended run is kept for `keep_seconds`, or until its session's newer output needs the `keep_mb`.
+    What an ended run wrote and its record are kept for `keep_seconds`, or until what is newer in its session needs the
+    `keep_mb`, or all sessions together take `records_memory_mb` or `spool_disk_mb` and its own takes most. A session
+    remembers `max_exec_ids` ids that clients chose for runs that are not kept any more, and then takes no new ones.
     `allow_unlimited`: a client may ask for a command without time limit. `pass_traceparent`: what runs finds the trace
     of its request in the variable `TRACEPARENT`.
     """
@@ -294,6 +296,9 @@ class Runs:
     keep_mb: int = attrs.field(default=64, validator=_between(1, 1024 * 1024))
     pass_traceparent: bool = False
     spool_memory_mb: int = attrs.field(default=64, validator=_between(1, 1024 * 1024))
+    spool_disk_mb: int = attrs.field(default=4096, validator=_between(1, 1024 * 1024 * 1024))
+    records_memory_mb: int = attrs.field(default=256, validator=_between(1, 1024 * 1024))
+    max_exec_ids: int = attrs.field(default=1_000_000, validator=_between(1, 100_000_000))
 
 
 @attrs.frozen

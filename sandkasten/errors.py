@@ -190,6 +190,13 @@ class Conflict(ClientError):
     code = "CONFLICT"
 
 
+class ExecIdsExhausted(ClientError):
+    """The session takes no new id from a client: it could not remember it, or does not know which were used."""
+
+    code = "EXEC_IDS_EXHAUSTED"
+    scope = "session"
+
+
 class LimitInUse(ClientError):
     """A session uses more than the new limit allows, so its limits stay as they are."""
 

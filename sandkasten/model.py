@@ -223,7 +223,8 @@ class ExecSpec:
     `timeout_ms` None or 0 means the configured maximum, `unlimited` none at all (where the configuration allows it).
     `env` and `cwd` hold for this run only. `stdin` None is `/dev/null` unless `stdin_open`: then more may be sent until
     it is closed. With `terminal` the streams are a terminal of that size and all output is `Stream.STDOUT`.
-    `exec_id` None lets the supervisor choose one; a chosen one makes a repeat attach instead of running twice.
+    `exec_id` None lets the supervisor choose one; a chosen one makes a repeat attach instead of running twice, unless
+    it `has_new_id`: `make_exec_id` has just made it.
     """
 
     command: str | None = attrs.field(default=None, repr=False)
@@ -239,6 +240,7 @@ class ExecSpec:
     stdin_open: bool = False
     terminal: TerminalSize | None = None
     exec_id: str | None = None
+    has_new_id: bool = False
 
     @property
     def is_program(self) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from sandkasten import logcontext
 from sandkasten.actors.actor import Reply
 from sandkasten.actors.output import Collector
 from sandkasten.errors import Capacity, ExecEnded, InvalidRequest, RunnerLost, SandkastenError
+from sandkasten.execids import make_exec_id
 from sandkasten.model import (
     ExecEnd,
     ExecInfo,
@@ -54,7 +54,8 @@ MAX_STDIN_SENDERS = 16
 _BULK_CHARS = 4096
 """What runs is not kept after the end if it is longer, or if it came with more than this of input."""
 
-_DIGESTED = tuple(field.name for field in attrs.fields(ExecSpec) if field.name not in ("exec_id", "env", "stdin"))
+_UNDIGESTED = ("exec_id", "has_new_id", "env", "stdin")
+_DIGESTED = tuple(field.name for field in attrs.fields(ExecSpec) if field.name not in _UNDIGESTED)
 
 
 class Run:
@@ -82,7 +83,9 @@ class Run:
         self.trace = logcontext.origin.get().trace
         self.pass_trace = pass_trace
         self.collector = collector
-        self.exec_id = spec.exec_id or secrets.token_hex(8)
+        self.exec_id = spec.exec_id or make_exec_id()
+        self.has_new_id = spec.exec_id is None or spec.has_new_id
+        """No other run can have had it."""
         self.digest = _digest(spec, kind, keep_alive=keep_alive)
         self.shell: Shell | None = None
         """The shell it runs in; it may be closed, and another one of its name be opened, before the run is over."""

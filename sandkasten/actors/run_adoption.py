@@ -50,6 +50,7 @@ class RunAdoption:
         self._retention_s = retention_s
         self._on_terminal = on_terminal
         self._facts: dict[str, RunFacts] = {}
+        self._gone: frozenset[str] = frozenset()
 
     async def recover(self) -> None:
         """Know the runs that were written down again, with their output. Those without an end seem to run."""
@@ -60,14 +61,15 @@ class RunAdoption:
         if written.damaged_files:
             facts = {"session_id": self._host.session_id, "files": written.damaged_files}
             log.warning("run_records_damaged", extra=facts)
-        self._runs.recover_gone(written.gone)
+        self._gone = frozenset(written.gone)
+        self._runs.ids.recover(written.used, written.gone)
         for each in sorted(written.runs.values(), key=lambda each: each.facts.created_at):
             await self._recover(each)
 
     async def _recover(self, written: WrittenRun) -> None:
         run = restored(written.facts, written.state)
         if run.has_ended and age_s(run) > self._retention_s:
-            self._runs.recover_gone((run.exec_id,))
+            self._runs.ids.note_gone(run.exec_id)
             return
         self._runs.recover(run)
         await _fill(run, written)
@@ -97,6 +99,7 @@ class RunAdoption:
         for run in waiting.values():
             self._runs.give_up(run)
         self._facts.clear()
+        self._gone = frozenset()
         self._runs.keeping.unwanted(unwanted)
 
     async def _list(self) -> Sequence[protocol.RunEntry]:
@@ -117,7 +120,7 @@ class RunAdoption:
     def _recognize(self, entry: protocol.RunEntry) -> Run | None:
         """Return a run that there was no time to write down; None for one that is written down as ended, is gone or
         was never ours."""
-        if self._runs.is_used(entry.exec_id):
+        if self._runs.is_used(entry.exec_id) or entry.exec_id in self._gone:
             return None
         try:
             facts = self._seal.read(entry.ticket)

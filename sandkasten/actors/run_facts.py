@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import UTC, datetime
 
 from sandkasten.actors.run import Run
@@ -72,6 +73,15 @@ def is_orphan(run: Run, facts: RunFacts, *, input_ended: bool) -> bool:
     daemon, or the rest of its input did."""
     is_prompt = facts.kind is ExecKind.TERMINAL and not run.is_program
     return not run.is_detached or is_prompt or (facts.input == "given" and not input_ended)
+
+
+def text_bytes(run: Run) -> int:
+    """Return what the texts of an ended run take in memory, as long as its record is kept."""
+    spec = run.spec
+    texts = [run.exec_id, run.command, spec.command, *(spec.argv or ()), *spec.env.values()]
+    if run.end is not None:
+        texts += (run.end.cwd, run.end.victim)
+    return sum(sys.getsizeof(text) for text in texts if text is not None) + sys.getsizeof(run.facts_json)
 
 
 def age_s(run: Run) -> float:

@@ -17,6 +17,7 @@ import attrs
 import trio
 
 from runner import protocol
+from sandkasten.actors.exec_ids import ExecIds
 from sandkasten.actors.run import Run
 from sandkasten.actors.run_facts import facts_of, state_of
 from sandkasten.errors import RunnerLost, SandkastenError
@@ -56,7 +57,7 @@ class _News:
 
 
 class RunKeeping:
-    """See the module's docstring. `known` gives all runs there are, `gone` the ids of those not kept any more."""
+    """See the module's docstring. `known` gives all runs there are, `ids` has those not kept any more."""
 
     def __init__(
         self,
@@ -66,13 +67,13 @@ class RunKeeping:
         *,
         limiter: trio.CapacityLimiter,
         known: Callable[[], Iterable[Run]],
-        gone: Callable[[], Iterable[str]],
+        ids: ExecIds,
     ) -> None:
         self._host = host
         self._archive = archive
         self._seal = seal
         self._limiter = limiter
-        self._known, self._gone = known, gone
+        self._known, self._ids = known, ids
         self._news: dict[str, _News] = {}
         self._new_gone: list[str] = []
         self._refused: list[str] = []
@@ -169,9 +170,10 @@ class RunKeeping:
             taken, self._news = self._news, {}
             new_gone, self._new_gone = self._new_gone, []
             refused, self._refused = self._refused, []
+            used = self._ids.take_unwritten()
             self._written.set()
             self._written = trio.Event()
-            if not taken and not new_gone and not refused:
+            if not taken and not new_gone and not refused and not used:
                 return
             everything = self._all(taken) if is_all else list(taken.values())
             news = []
@@ -179,15 +181,19 @@ class RunKeeping:
                 news.append(_frozen(each))
                 if len(news) % _RUNS_PER_CHECKPOINT == 0:
                     await trio.lowlevel.checkpoint()
-            gone = list(self._gone()) if is_all else new_gone
             try:
                 await trio.to_thread.run_sync(
-                    lambda: self._archive.write(news, gone, refused=refused, is_all=is_all),
+                    lambda: self._archive.write(news, new_gone, refused=refused, used=used, is_all=is_all),
                     limiter=self._limiter,
                     abandon_on_cancel=True,
                 )
             except OSError as error:
+                self._ids.not_written(used)
                 log.error("runs_not_written", extra={"session_id": self._host.session_id, "error": str(error)})
+                return
+            except BaseException:
+                self._ids.not_written(used)  # the thread that was left alone may still write them: twice does no harm
+                raise
             self._unwanted.update(dict.fromkeys(each.exec_id for each in news if each.has_ended))
 
     def _all(self, taken: dict[str, _News]) -> Sequence[_News]:

@@ -7,7 +7,7 @@ all others beside each other; every number of them is bounded. Belongs to its se
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 
@@ -18,9 +18,11 @@ from runner import protocol
 from sandkasten.actors import run_events
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.exec_account import Account, cut_short
+from sandkasten.actors.exec_ids import ExecIds, gone
 from sandkasten.actors.groups import Groups
 from sandkasten.actors.run import Run
 from sandkasten.actors.run_driver import CONTROL_S, drive, drive_again, is_lost
+from sandkasten.actors.run_facts import text_bytes
 from sandkasten.actors.run_keeping import RunKeeping
 from sandkasten.actors.run_reader import Hold
 from sandkasten.actors.session_host import Host as Host
@@ -29,7 +31,6 @@ from sandkasten.errors import (
     Capacity,
     Conflict,
     ExecEnded,
-    ExecGone,
     ExecNotFound,
     InvalidRequest,
     RunnerLost,
@@ -52,9 +53,6 @@ _MAX_PROGRAMS = protocol.MAX_PROGRAMS
 _MAX_INPUT_BYTES = 64 * 1024 * 1024
 """Input of runs that came with their requests, and is kept until they end."""
 
-_MAX_GONE = 4096
-"""Ids of runs that are not kept any more."""
-
 _DEATH_NEWS_S = 2.0
 """How long after a lost connection the news of PID 1's death may take."""
 
@@ -73,6 +71,7 @@ class Runs:
         stats: CgroupStats,
         logs: RunLogs,
         queue_length: int,
+        max_exec_ids: int,
         metrics: Metrics,
         archive: SessionArchive,
         seal: Seal,
@@ -83,13 +82,11 @@ class Runs:
         self._logs = logs
         self._queue_length = queue_length
         self._known: OrderedDict[str, Run] = OrderedDict()
-        self._gone: OrderedDict[str, None] = OrderedDict()
+        self.ids = ExecIds(max_exec_ids)
         self._active: dict[str, Run] = {}
         self.groups = Groups(zygote, host.session_id)
         self.shells = Shells(host, self.groups)
-        self.keeping = RunKeeping(
-            *(host, archive, seal), limiter=writing, known=self._known.values, gone=self._gone.keys
-        )
+        self.keeping = RunKeeping(*(host, archive, seal), limiter=writing, known=self._known.values, ids=self.ids)
         logs.on_gone = self._forget
         self._metrics = metrics
         metrics.queues.add(self)
@@ -102,13 +99,13 @@ class Runs:
         Raises:
             Conflict: the id is that of another run.
             ExecGone: the id was used, and its run is not kept any more.
+            ExecIdsExhausted: it could not be remembered that the id was used.
             ShellNotFound, ShellBusy, Capacity.
         """
         wish = hold.run
         known = self._known.get(wish.exec_id)
         if known is None:
-            if wish.exec_id in self._gone:
-                raise _gone(wish.exec_id)
+            self.ids.check_new(wish)
             self._start(wish)
             hold.take(wish)
         elif known.digest == wish.digest:
@@ -176,11 +173,6 @@ class Runs:
 
     # What an earlier daemon left --------------------------------------------------------------------------------
 
-    def recover_gone(self, exec_ids: Iterable[str]) -> None:
-        """These ids were used, and their runs are not kept any more."""
-        for exec_id in exec_ids:
-            self._note_gone(exec_id)
-
     def recover(self, run: Run) -> None:
         """Take over a run that an earlier daemon had; it gets a log. One without an end is gone on with, or given up,
         as soon as PID 1 has answered."""
@@ -193,7 +185,7 @@ class Runs:
 
     def recovered(self, run: Run) -> None:
         """The log of an ended run holds again what is kept of it."""
-        self._logs.retire(run.exec_id)
+        self._logs.retire(run.exec_id, text_bytes=text_bytes(run))
 
     def give_up(self, run: Run) -> None:
         """It ran when its daemon ended, and is not found again."""
@@ -217,7 +209,7 @@ class Runs:
         return len(self._active) >= MAX_ACTIVE
 
     def is_used(self, exec_id: str) -> bool:
-        return exec_id in self._known or exec_id in self._gone
+        return exec_id in self._known or self.ids.is_remembered(exec_id)
 
     @property
     def active(self) -> Sequence[Run]:
@@ -231,8 +223,8 @@ class Runs:
         run = self._known.get(exec_id)
         if run is not None:
             return run
-        if exec_id in self._gone:
-            raise _gone(exec_id)
+        if self.ids.is_used(exec_id):
+            raise gone(exec_id)
         raise ExecNotFound("no such run", exec_id=exec_id[:128])
 
     @property
@@ -251,13 +243,8 @@ class Runs:
     def _forget(self, exec_id: str) -> None:
         """Its output is not kept any more: remember the id alone, so that it is not run again."""
         if self._known.pop(exec_id, None) is not None:
-            self._note_gone(exec_id)
+            self.ids.note_gone(exec_id)
             self.keeping.forget(exec_id)
-
-    def _note_gone(self, exec_id: str) -> None:
-        self._gone[exec_id] = None
-        if len(self._gone) > _MAX_GONE:
-            self._gone.popitem(last=False)
 
     # One run ----------------------------------------------------------------------------------------------------
 
@@ -366,7 +353,7 @@ class Runs:
             self._known.pop(run.exec_id, None)
             self._logs.discard(run.exec_id)
             return
-        self._logs.retire(run.exec_id)
+        self._logs.retire(run.exec_id, text_bytes=text_bytes(run))
         self._measure(run, run.end)
         event, facts = run_events.ending(run, run.end)
         self._host.emit(event, **facts)
@@ -446,10 +433,6 @@ def _busy(queue: Sequence[Run], limit: int) -> ShellBusy:
         last_line=running.last_line,
         queue_length=limit,
     )
-
-
-def _gone(exec_id: str) -> ExecGone:
-    return ExecGone("this run is not kept any more", exec_id=exec_id)
 
 
 async def _with_victim(end: ExecEnd, host: Host) -> ExecEnd:

@@ -51,6 +51,7 @@ class Services:
     boot_id: str
     cgroup_dirs: Mapping[str, str]
     shell_queue_length: int
+    max_exec_ids: int
     maximum: Maximum
     graces: runner_protocol.Graces
     journal: Journal

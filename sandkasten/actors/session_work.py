@@ -66,6 +66,7 @@ class SessionWork:
         stats: CgroupStats,
         logs: RunLogs,
         queue_length: int,
+        max_exec_ids: int,
         metrics: Metrics,
         keep: Keep,
     ) -> None:
@@ -79,6 +80,7 @@ class SessionWork:
             stats=stats,
             logs=logs,
             queue_length=queue_length,
+            max_exec_ids=max_exec_ids,
             metrics=metrics,
             archive=keep.archive,
             seal=keep.seal,

@@ -218,6 +218,7 @@ class Sessions(Actor):
             budget=self._budget,
             shares=self._shares,
             shell_queue_length=self._config.server.shell_queue_length,
+            max_exec_ids=self._config.runs.max_exec_ids,
             maximum=self._config.maximum,
             graces=Graces(
                 interrupt_ms=self._config.runs.interrupt_grace_ms,

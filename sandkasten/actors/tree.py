@@ -47,7 +47,7 @@ from sandkasten.actors.supervisor import ChildSpec, GiveUp
 from sandkasten.actors.tree_work import WorkOfSessions
 from sandkasten.actors.tree_workspaces import WorkOfWorkspaces
 from sandkasten.actors.unwrap import unwrap
-from sandkasten.config import MIB, Config
+from sandkasten.config import Config
 from sandkasten.crash import Crash
 from sandkasten.diagnosis import Diagnosis
 from sandkasten.errors import Capacity, KeeperGone, SandkastenError, SessionExpired, SessionNotFound
@@ -82,8 +82,6 @@ _MATCHERS = 2
 _OBSERVERS = 2
 _METRICS_S = 1.0
 _SPOOL_STOP_S = 5.0
-_ARCHIVE_BYTES = 4096 * MIB
-"""What is written down of all runs for the next daemon, at most."""
 _READY_S = 5.0
 _MIN_FREE_RATIO = 0.02
 
@@ -138,15 +136,8 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         self._attended = Attended()
         self._matchers = trio.CapacityLimiter(_MATCHERS)
         self._observers = trio.CapacityLimiter(_OBSERVERS)
-        self._spool = Spool(
-            DataPaths(config.data_dir).spool,
-            memory_bytes=config.runs.spool_memory_mb * MIB,
-            session_bytes=config.runs.keep_mb * MIB,
-            retention_s=config.runs.keep_seconds,
-        )
-        self._archive = RunArchive(
-            DataPaths(config.data_dir).spool, session_bytes=config.runs.keep_mb * MIB, total_bytes=_ARCHIVE_BYTES
-        )
+        self._spool = Spool.configured(DataPaths(config.data_dir).spool, config.runs)
+        self._archive = RunArchive.configured(DataPaths(config.data_dir).spool, config.runs)
         self._is_spool_open = False
         self._sessions, self._reaper = Ref("sessions"), Ref("reaper")
 

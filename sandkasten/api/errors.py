@@ -42,6 +42,7 @@ STATUS: dict[type[SandkastenError], int] = {
     errors.ShellBusy: 409,
     errors.Conflict: 409,
     errors.LimitInUse: 409,
+    errors.ExecIdsExhausted: 409,
     errors.ExecEnded: 409,
     errors.SessionExpired: 410,
     errors.ExecGone: 410,

@@ -7,7 +7,6 @@ otherwise. Events are made in `runevents.py`, results in `execview.py`.
 from __future__ import annotations
 
 import functools
-import secrets
 
 import attrs
 
@@ -17,6 +16,7 @@ from sandkasten.api.execview import end_view, is_timeout_error, output_view, tim
 from sandkasten.api.runevents import RunEvents
 from sandkasten.api.schemas import ExecRequest, bad_fields, parse
 from sandkasten.api.transcript import Position, Transcript
+from sandkasten.execids import make_exec_id
 from sandkasten.model import ExecSpec, OnDisconnect
 
 
@@ -39,7 +39,8 @@ async def stream(exchange: Exchange) -> None:
     position = last_event_id(exchange)
     if position is not None and spec.exec_id is None:
         raise bad_fields(exec_id="is required with Last-Event-ID")
-    spec = attrs.evolve(spec, exec_id=spec.exec_id or secrets.token_hex(8))
+    if spec.exec_id is None:
+        spec = attrs.evolve(spec, exec_id=make_exec_id(), has_new_id=True)
     supervisor, session_id, exec_id = exchange.supervisor, exchange.session_id, str(spec.exec_id)
     if position is None:
         when_left = request.when_left(OnDisconnect.DETACH)

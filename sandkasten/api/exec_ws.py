@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any, assert_never
 
@@ -43,6 +42,7 @@ from sandkasten.api.ws_messages import (
 from sandkasten.api.ws_orders import Order
 from sandkasten.api.ws_outbox import Outbox
 from sandkasten.errors import Capacity, Conflict, ExecNotFound, SandkastenError, SessionExpired
+from sandkasten.execids import make_exec_id
 from sandkasten.lifecycle import LIVE
 from sandkasten.model import OnDisconnect, TerminalSize
 
@@ -154,7 +154,7 @@ class _Connection:
     def _start(self, message: StartCommand) -> Channel:
         self._require_free(message)
         request = message.request
-        exec_id = request.exec_id or secrets.token_hex(8)  # so that orders can name it before it has begun
+        exec_id = request.exec_id or make_exec_id()  # so that orders can name it before it has begun
         on_disconnect = request.when_left(OnDisconnect.DETACH)
         try:
             spec = request.to_spec(self._ws.settings, exec_id=exec_id)

@@ -252,7 +252,7 @@ class ExecRequest:
     on_disconnect: WhenLeft | None = None
 
     def to_spec(self, settings: ApiSettings, *, exec_id: str | None = None) -> ExecSpec:
-        """Return the model's command; a timeout above the maximum is the maximum. `exec_id` is for one without.
+        """Return the model's command; a timeout above the maximum is the maximum. `exec_id` is made for one without.
 
         Raises:
             TooLarge: the command is longer than `max_command_bytes`.
@@ -279,6 +279,7 @@ class ExecRequest:
             stdin_open=self.stdin is not None and self.stdin.is_open,
             terminal=None if self.tty is None else self.tty.size,
             exec_id=self.exec_id or exec_id,
+            has_new_id=self.exec_id is None and exec_id is not None,
         )
 
     def when_left(self, default: OnDisconnect) -> OnDisconnect:

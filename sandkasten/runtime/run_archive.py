@@ -2,13 +2,14 @@
 disk blocks, and is for worker threads.
 
 Records are appended and never changed: what a run is and what became of it, pieces of its output, and that it is gone.
-A new file begins with all that is known, so an older one is only needed for the output in it; the oldest go when a
-session or all together take too much. A record is checked before anything in it is used. Behind one that is damaged or
-was cut short nothing of its file is, and of a run's output what follows without a gap to its last piece.
+A new file begins with all that is known, and says so: an older one is only needed for the output in it; the oldest go
+when a session or all together take too much. A record is checked before anything in it is used. Behind one that is
+damaged or was cut short nothing of its file is, and of a run's output what follows without a gap to its last piece.
+
+Which ids clients chose for runs that are gone lies in a file of its own (`used_ids.py`), which stays as long as the
+session. It is written first: no run leaves these files before its id is in that one.
 
 Nothing is synced: a killed daemon loses nothing by that, and a machine that went down has no runs to be found.
-
-Sources: write(2), open(2) (O_NOFOLLOW, O_EXCL), zlib crc32.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ import os
 import re
 import struct
 import threading
-import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 import attrs
 
+from sandkasten.config import MIB, Runs
 from sandkasten.model import SESSION_ID, Output, Stream
+from sandkasten.runtime import record_file
+from sandkasten.runtime.record_file import CutShort, record
 from sandkasten.runtime.run_records import (
     BadRecord,
     RunFacts,
@@ -35,20 +38,20 @@ from sandkasten.runtime.run_records import (
     state_to_json,
 )
 from sandkasten.runtime.spool_segment import SegmentDamaged, pack, unpack
+from sandkasten.runtime.used_ids import SUFFIX as IDS_SUFFIX
+from sandkasten.runtime.used_ids import UsedIds, UsedIdsFile
 
 FILE_BYTES: Final = 8 * 1024 * 1024
 """About as much goes into one file."""
 
 _SUFFIX: Final = ".runs"
-RUNS_NAME: Final = re.compile(r"([0-9a-f]+)\.([0-9a-f]{8})\.runs")
-"""Session and number of a file."""
-_MAGIC: Final = 0x4E55_5231
-_HEADER: Final = struct.Struct("<IIII")
-"""Magic number, lengths of the two parts of a record, checksum of both parts and their lengths."""
+RUNS_NAME: Final = re.compile(r"([0-9a-f]+)(?:\.([0-9a-f]{8})\.runs|\.ids)")
+"""Session and number of a file; without a number the one of its used ids."""
 _LARGE_BYTES: Final = 64 * 1024
-_MAX_PART_BYTES: Final = 64 * 1024 * 1024
 
-_RUN, _OUTPUT, _GONE, _REFUSED = b"run ", b"out ", b"gone", b"none"
+_RUN, _OUTPUT, _GONE, _REFUSED, _ALL = b"run ", b"out ", b"gone", b"none", b"all "
+"""What a record is: a run, a part of its output, a run that is gone, one that never was; and that no others than those
+named in the file so far are known."""
 _TAG_BYTES: Final = 4
 _OUTPUT_HEAD: Final = struct.Struct("<QQQQQQ")
 
@@ -68,6 +71,10 @@ class RunNews:
     @property
     def has_ended(self) -> bool:
         return self.state is not None and self.state.end is not None
+
+    @property
+    def output_bytes(self) -> int:
+        return sum(len(piece.data) for piece in self.pieces)
 
 
 @attrs.frozen
@@ -111,10 +118,12 @@ class WrittenRun:
 
 @attrs.define
 class Written:
-    """All that was written down of one session. `gone` are ids of runs that were not kept any more."""
+    """All that was written down of one session. `gone` are ids of runs that were not kept any more, `used` those of
+    them, and of all before, that clients chose; it is not whole if any file was damaged."""
 
     runs: dict[str, WrittenRun] = attrs.field(factory=dict)
     gone: dict[str, None] = attrs.field(factory=dict)
+    used: UsedIds = attrs.field(factory=UsedIds)
     damaged_files: int = 0
 
 
@@ -122,6 +131,8 @@ class Written:
 class _File:
     path: Path
     size_bytes: int = 0
+    stated_bytes: int = 0
+    """How much of it says what was known when it was begun."""
     outputs: set[str] = attrs.field(factory=set)
     """Runs that have output in it and are not gone."""
 
@@ -137,16 +148,25 @@ class RunArchive:
         self._sessions: dict[str, SessionArchive] = {}
         self.used_bytes = 0
 
+    @classmethod
+    def configured(cls, root: Path, runs: Runs) -> RunArchive:
+        """Return one with the limits of the configuration."""
+        return cls(root, session_bytes=runs.keep_mb * MIB, total_bytes=runs.spool_disk_mb * MIB)
+
     def open(self, live: Collection[str]) -> None:
         """Find what an earlier daemon left of the live sessions; the rest is for `reconcile.py`. Raises `OSError`."""
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         with os.scandir(self._root) as entries:
-            names = sorted(entry.name for entry in entries if entry.name.endswith(_SUFFIX))
+            names = sorted(entry.name for entry in entries if entry.name.endswith((_SUFFIX, IDS_SUFFIX)))
         for name in names:
             found = RUNS_NAME.fullmatch(name)
-            path = self._root / name
-            if found is not None and found[1] in live and SESSION_ID.match(found[1]):
-                self.session(found[1]).found(path, int(found[2], 16))
+            if found is None or found[1] not in live or not SESSION_ID.match(found[1]):
+                continue
+            session = self.session(found[1])
+            if found[2] is None:
+                session.found_ids()
+            else:
+                session.found(self._root / name, int(found[2], 16))
 
     def session(self, session_id: str) -> SessionArchive:
         """Return the files of one session; blocks for nothing."""
@@ -180,6 +200,7 @@ class SessionArchive:
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._files: list[_File] = []
+        self._ids = UsedIdsFile(root / f"{session_id}{IDS_SUFFIX}")
         self._number = 0
         self._is_open = False
         self._is_read = True
@@ -188,8 +209,10 @@ class SessionArchive:
 
     @property
     def wants_all(self) -> bool:
-        """Whether the next write begins a file, and so has to bring all known runs, and all ids of those gone."""
-        return not self._is_open or self._files[-1].size_bytes >= FILE_BYTES
+        """Whether the next write begins a file, and so has to bring all known runs."""
+        if not self._is_open:
+            return True
+        return self._files[-1].size_bytes >= max(FILE_BYTES, 2 * self._files[-1].stated_bytes)
 
     def found(self, path: Path, number: int) -> None:
         """An earlier daemon left this file."""
@@ -199,9 +222,16 @@ class SessionArchive:
         self._number = max(self._number, number)
         self._archive.count(size_bytes)
 
+    def found_ids(self) -> None:
+        """An earlier daemon left the file of used ids."""
+        self._ids.found()
+        self._archive.count(self._ids.size_bytes)
+
     def read(self) -> Written:
         """Return what earlier daemons wrote down. What can't be read is left out."""
-        written = Written()
+        before_bytes = self._ids.size_bytes
+        written = Written(used=self._ids.read())
+        self._archive.count(self._ids.size_bytes - before_bytes)
         for file in self._files:
             _read_into(written, file)
         self._is_read = True
@@ -209,22 +239,36 @@ class SessionArchive:
             run.chunks = _gapless(run.chunks)
         return written
 
-    def write(self, news: Sequence[RunNews], gone: Sequence[str], *, refused: Sequence[str] = (), is_all: bool) -> None:
-        """Append records; with `is_all` to a new file. `refused` never were, and may have been begun anew since.
+    def write(
+        self,
+        news: Sequence[RunNews],
+        gone: Sequence[str],
+        *,
+        refused: Sequence[str] = (),
+        used: Collection[int] = (),
+        is_all: bool,
+    ) -> None:
+        """Append records; with `is_all`, all known runs, to a new file. `refused` never were, and may have been begun
+        anew since; `used` are the digests of ids that clients chose and that are gone.
 
         Raises:
-            OSError: the disk did not take it; what was written of it is taken back, and the next write begins a file.
+            OSError: the disk did not take it; what was written of it is taken back, but for `used`, which may be
+                written twice, and the next write begins a file.
         """
-        parts = _merged(_encode(news, gone, refused))
+        parts = _merged(_encode(news, gone, refused, is_all=is_all))
         with self._lock:
             if self._is_discarded:
                 return
+            if used:
+                self._archive.count(self._ids.append(used))
             if is_all or not self._is_open:
                 self._number += 1
                 path = self._root / f"{self._session_id}.{self._number:08x}{_SUFFIX}"
                 self._files.append(_File(path))
             self._is_open = False
             self._append(self._files[-1], parts)
+            if is_all:
+                self._files[-1].stated_bytes = sum(map(len, parts)) - sum(each.output_bytes for each in news)
             self._is_open = True
             self._files[-1].outputs.update(each.exec_id for each in news if each.pieces)
             for file in self._files:
@@ -238,25 +282,14 @@ class SessionArchive:
             for file in self._files:
                 self._remove(file)
             self._files.clear()
+            self._archive.count(-self._ids.size_bytes)
+            self._ids.remove()
         self._archive.forget(self._session_id)
 
     def _append(self, file: _File, parts: Sequence[bytes]) -> None:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(file.path, flags | (0 if file.size_bytes else os.O_CREAT | os.O_EXCL), 0o600)
-        try:
-            try:
-                for part in parts:
-                    view = memoryview(part)
-                    while view:
-                        view = view[os.write(fd, view) :]
-            except OSError:
-                os.ftruncate(fd, file.size_bytes)
-                raise
-            size_bytes = sum(map(len, parts))
-            file.size_bytes += size_bytes
-            self._archive.count(size_bytes)
-        finally:
-            os.close(fd)
+        grown = record_file.append(file.path, file.size_bytes, parts)
+        file.size_bytes += grown
+        self._archive.count(grown)
 
     def _drop_unneeded(self) -> None:
         older = self._files[:-1]
@@ -274,16 +307,18 @@ class SessionArchive:
         self._archive.count(-file.size_bytes)
 
 
-def _encode(news: Sequence[RunNews], gone: Sequence[str], refused: Sequence[str]) -> Iterator[bytes]:
+def _encode(news: Sequence[RunNews], gone: Sequence[str], refused: Sequence[str], *, is_all: bool) -> Iterator[bytes]:
     for exec_id in refused:
-        yield from _record(_REFUSED + exec_id.encode(), b"")
+        yield from record(_REFUSED + exec_id.encode(), b"")
     for each in news:
         if each.facts is not None and each.state is not None:
-            yield from _record(_RUN + each.facts, state_to_json(each.state))
+            yield from record(_RUN + each.facts, state_to_json(each.state))
         if each.pieces:
-            yield from _record(_OUTPUT + _place(each) + each.exec_id.encode(), pack(each.pieces))
+            yield from record(_OUTPUT + _place(each) + each.exec_id.encode(), pack(each.pieces))
     for exec_id in gone:
-        yield from _record(_GONE + exec_id.encode(), b"")
+        yield from record(_GONE + exec_id.encode(), b"")
+    if is_all:
+        yield from record(_ALL, b"")
 
 
 def _place(news: RunNews) -> bytes:
@@ -308,43 +343,28 @@ def _merged(parts: Iterable[bytes]) -> Sequence[bytes]:
     return [*merged, b"".join(small)]
 
 
-def _record(head: bytes, body: bytes) -> Iterator[bytes]:
-    yield _HEADER.pack(_MAGIC, len(head), len(body), _checksum(head, body))
-    yield head
-    yield body
-
-
-def _checksum(head: bytes, body: bytes) -> int:
-    return zlib.crc32(body, zlib.crc32(head, len(head)))
-
-
 def _read_into(written: Written, file: _File) -> None:
-    """Take over the records of a file, up to its end or the first that is damaged."""
+    """Take over the records of a file, up to its end or the first that is damaged. One that was never finished was
+    relied on by nobody: PID 1 was not told to forget what was in it, and no older file was removed."""
+    named: set[str] = set()
     try:
-        with open(os.open(file.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as stream:
-            while header := stream.read(_HEADER.size):
-                _take(written, file, *_parts(header, stream))
+        for head, body in record_file.read_records(file.path):
+            _take(written, file, named, head, body)
+    except CutShort:
+        written.damaged_files += 1
     except (OSError, BadRecord, struct.error):
         written.damaged_files += 1
+        written.used.is_whole = False
 
 
-def _parts(header: bytes, stream: BinaryIO) -> tuple[bytes, bytes]:
-    magic, head_bytes, body_bytes, checksum = _HEADER.unpack(header)
-    if magic != _MAGIC or max(head_bytes, body_bytes) > _MAX_PART_BYTES:
-        raise BadRecord("no record begins here")
-    head, body = stream.read(head_bytes), stream.read(body_bytes)
-    if (len(head), len(body)) != (head_bytes, body_bytes) or _checksum(head, body) != checksum:
-        raise BadRecord("a record is not what was written")
-    return head, body
-
-
-def _take(written: Written, file: _File, head: bytes, body: bytes) -> None:
+def _take(written: Written, file: _File, named: set[str], head: bytes, body: bytes) -> None:
     tag, head = head[:_TAG_BYTES], head[_TAG_BYTES:]
     if tag == _RUN:
         facts, state = facts_from_json(head), state_from_json(body)
         known = written.runs.setdefault(facts.exec_id, WrittenRun(facts, state))
         known.facts, known.state = facts, state
         written.gone.pop(facts.exec_id, None)
+        named.add(facts.exec_id)
     elif tag == _OUTPUT:
         exec_id = head[_OUTPUT_HEAD.size :].decode("ascii", "replace")
         run = written.runs.get(exec_id)
@@ -352,11 +372,17 @@ def _take(written: Written, file: _File, head: bytes, body: bytes) -> None:
             run.chunks.append(Chunk.of(_OUTPUT_HEAD.unpack_from(head), body))
             file.outputs.add(exec_id)
     elif tag == _GONE:
-        exec_id = head.decode("ascii", "replace")
-        written.runs.pop(exec_id, None)
-        written.gone[exec_id] = None
+        _drop(written, head.decode("ascii", "replace"))
     elif tag == _REFUSED:
         written.runs.pop(head.decode("ascii", "replace"), None)
+    elif tag == _ALL:
+        for exec_id in written.runs.keys() - named:
+            _drop(written, exec_id)
+
+
+def _drop(written: Written, exec_id: str) -> None:
+    written.runs.pop(exec_id, None)
+    written.gone[exec_id] = None
 
 
 def _gapless(chunks: list[Chunk]) -> list[Chunk]:

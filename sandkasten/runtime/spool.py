@@ -17,6 +17,7 @@ from typing import Final, NoReturn, TypeVar, TypeVarTuple
 
 import trio
 
+from sandkasten.config import MIB, Runs
 from sandkasten.runtime.spool_blocks import Block, KeptOutput
 from sandkasten.runtime.spool_ledger import BLOCK_BYTES, Ledger
 from sandkasten.runtime.spool_log import WINDOW_BYTES, LogReader, OutputLog, ReaderMode
@@ -56,16 +57,29 @@ class Spool:
         memory_bytes: int = 64 * _MB,
         session_bytes: int = 64 * _MB,
         disk_bytes: int = 4096 * _MB,
+        records_bytes: int = 256 * _MB,
         retention_s: float = 900.0,
     ) -> None:
         self._root = root
         self._session_bytes = session_bytes
         self._ledger = Ledger(memory_bytes, disk_bytes)
-        self._shelf = Shelf(self._ledger, retention_s)
+        self._shelf = Shelf(self._ledger, retention_s, records_bytes)
         self._sessions: dict[str, RunLogs] = {}
         self._numbers = count(1)
         self._names: set[str] = set()
         self._writing = trio.CapacityLimiter(1)
+
+    @classmethod
+    def configured(cls, root: Path, runs: Runs) -> Spool:
+        """Return one with the limits of the configuration."""
+        return cls(
+            root,
+            memory_bytes=runs.spool_memory_mb * MIB,
+            session_bytes=runs.keep_mb * MIB,
+            disk_bytes=runs.spool_disk_mb * MIB,
+            records_bytes=runs.records_memory_mb * MIB,
+            retention_s=runs.keep_seconds,
+        )
 
     @property
     def retention_s(self) -> float:
@@ -159,7 +173,7 @@ class Spool:
         ledger = self._ledger
         while ledger.memory_bytes > ledger.memory_low_bytes and (batch := self._choose()):
             await self._remove_doomed()
-            if await self._has_disk_room(sum(block.cost_bytes for _, block in batch)):
+            if await self._has_disk_room(batch):
                 await self._write(batch)
             else:
                 self._lose(batch, OSError(errno.EDQUOT, "the spool's disk limit is reached"))
@@ -187,11 +201,14 @@ class Spool:
             room -= sum(block.cost_bytes for block in blocks)
         return batch
 
-    async def _has_disk_room(self, size_bytes: int) -> bool:
-        """Make room under the disk limit at the expense of the oldest ended runs."""
+    async def _has_disk_room(self, batch: Batch) -> bool:
+        """Make room under the disk limit: the session that takes most gives its oldest ended run, unless that is the
+        one which wants to write, and has none."""
         ledger = self._ledger
+        size_bytes = sum(block.cost_bytes for _, block in batch)
+        writer_bytes = max(kept.account.used_bytes for kept, _ in batch)
         while ledger.disk_bytes + size_bytes > ledger.disk_limit_bytes:
-            if not self._shelf.drop_oldest():
+            if not self._shelf.drop_of_largest(at_least_bytes=writer_bytes):
                 return False
             await self._remove_doomed()
         return True

@@ -24,7 +24,8 @@ _MAX_NAME = 400
 
 @attrs.frozen
 class SpoolFile:
-    """One entry. `session_id`: whose runs are written down in it; None in a segment, and in what is neither."""
+    """One entry. `session_id`: whose runs, or their ids, are written down in it; None in a segment and in what is
+    neither."""
 
     name: str
     session_id: str | None = None
@@ -59,7 +60,7 @@ def is_segment(name: str) -> bool:
 
 
 def session_of(name: str) -> str | None:
-    """Return the session whose runs are in a file of that name."""
+    """Return the session whose runs or ids are in a file of that name."""
     match = RUNS_NAME.fullmatch(name)
     return match[1] if match is not None and SESSION_ID.match(match[1]) else None
 

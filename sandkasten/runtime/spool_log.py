@@ -45,6 +45,7 @@ class OutputLog:
         "expires_at",
         "is_gone",
         "kept",
+        "record_bytes",
     )
 
     def __init__(self, exec_id: str, ledger: Ledger, account: Account) -> None:
@@ -53,6 +54,8 @@ class OutputLog:
         self.is_gone = False
         """Nobody finds it any more; readers that were close behind its end still get the rest."""
         self.expires_at = 0.0
+        self.record_bytes = 0
+        """What is kept of its run costs besides, once it has ended."""
         self._ledger = ledger
         self._discarded = 0
         self._is_closed = False

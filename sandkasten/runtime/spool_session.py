@@ -1,6 +1,8 @@
 """The logs of one session: who is running, who has ended, and who gives way when the session's budget is used up.
 
-Costs are counted as in memory, wherever the output lies, so that one number bounds memory, disk and index alike.
+Costs are counted as in memory, wherever the output lies, so that one number bounds memory, disk and index alike. An
+ended run costs its record besides, whatever it wrote: so runs without output are bounded as well. Where all sessions
+share a bound it is the one that takes most which gives way, so none loses anything as long as it has its equal part.
 """
 
 from __future__ import annotations
@@ -14,9 +16,8 @@ import trio
 from sandkasten.runtime.spool_ledger import Account, Ledger
 from sandkasten.runtime.spool_log import OutputLog
 
-RETIRED_PER_SESSION: Final = 8192
-RETIRED_PER_DAEMON: Final = 32_768
-"""How many logs of ended runs are kept at most: even an empty one takes about a kilobyte."""
+RECORD_BYTES: Final = 6 * 1024
+"""What an ended run costs beside its output: what the daemon holds of it in memory, its texts not included."""
 
 _DROPS_AT_ONCE: Final = 256
 
@@ -24,10 +25,14 @@ _DROPS_AT_ONCE: Final = 256
 class Shelf:
     """The logs of ended runs of all sessions, in the order in which they ended."""
 
-    def __init__(self, ledger: Ledger, retention_s: float) -> None:
+    def __init__(self, ledger: Ledger, retention_s: float, records_limit_bytes: int) -> None:
         self._ledger = ledger
+        self._records_limit_bytes = records_limit_bytes
+        self._records_bytes = 0
         self.retention_s = retention_s
         self._logs: OrderedDict[OutputLog, RunLogs] = OrderedDict()
+        self._holders: dict[RunLogs, int] = {}
+        """What the records of each session that has any cost."""
         self.closed: deque[RunLogs] = deque()
         """Sessions that have ended and still have logs to drop."""
 
@@ -41,11 +46,20 @@ class Shelf:
         if not self._logs:
             self._ledger.work.set()
         self._logs[log] = owner
-        if len(self._logs) > RETIRED_PER_DAEMON:
-            self.drop_oldest()
+        self._count(owner, log.record_bytes)
+        while self._records_bytes > self._records_limit_bytes:
+            max(self._holders, key=self._holders.__getitem__).drop_oldest()
 
     def remove(self, log: OutputLog) -> None:
-        self._logs.pop(log, None)
+        owner = self._logs.pop(log, None)
+        if owner is not None:
+            self._count(owner, -log.record_bytes)
+
+    def _count(self, owner: RunLogs, cost_bytes: int) -> None:
+        self._records_bytes += cost_bytes
+        self._holders[owner] = self._holders.get(owner, 0) + cost_bytes
+        if not self._holders[owner]:
+            del self._holders[owner]
 
     async def drop_closed(self) -> None:
         """Drop what sessions that have ended left, and let others run meanwhile."""
@@ -54,11 +68,16 @@ class Shelf:
                 self.closed.popleft()
             await trio.lowlevel.checkpoint()
 
-    def drop_oldest(self) -> bool:
-        """Drop the log that ended first; False when there is none."""
-        if not self._logs:
-            return False
+    def drop_oldest(self) -> None:
+        """Drop the log that ended first."""
         next(iter(self._logs.values())).drop_oldest()
+
+    def drop_of_largest(self, *, at_least_bytes: int) -> bool:
+        """Drop the oldest log of the session that takes most; False if none that has one takes so much."""
+        largest = max(self._holders, key=lambda logs: logs.bytes_used, default=None)
+        if largest is None or largest.bytes_used < at_least_bytes:
+            return False
+        largest.drop_oldest()
         return True
 
 
@@ -79,7 +98,7 @@ class RunLogs:
 
     @property
     def bytes_used(self) -> int:
-        """What all logs cost, in memory or on disk."""
+        """What all logs cost, in memory or on disk, and the records of ended runs."""
         return self._account.used_bytes
 
     def open(self, exec_id: str) -> OutputLog:
@@ -95,18 +114,19 @@ class RunLogs:
     def get(self, exec_id: str) -> OutputLog | None:
         return self._logs.get(exec_id)
 
-    def retire(self, exec_id: str) -> None:
-        """The run has ended: its log is closed, and kept until it is too old or its room is needed."""
+    def retire(self, exec_id: str, *, text_bytes: int = 0) -> None:
+        """The run has ended: its log is closed, and kept until it is too old or its room is needed. `text_bytes`: what
+        its record takes beside `RECORD_BYTES`."""
         log = self._running.pop(exec_id, None)
         if log is None:
             return
         if not log.is_closed:
             log.close()
         log.kept.settle()
+        log.record_bytes = RECORD_BYTES + text_bytes
+        self._account.used_bytes += log.record_bytes
         self._retired.append(log)
         self._shelf.put(log, self)
-        if len(self._retired) > RETIRED_PER_SESSION:
-            self.drop_oldest()
         self._make_room()
 
     def discard(self, exec_id: str) -> None:
@@ -120,6 +140,7 @@ class RunLogs:
         """Drop the log of the run that ended first."""
         log = self._retired.popleft()
         self._shelf.remove(log)
+        self._account.used_bytes -= log.record_bytes
         log.drop()
         if not self._is_closed:
             del self._logs[log.exec_id]

@@ -11,7 +11,7 @@ import trio.testing
 from sandkasten.errors import ExecGone
 from sandkasten.model import Stream
 from sandkasten.runtime.spool import WINDOW_BYTES, OutputLog, RunLogs, Spool
-from sandkasten.runtime.spool_session import RETIRED_PER_DAEMON, RETIRED_PER_SESSION
+from sandkasten.runtime.spool_session import RECORD_BYTES
 from tests.spools import MB, PIECE, drain, fill, take
 
 OUT = Stream.STDOUT
@@ -257,14 +257,19 @@ async def test_a_session_is_new_after_its_end(tmp_path: Path) -> None:
     assert spool.session("a") is not first
 
 
-async def test_the_number_of_ended_runs_is_bounded_too(logs: RunLogs) -> None:
-    """Runs without any output cost nothing but their entry, and of those there are only so many."""
+async def test_an_ended_run_costs_its_record_too(logs: RunLogs) -> None:
+    """Runs without any output are bounded by the same number of bytes; one with long texts costs as much more."""
     gone: list[str] = []
     logs.on_gone = gone.append
-    for number in range(RETIRED_PER_SESSION + 3):
+    fitting = 4 * MB // RECORD_BYTES
+    for number in range(fitting):
         logs.open(str(number))
         logs.retire(str(number))
+    assert (gone, logs.bytes_used) == ([], fitting * RECORD_BYTES)
+    logs.open("long")
+    logs.retire("long", text_bytes=2 * RECORD_BYTES)
     assert gone == ["0", "1", "2"]
+    assert 4 * MB - RECORD_BYTES < logs.bytes_used <= 4 * MB
 
 
 async def test_the_end_of_a_session_with_very_many_runs_is_spread(tmp_path: Path, nursery: trio.Nursery) -> None:
@@ -287,15 +292,31 @@ async def test_the_end_of_a_session_with_very_many_runs_is_spread(tmp_path: Path
     nursery.cancel_scope.cancel()
 
 
-async def test_the_number_of_ended_runs_of_all_sessions_is_bounded(tmp_path: Path) -> None:
-    """The oldest of all sessions goes first."""
-    spool = Spool(tmp_path)
+async def test_records_of_all_sessions_have_a_bound_and_the_largest_gives_way(tmp_path: Path) -> None:
+    """A session that has no more than its equal part loses nothing, however many the others end and however old."""
+    spool = Spool(tmp_path, records_bytes=100 * RECORD_BYTES)
     gone: list[tuple[str, str]] = []
-    for session_id in "abcde":
+    for session_id, runs in (("quiet", 30), ("busy", 500), ("late", 30)):
         logs = spool.session(session_id)
         logs.on_gone = lambda exec_id, session_id=session_id: gone.append((session_id, exec_id))  # type: ignore[misc]
-        for number in range(RETIRED_PER_DAEMON // 5 + 1):
+        for number in range(runs):
             logs.open(str(number))
             logs.retire(str(number))
-    excess = 5 * (RETIRED_PER_DAEMON // 5 + 1) - RETIRED_PER_DAEMON
-    assert [("a", str(number)) for number in range(excess)] == gone
+    assert gone == [("busy", str(number)) for number in range(30 + 500 + 30 - 100)]
+
+
+async def test_an_ended_session_frees_the_room_of_its_records(tmp_path: Path, nursery: trio.Nursery) -> None:
+    """Nobody gives way for what is not kept any more."""
+    spool = Spool(tmp_path, records_bytes=100 * RECORD_BYTES)
+    nursery.start_soon(spool.run)
+    gone: list[str] = []
+    for session_id in "abc":
+        logs = spool.session(session_id)
+        logs.on_gone = gone.append
+        for number in range(100):
+            logs.open(str(number))
+            logs.retire(str(number))
+        assert (gone, logs.bytes_used) == ([], 100 * RECORD_BYTES)
+        logs.close()
+        await trio.testing.wait_all_tasks_blocked()
+    nursery.cancel_scope.cancel()

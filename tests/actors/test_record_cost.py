@@ -1,0 +1,49 @@
+"""What the record of an ended run is counted with, beside its texts, is no less than what it takes."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from pathlib import Path
+
+from sandkasten.actors.run import Run
+from sandkasten.actors.run_facts import facts_of, text_bytes
+from sandkasten.model import Cause, ExecEnd, ExecSpec, Usage
+from sandkasten.runtime.run_records import facts_to_json
+from sandkasten.runtime.spool import RunLogs, Spool
+
+RUNS = 500
+USAGE = Usage(1000, 2000, 3000)
+
+
+def end_one(logs: RunLogs, number: int, command: str) -> Run:
+    """Begin a run, write it down and end it without output, as a session does."""
+    run = Run(ExecSpec(command, exec_id=f"chosen-{number}"), timeout_ms=1000)
+    run.admit(logs.open(run.exec_id), lambda run, now: None, ahead=())
+    run.begin(1000 + number)
+    run.facts_json = facts_to_json(facts_of(run))
+    run.finish(
+        ExecEnd(run.exec_id, 0, None, Cause.EXITED, f"/w/{number}", 12, 1000, shell_restarted=False, usage=USAGE)
+    )
+    logs.retire(run.exec_id, text_bytes=text_bytes(run))
+    return run
+
+
+async def test_an_ended_run_takes_no_more_than_it_is_counted_with(tmp_path: Path) -> None:
+    """Measured on a few hundred of them, with short commands and long ones."""
+    for length in (10, 3000):
+        logs = Spool(tmp_path).session(str(length))
+        commands = [f"{number:0{length}}" for number in range(RUNS)]
+        end_one(logs, RUNS, ":")
+        gc.collect()
+        tracemalloc.start()
+        try:
+            before_bytes = logs.bytes_used
+            runs = [end_one(logs, number, command) for number, command in enumerate(commands)]
+            gc.collect()
+            taken_bytes, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        counted_bytes = logs.bytes_used - before_bytes
+        assert len(runs) == RUNS
+        assert taken_bytes + sum(map(len, commands)) <= counted_bytes < 3 * taken_bytes + sum(map(len, commands))
