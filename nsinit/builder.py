@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from nsinit import build, capabilities, control, syscalls
 from nsinit import constants as k
-from nsinit.crash_points import BUILDER
+from nsinit.crash_points import BUILDER, FILES
 from nsinit.furnish import JOINED, Box, Machine
 from nsinit.pid1 import keep_only
 from nsinit.protocol import MAX_DATAGRAM_BYTES, DiskLimits, SandboxPlan
@@ -73,7 +73,8 @@ def live(channel: socket.socket, machine: Machine) -> NoReturn:
 def _serve(order: Order, fds: list[int], machine: Machine, kept: set[int], home_fd: int) -> bytes:
     """Do the work and, if that is all of it, let PID 1 go on; return the answer."""
     pidfd, userns_fd, system_userns_fd, control_fd, *workspace = fds
-    steps = Steps(BUILDER, machine.crash)
+    is_files = order.plan is not None and order.plan.image_kind == "files"
+    steps = Steps(FILES if is_files else BUILDER, machine.crash)
     with socket.socket(fileno=control_fd) as connection:
         box = Box(machine, order.session_id, order.base, pidfd, userns_fd, system_userns_fd, connection, order.disk)
         if workspace:
@@ -87,7 +88,6 @@ def _serve(order: Order, fds: list[int], machine: Machine, kept: set[int], home_
                 keep_only(kept | {control_fd})
             if order.plan is not None:
                 plan = order.plan
-                is_files = plan.image_kind == "files"
                 begin = control.Begin(*box.root_id, filter_number, plan.root_inside, plan.open_files, is_files)
                 control.say_begin(connection, begin)
         except StepFailed as error:

@@ -6,7 +6,7 @@ they are, and a test compares. Sources: none but `build`.
 
 from __future__ import annotations
 
-from nsinit.build import BIRTH_STEPS, BLANK_STEPS, IMAGE_STEPS, POWER_STEPS
+from nsinit.build import BARE_STEPS, BIRTH_STEPS, BLANK_STEPS, FILES_STEPS, IMAGE_STEPS, POWER_STEPS
 
 NSINIT_STEPS = ("cgroup", "slot", "listener", "clone", "limits", "identity", "share")
 """Of a create, in nsinit itself."""
@@ -19,6 +19,13 @@ NSINIT_POINTS = (
     "nsinit.destroy.emptied",
     "nsinit.destroy.cgroup_removed",
     "nsinit.destroy.discarded",
+    "nsinit.workspace.directory_made",
+    "nsinit.workspace.made",
+    "nsinit.workspace.draft_synced",
+    "nsinit.workspace.exchanged",
+    "nsinit.workspace.published",
+    "nsinit.workspace.renamed",
+    "nsinit.workspace.discarded",
 )
 RUNNER_POINTS = (
     "runner.create.set_up",
@@ -26,10 +33,14 @@ RUNNER_POINTS = (
     "runner.exec.started",
     "runner.exec.ended",
     "runner.exec.program_started",
+    "runner.files.opened",
+    "runner.files.synced",
+    "runner.files.placed",
 )
 """PID 1's own."""
 
-NSINIT, BUILDER, INIT = "nsinit.create.", "builder.create.", "init.create."
+NSINIT, BUILDER, FILES, INIT = "nsinit.create.", "builder.create.", "builder.files.", "init.create."
+"""`FILES`: the builder's, of a sandbox that has a workspace and no program."""
 
 
 def all_points() -> tuple[str, ...]:
@@ -38,6 +49,7 @@ def all_points() -> tuple[str, ...]:
         *point_names(NSINIT, NSINIT_STEPS),
         *point_names(INIT, [name for name, _ in BIRTH_STEPS]),
         *point_names(BUILDER, [name for name, _ in (*BLANK_STEPS, *IMAGE_STEPS)]),
+        *point_names(FILES, [name for name, _ in (*BARE_STEPS, *FILES_STEPS)]),
         *point_names(INIT, [name for name, _ in POWER_STEPS]),
         *RUNNER_POINTS,
         *NSINIT_POINTS,

@@ -6,6 +6,7 @@ The runner may not import ctypes bindings of its own; it gets this object. Every
 from __future__ import annotations
 
 import os
+import signal
 
 from nsinit import capabilities, landlock, syscalls
 from nsinit import constants as k
@@ -40,6 +41,9 @@ class RunnerKernel:
                 os.write(self._oom_fd, self._oom_scores[first])
         except OSError:
             pass  # the score that it has is a fair one
+
+    def end_with_parent(self) -> None:
+        syscalls.prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def prctl_set_child_subreaper(self) -> None:
         syscalls.prctl(k.PR_SET_CHILD_SUBREAPER, 1)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator
 
 from nsinit import constants as k
 from nsinit import syscalls
+from nsinit.crash import Crash, passing
 from nsinit.paths import Layout
 from nsinit.scheduler import Wait
 from nsinit.slots import SANDBOX_ID
@@ -30,7 +31,7 @@ _STAGE = "workspace"
 Chore = Generator[Wait, bool, None]
 
 
-def make(layout: Layout, workspace_id: str, *, draft: bool) -> Chore:
+def make(layout: Layout, workspace_id: str, *, draft: bool, crash: Crash | None = None) -> Chore:
     """Make a directory, owned on disk by the id that sandbox users map to, if there is none. Raises `StepFailed`."""
     path = layout.workspace(workspace_id, draft=draft)
     try:
@@ -40,9 +41,11 @@ def make(layout: Layout, workspace_id: str, *, draft: bool) -> Chore:
         return
     except OSError as error:
         raise failure_of(_STAGE, error) from error
+    passing(crash, "nsinit.workspace.directory_made")
     _adopt(path)
     if not draft:
         yield from _run(path, lambda: _sync_directory(layout.workspaces))
+    passing(crash, "nsinit.workspace.made")
 
 
 def listed(layout: Layout, after: str, limit: int) -> tuple[tuple[str, ...], bool]:
@@ -53,7 +56,7 @@ def listed(layout: Layout, after: str, limit: int) -> tuple[tuple[str, ...], boo
     return tuple(found[:limit]), len(found) > limit
 
 
-def discard(layout: Layout, workspace_id: str, *, draft: bool) -> Chore:
+def discard(layout: Layout, workspace_id: str, *, draft: bool, crash: Crash | None = None) -> Chore:
     """Move a directory into the trash, durably; no effect when there is none. Raises `StepFailed`."""
     path = layout.workspace(workspace_id, draft=draft)
     try:
@@ -62,7 +65,9 @@ def discard(layout: Layout, workspace_id: str, *, draft: bool) -> Chore:
         return
     except OSError as error:
         raise failure_of(_STAGE, error) from error
+    passing(crash, "nsinit.workspace.renamed")
     yield from _run(path, lambda: _sync_directory(os.path.dirname(path)))
+    passing(crash, "nsinit.workspace.discarded")
 
 
 def discard_drafts(layout: Layout) -> None:
@@ -71,7 +76,7 @@ def discard_drafts(layout: Layout) -> None:
         os.rename(f"{layout.drafts}/{name}", _trash_name(layout, name[:64]))
 
 
-def publish(layout: Layout, workspace_id: str, *, replace: bool) -> Chore:
+def publish(layout: Layout, workspace_id: str, *, replace: bool, crash: Crash | None = None) -> Chore:
     """Make a draft the workspace, once all of it is on the disk; what it replaced goes to the trash.
 
     Raises:
@@ -82,14 +87,17 @@ def publish(layout: Layout, workspace_id: str, *, replace: bool) -> Chore:
 
     def work() -> None:
         _sync_file_system(draft)
+        passing(crash, "nsinit.workspace.draft_synced")
         if replace and os.path.lexists(path):
             syscalls.renameat2(draft, path, k.RENAME_EXCHANGE)
+            passing(crash, "nsinit.workspace.exchanged")
             os.rename(draft, trash)
         else:
             syscalls.renameat2(draft, path, k.RENAME_NOREPLACE)
         _sync_directory(layout.workspaces)
 
     yield from _run(path, work)
+    passing(crash, "nsinit.workspace.published")
 
 
 def sync(layout: Layout, workspace_id: str) -> Chore:

@@ -297,14 +297,15 @@ class Zygote:
 
     def _workspace(self, request: MakeWorkspace | DiscardWorkspace | PublishWorkspace | SyncWorkspace) -> Work:
         check_workspace_id(request.workspace_id)
+        crash = self._sessions.foundry.machine.crash
         match request:
             case MakeWorkspace(_, workspace_id, draft):
-                yield from workspaces.make(self._layout, workspace_id, draft=draft)
+                yield from workspaces.make(self._layout, workspace_id, draft=draft, crash=crash)
             case DiscardWorkspace(_, workspace_id, draft):
-                yield from workspaces.discard(self._layout, workspace_id, draft=draft)
+                yield from workspaces.discard(self._layout, workspace_id, draft=draft, crash=crash)
                 self._sessions.delete_trash()
             case PublishWorkspace(_, workspace_id, replace):
-                yield from workspaces.publish(self._layout, workspace_id, replace=replace)
+                yield from workspaces.publish(self._layout, workspace_id, replace=replace, crash=crash)
                 self._sessions.delete_trash()
             case SyncWorkspace(_, workspace_id):
                 yield from workspaces.sync(self._layout, workspace_id)

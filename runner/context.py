@@ -30,7 +30,7 @@ class Context:
     def open(cls, config: RunnerConfig, kernel: Kernel) -> Context:
         """Make the loop and begin to reap; signals must be blocked already."""
         loop = Loop()
-        user = UserIdentity(sandbox_user(config), kernel)
+        user = UserIdentity(sandbox_user(config), kernel, ends_with_parent=config.files_only)
         return cls(config, kernel, loop, Reaper(loop), user, Settings(config), Registry())
 
     def file(self, name: str) -> str:

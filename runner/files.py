@@ -143,6 +143,7 @@ class FileWriter:
                 self._fd = os.open(self._temporary, flags, 0o600, dir_fd=target.directory_fd)
         except OSError as error:
             raise refusal(error, path) from None
+        self._context.config.passing("runner.files.opened")
 
     def on_data(self, data: bytes) -> None:
         try:
@@ -156,7 +157,7 @@ class FileWriter:
         assert target is not None
         try:
             if self._syncs:  # the disk may take its time
-                work = functools.partial(_put_in_place, fd, temporary, target, syncs=True)
+                work = functools.partial(self._place_durably, fd, temporary, target)
                 self._offshoot = Offshoot(self._context, work, self._on_answer, kept=(fd, target.directory_fd))
                 return
             with self._context.as_user:
@@ -166,7 +167,14 @@ class FileWriter:
         else:
             self._on_answer(answer)
 
+    def _place_durably(self, fd: int, temporary: bytes, target: Target) -> Done:
+        """The offshoot's work."""
+        os.fsync(fd)
+        self._context.config.passing("runner.files.synced")
+        return _put_in_place(fd, temporary, target, syncs=True)
+
     def _on_answer(self, answer: object) -> None:
+        self._context.config.passing("runner.files.placed")
         sink, self._offshoot = self._sink, None
         if isinstance(answer, Error):
             self.on_close()

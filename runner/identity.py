@@ -23,14 +23,14 @@ class UserIdentity:
     sandbox's own ids, if PID 1 may give them at all.
     """
 
-    def __init__(self, account: Account, kernel: Kernel) -> None:
+    def __init__(self, account: Account, kernel: Kernel, *, ends_with_parent: bool = False) -> None:
         self.account = account
-        self._kernel = kernel
+        self._kernel, self._ends_with_parent = kernel, ends_with_parent
         self._own = (os.geteuid(), os.getegid())
 
     def of(self, account: Account) -> UserIdentity:
         """Return the same for another user."""
-        return UserIdentity(account, self._kernel)
+        return UserIdentity(account, self._kernel, ends_with_parent=self._ends_with_parent)
 
     def __enter__(self) -> None:
         try:
@@ -48,3 +48,5 @@ class UserIdentity:
     def _restore(self) -> None:
         self._kernel.setfsuid(self._own[0])
         self._kernel.setfsgid(self._own[1])
+        if self._ends_with_parent:  # the kernel forgets that when ids change (prctl(2), PR_SET_PDEATHSIG)
+            self._kernel.end_with_parent()

@@ -198,6 +198,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
                 attachments=self._attachments,
                 paths=DataPaths(self._config.data_dir),
                 new_id=self._node.new_session_id,
+                crash=Crash(self._config.testing.crash_at),
             )
             await actor.run(task_status=task_status)
 

@@ -21,6 +21,7 @@ from runner import protocol as runner_protocol
 from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.directory import SessionDirectory
+from sandkasten.crash import Crash, Point
 from sandkasten.errors import BuildFailed, Capacity, RunnerLost, SandboxError, SandkastenError, WorkspaceNotFound
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.runner_link import RunnerLink
@@ -70,10 +71,11 @@ class Helpers:
         directory: SessionDirectory,
         paths: DataPaths,
         new_id: Callable[[], str],
+        crash: Crash,
         idle_s: float = IDLE_S,
     ) -> None:
         self._host, self._zygote, self._directory = host, zygote, directory
-        self._paths, self._new_id, self._idle_s = paths, new_id, idle_s
+        self._paths, self._new_id, self._crash, self._idle_s = paths, new_id, crash, idle_s
         self._helpers: dict[Key, _Helper] = {}
 
     def is_used(self, workspace_id: str) -> bool:
@@ -139,6 +141,7 @@ class Helpers:
         )
         try:
             helper.sandbox = await zygote_actor.ask_when_up(self._zygote, zygote_actor.Build(plan))
+            self._crash.passing(Point.FILES_BUILT)
             helper.link = RunnerLink(self._paths.run_dir(helper.session_id))
             await _greet(helper.link)
         except SandkastenError as error:
@@ -187,6 +190,7 @@ class Helpers:
         with trio.move_on_after(_END_S, shield=True):
             try:
                 await zygote_actor.ask_patiently(self._zygote, zygote_actor.Teardown(helper.session_id))
+                self._crash.passing(Point.FILES_TORN_DOWN)
             except SandkastenError as error:
                 log.warning("workspace_helper_left", extra={"session_id": helper.session_id, "error": str(error)})
         self._directory.reserved.discard(helper.session_id)

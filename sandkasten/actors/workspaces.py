@@ -39,6 +39,7 @@ from sandkasten.actors.workspace_messages import (
     Unclaim,
 )
 from sandkasten.actors.workspace_register import Register
+from sandkasten.crash import Crash, Point
 from sandkasten.errors import BuildFailed, Conflict, DiskFull, SandkastenError, WorkspaceBusy, WorkspaceNotFound
 from sandkasten.lifecycle import ENDED
 from sandkasten.runtime.paths import DataPaths
@@ -66,6 +67,7 @@ class Workspaces(Actor):
         attachments: Attachments,
         paths: DataPaths,
         new_id: Callable[[], str],
+        crash: Crash,
         idle_s: float = IDLE_S,
     ) -> None:
         super().__init__(ref)
@@ -74,7 +76,10 @@ class Workspaces(Actor):
         self._claimed: dict[str, object] = {}
         self._making: list[str] = []
         self._register = Register(store=store, zygote=zygote)
-        self._helpers = Helpers(self, zygote=zygote, directory=directory, paths=paths, new_id=new_id, idle_s=idle_s)
+        self._crash = crash
+        self._helpers = Helpers(
+            self, zygote=zygote, directory=directory, paths=paths, new_id=new_id, crash=crash, idle_s=idle_s
+        )
 
     async def on_stop(self) -> None:
         await self._helpers.end_all()
@@ -170,6 +175,7 @@ class Workspaces(Actor):
         await self._register.get(workspace_id, within)
         await self._helpers.end(workspace_id)
         await zygote_actor.ask_patiently(self._zygote, zygote_actor.DiscardWorkspace(workspace_id))
+        self._crash.passing(Point.WORKSPACE_DISCARDED)
         await self._register.forget(workspace_id)
         log.info("workspace_deleted", extra={"workspace_id": workspace_id})
 
@@ -186,8 +192,10 @@ class Workspaces(Actor):
                 await self._register.take_up(workspace_id, within)
             else:
                 await self._take_name(workspace_id, labels, within)
+            self._crash.passing(Point.WORKSPACE_RECORDED)
             try:
                 await self._ask(zygote_actor.MakeWorkspace(workspace_id))
+                self._crash.passing(Point.WORKSPACE_MADE)
             except BuildFailed as error:
                 await self._register.forget_unmade(workspace_id)
                 raise _explain(error, workspace_id) from error
@@ -238,6 +246,7 @@ class Workspaces(Actor):
     async def _publish(self, workspace_id: str, *, replace: bool) -> None:
         try:
             await zygote_actor.ask_when_up(self._zygote, zygote_actor.PublishWorkspace(workspace_id, replace))
+            self._crash.passing(Point.WORKSPACE_PUBLISHED)
         except BuildFailed:
             await self._register.forget_unmade(workspace_id)
             raise

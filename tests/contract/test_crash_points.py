@@ -47,6 +47,7 @@ def test_every_step_that_is_carried_out_from_a_list_is_a_point() -> None:
     for prefix, steps in (
         (crash_points.INIT, (*build.BIRTH_STEPS, *build.POWER_STEPS)),
         (crash_points.BUILDER, (*build.BLANK_STEPS, *build.IMAGE_STEPS)),
+        (crash_points.FILES, (*build.BARE_STEPS, *build.FILES_STEPS)),
     ):
         assert {prefix + name.replace(" ", "_") for name, _ in steps} <= points
 

@@ -39,6 +39,7 @@ from sandkasten.machine import Machine
 from sandkasten.runtime import precheck
 from sandkasten.runtime.data_dir import locked
 from sandkasten.runtime.seccomp import load_filters
+from tests.e2e.crashwalk_workspaces import CHECK, EXPECTED, KEPT, PREFIXES, WorkspaceTour
 from tests.e2e.daemon import KEY, SCRIPT
 from tests.ground import Ground
 from tests.waiting import SLOWNESS
@@ -48,6 +49,8 @@ SHORT = (
     "runner.exec.started",
     "daemon.create.running_recorded",
     "nsinit.destroy.killed",
+    "nsinit.workspace.exchanged",
+    "runner.files.placed",
     "import.unpacked",
 )
 """One for each phase and for each process."""
@@ -135,6 +138,7 @@ class Walk:
         self._machine = precheck.examine(data_dir)
         self._config = Config(data_dir=data_dir, listen=("127.0.0.1:0",), api_key=KEY, sessions_on_stop="keep")
         self.kept = ""
+        self.workspaces = WorkspaceTour(data_dir)
         self.alive: set[str] = set()
         """Sessions that the client was told of and did not end."""
         self.unsure: set[str] = set()
@@ -151,7 +155,8 @@ class Walk:
                 member.type, member.mode = tarfile.DIRTYPE, 0o755
                 archive.addfile(member)
         with self.daemon() as daemon, daemon.client() as client:
-            self.kept = client.post("/v1/sessions", json={"ttl_seconds": 3600}).json()["id"]
+            self.workspaces.begin(client)
+            self.kept = client.post("/v1/sessions", json={"ttl_seconds": 3600, "workspace_id": KEPT}).json()["id"]
             assert run(client, self.kept, "n=kept") == ""
 
     @contextlib.contextmanager
@@ -171,7 +176,10 @@ class Walk:
             self._import(point)
         else:
             with self.daemon(point, vessels=int(point == _NEEDS_VESSEL)) as daemon:
-                was_noticed = self._disturb(daemon, needs_vessel=point == _NEEDS_VESSEL)
+                if point.startswith(PREFIXES):
+                    was_noticed = self._disturb_workspaces(daemon)
+                else:
+                    was_noticed = self._disturb(daemon, needs_vessel=point == _NEEDS_VESSEL)
                 if point.startswith("daemon."):
                     until(daemon.has_died, "the daemon came to the point")
                 elif not was_noticed:
@@ -195,7 +203,8 @@ class Walk:
                 if needs_vessel:
                     until(lambda: client.get("/v1/node").json()["vessels"] > 0, "there is a vessel")
                 self.untold = 1
-                made = client.post("/v1/sessions", json={"ttl_seconds": 600, "limits": {"pids": 99}})
+                wanted = {"ttl_seconds": 600, "limits": {"pids": 99}, "workspace_id": KEPT}
+                made = client.post("/v1/sessions", json=wanted)
                 self.untold = 0
                 if made.status_code != 201:
                     return True
@@ -214,8 +223,16 @@ class Walk:
         except (httpx.TransportError, AssertionError):
             return True
 
+    def _disturb_workspaces(self, daemon: Daemon) -> bool:
+        try:
+            with daemon.client() as client:
+                return self.workspaces.disturb(client)
+        except (httpx.TransportError, AssertionError):
+            return True
+
     def account(self, client: httpx.Client) -> None:
         """Hold a fresh start to account."""
+        self.workspaces.account(client)
         until(lambda: self._rows({"creating", "destroying"}) == set(), "no session is half made or half ended")
         until(lambda: self._owned() == self._live(client), f"only sessions own anything: {self._owned()}")
         live = self._live(client)
@@ -224,6 +241,7 @@ class Walk:
         assert len(live - known - self.unsure) <= self.untold, f"nobody asked for one of {live - known}"
         assert self._rows({"running"}) == live
         assert run(client, self.kept, "echo $n") == "kept\n"
+        assert run(client, self.kept, CHECK) == EXPECTED
         for session in live - {self.kept}:
             assert run(client, session, "echo alive") == "alive\n"
             assert client.delete(f"/v1/sessions/{session}").status_code == 200

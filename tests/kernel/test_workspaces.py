@@ -262,6 +262,7 @@ async def test_what_serves_files_goes_when_it_is_idle_and_with_nsinit(supervisor
     assert len(await helpers()) == 1
     await until(is_gone)
     assert await reads()
+    await write(supervisor, "f", b"x")  # which changes the ids of PID 1, and back
     (helper,) = await helpers()
     with OwnedFd(os.pidfd_open(helper)) as pidfd, trio.fail_after(PATIENCE_S):
         os.kill(nsinit_pid(), signal.SIGKILL)
