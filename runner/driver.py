@@ -7,8 +7,10 @@ see, close or inherit them, and nothing it prints can pass for a status. Per com
 
 What each odd-looking line is for, each tried in bash, dash and BusyBox sh:
 - `command .`: a syntax error in a sourced file ends dash and BusyBox sh unless `command` runs the dot.
-- `unset -f command read`: functions of these names would run instead of the builtins; the rest that is used unguarded
-  is reserved words, assignments and special builtins.
+- `unset -f command read`: functions of these names would run instead of the builtins. The rest that is used unguarded
+  between commands is reserved words, assignments and special builtins, which functions can't replace; in bash they can
+  (outside of its POSIX mode), so the way of every command has none of them (`FOREVER`) but `unset`: who makes a
+  function of that name has it run before each command.
 - the signal trap unwinds everything the command has on the stack, so that nothing after an interrupted line runs. bash:
   `return` in this frame and, through a DEBUG trap, in every frame above; others: an expansion error, which unwinds to
   `command .`, or to `command eval` when it came a moment before or after; hence the backslashes, against aliases in
@@ -45,6 +47,12 @@ VARIABLE = "__sk_driver"
 PROGRAM = f'eval "${VARIABLE}"'
 """What the shell is started with; the driver comes in `VARIABLE`, so that `ps` shows one short line."""
 
+FOREVER = "while case x in esac;"
+"""A condition that always holds and is no command: in bash the user's function `:` would run in the place of the
+builtin, time and again."""
+
+_LOOPS = 8
+
 LEAVE_BASH = r"""case $__sk_r in 1) __sk_a=130
 trap "case \$__sk_r in 1) return 130;; esac" DEBUG; set -T; return 130;; esac"""
 """What bash does to leave a command, without single quotes."""
@@ -71,7 +79,7 @@ command cd -- "${PWD-/}"
 OLDPWD=$__sk_o
 fi
 __sk_n=0 __sk_m=- __sk_s=0 __sk_a= __sk_r=2 __sk_o= __sk_f= __sk_l=0
-while :; do while :; do while :; do while :; do while :; do while :; do while :; do while :; do
+@LOOPS@
 case $__sk_r in
 '') ;;
 *) case $__sk_r in 1) __sk_s=0;; esac
@@ -100,7 +108,7 @@ continue;;
 esac
 @RUN@
 case $__sk_r in 1) __sk_s=130 __sk_r=2;; esac
-done; done; done; done; done; done; done; done
+@DONES@
 """
 
 _RUN = r"""case $__sk_m in
@@ -137,6 +145,9 @@ def driver_text(directory: str, revision: int, *, is_busybox: bool = False) -> s
     environment has the session's variables as of `revision`. BusyBox sh reads it from its standard input, and needs
     `busybox_text` in the file `run`."""
     text = DRIVER.replace("@RUN@", _RUN_BUSYBOX if is_busybox else _RUN).replace("@LEAVE@", LEAVE_BASH)
+    text = text.replace("@LOOPS@", " ".join([f"{FOREVER} do"] * _LOOPS)).replace(
+        "@DONES@", "; ".join(["done"] * _LOOPS)
+    )
     text = text.replace("@DIR@", directory).replace("@SIGNAL@", str(ABANDON_SIGNAL))
     return text.replace("@REVISION@", str(revision))
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from runner.driver import quote
+from runner.driver import FOREVER, quote
 
 LINE_SIGNAL = 51
 """Asks the shell to leave the line it runs. A realtime signal, so no command expects it."""
@@ -53,7 +53,7 @@ trap 'case $__sk_q in 1) @UNWIND@;; *) case $__sk_i in i) ;; *) __sk_i=j;; esac;
 __sk_read() { command printf %s "$1" >&2; IFS= command read -r __sk_v; }
 __sk_prompt() { case $1 in ''|'$ '|'# '|'\w \$ ') __sk_p="sandbox:$PWD\$ ";; *) __sk_p=$1;; esac; }
 fi
-while :; do
+@FOREVER@ do
 case $__sk_i,$__sk_w in shown,*) __sk_p=;; *,) __sk_prompt "${PS1-}";; *) __sk_p=${PS2-> };; esac
 __sk_i= __sk_v=
 if __sk_read "$__sk_p"; then __sk_x=0; else __sk_x=$?; fi
@@ -106,6 +106,7 @@ def text(directory: str, argv: Sequence[str]) -> str:
     """Return what is sourced in the place of a command. `argv` starts such a shell."""
     shell = " ".join(map(quote, argv))
     text = _REPL.replace("@UNWIND_BASH@", _UNWIND_BASH.replace("'", "'\\''")).replace("@UNWIND@", _UNWIND)
+    text = text.replace("@FOREVER@", FOREVER)
     return text.replace("@SIGNAL@", str(LINE_SIGNAL)).replace("@DIR@", directory).replace("@SHELL@", shell)
 
 

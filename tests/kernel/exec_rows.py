@@ -63,6 +63,12 @@ _FRAMES = b"".join(encode_frame(kind, b"x" * 9) for kind in Kind) + b"1 0\n0 r\n
 _BOTH = "cat bytes >&2; cat bytes"
 _HOSTILE_NAME = b"a b:c\n\xff\xe2\x80\xa8d"
 _DAEMON = """setsid sh -c 'trap "" INT TERM HUP; sleep 1234 & wait; sleep 1235' &"""
+_BOMB = "command eval ':() { : | : & }' 2>/dev/null"
+"""Of shells that let a function have the name."""
+_SPECIAL = (
+    *(":", ".", "break", "continue", "eval", "exec", "exit", "export", "readonly", "set", "shift", "times", "trap"),
+    *("umask", "test", "cd", "shopt"),
+)
 _SUBSHELL_ERRORS = ("(: </nowhere)", "(. /nowhere)", "(echo ${unset?})", "x=$(: </nowhere)", "(echo $((08)))")
 
 STREAMS = [
@@ -141,6 +147,7 @@ STUCK = [
     stuck("a shell that ignores signals and loops", "trap '' INT TERM; while :; do :; done"),
     stuck("a double fork", f"{_DAEMON} sleep 1236"),
     stuck("a fork bomb", "b() { b | b & }; b; while :; do :; done", milliseconds=300),
+    stuck("a fork bomb of the usual name", f"{_BOMB}; :; while true; do true; done", milliseconds=300),
     stuck("traps", "trap 'echo no' EXIT; trap ':' INT TERM; sleep 1234"),
 ]
 
@@ -148,7 +155,10 @@ SABOTAGE = [
     *(sabotage(f"set {each}", f"set {each}") for each in ("-u; set -f", "-x", "-C", "-v", "-a")),
     sabotage("functions named command, read, echo", "command() { :; }; read() { echo no; }; echo() { :; }"),
     sabotage("functions named source, printf, builtin", "source() { :; }; printf() { :; }; builtin() { :; }"),
-    *(sabotage(f"a function named {each}", f"{each}() {{ echo no; }}") for each in ("exit", "trap", "eval", "return_")),
+    *(
+        sabotage(f"a function named {each}", f"command eval '{each}() {{ echo no; sleep 2; return 1; }}'")
+        for each in _SPECIAL
+    ),
     sabotage("aliases", "alias command=false read=false echo=false unset=false case=false"),
     sabotage("IFS", "IFS=0123456789"),
     sabotage("PATH", "PATH=/nowhere"),
