@@ -1,7 +1,8 @@
 """OTP-style supervision: child specs, `one_for_one` restarts with intensity and back-off, ordered start and stop.
 
 Children start in list order, each when the one before it is ready, and stop in reverse order, which a bare nursery
-does not do. A child that fails while starting for the first time fails the supervisor. A permanent child that ends
+does not do. A child that fails while starting for the first time fails the supervisor, and one that is still starting
+when the supervisor is cancelled is cancelled at once. A permanent child that ends
 later is restarted after a growing pause; more than `intensity` restarts in `period_s` give the supervisor up, and a
 child may say that to restart it is pointless (`GiveUp`).
 
@@ -11,6 +12,7 @@ Sources: Erlang/OTP `supervisor` behaviour (child spec, restart type, intensity 
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
@@ -57,7 +59,7 @@ class ChildSpec:
 class _Child:
     def __init__(self, spec: ChildSpec) -> None:
         self.spec = spec
-        self.scope = trio.CancelScope(shield=True)
+        self.scope = trio.CancelScope()  # shielded from the moment it has started
         self.ended = trio.Event()
 
 
@@ -91,14 +93,14 @@ class ChildSupervisor:
                         log.error("child_did_not_stop", extra={"child": child.spec.id, "waited_s": waited_s})
 
     async def _keep(self, child: _Child, *, task_status: trio.TaskStatus[Any]) -> None:
-        """Run one child through its incarnations; shielded, so that only `run` ends it."""
+        """Run one child through its incarnations; once it has started only `run` ends it, so that the order is kept."""
         try:
             with child.scope:
                 backoff_s = _BACKOFF_FIRST_S
                 has_started = False
                 while True:
                     began = trio.current_time()
-                    status = _FirstStart(task_status)
+                    status = _FirstStart(task_status, child.scope)
                     try:
                         await child.spec.start(task_status=status if not has_started else trio.TASK_STATUS_IGNORED)
                         failure: BaseException | None = None
@@ -137,12 +139,14 @@ def _find_give_up(failure: BaseException | None) -> GiveUp | None:
 
 
 class _FirstStart:
-    """Pass `started` on once and remember that it came."""
+    """Pass `started` on once, remember that it came, and shield the child from then on."""
 
-    def __init__(self, inner: trio.TaskStatus[Any]) -> None:
-        self._inner = inner
+    def __init__(self, inner: trio.TaskStatus[Any], scope: trio.CancelScope) -> None:
+        self._inner, self._scope = inner, scope
         self.is_started = False
 
     def started(self, value: Any = None) -> None:  # whatever the child hands back
         self.is_started = True
         self._inner.started(value)
+        # Who started it may have been cancelled a moment before: then it stays where it was, to be cancelled too.
+        self._scope.shield = trio.current_effective_deadline() != -math.inf

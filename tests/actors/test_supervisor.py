@@ -57,6 +57,44 @@ async def test_a_permanent_child_is_restarted_alone(autojump_clock: trio.testing
     assert journal.lines == ["start a", "start b", "stop a", "start a", "stop b", "stop a"]
 
 
+async def test_a_stop_does_not_wait_for_a_child_that_is_starting(autojump_clock: trio.testing.MockClock) -> None:
+    """It is cancelled where it is; those before it end in their order."""
+    journal = Journal()
+
+    async def start_for_ever(*, task_status: trio.TaskStatus[Any]) -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            journal.lines.append("slow is cancelled")
+
+    tree = ChildSupervisor([journal.child("a"), journal.child("b"), ChildSpec("slow", start_for_ever)])
+    began = trio.current_time()
+    with trio.move_on_after(5):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(tree.run)
+    assert trio.current_time() == began + 5
+    assert journal.lines == ["start a", "start b", "slow is cancelled", "stop b", "stop a"]
+
+
+async def test_a_child_that_says_started_after_the_stop_is_stopped(autojump_clock: trio.testing.MockClock) -> None:
+    """It did not look up while it was cancelled; its being ready comes too late."""
+    journal = Journal()
+
+    async def start_late(*, task_status: trio.TaskStatus[Any]) -> None:
+        with trio.CancelScope(shield=True):
+            await trio.sleep(10)
+        task_status.started()
+        try:
+            await trio.sleep_forever()
+        finally:
+            journal.lines.append("late is cancelled")
+
+    with trio.move_on_after(5):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(ChildSupervisor([journal.child("a"), ChildSpec("late", start_late)]).run)
+    assert journal.lines == ["start a", "late is cancelled", "stop a"]
+
+
 @pytest.mark.parametrize(
     ("restart", "ends", "starts"),
     [("temporary", False, 1), ("transient", True, 1), ("transient", False, 2), ("permanent", True, 2)],

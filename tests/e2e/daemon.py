@@ -85,6 +85,17 @@ class Daemon:
                 pipe.close()
 
 
+def create_patiently(client: httpx.Client) -> str:
+    """Create a session and return its id. A create that meets the death of nsinit is refused, and says that it may be
+    tried again."""
+    deadline = time.monotonic() + START_S
+    while (answer := client.post("/v1/sessions", json={})).status_code == 503 and answer.json()["retryable"]:
+        assert time.monotonic() < deadline, answer.text
+        threading.Event().wait(0.05)
+    assert answer.status_code == 201, answer.text
+    return str(answer.json()["id"])
+
+
 def _collect(pipe: IO[str] | None, lines: list[str]) -> None:
     for line in pipe or ():
         lines.append(line.rstrip("\n"))

@@ -14,9 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.daemon import SCRIPT, Daemon, running_daemon
+from tests.e2e.daemon import SCRIPT, Daemon, create_patiently, running_daemon
 from tests.e2e.test_privilege import must_end, status_of, try_as, uid_of
-from tests.kernel.harness import wait_until
 
 ROOT = Path(__file__).parents[2]
 UNIT = ROOT / "config/systemd/sandkasten-nsinit.service"
@@ -108,7 +107,7 @@ def test_restarts_of_either_leave_sessions_running(data_dir: Path, path: Path) -
         assert first.stop() == 0
         assert run(client, session, "echo $((kept += 1))") == "2\n"
         with running_service(data_dir, path) as second:
-            assert client.post("/v1/sessions", json={}).status_code == 201
+            create_patiently(client)
             assert run(client, session, "echo $((kept += 1))") == "3\n"
             daemon.process.kill()
             daemon.process.wait()
@@ -138,16 +137,9 @@ def test_a_killed_service_leaves_the_daemon_its_nsinit(data_dir: Path, path: Pat
         assert client.post("/v1/sessions", json={}).status_code == 201
         with running_service(data_dir, path), must_end(nsinit):
             os.kill(nsinit, signal.SIGKILL)
-            wait_until(lambda: was_created(client), "the daemon has found the service")
+            create_patiently(client)
             assert daemon.stop() == 0
     assert list((data_dir / "sessions").iterdir()) == []
-
-
-def was_created(client: httpx.Client) -> bool:
-    """Try a create. One that meets the death of nsinit is refused, and says that it may be tried again."""
-    answer = client.post("/v1/sessions", json={})
-    assert answer.status_code == 201 or (answer.status_code == 503 and answer.json()["retryable"]), answer.text
-    return answer.status_code == 201
 
 
 def children_of(pid: int) -> list[str]:

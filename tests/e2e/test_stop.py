@@ -97,3 +97,13 @@ def test_a_second_signal_ends_it_at_once_and_sessions_run_on(data_dir: Path) -> 
         assert isinstance(waiting.exception(PATIENCE_S), httpx.HTTPError)
     with running_daemon(data_dir) as second, second.client() as client:
         assert client.get(f"/v1/sessions/{session}").json()["status"] == "running"
+
+
+def test_a_stop_while_it_starts_ends_it_soon(data_dir: Path) -> None:
+    """It waits for the service that makes sandboxes, which is not there; that it opened its database shows that it
+    waits. There is nothing to wait for any more, and nothing went wrong."""
+    with running_daemon(data_dir, SANDKASTEN_NSINIT_SOCKET=str(data_dir / "no.sock")) as daemon:
+        wait_until((data_dir / "sandkasten.db").exists)
+        daemon.process.send_signal(signal.SIGTERM)
+        assert daemon.process.wait(PATIENCE_S) == 0
+        assert not any('"level": "error"' in line for line in daemon.log)
