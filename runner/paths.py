@@ -126,6 +126,7 @@ class Resolver:
         Raises:
             FileRefused, OSError
         """
+        self._refuse_directory(path)
         for _ in range(_MAX_LINKS):
             directory, name = os.path.split(path)
             if name in (b"", b".", b".."):
@@ -142,6 +143,21 @@ class Resolver:
             os.close(directory_fd)
             path = os.path.join(real, link)
         raise FileRefused("PATH_OUTSIDE", "too many symbolic links")
+
+    def _refuse_directory(self, path: bytes) -> None:
+        """Raise what reading would raise of a directory, the allowed roots themselves included, or of what is outside.
+
+        Only for the right word: what lies there may change at any time, and writing checks again.
+        """
+        try:
+            fd, _ = self.open_existing(path)
+        except OSError:
+            return
+        try:
+            if stat.S_ISDIR(os.fstat(fd).st_mode):
+                raise FileRefused("IS_DIRECTORY", "the path names a directory")
+        finally:
+            os.close(fd)
 
     def _make_directories(self, path: bytes) -> int:
         """Return an O_PATH descriptor of the directory, made step by step where it is missing."""

@@ -70,3 +70,14 @@ def test_old_sessions_are_all_there_and_say_why_they_ended(old: Path) -> None:
     assert {session.max_lifetime_s for session in sessions.values()} == {FOREVER_S, 1800.0, 9000.0}
     assert all(session.labels == {"a": "b"} and session.epoch == 3 for session in sessions.values())
     assert _read(old) == sessions
+
+
+def test_readers_and_the_writer_of_a_database_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """It keeps a write-ahead log, whoever made it."""
+    path = tmp_path / "db"
+    with closing(open_database(path)) as database:
+        assert database.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
+        database.execute("BEGIN IMMEDIATE")
+        with closing(sqlite3.connect(path, timeout=0)) as reader:
+            assert reader.execute("SELECT count(*) FROM sessions").fetchone() == (0,)
+        database.execute("ROLLBACK")

@@ -162,6 +162,33 @@ def test_bad_paths_have_typed_answers(client: httpx.Client, session: str, path: 
     assert _exec(client, session, "echo next").json()["output"] == "next\n"
 
 
+@pytest.mark.parametrize(
+    ("path", "status", "code"),
+    [
+        ("/workspace", 409, "IS_DIRECTORY"),
+        ("/workspace/", 409, "IS_DIRECTORY"),
+        ("/tmp", 409, "IS_DIRECTORY"),
+        ("/home/sandbox/.", 409, "IS_DIRECTORY"),
+        ("directory", 409, "IS_DIRECTORY"),
+        ("new/", 409, "IS_DIRECTORY"),
+        ("..", 400, "PATH_OUTSIDE"),
+        ("/", 400, "PATH_OUTSIDE"),
+        ("/etc", 400, "PATH_OUTSIDE"),
+        ("link", 400, "PATH_OUTSIDE"),
+        ("fifo", 409, "NOT_A_FILE"),
+        ("file/below", 404, "FILE_NOT_FOUND"),
+    ],
+)
+def test_bad_places_to_write_have_the_same_answers_as_to_read(
+    client: httpx.Client, session: str, path: str, status: int, code: str
+) -> None:
+    """A directory is one whoever asks, the allowed ones themselves too, and nothing is made on the way."""
+    _exec(client, session, "ln -s /etc/passwd link; mkfifo fifo; touch file; mkdir directory")
+    answer = client.post(f"/v1/sessions/{session}/fs/write", json={"path": path, "text": "no"})
+    assert (answer.status_code, answer.json()["error_code"]) == (status, code)
+    assert _exec(client, session, "ls").json()["output"] == "directory\nfifo\nfile\nlink\n"
+
+
 def test_uploads_are_exact_and_the_sandbox_user_owns_them(client: httpx.Client, session: str) -> None:
     """Binary content, several files, a directory that is made on the way."""
     data = bytes(range(256)) * 1000

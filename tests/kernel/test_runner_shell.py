@@ -97,16 +97,18 @@ def test_commands_have_the_user_and_no_capability(client: Client) -> None:
     }  # fmt: skip
 
 
-def test_environment_is_the_documented_one(sandbox: Sandbox) -> None:
+@pytest.mark.parametrize(("shell", "of_its_own"), [("/bin/dash", {}), ("/bin/bash", {"SHLVL": "1"})])
+def test_environment_is_the_documented_one(sandbox: Sandbox, shell: str, of_its_own: dict[str, str]) -> None:
     """Commands start from the base environment plus what Setup brought, and nothing of PID 1's own."""
-    client = sandbox.shell("/bin/dash", env={"TOKEN": "a b\n'c'", "LANG": "C"})
+    client = sandbox.shell(shell, env={"TOKEN": "a b\n'c'", "LANG": "C"})
     variables = dict(each.split("=", 1) for each in client.stdout("env -0").decode().split("\0") if each)
-    assert variables == {
+    variables.pop("_", None)  # of the program that was executed
+    assert variables == of_its_own | {
         "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "HOME": "/home/sandbox",
         "USER": "sandbox",
         "LOGNAME": "sandbox",
-        "SHELL": "/bin/dash",
+        "SHELL": shell,
         "LANG": "C",
         "TERM": "dumb",
         "PWD": "/mnt/workspace",
