@@ -7,7 +7,7 @@ all others beside each other; every number of them is bounded. Belongs to its se
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
 
@@ -235,6 +235,10 @@ class Runs:
     def newest(self, limit: int) -> Sequence[ExecInfo]:
         """Return the newest that are known, oldest first."""
         return [run.info for run in islice(reversed(self._known.values()), limit)][::-1]
+
+    def newest_first(self) -> Iterator[Run]:
+        """Yield all runs that are known."""
+        return reversed(self._known.values())
 
     def infos(self) -> Sequence[ExecInfo]:
         """Return all runs that are known, oldest first."""

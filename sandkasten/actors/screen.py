@@ -32,12 +32,35 @@ class Screen:
         self._viewers: set[ScreenReader] = set()
         self._changed = trio.Event()
         self._last = b""
+        self._held: deque[tuple[bytes, bool]] | None = None
+        self._held_bytes = 0
         self.is_closed = False
 
     # Writing ----------------------------------------------------------------------------------------------------
 
-    def show(self, data: bytes) -> None:
-        """Append what the screen gets."""
+    def show(self, data: bytes, *, on_new_line: bool = False) -> None:
+        """Append what the screen gets; while it is held, behind what is still to come before it."""
+        if self._held is None:
+            self._append(data, on_new_line)
+            return
+        self._held.append((data, on_new_line))
+        self._held_bytes += len(data)
+        while self._held_bytes > SCROLLBACK_BYTES and len(self._held) > 1:
+            self._held_bytes -= len(self._held.popleft()[0])
+
+    def hold(self) -> None:
+        """Let what is shown wait until the past has been put before it and `release` is called."""
+        self._held, self._held_bytes = deque(), 0
+
+    def release(self) -> None:
+        """Show what waited."""
+        held, self._held = self._held or (), None
+        for data, on_new_line in held:
+            self._append(data, on_new_line)
+
+    def _append(self, data: bytes, on_new_line: bool) -> None:
+        if on_new_line and self._last not in (b"", b"\n"):
+            data = b"\r\n" + data
         if not data:
             return
         if self._chunks and len(self._chunks[-1]) + len(data) <= _MERGE_BYTES:
@@ -52,25 +75,33 @@ class Screen:
 
     def begin(self, run: Run) -> None:
         """Show a run of a watched shell from now on: its command, unless somebody types it, then what it writes."""
-        if run.size is not None:
-            run.on_output = self._show_raw
-            return
-        run.on_output = self._show_text
-        command = "".join(
-            char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in run.command
-        )
-        self.show(self._new_line() + _DIM + b"$ " + _lines(command.encode()) + _PLAIN + b"\r\n")
+        self.follow(run)
+        if run.size is None:
+            self.show(_command_line(run), on_new_line=True)
+
+    def follow(self, run: Run) -> None:
+        """Show what a run of a watched shell writes from now on."""
+        run.on_output = self._show_text if run.size is None else self._show_raw
 
     def end(self, run: Run) -> None:
         """Show how a run of a watched shell ended, if it did not end well, and in any case that a prompt is over."""
         run.on_output = None
-        if run.size is not None:
-            self._note("given back")
-        elif run.end is not None and run.end.exit_code != 0:
-            self._note(f"{run.end.cause.value}: {run.end.exit_code}")
+        if note := _end_note(run):
+            self.show(note, on_new_line=True)
+
+    def show_past(self, run: Run, data: bytes, *, is_over: bool) -> None:
+        """Show what a run of a watched shell wrote before the screen was there, though the screen is held."""
+        if run.size is None:
+            self._append(_command_line(run), True)
+            data = _lines(data)
+        for start in range(0, len(data), PIECE_BYTES):
+            self._append(data[start : start + PIECE_BYTES], False)
+        if is_over and (note := _end_note(run)):
+            self._append(note, True)
 
     def close(self) -> None:
         """Nothing more will be shown."""
+        self.release()
         self.is_closed = True
         self._wake()
 
@@ -84,12 +115,6 @@ class Screen:
 
     def _show_text(self, piece: Output) -> None:
         self.show(_lines(piece.data))
-
-    def _note(self, text: str) -> None:
-        self.show(self._new_line() + _DIM + f"[{text}]".encode() + _PLAIN + b"\r\n")
-
-    def _new_line(self) -> bytes:
-        return b"" if self._last in (b"", b"\n") else b"\r\n"
 
     # Reading ----------------------------------------------------------------------------------------------------
 
@@ -168,6 +193,24 @@ class ScreenReader:
 
     def close(self) -> None:
         self._screen.leave(self)
+
+
+def _command_line(run: Run) -> bytes:
+    command = "".join(
+        char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in run.command
+    )
+    return _DIM + b"$ " + _lines(command.encode()) + _PLAIN + b"\r\n"
+
+
+def _end_note(run: Run) -> bytes:
+    """Return what is shown of an end; nothing of a good one."""
+    if run.size is not None:
+        text = "given back"
+    elif run.end is not None and run.end.exit_code != 0:
+        text = f"{run.end.cause.value}: {run.end.exit_code}"
+    else:
+        return b""
+    return _DIM + f"[{text}]".encode() + _PLAIN + b"\r\n"
 
 
 def _lines(data: bytes) -> bytes:

@@ -6,6 +6,7 @@ that shell, a prompt, so that the shell's accounting stays what it is: commands 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import attrs
@@ -15,6 +16,7 @@ from sandkasten.actors.exec_account import cut_short
 from sandkasten.actors.run import Run
 from sandkasten.actors.run_reader import Hold
 from sandkasten.actors.screen import SCROLLBACK_BYTES, Screen, ScreenReader
+from sandkasten.actors.shell_past import PastRun, past_of
 from sandkasten.errors import Capacity, ExecEnded, PermissionDenied, TerminalNotFound
 from sandkasten.model import (
     Cause,
@@ -113,7 +115,9 @@ class Terminals:
             self._terminals[terminal.id] = terminal
             for run in shell.runs[:1]:
                 if run.began_at is not None:
-                    shell.screen.begin(run)
+                    shell.screen.follow(run)
+            shell.screen.hold()
+            self._host.start_task(_show_past, shell.screen, past_of(shell, self._runs.newest_first()))
         return terminal
 
     async def _close_with_run(self, terminal: Terminal, run: Run) -> None:
@@ -293,6 +297,15 @@ class Viewer:
     def _require_writing(self) -> None:
         if self._spec.read_only:
             raise PermissionDenied("this viewer may only watch")
+
+
+async def _show_past(screen: Screen, past: Sequence[PastRun]) -> None:
+    """Put what was in the shell before onto its new screen; what happens in it meanwhile comes behind that."""
+    try:
+        for each in past:
+            screen.show_past(each.run, await each.read(), is_over=each.is_over)
+    finally:
+        screen.release()
 
 
 def _only_watched() -> PermissionDenied:

@@ -219,8 +219,10 @@ class _Connection:
             return
         is_start = refused.kind in (StartCommand.kind, Attach.kind)
         body = error_body(refused.error)
-        final = is_start and refused.channel not in self._channels
-        error = Error(**body, id=refused.channel, seq=0 if final else None, final=final, refused=refused.kind)
+        channel = self._channels.get(refused.channel)
+        final = is_start and channel is None
+        sequence = 0 if channel is None else channel.sent_sequence
+        error = Error(**body, id=refused.channel, seq=sequence, final=final, refused=refused.kind)
         self._outbox.put(encode_message(error))
 
     # The end ----------------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ class Channel:
             self._input.open(run)
             self._sequence = min(self._sequence, run.info.last_sequence)
             started = Started(self.id, self._sequence, run.exec_id, run.is_joined)
-            self._lane.put(encode_message(started), hold=True)
+            self._lane.put(encode_message(started), sequence=self._sequence, hold=True)
             async for output in run:
                 await self._send(output)
             end = await run.wait_end()
@@ -152,7 +152,7 @@ class Channel:
             position += len(part)
             self._credit_bytes -= len(part)
             frame = encode_output(self.id, output.stream, part, output.sequence, more=position < size)
-            self._lane.put(frame)
+            self._lane.put(frame, sequence=0 if position < size else output.sequence)
         self._sequence = output.sequence
 
     # Input and orders -------------------------------------------------------------------------------------------
@@ -186,4 +186,9 @@ class Channel:
 
     def refuse(self, error: SandkastenError, kind: str) -> None:
         """Say that a message was not taken; the run goes on."""
-        self._outbox.put(encode_message(Error(**error_body(error), id=self.id, refused=kind)))
+        self._outbox.put(encode_message(Error(**error_body(error), id=self.id, seq=self.sent_sequence, refused=kind)))
+
+    @property
+    def sent_sequence(self) -> int:
+        """The last piece that goes out whole before whatever is said now."""
+        return self._lane.taken_sequence

@@ -269,8 +269,8 @@ class Detached:
 
 @attrs.frozen
 class Error:
-    """Something went wrong. `final`: the channel has ended and is free, everything up to `seq` was sent; else only
-    the message named by `refused` was not taken."""
+    """Something went wrong. Everything up to `seq` was sent. `final`: the channel has ended and is free; else only the
+    message named by `refused` was not taken. Of the connection as a whole neither `id` nor `seq` is told."""
 
     kind: ClassVar[str] = "error"
     error_code: str

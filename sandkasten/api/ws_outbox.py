@@ -38,6 +38,9 @@ class Lane:
         self._on_end = on_end
         self._changed = trio.lowlevel.ParkingLot()
         self.frames: deque[bytes] = deque()
+        self._sequences: deque[int] = deque()
+        self.taken_sequence = 0
+        """The number of the last frame that was taken, of those that have one."""
         self.queued_bytes = 0
         self.is_held = False
         self.is_in_turn = False
@@ -52,9 +55,10 @@ class Lane:
         while not self.has_room:
             await self._changed.park()
 
-    def put(self, frame: bytes, *, hold: bool = False) -> None:
+    def put(self, frame: bytes, *, sequence: int = 0, hold: bool = False) -> None:
         """Add a frame. With `hold` it and what follows may wait a moment, so that all of it goes out at once."""
         self.frames.append(frame)
+        self._sequences.append(sequence)
         self.queued_bytes += len(frame)
         if self.is_held and self.queued_bytes < HOLD_BYTES:
             return
@@ -65,6 +69,7 @@ class Lane:
         """Add the last frame and, if nobody else is writing, write what waits."""
         self.is_ended = True
         self.frames.append(frame)
+        self._sequences.append(0)
         self.queued_bytes += len(frame)
         self._outbox.add(self, hold=False)
         await self._outbox.flush()
@@ -72,6 +77,7 @@ class Lane:
     def take(self) -> bytes:
         """Return the next frame."""
         frame = self.frames.popleft()
+        self.taken_sequence = self._sequences.popleft() or self.taken_sequence
         self.queued_bytes -= len(frame)
         self._changed.unpark()
         if self.is_ended and not self.frames:

@@ -179,6 +179,38 @@ async def test_an_order_to_nobody_is_refused(kind: str, fields: dict[str, int]) 
         assert await is_quiet(client)
 
 
+async def test_a_refusal_says_what_came_before_it() -> None:
+    """Its `seq` is the last whole piece that was sent on its channel: of one that comes in parts not before the last
+    part, behind an `after` that, and 0 where nothing runs."""
+    async with running_front() as running, exec_talk(running) as client:
+
+        async def refused_at(channel: int, kind: str = "resize", **fields: object) -> int:
+            await client.say(kind, id=channel, **({"cols": 1, "rows": 1} if kind == "resize" else fields))
+            error = (await client.hear_until("error", channel))[-1]
+            assert isinstance(error, dict)
+            assert (error["final"], error["refused"]) == (False, kind)
+            return int(error["seq"])
+
+        run = await started(running, client, credit=12, exec_id="mine")
+        assert await refused_at(1) == 0
+        for number in (1, 2, 3):
+            run.write(Stream.STDOUT, b"12345")
+            if number < 3:
+                assert isinstance(await client.hear(), Chunk)
+        assert await refused_at(1) == 2
+        await client.say("credit", id=1, bytes=100)
+        chunk = await client.hear()
+        assert isinstance(chunk, Chunk)
+        assert (chunk.sequence, chunk.more) == (3, False)
+        assert await refused_at(1) == 3
+        assert await refused_at(1, "start", cmd="x") == 3
+        await client.say("attach", id=2, exec_id="mine", after=2)
+        await client.hear_text("started")
+        assert isinstance(await client.hear(), Chunk)
+        assert await refused_at(2) == 3
+        assert await refused_at(9) == 0
+
+
 async def test_a_flood_of_orders_is_bounded() -> None:
     """Those over the limit are refused; the run takes the others."""
     async with running_front() as running, exec_talk(running) as client:

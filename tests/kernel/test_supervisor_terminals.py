@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 import trio
 import trio.testing
 
 from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.app import open_supervisor
+from sandkasten.config import Config
 from sandkasten.errors import ExecEnded, PermissionDenied, ShellNotFound, TerminalNotFound
 from sandkasten.model import ExecSpec, SessionSpec, TerminalSize, TerminalSpec
 from sandkasten.supervisor import TerminalViewer
@@ -125,6 +128,58 @@ async def test_the_agent_s_shell_can_be_watched(supervisor: LocalSupervisor, ses
         assert b"$ echo one; echo two >&2; exit 3" in seen
         assert b"one\r\n" in seen
         assert b"two\r\n" in seen
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+async def test_who_comes_to_watch_sees_what_was_there(
+    supervisor: LocalSupervisor, session_id: str, read_only: bool
+) -> None:
+    """Earlier commands, how they ended, what the running one has written, and then what it writes: once each, in
+    order, as often as somebody comes."""
+    await supervisor.exec(session_id, ExecSpec("echo first; exit 3"))
+    await supervisor.exec(session_id, ExecSpec("echo elsewhere", stateless=True))
+    spec = ExecSpec("printf 'one\\nhalf a '; read -r x; echo line $x", stdin_open=True)
+    async with supervisor.open_exec(session_id, spec) as running:
+        assert (await anext(aiter(running))).data == b"one\nhalf a "
+        watching = TerminalSpec(shell="default", read_only=read_only)
+        for _ in range(2):
+            async with supervisor.open_terminal(session_id, watching) as viewer:
+                seen = await Screen(viewer).until(b"\r\nhalf a ")
+                assert b"elsewhere" not in seen
+                parts = [b"$ echo first; exit 3", b"\r\nfirst\r\n", b"[exited: 3]", b"$ printf", b"\r\none\r\n"]
+                places = [seen.find(part) for part in parts]
+                assert -1 not in places
+                assert places == sorted(places)
+                assert [seen.count(part) for part in parts] == [1] * len(parts)
+        async with supervisor.open_terminal(session_id, watching) as viewer:
+            screen = Screen(viewer)
+            await running.send_stdin(b"two\n")
+            assert (await screen.until(b"line two\r\n")).endswith(b"\r\nhalf a line two\r\n")
+            await supervisor.exec(session_id, ExecSpec("echo third"))
+            assert (await screen.until(b"third\r\n")).startswith(b"\x1b[2m$ echo third")
+
+
+async def test_a_long_past_is_cut_at_a_line(supervisor: LocalSupervisor, session_id: str) -> None:
+    """The newest quarter of a megabyte, and nothing older."""
+    await supervisor.exec(session_id, ExecSpec("echo too old"))
+    await supervisor.exec(session_id, ExecSpec("seq -f 'line %07g' 40000"))
+    async with supervisor.open_terminal(session_id, TerminalSpec(shell="default")) as viewer:
+        seen = await Screen(viewer).until(b"line 0040000\r\n")
+        assert 200_000 < len(seen) < 320_000
+        assert b"too old" not in seen
+        assert set(map(len, seen.splitlines()[1:])) == {len("line 0000001")}
+
+
+async def test_the_past_of_a_shell_outlives_its_daemon(config: Config) -> None:
+    """What the next daemon has of its runs it shows."""
+    async with open_supervisor(attrs.evolve(config, sessions_on_stop="keep")) as supervisor:
+        session = await supervisor.create(SessionSpec())
+        await supervisor.exec(session.id, ExecSpec("echo before"))
+    async with (
+        open_supervisor(config) as supervisor,
+        supervisor.open_terminal(session.id, TerminalSpec(shell="default")) as viewer,
+    ):
+        assert b"$ echo before" in await Screen(viewer).until(b"\r\nbefore\r\n")
 
 
 async def test_the_agent_s_shell_can_be_taken_over(supervisor: LocalSupervisor, session_id: str) -> None:
