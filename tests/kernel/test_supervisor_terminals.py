@@ -213,8 +213,8 @@ async def test_a_taken_shell_is_given_back_when_its_taker_leaves(supervisor: Loc
     """Also in the middle of something."""
     async with supervisor.open_terminal(session_id, TerminalSpec(shell="default")) as viewer:
         await viewer.take_over()
-        await viewer.send(b"kept=yes\rsleep 1000\r")
-        await Screen(viewer).until(b"sleep 1000")
+        await viewer.send(b"kept=yes; echo as''leep; sleep 1000\r")
+        await Screen(viewer).until(b"asleep")  # not the echo of what was typed
     with trio.fail_after(10):
         assert (await supervisor.exec(session_id, ExecSpec("echo $kept"))).output == b"yes\n"
 
