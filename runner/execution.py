@@ -77,6 +77,7 @@ class Execution:
         self._started_s = 0.0
         self._duration_us = 0
         self._written_bytes = -1
+        self._room = storage.RoomGauge()
         context.registry.add(request.exec_id, self)
 
     # What the engine tells -----------------------------------------------------------------------------------------
@@ -94,7 +95,7 @@ class Execution:
         self._streams.open(needs_input_file=self._mode != driver.PLAIN)
         self._began = processes.now()
         self._shell.hand_over(number, self._mode, on_terminal=self.request.terminal is not None)
-        self._settled = self._context.loop.call_later(_SETTLE_S, self.on_drained, self._on_error)
+        self._settled = self._context.loop.call_later(_SETTLE_S, self._on_settled, self._on_error)
         if is_first:
             self._context.config.passing("runner.exec.started")
             self._started_s = time.monotonic()
@@ -104,6 +105,10 @@ class Execution:
                 self._timer = self._context.loop.call_later(
                     self.request.timeout_ms / 1000, lambda: self._force("timed_out"), self._on_error
                 )
+
+    def _on_settled(self) -> None:
+        self._room.look(self._context)
+        self.on_drained()
 
     def on_status(self, status: int | None) -> None:
         """The shell reports: None when the command holds its standard input, else its exit status."""
@@ -324,6 +329,8 @@ class Execution:
         if self._forced is not None:
             cause, signal_number = self._forced, None
             exit_code = EXIT_TIMED_OUT if cause == "timed_out" else EXIT_CANCELLED
+        has_failed = self._has_begun and exit_code != 0
+        is_full, was_filled = self._room.read(self._context) if has_failed else (False, False)
         return ExecReply(
             exec_id=self.request.exec_id,
             exit_code=exit_code,
@@ -332,8 +339,9 @@ class Execution:
             cwd=os.fsdecode(cwd),
             duration_us=self._duration_us,
             shell_restarted=self.shell_restarted,
-            disk_full=self._has_begun and exit_code != 0 and storage.is_full(self._context),
+            disk_full=is_full,
             written_bytes=self._written_bytes,
+            disk_filled=was_filled,
         )
 
     def _stop_clocks(self) -> None:

@@ -93,6 +93,7 @@ class Program:
         self._end: tuple[int, resource.struct_rusage] | None = None
         self._started_s = 0.0
         self._duration_us = 0
+        self._room = storage.RoomGauge()
 
     def begin(self, plan: Plan) -> None:
         """Start the process.
@@ -113,6 +114,7 @@ class Program:
             on_room=self._on_room,
         )
         try:
+            self._room.look(self._context)
             self.pid = self._spawn(plan, self._stdio)
         except BaseException:
             self._stdio.close_child_side()
@@ -253,6 +255,7 @@ class Program:
         if self._forced is not None:
             cause, number = self._forced, None
             exit_code = EXIT_TIMED_OUT if cause == "timed_out" else EXIT_CANCELLED
+        is_full, was_filled = self._room.read(self._context) if exit_code != 0 else (False, False)
         return ExecReply(
             exec_id=self.request.exec_id,
             exit_code=exit_code,
@@ -261,10 +264,11 @@ class Program:
             cwd=os.fsdecode(self._cwd),
             duration_us=self._duration_us,
             shell_restarted=False,
-            disk_full=exit_code != 0 and storage.is_full(self._context),
+            disk_full=is_full,
             cpu_us=int((usage.ru_utime + usage.ru_stime) * 1_000_000),
             peak_bytes=usage.ru_maxrss * _KIB,
             written_bytes=usage.ru_oublock * _BLOCK_BYTES,
+            disk_filled=was_filled,
         )
 
     def _stop_clocks(self) -> None:

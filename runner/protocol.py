@@ -387,9 +387,10 @@ class ExecReply:
     """The end of a command. `exit_code` is 128+n after signal n; `signal` is n or None.
 
     `cwd` is the shell's directory afterwards (surrogate-escaped); `shell_restarted`: the shell process is a new one.
-    `disk_full`: it failed, and one of the file systems it may write to had no room left. Of what it and the processes
-    it waited for used, -1 where unknown: `cpu_us`, `peak_bytes` (programs only; PID 1's own size, some 15 MB, is the
-    least it says), `written_bytes` (to storage, proc_pid_io(5) `write_bytes`).
+    `disk_full`: it failed, and one of the file systems it may write to had no room left; `disk_filled`: and each had
+    some when it had just begun. Of what it and the processes it waited for used, -1 where unknown: `cpu_us`,
+    `peak_bytes` (programs only; PID 1's own size, some 15 MB, is the least it says), `written_bytes` (to storage,
+    proc_pid_io(5) `write_bytes`).
     """
 
     exec_id: str
@@ -403,6 +404,7 @@ class ExecReply:
     cpu_us: int = -1
     peak_bytes: int = -1
     written_bytes: int = -1
+    disk_filled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,23 @@ def _is_full(path: str) -> bool:
     return status.f_bavail * status.f_frsize < _LITTLE_BYTES or has_no_inode
 
 
+class RoomGauge:
+    """Whether the file systems were filled during one command or program. Looking takes some 20 us, so it is put off
+    for a command; one that ends before is not said to have filled anything."""
+
+    def __init__(self) -> None:
+        self._had_room = False
+
+    def look(self, context: Context) -> None:
+        """It begins, or has just begun."""
+        self._had_room = not is_full(context)
+
+    def read(self, context: Context) -> tuple[bool, bool]:
+        """Return whether there is no room left now, and whether there was some when it had just begun."""
+        now = is_full(context)
+        return now, now and self._had_room
+
+
 class WriteMeter:
     """How much one process has written to storage since it was last asked. Keeps one descriptor: opening it anew for
     each command would cost more than all the rest. Used as the sandbox user."""

@@ -320,9 +320,9 @@ class OutputSlice:
 class Usage:
     """What ran used; -1 = unknown.
 
-    For a command in a shell, `cpu_ms` and `peak_memory_bytes` are the sandbox's while it ran (other processes of the
-    session included), and the peak is a lower bound when the session once used more than it did during this command.
-    For a program they are its own. `written_bytes` went to storage.
+    For a command in a shell, `cpu_ms` is what its shell and all that was started there used while it ran, jobs of
+    earlier commands included, and `peak_memory_bytes` the session's while it ran: a lower bound when the session once
+    used more than it did during this command. For a program they are its own. `written_bytes` went to storage.
     """
 
     cpu_ms: int = -1

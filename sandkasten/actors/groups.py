@@ -1,7 +1,7 @@
 """The cgroups of their own that programs and named shells of one session are born in: made by nsinit, handed to PID 1.
 
 A group whose program ended may still hold what the program left running; it is removed when it is empty, and with the
-session at the latest.
+session at the latest. What all of them used of the CPU is known here, those included that are gone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import trio
 from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Ref
 from sandkasten.errors import BuildFailed, Capacity, SandkastenError
+from sandkasten.runtime.group_stats import GroupStats
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +22,12 @@ log = logging.getLogger(__name__)
 class Groups:
     """See the module's docstring. Names are never used twice."""
 
-    def __init__(self, zygote: Ref, session_id: str) -> None:
+    def __init__(self, zygote: Ref, session_id: str, stats: GroupStats) -> None:
+        self._stats = stats
+        self._live: set[str] = set()
+        self._going: dict[str, int] = {}
+        """What is being removed, and the CPU time of each in µs as of then."""
+        self._gone_usec = 0
         self._zygote = zygote
         self._session_id = session_id
         self._released: dict[str, None] = {}
@@ -44,11 +50,24 @@ class Groups:
         except BuildFailed as error:
             raise Capacity("what earlier programs of this session left running is in the way") from error
 
+    def recover(self) -> None:
+        """The session is taken over: know the groups it has."""
+        self._live.update(self._stats.list())
+
+    def read_cpu(self) -> int:
+        """Return the CPU time that was used in all groups since the session was made or taken over, in µs."""
+        alive = sum(max(0, self._stats.cpu_usec(name)) for name in self._live if name not in self._going)
+        return alive + sum(self._going.values()) + self._gone_usec
+
     async def _try_make(self, name: str) -> zygote_actor.GroupHandle:
+        self._live.add(name)
         try:
             return await self._zygote.ask(zygote_actor.MakeGroup(self._session_id, name))
         except trio.Cancelled:
             self._released[name] = None  # made or not, nobody will use it
+            raise
+        except SandkastenError:
+            self._live.discard(name)
             raise
 
     def adopt(self, name: str) -> None:
@@ -77,6 +96,17 @@ class Groups:
                 await self.discard(name)
 
     async def _remove(self, name: str, *, kill: bool) -> bool:
+        self._going[name] = max(0, self._stats.cpu_usec(name))
+        try:
+            was_removed = await self._try_remove(name, kill=kill)
+            if was_removed:
+                self._live.discard(name)
+                self._gone_usec += self._going.get(name, 0)
+            return was_removed
+        finally:
+            self._going.pop(name, None)
+
+    async def _try_remove(self, name: str, *, kill: bool) -> bool:
         try:
             await self._zygote.ask(zygote_actor.RemoveGroup(self._session_id, name, kill))
         except BuildFailed:  # something in it lives on

@@ -36,6 +36,7 @@ from sandkasten.runtime.runner_link import RunnerConnection
 from sandkasten.runtime.spool import OutputLog
 
 if TYPE_CHECKING:
+    from sandkasten.actors.exec_account import Account
     from sandkasten.actors.run_keeping import RunKeeping
     from sandkasten.actors.shells import Shell
 
@@ -112,8 +113,10 @@ class Run:
         """Waited for after each piece of output."""
         self.scope = trio.CancelScope()
         """Cancelling it closes the connection to the runner and ends the run here; PID 1 is told to forget it."""
+        self.account: Account | None = None
+        """What is counted of it, from its turn to its end."""
         self.readings: tuple[int, ...] = ()
-        """The session's counters when it began."""
+        """The same as numbers, to be written down."""
         self.keeping: RunKeeping | None = None
         """Writes it down for the next daemon."""
         self.facts_json: bytes | None = None

@@ -54,6 +54,7 @@ class RunAdoption:
 
     async def recover(self) -> None:
         """Know the runs that were written down again, with their output. Those without an end seem to run."""
+        self._runs.groups.recover()
         async with self._limiter:
             await self._take_over(await self._runs.keeping.read())
 

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
+from signal import SIGKILL
 
 import attrs
 import trio
@@ -17,7 +18,7 @@ import trio
 from runner import protocol
 from sandkasten.actors import run_events
 from sandkasten.actors.actor import Ref
-from sandkasten.actors.exec_account import Account, cut_short
+from sandkasten.actors.exec_account import Accounts, cut_short
 from sandkasten.actors.exec_ids import ExecIds, gone
 from sandkasten.actors.groups import Groups
 from sandkasten.actors.run import Run
@@ -78,15 +79,20 @@ class Runs:
         writing: trio.CapacityLimiter,
     ) -> None:
         self._host = host
-        self._stats = stats
         self._logs = logs
         self._queue_length = queue_length
         self._known: OrderedDict[str, Run] = OrderedDict()
         self.ids = ExecIds(max_exec_ids)
         self._active: dict[str, Run] = {}
-        self.groups = Groups(zygote, host.session_id)
+        self.groups = Groups(zygote, host.session_id, stats.groups)
         self.shells = Shells(host, self.groups)
         self.keeping = RunKeeping(*(host, archive, seal), limiter=writing, known=self._known.values, ids=self.ids)
+        self.accounts = Accounts(
+            *(stats, self.groups),
+            active=self._active.values(),
+            count_shells=lambda: self.shells.count,
+            note_change=self.keeping.changed,
+        )
         logs.on_gone = self._forget
         self._metrics = metrics
         metrics.queues.add(self)
@@ -136,6 +142,7 @@ class Runs:
         self._enter(run)
         if not run.is_program:
             queue.append(run)
+        self.accounts.enter(run)
         self.keeping.changed(run)
         self._host.start_task(self._serve, run)
 
@@ -255,15 +262,13 @@ class Runs:
     async def _serve(self, run: Run) -> None:
         group = None
         try:
-            account = Account.open(self._stats, is_alone=len(self._active) == 1)
-            run.readings = account.readings
             with run.scope:
                 if run.is_program:
                     group = await self.groups.make()
                     run.group = group.name
                 run.facts_json = None
                 reply = await drive(run, self._host.link, group)
-                await self._settle(run, account, reply)
+                await self._settle(run, reply)
             if not run.has_ended:
                 run.finish(cut_short(run, Cause.CANCELLED, self._host.cwd))
         except SandkastenError as error:
@@ -277,16 +282,14 @@ class Runs:
     async def _serve_again(self, run: Run, *, is_orphan: bool) -> None:
         """See a run to its end that an earlier daemon began; PID 1 has it. One that has nobody is cancelled."""
         try:
-            account = Account.of_readings(run.readings)
-            if account is None:
-                account = Account.open(self._stats, is_alone=False)
+            self.accounts.restore(run)
             if is_orphan:
                 run.cancel()
             with run.scope:
                 reply = await drive_again(run, self._host.link)
                 is_ours = is_orphan or run.began_at is None
                 cancelled = Cause.DAEMON_RESTARTED if is_ours else Cause.CANCELLED
-                await self._settle(run, account, reply, cancelled=cancelled)
+                await self._settle(run, reply, cancelled=cancelled)
             if not run.has_ended:
                 run.finish(cut_short(run, Cause.CANCELLED, self._host.cwd))
         except SandkastenError as error:
@@ -309,19 +312,17 @@ class Runs:
         self._retire(run)
 
     def _on_begin(self, run: Run) -> None:
+        self.accounts.begun(run)
         event, facts = run_events.beginning(run)
         self._host.emit(event, **facts)
         if run.shell is not None and run.shell.screen is not None:
             run.shell.screen.begin(run)
 
-    async def _settle(
-        self, run: Run, account: Account, reply: protocol.ExecReply, *, cancelled: Cause = Cause.CANCELLED
-    ) -> None:
-        end = account.close(run, reply, self._stats, is_alone=len(self._active) == 1)
+    async def _settle(self, run: Run, reply: protocol.ExecReply, *, cancelled: Cause = Cause.CANCELLED) -> None:
+        self.accounts.ended(run, has_failed=reply.exit_code != 0)
+        end = await self.accounts.end_of(run, reply, self._host.find_victim)
         if end.cause is Cause.CANCELLED:
             end = attrs.evolve(end, cause=cancelled)
-        if end.cause is Cause.OOM:
-            end = await _with_victim(end, self._host)
         run.finish(end)
         if run.shell is not None:
             self.shells.note_cwd(run.shell, reply.cwd)
@@ -344,6 +345,7 @@ class Runs:
 
     def _retire(self, run: Run) -> None:
         del self._active[run.exec_id]
+        run.account = None
         if run.shell is not None:
             run.shell.runs.remove(run)
             if run.shell.screen is not None:
@@ -376,6 +378,8 @@ class Runs:
 
     async def signal(self, run: Run, number: int) -> None:
         """Send a signal to what the run started. Raises `ExecEnded`."""
+        if run.account is not None:
+            run.account.was_sent_kill |= number == SIGKILL
         await self._control(run, protocol.Signal(run.exec_id, number))
 
     async def resize(self, run: Run, size: TerminalSize) -> None:
@@ -437,7 +441,3 @@ def _busy(queue: Sequence[Run], limit: int) -> ShellBusy:
         last_line=running.last_line,
         queue_length=limit,
     )
-
-
-async def _with_victim(end: ExecEnd, host: Host) -> ExecEnd:
-    return attrs.evolve(end, victim=await host.find_victim())

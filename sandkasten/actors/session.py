@@ -290,6 +290,7 @@ class SessionActor(Actor):
     def _hold(self, sandbox: zygote_actor.Sandbox) -> None:
         self._watch.hold(sandbox)
         identity = sandbox.identity
+        self._stats.init_pid = identity.pid
         kernel = KernelIdentity(identity.pid, identity.start_ticks, identity.pid_ns, self._services.boot_id)
         self._own.note(identity=kernel)
         self._link = RunnerLink(self._services.paths.run_dir(self.session.id))

@@ -114,6 +114,7 @@ class SessionWork:
             case ResizeRun(exec_id, size):
                 return self._host.defer(self.runs.resize, self.runs.find(exec_id), size)
             case OpenShell(spec):
+                self.runs.accounts.note_company()
                 return self._host.defer(self.runs.shells.open, spec)
             case ListShells():
                 return self.runs.shells.infos()
@@ -166,6 +167,7 @@ class SessionWork:
         if self._loans >= _MAX_LOANS:
             raise Capacity("too many files of this session are being transferred", limit=_MAX_LOANS)
         self._loans += 1
+        self.runs.accounts.note_company()
         self._host.begin_activity()
         self._host.start_task(self._await_return, done)
         return self._host.link

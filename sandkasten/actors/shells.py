@@ -18,6 +18,7 @@ from sandkasten.errors import Capacity, Conflict, ExecEnded, InvalidRequest, She
 from sandkasten.model import DEFAULT_SHELL, SHELL_NAME, EventType, ShellInfo, ShellSpec
 
 if TYPE_CHECKING:
+    from sandkasten.actors.exec_account import Reading
     from sandkasten.actors.runs import Host
     from sandkasten.actors.screen import Screen
 
@@ -33,6 +34,8 @@ class Shell:
     group: str | None = None
     runs: list[Run] = attrs.field(factory=list)
     screen: Screen | None = None
+    left_at: Reading | None = None
+    """What the counters said when its last run ended, if the next one waited."""
 
     @property
     def info(self) -> ShellInfo:
@@ -64,6 +67,10 @@ class Shells:
 
     def find(self, name: str) -> Shell | None:
         return self._shells.get(name)
+
+    @property
+    def count(self) -> int:
+        return len(self._shells) + len(self._opening)
 
     def infos(self) -> Sequence[ShellInfo]:
         """Return all, the default one first."""

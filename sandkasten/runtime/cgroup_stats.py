@@ -1,9 +1,9 @@
-"""Reads the counters of one session's cgroup, in v2, hybrid and v1. Never writes; nsinit is the only writer.
+"""Reads the counters of one session's cgroup, in v2, hybrid and v1, and of its PID 1. Never writes: nsinit does.
 
 Files stay open for the session's life, so that a reading is one `pread` of a few microseconds each.
 
 Sources: Documentation/admin-guide/cgroup-v2.rst; Documentation/admin-guide/cgroup-v1/{memory,cpuacct,pids}.rst;
-Documentation/accounting/psi.rst.
+Documentation/accounting/psi.rst; Documentation/scheduler/sched-stats.rst, "/proc/<pid>/schedstat".
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import attrs
 
 from sandkasten.model import Limits, Pressure, SessionStats, Stall
+from sandkasten.runtime.group_stats import GroupStats
 
 UNKNOWN = -1
 _MIB = 1024 * 1024
@@ -46,10 +47,21 @@ class CgroupStats:
         v1 = {name: path for name, path in dirs.items() if name == "unified" or path != unified}
         self._dirs = {name: f"{path}/{session_id}" for name, path in v1.items()}
         self._fds: dict[tuple[str, str], int | None] = {}
+        self.groups = GroupStats(self._dirs.get("unified"))
+        self.init_pid = 0
+        """The session's PID 1, as seen from here; 0 while there is none."""
 
     def read_usage(self) -> UsageReading:
         """Return what an exec is charged by; cheap enough for the hot path."""
         return UsageReading(self._cpu_usec(), self._memory(), self._memory_peak())
+
+    def read_init_cpu(self) -> int:
+        """Return what PID 1 itself has used of the CPU, in µs."""
+        try:
+            with open(f"/proc/{self.init_pid}/schedstat", "rb", buffering=0) as file:
+                return int(file.read(_READ_BYTES).split()[0]) // 1000
+        except (OSError, ValueError, IndexError):  # it has ended, or the kernel was built without SCHED_INFO
+            return UNKNOWN
 
     def read_oom_kills(self) -> int:
         """Return how many processes of the session the kernel killed for memory."""
@@ -66,6 +78,10 @@ class CgroupStats:
         is_flat = "unified" in self._dirs or session < 0  # there the groups are in the v2 tree
         return session if is_flat else session + self._groups_refused()
 
+    def read_processes(self) -> int:
+        """Return how many processes and threads the session has, those included that wait to be reaped."""
+        return self._number(self._home("pids"), "pids.current")
+
     def read_all(self) -> SessionStats:
         """Return every counter."""
         cpu, pids = self._home("cpu"), self._home("pids")
@@ -79,7 +95,7 @@ class CgroupStats:
             cpu_periods=_known(self._field(cpu, "cpu.stat", "nr_periods")),
             cpu_throttled=_known(self._field(cpu, "cpu.stat", "nr_throttled")),
             cpu_throttled_usec=_known(self._throttled_usec()),
-            pids=_known(self._number(pids, "pids.current")),
+            pids=_known(self.read_processes()),
             pids_limit=_known(self._number(pids, "pids.max")),
             pids_peak=_known(self._number(pids, "pids.peak")),
             pids_refused=_known(self.read_pids_refused()),

@@ -208,10 +208,13 @@ def test_a_client_may_leave_with_its_input_unread(sandbox: Sandbox, client: Clie
 
 
 def test_a_full_disk_is_told(client: Client) -> None:
-    """When a program failed and one of the file systems it may write to has no room; not when it only failed."""
+    """When a program failed and one of the file systems it may write to has no room, and whether it had some when the
+    program began; not when it only failed."""
     assert sh(client, "exit 1").reply.disk_full is False
     outcome = sh(client, "head -c 10000000 /dev/zero >/home/sandbox/big")
-    assert (outcome.reply.exit_code, outcome.reply.disk_full) == (1, True)
+    assert (outcome.reply.exit_code, outcome.reply.disk_full, outcome.reply.disk_filled) == (1, True, True)
+    later = sh(client, "exit 1").reply
+    assert (later.disk_full, later.disk_filled) == (True, False)
     client.run("rm /home/sandbox/big")
     assert sh(client, "exit 1").reply.disk_full is False
 

@@ -308,10 +308,14 @@ def test_impossible_changes_are_refused(sandbox: Sandbox, env: dict[str, str | N
 
 
 def test_a_full_disk_is_told(client: Client) -> None:
-    """A command that failed while there was no room says so, one that failed otherwise does not."""
+    """A command that failed while there was no room says so, and whether there was some when it began; one that failed
+    otherwise does not."""
     assert client.reply("false").disk_full is False
-    full = client.reply("dd if=/dev/zero of=/home/sandbox/big bs=65536 2>/dev/null")
-    assert (full.exit_code, full.disk_full) == (1, True)
+    full = client.reply("sleep 0.1; dd if=/dev/zero of=/home/sandbox/big bs=65536 2>/dev/null")
+    assert (full.exit_code, full.disk_full, full.disk_filled) == (1, True, True)
+    for command in ("false", "sleep 0.1; false"):
+        later = client.reply(command)
+        assert (later.disk_full, later.disk_filled) == (True, False)
     assert client.reply("true").disk_full is False
     assert client.reply("rm /home/sandbox/big; false").disk_full is False
 

@@ -198,10 +198,14 @@ async def test_a_memory_hog_is_killed_named_and_the_shell_lives(supervisor: Loca
 
 @pytest.mark.cgroup_v2
 async def test_a_fork_bomb_hits_its_limit_and_the_next_command_works(supervisor: LocalSupervisor) -> None:
-    """The pids limit holds and the timeout kills the whole tree."""
+    """The pids limit holds, is the cause of what it made fail, and the timeout kills the whole tree."""
     session = await supervisor.create(SessionSpec(limits=Limits(pids=40)))
     bomb = await supervisor.exec(session.id, ExecSpec("b() { b | b & }; b; sleep 60", timeout_ms=500))
-    assert bomb.end.cause in (Cause.TIMED_OUT, Cause.PIDS_LIMIT, Cause.SHELL_DIED)
+    assert bomb.end.cause is Cause.TIMED_OUT
+    assert (await supervisor.stats(session.id)).pids_refused
+    many = await supervisor.exec(session.id, ExecSpec("sh -c 'for i in $(seq 60); do sleep 60 & done'"))
+    assert (many.end.cause, many.end.exit_code) == (Cause.PIDS_LIMIT, 2)
+    assert (await supervisor.exec(session.id, ExecSpec("kill $(pgrep sleep)"))).end.exit_code == 0
     after = await supervisor.exec(session.id, ExecSpec("echo alive"))
     assert after.stdout == b"alive\n"
 

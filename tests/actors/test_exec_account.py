@@ -1,0 +1,222 @@
+"""What is counted of a run: its own turn, its own shell, and who was beside it. On files as a cgroup has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runner.protocol import ExecReply
+from sandkasten.actors.actor import Ref
+from sandkasten.actors.exec_account import Account, Accounts
+from sandkasten.actors.groups import Groups
+from sandkasten.actors.run import Run
+from sandkasten.actors.shells import Shell
+from sandkasten.model import DEFAULT_SHELL, Cause, ExecEnd, ExecSpec
+from sandkasten.runtime.cgroup_stats import CgroupStats
+from sandkasten.runtime.spool_ledger import Account as SpoolAccount
+from sandkasten.runtime.spool_ledger import Ledger
+from sandkasten.runtime.spool_log import OutputLog
+
+SESSION = "s" * 24
+
+
+class Session:
+    """Shells, runs and the files of a cgroup; PID 1 and the default shell are in it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory / SESSION
+        self.directory.mkdir()
+        self.stats = CgroupStats({"unified": str(directory)}, SESSION)
+        self.groups = Groups(Ref("zygote"), SESSION, self.stats.groups)
+        self.runs: list[Run] = []
+        self.default = Shell(DEFAULT_SHELL)
+        self.changed: list[str] = []
+        self.accounts = Accounts(
+            *(self.stats, self.groups),
+            active=self.runs,
+            count_shells=lambda: 1,
+            note_change=lambda run: self.changed.append(run.exec_id),
+        )
+        self.set(cpu_usec=1000, kills=0, refused=0, processes=2)
+
+    def set(
+        self, *, cpu_usec: int | None = None, kills: int | None = None, refused: int = 0, processes: int = 2
+    ) -> None:
+        if cpu_usec is not None:
+            self._write("cpu.stat", f"usage_usec {cpu_usec}\nuser_usec 1\n")
+        if kills is not None:
+            self._write("memory.events", f"low 0\noom 1\noom_kill {kills}\n")
+        self._write("pids.events", f"max {refused}\n")
+        self._write("pids.current", f"{processes}\n")
+        for name in ("memory.current", "memory.peak"):
+            self._write(name, "4096\n")
+
+    def group(self, name: str, *, cpu_usec: int, processes: int) -> None:
+        directory = self.directory / name
+        directory.mkdir(exist_ok=True)
+        (directory / "cpu.stat").write_text(f"usage_usec {cpu_usec}\n")
+        (directory / "cgroup.procs").write_text("7\n" * processes)
+
+    def start(self, exec_id: str, *, shell: Shell | None = None) -> Run:
+        """A run is admitted: a program, or a command of a shell."""
+        run = Run(ExecSpec(":", stateless=shell is None, exec_id=exec_id), timeout_ms=None)
+        run.shell, run.log = shell, OutputLog(exec_id, Ledger(1 << 20, 1 << 20), SpoolAccount(1 << 20, lambda: None))
+        self.runs.append(run)
+        if shell is not None:
+            shell.runs.append(run)
+        self.accounts.enter(run)
+        return run
+
+    async def end(self, run: Run, exit_code: int = 1) -> ExecEnd:
+        self.accounts.ended(run, has_failed=exit_code != 0)
+        end = await self.report(run, exit_code)
+        self.leave(run)
+        return end
+
+    async def report(self, run: Run, exit_code: int = 1) -> ExecEnd:
+        reply = ExecReply(run.exec_id, exit_code, None, "exited", "/", 1, shell_restarted=False, cpu_us=5000)
+        return await self.accounts.end_of(run, reply, _victim)
+
+    def leave(self, run: Run) -> None:
+        self.runs.remove(run)
+        if run.shell is not None:
+            run.shell.runs.remove(run)
+
+    def _write(self, name: str, text: str) -> None:
+        (self.directory / name).write_text(text)
+
+
+async def _victim() -> str | None:
+    return "hog"
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[Session]:
+    made = Session(tmp_path)
+    yield made
+    made.stats.close()
+
+
+async def test_alone_all_of_the_session_is_the_run_s(session: Session) -> None:
+    """Its CPU time, its kill, its victim."""
+    run = session.start("a", shell=session.default)
+    session.set(cpu_usec=31_000, kills=1)
+    end = await session.end(run)
+    assert (end.cause, end.victim, end.usage.cpu_ms) == (Cause.OOM, "hog", 30)
+
+
+async def test_a_run_that_came_and_went_was_there(session: Session) -> None:
+    """Beside neither at its begin nor at its end: still nothing is said of the innocent one."""
+    innocent = session.start("a", shell=session.default)
+    culprit = session.start("b")
+    session.set(kills=1)
+    blamed = await session.end(culprit, 137)
+    assert (blamed.cause, blamed.victim) == (Cause.OOM, "hog")
+    assert (await session.end(innocent)).cause is Cause.EXITED
+    assert session.changed == ["a"]
+
+
+async def test_what_earlier_runs_left_was_there(session: Session) -> None:
+    """As many processes as PID 1 and the shells are nobody's; one more is somebody's."""
+    session.set(processes=3)
+    run = session.start("a", shell=session.default)
+    session.set(kills=1)
+    assert (await session.end(run)).cause is Cause.EXITED
+
+
+async def test_a_file_transfer_counts_as_beside(session: Session) -> None:
+    """It runs in the sandbox, too."""
+    run = session.start("a")
+    session.accounts.note_company()
+    session.set(refused=1)
+    assert (await session.end(run)).cause is Cause.EXITED
+
+
+async def test_two_kills_beside_others_name_no_victim(session: Session) -> None:
+    """The last one may be that of another."""
+    run = session.start("a")
+    session.start("b")
+    session.set(kills=2)
+    end = await session.end(run, 137)
+    assert (end.cause, end.victim) == (Cause.OOM, None)
+
+
+async def test_what_waits_has_no_part_in_what_happens(session: Session) -> None:
+    """Its turn begins when the one before it is over: kills and CPU time before that are not its own."""
+    first = session.start("a", shell=session.default)
+    second = session.start("b", shell=session.default)
+    session.set(cpu_usec=501_000, kills=1)
+    assert (await session.end(first, 137)).usage.cpu_ms == 500
+    session.accounts.begun(second)
+    session.set(cpu_usec=511_000)
+    end = await session.end(second)
+    assert (end.cause, end.usage.cpu_ms) == (Cause.EXITED, 10)
+
+
+async def test_a_turn_ends_when_the_next_begins(session: Session) -> None:
+    """The output of the first is still on its way, which takes as long as a reader likes."""
+    first = session.start("a", shell=session.default)
+    second = session.start("b", shell=session.default)
+    session.set(cpu_usec=21_000)
+    session.accounts.begun(second)
+    session.set(cpu_usec=91_000)
+    assert (await session.end(first, 0)).usage.cpu_ms == 20
+    assert (await session.end(second, 0)).usage.cpu_ms == 70
+
+
+async def test_a_run_that_never_had_its_turn_used_nothing_known(session: Session) -> None:
+    """Cancelled while it waited."""
+    session.start("a", shell=session.default)
+    second = session.start("b", shell=session.default)
+    assert (await session.end(second)).usage.cpu_ms == -1
+
+
+async def test_cpu_time_is_that_of_the_run_s_own_shell(session: Session) -> None:
+    """A named shell has its group; the default one has what is left, groups that came meanwhile included."""
+    named = Shell("b", group="gb")
+    session.groups._live.update(("gb", "gc"))
+    session.group("gb", cpu_usec=100, processes=1)
+    mine = session.start("a", shell=session.default)
+    other = session.start("b", shell=named)
+    session.group("gb", cpu_usec=40_100, processes=1)
+    session.group("gc", cpu_usec=50_000, processes=1)
+    session.set(cpu_usec=1000 + 40_000 + 50_000 + 3000)
+    assert (await session.end(other, 0)).usage.cpu_ms == 40
+    assert (await session.end(mine, 0)).usage.cpu_ms == 3
+
+
+async def test_a_program_has_used_what_the_runner_says(session: Session) -> None:
+    """wait4 counts it, whoever was beside it."""
+    run = session.start("a")
+    session.set(cpu_usec=9_000_000)
+    assert (await session.end(run, 0)).usage.cpu_ms == 5
+
+
+async def test_groups_that_are_found_again_are_counted(session: Session) -> None:
+    """Those of an earlier daemon."""
+    session.group("gold", cpu_usec=700, processes=1)
+    assert session.groups.read_cpu() == 0
+    session.groups.recover()
+    assert session.groups.read_cpu() == 700
+
+
+async def test_an_account_outlives_its_daemon(session: Session) -> None:
+    """Alone it is exact again; beside others its CPU time is not known, for groups may have come and gone."""
+    before = session.start("a", shell=session.default)
+    assert before.account is not None
+    for company, cause, cpu_ms in ((False, Cause.OOM, 30), (True, Cause.EXITED, -1)):
+        session.set(cpu_usec=1000, kills=0)
+        if company:
+            session.accounts.note_company()
+        run = Run(ExecSpec(":", exec_id="a"), timeout_ms=None)
+        run.shell, run.log, run.readings = session.default, before.log, before.readings
+        session.runs[:] = session.default.runs[:] = [run]
+        session.accounts.restore(run)
+        session.set(cpu_usec=31_000, kills=1)
+        session.accounts.ended(run, has_failed=True)
+        end = await session.report(run)
+        assert (end.cause, end.usage.cpu_ms) == (cause, cpu_ms)
+        session.runs[:] = session.default.runs[:] = [before]
+    assert Account.of_numbers((1, 2, 3), is_alone=True) is None

@@ -1,0 +1,114 @@
+"""Causes and CPU time on the real kernel, with others in the same session: told of who did it, and of nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+import trio
+
+from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.model import Cause, ExecEnd, ExecSpec, Limits, SessionSpec, ShellSpec
+from tests.waiting import until
+
+HOG = "python3 -c 'x = bytearray(300 << 20)'"
+BURN = "python3 -c 'import time\nwhile time.process_time() < 0.3: pass'"
+MANY = "for i in $(seq 60); do sleep 60 & done"
+SMALL = Limits(memory_mb=64, pids=40)
+
+
+class Box:
+    """A session with three shells and a FIFO that an innocent command waits at."""
+
+    def __init__(self, supervisor: LocalSupervisor, session_id: str) -> None:
+        self.supervisor = supervisor
+        self.session_id = session_id
+
+    async def run(self, command: str, shell: str = "default", *, stateless: bool = False) -> ExecEnd:
+        spec = ExecSpec(command, stateless=True) if stateless else ExecSpec(command, shell=shell)
+        return (await self.supervisor.exec(self.session_id, spec)).end
+
+    async def beside(self, innocent: str, culprit: Callable[[], Awaitable[ExecEnd]]) -> tuple[ExecEnd, ExecEnd]:
+        """Run one all the while that another begins and ends; return both ends."""
+        spec = ExecSpec(f"echo here; read x <fifo; {innocent}")
+        async with self.supervisor.open_exec(self.session_id, spec) as stream:
+            pieces = aiter(stream)
+            assert (await anext(pieces)).data == b"here\n"
+            blamed = await culprit()
+            await self.run("echo >fifo", "bash")
+            return await stream.wait_end(), blamed
+
+
+@pytest.fixture
+async def box(supervisor: LocalSupervisor) -> Box:
+    session = await supervisor.create(SessionSpec(limits=SMALL))
+    made = Box(supervisor, session.id)
+    for name in ("bash", "dash"):
+        await supervisor.open_shell(session.id, ShellSpec(name, shell=f"/bin/{name}"))
+    assert (await made.run("mkfifo fifo over")).exit_code == 0
+    return made
+
+
+@pytest.mark.cgroup_v2
+async def test_memory_is_blamed_on_who_ran_out_of_it(box: Box) -> None:
+    """A program that came and went; a command that caught the death of its child; and, in bash, which tells of it on
+    the next command's output, a job that was left behind."""
+    innocent, culprit = await box.beside("false", lambda: box.run(HOG, stateless=True))
+    assert (culprit.cause, culprit.victim) == (Cause.OOM, "python3")
+    assert (innocent.cause, innocent.victim, innocent.exit_code) == (Cause.EXITED, None, 1)
+    innocent, culprit = await box.beside("grep -q nothing /etc/passwd", lambda: box.run(f"{HOG}; exit 3", "bash"))
+    assert (culprit.cause, culprit.victim, culprit.exit_code) == (Cause.OOM, "python3", 3)
+    assert innocent.cause is Cause.EXITED
+    assert (await box.run(f"(read x <fifo; {HOG}; echo >over) &")).cause is Cause.EXITED
+    kills = (await box.supervisor.stats(box.session_id)).oom_kills or 0
+    assert (await box.run("echo >fifo; read x <over; grep -q nothing /etc/passwd")).cause is Cause.EXITED
+    assert (await box.supervisor.stats(box.session_id)).oom_kills == kills + 1
+    assert (await box.run(f"{HOG} 2>/dev/null || false")).cause is Cause.OOM
+
+
+@pytest.mark.cgroup_v2
+async def test_the_pids_limit_is_blamed_on_who_hit_it(box: Box) -> None:
+    """Beside another run, and alone."""
+    innocent, culprit = await box.beside("false", lambda: box.run(MANY, "dash"))
+    assert (culprit.cause, innocent.cause) == (Cause.PIDS_LIMIT, Cause.EXITED)
+    await box.supervisor.close_shell(box.session_id, "dash")
+    alone = await box.run(f"dash -c '{MANY}' 2>/dev/null; pkill sleep; false")
+    assert (alone.cause, alone.exit_code) == (Cause.PIDS_LIMIT, 1)
+
+
+async def test_a_full_disk_is_blamed_on_who_met_it(box: Box) -> None:
+    """Not on what fails while it is full; and on what met it, even if there is room again."""
+    cleaned = await box.run("head -c 1G /dev/zero >/tmp/fill || { rm /tmp/fill; false; }")
+    assert (cleaned.cause, cleaned.exit_code) == (Cause.DISK_FULL, 1)
+    fill = "dd if=/dev/zero of=/tmp/fill bs=65536 2>/dev/null"
+    assert (await box.run(f"sleep 0.1; {fill}")).cause is Cause.DISK_FULL
+    for failing in ("false", "grep -q nothing /etc/passwd"):
+        assert (await box.run(failing)).cause is Cause.EXITED
+        assert (await box.run(failing, stateless=True)).cause is Cause.EXITED
+    assert (await box.run("cat /dev/zero 2>&1 >>/tmp/fill")).cause is Cause.DISK_FULL
+    await box.run("rm /tmp/fill")
+    innocent, _ = await box.beside("false", lambda: box.run(fill, "bash"))
+    assert innocent.cause is Cause.EXITED
+
+
+@pytest.mark.cgroup_v2
+async def test_cpu_time_is_that_of_the_command(box: Box) -> None:
+    """In whichever shell it runs, and whatever computes beside or before it."""
+    idle, busy = await box.beside(":", lambda: box.run(BURN, "bash"))
+    assert busy.usage.cpu_ms >= 290
+    assert 0 <= idle.usage.cpu_ms < 150
+    idle, busy = await box.beside(":", lambda: box.run("head -c 200000000 /dev/zero; true", stateless=True))
+    assert 0 <= idle.usage.cpu_ms < 150
+    async with trio.open_nursery() as nursery:
+
+        async def burn() -> None:
+            assert (await box.run(BURN)).usage.cpu_ms >= 290
+
+        nursery.start_soon(burn)
+
+        async def is_running() -> bool:
+            return (await box.supervisor.shells(box.session_id))[0].running is not None
+
+        await until(is_running)
+        waited = await box.run(":")
+        assert 0 <= waited.usage.cpu_ms < 150
