@@ -356,11 +356,13 @@ Cause = Literal["exited", "signalled", "timed_out", "cancelled", "shell_died"]
 
 @dataclass(frozen=True, slots=True)
 class ShellInfo:
-    """A persistent shell: the absolute path of its program and its directory (surrogate-escaped)."""
+    """A persistent shell: the absolute path of its program, its directory (surrogate-escaped), and its group if it has
+    one."""
 
     name: str
     path: str
     cwd: str
+    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ class Shells:
 
     @staticmethod
     def _info(name: str, engine: Engine) -> ShellInfo:
-        return ShellInfo(name, engine.shell.path, os.fsdecode(engine.shell.cwd))
+        return ShellInfo(name, engine.shell.path, os.fsdecode(engine.shell.cwd), engine.shell.group or "")
 
     def set_up(self, request: Setup, sink: Sink) -> None:
         """Start the default shell, unless there is one, and answer."""

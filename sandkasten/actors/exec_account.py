@@ -191,17 +191,19 @@ class Accounts:
             duration_ms=round(reply.duration_us / 1000),
             timeout_ms=run.timeout_ms,
             shell_restarted=reply.shell_restarted,
-            usage=_own_usage(reply) if run.is_program else self._shell_usage(run.account, reply, cause),
+            usage=_own_usage(reply) if run.is_program else self._shell_usage(run, reply, cause),
             victim=await find_victim() if is_named else None,
         )
 
-    def _shell_usage(self, account: Account | None, reply: ExecReply, cause: Cause) -> Usage:
+    def _shell_usage(self, run: Run, reply: ExecReply, cause: Cause) -> Usage:
         """The peak is exact when the session's highest mark rose meanwhile or the limit was hit; otherwise the higher
         of the two readings is a lower bound."""
+        account = run.account
         if account is None or account.closed is None:
             return Usage(written_bytes=reply.written_bytes)
         before, after = account.opened, account.closed
-        is_told_apart = self._stats.groups.is_known and not account.is_restored
+        has_group = run.shell is not None and run.shell.group is not None
+        is_told_apart = self._stats.groups.is_known and (has_group or not account.is_restored)
         cpu_usec = _UNKNOWN
         if min(before.cpu_usec, after.cpu_usec) >= 0 and (account.is_alone or is_told_apart):
             cpu_usec = max(0, after.cpu_usec - before.cpu_usec - account.init_spent_usec)

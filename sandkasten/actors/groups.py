@@ -7,6 +7,7 @@ session at the latest. What all of them used of the CPU is known here, those inc
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 
 import trio
@@ -17,6 +18,8 @@ from sandkasten.errors import BuildFailed, Capacity, SandkastenError
 from sandkasten.runtime.group_stats import GroupStats
 
 log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"g[0-9a-f]{12}\Z")
 
 
 class Groups:
@@ -53,6 +56,10 @@ class Groups:
     def recover(self) -> None:
         """The session is taken over: know the groups it has."""
         self._live.update(self._stats.list())
+
+    def known(self, name: str) -> str | None:
+        """Return the name, which comes from PID 1, if it is that of one of the groups there are."""
+        return name if _NAME.match(name) and name in self._live else None
 
     def read_cpu(self) -> int:
         """Return the CPU time that was used in all groups since the session was made or taken over, in µs."""

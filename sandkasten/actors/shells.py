@@ -88,7 +88,8 @@ class Shells:
         self._shells[DEFAULT_SHELL].cwd = hello.cwd
         for each in hello.shells[: protocol.MAX_SHELLS]:
             if SHELL_NAME.match(each.name):
-                self._shells.setdefault(each.name, Shell(each.name)).cwd = each.cwd
+                shell = self._shells.setdefault(each.name, Shell(each.name))
+                shell.cwd, shell.group = each.cwd, shell.group or self._groups.known(each.group)
 
     async def open(self, spec: ShellSpec) -> ShellInfo:
         """Start a shell. Raises `Conflict`, `Capacity`, `InvalidRequest`."""

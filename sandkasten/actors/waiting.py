@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from sandkasten.runtime.spool import ReaderMode
 if TYPE_CHECKING:
     from sandkasten.actors.ports import Ports
 
+_QUIET_S = 0.1
+"""After this long without output an unfinished line is looked at as it is."""
 _MAX_LINE_BYTES = 4096
 _MAX_PATTERN_CHARS = 1000
 _PATTERN_BYTES = 256 * 1024
@@ -56,7 +59,8 @@ async def _wait_port(run: Run, ports: Ports, number: int) -> Waited:
 
 
 async def _wait_pattern(run: Run, text: str, matchers: trio.CapacityLimiter) -> Waited:
-    """Look at what is kept, then at what comes. A line that is too long to be looked at whole is looked at in parts."""
+    """Look at what is kept, then at what comes: line by line, and at a line without an end, a prompt, when nothing more
+    has come of it for a moment. One that is too long to be looked at whole is looked at in parts."""
     import re2  # only who waits for a pattern pays for it
 
     if len(text) > _MAX_PATTERN_CHARS:
@@ -76,9 +80,16 @@ async def _first_match(run: Run, search: Callable[[str], object], matchers: trio
     assert run.log is not None
     lines = _Lines()
     reader = run.log.reader(after=run.log.first_sequence - 1, mode=ReaderMode.FASTEST)
+    is_quiet = True
     try:
-        async for piece in reader:
-            found = await _search(search, lines.feed(piece), matchers)
+        while True:
+            with trio.move_on_after(math.inf if is_quiet else _QUIET_S) as pause:
+                try:
+                    piece = await anext(reader)
+                except StopAsyncIteration:
+                    break
+            is_quiet = pause.cancelled_caught
+            found = await _search(search, lines.rest() if is_quiet else lines.feed(piece), matchers)
             if found is not None:
                 return found
     finally:

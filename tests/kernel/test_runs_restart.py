@@ -21,6 +21,7 @@ from sandkasten.model import (
     OnDisconnect,
     PauseSpec,
     SessionSpec,
+    ShellSpec,
     Status,
     TerminalSpec,
 )
@@ -71,6 +72,21 @@ async def test_a_stopped_daemon_refuses_those_who_wait_and_leaves_runs_alone(con
         await supervisor.exec(session.id, GO)
         result = await supervisor.exec(session.id, WAITING)
         assert (result.end.exit_code, result.stdout) == (4, b"one\ntwo\n")
+
+
+async def test_a_named_shell_still_has_its_cpu_time(config: Config, keeping: Config) -> None:
+    """Of a command that went on meanwhile, and of the next one; what the default shell used is not part of it."""
+    burn = "python3 -c 'import time\nwhile time.process_time() < 0.2: pass'"
+    async with open_supervisor(keeping) as supervisor:
+        session = await supervisor.create(SessionSpec())
+        await supervisor.open_shell(session.id, ShellSpec("two"))
+        await begin(supervisor, session.id, attrs.evolve(WAITING, shell="two"))
+        await supervisor.exec(session.id, ExecSpec(burn))
+    async with open_supervisor(config) as supervisor:
+        await supervisor.exec(session.id, ExecSpec(f"{burn}; touch /tmp/go"))
+        async with supervisor.attach_exec(session.id, "waiting") as stream:
+            assert (await stream.wait_end()).usage.cpu_ms >= 0
+        assert (await supervisor.exec(session.id, ExecSpec(burn, shell="two"))).end.usage.cpu_ms >= 190
 
 
 async def test_a_terminal_is_joined_again(config: Config, keeping: Config) -> None:

@@ -79,6 +79,18 @@ async def test_a_line_of_output_is_waited_for(supervisor: LocalSupervisor, sessi
         await supervisor.wait_process(session_id, process.exec_id, WaitFor(pattern="(unclosed"), timeout_s=1)
 
 
+async def test_a_prompt_is_waited_for(supervisor: LocalSupervisor, session_id: str) -> None:
+    """It has no end of line while the process lives; a line that goes on at once is looked at as a whole."""
+    process = await supervisor.start_process(session_id, ProcessSpec(command="printf 'ready> '; cat"))
+    waited = await supervisor.wait_process(session_id, process.exec_id, WaitFor(pattern="^ready> $"), timeout_s=10)
+    assert (waited.happened, waited.line) == (True, "ready> ")
+    await supervisor.send_stdin(session_id, process.exec_id, b"go\nnext> ", close=False)
+    waited = await supervisor.wait_process(session_id, process.exec_id, WaitFor(pattern="(go|next> )$"), timeout_s=10)
+    assert waited.line == "ready> go"
+    waited = await supervisor.wait_process(session_id, process.exec_id, WaitFor(pattern="^next"), timeout_s=10)
+    assert (waited.line, waited.run.state) == ("next> ", ExecState.RUNNING)
+
+
 async def test_a_wait_ends_with_the_process(supervisor: LocalSupervisor, session_id: str) -> None:
     """Nobody waits out the time for what can't happen any more."""
     process = await supervisor.start_process(session_id, ProcessSpec(command="exit 1"))
