@@ -227,11 +227,12 @@ class _Screen:
         self._tell_hands()
 
     async def _give_back(self) -> None:
-        """Leave the shell. This has an answer even if nothing was taken, or not yet."""
+        """Leave the shell. This has one answer, even if nothing was taken, or not yet; what the prompt shows at its
+        end may have brought it already."""
+        was_taken_over = self._is_taken_over
         await self._viewer.give_back()
-        if self._is_taken_over:
-            self._tell_hands()
-        else:
+        self._tell_hands()
+        if not was_taken_over:
             self._lane.put(encode_message(GivenBack()))
 
     async def _resize(self) -> None:

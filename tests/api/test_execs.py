@@ -296,6 +296,18 @@ async def test_a_run_that_never_was_is_404(method: str, rest: str, body: dict[st
         assert (answer.status_code, answer.json()["error_code"]) == (410, "SESSION_EXPIRED")
 
 
+async def test_a_time_limit_above_the_maximum_is_cut_and_told() -> None:
+    """In the answer, in the last event of a stream, and to the supervisor."""
+    async with running_front(max_exec_timeout_ms=7000) as running, running.client() as client:
+        url = await make_session(running, client)
+        for asked_ms, given_ms in ((10**9, 7000), (7001, 7000), (6999, 6999), (0, 7000)):
+            answer = await client.post(f"{url}/exec", json={"cmd": "a", "timeout_ms": asked_ms})
+            assert (answer.status_code, answer.json()["timeout_ms"]) == (200, given_ms)
+            assert running.supervisor.runs[-1].spec.timeout_ms == given_ms
+            streamed = await client.post(f"{url}/exec/stream", json={"cmd": "a", "timeout_ms": asked_ms})
+            assert f'"timeout_ms":{given_ms},' in streamed.text
+
+
 async def test_an_exec_without_a_limit_in_time_is_had_where_the_operator_allows() -> None:
     """Then its answer says null; elsewhere the field is refused by name."""
     async with running_front(allow_unlimited_exec=True) as running, running.client() as client:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import trio
 import trio.testing
 
@@ -10,6 +11,7 @@ from sandkasten.model import ShellSpec, Stream
 from tests.api.harness import read_until, running_front
 from tests.api.terminal_screen import screen, terminal
 from tests.api.ws_client import client_frame, handshake, make_session
+from tests.fakes.readers import Viewer
 
 
 async def test_a_watched_shell_is_taken_over_and_given_back() -> None:
@@ -30,6 +32,29 @@ async def test_a_watched_shell_is_taken_over_and_given_back() -> None:
             assert await view.see(3) == b"ls\n"
             assert await view.hear() == {"type": "given_back"}
             assert terminal(running).stdin == b"ls\n"
+
+
+async def test_giving_back_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the prompt shows something at its end, with which the change of hands is told already."""
+    async with running_front() as running, screen(running, query="?shell=default") as view:
+        is_told = trio.Event()
+
+        async def give_back(viewer: Viewer) -> None:
+            viewer._run.takers.discard(viewer)
+            viewer._run.write(Stream.STDOUT, b"[given back]")
+            await is_told.wait()
+
+        monkeypatch.setattr(Viewer, "give_back", give_back)
+        for _ in range(2):
+            await view.talk.say("take_over")
+            assert await view.hear() == {"type": "taken_over"}
+            await view.talk.say("give_back")
+            assert await view.hear() == {"type": "given_back"}
+            assert await view.see(12) == b"[given back]"
+            is_told.set()
+            assert await view.is_quiet()
+        await view.talk.say("give_back")
+        assert await view.hear() == {"type": "given_back"}
 
 
 async def test_a_watched_shell_can_be_joined_by_the_id_it_opened_with() -> None:

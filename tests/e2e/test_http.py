@@ -228,3 +228,13 @@ def test_the_log_names_sessions_and_requests_and_hides_commands_and_keys(
     assert session in text
     assert "a-private" not in text
     assert "test-key-0123456789" not in text
+
+
+def test_a_session_says_that_it_is_about_to_end(client: httpx.Client) -> None:
+    """A minute before, of itself and with the reason; what is done with it gives it a new end."""
+    session = client.post("/v1/sessions", json={"ttl_seconds": 61}).json()["id"]
+    with client.stream("GET", f"/v1/sessions/{session}/events", params={"types": "session.expiring"}) as events:
+        told = next(line for line in events.iter_lines() if line.startswith("data: "))
+    event = json.loads(told.removeprefix("data: "))
+    assert (event["type"], event["session_id"]) == ("session.expiring", session)
+    assert (event["data"]["end_reason"], event["data"]["remaining_s"]) == ("idle", 60)

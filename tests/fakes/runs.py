@@ -6,7 +6,6 @@ something happens and nothing goes on behind its back. What a test wants to see 
 
 from __future__ import annotations
 
-import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -16,6 +15,7 @@ import attrs
 import trio
 
 from sandkasten import errors, logcontext
+from sandkasten.execids import make_exec_id
 from sandkasten.model import (
     Cause,
     ExecEnd,
@@ -93,7 +93,7 @@ class Run:
         self.process = process
         self.script = script
         self.kind = kind
-        self.exec_id = spec.exec_id or secrets.token_hex(8)
+        self.exec_id = spec.exec_id or make_exec_id()
         self.created_at = datetime.now(UTC)
         self.trace = logcontext.origin.get().trace
         self.started_at: datetime | None = None

@@ -10,6 +10,8 @@ from sandkasten.errors import Capacity, Conflict, InvalidRequest, ShellNotFound
 from sandkasten.model import Cause, ExecSpec, SessionSpec, ShellSpec
 from tests.waiting import until
 
+NAMES = ("default", "second")
+
 
 @pytest.fixture
 async def session_id(supervisor: LocalSupervisor) -> str:
@@ -28,6 +30,21 @@ async def test_shells_share_files_and_nothing_else(supervisor: LocalSupervisor, 
     default = await supervisor.exec(session_id, ExecSpec("echo ${OWN-none}"))
     assert default.stdout == b"none\n"
     assert [shell.name for shell in await supervisor.shells(session_id)] == ["default", "second"]
+
+
+async def test_shells_share_the_network(supervisor: LocalSupervisor, session_id: str) -> None:
+    """What listens in one is reached from the other, on the session's own loopback."""
+    await supervisor.open_shell(session_id, ShellSpec("second"))
+    await supervisor.exec(session_id, ExecSpec("mkfifo up"))
+    serve = "s = socket.create_server(('127.0.0.1', 8199)); open('up', 'w').close(); s.accept()[0].sendall(b'served')"
+    ask = "print(socket.create_connection(('127.0.0.1', 8199)).recv(9).decode())"
+    await supervisor.exec(
+        session_id, ExecSpec(f'python3 -c "import socket; {serve}" >/dev/null 2>&1 &', shell="second")
+    )
+    asked = await supervisor.exec(session_id, ExecSpec(f'cat up; python3 -c "import socket; {ask}"'))
+    assert asked.output == b"served\n"
+    spaces = [await supervisor.exec(session_id, ExecSpec("readlink /proc/self/ns/net", shell=name)) for name in NAMES]
+    assert spaces[0].stdout == spaces[1].stdout != b""
 
 
 async def test_shells_run_beside_each_other(supervisor: LocalSupervisor, session_id: str) -> None:
