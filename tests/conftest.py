@@ -7,6 +7,7 @@ removed before the test is failed, so that one culprit does not fail its success
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,7 +83,20 @@ def ground(pytestconfig: pytest.Config) -> Ground:
 @pytest.fixture(autouse=True)
 def leaves_nothing(pytestconfig: pytest.Config) -> Iterator[None]:
     """Fail a test that leaves a mount, cgroup, process, descriptor or directory behind."""
-    before = leaks.Snapshot.take(pytestconfig.stash[_GROUND])
+    with _leaving_nothing(pytestconfig.stash[_GROUND]):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def leaves_nothing_in_the_end(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Fail a file of tests when what they share leaves something behind."""
+    with _leaving_nothing(pytestconfig.stash[_GROUND]):
+        yield
+
+
+@contextlib.contextmanager
+def _leaving_nothing(ground: Ground) -> Iterator[None]:
+    before = leaks.Snapshot.take(ground)
     yield
     left = before.wait_for_difference_to_vanish()
     if left:

@@ -77,7 +77,7 @@ class Transcript:
         self._to_skip = dict(start.sent)
         self._texts = {stream: OutputText(is_raw=output_format.is_raw) for stream in Stream}
         for stream, held in start.held.items():
-            self._texts[stream].feed(held)
+            self._texts[stream].feed(b"" if self._is_base64 else held)  # there nothing is held back but in made-up ones
 
     def feed(self, outputs: Iterable[Output]) -> Iterator[bytes]:
         """Return the events of pieces that follow. The last event of neighbours on one stream has their number."""

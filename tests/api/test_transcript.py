@@ -6,7 +6,7 @@ import base64
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sandkasten.api.schemas import OutputFormat
@@ -169,6 +169,7 @@ def test_what_is_no_position_is_refused(text: str) -> None:
 
 
 @given(st.integers(0, 10**15 - 1), st.binary(max_size=32), st.binary(max_size=32), st.integers(0, 10**15 - 1), _PIECES)
+@example(0, b"\r", b"", 0, [])
 def test_a_made_up_position_does_no_harm(
     sequence: int, held_out: bytes, held_err: bytes, sent: int, pieces: list[tuple[Stream, bytes]]
 ) -> None:
