@@ -94,7 +94,8 @@ def inits() -> set[int]:
 
 def cgroup_of(ground: Ground, session: str) -> Path:
     """Return the directory that a session's cgroup is in, in one hierarchy."""
-    return next(path.parent for top in ground.cgroups for path in top.rglob(session))
+    tops = (*ground.cgroups, Path("/sys/fs/cgroup"))  # in pure v2 they may be beneath the root
+    return next(path.parent for top in tops for path in top.rglob(session))
 
 
 def test_what_a_crash_of_everything_left_is_shown_then_removed_and_the_session_goes_on(
@@ -165,7 +166,7 @@ def test_a_daemon_at_work_is_left_alone_and_its_things_are_no_leftovers(data_dir
 def test_sessions_of_a_daemon_that_was_started_elsewhere_are_found_and_kept(data_dir: Path, ground: Ground) -> None:
     """A service has its own cgroup, a terminal another: mended from there, its sessions are neither lost nor ended; a
     mount by hand is told of, stays, and keeps the status from being 0."""
-    homes = [top / "service" for top in ground.made]
+    homes = [top / "service" for top in ground.made] or [Path("/sys/fs/cgroup") / f"service-{os.getpid()}"]
     for home in homes:
         home.mkdir()
     join = f'for home in {" ".join(map(str, homes))}; do echo $$ > $home/cgroup.procs; done; exec "$@"'
