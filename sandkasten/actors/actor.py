@@ -113,6 +113,10 @@ def _nothing() -> None:
     """The last word of who comes back."""
 
 
+async def _as_it_is(error: SandkastenError) -> SandkastenError:
+    return error
+
+
 class Ref:
     """The address of an actor. It stays the same when its supervisor restarts the actor behind it."""
 
@@ -122,6 +126,8 @@ class Ref:
         """How many actors have answered here."""
         self.last_word: Callable[[], SandkastenError | None] = _nothing
         """What to say of an actor that has ended for good."""
+        self.judge: Callable[[SandkastenError], Awaitable[SandkastenError]] = _as_it_is
+        """What an error means that came of work with what the actor lent; see `Actor.judge`."""
         self._outbox: trio.MemorySendChannel[_Envelope] | None = None
 
     def __repr__(self) -> str:
@@ -216,6 +222,10 @@ class Actor:
         """The error for those who asked too late."""
         return ActorGone(f"{self.ref.name} has ended")
 
+    async def judge(self, error: SandkastenError) -> SandkastenError:
+        """Return what the asker is told instead of an error that a handler, or work it deferred, ended with."""
+        return error
+
     def stop(self) -> None:
         """End the loop after the message being handled."""
         self._is_stopping = True
@@ -255,7 +265,7 @@ class Actor:
         try:
             answer = await self.handle(envelope.message)
         except SandkastenError as error:
-            self._fail(envelope.reply, error, envelope.message)
+            await self._refuse(envelope.reply, error, envelope.message)
         except BaseException:
             self._fail(envelope.reply, self.gone(), envelope.message)
             raise
@@ -271,13 +281,19 @@ class Actor:
         try:
             answer = await work(*args)
         except SandkastenError as error:
-            self._fail(reply, error, work.__name__)
+            await self._refuse(reply, error, work.__name__)
         except BaseException:
             self._fail(reply, self.gone(), work.__name__)
             raise
         else:
             if reply is not None:
                 reply.set(answer)
+
+    async def _refuse(self, reply: Reply[Any] | None, error: SandkastenError, what: object) -> None:
+        try:
+            error = await self.judge(error)
+        finally:  # cancelled: as it is
+            self._fail(reply, error, what)
 
     def _fail(self, reply: Reply[Any] | None, error: SandkastenError, what: object) -> None:
         if reply is not None:

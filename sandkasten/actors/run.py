@@ -251,7 +251,9 @@ class Run:
                     self._require_connected(connection)
                     await connection.send(Kind.END)
                     self._is_stdin_open = False
-            except RunnerLost:  # the connection went with the run
+            except RunnerLost:  # the connection went with the run, whose end may be that of the sandbox
+                with trio.move_on_after(PATIENCE_S):
+                    await self.ended.wait_done()
                 raise ExecEnded("the run has ended", exec_id=self.exec_id) from None
 
     async def queue_stdin(self, data: bytes, *, close: bool) -> None:

@@ -20,7 +20,6 @@ from sandkasten.errors import (
     Conflict,
     ExecEnded,
     InvalidRequest,
-    RunnerLost,
     RunnerProtocolError,
     SandboxError,
     SandkastenError,
@@ -185,8 +184,3 @@ def refusal(error: protocol.Error) -> SandkastenError:
             return SandboxError(error.message)
         case _:
             return SandboxError(f"the sandbox could not run the command: {error.message}")
-
-
-def is_lost(error: BaseException) -> bool:
-    """Whether `error` means that PID 1 is gone or hostile."""
-    return isinstance(error, RunnerLost | RunnerProtocolError)

@@ -22,7 +22,7 @@ from sandkasten.actors.exec_account import Accounts, cut_short
 from sandkasten.actors.exec_ids import ExecIds, gone
 from sandkasten.actors.groups import Groups
 from sandkasten.actors.run import Run
-from sandkasten.actors.run_driver import CONTROL_S, drive, drive_again, is_lost
+from sandkasten.actors.run_driver import CONTROL_S, drive, drive_again
 from sandkasten.actors.run_facts import text_bytes
 from sandkasten.actors.run_keeping import RunKeeping
 from sandkasten.actors.run_reader import Hold
@@ -34,8 +34,6 @@ from sandkasten.errors import (
     ExecEnded,
     ExecNotFound,
     InvalidRequest,
-    RunnerLost,
-    RunnerProtocolError,
     SandkastenError,
     ShellBusy,
     ShuttingDown,
@@ -54,8 +52,6 @@ _MAX_PROGRAMS = protocol.MAX_PROGRAMS
 _MAX_INPUT_BYTES = 64 * 1024 * 1024
 """Input of runs that came with their requests, and is kept until they end."""
 
-_DEATH_NEWS_S = 2.0
-"""How long after a lost connection the news of PID 1's death may take."""
 
 _CANCEL_TRIES = 20
 _CANCEL_PAUSE_S = 0.05
@@ -330,18 +326,13 @@ class Runs:
     async def _judge(self, run: Run, error: SandkastenError, *, lost: Cause | None = None) -> None:
         """A run failed below the shell: find out whether the sandbox is dead, hostile, or only said no. `lost` is the
         end of a run that was there and is not found again."""
-        if isinstance(error, RunnerLost):
-            with trio.move_on_after(_DEATH_NEWS_S):
-                await self._host.has_died.wait()
-        if isinstance(error, RunnerProtocolError):
-            self._host.distrust(error)
-        has_died = self._host.has_died.is_set()
-        if has_died and run.began_at is not None:
+        told = await self._host.judge(error)
+        if self._host.has_died.is_set() and run.began_at is not None:
             run.finish(cut_short(run, Cause.SANDBOX_DIED, self._host.cwd))
         elif lost is not None:
             run.finish(cut_short(run, lost, self._host.cwd))
         else:
-            run.fail(self._host.gone() if has_died and is_lost(error) else error)
+            run.fail(told)
 
     def _retire(self, run: Run) -> None:
         del self._active[run.exec_id]

@@ -32,10 +32,10 @@ _OOM_REST_S = 0.5
 
 
 class SandboxWatch:
-    """See the module's docstring. `has_died` is set with PID 1's death."""
+    """See the module's docstring. `has_died` is set with PID 1's death, `news` also when nobody watches any more."""
 
     def __init__(self, session_id: str, zygote: Ref, stats: CgroupStats) -> None:
-        self.has_died = trio.Event()
+        self.has_died, self.news = trio.Event(), trio.Event()
         self._session_id = session_id
         self._zygote = zygote
         self._stats = stats
@@ -52,6 +52,7 @@ class SandboxWatch:
             self._oom = OomEvent(sandbox.oom_kind, sandbox.oom_fd)
 
     def close(self) -> None:
+        self.news.set()
         if self._sandbox is not None:
             self._sandbox.pidfd.close()
         if self._oom is not None:
@@ -63,6 +64,7 @@ class SandboxWatch:
         await trio.lowlevel.wait_readable(self._sandbox.pidfd.fileno())
         self._died_at = trio.current_time()
         self.has_died.set()
+        self.news.set()
         await on_death()
 
     def ran_out_of_memory(self, oom_kills: int) -> bool:

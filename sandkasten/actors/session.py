@@ -23,6 +23,7 @@ from sandkasten.actors.actor import Actor, Ref, Reply
 from sandkasten.actors.inspection import Inspection, inspect
 from sandkasten.actors.lease import Lease
 from sandkasten.actors.live_record import LiveRecord
+from sandkasten.actors.loss import INIT_ENDED, judge, last_word
 from sandkasten.actors.marks import Marks
 from sandkasten.actors.pausing import Pausing
 from sandkasten.actors.run_driver import ask_runner
@@ -52,6 +53,7 @@ from sandkasten.actors.wording import ENDINGS, EXPIRIES, accepted, rfc3339
 from sandkasten.actors.workspaces import release_soon
 from sandkasten.crash import Point
 from sandkasten.errors import (
+    ActorGone,
     BuildFailed,
     Overloaded,
     RunnerLost,
@@ -59,7 +61,7 @@ from sandkasten.errors import (
     SandboxError,
     SandkastenError,
 )
-from sandkasten.lifecycle import END_REASONS, ENDED, USABLE, WHOLE, Event, ended_error, next_status
+from sandkasten.lifecycle import END_REASONS, ENDED, USABLE, WHOLE, Event, next_status
 from sandkasten.model import FOREVER_S, Cause, EndReason, EventType, Session, SessionPatch, SessionStats, Status
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from sandkasten.runtime.plan import plan_sandbox
@@ -80,7 +82,6 @@ _MAX_CONTROLS = 8
 """Requests at a time that are answered at once; see `runs.MAX_ACTIVE`."""
 
 _FULL_MAILBOX_PAUSE_S = 0.02
-_INIT_ENDED = "its init process ended"
 
 
 class SessionActor(Actor):
@@ -89,7 +90,7 @@ class SessionActor(Actor):
     def __init__(self, ref: Ref, record: SessionRecord, creation: Creation | None, services: Services) -> None:
         """Without `creation` the sandbox of `record` is adopted."""
         super().__init__(ref)
-        ref.last_word = lambda: self.gone() if self.session.status in ENDED else None
+        ref.judge, ref.last_word = self.judge, lambda: last_word(self.session, has_died=self.has_died.is_set())
         self.ready: Reply[Session] = Reply()
         self._creation = creation
         self._services = services
@@ -173,7 +174,10 @@ class SessionActor(Actor):
         self.ready.fail(self.gone())
 
     def gone(self) -> SandkastenError:
-        return ended_error(self.session)
+        return self.ref.last_word() or ActorGone("the session is not served at the moment")
+
+    async def judge(self, error: SandkastenError) -> SandkastenError:
+        return await judge(error, self, self._watch)
 
     async def handle(self, message: Life | Work) -> Any:
         match message:
@@ -490,7 +494,7 @@ class SessionActor(Actor):
     # Signs of life ----------------------------------------------------------------------------------------------
 
     async def _report_death(self) -> None:
-        await self._tell_self(Died(_INIT_ENDED))
+        await self._tell_self(Died(INIT_ENDED))
 
     def _report_kill(self, kills: int, victim: str | None) -> None:
         self.emit(EventType.OOM, oom_kills=kills, victim=victim)

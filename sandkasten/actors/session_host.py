@@ -61,7 +61,9 @@ class Host(Protocol):
         """The default shell is in that directory now."""
         ...
 
-    def gone(self) -> SandkastenError: ...
+    async def judge(self, error: SandkastenError) -> SandkastenError:
+        """Return what `error` means to whoever asked; see `loss`."""
+        ...
 
     async def wake(self) -> None:
         """Make a paused session go on, if it may. Raises `SessionPaused`."""

@@ -178,6 +178,11 @@ class Terminals:
     def cwd(self) -> str:
         return self._host.cwd
 
+    @property
+    def cause_of_end(self) -> Cause:
+        """Why a view ends: its sandbox died, or its shell was closed."""
+        return Cause.SANDBOX_DIED if self._host.has_died.is_set() else Cause.CANCELLED
+
 
 class Viewer:
     """One viewer of a terminal; implements `supervisor.TerminalViewer`."""
@@ -271,7 +276,7 @@ class Viewer:
         while not self._terminal.screen.is_closed:
             await self._terminal.screen.wait_change()
         ghost = _run(ExecSpec(command="", exec_id=self._terminal.id))
-        return cut_short(ghost, Cause.CANCELLED, self._terminals.cwd)
+        return cut_short(ghost, self._terminals.cause_of_end, self._terminals.cwd)
 
     def close_unused(self) -> None:
         """Leave, for an asker who did not wait for the answer."""

@@ -40,6 +40,7 @@ from sandkasten.actors.files import LocalFileReader, LocalFileWriter, open_reade
 from sandkasten.actors.inventory import Inventory
 from sandkasten.actors.leftovers import Removal
 from sandkasten.actors.listing import find_sessions
+from sandkasten.actors.loss import judged
 from sandkasten.actors.measuring import Observed, measure
 from sandkasten.actors.node_view import NodeFacts, describe_capacity, describe_system
 from sandkasten.actors.session_messages import Borrow, Destroy, PauseSession, ResumeSession, Stats, Update
@@ -365,7 +366,8 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             entry = await self._live(session_id)
             done = trio.Event()
             try:
-                yield await entry.ref.ask(Borrow(done))
+                async with judged(entry.ref):
+                    yield await entry.ref.ask(Borrow(done))
             finally:
                 done.set()
 

@@ -16,6 +16,7 @@ from sandkasten.actors.actor import Ref
 from sandkasten.actors.attended import Attended
 from sandkasten.actors.directory import Entry
 from sandkasten.actors.events import EventReader, open_reader
+from sandkasten.actors.loss import judged
 from sandkasten.actors.output import Collector
 from sandkasten.actors.run import Run
 from sandkasten.actors.run_reader import Hold, Joined, RunReader
@@ -198,7 +199,10 @@ class WorkOfSessions:
         return await run.log.read(stream, offset, limit)
 
     async def send_stdin(self, session_id: str, exec_id: str, data: bytes, *, close: bool = False) -> None:
-        await (await self._find(session_id, exec_id, to_act=True)).queue_stdin(data, close=close)
+        entry = await self._live(session_id)
+        run = await entry.ref.ask(FindRun(exec_id, to_act=True))
+        async with judged(entry.ref):
+            await run.queue_stdin(data, close=close)
 
     async def signal_exec(self, session_id: str, exec_id: str, number: int) -> None:
         if not 0 < number <= _MAX_SIGNAL:

@@ -19,7 +19,15 @@ from sandkasten.actors.actor import Ref
 from sandkasten.actors.files import LocalFileReader, LocalFileWriter, open_reader, open_writer
 from sandkasten.actors.workspace_files import LocalArchiveReader
 from sandkasten.config import MIB, Config
-from sandkasten.errors import InvalidRequest, SandkastenError, WorkspaceBusy, WorkspaceNotFound
+from sandkasten.errors import (
+    Capacity,
+    InvalidRequest,
+    RunnerLost,
+    RunnerProtocolError,
+    SandkastenError,
+    WorkspaceBusy,
+    WorkspaceNotFound,
+)
 from sandkasten.model import WORKSPACE_ID, Session
 from sandkasten.runtime import reserve
 from sandkasten.runtime.runner_link import RunnerLink
@@ -161,6 +169,11 @@ class WorkOfWorkspaces:
         done = trio.Event()
         try:
             yield await self._workspaces.ask(messages.Borrow(workspace_id, done, draft, self._within))
+        except RunnerLost as error:
+            raise Capacity("what reached the workspace's files has ended; ask again") from error
+        except RunnerProtocolError:
+            await self._workspaces.ask(messages.EndHelpers(workspace_id))  # hostile: who asks again gets another one
+            raise
         finally:
             done.set()
 

@@ -5,6 +5,8 @@ Per connection, not per request. It looks at no route, header or key.
   loop: here every send is a checkpoint, and raises once the connection is over (`ws_stream.py` sees to that for
   WebSockets). The end of an HTTP client's side alone doesn't end the connection here: whoever is asked for something
   short still answers. Whoever waits hears `http.disconnect`, and `Exchange.until_disconnect` takes it for a leave.
+- hypercorn hands a body on through a queue of a few pieces, and the end of an answer as well. An application that
+  answers without reading would wait for itself, its connection for ever: here what is not read is dropped meanwhile.
 - hypercorn reports `http.disconnect` after each complete answer and quart-trio cancels itself on it, which also cancels
   hypercorn's keep-alive timer: here `receive` stays silent after the final part of the answer.
 """
@@ -55,7 +57,10 @@ class GuardedApp:
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 is_answered = True
                 self._stream.has_unread_body = not is_body_read and has_body(scope)
-            await send(message)
+            if is_answered and self._stream.has_unread_body:
+                await _send_dropping(send, message, receive)
+            else:
+                await send(message)
             if is_http:
                 await trio.lowlevel.checkpoint()
 
@@ -64,6 +69,25 @@ class GuardedApp:
             await self._app(scope, guarded_receive, guarded_send)
         except* ClientGone:
             pass
+
+
+async def _send_dropping(send: Send, message: Message, receive: Receive) -> None:
+    """Send the end of an answer, and take what comes of the request until that is done."""
+    failures: list[Exception] = []
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_drop, receive)
+        try:
+            await send(message)
+        except Exception as error:  # noqa: BLE001 - raised below: the nursery would wrap it
+            failures.append(error)
+        nursery.cancel_scope.cancel()
+    for failure in failures:
+        raise failure
+
+
+async def _drop(receive: Receive) -> None:
+    while True:
+        await receive()
 
 
 def has_body(scope: Scope) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import struct
@@ -10,8 +11,17 @@ import pytest
 import trio
 import trio.testing
 
+from sandkasten.api.guard import Receive, Scope, Send
 from sandkasten.model import SessionSpec
-from tests.api.harness import PATIENCE_S, parse_answer, read_to_end, request_bytes, running_front, send_and_read
+from tests.api.harness import (
+    PATIENCE_S,
+    parse_answer,
+    read_to_end,
+    request_bytes,
+    running_app,
+    running_front,
+    send_and_read,
+)
 from tests.api.test_front import Gate
 from tests.api.ws_client import UPGRADE, handshake
 from tests.fakes.supervisor import Script
@@ -93,3 +103,37 @@ async def test_a_handshake_of_another_version_is_told_the_spoken_one() -> None:
         await stream.send_all(head.encode() + b"\r\n")
         status, answered, _ = parse_answer(await read_to_end(stream))
         assert (status, answered["connection"], answered["sec-websocket-version"]) == (400, "close", "13")
+
+
+async def test_an_early_answer_to_more_than_was_taken_in_ends_the_connection() -> None:
+    """Also when all that lies between protocol and application is full of a body that nobody reads: the client is
+    answered while it is still sending, and nothing of the connection stays."""
+    is_full = trio.Event()
+    left: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await is_full.wait()
+        await send({"type": "http.response.start", "status": 413, "headers": [(b"connection", b"close")]})
+        await send({"type": "http.response.body", "body": b"too much", "more_body": False})
+        left.append(scope["path"])
+
+    async with running_app(app) as running, await running.connect() as stream, trio.open_nursery() as nursery:
+
+        async def pour() -> None:
+            await stream.send_all(b"POST /a HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000\r\n\r\n")
+            with contextlib.suppress(trio.BrokenResourceError):
+                while True:
+                    await stream.send_all(bytes(1 << 20))
+
+        nursery.start_soon(pour)
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        is_full.set()
+        answer = await read_to_end(stream)
+        assert answer.startswith(b"HTTP/1.1 413")
+        assert b"too much" in answer
+
+        async def has_left() -> bool:
+            return left == ["/a"]
+
+        await until(has_left)
+        assert await running.stop() < PATIENCE_S

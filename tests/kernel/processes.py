@@ -16,11 +16,18 @@ def init_pid(session: Session) -> int:
     """Return the host's pid of the sandbox's PID 1, found by the host name in its own namespace."""
     wanted = f"sk-{session.id[:8]}"
     for pid, _ in descendants(os.getpid()):
-        status = Path(f"/proc/{pid}/status").read_text()
-        namespace_pids = next(line.split()[1:] for line in status.splitlines() if line.startswith("NSpid"))
-        if len(namespace_pids) > 1 and namespace_pids[-1] == "1" and _hostname(pid) == wanted:
+        if _is_init(pid) and _hostname(pid) == wanted:
             return pid
     raise AssertionError(f"no init process of {session.id}")
+
+
+def _is_init(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:  # ended meanwhile
+        return False
+    namespace_pids = next(line.split()[1:] for line in status.splitlines() if line.startswith("NSpid"))
+    return len(namespace_pids) > 1 and namespace_pids[-1] == "1"
 
 
 def _hostname(pid: int) -> str:
@@ -50,9 +57,10 @@ def nsinit_pid() -> int:
     raise AssertionError("nsinit is not running")
 
 
-def init_pids() -> list[int]:
-    """Return the pids of all PID 1s that this process's supervisors started, vessels included."""
-    return [pid for pid, name in descendants(os.getpid()) if name == "sandkasten-init"]
+def init_pids(root: int | None = None) -> list[int]:
+    """Return the pids of all PID 1s that supervisors of this process, or of `root`, started, vessels included."""
+    found = descendants(root or os.getpid())
+    return [pid for pid, name in found if name == "sandkasten-init" and _is_init(pid)]
 
 
 @contextmanager

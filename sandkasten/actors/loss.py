@@ -1,0 +1,73 @@
+"""What it means to whoever asked that a session was lost under their request: the one place that decides it.
+
+All that talks to PID 1 of a session, or to nsinit about it, meets its death in a way of its own: a connection that
+breaks, a cgroup that is not there. Whatever it was, the answer is that the session has ended. Owns no state; what a
+death means to the session itself is for its actor to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+import attrs
+import trio
+
+from sandkasten.actors.actor import Ref
+from sandkasten.actors.sandbox_watch import SandboxWatch
+from sandkasten.errors import ExecEnded, RunnerLost, RunnerProtocolError, SandboxError, SandkastenError, Unavailable
+from sandkasten.lifecycle import END_REASONS, ENDED, WHOLE, Event, ended_error, next_status
+from sandkasten.model import Session, Status
+
+INIT_ENDED = "its init process ended"
+
+_NEWS_S = 2.0
+"""How long after a lost connection the news of PID 1's death, or of the daemon's stop, may take."""
+
+_Hidden = SandboxError | Unavailable | ExecEnded
+"""What a request may be refused with because the session is dying under it. All else is its own fault."""
+
+
+class Losable(Protocol):
+    """A session's actor as this sees it."""
+
+    @property
+    def session(self) -> Session: ...
+
+    def gone(self) -> SandkastenError: ...
+
+    def distrust(self, error: RunnerProtocolError) -> None: ...
+
+
+async def judge(error: SandkastenError, of: Losable, watch: SandboxWatch) -> SandkastenError:
+    """Return what to answer instead of `error`, which came of work in that session; waits a moment for the news."""
+    if isinstance(error, RunnerProtocolError):
+        of.distrust(error)
+    if isinstance(error, RunnerLost):
+        with trio.move_on_after(_NEWS_S):
+            await watch.news.wait()
+    is_over = watch.news.is_set() or of.session.status not in WHOLE
+    return of.gone() if is_over and isinstance(error, _Hidden) else error
+
+
+def last_word(session: Session, *, has_died: bool) -> SandkastenError | None:
+    """Return what is said of a session that has ended, or is about to; None of one that lives."""
+    if session.status in ENDED or session.status is Status.DESTROYING:
+        return ended_error(session)
+    if not has_died or session.status not in WHOLE:
+        return None
+    dying = next_status(session.status, Event.DIED)  # as its actor will have it in a moment
+    return ended_error(attrs.evolve(session, status=dying, reason=INIT_ENDED, end_reason=END_REASONS[Event.DIED]))
+
+
+@asynccontextmanager
+async def judged(ref: Ref) -> AsyncIterator[None]:
+    """Work done with what that actor lent, in the caller's own task: errors are judged as the actor judges its own."""
+    try:
+        yield
+    except SandkastenError as error:
+        told = await ref.judge(error)
+        if told is error:
+            raise
+        raise told from error
