@@ -64,10 +64,13 @@ def last_word(session: Session, *, has_died: bool) -> SandkastenError | None:
 @asynccontextmanager
 async def judged(ref: Ref) -> AsyncIterator[None]:
     """Work done with what that actor lent, in the caller's own task: errors are judged as the actor judges its own."""
+    failure: SandkastenError | None = None
     try:
         yield
     except SandkastenError as error:
-        told = await ref.judge(error)
-        if told is error:
-            raise
-        raise told from error
+        failure = error
+    if failure is not None:
+        told = await ref.judge(failure)
+        if told is failure:
+            raise failure
+        raise told from failure

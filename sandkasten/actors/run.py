@@ -251,10 +251,12 @@ class Run:
                     self._require_connected(connection)
                     await connection.send(Kind.END)
                     self._is_stdin_open = False
+                return
             except RunnerLost:  # the connection went with the run, whose end may be that of the sandbox
-                with trio.move_on_after(PATIENCE_S):
-                    await self.ended.wait_done()
-                raise ExecEnded("the run has ended", exec_id=self.exec_id) from None
+                pass
+            with trio.move_on_after(PATIENCE_S):
+                await self.ended.wait_done()
+            raise ExecEnded("the run has ended", exec_id=self.exec_id)
 
     async def queue_stdin(self, data: bytes, *, close: bool) -> None:
         """As `send_stdin`, for senders whose number nothing else bounds.

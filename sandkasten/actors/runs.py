@@ -52,7 +52,6 @@ _MAX_PROGRAMS = protocol.MAX_PROGRAMS
 _MAX_INPUT_BYTES = 64 * 1024 * 1024
 """Input of runs that came with their requests, and is kept until they end."""
 
-
 _CANCEL_TRIES = 20
 _CANCEL_PAUSE_S = 0.05
 

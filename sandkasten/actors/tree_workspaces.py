@@ -167,15 +167,18 @@ class WorkOfWorkspaces:
     async def _files(self, workspace_id: str, *, draft: bool = False) -> AsyncIterator[RunnerLink]:
         self._check(workspace_id)
         done = trio.Event()
+        hostile: RunnerProtocolError | None = None
         try:
             yield await self._workspaces.ask(messages.Borrow(workspace_id, done, draft, self._within))
         except RunnerLost as error:
             raise Capacity("what reached the workspace's files has ended; ask again") from error
-        except RunnerProtocolError:
-            await self._workspaces.ask(messages.EndHelpers(workspace_id))  # hostile: who asks again gets another one
-            raise
+        except RunnerProtocolError as error:
+            hostile = error
         finally:
             done.set()
+        if hostile is not None:
+            await self._workspaces.ask(messages.EndHelpers(workspace_id))  # who asks again gets another one
+            raise hostile
 
     # Archives ---------------------------------------------------------------------------------------------------
 
