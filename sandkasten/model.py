@@ -240,7 +240,7 @@ class ExecSpec:
     stdin_open: bool = False
     terminal: TerminalSize | None = None
     exec_id: str | None = None
-    has_new_id: bool = False
+    has_new_id: bool = attrs.field(default=False, eq=False)
 
     @property
     def is_program(self) -> bool:

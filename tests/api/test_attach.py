@@ -57,6 +57,23 @@ async def test_the_same_id_and_body_attach_and_nothing_runs_twice(first_ended: b
         ] * 2
 
 
+@pytest.mark.parametrize("route", ["exec", "exec/stream"])
+async def test_an_id_that_the_server_made_joins_its_run_and_never_begins_one(route: str) -> None:
+    """The answer names it, and a client may repeat the call with it; when the run is not kept any more it is 410."""
+    async with running_front() as running, running.client() as client:
+        url = await make_session(running, client)
+        first = await client.post(f"{url}/{route}", json={"cmd": "a"})
+        made = running.supervisor.runs[0].exec_id
+        assert made in first.text
+        again = await client.post(f"{url}/{route}", json={"cmd": "a", "exec_id": made})
+        assert (again.status_code, len(running.supervisor.runs)) == (200, 1)
+        running.supervisor.forget(url.rpartition("/")[2], made)
+        for exec_id in (made, "run-0123456789abcdef"):
+            gone = await client.post(f"{url}/{route}", json={"cmd": "a", "exec_id": exec_id})
+            assert (gone.status_code, gone.json()["error_code"]) == (410, "EXEC_GONE")
+        assert len(running.supervisor.runs) == 1
+
+
 @pytest.mark.parametrize(
     "other",
     [{"cmd": "b"}, {"timeout_ms": 5}, {"cwd": "/tmp"}, {"env": {"A": "2"}}, {"stdin": ""}, {"mode": "stateless"}],

@@ -11,6 +11,7 @@ import attrs
 import trio
 
 from sandkasten import errors
+from sandkasten.execids import is_made
 from sandkasten.model import (
     DEFAULT_SHELL,
     EventType,
@@ -259,10 +260,11 @@ class FakeRuns(FakeSessions):
     def _joined(self, session_id: str, exec_id: str | None, spec: ExecSpec | ProcessSpec) -> Run | None:
         if exec_id is None:
             return None
-        if (session_id, exec_id) in self._gone:
-            raise errors.ExecGone("that run is not kept any more", exec_id=exec_id)
         run = self._runs.get(session_id, {}).get(exec_id)
-        if run is not None and spec != (run.process or run.spec):
+        is_chosen = not (isinstance(spec, ExecSpec) and spec.has_new_id)
+        if (session_id, exec_id) in self._gone or (run is None and is_chosen and is_made(exec_id)):
+            raise errors.ExecGone("that run is not kept any more", exec_id=exec_id)
+        if run is not None and spec != (run.process or attrs.evolve(run.spec, exec_id=exec_id)):
             raise errors.Conflict("the id was used for something else", exec_id=exec_id, status=run.state.value)
         return run
 

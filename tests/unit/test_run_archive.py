@@ -25,6 +25,7 @@ from sandkasten.runtime.run_records import (
     state_from_json,
     state_to_json,
 )
+from sandkasten.runtime.used_ids import digest_of
 from tests.unit.test_spool_segment import file_size_limit
 
 SESSION = "a" * 24
@@ -166,6 +167,66 @@ def test_files_that_nobody_needs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     kept = data_of(open_archive(tmp_path).read(), "b")
     assert 2000 < len(kept) < 8000
     assert (b"".join(b"%04d" % number * 250 for number in range(20))).endswith(kept)
+
+
+def test_a_new_file_says_which_runs_there_are(tmp_path: Path) -> None:
+    """One that is not named in it is gone, also when the record of that went with an older file."""
+    archive = open_archive(tmp_path)
+    archive.write([news("a", ENDED), news("b", ENDED, pieces(1, b"one"))], (), is_all=True)
+    archive.write([news("b", ENDED)], ("a",), is_all=True)
+    written = open_archive(tmp_path).read()
+    assert (list(written.runs), list(written.gone), data_of(written, "b")) == (["b"], ["a"], b"one")
+    (tmp_path / f"{SESSION}.00000002.runs").write_bytes(b"")
+    archive = open_archive(tmp_path)
+    archive.read()
+    archive.write([news("b", ENDED)], (), is_all=True)
+    assert list(open_archive(tmp_path).read().runs) == ["b"]
+
+
+def test_a_file_that_begins_with_much_has_room_for_as_much_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So many runs are not written anew with every change."""
+    monkeypatch.setattr(run_archive, "FILE_BYTES", 1000)
+    archive = open_archive(tmp_path)
+    archive.write([news(str(number), ENDED) for number in range(50)], (), is_all=True)
+    for number in range(49):
+        assert not archive.wants_all
+        archive.write([news(str(number), ENDED)], (), is_all=False)
+    archive.write([news("49", ENDED), news("50", ENDED)], (), is_all=False)
+    assert archive.wants_all
+
+
+def test_used_ids_are_there_before_their_runs_are_not(tmp_path: Path) -> None:
+    """A disk that takes no more has the ids or still has the runs; they go with the session."""
+    archive = open_archive(tmp_path)
+    archive.write([news("a", ENDED)], (), is_all=True)
+    with file_size_limit(2000), pytest.raises(OSError, match="File too large"):
+        archive.write([news("b", ENDED, pieces(1, b"x" * 4000))], ("a",), used=[digest_of("a")], is_all=False)
+    written = open_archive(tmp_path).read()
+    assert ("a" in written.used, "a" in written.runs, written.damaged_files) == (True, True, 0)
+    with file_size_limit(10), pytest.raises(OSError, match="File too large"):
+        archive.write([], ("a",), used=[digest_of("b")], is_all=True)
+    written = open_archive(tmp_path).read()
+    assert ("b" in written.used, written.used.is_whole, list(written.runs)) == (False, True, ["a"])
+    archive.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_record_that_was_never_finished_is_no_damage(tmp_path: Path, cut: bool) -> None:
+    """Nobody relied on it. One that was there and has changed may have been about an id that was used."""
+    archive = open_archive(tmp_path)
+    archive.write([news("a", ENDED), news("b", ENDED)], (), is_all=True)
+    (path,) = tmp_path.iterdir()
+    content = bytearray(path.read_bytes())
+    if cut:
+        del content[-30:]
+    else:
+        content[4] ^= 1  # a length
+    path.write_bytes(content)
+    written = open_archive(tmp_path).read()
+    assert (written.damaged_files, written.used.is_whole) == (1, cut)
 
 
 def test_a_full_disk_takes_nothing_by_halves(tmp_path: Path) -> None:

@@ -37,7 +37,9 @@ def test_the_set_holds_what_was_put_in_and_nothing_else(exec_ids: list[str]) -> 
         assert (used.add(exec_id) is None) == (exec_id in oracle)
         oracle.add(exec_id)
         assert len(used) == len(oracle)
-    assert all(exec_id in used for exec_id in oracle)
+    again = UsedIds.of(digest_of(exec_id) for exec_id in 2 * exec_ids)
+    assert len(again) == len(oracle)
+    assert all(exec_id in used and exec_id in again for exec_id in oracle)
     assert not any(f"{exec_id} " in used for exec_id in oracle)
 
 
@@ -47,9 +49,7 @@ def test_very_many_take_few_bytes_each() -> None:
     digests = [chance.getrandbits(64) for _ in range(200_000)]
     tracemalloc.start()
     try:
-        used = UsedIds()
-        for digest in digests:
-            used.add_digest(digest)
+        used = UsedIds.of(digests)
         size_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
