@@ -74,8 +74,12 @@ class Groups:
             self._released[name] = None  # made or not, nobody will use it
             raise
         except SandkastenError:
-            self._live.discard(name)
+            self._forget(name)
             raise
+
+    def _forget(self, name: str) -> None:
+        self._live.discard(name)
+        self._stats.forget(name)
 
     def adopt(self, name: str) -> None:
         """A group of an earlier daemon's, in which nothing more will be started."""
@@ -107,7 +111,7 @@ class Groups:
         try:
             was_removed = await self._try_remove(name, kill=kill)
             if was_removed:
-                self._live.discard(name)
+                self._forget(name)
                 self._gone_usec += self._going.get(name, 0)
             return was_removed
         finally:

@@ -115,6 +115,7 @@ class CgroupStats:
         )
 
     def close(self) -> None:
+        self.groups.close()
         for fd in self._fds.values():
             if fd is not None:
                 os.close(fd)

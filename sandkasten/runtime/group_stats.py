@@ -2,13 +2,14 @@
 
 A group is a cgroup below the session's, one for each program and named shell (`nsinit/groups.py`). It has no controller
 of its own, but in a v2 hierarchy, mounted alone or beside v1, the kernel keeps its CPU time all the same; v1 does not.
-Groups come and go, so no file is kept open. Never writes, never raises.
+One file of each group that is asked for stays open until it is forgotten. Never writes, never raises.
 
 Sources: Documentation/admin-guide/cgroup-v2.rst, "cpu.stat" (there whether the controller is enabled or not).
 """
 
 from __future__ import annotations
 
+import errno
 import os
 
 UNKNOWN = -1
@@ -22,6 +23,7 @@ class GroupStats:
 
     def __init__(self, directory: str | None) -> None:
         self._directory = directory
+        self._fds: dict[str, int] = {}
 
     @property
     def is_known(self) -> bool:
@@ -40,21 +42,41 @@ class GroupStats:
 
     def cpu_usec(self, name: str) -> int:
         """Return the CPU time that was ever used in a group, in µs; `UNKNOWN` when there is no such group."""
-        content = self._read(f"{name}/cpu.stat", _CPU_BYTES)
-        _, found, rest = content.partition(_USAGE)
+        try:
+            _, found, rest = os.pread(self._open(name), _CPU_BYTES, 0).partition(_USAGE)
+        except OSError:
+            return UNKNOWN
         digits = rest.partition(b"\n")[0]
         return int(digits) if found and digits.isdigit() else UNKNOWN
 
     def count_processes(self, name: str | None) -> int:
         """Return how many processes are in a group, or with None in no group of the session; some hundred at most."""
-        content = self._read("cgroup.procs" if name is None else f"{name}/cgroup.procs", _MEMBERS_BYTES)
+        try:
+            with open(
+                self._path("cgroup.procs" if name is None else f"{name}/cgroup.procs"), "rb", buffering=0
+            ) as file:
+                content = file.read(_MEMBERS_BYTES) or b""
+        except OSError:
+            return UNKNOWN
         return content.count(b"\n") if content else UNKNOWN
 
-    def _read(self, path: str, size: int) -> bytes:
+    def forget(self, name: str) -> None:
+        """The group is gone, or nothing is asked of it any more."""
+        fd = self._fds.pop(name, None)
+        if fd is not None:
+            os.close(fd)
+
+    def close(self) -> None:
+        for name in list(self._fds):
+            self.forget(name)
+
+    def _open(self, name: str) -> int:
+        fd = self._fds.get(name)
+        if fd is None:
+            fd = self._fds[name] = os.open(self._path(f"{name}/cpu.stat"), os.O_RDONLY | os.O_CLOEXEC)
+        return fd
+
+    def _path(self, path: str) -> str:
         if self._directory is None:
-            return b""
-        try:
-            with open(f"{self._directory}/{path}", "rb", buffering=0) as file:
-                return file.read(size) or b""
-        except OSError:
-            return b""
+            raise FileNotFoundError(errno.ENOENT, "no v2 hierarchy")
+        return f"{self._directory}/{path}"

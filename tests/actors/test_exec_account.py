@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -200,6 +202,18 @@ async def test_groups_that_are_found_again_are_counted(session: Session) -> None
     assert session.groups.read_cpu() == 0
     session.groups.recover()
     assert session.groups.read_cpu() == 700
+
+
+async def test_a_group_that_is_gone_is_no_open_file(session: Session) -> None:
+    """And its CPU time is not known any more."""
+    session.group("gone", cpu_usec=700, processes=1)
+    stats, open_before = session.stats.groups, len(os.listdir("/proc/self/fd"))
+    assert (stats.cpu_usec("gone"), stats.count_processes("gone")) == (700, 1)
+    assert len(os.listdir("/proc/self/fd")) == open_before + 1
+    stats.forget("gone")
+    shutil.rmtree(session.directory / "gone")
+    assert (stats.cpu_usec("gone"), stats.count_processes("gone")) == (-1, -1)
+    assert len(os.listdir("/proc/self/fd")) == open_before
 
 
 async def test_an_account_outlives_its_daemon(session: Session) -> None:
