@@ -56,10 +56,10 @@ def live(channel: socket.socket, machine: Machine) -> NoReturn:
         syscalls.prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL)
         capabilities.give_up(k.CAP_SYS_RESOURCE)  # an overlay writes with its maker's rights: no quota would bind it
         gc.freeze()  # nothing of nsinit's objects may be finalised here: their descriptor numbers are others' now
-        keep_only({0, 1, 2, channel.fileno()})
+        keep_only({0, 1, 2, channel.fileno(), *machine.volumes.kept_fds})
         os.chdir("/")  # where setns leads, too
         home_fd = os.pidfd_open(os.getppid())
-        kept = {0, 1, 2, channel.fileno(), home_fd}
+        kept = {0, 1, 2, channel.fileno(), home_fd, *machine.volumes.kept_fds}
         syscalls.set_name(NAME)
         while True:
             data, fds, _, _ = socket.recv_fds(channel, MAX_DATAGRAM_BYTES, _MAX_FDS)

@@ -21,6 +21,7 @@ from nsinit.paths import Layout, open_directory, open_in_root
 from nsinit.protocol import DiskLimits, SandboxPlan
 from nsinit.seccomp.filters import Filters
 from nsinit.steps import StepFailed
+from nsinit.volumes import Volumes
 
 JOINED = k.CLONE_NEWNS | k.CLONE_NEWNET | k.CLONE_NEWUTS
 """The namespaces of a sandbox that the builder works in."""
@@ -58,6 +59,7 @@ class Machine:
     landlock_abi: int
     filters: Filters
     disk: Mechanism
+    volumes: Volumes
     crash: Crash | None = None
     """Where a process is to end, if a test wants that."""
 
@@ -216,7 +218,11 @@ def make_user_directories(box: Box, plan: SandboxPlan) -> None:
 
 def mount_workspace(box: Box, plan: SandboxPlan) -> None:
     if plan.workspace_id is not None:
-        path = box.machine.layout.workspace(plan.workspace_id, draft=plan.workspace_draft)
+        layout, volumes, is_draft = box.machine.layout, box.machine.volumes, plan.workspace_draft
+        if volumes.has(plan.workspace_id, draft=is_draft):
+            path = volumes.mount(layout.volume(plan.workspace_id, draft=is_draft))
+        else:
+            path = layout.workspace(plan.workspace_id, draft=is_draft)
         mount_fd = mounts.clone_idmapped(path, box.workspace_userns_fd, mounts.NOSUID_NODEV)
         mounts.attach(mount_fd, _target(box, rootfs.WORKSPACE))
 

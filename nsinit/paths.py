@@ -57,6 +57,16 @@ class Layout:
         return f"{self.data_dir}/drafts"
 
     @property
+    def volumes(self) -> str:
+        """Workspaces with a quota."""
+        return f"{self.data_dir}/volumes"
+
+    @property
+    def volume_drafts(self) -> str:
+        """Volumes that are being made, or filled and not published yet."""
+        return f"{self.data_dir}/volume-drafts"
+
+    @property
     def run(self) -> str:
         return f"{self.data_dir}/run"
 
@@ -76,6 +86,9 @@ class Layout:
     def workspace(self, workspace_id: str, *, draft: bool = False) -> str:
         return f"{self.drafts if draft else self.workspaces}/{workspace_id}"
 
+    def volume(self, workspace_id: str, *, draft: bool = False) -> str:
+        return f"{self.volume_drafts if draft else self.volumes}/{workspace_id}"
+
     def make(self) -> None:
         """Make the directories nsinit owns, and see that nobody else does. Everything is closed to everyone but root,
         except for what `gid` is for: in the data directory the daemon's group can make files, and remove but its own.
@@ -84,7 +97,8 @@ class Layout:
         os.chown(self.data_dir, -1, self.gid)
         os.chmod(self.data_dir, SHARED_MODE if self.gid else 0o700)
         spread_subdirectories(self.data_dir)
-        for path in (self.stage, self.sessions, self.workspaces, self.drafts, self.run, self.trash):
+        workspaces = self.workspaces, self.drafts, self.volumes, self.volume_drafts
+        for path in (self.stage, self.sessions, *workspaces, self.run, self.trash):
             make_directory(path)
             check_owner(path)
         spread_subdirectories(self.sessions)

@@ -216,11 +216,24 @@ class Teardown:
 @dataclass(frozen=True, slots=True)
 class MakeWorkspace:
     """Make the directory of a persistent workspace if there is none, or with `draft` one beside it that becomes the
-    workspace when it is published. Answer: `Ok` or `Failed`."""
+    workspace when it is published. With a `quota` it is made so that no more can be written to it; a draft of one that
+    has a quota has it, too. Answer: `Ok` or `Failed` (`EOPNOTSUPP`: no quota can be had here; `EXDEV`: there is one
+    without)."""
 
     seq: int
     workspace_id: str
     draft: bool = False
+    quota: DiskLimits | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GrowWorkspace:
+    """Let a workspace with a quota that nobody has be this large; the number of its files grows along. Answer: `Ok` or
+    `Failed` (`EINVAL`: it is larger; `EBUSY`: somebody has it; `ENOENT`: there is none with a quota)."""
+
+    seq: int
+    workspace_id: str
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,7 +443,7 @@ class Failed:
 
 REQUESTS = Vocabulary(
     *(Start, Prepare, Build, Attach, Scan, SetLimits, SetFrozen, Teardown),
-    *(MakeWorkspace, ListWorkspaces, DiscardWorkspace, PublishWorkspace, SyncWorkspace),
+    *(MakeWorkspace, GrowWorkspace, ListWorkspaces, DiscardWorkspace, PublishWorkspace, SyncWorkspace),
     *(MakeGroup, RemoveGroup, FindVictim, AskDisk, SetDisk, Survey, RemoveStray),
 )
 ANSWERS = Vocabulary(

@@ -22,6 +22,7 @@ PROC = "proc"
 ROOT = "root"
 DISK = "disk"
 DEVICES = "devices"
+VOLUME = "volume"
 STAGED_ROOT = "merged"
 LOWER = ("lower", "lower-2")
 UPPER = "upper"
@@ -60,7 +61,7 @@ def make_stage(stage: str) -> None:
     syscalls.mount("sandkasten", stage, "tmpfs", inert, "mode=0700,size=1m,nr_inodes=64")
     mask = os.umask(0)
     try:
-        for name in (DEV, OWN_DEV, PROC, ROOT, DISK, DEVICES, STAGED_ROOT, *LOWER, UPPER):
+        for name in (DEV, OWN_DEV, PROC, ROOT, DISK, DEVICES, VOLUME, STAGED_ROOT, *LOWER, UPPER):
             os.mkdir(f"{stage}/{name}", 0o755)
         os.mkdir(f"{stage}/{EMPTY_DIRECTORY}", 0o555)
         os.close(os.open(f"{stage}/{EMPTY_FILE}", os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o000))

@@ -34,6 +34,7 @@ from nsinit.steps import StepFailed, Steps
 from nsinit.strays import Strays, open_blocks
 from nsinit.validate import InvalidName, check_cgroup_parent, check_data_dir, check_node_id
 from nsinit.vessel import Foundry
+from nsinit.volumes import Volumes
 
 _LOCK_DEADLINE_S = 3.0
 _LOCK_PAUSE_S = 0.02
@@ -79,7 +80,7 @@ def _start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Gr
         crash = _crash(request.crash_at, grant)
     with steps.step("seccomp profiles"):
         filters = prepare(request.seccomp_profiles)
-    disks = choose.candidates(layout, request.disk)
+    disks, volumes = choose.candidates(layout, request.disk), Volumes(layout, open_blocks())
     with steps.step("data directory"):
         layout.make()
         lock_fd = _lock(layout.run)
@@ -90,7 +91,7 @@ def _start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Gr
         tree = cgroup_tree.claim(located, group=group, parent=request.cgroup_parent, beside=beside)
         undo.callback(cgroup_tree.release, tree, located)
         _mark(tree, layout)
-    strays = Strays(tree, layout, located, group, open_blocks())
+    strays = Strays(tree, layout, located, group, volumes.blocks_fd)
     undo.callback(strays.close)
     kernel_log = KernelLog()
     undo.callback(kernel_log.close)
@@ -100,13 +101,14 @@ def _start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Gr
         stage.make_stage(layout.stage)
     with steps.step("disk"):
         disk, refused = choose.choose(layout, request.disk, disks)
+        volumes.open(disk.mode, refused)
     with steps.step("id slots"):
         table = slots.SlotTable(reserved=slots.read_reserved_ranges(), taken=_taken_bases(tree, layout))
         slot = table.take()
     with steps.step("features"):
         features = mounts.probe_features(layout.stage, slot.userns_fd)
         powers = read_last_capability(), landlock.probe_abi(), filters
-        machine = furnish.Machine(layout, features, *powers, disk, crash)
+        machine = furnish.Machine(layout, features, *powers, disk, volumes, crash)
     table.free(slot)
     with steps.step("helpers"):
         builders = Builders(machine, scheduler)

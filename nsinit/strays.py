@@ -31,6 +31,7 @@ MAX_STRAYS = 100
 """In one answer; when those are gone the next ones are found."""
 
 _MAX_NAME = 400
+_OF_VOLUMES = ("volumes", "volume-drafts")
 _MAX_DEPTH = 16
 _DIRECTORIES_AT_A_TIME = 100
 """Looked at before others get their turn: some 2 ms."""
@@ -110,6 +111,8 @@ class Strays:
 
     def _is_in_use(self, path: str) -> bool:
         parts = path.split("/")
+        if parts[0] in _OF_VOLUMES:  # the device goes with the last mount, and is never left without one
+            return True
         return len(parts) > 1 and is_session_id(parts[1]) and SessionCgroup(self.tree, parts[1]).exists()
 
     def close(self) -> None:

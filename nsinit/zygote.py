@@ -28,10 +28,12 @@ from nsinit.protocol import (
     Attach,
     Build,
     DiscardWorkspace,
+    DiskLimits,
     DiskUse,
     Failed,
     FindVictim,
     Grouped,
+    GrowWorkspace,
     ListWorkspaces,
     MakeGroup,
     MakeWorkspace,
@@ -60,6 +62,7 @@ from nsinit.sessions import Sessions
 from nsinit.start import Node, start
 from nsinit.steps import StepFailed, failure_of
 from nsinit.validate import (
+    MIN_DISK_INODES,
     InvalidName,
     check_disk,
     check_group_name,
@@ -128,7 +131,7 @@ class Zygote:
     def run(self) -> None:
         """Serve until the connection ends, then put away what was not finished."""
         self._watch()
-        workspaces.discard_drafts(self._layout)
+        workspaces.discard_drafts(self._layout, self._sessions.foundry.machine.volumes)
         self._sessions.delete_trash()
         while self._is_open:
             wants_slots = self._slots.spare < SPARE_SLOTS
@@ -203,7 +206,7 @@ class Zygote:
                 self._scheduler.spawn(self._answered(seq, None, self._find_victim(request)))
             case ListWorkspaces(seq):
                 self._scheduler.spawn(self._answered(seq, None, self._list_workspaces(request)))
-            case MakeWorkspace() | DiscardWorkspace() | PublishWorkspace() | SyncWorkspace():
+            case MakeWorkspace() | GrowWorkspace() | DiscardWorkspace() | PublishWorkspace() | SyncWorkspace():
                 self._submit(request.seq, f"workspace {request.workspace_id}", lambda: self._workspace(request))
             case Start(seq):
                 self._scheduler.spawn(self._answered(seq, None, self._refuse_second_start()))
@@ -295,20 +298,28 @@ class Zygote:
         return WorkspacesListed(request.seq, names, more), []
         yield  # a generator, like all work
 
-    def _workspace(self, request: MakeWorkspace | DiscardWorkspace | PublishWorkspace | SyncWorkspace) -> Work:
+    def _workspace(
+        self, request: MakeWorkspace | GrowWorkspace | DiscardWorkspace | PublishWorkspace | SyncWorkspace
+    ) -> Work:
         check_workspace_id(request.workspace_id)
-        crash = self._sessions.foundry.machine.crash
+        machine = self._sessions.foundry.machine
+        volumes, crash = machine.volumes, machine.crash
         match request:
-            case MakeWorkspace(_, workspace_id, draft):
-                yield from workspaces.make(self._layout, workspace_id, draft=draft, crash=crash)
+            case MakeWorkspace():
+                if request.quota is not None:
+                    check_disk(request.quota)
+                yield from workspaces.make(self._layout, volumes, request, crash)
+            case GrowWorkspace():
+                check_disk(DiskLimits(request.size_bytes, MIN_DISK_INODES))
+                yield from workspaces.grow(self._layout, volumes, request, crash)
             case DiscardWorkspace(_, workspace_id, draft):
                 yield from workspaces.discard(self._layout, workspace_id, draft=draft, crash=crash)
                 self._sessions.delete_trash()
             case PublishWorkspace(_, workspace_id, replace):
-                yield from workspaces.publish(self._layout, workspace_id, replace=replace, crash=crash)
+                yield from workspaces.publish(self._layout, volumes, workspace_id, replace=replace, crash=crash)
                 self._sessions.delete_trash()
             case SyncWorkspace(_, workspace_id):
-                yield from workspaces.sync(self._layout, workspace_id)
+                yield from workspaces.sync(self._layout, volumes, workspace_id)
         return Ok(request.seq), []
 
     def _scan(self, request: Scan) -> Work:

@@ -41,6 +41,18 @@ class WorkspaceUsage:
     measured_at: datetime
 
 
+QUOTA_BYTES_BOUNDS = (16 << 20, 1 << 44)
+QUOTA_FILES_BOUNDS = (256, 1 << 32)
+
+
+@attrs.frozen
+class WorkspaceQuota:
+    """What may be in a workspace. `size_bytes` includes what its file system needs for itself."""
+
+    size_bytes: int
+    files: int
+
+
 @attrs.frozen
 class Workspace:
     """A workspace as it was at one moment. `has_directory` is false for one that is only remembered: its files are
@@ -53,14 +65,16 @@ class Workspace:
     session_count: int = 0
     active_session_count: int = 0
     has_directory: bool = True
+    quota: WorkspaceQuota | None = None
     usage: WorkspaceUsage | None = None
 
 
 @attrs.frozen
 class WorkspaceSpec:
-    """What a new workspace begins with."""
+    """What a new workspace begins with. `quota` None: nothing but the machine limits it, now and later."""
 
     labels: Mapping[str, str] = attrs.field(factory=dict)
+    quota: WorkspaceQuota | None = None
 
 
 @attrs.frozen
@@ -68,6 +82,7 @@ class WorkspacePatch:
     """What may change on a workspace; `None` leaves it as it is."""
 
     labels: Mapping[str, str] | None = None
+    quota_bytes: int | None = None
 
 
 @attrs.frozen

@@ -48,7 +48,7 @@ def choose(layout: Layout, wish: DiskWish, tried: list[Mechanism]) -> tuple[Mech
     for mechanism in tried:
         try:
             mechanism.open()
-            _try(layout, mechanism)
+            attempt(layout, mechanism)
         except (Unavailable, OSError, StepFailed) as error:
             if (
                 getattr(error, "errno", None) in _FULL
@@ -62,7 +62,8 @@ def choose(layout: Layout, wish: DiskWish, tried: list[Mechanism]) -> tuple[Mech
     return Plain(layout), refused
 
 
-def _try(layout: Layout, mechanism: Mechanism) -> None:
+def attempt(layout: Layout, mechanism: Mechanism) -> None:
+    """Try a mechanism that is open. Raises `Unavailable` or `OSError`."""
     session_id = os.urandom(12).hex()
     read_fd, write_fd = os.pipe()
     pid = os.fork()

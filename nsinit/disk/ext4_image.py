@@ -1,8 +1,8 @@
 """Empty ext4 images: made by mke2fs once for each size, then copied, holes and all.
 
 Owns `<data_dir>/disk`. A copy costs a tenth of a millisecond and some hundred KiB, whatever its size. There is no
-journal, for nothing in an image outlives its session; the inode tables are never written until they are used; nothing
-is reserved for root. Room in the group descriptors lets a mounted one grow.
+journal unless asked for, as nothing in a session's image outlives it; the inode tables are never written until they
+are used; nothing is reserved for root. Room in the group descriptors lets a mounted one grow.
 Sources: mke2fs(8), ext4(5), lseek(2) SEEK_DATA, copy_file_range(2).
 """
 
@@ -28,6 +28,8 @@ _FEATURES = (
     "dir_nlink,extra_isize"
 )
 _MAX_GROWTH = 16
+_REPAIRED = 1
+"""What e2fsck ends with when it did something, and all is well."""
 _MAX_BLOCKS = (1 << 32) - 1
 _MAX_KEPT = 64
 """Templates that are kept; a client could ask for any number of sizes, and more are made anew each time."""
@@ -48,9 +50,7 @@ class Templates:
     @classmethod
     def open(cls, layout: Layout) -> Templates:
         """Start without templates. Raises `Unavailable` without mke2fs."""
-        mke2fs = shutil.which("mke2fs", path=_SEARCH_PATH)
-        if mke2fs is None:
-            raise Unavailable("mke2fs is missing; install e2fsprogs")
+        mke2fs = find_tool("mke2fs")
         make_directory(layout.disk)
         for name in os.listdir(layout.disk):  # an earlier version may have made them otherwise
             os.unlink(f"{layout.disk}/{name}")
@@ -68,7 +68,7 @@ class Templates:
             self._keep(limits, template)
             source_fd = os.open(template, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            _copy_sparse(source_fd, path)
+            copy_sparse(source_fd, path)
         finally:
             os.close(source_fd)
 
@@ -83,25 +83,54 @@ class Templates:
             raise
 
     def _format(self, limits: DiskLimits, path: str) -> None:
-        with open(path, "wb", opener=_open_new) as file:
-            file.truncate(limits.size_bytes)
-        blocks = limits.size_bytes // _BLOCK_BYTES
-        inodes = min(limits.inodes, limits.size_bytes // _BYTES_PER_INODE)
-        extended = f"lazy_itable_init=1,nodiscard,root_owner=0:0,resize={min(blocks * _MAX_GROWTH, _MAX_BLOCKS)}"
-        command = [self.mke2fs, "-q", "-F", "-b", str(_BLOCK_BYTES), "-I", "256", "-m", "0", "-N", str(inodes)]
-        command += ["-O", _FEATURES, "-E", extended, path, str(blocks)]
-        pid = os.posix_spawn(self.mke2fs, command, {"LANG": "C"})
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if status != 0:
-            raise StepFailed("disk", f"mke2fs failed with status {status} (its words are in the log)", path=path)
+        make_image(self.mke2fs, limits, path)
+
+
+def find_tool(name: str) -> str:
+    """Return the path of one of e2fsprogs. Raises `Unavailable`."""
+    path = shutil.which(name, path=_SEARCH_PATH)
+    if path is None:
+        raise Unavailable(f"{name} is missing; install e2fsprogs")
+    return path
+
+
+def make_image(mke2fs: str, limits: DiskLimits, path: str, *, has_journal: bool = False) -> None:
+    """Make a new image. Raises `StepFailed` when mke2fs can't."""
+    with open(path, "wb", opener=_open_new) as file:
+        file.truncate(limits.size_bytes)
+    blocks = limits.size_bytes // _BLOCK_BYTES
+    inodes = min(limits.inodes, limits.size_bytes // _BYTES_PER_INODE)
+    extended = f"lazy_itable_init=1,nodiscard,root_owner=0:0,resize={min(blocks * _MAX_GROWTH, _MAX_BLOCKS)}"
+    features = f"{_FEATURES},has_journal" if has_journal else _FEATURES
+    command = [mke2fs, "-q", "-F", "-b", str(_BLOCK_BYTES), "-I", "256", "-m", "0", "-N", str(inodes)]
+    command += ["-O", features, "-E", extended, path, str(blocks)]
+    _run(command, path)
+
+
+def enlarge(path: str, size_bytes: int) -> None:
+    """Make the file system of an image that nobody has mounted as large as that, durably. Raises `StepFailed`."""
+    _run([find_tool("e2fsck"), "-f", "-p", path], path, fine=(0, _REPAIRED))
+    with open(path, "r+b") as file:
+        file.truncate(size_bytes)
+        _run([find_tool("resize2fs"), path], path)
+        os.fsync(file.fileno())
+
+
+def _run(command: list[str], path: str, *, fine: tuple[int, ...] = (0,)) -> None:
+    """What it prints goes to the log."""
+    pid = os.posix_spawn(command[0], command, {"LANG": "C"}, file_actions=[(os.POSIX_SPAWN_DUP2, 2, 1)])
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status not in fine:
+        name = os.path.basename(command[0])
+        raise StepFailed("disk", f"{name} failed with status {status} (its words are in the log)", path=path)
 
 
 def _open_new(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_EXCL | os.O_NOFOLLOW, 0o600)
 
 
-def _copy_sparse(source_fd: int, path: str) -> None:
-    """Copy what is data; the rest of the copy is a hole."""
+def copy_sparse(source_fd: int, path: str) -> None:
+    """Copy what is data into a new file; the rest of it is a hole."""
     size = os.fstat(source_fd).st_size
     target_fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

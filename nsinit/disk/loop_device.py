@@ -18,6 +18,8 @@ from nsinit import constants as k
 
 _CONFIG = struct.Struct("=II 52xI 176x 64x")
 """`struct loop_config`: the file, block size (0: as the file system wants), then of `struct loop_info64` the flags."""
+_STATUS_BYTES, _BEHIND = 232, struct.Struct("=2Q")
+"""`struct loop_info64`: device and inode of the file, and more."""
 _ATTEMPTS = 64
 _MAX_PART = "/sys/module/loop/parameters/max_part"
 
@@ -42,6 +44,23 @@ def backed(blocks_fd: int) -> Iterator[tuple[int, str]]:
                 continue  # it has no file
             with open(fd, "rb") as file:
                 yield int(number), os.fsdecode(file.read().rstrip(b"\n")).removesuffix(" (deleted)")
+
+
+def open_of(directory: str, part_shift: int, number: int, image_fd: int) -> int | None:
+    """Open a device if the file `image_fd` is behind it; it can't vanish then. None: it is not, or not any more."""
+    device_fd = _open_node(f"{directory}/{number}", stat.S_IFBLK, os.makedev(k.LOOP_MAJOR, number << part_shift))
+    try:
+        status = bytearray(_STATUS_BYTES)
+        fcntl.ioctl(device_fd, k.LOOP_GET_STATUS64, status)
+        image = os.fstat(image_fd)
+        if _BEHIND.unpack_from(status) == (image.st_dev, image.st_ino):
+            return device_fd
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            os.close(device_fd)
+            raise
+    os.close(device_fd)
+    return None
 
 
 def detach(directory: str, blocks_fd: int, number: int) -> None:

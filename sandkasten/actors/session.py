@@ -50,6 +50,7 @@ from sandkasten.actors.session_setup import Creation, Services, first_request
 from sandkasten.actors.session_work import SessionWork
 from sandkasten.actors.unwrap import unwrap
 from sandkasten.actors.wording import ENDINGS, EXPIRIES, accepted, rfc3339
+from sandkasten.actors.workspace_orders import MakeWorkspace
 from sandkasten.actors.workspaces import release_soon
 from sandkasten.crash import Point
 from sandkasten.errors import (
@@ -241,7 +242,7 @@ class SessionActor(Actor):
             image_kind=creation.image_kind,
         )
         if session.workspace_id is not None:
-            make = zygote_actor.MakeWorkspace(session.workspace_id)
+            make = MakeWorkspace(session.workspace_id)
             await zygote_actor.ask_patiently(self._services.zygote, make)
             marks.mark("workspace")
         sandbox = await zygote_actor.ask_when_up(self._services.zygote, zygote_actor.Build(plan))

@@ -16,7 +16,7 @@ from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Ref
 from sandkasten.errors import WorkspaceNotFound
 from sandkasten.store.workspaces import Count, WorkspaceRecord
-from sandkasten.workspaces import Within, Workspace, WorkspacePatch, is_within
+from sandkasten.workspaces import Within, Workspace, WorkspacePatch, WorkspaceQuota, WorkspaceSpec, is_within
 
 log = logging.getLogger(__name__)
 
@@ -59,17 +59,22 @@ class Register:
         """Raise `WorkspaceNotFound` if it is others'."""
         await self.check(workspace_id, within, may_be_new=True)
 
-    async def take_up(self, workspace_id: str, within: Within, labels: Mapping[str, str] | None = None) -> None:
+    async def take_up(
+        self, workspace_id: str, within: Within, labels: Mapping[str, str] | None = None
+    ) -> WorkspaceRecord:
         """Note that it is in use; a name that is nobody's is its asker's from here. Raises `WorkspaceNotFound`."""
         await self.check_claim(workspace_id, within)
         adopt = rows.AdoptWorkspace(workspace_id, datetime.now(UTC), {**(labels or {}), **within})
-        if not is_within((await self._store.ask_again(adopt)).labels, within):
+        record = await self._store.ask_again(adopt)
+        if not is_within(record.labels, within):
             raise not_found(workspace_id)
+        return record
 
-    async def put_new(self, workspace_id: str, labels: Mapping[str, str]) -> None:
+    async def put_new(self, workspace_id: str, spec: WorkspaceSpec) -> None:
         """Let the record say what a new workspace begins with, whatever was remembered of an earlier one."""
         now = datetime.now(UTC)
-        await self._store.ask_again(rows.PutWorkspace(WorkspaceRecord(workspace_id, now, now, dict(labels))))
+        record = WorkspaceRecord(workspace_id, now, now, dict(spec.labels), spec.quota)
+        await self._store.ask_again(rows.PutWorkspace(record))
 
     async def change(self, workspace_id: str, patch: WorkspacePatch, within: Within) -> Workspace:
         """Change what is remembered of one that exists for who asks. Raises `WorkspaceNotFound`."""
@@ -77,6 +82,11 @@ class Register:
         if not await self._store.ask_again(rows.ChangeWorkspace(workspace_id, patch, within)):
             raise not_found(workspace_id)
         return await self.get(workspace_id, within)
+
+    async def quota_of(self, workspace_id: str) -> WorkspaceQuota | None:
+        """Return what is remembered of its quota."""
+        record = await self._store.ask_again(rows.GetWorkspace(workspace_id))
+        return None if record is None else record.quota
 
     async def touch(self, workspace_id: str) -> None:
         """Note that it was in use, if it is still there."""
@@ -121,4 +131,5 @@ def _view(record: WorkspaceRecord, names: frozenset[str], counts: Mapping[str, C
         session_count=count.known,
         active_session_count=count.live,
         has_directory=record.id in names,
+        quota=record.quota,
     )

@@ -8,10 +8,11 @@ A directory is a workspace whether or not there is a record of it, and no record
 
 from __future__ import annotations
 
-import errno
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVarTuple, assert_never
+
+import attrs
 
 from sandkasten.actors import workspace_rows as rows
 from sandkasten.actors import zygote as zygote_actor
@@ -38,14 +39,30 @@ from sandkasten.actors.workspace_messages import (
     Remove,
     Unclaim,
 )
+from sandkasten.actors.workspace_orders import (
+    DiscardWorkspace,
+    GrowWorkspace,
+    MakeWorkspace,
+    PublishWorkspace,
+    SyncWorkspace,
+)
+from sandkasten.actors.workspace_refusals import exists, explain, require_growth
 from sandkasten.actors.workspace_register import Register
 from sandkasten.crash import Crash, Point
-from sandkasten.errors import BuildFailed, Conflict, DiskFull, SandkastenError, WorkspaceBusy, WorkspaceNotFound
+from sandkasten.errors import BuildFailed, SandkastenError, WorkspaceBusy, WorkspaceNotFound
 from sandkasten.lifecycle import ENDED
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.runner_link import RunnerLink
 from sandkasten.store.sessions import SessionRecord
-from sandkasten.workspaces import EVERYWHERE, Within, Workspace, WorkspaceMode, is_within
+from sandkasten.workspaces import (
+    EVERYWHERE,
+    Within,
+    Workspace,
+    WorkspaceMode,
+    WorkspaceQuota,
+    WorkspaceSpec,
+    is_within,
+)
 
 Ts = TypeVarTuple("Ts")
 
@@ -95,8 +112,8 @@ class Workspaces(Actor):
                 return self.defer(self._register.get, workspace_id, within)
             case Make():
                 return self.defer(self._make, message)
-            case Change(workspace_id, patch, within):
-                return self.defer(self._register.change, workspace_id, patch, within)
+            case Change():
+                return self.defer(self._change, message)
             case EndHelpers(workspace_id):
                 return self.defer(self._helpers.end, workspace_id)
             case Borrow():
@@ -141,7 +158,9 @@ class Workspaces(Actor):
         modes = [each.mode for each in earlier] + [_mode_of(each) for each in records]
         if modes if is_alone else WorkspaceMode.EXCLUSIVE in modes:
             raise _busy(workspace_id, [_name(each, attachment.within) for each in records])
-        await self._register.take_up(workspace_id, attachment.within)
+        record = await self._register.take_up(workspace_id, attachment.within)
+        if record.quota is not None:  # whoever builds the session makes one without, if there is none
+            await self._have_made(workspace_id, record.quota)
 
     async def _holders(self, workspace_id: str, within: Within = EVERYWHERE) -> Sequence[str]:
         """Return who has it, `""` for those who are not told by name."""
@@ -165,7 +184,7 @@ class Workspaces(Actor):
 
     async def _release(self, workspace_id: str) -> None:
         """Nothing is made anew here: the workspace may have been deleted behind its last session."""
-        await zygote_actor.ask_patiently(self._zygote, zygote_actor.SyncWorkspace(workspace_id))
+        await zygote_actor.ask_patiently(self._zygote, SyncWorkspace(workspace_id))
         await self._register.touch(workspace_id)
 
     async def _remove(self, workspace_id: str, within: Within) -> None:
@@ -174,7 +193,7 @@ class Workspaces(Actor):
             raise _busy(workspace_id, holders)
         await self._register.get(workspace_id, within)
         await self._helpers.end(workspace_id)
-        await zygote_actor.ask_patiently(self._zygote, zygote_actor.DiscardWorkspace(workspace_id))
+        await zygote_actor.ask_patiently(self._zygote, DiscardWorkspace(workspace_id))
         self._crash.passing(Point.WORKSPACE_DISCARDED)
         await self._register.forget(workspace_id)
         log.info("workspace_deleted", extra={"workspace_id": workspace_id})
@@ -187,30 +206,59 @@ class Workspaces(Actor):
             raise _busy(workspace_id, ())
         self._making.append(workspace_id)
         try:
-            labels = {**message.spec.labels, **within}
+            spec = attrs.evolve(message.spec, labels={**message.spec.labels, **within})
             if message.may_exist:
-                await self._register.take_up(workspace_id, within)
+                quota = (await self._register.take_up(workspace_id, within)).quota
             else:
-                await self._take_name(workspace_id, labels, within)
+                quota = spec.quota
+                await self._take_name(workspace_id, spec, within)
             self._crash.passing(Point.WORKSPACE_RECORDED)
-            try:
-                await self._ask(zygote_actor.MakeWorkspace(workspace_id))
-                self._crash.passing(Point.WORKSPACE_MADE)
-            except BuildFailed as error:
-                await self._register.forget_unmade(workspace_id)
-                raise _explain(error, workspace_id) from error
+            await self._have_made(workspace_id, quota)
+            self._crash.passing(Point.WORKSPACE_MADE)
         finally:
             self._making.remove(workspace_id)
         return await self._register.get(workspace_id, within)
 
-    async def _take_name(self, workspace_id: str, labels: Mapping[str, str], within: Within) -> None:
-        if workspace_id in await self._register.names():
-            raise _exists(workspace_id)
+    async def _have_made(self, workspace_id: str, quota: WorkspaceQuota | None) -> None:
         try:
-            await self._register.take_up(workspace_id, within, labels)
+            await self._ask(MakeWorkspace(workspace_id, quota=quota))
+        except BuildFailed as error:
+            await self._register.forget_unmade(workspace_id)
+            raise explain(error, workspace_id) from error
+
+    async def _take_name(self, workspace_id: str, spec: WorkspaceSpec, within: Within) -> None:
+        if workspace_id in await self._register.names():
+            raise exists(workspace_id)
+        try:
+            await self._register.take_up(workspace_id, within, spec.labels)
         except WorkspaceNotFound:
-            raise _exists(workspace_id) from None
-        await self._register.put_new(workspace_id, labels)
+            raise exists(workspace_id) from None
+        await self._register.put_new(workspace_id, spec)
+
+    async def _change(self, message: Change) -> Workspace:
+        workspace_id, patch, within = message.workspace_id, message.patch, message.within
+        if patch.quota_bytes is not None:
+            if workspace_id in self._making:
+                raise _busy(workspace_id, ())
+            self._making.append(workspace_id)  # nobody claims it meanwhile
+            try:
+                await self._grow(workspace_id, patch.quota_bytes, within)
+            finally:
+                self._making.remove(workspace_id)
+        return await self._register.change(workspace_id, patch, within)
+
+    async def _grow(self, workspace_id: str, size_bytes: int, within: Within) -> None:
+        found = await self._register.get(workspace_id, within)
+        require_growth(found, size_bytes)
+        if found.quota is not None and found.quota.size_bytes == size_bytes:
+            return
+        if holders := await self._holders(workspace_id, within):
+            raise _busy(workspace_id, holders)
+        await self._helpers.end(workspace_id)
+        try:
+            await self._ask(GrowWorkspace(workspace_id, size_bytes))
+        except BuildFailed as error:
+            raise explain(error, workspace_id) from error
 
     # Its files --------------------------------------------------------------------------------------------------
 
@@ -231,21 +279,22 @@ class Workspaces(Actor):
                 case Begin(replace=replace):
                     await self._check_free(workspace_id, replace=replace)
                     await self._helpers.end(workspace_id)
-                    await self._ask(zygote_actor.DiscardWorkspace(workspace_id, draft=True))
-                    await self._ask(zygote_actor.MakeWorkspace(workspace_id, draft=True))
+                    await self._ask(DiscardWorkspace(workspace_id, draft=True))
+                    quota = await self._register.quota_of(workspace_id)
+                    await self._ask(MakeWorkspace(workspace_id, draft=True, quota=quota))
                 case Publish(replace=replace, within=within):
                     await self._helpers.end(workspace_id)
                     await self._register.take_up(workspace_id, within)
                     await self._publish(workspace_id, replace=replace)
                 case DropDraft():
                     await self._helpers.end(workspace_id)
-                    await self._ask(zygote_actor.DiscardWorkspace(workspace_id, draft=True))
+                    await self._ask(DiscardWorkspace(workspace_id, draft=True))
         except BuildFailed as error:
-            raise _explain(error, workspace_id) from error
+            raise explain(error, workspace_id) from error
 
     async def _publish(self, workspace_id: str, *, replace: bool) -> None:
         try:
-            await zygote_actor.ask_when_up(self._zygote, zygote_actor.PublishWorkspace(workspace_id, replace))
+            await zygote_actor.ask_when_up(self._zygote, PublishWorkspace(workspace_id, replace))
             self._crash.passing(Point.WORKSPACE_PUBLISHED)
         except BuildFailed:
             await self._register.forget_unmade(workspace_id)
@@ -253,7 +302,7 @@ class Workspaces(Actor):
 
     async def _check_free(self, workspace_id: str, *, replace: bool) -> None:
         if not replace and workspace_id in await self._register.names():
-            raise _exists(workspace_id)
+            raise exists(workspace_id)
         if holders := await self._holders(workspace_id):
             raise _busy(workspace_id, holders)
 
@@ -282,18 +331,3 @@ def _name(record: SessionRecord, within: Within) -> str:
 def _busy(workspace_id: str, holders: Sequence[str]) -> WorkspaceBusy:
     sessions = [each for each in holders if each][:_NAMED_HOLDERS]
     return WorkspaceBusy(f"workspace {workspace_id!r} is in use", workspace_id=workspace_id, sessions=sessions)
-
-
-def _explain(error: BuildFailed, workspace_id: str) -> SandkastenError:
-    """Return what it means to the caller that nsinit could not do it."""
-    match error.errno:
-        case errno.EEXIST:
-            return _exists(workspace_id)
-        case errno.ENOSPC | errno.EDQUOT:
-            return DiskFull("no room for the workspace", workspace_id=workspace_id)
-        case _:
-            return error
-
-
-def _exists(workspace_id: str) -> Conflict:
-    return Conflict(f"there is a workspace {workspace_id!r} already", workspace_id=workspace_id)

@@ -20,6 +20,15 @@ import trio
 
 from nsinit import protocol
 from sandkasten.actors.actor import Actor, Ask, R, Ref
+from sandkasten.actors.workspace_orders import (
+    DiscardWorkspace,
+    GrowWorkspace,
+    MakeWorkspace,
+    PublishWorkspace,
+    SyncWorkspace,
+    WorkspaceOrder,
+    workspace_request,
+)
 from sandkasten.errors import BuildFailed, ZygoteLost
 from sandkasten.runtime.fds import OwnedFd
 from sandkasten.runtime.nsinit_process import NsinitProcess, StartNsinit, start_as_child
@@ -125,39 +134,8 @@ class AskDisk(Ask[protocol.DiskUse]):
 
 
 @attrs.frozen
-class MakeWorkspace(Ask[None]):
-    """Make the directory of a workspace, or begin a draft of one; raises `BuildFailed`."""
-
-    workspace_id: str
-    draft: bool = False
-
-
-@attrs.frozen
 class ListWorkspaces(Ask[Sequence[str]]):
     """The workspaces that have a directory, by id."""
-
-
-@attrs.frozen
-class DiscardWorkspace(Ask[None]):
-    """Take a workspace or draft away for good; raises `BuildFailed`."""
-
-    workspace_id: str
-    draft: bool = False
-
-
-@attrs.frozen
-class PublishWorkspace(Ask[None]):
-    """Make a draft the workspace; raises `BuildFailed` (`EEXIST`: there is one that is not to be replaced)."""
-
-    workspace_id: str
-    replace: bool = False
-
-
-@attrs.frozen
-class SyncWorkspace(Ask[None]):
-    """Have what was written on the disk; raises `BuildFailed`."""
-
-    workspace_id: str
 
 
 @attrs.frozen
@@ -229,11 +207,8 @@ Message = (
     | SetFrozen
     | AskDisk
     | SetDisk
-    | MakeWorkspace
     | ListWorkspaces
-    | DiscardWorkspace
-    | PublishWorkspace
-    | SyncWorkspace
+    | WorkspaceOrder
     | MakeGroup
     | RemoveGroup
     | FindVictim
@@ -341,14 +316,8 @@ class Zygote(Actor):
                 return self.defer(self._ok, protocol.SetDisk(self._link.next_seq(), session_id, disk))
             case AskDisk(session_id):
                 return self.defer(self._ask_disk, session_id)
-            case MakeWorkspace(workspace_id, draft):
-                return self.defer(self._ok, protocol.MakeWorkspace(self._link.next_seq(), workspace_id, draft))
-            case DiscardWorkspace(workspace_id, draft):
-                return self.defer(self._ok, protocol.DiscardWorkspace(self._link.next_seq(), workspace_id, draft))
-            case PublishWorkspace(workspace_id, replace):
-                return self.defer(self._ok, protocol.PublishWorkspace(self._link.next_seq(), workspace_id, replace))
-            case SyncWorkspace(workspace_id):
-                return self.defer(self._ok, protocol.SyncWorkspace(self._link.next_seq(), workspace_id))
+            case MakeWorkspace() | GrowWorkspace() | DiscardWorkspace() | PublishWorkspace() | SyncWorkspace():
+                return self.defer(self._ok, workspace_request(message, self._link.next_seq()))
             case ListWorkspaces():
                 return self.defer(self._list_workspaces)
             case MakeGroup(session_id, name):

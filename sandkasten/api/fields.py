@@ -18,6 +18,7 @@ import cattrs
 from cattrs.gen import make_dict_structure_fn, override
 
 from sandkasten.model import EXEC_ID, FIXED_BOUNDS, LIMIT_BOUNDS, MAX_SPAN_S, SECCOMP_NAME, SHELL_NAME, WORKSPACE_ID
+from sandkasten.workspaces import QUOTA_BYTES_BOUNDS, QUOTA_FILES_BOUNDS
 
 MAX_TTL_S = 86_400
 MAX_LIFETIME_S = int(MAX_SPAN_S)
@@ -50,6 +51,8 @@ Fixed = NewType("Fixed", object)
 Token = NewType("Token", str)
 ExecId = NewType("ExecId", str)
 WorkspaceId = NewType("WorkspaceId", str)
+QuotaBytes = NewType("QuotaBytes", int)
+QuotaFiles = NewType("QuotaFiles", int)
 WorkspaceModeName = NewType("WorkspaceModeName", str)
 Text = NewType("Text", str)
 Path = NewType("Path", str)
@@ -289,6 +292,8 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     MemoryMegabytes: Between(*LIMIT_BOUNDS["memory_mb"]),
     DiskMegabytes: Between(*LIMIT_BOUNDS["disk_mb"]),
     DiskInodes: Between(*LIMIT_BOUNDS["disk_inodes"]),
+    QuotaBytes: Between(*QUOTA_BYTES_BOUNDS),
+    QuotaFiles: Between(*QUOTA_FILES_BOUNDS),
     Pids: Between(*LIMIT_BOUNDS["pids"]),
     OpenFiles: Between(*FIXED_BOUNDS["open_files"]),
     TmpMegabytes: Between(*FIXED_BOUNDS["tmp_mb"]),

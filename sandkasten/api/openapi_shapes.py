@@ -111,6 +111,8 @@ SHAPES: Mapping[str, Schema] = {
     "Workspace": shape(
         {"id": TEXT, "created_at": TIME, "labels": {"type": "object"}, "session_count": COUNT, "has_directory": FLAG},
         usage={"type": "object"},
+        quota_bytes={"type": ["integer", "null"]},
+        quota_files={"type": ["integer", "null"]},
     ),
     "Workspaces": listed("workspaces", "Workspace"),
     "FileInfo": shape({"name": TEXT, "is_dir": FLAG, "type": TEXT, "size": COUNT, "mode": TEXT}),

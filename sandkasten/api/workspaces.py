@@ -18,13 +18,16 @@ from sandkasten.api import schemas
 from sandkasten.api.confined import own_labels
 from sandkasten.api.errors import Answer, json_answer
 from sandkasten.api.exchange import Exchange
-from sandkasten.api.fields import Labels, WorkspaceId, check_path
+from sandkasten.api.fields import Labels, QuotaBytes, QuotaFiles, WorkspaceId, check_path
 from sandkasten.api.jsontext import scrub
 from sandkasten.api.query import bad_query, query_flag, query_integer
 from sandkasten.api.sessions import rfc3339
-from sandkasten.errors import Conflict
-from sandkasten.workspaces import FileInfo, Workspace, WorkspacePatch, WorkspaceSpec
+from sandkasten.errors import Conflict, InvalidRequest
+from sandkasten.workspaces import FileInfo, Workspace, WorkspacePatch, WorkspaceQuota, WorkspaceSpec
 
+_SAME_QUOTA = QuotaBytes(0)
+"""Absent; null would take a quota away."""
+_BYTES_PER_FILE = 8192
 DEFAULT_LIST, MAX_LIST = 1000, 10_000
 MAX_FILES = 1000
 TOP = "/workspace"
@@ -34,11 +37,21 @@ TOP = "/workspace"
 class CreateRequest:
     id: WorkspaceId
     labels: Labels | None = None
+    quota_bytes: QuotaBytes | None = None
+    quota_files: QuotaFiles | None = None
+
+
+@attrs.frozen
+class PutRequest:
+    labels: Labels | None = None
+    quota_bytes: QuotaBytes | None = None
+    quota_files: QuotaFiles | None = None
 
 
 @attrs.frozen
 class ChangeRequest:
     labels: Labels | None = None
+    quota_bytes: QuotaBytes | None = _SAME_QUOTA
 
 
 # Workspaces -------------------------------------------------------------------------------------------------------
@@ -73,24 +86,24 @@ async def list_workspaces(exchange: Exchange) -> Answer:
 async def create(exchange: Exchange) -> Answer:
     """POST /v1/workspaces"""
     request = schemas.parse(await exchange.read_json_body(), CreateRequest)
-    spec = WorkspaceSpec(own_labels(exchange.key, request.labels or {}))
+    spec = WorkspaceSpec(own_labels(exchange.key, request.labels or {}), _quota(request))
     return json_answer(workspace_view(await exchange.workspaces.make_workspace(request.id, spec)), status=201)
 
 
 async def put(exchange: Exchange) -> Answer:
     """PUT /v1/workspaces/{id}: make it, or give the one that is there these labels."""
-    request = schemas.parse(await exchange.read_json_body(), ChangeRequest)
+    request = schemas.parse(await exchange.read_json_body(), PutRequest)
     labels = own_labels(exchange.key, request.labels or {})
     try:
-        made = await exchange.workspaces.make_workspace(exchange.workspace_id, WorkspaceSpec(labels))
+        made = await exchange.workspaces.make_workspace(exchange.workspace_id, WorkspaceSpec(labels, _quota(request)))
     except Conflict:
         pass
     else:
         return json_answer(workspace_view(made), status=201)
-    if request.labels is None:
+    if request.labels is None and request.quota_bytes is None:
         return json_answer(workspace_view(await exchange.workspaces.workspace(exchange.workspace_id)))
-    changed = await exchange.workspaces.update_workspace(exchange.workspace_id, WorkspacePatch(labels))
-    return json_answer(workspace_view(changed))
+    patch = WorkspacePatch(None if request.labels is None else labels, request.quota_bytes)
+    return json_answer(workspace_view(await exchange.workspaces.update_workspace(exchange.workspace_id, patch)))
 
 
 async def get(exchange: Exchange) -> Answer:
@@ -103,8 +116,10 @@ async def update(exchange: Exchange) -> Answer:
     """PATCH /v1/workspaces/{id}"""
     request = schemas.parse(await exchange.read_json_body(), ChangeRequest)
     labels = None if request.labels is None else own_labels(exchange.key, request.labels)
-    changed = await exchange.workspaces.update_workspace(exchange.workspace_id, WorkspacePatch(labels))
-    return json_answer(workspace_view(changed))
+    if request.quota_bytes is None:
+        raise Conflict("the quota of a workspace can't be taken away", workspace_id=exchange.workspace_id)
+    patch = WorkspacePatch(labels, request.quota_bytes or None)
+    return json_answer(workspace_view(await exchange.workspaces.update_workspace(exchange.workspace_id, patch)))
 
 
 async def delete(exchange: Exchange) -> Answer:
@@ -168,6 +183,8 @@ def workspace_view(workspace: Workspace) -> dict[str, Any]:  # JSON values
         "session_count": workspace.session_count,
         "active_session_count": workspace.active_session_count,
         "has_directory": workspace.has_directory,
+        "quota_bytes": None if workspace.quota is None else workspace.quota.size_bytes,
+        "quota_files": None if workspace.quota is None else workspace.quota.files,
     }
     if workspace.usage is not None:
         usage = attrs.asdict(workspace.usage) | {"measured_at": rfc3339(workspace.usage.measured_at)}
@@ -192,6 +209,14 @@ def file_view(file: FileInfo) -> dict[str, Any]:  # JSON values
     if name != file.name:
         view["name_base64"] = base64.b64encode(os.fsencode(file.name)).decode("ascii")
     return view
+
+
+def _quota(request: CreateRequest | PutRequest) -> WorkspaceQuota | None:
+    if request.quota_bytes is None:
+        if request.quota_files is not None:
+            raise InvalidRequest("the body has bad fields", quota_files="needs quota_bytes")
+        return None
+    return WorkspaceQuota(request.quota_bytes, request.quota_files or request.quota_bytes // _BYTES_PER_FILE)
 
 
 def _moment(microseconds: int) -> str | None:

@@ -16,7 +16,7 @@ import attrs
 
 from sandkasten.lifecycle import LIVE
 from sandkasten.model import WORKSPACE_ID
-from sandkasten.workspaces import Within, WorkspacePatch, is_within
+from sandkasten.workspaces import Within, WorkspacePatch, WorkspaceQuota, is_within
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ class WorkspaceRecord:
     created_at: datetime
     last_used: datetime
     labels: Mapping[str, str] = attrs.field(factory=dict)
+    quota: WorkspaceQuota | None = None
 
 
 @attrs.frozen
@@ -45,9 +46,12 @@ class Count:
 
 def put_workspace(database: sqlite3.Connection, record: WorkspaceRecord) -> None:
     """Insert or replace one record."""
+    times = record.created_at.timestamp(), record.last_used.timestamp()
+    quota = (None, None) if record.quota is None else (record.quota.size_bytes, record.quota.files)
     database.execute(
-        "INSERT OR REPLACE INTO workspaces (id, created_at, last_used, labels) VALUES (?, ?, ?, ?)",
-        (record.id, record.created_at.timestamp(), record.last_used.timestamp(), json.dumps(dict(record.labels))),
+        "INSERT OR REPLACE INTO workspaces (id, created_at, last_used, labels, quota_bytes, quota_files) "
+        "VALUES (?, ?, ?, ?, ?, ?)",
+        (record.id, *times, json.dumps(dict(record.labels)), *quota),
     )
 
 
@@ -73,8 +77,11 @@ def change_workspace(database: sqlite3.Connection, workspace_id: str, patch: Wor
     found = get_workspace(database, workspace_id)
     if found is None or not is_within(found.labels, within):
         return False
-    if patch.labels is not None:
-        put_workspace(database, attrs.evolve(found, labels=dict(patch.labels)))
+    labels = found.labels if patch.labels is None else dict(patch.labels)
+    quota = found.quota
+    if quota is not None and patch.quota_bytes is not None:
+        quota = attrs.evolve(quota, size_bytes=patch.quota_bytes)
+    put_workspace(database, attrs.evolve(found, labels=labels, quota=quota))
     return True
 
 
@@ -121,7 +128,17 @@ def _from_row(row: sqlite3.Row) -> WorkspaceRecord:
     labels = json.loads(row["labels"])
     if not isinstance(labels, dict) or not all(isinstance(each, str) for each in labels.values()):
         raise ValueError("no labels")
-    return WorkspaceRecord(row["id"], _moment(row["created_at"]), _moment(row["last_used"]), labels)
+    quota = _quota(row["quota_bytes"], row["quota_files"])
+    return WorkspaceRecord(row["id"], _moment(row["created_at"]), _moment(row["last_used"]), labels, quota)
+
+
+def _quota(size_bytes: object, files: object) -> WorkspaceQuota | None:
+    """Damage must not look like no quota."""
+    if size_bytes is None and files is None:
+        return None
+    if not isinstance(size_bytes, int) or not isinstance(files, int) or size_bytes <= 0 or files <= 0:
+        raise ValueError("no quota")
+    return WorkspaceQuota(size_bytes, files)
 
 
 def _moment(seconds: float) -> datetime:

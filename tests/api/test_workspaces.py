@@ -103,6 +103,30 @@ async def test_a_workspace_in_use_is_refused_unless_forced() -> None:
         assert (await client.delete(f"{TOP}/ws", params={"force": "true"})).json() == {"ok": True}
 
 
+async def test_a_quota_is_given_when_it_is_made_and_only_grows() -> None:
+    """By POST and PUT; a number of files of its own, or one by the size; never taken away, never without bytes."""
+    mib = 1 << 20
+    async with running_front() as running, running.client() as client:
+        made = (await client.post(TOP, json={"id": "w-1", "quota_bytes": 64 * mib, "quota_files": 1000})).json()
+        assert (made["quota_bytes"], made["quota_files"]) == (64 * mib, 1000)
+        made = (await client.put(f"{TOP}/w-2", json={"quota_bytes": 64 * mib})).json()
+        assert (made["quota_bytes"], made["quota_files"]) == (64 * mib, 8192)
+        grown = (await client.patch(f"{TOP}/w-1", json={"quota_bytes": 128 * mib})).json()
+        assert (grown["quota_bytes"], grown["quota_files"]) == (128 * mib, 1000)
+        assert (await client.patch(f"{TOP}/w-1", json={"labels": {"a": "b"}})).json()["quota_bytes"] == 128 * mib
+        assert await error_of(await client.patch(f"{TOP}/w-1", json={"quota_bytes": None})) == (409, "CONFLICT")
+        plain = (await client.post(TOP, json={"id": "w-3"})).json()
+        assert (plain["quota_bytes"], plain["quota_files"]) == (None, None)
+        for bad in (
+            {"quota_files": 1000},
+            {"quota_bytes": 1},
+            {"quota_bytes": "1G"},
+            {"quota_bytes": 64 * mib, "x": 1},
+        ):
+            assert await error_of(await client.post(TOP, json={"id": "w-4", **bad})) == (400, "INVALID_REQUEST")
+        assert "w-4" not in running.supervisor.known
+
+
 async def send(client: httpx.AsyncClient, name: str, body: bytes) -> httpx.Response:
     return await client.post(f"{TOP}/{name}/import", content=body, headers={"content-type": "application/zstd"})
 

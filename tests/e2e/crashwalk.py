@@ -49,6 +49,7 @@ SHORT = (
     "runner.exec.started",
     "daemon.create.running_recorded",
     "nsinit.destroy.killed",
+    "nsinit.volume.enlarged",
     "nsinit.workspace.exchanged",
     "runner.files.placed",
     "import.unpacked",

@@ -16,11 +16,18 @@ from pathlib import Path
 import attrs
 import httpx
 
-PREFIXES = ("nsinit.workspace.", "builder.files.", "runner.files.", "daemon.workspace.", "daemon.files.")
+PREFIXES = (
+    "nsinit.workspace.",
+    "nsinit.volume.",
+    "builder.files.",
+    "runner.files.",
+    "daemon.workspace.",
+    "daemon.files.",
+)
 """Of the points that are come to here."""
 
-KEPT, WRITTEN, IMPORTED = "kept", "written", "imported"
-_ROOM = 4096
+KEPT, WRITTEN, LIMITED, IMPORTED = "kept", "written", "limited", "imported"
+_ROOM, _MIB = 4096, 1 << 20
 CHECK, EXPECTED = "wc -c < f; grep -o kept f | wc -l; ls -A", f"{4 * _ROOM}\n{_ROOM}\nf\n"
 """What the session that has the kept workspace runs, and what that must say."""
 _TAR = {"content-type": "application/x-tar"}
@@ -40,9 +47,14 @@ class WorkspaceTour:
     def disturb(self, client: httpx.Client) -> bool:
         """Write, read, import, replace and delete; return whether anything went otherwise than it should."""
         done = [self._write(client, WRITTEN, text * _ROOM) for text in ("one", "two")]
+        made = client.put(f"/v1/workspaces/{LIMITED}", json={"quota_bytes": 16 * _MIB})
+        done += [made.status_code == 201, self._write(client, LIMITED, "one" * _ROOM)]
+        done += [self._import(client, LIMITED, "two" * _ROOM, replace=True)]
+        grown = client.patch(f"/v1/workspaces/{LIMITED}", json={"quota_bytes": 32 * _MIB})
+        done += [grown.status_code == 200, self._write(client, LIMITED, "three" * _ROOM)]
         done += [self._import(client, IMPORTED, "three" * _ROOM, replace=replace) for replace in (False, True)]
         done += [self._write(client, IMPORTED, "four")]
-        done += [self._delete(client, each) for each in (WRITTEN, IMPORTED)]
+        done += [self._delete(client, each) for each in (WRITTEN, LIMITED, IMPORTED)]
         return not all(done)
 
     def account(self, client: httpx.Client) -> None:
@@ -52,12 +64,15 @@ class WorkspaceTour:
                 continue
             found = self._read(client, name)
             assert found in possible, f"workspace {name} holds {found!r:.40}, not one of {possible!r:.200}"
-        drafts = os.listdir(self.data_dir / "drafts")
+        drafts = [*os.listdir(self.data_dir / "drafts"), *os.listdir(self.data_dir / "volume-drafts")]
         assert not drafts, f"left: {drafts}"
-        for name in set(self.possible) - {KEPT}:
+        inside = [os.listdir(each) for each in (self.data_dir / "volumes").iterdir()]
+        assert all(each == ["image"] for each in inside), inside
+        for name in (WRITTEN, LIMITED, IMPORTED):
             self._delete(client, name)  # which ends what reads files at once
         listed = [each["id"] for each in client.get("/v1/workspaces").json()["workspaces"]]
         assert (listed, os.listdir(self.data_dir / "workspaces")) == ([KEPT], [KEPT])
+        assert os.listdir(self.data_dir / "volumes") == []
 
     def _write(self, client: httpx.Client, name: str, text: str) -> bool:
         change = self._changing(name, text)

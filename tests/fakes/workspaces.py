@@ -100,7 +100,7 @@ class FakeWorkspaces:
     def make(self, workspace_id: str, spec: WorkspaceSpec) -> Workspace:
         now = datetime.now(UTC)
         labels = {**spec.labels, **self.bounds}
-        made = self.known.setdefault(workspace_id, Workspace(workspace_id, now, now, labels))
+        made = self.known.setdefault(workspace_id, Workspace(workspace_id, now, now, labels, quota=spec.quota))
         self._require(workspace_id)
         self.workspace_files.setdefault(workspace_id, {})
         return made
@@ -137,6 +137,9 @@ class FakeWorkspaces:
         found = await self.workspace(workspace_id)
         if patch.labels is not None:
             self.known[workspace_id] = found = attrs.evolve(found, labels=dict(patch.labels))
+        if patch.quota_bytes is not None and found.quota is not None:
+            quota = attrs.evolve(found.quota, size_bytes=patch.quota_bytes)
+            self.known[workspace_id] = found = attrs.evolve(found, quota=quota)
         return found
 
     async def delete_workspace(self, workspace_id: str, *, force: bool = False) -> None:

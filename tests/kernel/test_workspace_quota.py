@@ -1,0 +1,148 @@
+"""Quotas of workspaces through the daemon: enforced with and without a session, in archives, and by changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from sandkasten import errors
+from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.config import Config
+from sandkasten.model import ExecSpec, SessionSpec
+from sandkasten.workspaces import Workspace, WorkspacePatch, WorkspaceQuota, WorkspaceSpec
+from tests.kernel.processes import nsinit_pid
+from tests.waiting import until
+
+MIB = 1 << 20
+QUOTA = WorkspaceQuota(32 * MIB, 500)
+ID = "limited"
+
+
+async def make(supervisor: LocalSupervisor) -> Workspace:
+    return await supervisor.make_workspace(ID, WorkspaceSpec({"team": "a"}, QUOTA))
+
+
+async def write(supervisor: LocalSupervisor, path: str, size_bytes: int) -> None:
+    async with supervisor.open_workspace_write(ID, path) as writer:
+        for _ in range(size_bytes // 65536):
+            await writer.send(bytes(65536))
+        await writer.commit()
+
+
+async def size_of(supervisor: LocalSupervisor, path: str) -> int:
+    return (await supervisor.stat_file(ID, path)).size_bytes
+
+
+async def test_a_quota_holds_with_a_session_and_without(supervisor: LocalSupervisor, config: Config) -> None:
+    """Too much is refused through the file API and is no space left in a session; what is there stays as it was, is
+    measured, and goes with the workspace."""
+    made = await make(supervisor)
+    assert (made.quota, made.has_directory) == (QUOTA, True)
+    await write(supervisor, "a", 4 * MIB)
+    with pytest.raises(errors.DiskFull):
+        await write(supervisor, "a", 40 * MIB)
+    assert await size_of(supervisor, "a") == 4 * MIB
+    session = await supervisor.create(SessionSpec(workspace_id=ID))
+    result = await supervisor.exec(session.id, ExecSpec("head -c 40M /dev/zero > b; echo $?; rm b; stat -c %s a"))
+    assert result.stdout.decode().splitlines()[-2:] == ["1", str(4 * MIB)]
+    assert b"No space left" in result.stderr
+    usage = (await supervisor.workspace(ID, measure=True)).usage
+    assert usage is not None
+    assert (usage.files, usage.size_bytes) == (1, 4 * MIB)
+    await supervisor.destroy(session.id)
+    await supervisor.delete_workspace(ID)
+    assert os.listdir(config.data_dir / "volumes") == []
+    assert await supervisor.workspaces() == []
+
+
+async def test_a_quota_of_files_holds(supervisor: LocalSupervisor) -> None:
+    """However small they are."""
+    await make(supervisor)
+    session = await supervisor.create(SessionSpec(workspace_id=ID))
+    command = "i=0; while [ $i -lt 1000 ] && : > f$i; do i=$((i+1)); done; [ $i -lt 700 ] && echo full"
+    result = await supervisor.exec(session.id, ExecSpec(command))
+    assert result.stdout == b"full\n"
+
+
+async def test_it_is_there_after_nsinit_was_killed(supervisor: LocalSupervisor) -> None:
+    """What serves its files dies with it; the next one mounts the same image, and so do sessions that live on."""
+    await make(supervisor)
+    session = await supervisor.create(SessionSpec(workspace_id=ID))
+    await write(supervisor, "a", MIB)
+    os.kill(nsinit_pid(), signal.SIGKILL)
+
+    async def is_back() -> bool:
+        try:
+            return await size_of(supervisor, "a") == MIB
+        except errors.SandkastenError:
+            return False
+
+    await until(is_back)
+    await write(supervisor, "b", MIB)
+    result = await supervisor.exec(session.id, ExecSpec("stat -c %s a b"))
+    assert result.stdout.decode() == f"{MIB}\n{MIB}\n"
+
+
+async def test_it_is_changed_by_growing_alone(supervisor: LocalSupervisor) -> None:
+    """While nobody has it; smaller, none, or one where there was none is refused with a sentence."""
+    await make(supervisor)
+    await write(supervisor, "a", 4 * MIB)
+    session = await supervisor.create(SessionSpec(workspace_id=ID))
+    larger = WorkspacePatch(quota_bytes=96 * MIB)
+    with pytest.raises(errors.WorkspaceBusy):
+        await supervisor.update_workspace(ID, larger)
+    await supervisor.destroy(session.id)
+    changed = await supervisor.update_workspace(ID, larger)
+    assert changed.quota == WorkspaceQuota(96 * MIB, QUOTA.files)
+    await write(supervisor, "b", 64 * MIB)
+    assert await size_of(supervisor, "a") == 4 * MIB
+    with pytest.raises(errors.LimitInUse):
+        await supervisor.update_workspace(ID, WorkspacePatch(quota_bytes=32 * MIB))
+    await supervisor.make_workspace("plain", WorkspaceSpec())
+    with pytest.raises(errors.Conflict, match="without a quota"):
+        await supervisor.update_workspace("plain", larger)
+
+
+async def test_archives_come_and_go_within_the_quota(supervisor: LocalSupervisor) -> None:
+    """An import that is too much leaves what was there; one that fits replaces it, and the quota stays."""
+    await make(supervisor)
+    await write(supervisor, "a", 4 * MIB)
+    async with supervisor.open_pack(ID) as archive:
+        fits = b"".join([piece async for piece in archive])
+    await supervisor.make_workspace("plain", WorkspaceSpec())
+    async with supervisor.open_workspace_write("plain", "big") as writer:
+        for _ in range(40 * 16):
+            await writer.send(bytes(65536))
+        await writer.commit()
+    async with supervisor.open_pack("plain") as archive:
+        too_much = b"".join([piece async for piece in archive])
+    await write(supervisor, "later", MIB)
+    with pytest.raises(errors.DiskFull):
+        await unpack(supervisor, too_much)
+    assert await size_of(supervisor, "later") == MIB
+    await unpack(supervisor, fits)
+    assert [each.name for each in (await supervisor.list_files(ID)).entries] == ["a"]
+    with pytest.raises(errors.DiskFull):
+        await write(supervisor, "b", 40 * MIB)
+    assert (await supervisor.workspace(ID)).quota == QUOTA
+
+
+async def unpack(supervisor: LocalSupervisor, archive: bytes) -> None:
+    async with supervisor.open_unpack(ID, replace=True) as unpacking:
+        for start in range(0, len(archive), 65536):
+            await unpacking.send(archive[start : start + 65536])
+        await unpacking.commit()
+
+
+async def test_a_quota_that_is_remembered_is_never_forgotten_on_the_disk(
+    supervisor: LocalSupervisor, config: Config
+) -> None:
+    """When its files are gone, whoever makes it anew by using it makes it with the quota."""
+    await make(supervisor)
+    os.rename(config.data_dir / "volumes" / ID, config.data_dir / "trash" / "lost")
+    session = await supervisor.create(SessionSpec(workspace_id=ID))
+    assert os.listdir(config.data_dir / "workspaces") == []
+    result = await supervisor.exec(session.id, ExecSpec("head -c 40M /dev/zero > b; echo $?"))
+    assert result.stdout == b"1\n"
