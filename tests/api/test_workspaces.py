@@ -117,12 +117,7 @@ async def test_a_quota_is_given_when_it_is_made_and_only_grows() -> None:
         assert await error_of(await client.patch(f"{TOP}/w-1", json={"quota_bytes": None})) == (409, "CONFLICT")
         plain = (await client.post(TOP, json={"id": "w-3"})).json()
         assert (plain["quota_bytes"], plain["quota_files"]) == (None, None)
-        for bad in (
-            {"quota_files": 1000},
-            {"quota_bytes": 1},
-            {"quota_bytes": "1G"},
-            {"quota_bytes": 64 * mib, "x": 1},
-        ):
+        for bad in ({"quota_files": 1000}, {"quota_bytes": 1}, {"quota_bytes": "1G"}):
             assert await error_of(await client.post(TOP, json={"id": "w-4", **bad})) == (400, "INVALID_REQUEST")
         assert "w-4" not in running.supervisor.known
 
