@@ -242,8 +242,7 @@ class SessionActor(Actor):
             image_kind=creation.image_kind,
         )
         if session.workspace_id is not None:
-            make = MakeWorkspace(session.workspace_id)
-            await zygote_actor.ask_patiently(self._services.zygote, make)
+            await zygote_actor.ask_patiently(self._services.zygote, MakeWorkspace(session.workspace_id))
             marks.mark("workspace")
         sandbox = await zygote_actor.ask_when_up(self._services.zygote, zygote_actor.Build(plan))
         self._hold(sandbox)

@@ -106,7 +106,7 @@ OPERATIONS: Mapping[Callable[..., Any], Operation] = {
     workspaces.list_workspaces: Operation("Workspaces"),
     workspaces.create: Operation("Workspace", workspaces.CreateRequest, 201),
     workspaces.get: Operation("Workspace"),
-    workspaces.put: Operation("Workspace", workspaces.ChangeRequest),
+    workspaces.put: Operation("Workspace", workspaces.PutRequest),
     workspaces.update: Operation("Workspace", workspaces.ChangeRequest),
     workspaces.delete: Operation("Done"),
     workspaces.list_files: Operation("Files"),
