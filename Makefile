@@ -19,7 +19,7 @@ LIMITS := ulimit -S -n 65536 2>/dev/null || ulimit -S -n "$$(ulimit -H -n)" 2>/d
 .DELETE_ON_ERROR:
 
 help:
-	@echo 'make install            make .venv with the locked dependencies'
+	@echo 'make install            make .venv with the locked dependencies, the default image, a configuration and a key'
 	@echo 'make run [ARGS=...]     serve from here (data in .sandkasten); ARGS as for `sandkasten serve`'
 	@echo 'make test [ARGS=...]    all tests, as root, in two lanes; with ARGS as for pytest: those, in one (or LANES=N)'
 	@echo 'make vm                 what is claimed of cgroup v2, on an emulated machine with a pure v2 tree and an older kernel'
@@ -31,7 +31,8 @@ help:
 	@echo 'make lock               resolve the dependencies anew (needs pip-tools in .venv)'
 	@echo 'make clean              remove .venv and caches; data stays'
 
-install: $(VENV)/.installed
+install: as-root $(VENV)/.installed
+	@$(VENV)/bin/sandkasten init --config $(DATA)/sandkasten.yaml --data-dir $(DATA)
 
 run: as-root $(VENV)/.installed
 	@$(VENV)/bin/sandkasten init --config $(DATA)/sandkasten.yaml --data-dir $(DATA) >/dev/null

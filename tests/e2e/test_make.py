@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -42,7 +44,9 @@ def interrupt(daemon: Daemon) -> None:
 
 @pytest.mark.skipif(not (ROOT / ".venv/bin/sandkasten").exists(), reason="needs the environment that make makes")
 def test_make_run_serves_twice_in_a_row(data_dir: Path) -> None:
-    """The second start finds image, configuration and key of the first; the printed line works; Ctrl-C leaves none."""
+    """The second start finds image, configuration and key of the first; the printed line works and answers as in the
+    README; Ctrl-C leaves none."""
+    (shown,) = map(json.loads, re.findall(r'^{"id".*}$', (ROOT / "README.md").read_text(), re.MULTILINE))
     kept = []
     for _ in range(2):
         daemon = start(data_dir)
@@ -50,7 +54,7 @@ def test_make_run_serves_twice_in_a_row(data_dir: Path) -> None:
             daemon.wait_url()
             line = next(line for line in daemon.printed if line.lstrip().startswith("curl"))
             done = subprocess.run(["bash", "-c", line.strip()], capture_output=True, text=True, timeout=30, check=False)
-            assert '"status":"running"' in done.stdout.replace(" ", ""), done.stderr
+            assert json.loads(done.stdout).keys() == shown.keys(), done.stderr
         finally:
             interrupt(daemon)
         assert list((data_dir / "sessions").iterdir()) == []
@@ -58,7 +62,20 @@ def test_make_run_serves_twice_in_a_row(data_dir: Path) -> None:
     assert kept[0] == kept[1]
 
 
-@pytest.mark.parametrize("target", ["run", "test"])
+@pytest.mark.skipif(not (ROOT / ".venv/bin/sandkasten").exists(), reason="needs the environment that make makes")
+def test_make_install_makes_all_that_a_run_needs_and_starts_nothing(data_dir: Path) -> None:
+    """Image, configuration and key are there; a second time they stay what they are."""
+    command = ["make", "--no-print-directory", "-o", ".venv/.installed", "install", f"DATA={data_dir}"]
+    said = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout for _ in range(2)]
+    assert said[0] == said[1]
+    for name in ("sandkasten.yaml", "api-key"):
+        assert str(data_dir / name) in said[0]
+        assert (data_dir / name).stat().st_mode & 0o777 == 0o600
+    assert (data_dir / "images/host/meta.json").exists()
+    assert not (data_dir / "sandkasten.db").exists()
+
+
+@pytest.mark.parametrize("target", ["install", "run", "test"])
 def test_who_is_not_root_gets_one_sentence(tmp_path: Path, target: str) -> None:
     """Nothing is installed or made; the sentence says what to do."""
     shutil.copy(ROOT / "Makefile", tmp_path)
