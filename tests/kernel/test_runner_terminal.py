@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from typing import Any
@@ -110,13 +111,16 @@ def test_ctrl_c_leaves_the_command(client: Client, command: str) -> None:
 
 def _pressed(client: Client, key: bytes) -> Outcome:
     """Press a key until the command has ended: as at any terminal, it can come between two programs."""
+    patience_s = client.sock.gettimeout()
     press(client, key)
     client.sock.settimeout(1)
-    for _ in range(10):
-        try:
-            return client.outcome()
-        except TimeoutError:
+    try:
+        for _ in range(10):
+            with contextlib.suppress(TimeoutError):
+                return client.outcome()
             press(client, key)
+    finally:
+        client.sock.settimeout(patience_s)
     raise AssertionError("the key did nothing")
 
 
