@@ -258,6 +258,10 @@ class Run:
                 await self.ended.wait_done()
             raise ExecEnded("the run has ended", exec_id=self.exec_id)
 
+    def note_input_ended(self) -> None:
+        """An earlier daemon said all that there was to say. A terminal's input never ends."""
+        self._is_stdin_open = self._is_stdin_open and self.size is not None
+
     async def queue_stdin(self, data: bytes, *, close: bool) -> None:
         """As `send_stdin`, for senders whose number nothing else bounds.
 

@@ -93,6 +93,8 @@ class RunAdoption:
                 unwanted.append(entry.exec_id)
             else:
                 facts = self._facts.pop(run.exec_id)
+                if entry.input_ended:
+                    run.note_input_ended()
                 if run.kind is ExecKind.TERMINAL and run.is_program:
                     await self._on_terminal(run)
                 orphan = not entry.has_ended and is_orphan(run, facts, input_ended=entry.input_ended)
