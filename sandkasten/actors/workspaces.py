@@ -213,7 +213,12 @@ class Workspaces(Actor):
                 quota = spec.quota
                 await self._take_name(workspace_id, spec, within)
             self._crash.passing(Point.WORKSPACE_RECORDED)
-            await self._have_made(workspace_id, quota)
+            try:
+                await self._have_made(workspace_id, quota)
+            except SandkastenError:
+                if quota is None or not message.may_exist:  # a quota that was promised before stays one
+                    await self._register.forget_unmade(workspace_id)
+                raise
             self._crash.passing(Point.WORKSPACE_MADE)
         finally:
             self._making.remove(workspace_id)
@@ -223,7 +228,6 @@ class Workspaces(Actor):
         try:
             await self._ask(MakeWorkspace(workspace_id, quota=quota))
         except BuildFailed as error:
-            await self._register.forget_unmade(workspace_id)
             raise explain(error, workspace_id) from error
 
     async def _take_name(self, workspace_id: str, spec: WorkspaceSpec, within: Within) -> None:
@@ -297,7 +301,8 @@ class Workspaces(Actor):
             await zygote_actor.ask_when_up(self._zygote, PublishWorkspace(workspace_id, replace))
             self._crash.passing(Point.WORKSPACE_PUBLISHED)
         except BuildFailed:
-            await self._register.forget_unmade(workspace_id)
+            if await self._register.quota_of(workspace_id) is None:
+                await self._register.forget_unmade(workspace_id)
             raise
 
     async def _check_free(self, workspace_id: str, *, replace: bool) -> None:

@@ -6,9 +6,12 @@ import errno
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from nsinit import workspaces
+from nsinit.paths import Layout
 from nsinit.protocol import (
     DiscardWorkspace,
     DiskLimits,
@@ -20,6 +23,8 @@ from nsinit.protocol import (
     PublishWorkspace,
     SyncWorkspace,
 )
+from nsinit.steps import StepFailed
+from nsinit.volumes import Volumes
 from tests.kernel.harness import ROOMY, Nsinit, Sandbox, data_directory, host_plan, new_node_id, running, wait_until
 
 MIB = 1 << 20
@@ -157,6 +162,26 @@ def grow(nsinit: Nsinit, size_mb: int) -> int:
     """Return the errno that it was refused with."""
     answer = nsinit.ask(GrowWorkspace, workspace_id="grows", size_bytes=size_mb * MIB)[0]
     return answer.errno if isinstance(answer, Failed) else 0
+
+
+def test_where_sessions_have_other_disks_there_are_volumes_all_the_same() -> None:
+    """Whether images can be mounted is tried by itself."""
+    with data_directory() as data_dir, running(data_dir, disk="tmpfs") as nsinit:
+        assert isinstance(make(nsinit), Ok)
+        assert enter(nsinit).python(FILL) == "ENOSPC True"
+
+
+def test_without_a_mechanism_nothing_is_made(tmp_path: Path) -> None:
+    """It is refused with the reason, and is not made without a quota instead."""
+    layout = Layout(str(tmp_path))
+    layout.make()
+    volumes = Volumes(layout, -1)
+    volumes.open("loop", {})
+    request = MakeWorkspace(1, ID, quota=SMALL)
+    with pytest.raises(StepFailed, match="can't be seen") as refused:
+        list(workspaces.make(layout, volumes, request, None))
+    assert refused.value.errno == errno.EOPNOTSUPP
+    assert os.listdir(layout.workspaces) + os.listdir(layout.volumes) + os.listdir(layout.volume_drafts) == []
 
 
 def test_a_name_is_a_directory_or_a_volume_and_never_both(server: Nsinit) -> None:
