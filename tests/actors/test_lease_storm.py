@@ -1,4 +1,4 @@
-"""Hundreds of leases run out within a second: all sessions end, few at a time, and the daemon answers meanwhile."""
+"""A thousand leases run out within a second: all sessions end, few at a time, and the daemon answers meanwhile."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ from tests.fakes.nsinit import FakeNsinit, identities_of
 from tests.strategies import make_record
 from tests.waiting import SLOWNESS
 
-MANY = 300
+MANY = 1000
 SPREAD_S = 1.0
-FIRST_S = 4.0
+FIRST_S = 6.0 * SLOWNESS
 """When the first lease runs out: about when all sessions are adopted."""
 
+PAUSE_S = 0.01
 MAX_LAG_S = 1.0 * SLOWNESS
 PATIENCE_S = 25.0 * SLOWNESS
 
@@ -73,13 +74,14 @@ async def _expired(supervisor: LocalSupervisor, count: int, begun: trio.Event) -
                 return
 
 
-async def test_hundreds_of_sessions_expire_within_a_second(data_dir: Path) -> None:
-    """Each once, as idle, never more at a time than may be; requests are answered while it goes on."""
+async def test_a_thousand_sessions_expire_within_a_second(data_dir: Path) -> None:
+    """Each once, as idle, never more at a time than may be; requests are answered while it goes on, and the event loop is never held up."""
     make_data_dir(data_dir)
     config = Config(data_dir=data_dir, sessions_on_stop="keep")
     ids = [f"{number:016x}0badcafe" for number in range(MANY)]
     _record_all(config, ids)
     lags: list[float] = []
+    gaps: list[float] = []
     begun = trio.Event()
     async with trio.open_nursery() as outside:
         nsinit = FakeNsinit(data_dir, identities_of(ids), outside)
@@ -97,8 +99,10 @@ async def test_hundreds_of_sessions_expire_within_a_second(data_dir: Path) -> No
                 while True:
                     began = trio.current_time()
                     await supervisor.get(ids[-1])
-                    lags.append(trio.current_time() - began)
-                    await trio.sleep(0.01)
+                    asked = trio.current_time()
+                    lags.append(asked - began)
+                    await trio.sleep(PAUSE_S)
+                    gaps.append(trio.current_time() - asked - PAUSE_S)
 
             nursery.start_soon(ask_on)
             with trio.fail_after(PATIENCE_S):
@@ -111,3 +115,4 @@ async def test_hundreds_of_sessions_expire_within_a_second(data_dir: Path) -> No
     assert sorted(nsinit.torn_down) == ids
     assert 1 < nsinit.peak <= CONCURRENT_EXPIRIES
     assert max(lags) < MAX_LAG_S
+    assert max(gaps) < MAX_LAG_S
