@@ -281,9 +281,9 @@ class Actor:
         try:
             answer = await work(*args)
         except SandkastenError as error:
-            await self._refuse(reply, error, work.__name__)
+            await self._refuse(reply, error, _name_of(work))
         except BaseException:
-            self._fail(reply, self.gone(), work.__name__)
+            self._fail(reply, self.gone(), _name_of(work))
             raise
         else:
             if reply is not None:
@@ -311,3 +311,8 @@ class Actor:
             if envelope.reply is not None:
                 envelope.reply.fail(self.gone())
         inbox.close()
+
+
+def _name_of(work: Callable[..., object]) -> str:
+    """Return what to call it in the log; a `functools.partial` has no name of its own."""
+    return str(getattr(work, "__name__", work))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import attrs
@@ -26,7 +27,7 @@ class Slow(Ask[str]):
 
 @attrs.frozen
 class Refuse(Ask[None]):
-    pass
+    later: bool = False
 
 
 @attrs.frozen
@@ -63,8 +64,8 @@ class Subject(Actor):
                 return text
             case Slow():
                 return self.defer(self._slowly)
-            case Refuse():
-                raise SessionNotFound("no such session")
+            case Refuse(later):
+                return self.defer(partial(self._turn_down, "none")) if later else await self._turn_down("none")
             case Break():
                 raise ZeroDivisionError
             case Stall():
@@ -78,6 +79,9 @@ class Subject(Actor):
     async def _who_asks(self) -> str | None:
         await trio.lowlevel.checkpoint()
         return logcontext.origin.get().request_id
+
+    async def _turn_down(self, why: str) -> None:
+        raise SessionNotFound(why)
 
     async def _slowly(self) -> str:
         await self.release.wait()
@@ -119,8 +123,9 @@ async def test_a_refusal_reaches_the_asker_and_the_actor_lives_on() -> None:
     """A `SandkastenError` is an answer, not a crash."""
     async with trio.open_nursery() as nursery:
         ref: Ref = await nursery.start(Subject(Ref("subject")).run)
-        with pytest.raises(SessionNotFound):
-            await ref.ask(Refuse())
+        for refuse in (Refuse(), Refuse(later=True)):
+            with pytest.raises(SessionNotFound):
+                await ref.ask(refuse)
         assert await ref.ask(Echo("alive")) == "alive"
         nursery.cancel_scope.cancel()
 
@@ -176,7 +181,7 @@ async def test_cancelling_an_ask_drops_the_answer_and_not_the_work() -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_messages_behind_a_stop_are_refused() -> None:
+async def test_messages_behind_a_stop_are_turn_downd() -> None:
     """What an actor did not serve before it stopped is answered with its `gone` error."""
     subject = Subject(Ref("subject"))
     outcome: list[str] = []
