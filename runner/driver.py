@@ -53,9 +53,10 @@ builtin, time and again."""
 
 _LOOPS = 8
 
-LEAVE_BASH = r"""case $__sk_r in 1) __sk_a=130
-trap "case \$__sk_r in 1) return 130;; esac" DEBUG; set -T; return 130;; esac"""
-"""What bash does to leave a command, without single quotes."""
+LEAVE_BASH = r"""case $__sk_r.$BASHPID in 1.$$) __sk_a=130
+trap "case \$__sk_r.\$BASHPID in 1.\$\$) return 130;; esac" DEBUG; set -T; return 130;; esac"""
+"""What bash does to leave a command, without single quotes. A fork of it that the signal reaches before its own traps
+are off has nothing to leave, and would complain of it."""
 
 DRIVER = r"""
 unset __sk_driver

@@ -42,7 +42,7 @@ _REPL = r"""
 __sk_j=$? __sk_q=0 __sk_u= __sk_w= __sk_i=
 if command test -n "${BASH_VERSION-}"; then
 __sk_d=${#BASH_SOURCE[@]}
-trap 'case $__sk_q in 1) @UNWIND_BASH@;; esac' @SIGNAL@
+trap 'case $__sk_q.$BASHPID in 1.$$) @UNWIND_BASH@;; esac' @SIGNAL@
 __sk_read() { __sk_y=1; IFS= command read -e -r -p "$1" __sk_v; }
 __sk_prompt() {
 case ${1:+x}$BASH_VERSION in x[0-3].*|x4.[0-3].*) __sk_p=$1;; x*) __sk_p=${1@P};; *) __sk_p="sandbox:$PWD\$ ";; esac

@@ -11,6 +11,7 @@ import pytest
 
 from runner.protocol import Cancel, Done, Error, Exec, ExecReply, Kind, Resize, TerminalSize
 from tests.kernel.runner_harness import Client, Outcome, Sandbox, needs_namespaces, wait_until
+from tests.leaks import descendants
 
 pytestmark = needs_namespaces
 
@@ -100,10 +101,13 @@ def test_all_output_comes_before_the_answer(client: Client) -> None:
         "sleep 1234 & while :; do :; done",
     ],
 )
-def test_ctrl_c_leaves_the_command(client: Client, command: str) -> None:
-    """A program, a builtin loop or a read: what comes after it does not run, the shell is the same."""
+def test_ctrl_c_leaves_the_command(sandbox: Sandbox, client: Client, command: str) -> None:
+    """A program, a builtin loop or a read: what comes after it does not run, the shell is the same. The key comes when
+    the programs run: one that was forked and is not yet itself lives through it, as at any terminal."""
     client.run("x=kept")
     begin(client, f"echo ready; {command}; echo no")
+    programs = {name for name in ("sleep", "cat") if f"{name} " in f"{command} " and "0.01" not in command}
+    wait_until(lambda: programs <= {name for _, name in descendants(sandbox.pid)})
     outcome = _pressed(client, CTRL_C)
     assert (ending(outcome.reply), outcome.stdout.replace(b"^C", b"").strip()) == (INTERRUPTED, b"")
     assert client.stdout("echo $x") == b"kept\n"
