@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import signal
 import socket
 from dataclasses import dataclass
 from typing import NoReturn
@@ -50,15 +49,15 @@ class Order:
 ORDERS = Vocabulary(Order)
 
 
-def live(channel: socket.socket, machine: Machine) -> NoReturn:
+def live(channel: socket.socket, machine: Machine, parent_pid: int) -> NoReturn:
     """Run the builder until nsinit hangs up. Ends the process, always."""
     try:
-        syscalls.prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL)
+        syscalls.end_with_parent(parent_pid)
         capabilities.give_up(k.CAP_SYS_RESOURCE)  # an overlay writes with its maker's rights: no quota would bind it
         gc.freeze()  # nothing of nsinit's objects may be finalised here: their descriptor numbers are others' now
         keep_only({0, 1, 2, channel.fileno(), *machine.volumes.kept_fds})
         os.chdir("/")  # where setns leads, too
-        home_fd = os.pidfd_open(os.getppid())
+        home_fd = os.pidfd_open(parent_pid)
         kept = {0, 1, 2, channel.fileno(), home_fd, *machine.volumes.kept_fds}
         syscalls.set_name(NAME)
         while True:

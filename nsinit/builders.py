@@ -125,6 +125,7 @@ class Builders:
         outcome.done.set()
 
     def _start_one(self) -> None:
+        parent_pid = os.getpid()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
@@ -133,7 +134,7 @@ class Builders:
                 ours.close()
                 raise
             if pid == 0:
-                builder.live(theirs, self._machine)
+                builder.live(theirs, self._machine, parent_pid)
         worker = Worker(pid, os.pidfd_open(pid), ours)
         self._workers.add(worker)
         self._scheduler.spawn(self._watch(worker))

@@ -47,11 +47,12 @@ class Forker:
 
     def start(self) -> None:
         """Start the process."""
+        parent_pid = os.getpid()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             pid = os.fork()
             if pid == 0:
-                _live(theirs, self._machine, self._runner)
+                _live(theirs, self._machine, self._runner, parent_pid)
         ours.settimeout(_DEADLINE_S)
         self._pid, self._channel = pid, ours
 
@@ -95,10 +96,10 @@ class Forker:
             socket.send_fds(self._channel, [request], fds)
 
 
-def _live(channel: socket.socket, machine: Machine, runner: child.Runner) -> NoReturn:
+def _live(channel: socket.socket, machine: Machine, runner: child.Runner, parent_pid: int) -> NoReturn:
     """Run the forker until nsinit hangs up. Ends the process, always."""
     try:
-        syscalls.prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL)
+        syscalls.end_with_parent(parent_pid)
         os.dup2(channel.fileno(), _CHANNEL_FD, inheritable=False)
         syscalls.close_range(_CHANNEL_FD + 1)
         os.chdir("/")

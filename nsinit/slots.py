@@ -147,9 +147,10 @@ def make_user_namespace(mapping: str) -> int:
     for whoever joins it.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    parent_pid = os.getpid()
     pid, pidfd = syscalls.clone3(k.CLONE_NEWUSER)
     if pid == 0:
-        _hold_namespace(theirs)
+        _hold_namespace(theirs, parent_pid)
     try:
         theirs.close()
         write_file(f"/proc/{pid}/uid_map", mapping)
@@ -169,10 +170,10 @@ def _end(pidfd: int) -> None:
     os.close(pidfd)
 
 
-def _hold_namespace(control: socket.socket) -> None:
+def _hold_namespace(control: socket.socket, parent_pid: int) -> None:
     """The child: keep the namespace alive until it was opened. Never returns."""
     try:
-        syscalls.prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL)
+        syscalls.end_with_parent(parent_pid)
         control.recv(1)
         for kind in _KINDS:
             write_file(f"/proc/sys/user/max_{kind}_namespaces", "0")

@@ -161,6 +161,14 @@ def clone_sleeper(flags: int, seconds: int) -> tuple[int, int, object]:
     return _check(pid, "clone"), pidfd.value, stack
 
 
+def end_with_parent(parent_pid: int) -> None:
+    """Be killed when the parent ends; end at once if it has, for then the kernel sends nothing. `parent_pid` is its pid
+    from before the fork, in our own pid namespace. prctl(2) PR_SET_PDEATHSIG."""
+    prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
 class Cloner:
     """clone3(2) made ready: forks children of the caller's *parent*, with the smallest foot-print in memory."""
 

@@ -13,7 +13,6 @@ import errno
 import heapq
 import itertools
 import os
-import signal
 import stat
 from collections.abc import Callable, Generator
 from functools import partial
@@ -178,9 +177,10 @@ def _trash_name(layout: Layout, workspace_id: str) -> str:
 
 def _run(path: str, work: Callable[[], None], kept_fds: frozenset[int] = frozenset()) -> Chore:
     """Do what may take long in a process of its own. Raises `StepFailed` with what it ended with."""
+    parent_pid = os.getpid()
     pid = os.fork()
     if pid == 0:
-        _end_with(work, kept_fds)
+        _end_with(work, kept_fds, parent_pid)
     pidfd = os.pidfd_open(pid)
     try:
         in_time = yield Wait(fd=pidfd, timeout_s=_CHORE_S)
@@ -195,10 +195,10 @@ def _run(path: str, work: Callable[[], None], kept_fds: frozenset[int] = frozens
         raise StepFailed(_STAGE, os.strerror(status).lower(), path=path, errno=status)
 
 
-def _end_with(work: Callable[[], None], kept_fds: frozenset[int]) -> None:
+def _end_with(work: Callable[[], None], kept_fds: frozenset[int], parent_pid: int) -> None:
     status = errno.EIO
     try:
-        syscalls.prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL)  # the next nsinit must not meet work of this one
+        syscalls.end_with_parent(parent_pid)  # the next nsinit must not meet work of this one
         keep_only({0, 1, 2, *kept_fds})
         work()
         status = 0

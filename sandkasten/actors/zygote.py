@@ -43,6 +43,9 @@ _VICTIM_AGE_S = 10.0
 """A kill that is older was another one than that which is asked about."""
 
 _STOP_S = 10.0
+_LAST_WORDS_S = 1.0
+"""What nsinit said before it ended is read within this time."""
+
 _AFTER_ALL_IDS = "g"
 """Sorts behind every session id."""
 _LOG_LINE_BYTES = 16 * 1024
@@ -250,6 +253,7 @@ class Zygote(Actor):
         self._link = ZygoteLink(self._process.sock)
         self._nursery.start_soon(self._forward_log)
         self._nursery.start_soon(self._link.serve)
+        self._nursery.start_soon(self._watch_end)
         start = protocol.Start(
             self._link.next_seq(),
             str(self._data_dir),
@@ -411,6 +415,14 @@ class Zygote(Actor):
         request = protocol.FindVictim(self._link.next_seq(), session_id)
         victim = _expect(await self._request(request), protocol.Victim).message
         return victim.name if victim.name and victim.age_s < _VICTIM_AGE_S else None
+
+    async def _watch_end(self) -> None:
+        """nsinit's end is that of the connection, unless what it had just forked holds the other end of it."""
+        assert self._process is not None
+        if self._process.pidfd is not None:
+            await trio.lowlevel.wait_readable(self._process.pidfd.fileno())
+            await trio.sleep(_LAST_WORDS_S)
+            raise ZygoteLost("the fork server has ended")
 
     async def _forward_log(self) -> None:
         """Pass nsinit's log lines on. It holds no secret and sees no command, so nothing needs hiding."""

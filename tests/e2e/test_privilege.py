@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from nsinit.spawn import CHANNEL_FD
 from tests.e2e.daemon import Daemon, create_patiently, running_daemon
 
 NOTHING = f"{0:016x}"
@@ -27,6 +29,9 @@ def status_of(pid: int | str) -> dict[str, str]:
 
 def uid_of(daemon: Daemon) -> int:
     return int(status_of(daemon.process.pid)["Uid"].split()[0])
+
+
+_SYS_PIDFD_GETFD = 438
 
 
 def helpers(daemon: Daemon) -> tuple[int, int]:
@@ -129,6 +134,27 @@ def test_a_killed_nsinit_is_replaced_without_root(data_dir: Path) -> None:
         assert helpers(daemon)[0] == keeper
         assert helpers(daemon)[1] != nsinit
         assert daemon.stop() == 0
+
+
+def test_a_killed_nsinit_is_missed_though_its_connection_is_held(data_dir: Path) -> None:
+    """As by a process that it was just forking: the daemon does not wait for an end of the connection."""
+    with running_daemon(data_dir) as daemon, daemon.client() as client:
+        assert client.post("/v1/sessions", json={}).status_code == 201
+        _keeper, nsinit = helpers(daemon)
+        held = take_fd(nsinit, CHANNEL_FD)
+        os.kill(nsinit, signal.SIGKILL)
+        create_patiently(client)
+        os.close(held)
+        assert daemon.stop() == 0
+
+
+def take_fd(pid: int, fd: int) -> int:
+    """Return a duplicate of another process's descriptor. pidfd_getfd(2)."""
+    pidfd = os.pidfd_open(pid)
+    taken = ctypes.CDLL(None, use_errno=True).syscall(_SYS_PIDFD_GETFD, pidfd, fd, 0)
+    os.close(pidfd)
+    assert taken >= 0, os.strerror(ctypes.get_errno())
+    return int(taken)
 
 
 def test_with_a_killed_daemon_keeper_and_nsinit_go_and_sessions_stay(data_dir: Path) -> None:
