@@ -15,7 +15,12 @@ _LOG_LINES = 20
 
 def text_of(report: Report) -> str:
     """Return the report."""
-    return "\n".join([*_head(report), *_cycles(report), *_crowd(report), *_neighbours(report), *_left(report)]) + "\n"
+    return (
+        "\n".join(
+            [*_head(report), *_cycles(report), *_crowd(report), *_storm(report), *_neighbours(report), *_left(report)]
+        )
+        + "\n"
+    )
 
 
 def _head(report: Report) -> Iterator[str]:
@@ -66,6 +71,16 @@ def _crowd(report: Report) -> Iterator[str]:
     phases = report.phases
     yield f"A last restart under {report.size.sessions} live sessions: {phases.adopted} answered with their shell"
     yield f"state, the last of them {phases.adoption_s:.1f} s after the kill."
+
+
+def _storm(report: Report) -> Iterator[str]:
+    storm = report.phases.storm
+    yield ""
+    yield "## Leases that end in one second"
+    yield ""
+    yield f"{storm.sessions} sessions: the last was gone {storm.gone_s:.1f} s after the second began. A bystander's"
+    yield f"small command, p99: {storm.alone_p99_ms:.0f} ms before, {storm.beside_p99_ms:.0f} ms meanwhile,"
+    yield f"{storm.beside_p99_ms / storm.alone_p99_ms:.1f} times as long."
 
 
 def _neighbours(report: Report) -> Iterator[str]:

@@ -1,4 +1,5 @@
-"""The order of a soak: cycles, a crowd with kills, a restart under all sessions, bad neighbours, and then the count.
+"""The order of a soak: cycles, a crowd with kills, a restart under all sessions, a storm of lease ends, bad neighbours,
+and then the count.
 
 Owns the daemon's life from the first start to the last stop. Whatever is there afterwards and was not before is a leak.
 """
@@ -14,7 +15,7 @@ from pathlib import Path
 import attrs
 import trio
 
-from bench.soak import cycles, machine, neighbours
+from bench.soak import cycles, machine, neighbours, storm
 from bench.soak.crowd import Crowd
 from bench.soak.faults import Faults
 from bench.soak.ledger import Ledger
@@ -62,6 +63,7 @@ class Phases:
     restarts_s: list[float]
     adopted: int
     adoption_s: float
+    storm: storm.Storm
     tasks: Tasks
     neighbours: list[neighbours.Neighbourhood]
 
@@ -139,9 +141,10 @@ async def _phases(site: Site, ledger: Ledger, size: Size) -> Phases:
     adoption_s = time.monotonic() - adoption_began
     await crowd.check_files()
     await crowd.close_all()
+    stormed = await storm.run(site, ledger, sessions=size.sessions)
     noise = await neighbours.run(site, ledger, seconds=size.noise_s)
     tasks = Tasks(tasks_at_start, tasks_after_cycles, await _count_tasks(site, wanted=tasks_at_start))
-    return Phases(cycled, opening_s, faults.restarts_s, adopted, adoption_s, tasks, noise)
+    return Phases(cycled, opening_s, faults.restarts_s, adopted, adoption_s, stormed, tasks, noise)
 
 
 async def _count_tasks(site: Site, *, wanted: int = 0) -> int:

@@ -54,7 +54,7 @@ def test_make_run_serves_twice_in_a_row(data_dir: Path) -> None:
             daemon.wait_url()
             line = next(line for line in daemon.printed if line.lstrip().startswith("curl"))
             done = subprocess.run(["bash", "-c", line.strip()], capture_output=True, text=True, timeout=30, check=False)
-            assert json.loads(done.stdout).keys() == shown.keys(), done.stderr
+            assert shown.keys() <= json.loads(done.stdout).keys(), done.stderr
         finally:
             interrupt(daemon)
         assert list((data_dir / "sessions").iterdir()) == []

@@ -146,8 +146,8 @@ STUCK = [
     stuck("a shell that ignores signals", "trap '' INT TERM; sleep 1234"),
     stuck("a shell that ignores signals and loops", "trap '' INT TERM; while :; do :; done"),
     stuck("a double fork", f"{_DAEMON} sleep 1236"),
-    stuck("a fork bomb", "b() { b | b & }; b; while :; do :; done", milliseconds=300),
-    stuck("a fork bomb of the usual name", f"{_BOMB}; :; while true; do true; done", milliseconds=300),
+    stuck("a fork bomb", "b() { b | b & }; (b); while :; do :; done", milliseconds=300),
+    stuck("a fork bomb of the usual name", f"{_BOMB}; (:); while true; do true; done", milliseconds=300),
     stuck("traps", "trap 'echo no' EXIT; trap ':' INT TERM; sleep 1234"),
 ]
 
