@@ -26,6 +26,7 @@ from sandkasten.images.catalog import Catalog
 from sandkasten.images.sharing import share_store
 from sandkasten.runtime.account import Account, find_account
 from sandkasten.runtime.data_dir import hand_over
+from sandkasten.runtime.mounts_below import undo_mounts
 from sandkasten.runtime.nsinit_process import Keeper, StartNsinit, connect_to, open_keeper, start_as_child
 from sandkasten.runtime.paths import DataPaths
 
@@ -68,6 +69,7 @@ def means(config: Config, *, serves: bool = True) -> Iterator[Means]:
     if os.geteuid() != 0:
         yield Means(_start_nsinit(config))
         return
+    undo_mounts(config.data_dir)
     account = account_of(config)
     if account.is_root:
         set_up(config, account)

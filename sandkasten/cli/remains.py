@@ -96,7 +96,7 @@ def lines_of(remains: Remains) -> Sequence[str]:
 def describe(leftover: Leftover, remains: Remains) -> str:
     """Return what is to be said of one."""
     if leftover.kind == MOUNT:
-        return f"{leftover.name}: made by hand, and only `umount` removes it"
+        return f"{leftover.name}: made by hand; below a directory of ours it goes at the next start as root"
     if leftover.kind != SESSION:
         return leftover.name
     return f"{leftover.name}: {'runs' if leftover.name in remains.running else 'remains'}, and the database has it not"
