@@ -7,6 +7,7 @@ it is, so it never holds a host path, a traceback or a secret. Unmapped exceptio
 from __future__ import annotations
 
 from collections.abc import Mapping
+from errno import EEXIST
 from typing import Any, ClassVar
 
 
@@ -288,6 +289,10 @@ _PASSING_STAGES = frozenset({"builder", "child", "clone", "deadline", "identity"
 """What of `nsinit.steps.StepFailed.stage` names a process that died, or a time that ran out."""
 
 
+_TAKEN_ID = "session", EEXIST
+"""nsinit died over what it prepared for this id; the next create has another id."""
+
+
 class BuildFailed(SandboxError):
     """nsinit could not build the sandbox. `stage`, `path` and `errno` are for the log, not for the client.
 
@@ -298,7 +303,7 @@ class BuildFailed(SandboxError):
     def __init__(self, message: str, /, *, stage: str, path: str = "", errno: int = 0) -> None:
         super().__init__(message)
         self.stage, self.path, self.errno = stage, path, errno
-        self.retryable = stage in _PASSING_STAGES
+        self.retryable = stage in _PASSING_STAGES or (stage, errno) == _TAKEN_ID
 
 
 class KeeperGone(SandboxError):

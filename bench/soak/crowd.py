@@ -193,7 +193,7 @@ class Crowd:
         return good
 
     async def settle(self) -> None:
-        """Give every member a session that lives, and a known shell state."""
+        """Give every member a session that lives, and a known shell state; the last kill may have come unnoticed."""
         async with trio.open_nursery() as nursery:
             for member in self.members:
                 nursery.start_soon(self._settle_limited, member)
@@ -201,9 +201,11 @@ class Crowd:
     async def _settle_limited(self, member: Member) -> None:
         async with self._opening, self._site.client() as client:
             with trio.fail_after(_CREATE_S):
-                while member.mark is None:
+                is_settled = False
+                while not is_settled:
                     try:
                         await self._mark(client, member)
+                        is_settled = member.mark is not None
                     except _Lost:
                         await self._open(client, member)
                     except Unreachable:

@@ -115,6 +115,6 @@ def _left(report: Report) -> Iterator[str]:
     yield f"- removed cgroups that the kernel has not freed yet: {report.dying_cgroups}"
     if not report.is_good:
         yield ""
-        yield "The daemons' errors, the latest last:"
+        yield "The daemons' errors, what no kill explains first:"
         yield ""
-        yield from (f"    {line}" for line in report.log[-_LOG_LINES:])
+        yield from (f"    {line}" for line in report.log[:_LOG_LINES])

@@ -30,6 +30,8 @@ ANSWER_S = 120.0
 _REAP_S = 0.2
 _RETRY_S = 0.05
 _LINE_CHARS = 3000
+_OF_KILLS = ('"child": "zygote"', "nsinit_a_builder_ended")
+"""Errors that the kills of a soak must leave in a log."""
 
 
 class Unreachable(Exception):
@@ -120,9 +122,10 @@ class Site:
             await trio.sleep(_REAP_S)
 
     def errors(self) -> list[str]:
-        """Return what the daemons' logs have of level error, the latest last, each cut."""
+        """Return what the daemons' logs have of level error, each cut: what no kill explains before the rest."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        return [line[:_LINE_CHARS] for line in lines if '"level": "error"' in line or not line.startswith("{")]
+        found = [line[:_LINE_CHARS] for line in lines if '"level": "error"' in line]
+        return sorted(found, key=lambda line: any(each in line for each in _OF_KILLS))
 
     def destroy_leftovers(self) -> None:
         """Last resort of a run that failed: kill what is below this process."""
