@@ -16,14 +16,23 @@ import trio
 
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.sandbox_watch import SandboxWatch
-from sandkasten.errors import ExecEnded, RunnerLost, RunnerProtocolError, SandboxError, SandkastenError, Unavailable
+from sandkasten.errors import (
+    ActorGone,
+    ExecEnded,
+    RunnerLost,
+    RunnerProtocolError,
+    SandboxError,
+    SandkastenError,
+    Unavailable,
+)
 from sandkasten.lifecycle import END_REASONS, ENDED, WHOLE, Event, ended_error, next_status
 from sandkasten.model import Session, Status
 
 INIT_ENDED = "its init process ended"
 
-_NEWS_S = 2.0
-"""How long after a lost connection the news of PID 1's death, or of the daemon's stop, may take."""
+_NEWS_S = 10.0
+"""How long after a lost connection the news of PID 1's death, or of the daemon's stop, may take. PID 1 is dead when all
+of its namespace is (pid_namespaces(7)): on a busy machine that is seconds after its descriptors were closed."""
 
 _Hidden = SandboxError | Unavailable | ExecEnded
 """What a request may be refused with because the session is dying under it. All else is its own fault."""
@@ -41,14 +50,19 @@ class Losable(Protocol):
 
 
 async def judge(error: SandkastenError, of: Losable, watch: SandboxWatch) -> SandkastenError:
-    """Return what to answer instead of `error`, which came of work in that session; waits a moment for the news."""
+    """Return what to answer instead of `error`, which came of work in that session; waits a while for the news. Without
+    any, whoever asks again will hear it."""
     if isinstance(error, RunnerProtocolError):
         of.distrust(error)
     if isinstance(error, RunnerLost):
         with trio.move_on_after(_NEWS_S):
             await watch.news.wait()
     is_over = watch.news.is_set() or of.session.status not in WHOLE
-    return of.gone() if is_over and isinstance(error, _Hidden) else error
+    if is_over and isinstance(error, _Hidden):
+        return of.gone()
+    if isinstance(error, RunnerLost):
+        return ActorGone(f"{error}, and what became of it is not known yet", session_id=of.session.id)
+    return error
 
 
 def last_word(session: Session, *, has_died: bool) -> SandkastenError | None:
