@@ -26,6 +26,15 @@ class NotDropped(Exception):
     """Privilege is left, or can't be given away; nothing may be served."""
 
 
+def detach(point: str) -> None:
+    """Undo a mount at once for new users of its path; who works in it goes on. umount2(2) MNT_DETACH.
+
+    Raises:
+        OSError
+    """
+    syscalls.umount2(point, k.MNT_DETACH | k.UMOUNT_NOFOLLOW)
+
+
 def drop_privilege(uid: int, gid: int, *, keep_reachable: Sequence[str] = ()) -> None:
     """Become user `uid` and group `gid` without any privilege. `keep_reachable`: directories it must get to.
 

@@ -8,6 +8,7 @@ memory that was not in the configuration, and no connection.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 import attrs
 
 import sandkasten
-from nsinit.drop import NotDropped, drop_privilege
+from nsinit.drop import NotDropped, detach, drop_privilege
 from nsinit.keeping import KeepForParent
 from sandkasten import app
 from sandkasten.api.held import Held, hold
@@ -26,9 +27,11 @@ from sandkasten.images.catalog import Catalog
 from sandkasten.images.sharing import share_store
 from sandkasten.runtime.account import Account, find_account
 from sandkasten.runtime.data_dir import hand_over
-from sandkasten.runtime.mounts_below import undo_mounts
+from sandkasten.runtime.mounts_below import mounts_to_undo
 from sandkasten.runtime.nsinit_process import Keeper, StartNsinit, connect_to, open_keeper, start_as_child
 from sandkasten.runtime.paths import DataPaths
+
+log = logging.getLogger(__name__)
 
 
 @attrs.frozen
@@ -69,7 +72,7 @@ def means(config: Config, *, serves: bool = True) -> Iterator[Means]:
     if os.geteuid() != 0:
         yield Means(_start_nsinit(config))
         return
-    undo_mounts(config.data_dir)
+    _undo_mounts(config)
     account = account_of(config)
     if account.is_root:
         set_up(config, account)
@@ -82,6 +85,17 @@ def means(config: Config, *, serves: bool = True) -> Iterator[Means]:
         set_up(config, account)
         with _kept(config, account, config.listen if serves else ()) as kept:
             yield kept
+
+
+def _undo_mounts(config: Config) -> None:
+    """Detach what somebody mounted where only sessions are. What can't be detached is told of like any leftover."""
+    for point in mounts_to_undo(config.data_dir):
+        try:
+            detach(point)
+        except OSError as error:
+            log.error("mount_not_undone", extra={"path": point, "error": error.strerror})
+        else:
+            log.warning("mount_undone", extra={"path": point})
 
 
 def _start_nsinit(config: Config) -> StartNsinit:
