@@ -80,9 +80,12 @@ class Builders:
             worker = yield from self._take()
             try:
                 socket.send_fds(worker.channel, [data], fds)
-            except OSError:
+            except ConnectionError:
                 worker.channel.close()  # it died while it was idle; `_watch` starts another
                 continue
+            except OSError as error:  # not the builder's fault: a descriptor of a PID 1 that is gone
+                self._give_back(worker)
+                raise StepFailed("child", f"can't be handed over: {error.strerror}", errno=error.errno or 0) from error
             outcome = Outcome()
             self._scheduler.spawn(self._collect(worker, outcome))
             return outcome
