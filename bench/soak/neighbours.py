@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import time
+import statistics
 
 import attrs
 import trio
 
+from bench.soak.latency import open_session, p99, sample_ms
 from bench.soak.ledger import Ledger
-from bench.soak.site import Client, Site, Unreachable
+from bench.soak.site import Site, Unreachable
 
 BAD_NEIGHBOURS = {
     "fork bomb": "b() { b | b & }; b; sleep 600",
@@ -34,7 +34,7 @@ class Neighbourhood:
 async def run(site: Site, ledger: Ledger, *, seconds: float) -> list[Neighbourhood]:
     """Measure alone, then beside each bad neighbour, each for so long."""
     async with site.client() as client:
-        places = [await _session(client) for _ in range(_WORKERS)]
+        places = [await open_session(client) for _ in range(_WORKERS)]
         found = [await _measure(site, ledger, places, None, seconds)]
         for noise in BAD_NEIGHBOURS:
             found.append(await _measure(site, ledger, places, noise, seconds))
@@ -43,17 +43,10 @@ async def run(site: Site, ledger: Ledger, *, seconds: float) -> list[Neighbourho
     return found
 
 
-async def _session(client: Client) -> str:
-    answer = await client.call("POST", "/v1/sessions", {})
-    place = f"/v1/sessions/{answer.body['id']}"
-    await client.call("POST", f"{place}/exec", {"cmd": ":"})
-    return place
-
-
 async def _measure(site: Site, ledger: Ledger, places: list[str], noise: str | None, seconds: float) -> Neighbourhood:
     samples: list[float] = []
     async with site.client() as client, trio.open_nursery() as nursery:
-        bad = await _session(client) if noise else None
+        bad = await open_session(client) if noise else None
         if bad and noise:
             nursery.start_soon(_disturb, site, bad, BAD_NEIGHBOURS[noise])
             await trio.sleep(1.0)
@@ -65,8 +58,7 @@ async def _measure(site: Site, ledger: Ledger, places: list[str], noise: str | N
             if not gone.is_ok:
                 ledger.violate(f"destroy of a bad neighbour ({noise}): {gone.status} {gone.body}")
         nursery.cancel_scope.cancel()
-    samples.sort()
-    return Neighbourhood(noise, len(samples), samples[len(samples) // 2], samples[math.ceil(0.99 * len(samples)) - 1])
+    return Neighbourhood(noise, len(samples), statistics.median(samples), p99(samples))
 
 
 async def _disturb(site: Site, place: str, command: str) -> None:
@@ -79,11 +71,4 @@ async def _disturb(site: Site, place: str, command: str) -> None:
 
 async def _ask(site: Site, ledger: Ledger, place: str, seconds: float, samples: list[float]) -> None:
     async with site.client() as client:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            began = time.perf_counter()
-            answer = await client.call("POST", f"{place}/exec", {"cmd": ":"})
-            samples.append((time.perf_counter() - began) * 1000)
-            if not answer.is_ok:
-                ledger.violate(f"exec beside a bad neighbour: {answer.status} {answer.body}")
-            await trio.sleep(_PAUSE_S)
+        samples += await sample_ms(client, ledger, place, seconds=seconds, pause_s=_PAUSE_S, beside="a bad neighbour")

@@ -15,12 +15,8 @@ _LOG_LINES = 20
 
 def text_of(report: Report) -> str:
     """Return the report."""
-    return (
-        "\n".join(
-            [*_head(report), *_cycles(report), *_crowd(report), *_storm(report), *_neighbours(report), *_left(report)]
-        )
-        + "\n"
-    )
+    parts = (_head, _cycles, _crowd, _storm, _neighbours, _left)
+    return "".join(f"{line}\n" for part in parts for line in part(report))
 
 
 def _head(report: Report) -> Iterator[str]:
