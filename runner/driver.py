@@ -14,7 +14,9 @@ What each odd-looking line is for, each tried in bash, dash and BusyBox sh:
 - the signal trap unwinds everything the command has on the stack, so that nothing after an interrupted line runs. bash:
   `return` in this frame and, through a DEBUG trap, in every frame above; others: an expansion error, which unwinds to
   `command .`, or to `command eval` when it came a moment before or after; hence the backslashes, against aliases in
-  what is parsed anew. The guard `__sk_r` makes a late signal harmless.
+  what is parsed anew. The guard `__sk_r` makes a late signal harmless. Outside of bash it counts those that come after
+  the first (`l`, `ll`, ...): one that finds the driver just behind `eval` must raise nothing, for nothing would catch
+  it, and the driver is out of there before it could see eight; a command that caught the error is left by the ninth.
 - SIGINT is trapped in bash, for it raises one against itself when a command substitution died of one, and would end.
 - a trapped signal interrupts `read` in dash and BusyBox sh, and what it had read of the line is lost. So a line that is
   not whole is asked for again (`0 r`), a number is never run twice, and a shell that can't read at all ends.
@@ -64,7 +66,8 @@ if [ -n "${BASH_VERSION-}" ]; then
 shopt -s expand_aliases
 trap '@LEAVE@' @SIGNAL@ INT
 else
-trap 'case $__sk_r in 1) __sk_a=130; { : "${__sk_unset?}"; } 2>/dev/null;; esac' @SIGNAL@
+trap 'case $__sk_r in 1) __sk_a=130 __sk_r=l; { : "${__sk_unset?}"; } 2>/dev/null;;
+llllllll) __sk_r=1;; l*) __sk_r=l$__sk_r;; esac' @SIGNAL@
 fi
 __sk_st() { return "$1"; }
 __sk_save() {
@@ -83,7 +86,7 @@ __sk_n=0 __sk_m=- __sk_s=0 __sk_a= __sk_r=2 __sk_o= __sk_f= __sk_l=0
 @LOOPS@
 case $__sk_r in
 '') ;;
-*) case $__sk_r in 1) __sk_s=0;; esac
+*) case $__sk_r in 1|l*) __sk_s=0;; esac
 unset -f command
 case $__sk_s${BASH_VERSION-} in 0|*.*) ;; *) command test "/proc/$$" -ef /proc/self || exit "$__sk_s";; esac
 __sk_r=
@@ -108,7 +111,7 @@ command echo "0 r" >@DIR@/status
 continue;;
 esac
 @RUN@
-case $__sk_r in 1) __sk_s=130 __sk_r=2;; esac
+case $__sk_r in 1|l*) __sk_s=130 __sk_r=2;; esac
 @DONES@
 """
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 
 import pytest
 
+from runner.driver import ABANDON_SIGNAL
 from runner.protocol import Done, Error, Exec, ExecReply, RunProgram, Signal, TerminalSize
 from tests.kernel.runner_harness import SHELLS, Client, Sandbox, needs_namespaces, wait_until
+from tests.leaks import children
 
 pytestmark = needs_namespaces
 
@@ -87,6 +90,21 @@ def test_an_interrupt_at_any_moment_keeps_the_shell(client: Client, other: Clien
         client.request(Exec("x", "true"))
         other.ask(Signal("x", signal.SIGINT))
         assert ending(client.outcome().reply) in (INTERRUPTED, (0, None, "exited", False))
+    assert client.stdout("echo $x") == b"kept\n"
+
+
+def test_many_requests_to_leave_leave_once(client: Client, sandbox: Sandbox) -> None:
+    """They find the driver between the command and its own next line as well, where nothing would catch an error."""
+    client.run("x=kept")
+    (shell,) = children(sandbox.init_pid())
+    for _ in range(20):
+        client.begin("echo begun; while :; do :; done")
+        client.read_until(b"begun\n")
+        for _ in range(30):
+            os.kill(shell, ABANDON_SIGNAL)
+            time.sleep(0.00002)
+        reply = client.outcome().reply
+        assert (reply.exit_code, reply.shell_restarted) == (130, False)
     assert client.stdout("echo $x") == b"kept\n"
 
 
