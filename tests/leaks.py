@@ -1,7 +1,7 @@
 """What a test may leave behind, seen from outside: mounts, cgroups, processes, descriptors, directories.
 
 Looked for on the ground of this process alone, so that nothing found is somebody else's. `/run` and `/dev/shm`, which
-are everyone's, are looked at for our name.
+are everyone's, are looked at for our name; the checkout for whatever is not hidden.
 Sources: proc_pid_task(5), `children`.
 """
 
@@ -22,6 +22,7 @@ from tests.waiting import SLOWNESS
 _PATIENCE_S = 5.0 * SLOWNESS
 _PAUSE_S = 0.02
 _OURS = "sandkasten"
+_CHECKOUT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,7 @@ def _descriptors() -> Iterator[tuple[int, str]]:
 
 def _directories(ground: Ground) -> Iterator[str]:
     yield from (os.path.join(ground.directory, name) for name in os.listdir(ground.directory))
+    yield from (str(_CHECKOUT / name) for name in os.listdir(_CHECKOUT) if not name.startswith("."))
     for base in ("/run", "/dev/shm"):
         if os.path.isdir(base):
             yield from (os.path.join(base, name) for name in os.listdir(base) if name.startswith(_OURS))

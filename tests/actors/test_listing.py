@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import attrs
 import pytest
@@ -39,8 +40,8 @@ SELECTORS = (
 class _Node:
     """Sessions as a node has them: those that live in memory, those that ended in its database."""
 
-    def __init__(self) -> None:
-        self.database = open_database(Path(":memory:"))
+    def __init__(self, path: Path) -> None:
+        self.database = open_database(path)
         self.live: dict[str, Session] = {}
         self.all: dict[str, Session] = {}
         self._numbers = count()
@@ -65,6 +66,15 @@ class _Node:
         return merge(query, sql.find_sessions(self.database, query), self.live.values())
 
 
+@contextmanager
+def _node() -> Iterator[_Node]:
+    """Not in memory: what opens a database makes its file first."""
+    with TemporaryDirectory() as directory:
+        node = _Node(Path(directory, "state.db"))
+        with closing(node.database):
+            yield node
+
+
 @pytest.fixture(autouse=True)
 def few_at_a_time() -> Iterator[None]:
     """So that small numbers of sessions are many."""
@@ -86,8 +96,7 @@ def test_pages_show_everything_once_whatever_happens_between_them(
     limit: int,
 ) -> None:
     """All that there was, in one order, nothing twice, no page too long, and only what was asked for."""
-    node = _Node()
-    with closing(node.database):
+    with _node() as node:
         for age_s, kind, has_ended in sessions:
             node.create(age_s, kind)
             if has_ended:
@@ -156,8 +165,7 @@ def test_live_sessions_need_no_database() -> None:
 
 def test_what_is_looked_at_for_one_page_is_bounded() -> None:
     """A label that nobody has: pages without sessions, each with a place to go on from, until the end."""
-    node = _Node()
-    with closing(node.database):
+    with _node() as node:
         for number in range(20):
             node.create(number, 0)
             node.end(0)

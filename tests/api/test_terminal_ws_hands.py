@@ -53,8 +53,9 @@ async def test_giving_back_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None
             assert await view.see(12) == b"[given back]"
             is_told.set()
             assert await view.is_quiet()
-        await view.talk.say("give_back")
-        assert await view.hear() == {"type": "given_back"}
+        await view.talk.say("give_back")  # nothing is taken: no hands change, so what is shown may come before
+        heard = [await view.hear(), await view.hear()]
+        assert [each for each in heard if each != b"[given back]"] == [{"type": "given_back"}]
 
 
 async def test_a_watched_shell_can_be_joined_by_the_id_it_opened_with() -> None:
