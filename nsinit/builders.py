@@ -9,6 +9,7 @@ import errno
 import os
 import signal
 import socket
+import time
 from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass, field
@@ -29,11 +30,12 @@ _RETRY_PAUSE_S = 0.1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Worker:
-    """One builder process."""
+    """One builder process; `started_s` is of the monotonic clock."""
 
     pid: int
     pidfd: int
     channel: socket.socket
+    started_s: float
 
 
 @dataclass(slots=True)
@@ -138,13 +140,13 @@ class Builders:
                 raise
             if pid == 0:
                 builder.live(theirs, self._machine, parent_pid)
-        worker = Worker(pid, os.pidfd_open(pid), ours)
+        worker = Worker(pid, os.pidfd_open(pid), ours, time.monotonic())
         self._workers.add(worker)
         self._scheduler.spawn(self._watch(worker))
         self._give_back(worker)
 
     def _watch(self, worker: Worker) -> Job:
-        """Wait until a builder dies, and start another."""
+        """Wait until a builder dies, and start another: at once, unless it had hardly lived."""
         yield Wait(fd=worker.pidfd)
         os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED)
         self._workers.discard(worker)
@@ -153,6 +155,8 @@ class Builders:
             worker.channel.close()
         os.close(worker.pidfd)
         log("error", "a builder ended", pid=worker.pid)
+        if time.monotonic() - worker.started_s < _RETRY_PAUSE_S:
+            yield Wait(timeout_s=_RETRY_PAUSE_S)
         while True:
             try:
                 self._start_one()

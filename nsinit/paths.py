@@ -134,6 +134,13 @@ def check_owner(path: str) -> None:
         raise PermissionError(errno.EPERM, f"it belongs to user {owner}", path)
 
 
+def sync_directory(path: str) -> None:
+    """Wait until the names in one directory are on the disk. fsync(2)."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    os.fsync(fd)
+    os.close(fd)
+
+
 def spread_subdirectories(path: str) -> None:
     """Ask ext4 to put each subdirectory of `path` into a block group of its own (chattr +T).
 

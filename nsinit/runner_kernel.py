@@ -42,7 +42,7 @@ class RunnerKernel:
         except OSError:
             pass  # the score that it has is a fair one
 
-    def end_with_parent(self) -> None:
+    def prctl_set_pdeathsig(self) -> None:
         syscalls.prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def prctl_set_child_subreaper(self) -> None:

@@ -25,7 +25,7 @@ from nsinit.disk import choose, loop_device
 from nsinit.disk.ext4_image import copy_sparse, enlarge, find_tool, make_image
 from nsinit.disk.loop import Loop
 from nsinit.disk.mechanism import Unavailable
-from nsinit.paths import Layout
+from nsinit.paths import Layout, sync_directory
 from nsinit.protocol import DiskLimits, DiskMode
 from nsinit.slots import SANDBOX_ID
 from nsinit.steps import StepFailed
@@ -126,10 +126,10 @@ class Volumes:
         os.chown(files, SANDBOX_ID, SANDBOX_ID)
         self._sync_mounted()
         syscalls.umount2(self._point)
-        _sync_directory(new)
+        sync_directory(new)
         passing(crash, "nsinit.volume.formatted")
         syscalls.renameat2(new, self.layout.volume(workspace_id, draft=draft), k.RENAME_NOREPLACE)
-        _sync_directory(os.path.dirname(self.layout.volume(workspace_id, draft=draft)))
+        sync_directory(os.path.dirname(self.layout.volume(workspace_id, draft=draft)))
 
     def sync(self, directory: str) -> None:
         """Wait until all that was written to a volume is on the disk, whoever has it mounted."""
@@ -237,9 +237,3 @@ def _leave_mounts() -> None:
     """Mount nothing where nsinit, or a sandbox that is made meanwhile, would have it."""
     syscalls.unshare(k.CLONE_NEWNS)
     syscalls.mount("", "/", flags=k.MS_REC | k.MS_PRIVATE)
-
-
-def _sync_directory(path: str) -> None:
-    fd = os.open(path, _DIRECTORY)
-    os.fsync(fd)
-    os.close(fd)

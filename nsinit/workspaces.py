@@ -1,9 +1,9 @@
 """The directories of persistent workspaces: made, listed, synced, published, moved out of the way.
 
 A workspace is a directory of `Layout.workspaces`, a draft one of `Layout.drafts`; with a quota it is one of
-`Layout.volumes` (see `volumes`), never both. What is in it is foreign and is never
-opened here. A name changes by one rename(2), so that at any moment there is the old workspace or the new one. What may
-wait for the disk runs in a process of its own; its exit status is the errno it ended with.
+`Layout.volumes` (see `volumes`), never both. What is in it is foreign and is never opened here. A name changes by one
+rename(2), so that at any moment there is the old workspace or the new one. What may wait for the disk runs in a process
+of its own; its exit status is the errno it ended with.
 Sources: rename(2) RENAME_EXCHANGE, RENAME_NOREPLACE; syncfs(2); fsync(2) on directories.
 """
 
@@ -20,7 +20,7 @@ from functools import partial
 from nsinit import constants as k
 from nsinit import syscalls
 from nsinit.crash import Crash, passing
-from nsinit.paths import Layout
+from nsinit.paths import Layout, sync_directory
 from nsinit.pid1 import keep_only
 from nsinit.protocol import GrowWorkspace, MakeWorkspace
 from nsinit.scheduler import Wait
@@ -66,7 +66,7 @@ def make(layout: Layout, volumes: Volumes, request: MakeWorkspace, crash: Crash 
     passing(crash, "nsinit.workspace.directory_made")
     _adopt(path)
     if not draft:
-        yield from _run(path, lambda: _sync_directory(layout.workspaces))
+        yield from _run(path, lambda: sync_directory(layout.workspaces))
     passing(crash, "nsinit.workspace.made")
 
 
@@ -97,7 +97,7 @@ def discard(layout: Layout, workspace_id: str, *, draft: bool, crash: Crash | No
         except OSError as error:
             raise failure_of(_STAGE, error) from error
         passing(crash, "nsinit.workspace.renamed")
-        yield from _run(path, partial(_sync_directory, os.path.dirname(path)))
+        yield from _run(path, partial(sync_directory, os.path.dirname(path)))
         passing(crash, "nsinit.workspace.discarded")
 
 
@@ -134,7 +134,7 @@ def publish(layout: Layout, volumes: Volumes, workspace_id: str, *, replace: boo
             os.rename(draft, trash)
         else:
             syscalls.renameat2(draft, path, k.RENAME_NOREPLACE)
-        _sync_directory(os.path.dirname(path))
+        sync_directory(os.path.dirname(path))
 
     yield from _run(path, work, volumes.kept_fds)
     passing(crash, "nsinit.workspace.published")
@@ -213,10 +213,4 @@ def _end_with(work: Callable[[], None], kept_fds: frozenset[int], parent_pid: in
 def _sync_file_system(path: str) -> None:
     fd = os.open(path, _DIRECTORY)
     syscalls.syncfs(fd)
-    os.close(fd)
-
-
-def _sync_directory(path: str) -> None:
-    fd = os.open(path, _DIRECTORY)
-    os.fsync(fd)
     os.close(fd)

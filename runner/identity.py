@@ -49,4 +49,4 @@ class UserIdentity:
         self._kernel.setfsuid(self._own[0])
         self._kernel.setfsgid(self._own[1])
         if self._ends_with_parent:  # the kernel forgets that when ids change (prctl(2), PR_SET_PDEATHSIG)
-            self._kernel.end_with_parent()
+            self._kernel.prctl_set_pdeathsig()

@@ -145,9 +145,10 @@ class Sessions(Actor):
         archive: RunArchive,
         vessels: int,
         shares: KeyShares,
+        crash: Crash,
     ) -> None:
         super().__init__(ref)
-        self._shares = shares
+        self._shares, self._crash = shares, crash
         self._config, self._node = config, node
         self._store, self._zygote, self._images = store, zygote, images
         self._workspaces, self._attachments = workspaces, attachments
@@ -212,7 +213,7 @@ class Sessions(Actor):
             workspaces=self._workspaces,
             directory=self._directory,
             paths=DataPaths(self._config.data_dir),
-            crash=Crash(self._config.testing.crash_at),
+            crash=self._crash,
             boot_id=self._node.boot_id,
             cgroup_dirs=cgroup_dirs,
             budget=self._budget,

@@ -2,9 +2,9 @@
 
 Children start in list order, each when the one before it is ready, and stop in reverse order, which a bare nursery
 does not do. A child that fails while starting for the first time fails the supervisor, and one that is still starting
-when the supervisor is cancelled is cancelled at once. A permanent child that ends
-later is restarted after a growing pause; more than `intensity` restarts in `period_s` give the supervisor up, and a
-child may say that to restart it is pointless (`GiveUp`).
+when the supervisor is cancelled is cancelled at once. A permanent child that ends later is restarted after a growing
+pause; more than `intensity` restarts in `period_s` give the supervisor up, and a child may say that to restart it is
+pointless (`GiveUp`).
 
 Sources: Erlang/OTP `supervisor` behaviour (child spec, restart type, intensity and period).
 """

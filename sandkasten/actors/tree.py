@@ -199,7 +199,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
                 attachments=self._attachments,
                 paths=DataPaths(self._config.data_dir),
                 new_id=self._node.new_session_id,
-                crash=Crash(self._config.testing.crash_at),
+                crash=self._crash,
             )
             await actor.run(task_status=task_status)
 
@@ -222,6 +222,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
                 archive=self._archive,
                 vessels=self._vessels,
                 shares=self.shares,
+                crash=self._crash,
             )
             await actor.run(task_status=task_status)
 
