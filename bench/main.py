@@ -34,6 +34,8 @@ from sandkasten.supervisor import Supervisor
 
 COMMANDS = {"builtin (:)": ":", "/bin/true": "/bin/true", "python3 -c pass": "python3 -c pass"}
 BURST = 100
+SETTLE_S = 0.05
+"""Before a create and before its rivals: what the row before has left to be done falls on neither."""
 IN_A_ROW = 20
 """How many of the fastest things are done one after another in each round."""
 
@@ -131,14 +133,17 @@ def _measure_machine(
         client.call("GET", "/healthz")
     for rival in compared:
         if not rival.reason:
+            time.sleep(SETTLE_S)
             with samples.timed(rival.name):
                 rival.run()
 
 
 async def _measure_sessions(samples: measure.Samples, ready: Supervisor, cold: Supervisor) -> None:
+    await trio.sleep(SETTLE_S)
     with samples.timed(COLD):
         session = await cold.create(SessionSpec())
     await cold.destroy(session.id)
+    await trio.sleep(SETTLE_S)
     with samples.timed(CREATE):
         session = await ready.create(SessionSpec())
     await ready.exec(session.id, ExecSpec(":"))
@@ -153,6 +158,7 @@ async def _measure_sessions(samples: measure.Samples, ready: Supervisor, cold: S
 
 
 def _measure_http(samples: measure.Samples, client: daemon.Client, address: tuple[str, int]) -> None:
+    time.sleep(SETTLE_S)
     with samples.timed(CREATE_HTTP):
         session = client.call("POST", "/v1/sessions", {})
     place = f"/v1/sessions/{session['id']}"
@@ -162,6 +168,7 @@ def _measure_http(samples: measure.Samples, client: daemon.Client, address: tupl
             client.call("POST", f"{place}/exec", {"cmd": command})
     with samples.timed(DESTROY_HTTP):
         client.call("DELETE", place)
+    time.sleep(SETTLE_S)
     with daemon.Client(address) as other, samples.timed(FIRST):
         session = other.call("POST", "/v1/sessions", {})
         other.wait_for("POST", f"/v1/sessions/{session['id']}/exec/stream", {"cmd": "echo x"}, b"event: chunk")

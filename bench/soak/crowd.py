@@ -2,7 +2,8 @@
 
 A worker keeps one session and one workspace. It knows what it was promised (files, a shell variable) and checks it. A
 session may end only because its PID 1 was killed; then the worker makes another on the same workspace. An error is
-an honest answer to a kill if it says that the session is gone or that the same request may work later; any other is a
+an honest answer to a kill if it says that the session is gone or that the same request may work later; any other, and
+whatever claims to be a fault of the daemon, is a
 violation.
 """
 
@@ -12,6 +13,7 @@ import base64
 import random
 import time
 from collections.abc import Sequence
+from http import HTTPStatus
 
 import attrs
 import trio
@@ -161,7 +163,8 @@ class Crowd:
         raise Unreachable(answer.code)
 
     def _judge(self, what: str, answer: Answer) -> None:
-        if answer.code in _GONE or answer.body.get("retryable") is True:
+        is_explained = answer.code in _GONE or answer.body.get("retryable") is True
+        if is_explained and answer.status != HTTPStatus.INTERNAL_SERVER_ERROR:  # a kill is no bug of the daemon's
             self._ledger.count(f"answered {answer.code}")
         else:
             self._ledger.violate(f"{what}: {answer.status} {answer.body}")
