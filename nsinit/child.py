@@ -59,10 +59,11 @@ def _touch_power_steps() -> None:
 def _say_ready(init: Init) -> None:
     """From here on the sandbox lives on its own, unless it is there for files only: that one goes with nsinit. (To
     change one's ids takes the signal away, so it is set anew.) If nsinit is already gone this raises, and the sandbox
-    dies."""
+    dies. While it was built it went before everybody (`vessel.BUILDING_SHARE`); now nsinit should hear of it first."""
     syscalls.prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL if init.files_only else 0)
     os.write(init.control_fd, control.STATUS.encode(control.Furnished(init.steps.timings_us)))
     os.close(init.control_fd)
+    os.sched_yield()
 
 
 def _report(init: Init, error: StepFailed) -> None:

@@ -14,7 +14,7 @@ import socket
 from collections import deque
 from collections.abc import Generator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from nsinit import control, freezer, groups, syscalls, trash
 from nsinit.builder import Order
@@ -24,7 +24,7 @@ from nsinit.cgroups import Counters, SessionCgroup
 from nsinit.crash import passing
 from nsinit.disk import running
 from nsinit.disk.mechanism import Usage
-from nsinit.identity import find_identity, open_verified, read_identity, require_identity
+from nsinit.identity import find_identity, open_verified, require_identity
 from nsinit.limits import change as change_limits
 from nsinit.log import log
 from nsinit.paths import Layout
@@ -74,6 +74,8 @@ class Sessions:
             vessel = self.vessels[session_id] = self._make_vessel(session_id, limits)
             try:
                 outcome = yield from self._order(vessel, None, disk)
+                with vessel.steps.step("identity"):
+                    vessel.identify()
                 yield Wait(event=outcome.done)
                 outcome.result()
             except StepFailed:
@@ -255,7 +257,7 @@ class Sessions:
         with ExitStack() as undo:
             try:
                 with vessel.steps.step("identity"):
-                    identity = replace(read_identity(process.pid), base_uid=process.slot.base)
+                    identity = vessel.identify()
                     kind, event_fd = vessel.cgroup.open_oom_event()
                     undo.callback(os.close, event_fd)
             finally:

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nsinit import syscalls
 from nsinit.cgroup_tree import Tree
@@ -18,9 +18,10 @@ from nsinit.cgroups import SessionCgroup
 from nsinit.crash_points import NSINIT
 from nsinit.forker import Forker
 from nsinit.furnish import Machine
+from nsinit.identity import read_identity
 from nsinit.limits import first as first_limits
 from nsinit.paths import SOCKET_NAME, make_directory
-from nsinit.protocol import Limits, SandboxPlan
+from nsinit.protocol import Identity, Limits, SandboxPlan
 from nsinit.scheduler import Event
 from nsinit.slots import Slot, SlotTable
 from nsinit.steps import Steps
@@ -52,7 +53,7 @@ class Process:
 
 @dataclass(slots=True)
 class Vessel:
-    """A process that waits to be furnished, and the socket to it."""
+    """A process that waits to be furnished, and the socket to it. `identity` is None until somebody needed it."""
 
     session_id: str
     process: Process
@@ -60,6 +61,13 @@ class Vessel:
     control: socket.socket
     limits: Limits
     steps: Steps
+    identity: Identity | None = None
+
+    def identify(self) -> Identity:
+        """Return who its process is, which never changes."""
+        if self.identity is None:
+            self.identity = replace(read_identity(self.process.pid), base_uid=self.process.slot.base)
+        return self.identity
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from sandkasten.actors.actor import Ref
 from sandkasten.actors.attachments import Attachments
 from sandkasten.actors.live_record import expiry
 from sandkasten.actors.session import SessionActor
-from sandkasten.actors.session_setup import Creation
+from sandkasten.actors.session_setup import VESSEL, Creation
 from sandkasten.actors.vessels import Vessels
 from sandkasten.actors.workspace_messages import Admit
 from sandkasten.config import Config
@@ -177,7 +177,7 @@ class Creating:
             labels=dict(spec.labels),
             key_id=spec.key_id,
             acquire_source="cold",
-            acquire_detail="vessel" if vessel else None,
+            acquire_detail=VESSEL if vessel else None,
             options=resolved.options,
         )
         return SessionRecord(

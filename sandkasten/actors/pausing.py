@@ -32,7 +32,7 @@ _TRANSFER_S = 0.5
 class Pausable(Protocol):
     """A session's actor as this needs it."""
 
-    async def greet(self, request: protocol.Setup | protocol.Hello) -> None: ...
+    async def greet(self) -> None: ...
 
     async def resume_runs(self) -> None: ...
 
@@ -125,7 +125,7 @@ class Pausing:
     async def _greet(self) -> None:
         """Hear from the PID 1 of an adopted session at last. Raises `RunnerLost` if it is not one to go on with."""
         try:
-            await self._actor.greet(protocol.Hello())
+            await self._actor.greet()
             await self._actor.resume_runs()
         except SandkastenError as error:
             raise RunnerLost(str(error)) from error

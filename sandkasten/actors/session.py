@@ -20,6 +20,7 @@ from runner import protocol as runner_protocol
 from sandkasten import logcontext
 from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Actor, Ref, Reply
+from sandkasten.actors.greeting import Greeting, greet
 from sandkasten.actors.inspection import Inspection, inspect
 from sandkasten.actors.lease import Lease
 from sandkasten.actors.live_record import LiveRecord
@@ -46,10 +47,10 @@ from sandkasten.actors.session_messages import (
     is_act,
     is_read,
 )
-from sandkasten.actors.session_setup import Creation, Services, first_request
+from sandkasten.actors.session_setup import VESSEL, Creation, Services, first_request
 from sandkasten.actors.session_work import SessionWork
 from sandkasten.actors.unwrap import unwrap
-from sandkasten.actors.wording import ENDINGS, EXPIRIES, accepted, rfc3339
+from sandkasten.actors.wording import ENDINGS, EXPIRIES, rfc3339
 from sandkasten.actors.workspace_orders import MakeWorkspace
 from sandkasten.actors.workspaces import release_soon
 from sandkasten.crash import Point
@@ -74,9 +75,6 @@ log = logging.getLogger(__name__)
 
 A = TypeVar("A")
 Ts = TypeVarTuple("Ts")
-
-_HELLO_S = 10.0
-"""How long a new or adopted runner may take to answer the first request."""
 
 _CRASHES = {EventType.EXEC_STARTED: Point.EXEC_STARTED, EventType.EXEC_ENDED: Point.EXEC_ENDED}
 _MAX_CONTROLS = 8
@@ -244,18 +242,22 @@ class SessionActor(Actor):
         if session.workspace_id is not None:
             await zygote_actor.ask_patiently(self._services.zygote, MakeWorkspace(session.workspace_id))
             marks.mark("workspace")
-        sandbox = await zygote_actor.ask_when_up(self._services.zygote, zygote_actor.Build(plan))
-        self._hold(sandbox)
-        marks.mark_steps("build", sandbox.timings_us)
-        crash.passing(Point.CREATE_BUILT)
-        setup = first_request(creation, self._services.graces)
-        self._own.change(status=next_status(session.status, Event.BUILT))
+        greeting = Greeting(self._services.paths.run_dir(session.id), first_request(creation, self._services.graces))
         try:
-            async with trio.open_nursery() as both:
-                both.start_soon(self._put_running)
-                await self.greet(setup)
+            async with trio.open_nursery() as meanwhile:
+                if session.acquire_detail == VESSEL:
+                    greeting.begin(meanwhile)
+                sandbox = await zygote_actor.ask_when_up(self._services.zygote, zygote_actor.Build(plan))
+                self._hold(sandbox)
+                marks.mark_steps("build", sandbox.timings_us)
+                crash.passing(Point.CREATE_BUILT)
+                self._own.change(status=next_status(session.status, Event.BUILT))
+                meanwhile.start_soon(self._put_running)
+                self._meet(*await greeting.finish())
         except BaseExceptionGroup as group:
             raise unwrap(group) from None
+        finally:
+            greeting.close()
         marks.mark("runner")
         self._create_ms = marks.phases
         crash.passing(Point.CREATE_SET_UP)
@@ -279,11 +281,12 @@ class SessionActor(Actor):
         """Take over a sandbox that outlived its daemon, shell state and all."""
         attach = zygote_actor.Attach(self.session.id)
         self._hold(await zygote_actor.ask_patiently(self._services.zygote, attach))
+        self._link = RunnerLink(self._services.paths.run_dir(self.session.id))
         await self._work.adoption.recover()
         if self.session.status is Status.PAUSED:
             await self._pausing.adopt()
         else:
-            await self.greet(runner_protocol.Hello())
+            await self.greet()
             await self._work.adoption.resume()
         limits = self._stats.read_limits(self.session.limits)  # a change may have been cut short
         self._own.change(acquire_detail="adopted", limits=limits)
@@ -297,23 +300,19 @@ class SessionActor(Actor):
         self._stats.init_pid = identity.pid
         kernel = KernelIdentity(identity.pid, identity.start_ticks, identity.pid_ns, self._services.boot_id)
         self._own.note(identity=kernel)
-        self._link = RunnerLink(self._services.paths.run_dir(self.session.id))
+
+    def _meet(self, link: RunnerLink, hello: runner_protocol.HelloReply) -> None:
+        self._link = link
+        self._own.change(cwd=hello.cwd)
+        self._work.runs.shells.adopt(hello)
+        self._work.runs.keeping.gives_tickets = hello.version >= runner_protocol.KEPT_RUNS_VERSION
 
     async def resume_runs(self) -> None:
         await self._work.adoption.resume()
 
-    async def greet(self, request: runner_protocol.Setup | runner_protocol.Hello) -> None:
-        assert self._link is not None
-        with trio.move_on_after(_HELLO_S) as patience:
-            async with self._link.connection() as connection:
-                await connection.send_request(request)
-                answer = await connection.receive_answer()
-        if patience.cancelled_caught:
-            raise RunnerLost("the sandbox's init does not answer")
-        hello = accepted(answer)
-        self._own.change(cwd=hello.cwd)
-        self._work.runs.shells.adopt(hello)
-        self._work.runs.keeping.gives_tickets = hello.version >= runner_protocol.KEPT_RUNS_VERSION
+    async def greet(self) -> None:
+        """Ask PID 1 of a sandbox that this daemon did not make, or has let stand still, what it has."""
+        self._meet(self.link, await greet(self.link, runner_protocol.Hello()))
 
     async def _finish(self, event: Event, reason: str | None, end_reason: EndReason | None = None) -> Session:
         """Tear the sandbox down and write its final state. Nothing overtakes this: it is awaited in the mailbox.

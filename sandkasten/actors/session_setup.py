@@ -24,6 +24,9 @@ from sandkasten.runtime.run_archive import RunArchive, SessionArchive
 from sandkasten.runtime.run_records import Seal
 from sandkasten.runtime.spool import Spool
 
+VESSEL = "vessel"
+"""`acquire_detail` of a session that is made of a vessel."""
+
 
 @attrs.frozen
 class Keep:
