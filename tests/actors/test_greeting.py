@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import trio
 
-from runner.protocol import ANSWERS, TO_RUNNER, Error, FrameDecoder, HelloReply, Kind, Setup, encode_frame
+from runner.protocol import ANSWERS, FROM_DAEMON, Error, FrameDecoder, HelloReply, Kind, Setup, encode_frame
 from sandkasten.actors.greeting import Greeting
 from sandkasten.errors import InvalidRequest, RunnerLost
 from sandkasten.runtime.paths import RUNNER_SOCKET
@@ -34,7 +34,7 @@ class Init:
         with trio.socket.from_stdlib_socket(self.listener) as listener:
             connection, _ = await listener.accept()
             with connection:
-                decoder = FrameDecoder(TO_RUNNER, max_body_bytes=1 << 20)
+                decoder = FrameDecoder(FROM_DAEMON, max_body_bytes=1 << 20)
                 while not self.asked:
                     decoder.feed(await connection.recv(1 << 16))
                     self.asked += decoder
