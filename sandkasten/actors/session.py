@@ -30,7 +30,6 @@ from sandkasten.actors.pausing import Pausing
 from sandkasten.actors.run_driver import ask_runner
 from sandkasten.actors.sandbox_watch import SandboxWatch
 from sandkasten.actors.session_disk import read_disk
-from sandkasten.actors.session_limits import change_limits
 from sandkasten.actors.session_messages import (
     Destroy,
     Died,
@@ -48,6 +47,7 @@ from sandkasten.actors.session_messages import (
     is_read,
 )
 from sandkasten.actors.session_setup import VESSEL, Creation, Services, first_request
+from sandkasten.actors.session_update import change_session
 from sandkasten.actors.session_work import SessionWork
 from sandkasten.actors.unwrap import unwrap
 from sandkasten.actors.wording import ENDINGS, EXPIRIES, rfc3339
@@ -263,6 +263,9 @@ class SessionActor(Actor):
         crash.passing(Point.CREATE_SET_UP)
         self._own.change(timings_ms=marks.phases)
         self._own.renew()
+        self._tell_created()
+
+    def _tell_created(self) -> None:
         made = self.session
         self.emit(
             EventType.SESSION_CREATED,
@@ -436,25 +439,7 @@ class SessionActor(Actor):
         check_spans(self._services.maximum, ttl_s=patch.ttl_s, max_lifetime_s=patch.max_lifetime_s)
         if patch.env is not None:
             await self._go_on(self._pausing.wake)
-        before = self.session.limits
-        if patch.limits is not None:
-            self._own.change(limits=await change_limits(self._services, self.session, patch.limits))
-        if patch.env is not None:
-            refusal: SandkastenError | None = None
-            try:
-                await self.ask_runner(runner_protocol.SetEnv(dict(patch.env)), runner_protocol.Done)
-            except SandkastenError as error:
-                refusal = error
-            if refusal is not None:  # all of a change, or nothing of it
-                if patch.limits is not None:
-                    self._own.change(limits=await change_limits(self._services, self.session, before, is_undo=True))
-                raise refusal
-        if patch.labels is not None:
-            self._own.change(labels=dict(patch.labels))
-        if patch.ttl_s is not None:
-            self._own.change(ttl_s=patch.ttl_s)
-        if patch.max_lifetime_s is not None:
-            self._own.change(max_lifetime_s=patch.max_lifetime_s)
+        await change_session(self, self._own, patch, services=self._services)
         self._own.renew()
         await self._own.put()
         return self.session
