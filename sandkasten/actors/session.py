@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Container, Mapping
-from datetime import UTC, datetime
 from typing import Any, TypeVar, TypeVarTuple
 
 import attrs
@@ -30,6 +29,7 @@ from sandkasten.actors.pausing import Pausing
 from sandkasten.actors.run_driver import ask_runner
 from sandkasten.actors.sandbox_watch import SandboxWatch
 from sandkasten.actors.session_disk import read_disk
+from sandkasten.actors.session_end import end_session
 from sandkasten.actors.session_messages import (
     Destroy,
     Died,
@@ -50,9 +50,8 @@ from sandkasten.actors.session_setup import VESSEL, Creation, Services, first_re
 from sandkasten.actors.session_update import change_session
 from sandkasten.actors.session_work import SessionWork
 from sandkasten.actors.unwrap import unwrap
-from sandkasten.actors.wording import ENDINGS, EXPIRIES, rfc3339
+from sandkasten.actors.wording import EXPIRIES, rfc3339
 from sandkasten.actors.workspace_orders import MakeWorkspace
-from sandkasten.actors.workspaces import release_soon
 from sandkasten.crash import Point
 from sandkasten.errors import (
     ActorGone,
@@ -63,7 +62,7 @@ from sandkasten.errors import (
     SandboxError,
     SandkastenError,
 )
-from sandkasten.lifecycle import END_REASONS, ENDED, USABLE, WHOLE, Event, next_status
+from sandkasten.lifecycle import ENDED, USABLE, WHOLE, Event, next_status
 from sandkasten.model import FOREVER_S, Cause, EndReason, EventType, Session, SessionPatch, SessionStats, Status
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from sandkasten.runtime.plan import plan_sandbox
@@ -318,37 +317,11 @@ class SessionActor(Actor):
         self._meet(self.link, await greet(self.link, runner_protocol.Hello()))
 
     async def _finish(self, event: Event, reason: str | None, end_reason: EndReason | None = None) -> Session:
-        """Tear the sandbox down and write its final state. Nothing overtakes this: it is awaited in the mailbox.
-
-        A refused record does not stop the teardown: what must end ends, and is written when that is possible again.
-        """
+        """End the session. Nothing overtakes this: it is awaited in the mailbox."""
         self.stop()
-        began = trio.current_time()
-        session_id = self.session.id
-        self._own.note(ending=event)
-        end_reason = end_reason or END_REASONS[event]
-        self._own.change(status=next_status(self.session.status, event), reason=reason, end_reason=end_reason)
-        await self._own.put_or_keep()
-        self._services.crash.passing(Point.DESTROY_RECORDED)
-        try:
-            teardown = zygote_actor.Teardown(session_id)
-            torn_down = await zygote_actor.ask_patiently(self._services.zygote, teardown)
-        except SandkastenError as error:  # the reaper finishes it
-            log.error("teardown_deferred", extra={"session_id": session_id, "error": str(error)})
-            return self.session
-        self._services.crash.passing(Point.DESTROY_TORN_DOWN)
-        if event is Event.DIED and self._watch.ran_out_of_memory(torn_down.oom_kills):
-            reason, end_reason = f"out of memory: {reason}", EndReason.OOM
-        self._own.note(ended_at=datetime.now(UTC))
-        status = next_status(self.session.status, Event.TORN_DOWN, cause=event)
-        self._own.change(status=status, reason=reason, end_reason=end_reason)
-        await self._own.put_or_keep()
-        self._services.crash.passing(Point.DESTROY_WRITTEN)
-        self._services.metrics.teardowns.observe(trio.current_time() - began)
-        release_soon(self._services.workspaces, self.session.workspace_id)
-        self.emit(ENDINGS[status], reason=reason, end_reason=end_reason)
-        facts = {"session_id": session_id, "status": status, "reason": reason, "end_reason": end_reason}
-        log.info("session_ended", extra=facts)
+        await end_session(
+            self, self._own, self._watch, self._services, event=event, reason=reason, end_reason=end_reason
+        )
         return self.session
 
     # What work in the session needs of it -----------------------------------------------------------------------
