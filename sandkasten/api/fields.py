@@ -308,12 +308,7 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     Base64: _base64,
     Environment: _environment,
     Labels: _labels,
-    Shell: Choice(
-        (
-            "bash",
-            "sh",
-        )
-    ),
+    Shell: Choice(("bash", "sh")),
     ShellName: Matching(
         SHELL_NAME, "must be 1 to 32 of A-Z, a-z, 0-9, '.', '_', '-', and begin with none of these signs"
     ),
@@ -329,31 +324,11 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     EnvironmentPatch: _environment_patch,
     WaitTarget: Choice(("exit",)),
     NetworkMode: Choice(("none",), not_offered=("proxy", "bridge", "host")),
-    ExecMode: Choice(
-        (
-            "stateful",
-            "stateless",
-        )
-    ),
+    ExecMode: Choice(("stateful", "stateless")),
     SeccompName: Matching(SECCOMP_NAME, "must be the name of a system call filter, such as strict or debug"),
-    Encoding: Choice(
-        (
-            "utf-8",
-            "base64",
-        )
-    ),
-    OnTimeout: Choice(
-        (
-            "error",
-            "result",
-        )
-    ),
-    WhenLeft: Choice(
-        (
-            "cancel",
-            "detach",
-        )
-    ),
+    Encoding: Choice(("utf-8", "base64")),
+    OnTimeout: Choice(("error", "result")),
+    WhenLeft: Choice(("cancel", "detach")),
     NoHosts: _no_hosts,
 }
 

@@ -168,8 +168,8 @@ _SWITCHED: Mapping[str, Any] = {"101": {"description": "a WebSocket; its message
 
 
 def _operation(route: Route, schemas: dict[str, Schema]) -> dict[str, Any]:  # JSON values
-    found = OPERATIONS.get(route.handler, Operation("Object"))
-    line = (route.handler.__doc__ or "").strip().splitlines()[0] if route.handler.__doc__ else ""
+    found = OPERATIONS.get(route.handler, Operation())
+    line = (route.handler.__doc__ or "").strip().partition("\n")[0]
     parameters = [_parameter(name, "path") for name in _SEGMENT.findall(route.path)]
     parameters += [_parameter(name, "query") for name in _QUERY.findall(line)]
     made: dict[str, Any] = {

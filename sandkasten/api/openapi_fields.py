@@ -15,8 +15,7 @@ import attrs
 
 from sandkasten.api import fields
 from sandkasten.api.fields import Between, Choice, Matching, check_of
-
-Schema = dict[str, Any]  # JSON values
+from sandkasten.api.openapi_shapes import Schema, ref
 
 _STRING: Schema = {"type": "string"}
 _STRINGS: Schema = {"type": "array", "items": _STRING}
@@ -100,7 +99,7 @@ def _reference(cls: type, components: dict[str, Schema]) -> Schema:
         components[name] = {"type": "object", "properties": properties}
         if required:
             components[name]["required"] = required
-    return {"$ref": f"#/components/schemas/{name}"}
+    return ref(name)
 
 
 def _component(cls: type) -> str:
