@@ -16,7 +16,7 @@ import attrs
 
 from sandkasten.cli.main import Stop, load
 from sandkasten.cli.notices import image_notices, printable
-from sandkasten.cli.remains import as_json, find_remains, lines_of
+from sandkasten.cli.remains import Remains, as_json, find_remains, lines_of
 from sandkasten.config import Config
 from sandkasten.machine import Check, Machine, Protection, State, Verdict
 from sandkasten.runtime import precheck
@@ -48,8 +48,31 @@ def doctor(arguments: argparse.Namespace) -> int:
     lacks = lacking(config, found)
     if arguments.json:
         adds_up = {"protections": [attrs.asdict(each) for each in found], "lacks": lacks}
-        print(json.dumps(_view(machine) | adds_up | {"leftovers": _leftovers_json(config)}))
-        return 1 if lacks else 0
+        print(json.dumps(_view(machine) | adds_up | {"leftovers": _leftovers_json(_look(config))}))
+    else:
+        _print_all(config, machine, found, lacks)
+    return 1 if lacks else 0
+
+
+def _look(config: Config) -> Remains | str:
+    """Return what is left over, or why nobody looked."""
+    if os.geteuid() != 0:
+        return "takes root"
+    try:
+        return find_remains(config)
+    except CantLook as error:
+        return str(error)
+
+
+def _leftovers_json(seen: Remains | str) -> dict[str, object]:
+    return {"not_looked_for": seen} if isinstance(seen, str) else as_json(seen)
+
+
+def _leftovers(seen: Remains | str) -> Sequence[str]:
+    return [f"{'?':<5} {'leftovers':<18} not looked for: {seen}"] if isinstance(seen, str) else lines_of(seen)
+
+
+def _print_all(config: Config, machine: Machine, found: Sequence[Protection], lacks: Sequence[str]) -> None:
     _print_table(machine)
     print()
     for protection in found:
@@ -57,32 +80,13 @@ def doctor(arguments: argparse.Namespace) -> int:
     for notice in [*config.notices(), *image_notices(config)]:
         print(f"note      {notice}")
     print()
-    for line in _leftovers(config):
+    for line in _leftovers(_look(config)):
         print(printable(line))
     print()
     for line in lacks:
         print(f"FAIL  {printable(line)}")
     if not lacks:
         print("sandboxes can be made here")
-    return 1 if lacks else 0
-
-
-def _leftovers(config: Config) -> Sequence[str]:
-    try:
-        return (
-            lines_of(find_remains(config))
-            if os.geteuid() == 0
-            else ["?     leftovers          not looked for: takes root"]
-        )
-    except CantLook as error:
-        return [f"?     leftovers          not looked for: {error}"]
-
-
-def _leftovers_json(config: Config) -> dict[str, object]:
-    try:
-        return as_json(find_remains(config)) if os.geteuid() == 0 else {"not_looked_for": "takes root"}
-    except CantLook as error:
-        return {"not_looked_for": str(error)}
 
 
 def _need(protection: Protection) -> str:
