@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from typing import TextIO
 
 from sandkasten import logcontext
+from sandkasten.timestamps import rfc3339
 
 QUEUE_LINES = 10_000
 QUEUE_BYTES = 16 * 1024 * 1024
@@ -47,7 +48,7 @@ def facts_of(record: logging.LogRecord) -> dict[str, object]:
 
 def time_of(record: logging.LogRecord) -> str:
     """Return when it happened, in UTC (RFC 3339)."""
-    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return rfc3339(datetime.fromtimestamp(record.created, UTC))
 
 
 class JsonFormatter(logging.Formatter):

@@ -50,7 +50,7 @@ from sandkasten.actors.session_setup import VESSEL, Creation, Services, first_re
 from sandkasten.actors.session_update import change_session
 from sandkasten.actors.session_work import SessionWork
 from sandkasten.actors.unwrap import unwrap
-from sandkasten.actors.wording import EXPIRIES, rfc3339
+from sandkasten.actors.wording import EXPIRIES
 from sandkasten.actors.workspace_orders import MakeWorkspace
 from sandkasten.crash import Point
 from sandkasten.errors import (
@@ -69,6 +69,7 @@ from sandkasten.runtime.plan import plan_sandbox
 from sandkasten.runtime.runner_link import RunnerLink
 from sandkasten.runtime.spans import check_spans
 from sandkasten.store.sessions import KernelIdentity, SessionRecord
+from sandkasten.timestamps import rfc3339_or_none
 
 log = logging.getLogger(__name__)
 
@@ -272,7 +273,7 @@ class SessionActor(Actor):
             workspace_id=made.workspace_id,
             acquire_source=made.acquire_source,
             ttl_s=None if made.ttl_s == FOREVER_S else made.ttl_s,
-            expires_at=rfc3339(made.expires_at),
+            expires_at=rfc3339_or_none(made.expires_at),
         )
 
     async def _put_running(self) -> None:

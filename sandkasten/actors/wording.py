@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
-
 from runner import protocol
 from sandkasten.actors.session_setup import refused_start
 from sandkasten.errors import RunnerProtocolError, SandboxError
@@ -46,8 +44,3 @@ def accepted(answer: object) -> protocol.HelloReply:
             raise refused_start(answer)
         case _:
             raise RunnerProtocolError(f"{type(answer).__name__} to the first request")
-
-
-def rfc3339(moment: datetime | None) -> str | None:
-    """Return a moment as events tell it."""
-    return None if moment is None else moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -20,13 +20,13 @@ from sandkasten.api.confined import EventFilter
 from sandkasten.api.errors import error_body
 from sandkasten.api.exchange import Exchange
 from sandkasten.api.query import bad_query
-from sandkasten.api.sessions import rfc3339
 from sandkasten.api.sse import SSE_HEADERS, event
 from sandkasten.api.websocket import WebSocketExchange
 from sandkasten.api.ws_frames import CloseCode
 from sandkasten.errors import SandkastenError
 from sandkasten.model import Event, EventType
 from sandkasten.supervisor import EventStream
+from sandkasten.timestamps import rfc3339
 
 SUBPROTOCOL = "sandkasten.events.v1"
 

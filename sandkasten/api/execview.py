@@ -10,10 +10,10 @@ import trio
 
 from sandkasten.api.jsontext import scrub
 from sandkasten.api.schemas import OutputFormat
-from sandkasten.api.sessions import rfc3339
 from sandkasten.api.text import OutputText
 from sandkasten.errors import CommandTimeout
 from sandkasten.model import Cause, ExecEnd, ExecInfo, ExecResult, ShellInfo
+from sandkasten.timestamps import rfc3339, rfc3339_or_none
 
 SLICE_BYTES = 64 * 1024
 """How much output is turned into text before other tasks get a turn."""
@@ -59,8 +59,8 @@ def run_view(run: ExecInfo) -> dict[str, Any]:  # JSON values
     }
     optional = {
         "shell": run.shell,
-        "started_at": None if run.started_at is None else rfc3339(run.started_at),
-        "ended_at": None if run.ended_at is None else rfc3339(run.ended_at),
+        "started_at": rfc3339_or_none(run.started_at),
+        "ended_at": rfc3339_or_none(run.ended_at),
         "pid": run.pid,
         "tty": None if run.terminal is None else attrs.asdict(run.terminal),
         "trace_id": run.trace_id,

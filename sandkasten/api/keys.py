@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Any
 
 import attrs
 
 from sandkasten.api.errors import Answer, json_answer
 from sandkasten.api.exchange import Exchange
-from sandkasten.api.sessions import rfc3339
 from sandkasten.keys import CONFIGURED, ApiKey, KeyUsage
+from sandkasten.timestamps import rfc3339_or_none
 
 
 async def list_keys(exchange: Exchange) -> Answer:
@@ -28,13 +27,9 @@ def key_view(key: ApiKey, usage: KeyUsage) -> dict[str, Any]:  # JSON values
         "name": key.name,
         "access": key.access.name.lower(),
         "label": None if key.label is None else attrs.asdict(key.label),
-        "created_at": _moment(key.created_at),
-        "expires_at": _moment(key.expires_at),
-        "last_used_at": _moment(usage.last_used_at),
+        "created_at": rfc3339_or_none(key.created_at),
+        "expires_at": rfc3339_or_none(key.expires_at),
+        "last_used_at": rfc3339_or_none(usage.last_used_at),
         "quota": attrs.asdict(key.quota),
         "usage": {name: value for name, value in attrs.asdict(usage).items() if name != "last_used_at"},
     }
-
-
-def _moment(moment: datetime | None) -> str | None:
-    return None if moment is None else rfc3339(moment)

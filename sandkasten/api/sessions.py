@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 import attrs
@@ -19,6 +19,7 @@ from sandkasten.diagnosis import Part, Unavailable
 from sandkasten.lifecycle import LIVE
 from sandkasten.listing import LabelSelector, Place, SessionQuery, parse_cursor
 from sandkasten.model import FOREVER_S, Pause, Session, SessionPatch, Status
+from sandkasten.timestamps import rfc3339, rfc3339_or_none
 
 MAX_LIST = 10_000
 DEFAULT_LIST = 1000
@@ -124,7 +125,7 @@ def session_view(session: Session) -> dict[str, Any]:  # JSON values
         "status": session.status.value,
         "cwd": session.cwd,
         "created_at": rfc3339(session.created_at),
-        "expires_at": None if session.expires_at is None else rfc3339(session.expires_at),
+        "expires_at": rfc3339_or_none(session.expires_at),
         "last_activity": rfc3339(session.last_activity),
         "acquire_source": session.acquire_source,
         "ttl_seconds": _seconds(session.ttl_s),
@@ -155,11 +156,6 @@ def _seconds(span_s: float) -> float | None:
 
 def pause_view(pause: Pause) -> dict[str, Any]:  # JSON values
     return attrs.asdict(pause) | {"since": rfc3339(pause.since)}
-
-
-def rfc3339(moment: datetime) -> str:
-    """Return an aware datetime in UTC with milliseconds and `Z` (RFC 3339 §5.6)."""
-    return moment.astimezone(UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
 
 
 def server_timing(timings_ms: Mapping[str, float]) -> str:

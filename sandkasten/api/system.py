@@ -8,8 +8,8 @@ import attrs
 
 from sandkasten.api.errors import Answer, json_answer
 from sandkasten.api.exchange import Exchange
-from sandkasten.api.sessions import rfc3339
 from sandkasten.machine import Machine, NodeInfo, System
+from sandkasten.timestamps import rfc3339
 
 _AMOUNTS = ("totals", "budget", "committed", "used", "free")
 

@@ -21,8 +21,8 @@ from sandkasten.api.exchange import Exchange
 from sandkasten.api.fields import Labels, QuotaBytes, QuotaFiles, WorkspaceId, check_path
 from sandkasten.api.jsontext import scrub
 from sandkasten.api.query import bad_query, query_flag, query_integer
-from sandkasten.api.sessions import rfc3339
 from sandkasten.errors import Conflict, InvalidRequest
+from sandkasten.timestamps import rfc3339
 from sandkasten.workspaces import FileInfo, Workspace, WorkspacePatch, WorkspaceQuota, WorkspaceSpec
 
 _SAME_QUOTA = QuotaBytes(0)

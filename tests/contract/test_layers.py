@@ -30,7 +30,7 @@ LAYERS = (
     Layer("config"),
     Layer("diagnosis"),
     Layer("model", "machine", "errors", "log", "keys"),
-    Layer("crash", "execids", "filerules", "lifetime", "measures", "stats", "workspaces"),
+    Layer("crash", "execids", "filerules", "lifetime", "measures", "stats", "timestamps", "workspaces"),
     Layer("logcontext"),
     Layer("tracing"),
 )
