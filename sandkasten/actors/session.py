@@ -20,6 +20,7 @@ from sandkasten import logcontext
 from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Actor, Ref, Reply
 from sandkasten.actors.greeting import Greeting, greet
+from sandkasten.actors.hello import first_request
 from sandkasten.actors.inspection import Inspection, inspect
 from sandkasten.actors.lease import Lease
 from sandkasten.actors.live_record import LiveRecord
@@ -46,7 +47,7 @@ from sandkasten.actors.session_messages import (
     is_act,
     is_read,
 )
-from sandkasten.actors.session_setup import VESSEL, Creation, Services, first_request
+from sandkasten.actors.session_setup import VESSEL, Creation, Services
 from sandkasten.actors.session_update import change_session
 from sandkasten.actors.session_work import SessionWork
 from sandkasten.actors.unwrap import unwrap

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import attrs
 import trio
@@ -13,7 +13,6 @@ from sandkasten.actors.actor import Ref
 from sandkasten.actors.directory import SessionDirectory
 from sandkasten.config import Disk, Maximum
 from sandkasten.crash import Crash
-from sandkasten.errors import InvalidImage, InvalidRequest, SandboxError, SandkastenError
 from sandkasten.runtime.budget import Budget
 from sandkasten.runtime.journal import Journal
 from sandkasten.runtime.metrics import Metrics
@@ -90,33 +89,3 @@ class Creation:
     image: str
     image_kind: ImageKind
     env: Mapping[str, str] = attrs.field(repr=False)
-
-
-def first_request(creation: Creation, graces: runner_protocol.Graces) -> runner_protocol.Setup:
-    """Return what PID 1 of the new sandbox is asked first."""
-    options = creation.resolved.options
-    rules = options.filesystem
-    return runner_protocol.Setup(
-        env=dict(creation.env),
-        shell=creation.resolved.shell,
-        graces=graces,
-        user=options.user,
-        files=None if rules is None else runner_protocol.FileRules(_listed(rules.readable), _listed(rules.writable)),
-    )
-
-
-def refused_start(error: runner_protocol.Error) -> SandkastenError:
-    """Return what it means to the creator that PID 1 refused that."""
-    match error.code:
-        case "NO_SUCH_USER":
-            return InvalidRequest(error.message, user="can't be used")
-        case "INVALID_PATH":
-            return InvalidRequest(error.message, filesystem="can't be kept here")
-        case "NO_SHELL":
-            return InvalidImage(error.message)
-        case _:
-            return SandboxError(f"the sandbox could not start: {error.message}")
-
-
-def _listed(paths: Sequence[str] | None) -> tuple[str, ...] | None:
-    return None if paths is None else tuple(paths)
