@@ -19,10 +19,10 @@ from sandkasten.actors.groups import Groups
 from sandkasten.actors.run import Run
 from sandkasten.model import DEFAULT_SHELL, Cause, ExecEnd, Usage
 from sandkasten.runtime.cgroup_stats import CgroupStats
+from sandkasten.runtime.group_stats import UNKNOWN
 
 _SIGKILL = 9
 _READINGS = 8
-_UNKNOWN = -1
 
 
 class Reading(NamedTuple):
@@ -43,7 +43,7 @@ class Account:
     opened: Reading
     is_alone: bool
     is_clean: bool
-    init_usec: int = _UNKNOWN
+    init_usec: int = UNKNOWN
     closed: Reading | None = None
     init_spent_usec: int = 0
     was_sent_kill: bool = False
@@ -86,7 +86,7 @@ class Accounts:
 
     def note_company(self) -> None:
         """Something is done in the session beside whatever runs."""
-        init_usec = _UNKNOWN
+        init_usec = UNKNOWN
         for run in self._active:
             account = run.account
             if account is not None and account.is_alone and account.closed is None:
@@ -160,7 +160,7 @@ class Accounts:
     def _cpu_usec(self, shell: str, group: str | None, session_usec: int) -> int:
         if shell == DEFAULT_SHELL:
             return session_usec - self._groups.read_cpu()
-        return _UNKNOWN if group is None else self._stats.groups.cpu_usec(group)
+        return UNKNOWN if group is None else self._stats.groups.cpu_usec(group)
 
     def _close(self, run: Run, account: Account, *, is_full: bool = True) -> Reading:
         """Take the last reading. What explains a failure is read only where it `is_full`."""
@@ -204,7 +204,7 @@ class Accounts:
         before, after = account.opened, account.closed
         has_group = run.shell is not None and run.shell.group is not None
         is_told_apart = self._stats.groups.is_known and (has_group or not account.is_restored)
-        cpu_usec = _UNKNOWN
+        cpu_usec = UNKNOWN
         if min(before.cpu_usec, after.cpu_usec) >= 0 and (account.is_alone or is_told_apart):
             cpu_usec = max(0, after.cpu_usec - before.cpu_usec - account.init_spent_usec)
         is_exact = cause is Cause.OOM or after.memory_peak_bytes > before.memory_peak_bytes
@@ -247,4 +247,4 @@ def _own_usage(reply: ExecReply) -> Usage:
 
 
 def _ms(usec: int) -> int:
-    return usec // 1000 if usec >= 0 else _UNKNOWN
+    return usec // 1000 if usec >= 0 else UNKNOWN

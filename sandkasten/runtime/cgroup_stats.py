@@ -16,9 +16,8 @@ from collections.abc import Mapping
 import attrs
 
 from sandkasten.model import Limits, Pressure, SessionStats, Stall
-from sandkasten.runtime.group_stats import GroupStats
+from sandkasten.runtime.group_stats import UNKNOWN, GroupStats
 
-UNKNOWN = -1
 _MIB = 1024 * 1024
 _CPU_STEP = 1e-5
 """A quota is whole microseconds of a period of 100 ms."""

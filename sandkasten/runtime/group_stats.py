@@ -51,10 +51,9 @@ class GroupStats:
 
     def count_processes(self, name: str | None) -> int:
         """Return how many processes are in a group, or with None in no group of the session; some hundred at most."""
+        place = "cgroup.procs" if name is None else f"{name}/cgroup.procs"
         try:
-            with open(
-                self._path("cgroup.procs" if name is None else f"{name}/cgroup.procs"), "rb", buffering=0
-            ) as file:
+            with open(self._path(place), "rb", buffering=0) as file:
                 content = file.read(_MEMBERS_BYTES) or b""
         except OSError:
             return UNKNOWN

@@ -35,8 +35,7 @@ __all__ = ["WINDOW_BYTES", "LogReader", "OutputLog", "ReaderMode", "RunLogs", "S
 
 log = logging.getLogger(__name__)
 
-_MB: Final = 1024 * 1024
-_SEGMENT_BYTES: Final = _MB
+_SEGMENT_BYTES: Final = MIB
 """About as much goes into one file."""
 
 _CLOSE_S: Final = 5.0
@@ -54,10 +53,10 @@ class Spool:
         self,
         root: Path,
         *,
-        memory_bytes: int = 64 * _MB,
-        session_bytes: int = 64 * _MB,
-        disk_bytes: int = 4096 * _MB,
-        records_bytes: int = 256 * _MB,
+        memory_bytes: int = 64 * MIB,
+        session_bytes: int = 64 * MIB,
+        disk_bytes: int = 4096 * MIB,
+        records_bytes: int = 256 * MIB,
         retention_s: float = 900.0,
     ) -> None:
         self._root = root
