@@ -13,6 +13,8 @@ import math
 
 import trio
 
+from sandkasten.runtime.token_bucket import TokenBucket
+
 log = logging.getLogger(__name__)
 
 AT_ONCE = 50
@@ -25,23 +27,18 @@ class Refusals:
     """Counts refusals of one front."""
 
     def __init__(self) -> None:
-        self._left = float(AT_ONCE)
-        self._at = -math.inf
+        self._bucket = TokenBucket(per_s=PER_S, burst=AT_ONCE, clock=trio.current_time)
         self._logged_at = -math.inf
         self._unlogged = 0
 
     async def note(self, peer: object) -> None:
         """Somebody is about to be refused; returns when that may be said. `peer` is for the log."""
         now = trio.current_time()
-        self._left = min(float(AT_ONCE), self._left + (now - self._at) * PER_S)
-        self._at = now
         self._unlogged += 1
         if now - self._logged_at >= LOG_EVERY_S:
             log.warning("auth_failed", extra={"count": self._unlogged, "last_peer": _text(peer)})
             self._logged_at, self._unlogged = now, 0
-        if self._left >= 1:
-            self._left -= 1
-        else:
+        if self._bucket.take():
             await trio.sleep(PAUSE_S)
 
 

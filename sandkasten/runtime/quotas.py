@@ -17,32 +17,14 @@ from sandkasten.errors import QuotaExceeded
 from sandkasten.keys import ApiKey, KeyUsage, Quota
 from sandkasten.model import Limits
 from sandkasten.runtime.keyring import KeyRing
+from sandkasten.runtime.token_bucket import TokenBucket
 
 _WHEN_FULL_S = 5
 """When to ask again for what others of the key hold; nobody knows when they let go."""
 
 _NO_QUOTA = Quota()
-_SUMS = {"cpu": "cpu", "memory_mb": "memory_mb", "disk_mb": "disk_mb"}
-"""Fields of a quota, and the limits they bound the sum of."""
-
-
-class Bucket:
-    """`burst` may be taken at once, then `per_s`. `clock` in seconds."""
-
-    def __init__(self, *, per_s: float, burst: float, clock: Callable[[], float]) -> None:
-        self.per_s, self.burst = per_s, burst
-        self._clock = clock
-        self._left, self._at = burst, clock()
-
-    def take(self) -> float:
-        """Take one, and return 0; or take none, and return in how many seconds there is one."""
-        now = self._clock()
-        self._left = min(self.burst, self._left + (now - self._at) * self.per_s)
-        self._at = now
-        if self._left >= 1:
-            self._left -= 1
-            return 0
-        return (1 - self._left) / self.per_s if self.per_s else math.inf
+_SUMMED = ("cpu", "memory_mb", "disk_mb")
+"""Fields of a quota that bound the sum of the limits of that name."""
 
 
 @attrs.frozen
@@ -66,8 +48,8 @@ class KeyShares:
         self._runs_of, self._clock = runs_of, clock
         self._held: dict[Hashable, _Held] = {}
         self._of: dict[str, dict[Hashable, Limits]] = {}
-        self._creates: dict[str, Bucket] = {}
-        self._requests: dict[str, Bucket] = {}
+        self._creates: dict[str, TokenBucket] = {}
+        self._requests: dict[str, TokenBucket] = {}
 
     def usage(self, key: ApiKey) -> KeyUsage:
         """Return what a key has now."""
@@ -126,10 +108,10 @@ class KeyShares:
 
     def _check_sums(self, owner: str | None, quota: Quota, wanted: Limits, before: Limits | None) -> None:
         held = self._of.get(owner or "", {}).values()
-        for name, field in _SUMS.items():
+        for name in _SUMMED:
             most = getattr(quota, name)
-            new, old = getattr(wanted, field), 0 if before is None else getattr(before, field)
-            used = sum(getattr(each, field) for each in held)
+            new, old = getattr(wanted, name), 0 if before is None else getattr(before, name)
+            used = sum(getattr(each, name) for each in held)
             if most is not None and new > old and used - old + new > most:
                 message = "the sessions of this API key have all that they may have together"
                 raise _full(name, message, requested=new - old, used=used, total=most)
@@ -157,12 +139,12 @@ class KeyShares:
             message = "the sessions of this API key run all that they may at a time"
             raise _full("execs", message, requested=1, used=running, total=most)
 
-    def _bucket(self, buckets: dict[str, Bucket], owner: str, *, per_s: float, burst: float) -> Bucket:
+    def _bucket(self, buckets: dict[str, TokenBucket], owner: str, *, per_s: float, burst: float) -> TokenBucket:
         bucket = buckets.get(owner)
         if bucket is None or (bucket.per_s, bucket.burst) != (per_s, burst):
             for gone in [key_id for key_id in buckets if key_id not in self.ring.keys]:
                 del buckets[gone]
-            bucket = buckets[owner] = Bucket(per_s=per_s, burst=burst, clock=self._clock)
+            bucket = buckets[owner] = TokenBucket(per_s=per_s, burst=burst, clock=self._clock)
         return bucket
 
     def _quota(self, owner: str | None) -> Quota:
@@ -170,7 +152,7 @@ class KeyShares:
         return _NO_QUOTA if key is None else key.quota
 
 
-def _take(bucket: Bucket, name: str, total: float) -> None:
+def _take(bucket: TokenBucket, name: str, total: float) -> None:
     wait_s = bucket.take()
     if wait_s:
         message = "this API key asks more often than it may"

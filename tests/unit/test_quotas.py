@@ -11,7 +11,7 @@ from sandkasten.errors import QuotaExceeded
 from sandkasten.keys import Access, ApiKey, Quota
 from sandkasten.model import Limits
 from sandkasten.runtime.keyring import KeyRing
-from sandkasten.runtime.quotas import Bucket, KeyShares
+from sandkasten.runtime.quotas import KeyShares
 from tests.api.keys import issue
 
 
@@ -104,17 +104,6 @@ def test_sums_are_those_of_what_is_held(steps: list[tuple[int, str | None, int]]
         amounts = [memory_mb for held_by, memory_mb in model.values() if held_by == owner]
         assert (usage.sessions, usage.memory_mb) == (len(amounts), sum(amounts))
     assert all(shares.owner_of(session) == owner for session, (owner, _) in model.items())
-
-
-def test_a_bucket_gives_its_burst_and_then_its_rate() -> None:
-    """And no more than the burst after a long silence."""
-    clock = Clock()
-    bucket = Bucket(per_s=2, burst=3, clock=clock)
-    assert [bucket.take() for _ in range(4)] == [0, 0, 0, 0.5]
-    clock.now_s = 0.5
-    assert [bucket.take() for _ in range(2)] == [0, 0.5]
-    clock.now_s = 3600
-    assert [bucket.take() for _ in range(4)] == [0, 0, 0, 0.5]
 
 
 def test_creates_per_minute_are_counted_per_key() -> None:
