@@ -288,7 +288,6 @@ class SandboxError(SandkastenError):
 _PASSING_STAGES = frozenset({"builder", "child", "clone", "deadline", "identity", "stop"})
 """What of `nsinit.steps.StepFailed.stage` names a process that died, or a time that ran out."""
 
-
 _TAKEN_ID = "session", EEXIST
 """nsinit died over what it prepared for this id; the next create has another id."""
 

@@ -6,9 +6,9 @@ before: between a look at one and a look at the other a session may have begun o
 
 What is swept: sandboxes and remains of unknown sessions (processes, cgroups, directories, and their mounts, which are
 in a namespace of their own), nsinit's strays (cgroups, directories, trash, loop devices) and files of the spool. Mounts
-in the machine's own namespace are told of, and undone by a start as root (`cli/privilege.py`). Network
-namespaces and interfaces are not looked for: those of a sandbox have no name and live as long as its processes do, and
-none is made outside of one.
+in the machine's own namespace are told of, and undone by a start as root (`cli/privilege.py`). Network namespaces and
+interfaces are not looked for: those of a sandbox have no name and live as long as its processes do, and none is made
+outside of one.
 """
 
 from __future__ import annotations
