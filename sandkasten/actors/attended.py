@@ -35,7 +35,7 @@ class Attended:
     def check_open(self) -> None:
         """Raise `ShuttingDown` if nothing may begin any more."""
         if self._is_closed:
-            raise ShuttingDown("the daemon is stopping", retry_after_s=_RETRY_AFTER_S)
+            raise stopping()
 
     @contextmanager
     def one_more(self) -> Iterator[None]:
@@ -55,3 +55,8 @@ class Attended:
     def _tell_when_none(self) -> None:
         if self._is_closed and not self._count:
             self._is_none.set()
+
+
+def stopping() -> ShuttingDown:
+    """Return what is said to whoever wants to begin something now."""
+    return ShuttingDown("the daemon is stopping", retry_after_s=_RETRY_AFTER_S)

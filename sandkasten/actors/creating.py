@@ -19,13 +19,14 @@ import trio
 from sandkasten.actors import images as images_actor
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.attachments import Attachments
+from sandkasten.actors.attended import stopping
 from sandkasten.actors.live_record import expiry
 from sandkasten.actors.session import SessionActor
 from sandkasten.actors.session_setup import VESSEL, Creation
 from sandkasten.actors.vessels import Vessels
 from sandkasten.actors.workspace_messages import Admit
 from sandkasten.config import Config
-from sandkasten.errors import Draining, SandkastenError, SessionExpired, ShuttingDown
+from sandkasten.errors import Draining, SandkastenError, SessionExpired
 from sandkasten.model import Session, SessionSpec, Status
 from sandkasten.runtime import reserve
 from sandkasten.runtime.budget import Budget
@@ -36,7 +37,6 @@ from sandkasten.workspaces import WorkspaceMode
 WORKSPACE_DIR = "/workspace"
 
 _CONCURRENT_BUILDS = 32
-_STOPPING_RETRY_S = 5
 _DRAINED_RETRY_S = 30
 
 
@@ -152,7 +152,7 @@ class Creating:
 
     def _refuse_when_stopping(self) -> None:
         if self.is_stopping:
-            raise ShuttingDown("the daemon is stopping", retry_after_s=_STOPPING_RETRY_S)
+            raise stopping()
 
     def _refuse_when_draining(self) -> None:
         self._refuse_when_stopping()
