@@ -47,8 +47,8 @@ _UNMOUNT_TRIES, _UNMOUNT_PAUSE_S = 200, 0.01
 
 @dataclass(slots=True)
 class Volumes:
-    """The volumes of one data directory. `blocks_fd`: `/sys/block`, borrowed, -1 without; `refused`: why
-    there can be none."""
+    """The volumes of one data directory. `blocks_fd`: `/sys/block`, borrowed, -1 without; `refused`: why there can be
+    none."""
 
     layout: Layout
     blocks_fd: int
@@ -118,8 +118,7 @@ class Volumes:
         _leave_mounts()
         new = f"{self.layout.volume_drafts}/{_UNFINISHED}{os.urandom(8).hex()}"
         os.mkdir(new, 0o700)
-        size = limits.size_bytes // k.EXT4_BLOCK_BYTES * k.EXT4_BLOCK_BYTES
-        made = DiskLimits(size, limits.inodes + _RESERVED_INODES)
+        made = DiskLimits(_whole_blocks(limits.size_bytes), limits.inodes + _RESERVED_INODES)
         make_image(self._mke2fs, made, f"{new}/{IMAGE}", has_journal=True)
         files = self.mount(new)
         os.mkdir(files, 0o755)
@@ -145,7 +144,7 @@ class Volumes:
             OSError: `EINVAL`: it is larger; `EBUSY`: somebody has it mounted.
         """
         directory = self.layout.volume(workspace_id)
-        size = size_bytes // k.EXT4_BLOCK_BYTES * k.EXT4_BLOCK_BYTES
+        size = _whole_blocks(size_bytes)
         if size < limits_of(directory).size_bytes:
             raise OSError(errno.EINVAL, "a volume can't be made smaller", directory)
         new, image = f"{directory}/{_COPY}", f"{directory}/{IMAGE}"
@@ -231,6 +230,10 @@ def limits_of(directory: str) -> DiskLimits:
     with open(f"{directory}/{IMAGE}", "rb") as image:
         inodes, blocks, log_kib = _SUPERBLOCK.unpack(os.pread(image.fileno(), _SUPERBLOCK.size, _SUPERBLOCK_OFFSET))
     return DiskLimits(blocks << (10 + log_kib), inodes - _RESERVED_INODES)
+
+
+def _whole_blocks(size_bytes: int) -> int:
+    return size_bytes // k.EXT4_BLOCK_BYTES * k.EXT4_BLOCK_BYTES
 
 
 def _leave_mounts() -> None:

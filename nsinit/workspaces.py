@@ -202,9 +202,7 @@ def _end_with(work: Callable[[], None], kept_fds: frozenset[int], parent_pid: in
         keep_only({0, 1, 2, *kept_fds})
         work()
         status = 0
-    except OSError as error:
-        status = error.errno or errno.EIO
-    except StepFailed as error:
+    except (OSError, StepFailed) as error:
         status = error.errno or errno.EIO
     finally:
         os._exit(status)

@@ -13,6 +13,7 @@ import os
 import shutil
 from dataclasses import dataclass
 
+from nsinit import constants as k
 from nsinit.disk.mechanism import Unavailable
 from nsinit.paths import Layout, make_directory
 from nsinit.protocol import DiskLimits
@@ -20,7 +21,6 @@ from nsinit.steps import StepFailed
 
 SUFFIX = ".ext4"
 _SEARCH_PATH = "/usr/sbin:/sbin:/usr/bin:/bin:/usr/local/sbin:/usr/local/bin"
-_BLOCK_BYTES = 4096
 _BYTES_PER_INODE = 4096
 """At least; so the tables take a sixteenth of the image at most."""
 _FEATURES = (
@@ -98,11 +98,11 @@ def make_image(mke2fs: str, limits: DiskLimits, path: str, *, has_journal: bool 
     """Make a new image. Raises `StepFailed` when mke2fs can't."""
     with open(path, "wb", opener=_open_new) as file:
         file.truncate(limits.size_bytes)
-    blocks = limits.size_bytes // _BLOCK_BYTES
+    blocks = limits.size_bytes // k.EXT4_BLOCK_BYTES
     inodes = min(limits.inodes, limits.size_bytes // _BYTES_PER_INODE)
     extended = f"lazy_itable_init=1,nodiscard,root_owner=0:0,resize={min(blocks * _MAX_GROWTH, _MAX_BLOCKS)}"
     features = f"{_FEATURES},has_journal" if has_journal else _FEATURES
-    command = [mke2fs, "-q", "-F", "-b", str(_BLOCK_BYTES), "-I", "256", "-m", "0", "-N", str(inodes)]
+    command = [mke2fs, "-q", "-F", "-b", str(k.EXT4_BLOCK_BYTES), "-I", "256", "-m", "0", "-N", str(inodes)]
     command += ["-O", features, "-E", extended, path, str(blocks)]
     _run(command, path)
 
