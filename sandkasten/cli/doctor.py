@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import attrs
 
 from sandkasten.cli.main import Stop, load
-from sandkasten.cli.notices import image_notices, printable
+from sandkasten.cli.notices import image_notices
+from sandkasten.cli.printable import printable
 from sandkasten.cli.remains import Remains, as_json, find_remains, lines_of
 from sandkasten.config import Config
 from sandkasten.machine import Check, Machine, Protection, State, Verdict

@@ -6,6 +6,7 @@ import argparse
 
 from sandkasten.cli.key import make_data_dir
 from sandkasten.cli.main import Stop, load, require_root
+from sandkasten.cli.printable import printable_line
 from sandkasten.crash import Crash
 from sandkasten.errors import SandkastenError
 from sandkasten.images.archive import import_tar
@@ -40,7 +41,7 @@ def _list(catalog: Catalog) -> int:
         aliases = catalog.aliases_of(image.name)
         size = f"{image.size_bytes / 1024**2:.1f} MiB" if image.size_bytes else "-"
         source = image.source + (f" (also {', '.join(aliases)})" if aliases else "")
-        print(f"{image.name:<24} {image.kind:<8} {size:>10}  {image.created_at:<26} {_plain(source)}")
+        print(f"{image.name:<24} {image.kind:<8} {size:>10}  {image.created_at:<26} {printable_line(source)}")
     return 0
 
 
@@ -67,8 +68,3 @@ def _import(catalog: Catalog, arguments: argparse.Namespace, crash: Crash) -> in
     if counts["privileged"]:
         print(f"{image.name}: dropped the setuid or setgid bit of {counts['privileged']} files")
     return 0
-
-
-def _plain(text: str) -> str:
-    """A file name may hold anything; a terminal gets what is printable."""
-    return "".join(char if char.isprintable() else "?" for char in text)

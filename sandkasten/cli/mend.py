@@ -20,7 +20,7 @@ import trio
 from nsinit.protocol import SeccompProfile
 from sandkasten import app, log
 from sandkasten.cli.main import Stop, require_root
-from sandkasten.cli.notices import printable
+from sandkasten.cli.printable import printable
 from sandkasten.cli.privilege import Means, means
 from sandkasten.cli.remains import Remains, as_json, describe, find_remains
 from sandkasten.cli.serve import explain, look_at_machine

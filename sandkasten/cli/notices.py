@@ -1,5 +1,4 @@
-"""What a start has to say: of protections that are not fully on, and of images that the configuration names; and how
-what comes from the machine is printed.
+"""What a start has to say: of protections that are not fully on, and of images that the configuration names.
 
 `Config.notices` has what needs neither machine nor disk.
 """
@@ -30,8 +29,3 @@ def image_notices(config: Config) -> list[str]:
     if missing := catalog.unknown(config.allowed_images):
         notices.append(f"allowed_images: there is no image {', '.join(map(repr, missing))} yet")
     return notices
-
-
-def printable(text: str) -> str:
-    """A path may hold anything; a terminal gets what is printable."""
-    return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)
