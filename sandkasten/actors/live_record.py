@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -20,7 +21,7 @@ from sandkasten.actors.directory import SessionDirectory
 from sandkasten.actors.lease import Lease
 from sandkasten.errors import SandkastenError
 from sandkasten.model import FOREVER_S, Session
-from sandkasten.store.sessions import SessionRecord
+from sandkasten.store.sessions import Clocked, SessionRecord
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +42,9 @@ class LiveRecord:
         self._renewed: tuple[datetime, datetime | None] | None = None
         self._persisted_at = -math.inf
         self._is_persisted_busy = False
-        age_s = (datetime.now(UTC) - record.session.created_at).total_seconds()
-        self._born_at = trio.current_time() - max(age_s, 0.0)
-        """On the clock that nobody sets: a lifetime does not change with the time of day."""
+        now = trio.current_time()
+        self._used_at, self._born_at = now - _idle_s(record), now - _age_s(record)
+        """On the clock that nobody sets: a lease does not change with the time of day."""
 
     @property
     def facts(self) -> Session:
@@ -85,9 +86,8 @@ class LiveRecord:
 
     def renew(self) -> None:
         """Something was done with the session: its time to live begins anew."""
-        moment = datetime.now(UTC)
-        remaining_s = self._lease.renew(ttl_s=self.facts.ttl_s, hard_end=self._hard_end)
-        self._renewed = (moment, expiry(moment, remaining_s))
+        self._used_at = trio.current_time()
+        self._begin_lease(self.facts.ttl_s)
 
     def restore_lease(self) -> None:
         """The lease goes on as recorded: a restart neither renews nor shortens it. Only a session that was busy when
@@ -95,9 +95,13 @@ class LiveRecord:
         if self._record.is_busy:
             self.renew()
             return
-        idle_s = (datetime.now(UTC) - self.facts.last_activity).total_seconds()
-        idle_left_s = self.facts.ttl_s - max(idle_s, 0.0)  # the clock may have been set
-        self._lease.renew(ttl_s=idle_left_s, hard_end=self._hard_end)
+        self._begin_lease(self.facts.ttl_s - (trio.current_time() - self._used_at))
+
+    def _begin_lease(self, idle_left_s: float) -> None:
+        moment = datetime.now(UTC)
+        used = moment - timedelta(seconds=trio.current_time() - self._used_at)
+        remaining_s = self._lease.renew(ttl_s=idle_left_s, hard_end=self._hard_end)
+        self._renewed = (used, expiry(moment, remaining_s))
 
     @property
     def _span_left_s(self) -> float:
@@ -146,7 +150,29 @@ class LiveRecord:
     def _written(self) -> SessionRecord:
         """Return what the database is to hold: the session as it is at this moment."""
         self._is_persisted_busy = self._lease.is_busy
-        return attrs.evolve(self.record, session=self.session, is_busy=self._lease.is_busy)
+        now = trio.current_time()
+        idle_s = 0.0 if self._lease.is_busy else now - self._used_at
+        clocked = Clocked(time.monotonic(), idle_s, now - self._born_at)
+        return attrs.evolve(self.record, session=self.session, is_busy=self._lease.is_busy, clocked=clocked)
+
+
+def _idle_s(record: SessionRecord) -> float:
+    """Return how long ago a session was used last. The time of day, which may have been set, is asked only about what
+    an older version has written."""
+    if record.clocked is None:
+        return max((datetime.now(UTC) - record.session.last_activity).total_seconds(), 0.0)
+    return record.clocked.idle_s + _since_s(record.clocked)
+
+
+def _age_s(record: SessionRecord) -> float:
+    """Return how long ago it was made."""
+    if record.clocked is None:
+        return max((datetime.now(UTC) - record.session.created_at).total_seconds(), 0.0)
+    return record.clocked.age_s + _since_s(record.clocked)
+
+
+def _since_s(clocked: Clocked) -> float:
+    return max(time.monotonic() - clocked.clock_s, 0.0)
 
 
 def expiry(moment: datetime, span_s: float) -> datetime | None:

@@ -57,8 +57,9 @@ def check_session(row: sqlite3.Row) -> None:
     for name, check in _CHECKS.items():
         if not check(row[name]):
             raise DamagedRow(f"{name} is none")
-    if len({row[name] is None for name in ("pid", "start_ticks", "pid_ns")}) != 1:
-        raise DamagedRow("pid, start_ticks and pid_ns don't go together")
+    for names in _TOGETHER:
+        if len({row[name] is None for name in names}) != 1:
+            raise DamagedRow(f"{', '.join(names)} don't go together")
 
 
 def set_aside(database: sqlite3.Connection, row: sqlite3.Row, error: Exception) -> None:
@@ -177,4 +178,8 @@ _CHECKS: Mapping[str, Callable[[object], bool]] = {
     "idempotency_key": _or_none(_text),
     "spec_digest": _text,
     "key_id": _or_none(_name(MAKER_ID)),
+    "clock_s": _or_none(_number(0, _MAX_COUNT)),
+    "idle_s": _or_none(_number(0, _MAX_COUNT)),
+    "age_s": _or_none(_number(0, _MAX_COUNT)),
 }
+_TOGETHER = (("pid", "start_ticks", "pid_ns"), ("clock_s", "idle_s", "age_s"))

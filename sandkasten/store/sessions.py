@@ -31,9 +31,19 @@ class KernelIdentity:
 
 
 @attrs.frozen
+class Clocked:
+    """How long a session had been idle and there, in seconds, when the clock that nobody sets (`time.monotonic()`) was
+    at `clock_s`; means something within one boot only."""
+
+    clock_s: float
+    idle_s: float
+    age_s: float
+
+
+@attrs.frozen
 class SessionRecord:
     """A session and what only the daemon needs to know of it. `is_busy`: something held its idle end off when this
-    was written."""
+    was written; `clocked`: where its lease stood then, None if a version that did not know it has written this."""
 
     session: Session
     incarnation: int
@@ -43,13 +53,14 @@ class SessionRecord:
     is_busy: bool = False
     ending: Event | None = None
     ended_at: datetime | None = None
+    clocked: Clocked | None = None
 
 
 _COLUMNS = (
     *("id", "status", "image", "cwd", "workspace_id", "created_at", "expires_at", "last_activity", "ended_at"),
     *("ttl_s", "max_lifetime_s", "limits", "labels", "options", "pause", "acquire_source", "reason", "ending"),
     *("end_reason", "epoch", "incarnation", "pid", "start_ticks", "pid_ns", "boot_id", "is_busy", "idempotency_key"),
-    *("spec_digest", "key_id"),
+    *("spec_digest", "key_id", "clock_s", "idle_s", "age_s"),
 )
 
 _PUT = (
@@ -134,7 +145,7 @@ def _first(records: Sequence[SessionRecord]) -> SessionRecord | None:
 
 
 def _to_row(record: SessionRecord) -> dict[str, object]:
-    session, identity = record.session, record.identity
+    session, identity, clocked = record.session, record.identity, record.clocked
     return {
         "id": session.id,
         "status": session.status,
@@ -166,6 +177,9 @@ def _to_row(record: SessionRecord) -> dict[str, object]:
         "idempotency_key": record.idempotency_key,
         "spec_digest": record.spec_digest,
         "key_id": session.key_id,
+        "clock_s": clocked.clock_s if clocked else None,
+        "idle_s": clocked.idle_s if clocked else None,
+        "age_s": clocked.age_s if clocked else None,
     }
 
 
@@ -203,6 +217,7 @@ def _from_row(row: sqlite3.Row) -> SessionRecord:
         is_busy=bool(row["is_busy"]),
         ending=Event(row["ending"]) if row["ending"] else None,
         ended_at=_moment(row["ended_at"]) if row["ended_at"] is not None else None,
+        clocked=None if row["clock_s"] is None else Clocked(row["clock_s"], row["idle_s"], row["age_s"]),
     )
 
 

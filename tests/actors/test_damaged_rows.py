@@ -75,6 +75,8 @@ DAMAGE: dict[str, tuple[str, object]] = {
     "a negative incarnation": ("incarnation", -(2**63)),
     "an end for no reason": ("end_reason", "boredom"),
     "a busyness of two": ("is_busy", 2),
+    "a clock without an age": ("clock_s", 1.0),
+    "an age before birth": ("age_s", -1.0),
     "a reason of a megabyte": ("reason", "x" * 2**20),
 }
 

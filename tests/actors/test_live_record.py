@@ -144,6 +144,43 @@ async def test_a_restart_neither_renews_nor_shortens_a_lease(nursery: trio.Nurse
         assert lease.reason is EndReason.IDLE
 
 
+async def test_a_clock_that_is_set_moves_no_lease(nursery: trio.Nursery) -> None:
+    """The time of day jumps by a day, either way, while no daemon runs: idle end and hard end come when they would
+    have, and what is shown of them is by the clock as it is now."""
+    notes = await _notes(nursery)
+    for jump in (timedelta(days=1), timedelta(days=-1)):
+        before = _Session(make_record(ID, ttl_s=60.0, max_lifetime_s=600.0), notes)
+        before.own.renew()
+        await before.own.put()
+        written = notes.written[-1][1]
+        moved = {name: getattr(written.session, name) - jump for name in ("created_at", "last_activity", "expires_at")}
+        after = _Session(attrs.evolve(written, session=attrs.evolve(written.session, **moved)), notes)
+        after.own.restore_lease()
+        now = datetime.now(UTC)
+        assert abs(after.lease.end - trio.current_time() - 60) < 0.5
+        view = after.own.session
+        assert view.expires_at is not None
+        assert abs(view.expires_at - now - timedelta(seconds=60)) < timedelta(seconds=0.5)
+        after.lease.active += 1
+        assert abs(after.lease.end - trio.current_time() - 600) < 0.5
+
+
+async def test_what_is_written_goes_on_where_it_was(
+    nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Idle for a while, then written: the next daemon counts that, and the age."""
+    notes = await _notes(nursery)
+    before = _Session(make_record(ID, ttl_s=60.0, max_lifetime_s=600.0), notes)
+    before.own.renew()
+    await trio.sleep(20)
+    await before.own.put()
+    after = _Session(notes.written[-1][1], notes)
+    after.own.restore_lease()
+    assert abs(after.lease.end - trio.current_time() - 40) < 0.5
+    after.lease.active += 1
+    assert abs(after.lease.end - trio.current_time() - 580) < 0.5
+
+
 async def test_a_session_that_was_busy_is_not_found_expired(nursery: trio.Nursery) -> None:
     """Its command ran, as far as anybody knows, until its daemon left; its age counts all the same."""
     notes = await _notes(nursery)
