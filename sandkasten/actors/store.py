@@ -170,13 +170,17 @@ class Store(Actor):
         self._nursery.start_soon(self._write)
 
     async def on_stop(self) -> None:
-        if hasattr(self, "_database"):
-            try:
-                if self._jobs:  # what was accepted before the end is still written
-                    await self._flush()
-            except StoreBroken as error:
-                log.error("last_writes_lost", extra={"error": str(error)})
-            await trio.to_thread.run_sync(self._database.close, limiter=self._limiter)
+        if not hasattr(self, "_database"):
+            return
+        try:
+            while self._jobs:  # what was accepted before the end is still written
+                await self._flush()
+        except StoreBroken as error:
+            log.error("last_writes_lost", extra={"error": str(error), "count": len(self._jobs)})
+        finally:
+            for job in self._jobs:
+                job.reply.fail(self.gone())
+        await trio.to_thread.run_sync(self._database.close, limiter=self._limiter)
 
     async def handle(self, message: Message) -> Any:
         self._jobs.append(_Job(_work_of(message), self._current or Reply()))
@@ -195,6 +199,9 @@ class Store(Actor):
         began = trio.current_time()
         try:
             outcomes = await trio.to_thread.run_sync(_transact, self._database, batch, limiter=self._limiter)
+        except trio.Cancelled:  # which comes before the thread has begun, or never
+            self._jobs[:0] = batch
+            raise
         except BaseException:
             for job in batch:
                 job.reply.fail(self.gone())

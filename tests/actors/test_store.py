@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import attrs
 import pytest
 import trio
 
-from sandkasten.actors.actor import Ref
+from sandkasten.actors.actor import MAILBOX_MESSAGES, Ref
 from sandkasten.actors.forgetting import BATCH, forget_ended
 from sandkasten.actors.store import FindByKey, FindSessions, ForgetEnded, Get, LiveSessions, Put, Store
 from sandkasten.errors import StoreFailed
@@ -17,7 +18,7 @@ from sandkasten.lifecycle import Event
 from sandkasten.listing import SessionQuery
 from sandkasten.model import EndReason, Status
 from sandkasten.store.database import DatabaseTooNew, open_database
-from sandkasten.store.sessions import KernelIdentity, SessionRecord
+from sandkasten.store.sessions import Clocked, KernelIdentity, SessionRecord, live_sessions
 from tests.strategies import make_record
 
 
@@ -37,6 +38,7 @@ async def test_a_record_comes_back_as_it_was_put(store: Ref) -> None:
         ended_at=datetime.now(UTC),
         idempotency_key="key",
         is_busy=True,
+        clocked=Clocked(7.5, 0.25, 3.0),
         max_lifetime_s=5.5,
         end_reason=EndReason.MAX_LIFETIME,
         labels={"a": "ü"},
@@ -126,6 +128,20 @@ async def test_what_was_answered_survives_a_reopening(tmp_path: Path) -> None:
             await ref.ask(Put(make_record(f"{number:024x}")))
             nursery.cancel_scope.cancel()
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+async def test_what_was_told_before_the_end_is_written(tmp_path: Path) -> None:
+    """The stop comes while much more waits than goes into one transaction: all of it is there afterwards."""
+    path = tmp_path / "test.db"
+    async with trio.open_nursery() as nursery:
+        ref: Ref = await nursery.start(Store(Ref("store"), path).run)
+        for number in range(MAILBOX_MESSAGES):
+            ref.tell(Put(make_record(f"{number:024x}")))
+        while ref.waiting:
+            await trio.lowlevel.checkpoint()
+        nursery.cancel_scope.cancel()
+    with closing(open_database(path)) as database:
+        assert len(live_sessions(database)) == MAILBOX_MESSAGES
 
 
 def test_a_database_from_the_future_is_refused(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import trio
 
-from sandkasten.actors.actor import Ref
+from sandkasten.actors.actor import MAILBOX_MESSAGES, Ref
 from sandkasten.actors.store import LiveSessions, Ping, Put, Store, StoreBroken
 from sandkasten.errors import ActorGone, StoreFailed
 from sandkasten.store.database import open_database
 from tests.strategies import make_record
+from tests.waiting import PATIENCE_S
 
 
 def readonly(path: Path) -> sqlite3.Connection:
@@ -39,6 +40,27 @@ async def test_a_database_that_cannot_be_written_gives_up(tmp_path: Path) -> Non
                 await store.ask(Put(make_record("a" * 24)))
     with pytest.raises(ActorGone):
         await store.ask(Ping())
+
+
+async def test_everybody_who_waits_hears_that_it_has_given_up(tmp_path: Path) -> None:
+    """However many there are: nobody is left to wait for an answer that will not come."""
+    answers: list[str] = []
+
+    async def put(store: Ref, number: int) -> None:
+        try:
+            await store.ask(Put(make_record(f"{number:024x}")))
+        except (StoreFailed, ActorGone) as error:
+            answers.append(type(error).__name__)
+
+    with trio.fail_after(PATIENCE_S):
+        async with trio.open_nursery() as askers:
+            with pytest.RaisesGroup(StoreBroken, flatten_subgroups=True):
+                async with trio.open_nursery() as nursery:
+                    ref = Ref("store")
+                    store: Ref = await nursery.start(Store(ref, tmp_path / "test.db", open_connection=readonly).run)
+                    for number in range(MAILBOX_MESSAGES):
+                        askers.start_soon(put, store, number)
+    assert len(answers) == MAILBOX_MESSAGES
 
 
 async def test_a_damaged_database_gives_up(tmp_path: Path) -> None:
