@@ -69,7 +69,8 @@ class SessionDirectory:
         return session_id in self._entries or session_id in self.reserved
 
     def __contains__(self, session_id: object) -> bool:
-        return isinstance(session_id, str) and self.owns(session_id)
+        """Whether more is known of that id here than the database has: it is owned, or its end waits to be written."""
+        return isinstance(session_id, str) and (self.owns(session_id) or session_id in self.unwritten)
 
     def get(self, session_id: str) -> Entry | None:
         return self._entries.get(session_id)

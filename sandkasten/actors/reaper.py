@@ -8,7 +8,8 @@ forgotten.
 from __future__ import annotations
 
 import logging
-from typing import assert_never
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVarTuple, assert_never
 
 import attrs
 import trio
@@ -25,6 +26,8 @@ from sandkasten.reconcile import Action
 from sandkasten.runtime.metrics import Metrics
 
 log = logging.getLogger(__name__)
+
+Ts = TypeVarTuple("Ts")
 
 _EVERY_S = 60.0
 
@@ -80,17 +83,24 @@ class Reaper(Actor):
                 log.warning("sweep_failed", extra={"error": str(error)})
 
     async def _sweep(self) -> int:
+        """Do all of it, whatever part fails: a database that takes no writes is no reason to leave things lying on its
+        disk. Raises the first failure in the end."""
         async with self._turn:
-            await self._write_refused()
+            failures = [*await _failure_of(self._write_refused)]
             plan = await self._inventory.look()
             due = plan.of(Action.ADOPT, Action.FINISH, Action.CLEAN)
             for decision in due:
-                await self._sessions.ask(sessions_actor.Settle(decision))
+                failures += await _failure_of(self._sessions.ask, sessions_actor.Settle(decision))
             removed = await self._removal.remove(plan.remove)
-            await forget_ended(self._store, keep_s=self._keep_records_s)
-            self._metrics.sweeps.add("ok")
+            failures += await _failure_of(self._forget)
             self._metrics.swept.add(by=len(due) + removed)
+            if failures:
+                raise failures[0]
+            self._metrics.sweeps.add("ok")
             return len(due) + removed
+
+    async def _forget(self) -> None:
+        await forget_ended(self._store, keep_s=self._keep_records_s)
 
     async def _write_refused(self) -> None:
         """Write the final records that the database refused before."""
@@ -98,3 +108,12 @@ class Reaper(Actor):
             await self._store.ask(store_actor.Put(record))
             if self._directory.unwritten.get(session_id) is record:
                 del self._directory.unwritten[session_id]
+
+
+async def _failure_of(work: Callable[[*Ts], Awaitable[object]], *args: *Ts) -> Sequence[SandkastenError]:
+    """Do something; return why it failed, if it did."""
+    try:
+        await work(*args)
+    except SandkastenError as error:
+        return (error,)
+    return ()

@@ -93,7 +93,7 @@ class Reconciling:
         is_as_seen = now is before is None or (
             now is not None and before is not None and now.session.epoch == before.session.epoch
         )
-        if not is_as_seen or self._directory.owns(decision.session_id):
+        if not is_as_seen or decision.session_id in self._directory:
             return
         if decision.action is Action.ADOPT and now is not None:
             log.warning("unowned_session_adopted", extra={"session_id": decision.session_id})
@@ -123,9 +123,10 @@ class Reconciling:
         if record.session.status in ENDED:
             self._directory.unwritten[record.session.id] = record
             return
+        event = Event.BUILD_FAILED if record.session.status is Status.CREATING else Event.DIED
         if record.session.status is not Status.DESTROYING:
-            record = _begin_end(record, Event.DIED, "internal error", EndReason.ERROR)
-        await self._finish(record, Event.DIED)
+            record = _begin_end(record, event, "internal error", EndReason.ERROR)
+        await self._finish(record, event)
 
     async def _finish(
         self, record: SessionRecord, event: Event, *, reason: str | None = None, end_reason: EndReason | None = None

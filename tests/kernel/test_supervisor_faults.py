@@ -17,7 +17,7 @@ from sandkasten.actors import reaper, store
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, ConfigError, Server
-from sandkasten.errors import BuildFailed, Capacity, InvalidRequest, SandkastenError
+from sandkasten.errors import BuildFailed, Capacity, InvalidRequest, SandkastenError, StoreFailed
 from sandkasten.lifecycle import Event
 from sandkasten.model import ExecSpec, Limits, SessionPatch, SessionSpec, Status
 from tests.kernel.processes import init_pids, nsinit_pid
@@ -63,6 +63,28 @@ async def test_a_full_database_disk_stops_no_teardown_and_the_state_is_written_l
         assert (await supervisor.readiness()).checks["disk"] != "ok"
         filler.unlink()
         await supervisor._reaper.ask(reaper.Sweep())
+        assert supervisor._directory.unwritten == {}
+        assert (await supervisor.get(session.id)).status is Status.DESTROYED
+
+
+async def test_what_lies_about_goes_though_the_database_takes_nothing(config: Config, small_disk: Path) -> None:
+    """A sweep that fails in one part does the others; a session whose end is not written yet is not found lost."""
+    async with open_supervisor(attrs.evolve(config, db_path=small_disk / "test.db")) as supervisor:
+        session = await supervisor.create(SessionSpec())
+        supervisor._directory.unwritten["e" * 24] = make_record("e" * 24, status=Status.EXPIRED)
+        _fill(small_disk)
+        with contextlib.suppress(SandkastenError):
+            while True:
+                await supervisor.update(session.id, SessionPatch(labels={"a": "b" * 1000}))
+        await supervisor.destroy(session.id)
+        (config.data_dir / "sessions" / "foreign").mkdir()
+        for _ in range(2):
+            with pytest.raises(StoreFailed):
+                await supervisor.sweep()
+        assert not (config.data_dir / "sessions" / "foreign").exists()
+        assert (await supervisor.get(session.id)).status is Status.DESTROYED
+        (small_disk / "filler").unlink()
+        await supervisor.sweep()
         assert supervisor._directory.unwritten == {}
         assert (await supervisor.get(session.id)).status is Status.DESTROYED
 
