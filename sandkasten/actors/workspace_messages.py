@@ -70,7 +70,7 @@ class Claim(Ask[None]):
 
 @attrs.frozen
 class Unclaim(Ask[None]):
-    """Take a claim back; no effect if it was refused."""
+    """Take a claim back, behind all that was asked for in its name; no effect if it was refused."""
 
     workspace_id: str
     token: object

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, TypeVarTuple, assert_never
 
 import attrs
 
 from sandkasten.actors import workspace_rows as rows
 from sandkasten.actors import zygote as zygote_actor
-from sandkasten.actors.actor import Actor, Ask, Ref
+from sandkasten.actors.actor import Actor, Ask, Deferred, Ref
 from sandkasten.actors.attachments import Attachment, Attachments
 from sandkasten.actors.directory import SessionDirectory
+from sandkasten.actors.workspace_claims import Claims
 from sandkasten.actors.workspace_helpers import IDLE_S, Helpers
 from sandkasten.actors.workspace_messages import (
     Admit,
@@ -90,7 +92,7 @@ class Workspaces(Actor):
         super().__init__(ref)
         self._store, self._zygote, self._directory = store, zygote, directory
         self._attachments = attachments
-        self._claimed: dict[str, object] = {}
+        self._claimed = Claims()
         self._making: list[str] = []
         self._register = Register(store=store, zygote=zygote)
         self._crash = crash
@@ -116,10 +118,12 @@ class Workspaces(Actor):
                 return self.defer(self._change, message)
             case EndHelpers(workspace_id):
                 return self.defer(self._helpers.end, workspace_id)
+            case Borrow(workspace_id, done, draft=True):
+                return self._defer_in_turn(workspace_id, self._helpers.lend, (workspace_id, True), done)
             case Borrow():
                 return self.defer(self._borrow, message)
             case Begin() | Publish() | DropDraft():
-                return self.defer(self._draft, message)
+                return self._defer_in_turn(message.workspace_id, self._draft, message)
             case _:
                 return self._handle_life(message)
 
@@ -132,18 +136,28 @@ class Workspaces(Actor):
             case Claim(workspace_id, token, within):
                 if workspace_id in self._claimed or workspace_id in self._making:
                     raise _busy(workspace_id, ())
-                self._claimed[workspace_id] = token
+                self._claimed.begin(workspace_id, token)
                 return self.defer(self._register.check_claim, workspace_id, within)
             case Unclaim(workspace_id, token):
-                if self._claimed.get(workspace_id) is token:
-                    del self._claimed[workspace_id]
-                return None
+                if not self._claimed.is_of(workspace_id, token):
+                    return None
+                return self._defer_in_turn(workspace_id, self._unclaim, workspace_id, token)
             case Holders(workspace_id, within):
                 return self.defer(self._own_holders, workspace_id, within)
             case Remove(workspace_id, within):
-                return self.defer(self._remove, workspace_id, within)
+                return self._defer_in_turn(workspace_id, self._remove, workspace_id, within)
             case _:
                 assert_never(message)
+
+    def _defer_in_turn(self, workspace_id: str, work: Callable[[*Ts], Awaitable[object]], *args: *Ts) -> Deferred:
+        """Have done what is asked for in the name of a claim. Raises `WorkspaceBusy` without one."""
+        turn = self._claimed.queue(workspace_id)
+        if turn is None:
+            raise _busy(workspace_id, ())
+        return self.defer(turn.take, partial(work, *args))
+
+    async def _unclaim(self, workspace_id: str, token: object) -> None:
+        self._claimed.end(workspace_id, token)
 
     # Who has it -------------------------------------------------------------------------------------------------
 
@@ -188,8 +202,7 @@ class Workspaces(Actor):
         await self._register.touch(workspace_id)
 
     async def _remove(self, workspace_id: str, within: Within) -> None:
-        holders = await self._holders(workspace_id, within)
-        if holders or workspace_id not in self._claimed:
+        if holders := await self._holders(workspace_id, within):
             raise _busy(workspace_id, holders)
         await self._register.get(workspace_id, within)
         await self._helpers.end(workspace_id)
@@ -267,10 +280,8 @@ class Workspaces(Actor):
     # Its files --------------------------------------------------------------------------------------------------
 
     async def _borrow(self, message: Borrow) -> RunnerLink:
-        if message.workspace_id in self._claimed and not message.draft:
+        if message.workspace_id in self._claimed:
             raise _busy(message.workspace_id, ())
-        if message.draft:  # the claim's, and so its owner's
-            return await self._helpers.lend((message.workspace_id, True), message.done)
         await self._register.check(message.workspace_id, message.within)
         link = await self._helpers.lend((message.workspace_id, False), message.done)
         await self._register.check(message.workspace_id, message.within)  # a loan is what keeps it from being another's

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import stat
 import tarfile
 from pathlib import Path
 
 import pytest
+import trio
+import trio.testing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +19,7 @@ from sandkasten import errors
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
 from sandkasten.workspaces import Packed
+from tests.kernel.processes import nsinit_pid
 
 _NAME = st.binary(min_size=1, max_size=120).filter(lambda name: not set(name) & {0, 0x2F} and name not in (b".", b".."))
 _MODE = st.integers(0, 0o777)
@@ -181,4 +185,50 @@ async def test_an_import_replaces_all_or_nothing(supervisor: LocalSupervisor, co
     assert sorted(os.listdir(top)) == ["old"]
     await unpack(supervisor, "one", new, replace=True)
     assert sorted(os.listdir(top)) == ["new"]
+    assert os.listdir(config.data_dir / "drafts") == []
+
+
+async def test_an_import_whose_caller_has_left_publishes_nothing_of_the_next_one(
+    supervisor: LocalSupervisor, config: Config
+) -> None:
+    """It may still be done or not; what another import has sent so far is never the workspace, and what that one was to
+    replace is not lost."""
+    await unpack(supervisor, "one", _archive(_member("old", size=1)))
+    top = config.data_dir / "workspaces" / "one"
+    is_sent, may_commit = trio.Event(), trio.Event()
+
+    async def import_first(*, task_status: trio.TaskStatus[trio.CancelScope] = trio.TASK_STATUS_IGNORED) -> None:
+        with trio.CancelScope() as scope:
+            task_status.started(scope)
+            async with supervisor.open_unpack("one", replace=True) as writer:
+                await writer.send(_archive(_member("first", size=1)))
+                is_sent.set()
+                await may_commit.wait()
+                await writer.commit()
+
+    async def import_next() -> None:
+        while True:
+            try:
+                async with supervisor.open_unpack("one", replace=True) as writer:
+                    await writer.send(_archive(_member("next", size=1))[:700])
+                    await trio.sleep(0.2)  # time for what may not happen
+                    assert os.listdir(top) in (["old"], ["first"])
+                    return
+            except errors.WorkspaceBusy:
+                await trio.sleep(0.001)
+
+    async with trio.open_nursery() as nursery:
+        first: trio.CancelScope = await nursery.start(import_first)
+        await is_sent.wait()
+        pid = nsinit_pid()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            may_commit.set()
+            await trio.testing.wait_all_tasks_blocked(0.1)
+            first.cancel()
+            await trio.testing.wait_all_tasks_blocked(0.1)
+            nursery.start_soon(import_next)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    assert os.listdir(top) in (["old"], ["first"])
     assert os.listdir(config.data_dir / "drafts") == []

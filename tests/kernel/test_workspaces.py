@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -171,6 +173,78 @@ async def test_deleting_and_attaching_exclude_each_other(supervisor: LocalSuperv
     assert len(outcomes) == 4
     await attach()
     assert outcomes[-1] == "attached"
+
+
+@contextlib.contextmanager
+def hung(pid: int) -> Iterator[Callable[[], None]]:
+    """Let a process stand still, until the end or until what is yielded is called."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield lambda: os.kill(pid, signal.SIGCONT)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+async def test_a_delete_whose_caller_has_left_is_over_before_anybody_gets_the_workspace(
+    supervisor: LocalSupervisor, config: Config
+) -> None:
+    """It goes on, and a session must not be given what it is about to take away."""
+    await write(supervisor, "f", b"x")
+    outcomes: list[str] = []
+
+    async def attach() -> None:
+        try:
+            session = await supervisor.create(SessionSpec(workspace_id=WORKSPACE))
+        except errors.WorkspaceBusy as error:
+            outcomes.append(error.code)
+            return
+        assert await run(supervisor, session.id, "echo y > g; ls") == "g\n"
+        assert (config.data_dir / "workspaces" / WORKSPACE / "g").exists()
+        outcomes.append("attached")
+
+    with hung(nsinit_pid()) as go_on:
+        async with trio.open_nursery() as nursery:
+            caller: trio.CancelScope = await nursery.start(_in_scope, supervisor.delete_workspace, WORKSPACE)
+            await trio.testing.wait_all_tasks_blocked(0.1)
+            caller.cancel()
+            await trio.testing.wait_all_tasks_blocked(0.1)
+            nursery.start_soon(attach)
+            await trio.testing.wait_all_tasks_blocked(0.1)
+            go_on()
+    assert outcomes == ["WORKSPACE_BUSY"]
+    assert os.listdir(config.data_dir / "workspaces") == []
+    await attach()
+    assert outcomes[-1] == "attached"
+
+
+async def _in_scope(
+    work: Callable[[str], Awaitable[None]],
+    workspace_id: str,
+    *,
+    task_status: trio.TaskStatus[trio.CancelScope] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    with trio.CancelScope() as scope:
+        task_status.started(scope)
+        await work(workspace_id)
+
+
+async def test_a_session_that_ends_in_the_middle_of_an_upload_leaves_nothing_of_it(
+    supervisor: LocalSupervisor, config: Config
+) -> None:
+    """Neither half a file nor one of another name; what was there stays."""
+    await write(supervisor, "kept", b"kept")
+    for name in ("new", "kept"):
+        spec = SessionSpec(workspace_id=WORKSPACE, workspace_mode="exclusive")
+        session = await supervisor.create(spec)
+        with contextlib.suppress(errors.SessionExpired):
+            async with supervisor.open_write(session.id, name) as writer:
+                await writer.send(b"x" * 100_000)
+                await run(supervisor, session.id, "true")  # PID 1 is behind what was sent before
+                await supervisor.destroy(session.id)
+                await writer.commit()
+                pytest.fail("the file of a session that has ended was placed")
+    assert os.listdir(config.data_dir / "workspaces" / WORKSPACE) == ["kept"]
+    assert await read(supervisor, "kept") == b"kept"
 
 
 async def test_what_is_known_follows_what_is_there(supervisor: LocalSupervisor, config: Config) -> None:
