@@ -11,10 +11,13 @@ Sources: POSIX.1-2024 pax; Python library reference, `tarfile`; openat2(2).
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
 import stat
 import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO
 
 from runner.filetree import Found, Walk
@@ -27,6 +30,9 @@ _MAX_LINKED = 200_000
 """Files with several names that are remembered; a further one is packed once for each name."""
 _PERMISSIONS = 0o777
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_CHANGED = frozenset({errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.ENXIO})
+"""What open(2) or readlink(2) says of a name that is gone, or a link, a file or a socket by now."""
+_NOTHING: IO[bytes] = io.BytesIO()
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _PARENT = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _WITHIN = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS
@@ -51,34 +57,54 @@ def pack(top_fd: int, out: IO[bytes]) -> Packed:
             if found.is_left:
                 continue
             try:
-                member = _member_of(found, linked)
-                fd = os.open(found.name, _READ, dir_fd=found.parent_fd) if member and member.isreg() else -1
-            except FileNotFoundError:  # somebody removed it just now
-                continue
-            if member is None:
-                skipped += 1
-                continue
-            entries += 1
-            size += member.size
-            if fd >= 0:
-                with open(fd, "rb", buffering=0) as file:
+                with _opened(found) as (status, file):
+                    member = _member_of(found, status, linked)
+                    if member is None:
+                        skipped += 1
+                        continue
+                    entries += 1
+                    size += member.size
                     archive.addfile(member, _Exactly(file))  # type: ignore[arg-type]  # it only reads
-            else:
-                archive.addfile(member)
+            except _Changed:
+                continue
             archive.members = []  # type: ignore[attr-defined]  # or tarfile keeps every header in memory
     return Packed(entries, size, skipped)
 
 
-def _member_of(found: Found, linked: dict[tuple[int, int], str]) -> tarfile.TarInfo | None:
-    status, name = found.status, os.fsdecode(found.path)
+class _Changed(Exception):
+    """Just now somebody removed it, or put something else in its place."""
+
+
+@contextmanager
+def _opened(found: Found) -> Iterator[tuple[os.stat_result, IO[bytes]]]:
+    """Yield what something is and what is in it, of a regular file both of the same: one that was replaced since it was
+    found must not come with the size of the old one. Raises `_Changed`."""
+    if not stat.S_ISREG(found.status.st_mode):
+        yield found.status, _NOTHING
+        return
+    try:
+        fd = os.open(found.name, _READ, dir_fd=found.parent_fd)
+    except OSError as error:
+        if error.errno in _CHANGED:
+            raise _Changed from None
+        raise
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        raise _Changed
+    with open(fd, "rb", buffering=0) as file:
+        yield status, file
+
+
+def _member_of(found: Found, status: os.stat_result, linked: dict[tuple[int, int], str]) -> tarfile.TarInfo | None:
+    name = os.fsdecode(found.path)
     member = tarfile.TarInfo(name)
     member.mode, member.uid, member.gid = stat.S_IMODE(status.st_mode) & _PERMISSIONS, status.st_uid, status.st_gid
     member.pax_headers = {"mtime": f"{status.st_mtime_ns // 10**9}.{status.st_mtime_ns % 10**9:09d}"}
     if stat.S_ISDIR(status.st_mode):
         member.type = tarfile.DIRTYPE
     elif stat.S_ISLNK(status.st_mode):
-        member.type = tarfile.SYMTYPE
-        member.linkname = os.fsdecode(os.readlink(found.name, dir_fd=found.parent_fd))
+        member.type, member.linkname = tarfile.SYMTYPE, os.fsdecode(_target_of(found))
     elif not stat.S_ISREG(status.st_mode):
         return None
     elif (first := linked.get((status.st_dev, status.st_ino))) is not None:
@@ -88,6 +114,15 @@ def _member_of(found: Found, linked: dict[tuple[int, int], str]) -> tarfile.TarI
         if status.st_nlink > 1 and len(linked) < _MAX_LINKED:
             linked[status.st_dev, status.st_ino] = name
     return member
+
+
+def _target_of(link: Found) -> bytes:
+    try:
+        return os.readlink(link.name, dir_fd=link.parent_fd)
+    except OSError as error:
+        if error.errno in _CHANGED:
+            raise _Changed from None
+        raise
 
 
 class _Exactly:

@@ -74,7 +74,7 @@ class Walk:
             raise FileRefused("INVALID_PATH", f"directories are nested more than {MAX_DEPTH} deep")
         try:
             return open_directory(found.parent_fd, found.name)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # removed or replaced meanwhile
             return -1
         except PermissionError:
             self.denied += 1
