@@ -2,7 +2,8 @@
 
 It must not block: only regular files are opened, and only after their kind was checked on the descriptor itself.
 
-Sources: open(2), rename(2) (atomic replacement), proc_pid_fd(5) (reopening a checked O_PATH descriptor).
+Sources: open(2) (O_TMPFILE), linkat(2), rename(2) (atomic replacement), proc_pid_fd(5) (reopening a checked O_PATH
+descriptor).
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class FileReader:
 
 
 class FileWriter:
-    """Receives a file into a temporary one beside its target, and renames it at END."""
+    """Receives a file into one without a name, and gives it its place at END."""
 
     def __init__(self, context: Context, serial: int) -> None:
         self._context = context
@@ -139,8 +140,7 @@ class FileWriter:
             with self._context.as_user:
                 self._target = target = resolver.target_for_writing(resolver.encode(path))
                 _check_writable(target)
-                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-                self._fd = os.open(self._temporary, flags, 0o600, dir_fd=target.directory_fd)
+                self._fd = _open_new(target.directory_fd, self._temporary)
         except OSError as error:
             raise refusal(error, path) from None
         self._context.config.passing("runner.files.opened")
@@ -220,12 +220,24 @@ class FileWriter:
         self._fd, self._target = -1, None
 
 
+def _open_new(directory_fd: int, temporary: bytes) -> int:
+    """Open a new file that gets a name when it is whole: of one that is killed before, nothing is left. Where the file
+    system can't do that it is the temporary name at once."""
+    try:
+        return os.open(".", os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
+            raise
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(temporary, flags, 0o600, dir_fd=directory_fd)
+
+
 def _put_in_place(fd: int, temporary: bytes, target: Target, *, syncs: bool) -> Done:
     """Give the new file its mode and its name, and, if asked to, wait until both are on the disk."""
     os.fchmod(fd, _NEW_FILE_MODE if target.mode is None else target.mode)
     if syncs:
         os.fsync(fd)
-    os.rename(temporary, target.name, src_dir_fd=target.directory_fd, dst_dir_fd=target.directory_fd)
+    _name(fd, temporary, target)
     if syncs:
         try:
             directory_fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=target.directory_fd)
@@ -235,6 +247,22 @@ def _put_in_place(fd: int, temporary: bytes, target: Target, *, syncs: bool) -> 
             os.fsync(directory_fd)
             os.close(directory_fd)
     return Done(os.fsdecode(target.path))
+
+
+def _name(fd: int, temporary: bytes, target: Target) -> None:
+    """Let the file take its place in one step. Only rename(2) replaces, and it needs a name to begin with."""
+    directory_fd = target.directory_fd
+    if os.fstat(fd).st_nlink == 0:
+        path = b"/proc/self/fd/%d" % fd
+        if target.mode is None:
+            try:
+                os.link(path, target.name, dst_dir_fd=directory_fd)
+            except FileExistsError:  # it came just now
+                pass
+            else:
+                return
+        os.link(path, temporary, dst_dir_fd=directory_fd)
+    os.rename(temporary, target.name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
 
 
 def _check_writable(target: Target) -> None:
