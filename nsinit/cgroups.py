@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from nsinit import syscalls
@@ -18,6 +20,7 @@ from nsinit.protocol import EventKind
 
 MAX_GROUPS = 100
 """How many cgroups of their own programs and shells of one session may have."""
+_KILLED_AT_A_TIME = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +118,7 @@ class SessionCgroup:
                 write_file(f"{directory}/cgroup.kill", "1")
             except FileNotFoundError:
                 pass
-        for pid in self.processes():
-            try:
-                os.kill(pid, 9)
-            except ProcessLookupError:
-                pass
+        kill_listed(self.processes)
 
     def remove(self) -> tuple[str, ...]:
         """Remove what can be removed; return the directories that are still there (busy for a moment after an exit)."""
@@ -167,6 +166,35 @@ def read_processes(directory: str) -> tuple[int, ...]:
     A process of an outer pid namespace shows as 0, which for kill(2) would mean this process's own group.
     """
     return tuple(pid for pid in map(int, read_file(f"{directory}/cgroup.procs").split()) if pid > 0)
+
+
+def kill_listed(listed: Callable[[], Collection[int]]) -> None:
+    """SIGKILL the processes that `listed` names. It is asked twice: who has got the pid of one that ended in between is
+    in no list of ours, and is not hit."""
+    pids = tuple(listed())
+    for start in range(0, len(pids), _KILLED_AT_A_TIME):
+        pidfds = {pid: fd for pid in pids[start : start + _KILLED_AT_A_TIME] if (fd := _pidfd_of(pid)) >= 0}
+        try:
+            still = frozenset(listed())
+            for pid in pidfds.keys() & still:
+                _kill_by(pidfds[pid])
+        finally:
+            for fd in pidfds.values():
+                os.close(fd)
+
+
+def _pidfd_of(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return -1
+
+
+def _kill_by(pidfd: int) -> None:
+    try:
+        syscalls.pidfd_send_signal(pidfd, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
 
 
 def was_removed(directory: str) -> bool:

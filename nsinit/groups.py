@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 from collections.abc import Generator
+from functools import partial
 from typing import Literal
 
 from nsinit import constants as k
 from nsinit import mounts
 from nsinit.capabilities import RUNNER_ID
-from nsinit.cgroups import MAX_GROUPS, SessionCgroup, read_processes, was_removed
+from nsinit.cgroups import MAX_GROUPS, SessionCgroup, kill_listed, read_processes, was_removed
 from nsinit.network import write_file
 from nsinit.scheduler import Wait
 
@@ -83,8 +83,4 @@ def _kill(cgroup: SessionCgroup, directory: str) -> None:
         write_file(f"{directory}/pids.max", "0")
     except FileNotFoundError:
         return  # removed before
-    for pid in read_processes(directory):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+    kill_listed(partial(read_processes, directory))

@@ -11,13 +11,13 @@ Sources: cgroups(7); loop(4) LOOP_CLR_FD; Documentation/ABI/testing/sysfs-block-
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from nsinit import trash
 from nsinit.cgroup_tree import LEAF, Located, Tree
-from nsinit.cgroups import SessionCgroup, read_file, read_processes, was_removed
+from nsinit.cgroups import SessionCgroup, kill_listed, read_file, read_processes, was_removed
 from nsinit.disk import loop_device
 from nsinit.log import log
 from nsinit.marks import mark_of, read_mark
@@ -192,11 +192,7 @@ def _remove_groups(paths: list[str]) -> Generator[Wait, bool, bool]:
 
 
 def _kill(directory: str) -> None:
-    for pid in read_processes(directory):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+    kill_listed(partial(read_processes, directory))
     state = f"{directory}/freezer.state"  # v1: what is frozen does not even die
     if read_file(state):
         write_file(state, "THAWED")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from nsinit.cgroups import kill_listed
 from nsinit.marks import mark_of, set_mark
 from nsinit.protocol import Failed, Ok, Ready, RemoveStray, Stray, Survey, Surveyed
 from nsinit.strays import shown
@@ -155,3 +156,17 @@ def test_a_copy_of_a_data_directory_can_not_take_over_the_sessions_of_the_first(
         finally:
             copy.close()
         assert box.run("echo alive").out == "alive\n"
+
+
+def test_who_has_got_the_pid_of_a_process_that_ended_is_not_killed() -> None:
+    """A pid that a list has, and has no more when it is read again, may be anybody's by then."""
+    innocent = subprocess.Popen(["/bin/sleep", "60"])
+    try:
+        looks = iter([(innocent.pid,), ()])
+        kill_listed(lambda: next(looks))
+        assert innocent.poll() is None
+        kill_listed(lambda: (innocent.pid, 2**22 - 1))
+        assert innocent.wait(10) == -9
+    finally:
+        innocent.kill()
+        innocent.wait()
