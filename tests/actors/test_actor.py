@@ -181,7 +181,7 @@ async def test_cancelling_an_ask_drops_the_answer_and_not_the_work() -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_messages_behind_a_stop_are_turn_downd() -> None:
+async def test_messages_behind_a_stop_are_turned_down() -> None:
     """What an actor did not serve before it stopped is answered with its `gone` error."""
     subject = Subject(Ref("subject"))
     outcome: list[str] = []
