@@ -16,12 +16,13 @@ import trio
 from runner import protocol
 from sandkasten.actors.run import Run
 from sandkasten.actors.run_facts import age_s, is_orphan, restored
+from sandkasten.actors.run_keeping import Keep
 from sandkasten.actors.runs import Runs
 from sandkasten.actors.session_host import Host
 from sandkasten.errors import RunnerProtocolError
 from sandkasten.model import ExecKind
 from sandkasten.runtime.run_archive import Written, WrittenRun
-from sandkasten.runtime.run_records import BadRecord, RunFacts, RunState, Seal
+from sandkasten.runtime.run_records import BadRecord, RunFacts, RunState
 
 log = logging.getLogger(__name__)
 
@@ -36,18 +37,14 @@ class RunAdoption:
         self,
         host: Host,
         runs: Runs,
-        seal: Seal,
+        keep: Keep,
         *,
-        limiter: trio.CapacityLimiter,
-        retention_s: float,
         on_terminal: Callable[[Run], Awaitable[None]],
     ) -> None:
         """`on_terminal` is called for a terminal of its own, before more comes from it."""
         self._host = host
         self._runs = runs
-        self._seal = seal
-        self._limiter = limiter
-        self._retention_s = retention_s
+        self._keep = keep
         self._on_terminal = on_terminal
         self._facts: dict[str, RunFacts] = {}
         self._gone: frozenset[str] = frozenset()
@@ -55,7 +52,7 @@ class RunAdoption:
     async def recover(self) -> None:
         """Know the runs that were written down again, with their output. Those without an end seem to run."""
         self._runs.groups.recover()
-        async with self._limiter:
+        async with self._keep.recovering:
             await self._take_over(await self._runs.keeping.read())
 
     async def _take_over(self, written: Written) -> None:
@@ -69,7 +66,7 @@ class RunAdoption:
 
     async def _recover(self, written: WrittenRun) -> None:
         run = restored(written.facts, written.state)
-        if run.has_ended and age_s(run) > self._retention_s:
+        if run.has_ended and age_s(run) > self._keep.retention_s:
             self._runs.ids.note_gone(run.exec_id)
             return
         self._runs.recover(run)
@@ -126,7 +123,7 @@ class RunAdoption:
         if self._runs.is_used(entry.exec_id) or entry.exec_id in self._gone:
             return None
         try:
-            facts = self._seal.read(entry.ticket)
+            facts = self._keep.seal.read(entry.ticket)
         except BadRecord as error:
             log.warning("unknown_run", extra={"session_id": self._host.session_id, "error": str(error)})
             return None

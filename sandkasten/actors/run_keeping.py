@@ -44,6 +44,20 @@ _PIECE_COST_BYTES: Final = 160
 _RUNS_PER_CHECKPOINT: Final = 128
 
 
+@attrs.frozen
+class Keep:
+    """What is needed to have the runs of a session outlive the daemon: where they are written down, under which seal,
+    by how many at a time; how many sessions may take over theirs at a time, which takes memory; how long ended runs are
+    kept, and how many ids of those that are not."""
+
+    archive: SessionArchive
+    seal: Seal
+    writing: trio.CapacityLimiter
+    recovering: trio.CapacityLimiter
+    retention_s: float
+    max_exec_ids: int
+
+
 @attrs.define(eq=False)
 class _News:
     """What is not written yet of one run."""
@@ -59,20 +73,9 @@ class _News:
 class RunKeeping:
     """See the module's docstring. `known` gives all runs there are, `ids` has those not kept any more."""
 
-    def __init__(
-        self,
-        host: Host,
-        archive: SessionArchive,
-        seal: Seal,
-        *,
-        limiter: trio.CapacityLimiter,
-        known: Callable[[], Iterable[Run]],
-        ids: ExecIds,
-    ) -> None:
+    def __init__(self, host: Host, keep: Keep, *, known: Callable[[], Iterable[Run]], ids: ExecIds) -> None:
         self._host = host
-        self._archive = archive
-        self._seal = seal
-        self._limiter = limiter
+        self._archive, self._seal, self._limiter = keep.archive, keep.seal, keep.writing
         self._known, self._ids = known, ids
         self._news: dict[str, _News] = {}
         self._new_gone: list[str] = []

@@ -24,7 +24,7 @@ from sandkasten.actors.groups import Groups
 from sandkasten.actors.run import Run
 from sandkasten.actors.run_driver import CONTROL_S, drive, drive_again
 from sandkasten.actors.run_facts import text_bytes
-from sandkasten.actors.run_keeping import RunKeeping
+from sandkasten.actors.run_keeping import Keep, RunKeeping
 from sandkasten.actors.run_reader import Hold
 from sandkasten.actors.session_host import Host as Host
 from sandkasten.actors.shells import Shells
@@ -41,8 +41,6 @@ from sandkasten.errors import (
 from sandkasten.model import Cause, ExecEnd, ExecInfo, ExecKind, TerminalSize
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from sandkasten.runtime.metrics import Metrics
-from sandkasten.runtime.run_archive import SessionArchive
-from sandkasten.runtime.run_records import Seal
 from sandkasten.runtime.spool import RunLogs
 
 MAX_ACTIVE = 80
@@ -67,23 +65,21 @@ class Runs:
         stats: CgroupStats,
         logs: RunLogs,
         queue_length: int,
-        max_exec_ids: int,
         metrics: Metrics,
-        archive: SessionArchive,
-        seal: Seal,
-        writing: trio.CapacityLimiter,
+        keep: Keep,
     ) -> None:
         self._host = host
         self._logs = logs
         self._queue_length = queue_length
         self._known: OrderedDict[str, Run] = OrderedDict()
-        self.ids = ExecIds(max_exec_ids)
+        self.ids = ExecIds(keep.max_exec_ids)
         self._active: dict[str, Run] = {}
         self.groups = Groups(zygote, host.session_id, stats.groups)
         self.shells = Shells(host, self.groups)
-        self.keeping = RunKeeping(*(host, archive, seal), limiter=writing, known=self._known.values, ids=self.ids)
+        self.keeping = RunKeeping(host, keep, known=self._known.values, ids=self.ids)
         self.accounts = Accounts(
-            *(stats, self.groups),
+            stats,
+            self.groups,
             active=self._active.values(),
             count_shells=lambda: self.shells.count,
             note_change=self.keeping.changed,

@@ -108,7 +108,6 @@ class SessionActor(Actor):
             stats=self._stats,
             logs=services.spool.session(record.session.id),
             queue_length=services.shell_queue_length,
-            max_exec_ids=services.max_exec_ids,
             metrics=services.metrics,
             keep=services.keep(record.session.id),
         )

@@ -11,6 +11,7 @@ from nsinit.protocol import ImageKind
 from runner import protocol as runner_protocol
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.directory import SessionDirectory
+from sandkasten.actors.run_keeping import Keep
 from sandkasten.config import Disk, Maximum
 from sandkasten.crash import Crash
 from sandkasten.runtime.budget import Budget
@@ -19,24 +20,12 @@ from sandkasten.runtime.metrics import Metrics
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.plan import Resolved
 from sandkasten.runtime.quotas import KeyShares
-from sandkasten.runtime.run_archive import RunArchive, SessionArchive
+from sandkasten.runtime.run_archive import RunArchive
 from sandkasten.runtime.run_records import Seal
 from sandkasten.runtime.spool import Spool
 
 VESSEL = "vessel"
 """`acquire_detail` of a session that is made of a vessel."""
-
-
-@attrs.frozen
-class Keep:
-    """What is needed to have runs outlive the daemon: where they are written down, under which seal, by how many at a
-    time; how many sessions may take over theirs at a time, which takes memory; and how long ended runs are kept."""
-
-    archive: SessionArchive
-    seal: Seal
-    writing: trio.CapacityLimiter
-    recovering: trio.CapacityLimiter
-    retention_s: float
 
 
 @attrs.frozen
@@ -78,6 +67,7 @@ class Services:
             writing=self.writing,
             recovering=self.recovering,
             retention_s=self.spool.retention_s,
+            max_exec_ids=self.max_exec_ids,
         )
 
 

@@ -13,6 +13,7 @@ import trio
 from sandkasten.actors.actor import DEFERRED, Deferred, Ref
 from sandkasten.actors.ports import Ports
 from sandkasten.actors.run_adoption import RunAdoption
+from sandkasten.actors.run_keeping import Keep
 from sandkasten.actors.run_reader import Hold, Joined
 from sandkasten.actors.runs import Host, Runs
 from sandkasten.actors.session_messages import (
@@ -32,7 +33,6 @@ from sandkasten.actors.session_messages import (
     WatchPorts,
     Work,
 )
-from sandkasten.actors.session_setup import Keep
 from sandkasten.actors.terminals import Terminals
 from sandkasten.errors import Capacity
 from sandkasten.runtime.cgroup_stats import CgroupStats
@@ -66,7 +66,6 @@ class SessionWork:
         stats: CgroupStats,
         logs: RunLogs,
         queue_length: int,
-        max_exec_ids: int,
         metrics: Metrics,
         keep: Keep,
     ) -> None:
@@ -80,22 +79,12 @@ class SessionWork:
             stats=stats,
             logs=logs,
             queue_length=queue_length,
-            max_exec_ids=max_exec_ids,
             metrics=metrics,
-            archive=keep.archive,
-            seal=keep.seal,
-            writing=keep.writing,
+            keep=keep,
         )
         self.ports = Ports(host)
         self._terminals = Terminals(host, self.runs)
-        self.adoption = RunAdoption(
-            host,
-            self.runs,
-            keep.seal,
-            limiter=keep.recovering,
-            retention_s=keep.retention_s,
-            on_terminal=self._terminals.adopt,
-        )
+        self.adoption = RunAdoption(host, self.runs, keep, on_terminal=self._terminals.adopt)
 
     def handle(self, message: Work) -> Any:  # each message names its answer
         match message:
