@@ -19,15 +19,15 @@ from runner import protocol as runner_protocol
 from sandkasten.actors import store as store_actor
 from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Ref
-from sandkasten.actors.directory import Entry, SessionDirectory
+from sandkasten.actors.directory import Entry
 from sandkasten.actors.inspection import Inspection
 from sandkasten.actors.run_driver import ask_runner
+from sandkasten.actors.shared import Shared
 from sandkasten.diagnosis import Diagnosis, Part, Unavailable
 from sandkasten.errors import SandkastenError, SessionNotFound, StoreFailed
 from sandkasten.lifecycle import WHOLE
 from sandkasten.model import Event, Session, Status
 from sandkasten.runtime.cgroup_raw import read_raw
-from sandkasten.runtime.journal import Journal
 from sandkasten.store.sessions import SessionRecord
 
 PART_S = 2.0
@@ -43,9 +43,9 @@ _ENDED = "the session has ended"
 class Diagnosing:
     """See the module's docstring. Runs in the caller's task."""
 
-    def __init__(self, *, store: Ref, zygote: Ref, directory: SessionDirectory, journal: Journal) -> None:
-        self._store, self._zygote = store, zygote
-        self._directory, self._journal = directory, journal
+    def __init__(self, shared: Shared) -> None:
+        self._store, self._zygote = shared.store, shared.zygote
+        self._directory, self._journal = shared.directory, shared.journal
         self._turns = trio.CapacityLimiter(_CONCURRENT)
         self._threads = trio.CapacityLimiter(_CONCURRENT)
 

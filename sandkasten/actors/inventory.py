@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import trio
 
 from sandkasten.actors import store as store_actor
 from sandkasten.actors import zygote as zygote_actor
-from sandkasten.actors.actor import Ref
-from sandkasten.actors.directory import SessionDirectory
+from sandkasten.actors.shared import Shared
 from sandkasten.errors import SandkastenError
 from sandkasten.model import EventType
 from sandkasten.reconcile import MOUNT, SESSION, Leftover, Observed, Plan, Sightings, as_leftovers, plan_reconciliation
-from sandkasten.runtime.journal import Journal
 from sandkasten.runtime.mounts_below import mounts_now
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.spool_files import SpoolFile, list_spool
@@ -29,23 +27,12 @@ log = logging.getLogger(__name__)
 
 
 class Inventory:
-    """See the module's docstring. `found` and `removed` count by kind. `in_use`: whether the spool uses a file."""
+    """See the module's docstring. `found` and `removed` count by kind."""
 
-    def __init__(
-        self,
-        data_dir: Path,
-        boot_id: str,
-        *,
-        store: Ref,
-        zygote: Ref,
-        directory: SessionDirectory,
-        journal: Journal,
-        in_use: Callable[[str], bool],
-    ) -> None:
+    def __init__(self, data_dir: Path, boot_id: str, shared: Shared) -> None:
         self._data_dir, self._boot_id = data_dir, boot_id
-        self._in_use = in_use
-        self._store, self._zygote = store, zygote
-        self._directory, self._journal = directory, journal
+        self._store, self._zygote, self._directory = shared.store, shared.zygote, shared.directory
+        self._journal, self._spool = shared.journal, shared.spool
         self._seen: Sightings = frozenset()
         self.found: Counter[str] = Counter()
         self.removed: Counter[str] = Counter()
@@ -89,7 +76,7 @@ class Inventory:
         except OSError as error:
             log.error("leftovers_not_looked_for", extra={"error": str(error)})
             return []
-        return [each for each in files if not self._in_use(each.name)]
+        return [each for each in files if not self._spool.uses(each.name)]
 
     def _tell(self, leftover: Leftover) -> None:
         self.found[leftover.kind] += 1

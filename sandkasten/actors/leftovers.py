@@ -13,9 +13,8 @@ import trio
 
 from nsinit.protocol import Stray
 from sandkasten.actors import zygote as zygote_actor
-from sandkasten.actors.actor import Ref
-from sandkasten.actors.directory import SessionDirectory
 from sandkasten.actors.inventory import Inventory
+from sandkasten.actors.shared import Shared
 from sandkasten.errors import SandkastenError
 from sandkasten.reconcile import SPOOL_FILE, Leftover
 from sandkasten.runtime.spool_files import remove_spool_files, session_of
@@ -26,10 +25,9 @@ log = logging.getLogger(__name__)
 class Removal:
     """See the module's docstring. One for the tree."""
 
-    def __init__(self, spool_dir: Path, *, zygote: Ref, directory: SessionDirectory, inventory: Inventory) -> None:
+    def __init__(self, spool_dir: Path, shared: Shared, inventory: Inventory) -> None:
         self._spool_dir = spool_dir
-        self._zygote = zygote
-        self._directory = directory
+        self._zygote, self._directory = shared.zygote, shared.directory
         self._inventory = inventory
 
     async def remove(self, leftovers: Sequence[Leftover]) -> int:

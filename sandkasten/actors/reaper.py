@@ -17,13 +17,12 @@ import trio
 from sandkasten.actors import sessions as sessions_actor
 from sandkasten.actors import store as store_actor
 from sandkasten.actors.actor import Actor, Ask, Deferred, Ref
-from sandkasten.actors.directory import SessionDirectory
 from sandkasten.actors.forgetting import forget_ended
 from sandkasten.actors.inventory import Inventory
 from sandkasten.actors.leftovers import Removal
+from sandkasten.actors.shared import Shared
 from sandkasten.errors import SandkastenError
 from sandkasten.reconcile import Action
-from sandkasten.runtime.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -46,21 +45,18 @@ class Reaper(Actor):
     def __init__(
         self,
         ref: Ref,
+        shared: Shared,
         *,
-        store: Ref,
         sessions: Ref,
-        directory: SessionDirectory,
         inventory: Inventory,
         removal: Removal,
         keep_records_s: float,
-        metrics: Metrics,
     ) -> None:
         super().__init__(ref)
-        self._store, self._sessions = store, sessions
-        self._directory = directory
+        self._store, self._directory, self._metrics = shared.store, shared.directory, shared.metrics
+        self._sessions = sessions
         self._inventory, self._removal = inventory, removal
         self._keep_records_s = keep_records_s
-        self._metrics = metrics
         self._turn = trio.Lock()
 
     async def on_start(self) -> None:

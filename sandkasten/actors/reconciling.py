@@ -16,19 +16,16 @@ import trio
 
 from sandkasten.actors import store as store_actor
 from sandkasten.actors import zygote as zygote_actor
-from sandkasten.actors.actor import Ref
-from sandkasten.actors.directory import SessionDirectory
 from sandkasten.actors.inventory import Inventory
 from sandkasten.actors.leftovers import Removal
 from sandkasten.actors.session import SessionActor
+from sandkasten.actors.shared import Shared
 from sandkasten.actors.wording import ENDINGS
 from sandkasten.actors.workspaces import release_soon
 from sandkasten.errors import SandkastenError, SessionNotFound
 from sandkasten.lifecycle import END_REASONS, ENDED, LIVE, Event, next_status
 from sandkasten.model import EndReason, Session, Status
 from sandkasten.reconcile import SESSION, Action, Decision, Leftover
-from sandkasten.runtime.journal import Journal
-from sandkasten.runtime.run_archive import RunArchive
 from sandkasten.store.sessions import SessionRecord
 
 Ts = TypeVarTuple("Ts")
@@ -49,25 +46,11 @@ class Host(Protocol):
 class Reconciling:
     """See the module's docstring. `ends`: how many teardowns may be under way at once."""
 
-    def __init__(
-        self,
-        host: Host,
-        *,
-        store: Ref,
-        zygote: Ref,
-        workspaces: Ref,
-        directory: SessionDirectory,
-        journal: Journal,
-        inventory: Inventory,
-        removal: Removal,
-        archive: RunArchive,
-    ) -> None:
+    def __init__(self, host: Host, shared: Shared, *, inventory: Inventory, removal: Removal) -> None:
         self._host = host
-        self._store, self._zygote, self._workspaces = store, zygote, workspaces
-        self._directory = directory
-        self._journal = journal
+        self._store, self._zygote, self._workspaces = shared.store, shared.zygote, shared.workspaces
+        self._directory, self._journal, self._archive = shared.directory, shared.journal, shared.archive
         self._inventory, self._removal = inventory, removal
-        self._archive = archive
         self.ends = trio.CapacityLimiter(_CONCURRENT_ENDS)
 
     async def reconcile(self) -> None:

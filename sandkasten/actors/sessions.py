@@ -21,7 +21,6 @@ from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Actor, Ask, Ref
 from sandkasten.actors.attachments import Attachments
 from sandkasten.actors.creating import Creating, Node
-from sandkasten.actors.directory import SessionDirectory
 from sandkasten.actors.idempotency import IdempotentCreates
 from sandkasten.actors.inventory import Inventory
 from sandkasten.actors.leftovers import Removal
@@ -29,22 +28,17 @@ from sandkasten.actors.reconciling import Reconciling
 from sandkasten.actors.session import SessionActor
 from sandkasten.actors.session_messages import Destroy
 from sandkasten.actors.session_setup import Creation, Services
+from sandkasten.actors.shared import Shared
 from sandkasten.actors.unwrap import unwrap
 from sandkasten.actors.vessels import Vessels
 from sandkasten.config import Config
-from sandkasten.crash import Crash
 from sandkasten.errors import SandkastenError
 from sandkasten.machine import Amounts
 from sandkasten.model import Session, SessionSpec
 from sandkasten.reconcile import Decision
 from sandkasten.runtime import capacity
 from sandkasten.runtime.budget import Budget, Machine
-from sandkasten.runtime.journal import Journal
-from sandkasten.runtime.metrics import Metrics
 from sandkasten.runtime.paths import DataPaths
-from sandkasten.runtime.quotas import KeyShares
-from sandkasten.runtime.run_archive import RunArchive
-from sandkasten.runtime.spool import Spool
 from sandkasten.store.sessions import SessionRecord
 
 log = logging.getLogger(__name__)
@@ -130,49 +124,26 @@ class Sessions(Actor):
         ref: Ref,
         config: Config,
         node: Node,
+        shared: Shared,
         *,
-        store: Ref,
-        zygote: Ref,
         images: Ref,
-        workspaces: Ref,
         attachments: Attachments,
-        directory: SessionDirectory,
         inventory: Inventory,
         removal: Removal,
-        journal: Journal,
-        spool: Spool,
-        metrics: Metrics,
-        archive: RunArchive,
         vessels: int,
-        shares: KeyShares,
-        crash: Crash,
     ) -> None:
         super().__init__(ref)
-        self._shares, self._crash = shares, crash
-        self._config, self._node = config, node
-        self._store, self._zygote, self._images = store, zygote, images
-        self._workspaces, self._attachments = workspaces, attachments
-        self._directory = directory
-        self._journal, self._spool, self._metrics = journal, spool, metrics
-        self._archive = archive
-        self._reconciling = Reconciling(
-            self,
-            store=store,
-            zygote=zygote,
-            workspaces=workspaces,
-            directory=directory,
-            journal=journal,
-            inventory=inventory,
-            removal=removal,
-            archive=archive,
-        )
+        self._config, self._node, self._shared = config, node, shared
+        self._store, self._zygote, self._directory = shared.store, shared.zygote, shared.directory
+        self._images, self._attachments = images, attachments
+        self._reconciling = Reconciling(self, shared, inventory=inventory, removal=removal)
         self._vessels_wanted = vessels
         self._drain_turn = trio.Lock()
         self._leaving: set[trio.CancelScope] = set()
 
     async def on_start(self) -> None:
         self._directory.clear()
-        self._shares.clear()
+        self._shared.shares.clear()
         ready = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Node())
         self._assemble(ready.cgroup_dirs)
         self._creating.is_drained = await self._store.ask_again(store_actor.IsDrained())
@@ -185,7 +156,7 @@ class Sessions(Actor):
         """Make the parts that need to know where nsinit makes cgroups."""
         most = min(self._config.server.max_sessions, capacity.sessions_for_descriptors())
         sight = Machine(self._config.data_dir, cgroup_dirs, self._directory.next_end)
-        self._budget = Budget(self._config.admission, most, sight, self._shares)
+        self._budget = Budget(self._config.admission, most, sight, self._shared.shares)
         self._vessels = Vessels(
             self._zygote,
             self._directory,
@@ -198,7 +169,7 @@ class Sessions(Actor):
             self._config,
             self._node,
             images=self._images,
-            workspaces=self._workspaces,
+            workspaces=self._shared.workspaces,
             attachments=self._attachments,
             budget=self._budget,
             vessels=self._vessels,
@@ -207,35 +178,30 @@ class Sessions(Actor):
         )
         self._let_look()
         self._creates = IdempotentCreates(self._store, self._directory, self._creating.create)
-        self._services = Services(
-            store=self._store,
-            zygote=self._zygote,
-            workspaces=self._workspaces,
-            directory=self._directory,
+        self._services = self._services_at(cgroup_dirs)
+
+    def _services_at(self, cgroup_dirs: Mapping[str, str]) -> Services:
+        runs = self._config.runs
+        return Services(
+            **attrs.asdict(self._shared, recurse=False),
             paths=DataPaths(self._config.data_dir),
-            crash=self._crash,
             boot_id=self._node.boot_id,
             cgroup_dirs=cgroup_dirs,
-            budget=self._budget,
-            shares=self._shares,
             shell_queue_length=self._config.server.shell_queue_length,
-            max_exec_ids=self._config.runs.max_exec_ids,
+            max_exec_ids=runs.max_exec_ids,
             maximum=self._config.maximum,
             graces=Graces(
-                interrupt_ms=self._config.runs.interrupt_grace_ms,
-                terminate_ms=self._config.runs.terminate_grace_ms,
-                kill_ms=self._config.runs.kill_grace_ms,
+                interrupt_ms=runs.interrupt_grace_ms,
+                terminate_ms=runs.terminate_grace_ms,
+                kill_ms=runs.kill_grace_ms,
             ),
-            journal=self._journal,
-            spool=self._spool,
-            archive=self._archive,
             run_key=self._node.run_key,
             writing=trio.CapacityLimiter(_RUN_WRITERS),
             recovering=trio.CapacityLimiter(_RECOVERING),
             disk=self._config.disk,
+            budget=self._budget,
             expiries=trio.CapacityLimiter(CONCURRENT_EXPIRIES),
             adoptions=trio.CapacityLimiter(_CONCURRENT_ADOPTIONS),
-            metrics=self._metrics,
         )
 
     async def handle(self, message: Message) -> Any:
@@ -264,7 +230,7 @@ class Sessions(Actor):
 
     def _let_look(self) -> None:
         """Let the numbers of admission be seen by whoever measures."""
-        self._metrics.look_at(
+        self._shared.metrics.look_at(
             creates_queued=lambda: self._creating.queued,
             vessels=lambda: len(self._vessels),
             draining=lambda: self._creating.is_drained or self._creating.is_stopping,

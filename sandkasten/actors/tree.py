@@ -44,6 +44,7 @@ from sandkasten.actors.loss import judged
 from sandkasten.actors.measuring import Observed, measure
 from sandkasten.actors.node_view import NodeFacts, describe_capacity, describe_system
 from sandkasten.actors.session_messages import Borrow, Destroy, PauseSession, ResumeSession, Stats, Update
+from sandkasten.actors.shared import Shared
 from sandkasten.actors.supervisor import ChildSpec, GiveUp
 from sandkasten.actors.tree_work import WorkOfSessions
 from sandkasten.actors.tree_workspaces import WorkOfWorkspaces
@@ -104,43 +105,42 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         self._config, self._catalog, self._node, self._vessels = config, catalog, node, vessels
         self._machine, self._started_at = machine, datetime.now(UTC)
         self._profiles, self._start_nsinit = profiles, start_nsinit
-        self._directory = SessionDirectory()
-        self.shares = KeyShares(KeyRing(), runs_of=self._directory.runs_of)
-        """The API keys besides the configured one, and what each has. Whoever serves on keys fills the ring."""
-        self._store, self._zygote, self._images = Ref("store"), Ref("zygote"), Ref("images")
-        self._writer = Ref("events")
-        self._workspaces, self._attachments = Ref("workspaces"), Attachments()
-        self._usages = {}
-        self._journal = Journal()
-        self._crash = Crash(config.testing.crash_at)
-        self.inventory = Inventory(
-            config.data_dir,
-            node.boot_id,
+        self._store, self._writer, self._zygote, self._images = (
+            Ref("store"),
+            Ref("events"),
+            Ref("zygote"),
+            Ref("images"),
+        )
+        self._workspaces, self._sessions, self._reaper = Ref("workspaces"), Ref("sessions"), Ref("reaper")
+        spool_dir = DataPaths(config.data_dir).spool
+        directory = SessionDirectory()
+        self._shared = Shared(
             store=self._store,
             zygote=self._zygote,
-            directory=self._directory,
-            journal=self._journal,
-            in_use=lambda name: self._spool.uses(name),
+            workspaces=self._workspaces,
+            directory=directory,
+            journal=Journal(),
+            spool=Spool.configured(spool_dir, config.runs),
+            archive=RunArchive.configured(spool_dir, config.runs),
+            metrics=Metrics(),
+            shares=KeyShares(KeyRing(), runs_of=directory.runs_of),
+            crash=Crash(config.testing.crash_at),
         )
-        self._removal = Removal(
-            DataPaths(config.data_dir).spool,
-            zygote=self._zygote,
-            directory=self._directory,
-            inventory=self.inventory,
-        )
-        self._metrics = Metrics()
-        self._diagnosing = Diagnosing(
-            store=self._store, zygote=self._zygote, directory=self._directory, journal=self._journal
-        )
+        self._directory, self._journal, self._metrics = directory, self._shared.journal, self._shared.metrics
         self._journal.on_event = self._metrics.note_event
+        self._attachments, self._attended, self._usages = Attachments(), Attended(), {}
+        self.inventory = Inventory(config.data_dir, node.boot_id, self._shared)
+        self._removal = Removal(spool_dir, self._shared, self.inventory)
+        self._diagnosing = Diagnosing(self._shared)
         self._cgroup_dirs: Mapping[str, str] = {}
-        self._attended = Attended()
         self._matchers = trio.CapacityLimiter(_MATCHERS)
         self._observers = trio.CapacityLimiter(_OBSERVERS)
-        self._spool = Spool.configured(DataPaths(config.data_dir).spool, config.runs)
-        self._archive = RunArchive.configured(DataPaths(config.data_dir).spool, config.runs)
         self._is_spool_open = False
-        self._sessions, self._reaper = Ref("sessions"), Ref("reaper")
+
+    @property
+    def shares(self) -> KeyShares:
+        """The API keys besides the configured one, and what each has. Whoever serves on keys fills the ring."""
+        return self._shared.shares
 
     @property
     def node_id(self) -> str:
@@ -159,16 +159,16 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
 
         async def start_spool(*, task_status: trio.TaskStatus[None]) -> None:
             if not self._is_spool_open:  # a restart after a bug keeps what there is
-                await self._spool.open()
+                await self._shared.spool.open()
                 live = {each.session.id for each in await self._store.ask_again(store.LiveSessions())}
-                await trio.to_thread.run_sync(self._archive.open, live)
+                await trio.to_thread.run_sync(self._shared.archive.open, live)
                 self._is_spool_open = True
             task_status.started()
             try:
-                await self._spool.run()
+                await self._shared.spool.run()
             except trio.Cancelled:
                 with trio.move_on_after(_SPOOL_STOP_S, shield=True):
-                    await self._spool.close()
+                    await self._shared.spool.close()
                 raise
 
         async def start_zygote(*, task_status: trio.TaskStatus[Ref]) -> None:
@@ -179,7 +179,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
                 self._node.id,
                 disk=disk,
                 profiles=self._profiles,
-                crash_at=self._crash.take_foreign(),
+                crash_at=self._shared.crash.take_foreign(),
                 start_nsinit=self._start_nsinit,
             )
             try:
@@ -199,7 +199,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
                 attachments=self._attachments,
                 paths=DataPaths(self._config.data_dir),
                 new_id=self._node.new_session_id,
-                crash=self._crash,
+                crash=self._shared.crash,
             )
             await actor.run(task_status=task_status)
 
@@ -208,34 +208,23 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
                 self._sessions,
                 self._config,
                 self._node,
-                store=self._store,
-                zygote=self._zygote,
+                self._shared,
                 images=self._images,
-                workspaces=self._workspaces,
                 attachments=self._attachments,
-                directory=self._directory,
                 inventory=self.inventory,
                 removal=self._removal,
-                journal=self._journal,
-                spool=self._spool,
-                metrics=self._metrics,
-                archive=self._archive,
                 vessels=self._vessels,
-                shares=self.shares,
-                crash=self._crash,
             )
             await actor.run(task_status=task_status)
 
         async def start_reaper(*, task_status: trio.TaskStatus[Ref]) -> None:
             actor = reaper.Reaper(
                 self._reaper,
-                store=self._store,
+                self._shared,
                 sessions=self._sessions,
-                directory=self._directory,
                 inventory=self.inventory,
                 removal=self._removal,
                 keep_records_s=self._config.records.keep_seconds,
-                metrics=self._metrics,
             )
             await actor.run(task_status=task_status)
 
@@ -436,7 +425,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             metrics=self._metrics,
             directory=self._directory,
             journal=self._journal,
-            spool=self._spool,
+            spool=self._shared.spool,
             parts=(self._store, self._writer, self._zygote, self._images, self._sessions, self._reaper),
             zygote=self._zygote,
             data_dir=self._config.data_dir,
