@@ -13,24 +13,22 @@
     └── …          what the caller adds (the HTTP front)
 
 Network leases and the warm pool join between `images` and `reaper`. What can be asked of a session's work is in
-`tree_work.py`.
+`tree_work.py`, of workspaces in `tree_workspaces.py`, of the node in `tree_node.py`.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import UTC, datetime
 from functools import partial
 
-import attrs
 import trio
 
 from nsinit.protocol import SeccompProfile
 from sandkasten.actors import events, images, reaper, sessions, store, workspaces, zygote
-from sandkasten.actors.actor import Ask, R, Ref
+from sandkasten.actors.actor import Ref
 from sandkasten.actors.attachments import Attachments
 from sandkasten.actors.attended import Attended
 from sandkasten.actors.creating import Node
@@ -41,27 +39,23 @@ from sandkasten.actors.inventory import Inventory
 from sandkasten.actors.leftovers import Removal
 from sandkasten.actors.listing import find_sessions
 from sandkasten.actors.loss import judged
-from sandkasten.actors.measuring import Observed, measure
-from sandkasten.actors.node_view import NodeFacts, describe_capacity, describe_system
 from sandkasten.actors.session_messages import Borrow, Destroy, PauseSession, ResumeSession, Stats, Update
 from sandkasten.actors.shared import Shared
 from sandkasten.actors.supervisor import ChildSpec, GiveUp
+from sandkasten.actors.tree_node import WorkOfNode
 from sandkasten.actors.tree_work import WorkOfSessions
 from sandkasten.actors.tree_workspaces import WorkOfWorkspaces
 from sandkasten.actors.unwrap import unwrap
 from sandkasten.config import Config
 from sandkasten.crash import Crash
-from sandkasten.diagnosis import Diagnosis
 from sandkasten.errors import Capacity, KeeperGone, SandkastenError, SessionExpired, SessionNotFound
 from sandkasten.images.catalog import Catalog
 from sandkasten.lifecycle import LIVE, ended_error
 from sandkasten.listing import SessionPage, SessionQuery
-from sandkasten.machine import Machine, NodeCapacity, NodeInfo, System
-from sandkasten.measures import Family
+from sandkasten.machine import Machine
 from sandkasten.model import (
     SESSION_ID,
     PauseSpec,
-    Readiness,
     Session,
     SessionPatch,
     SessionSpec,
@@ -82,13 +76,10 @@ log = logging.getLogger(__name__)
 
 _MATCHERS = 2
 _OBSERVERS = 2
-_METRICS_S = 1.0
 _SPOOL_STOP_S = 5.0
-_READY_S = 5.0
-_MIN_FREE_RATIO = 0.02
 
 
-class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
+class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
     """The supervisor of this machine; implements `supervisor.Supervisor`."""
 
     def __init__(
@@ -105,13 +96,9 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         self._config, self._catalog, self._node, self._vessels = config, catalog, node, vessels
         self._machine, self._started_at = machine, datetime.now(UTC)
         self._profiles, self._start_nsinit = profiles, start_nsinit
-        self._store, self._writer, self._zygote, self._images = (
-            Ref("store"),
-            Ref("events"),
-            Ref("zygote"),
-            Ref("images"),
-        )
-        self._workspaces, self._sessions, self._reaper = Ref("workspaces"), Ref("sessions"), Ref("reaper")
+        self._store, self._writer, self._zygote = Ref("store"), Ref("events"), Ref("zygote")
+        self._images, self._workspaces = Ref("images"), Ref("workspaces")
+        self._sessions, self._reaper = Ref("sessions"), Ref("reaper")
         spool_dir = DataPaths(config.data_dir).spool
         directory = SessionDirectory()
         self._shared = Shared(
@@ -148,97 +135,96 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
 
     def children(self) -> Sequence[ChildSpec]:
         """Return the tree's children in start order."""
-
-        async def start_store(*, task_status: trio.TaskStatus[Ref]) -> None:
-            actor = store.Store(self._store, self._config.db_path, metrics=self._metrics)
-            await actor.run(task_status=task_status)
-
-        async def start_events(*, task_status: trio.TaskStatus[Ref]) -> None:
-            actor = events.Events(self._writer, self._journal, store=self._store, kept=self._config.events.keep)
-            await actor.run(task_status=task_status)
-
-        async def start_spool(*, task_status: trio.TaskStatus[None]) -> None:
-            if not self._is_spool_open:  # a restart after a bug keeps what there is
-                await self._shared.spool.open()
-                live = {each.session.id for each in await self._store.ask_again(store.LiveSessions())}
-                await trio.to_thread.run_sync(self._shared.archive.open, live)
-                self._is_spool_open = True
-            task_status.started()
-            try:
-                await self._shared.spool.run()
-            except trio.Cancelled:
-                with trio.move_on_after(_SPOOL_STOP_S, shield=True):
-                    await self._shared.spool.close()
-                raise
-
-        async def start_zygote(*, task_status: trio.TaskStatus[Ref]) -> None:
-            data_dir, disk = self._config.data_dir, self._config.disk.mode
-            actor = zygote.Zygote(
-                self._zygote,
-                data_dir,
-                self._node.id,
-                disk=disk,
-                profiles=self._profiles,
-                crash_at=self._shared.crash.take_foreign(),
-                start_nsinit=self._start_nsinit,
-            )
-            try:
-                await actor.run(task_status=task_status)
-            except* KeeperGone as gone:  # who is not root any more can't start another
-                raise GiveUp(str(unwrap(gone))) from None
-
-        async def start_images(*, task_status: trio.TaskStatus[Ref]) -> None:
-            await images.Images(self._images, self._catalog).run(task_status=task_status)
-
-        async def start_workspaces(*, task_status: trio.TaskStatus[Ref]) -> None:
-            actor = workspaces.Workspaces(
-                self._workspaces,
-                store=self._store,
-                zygote=self._zygote,
-                directory=self._directory,
-                attachments=self._attachments,
-                paths=DataPaths(self._config.data_dir),
-                new_id=self._node.new_session_id,
-                crash=self._shared.crash,
-            )
-            await actor.run(task_status=task_status)
-
-        async def start_sessions(*, task_status: trio.TaskStatus[Ref]) -> None:
-            actor = sessions.Sessions(
-                self._sessions,
-                self._config,
-                self._node,
-                self._shared,
-                images=self._images,
-                attachments=self._attachments,
-                inventory=self.inventory,
-                removal=self._removal,
-                vessels=self._vessels,
-            )
-            await actor.run(task_status=task_status)
-
-        async def start_reaper(*, task_status: trio.TaskStatus[Ref]) -> None:
-            actor = reaper.Reaper(
-                self._reaper,
-                self._shared,
-                sessions=self._sessions,
-                inventory=self.inventory,
-                removal=self._removal,
-                keep_records_s=self._config.records.keep_seconds,
-            )
-            await actor.run(task_status=task_status)
-
         return (
-            ChildSpec("store", start_store),
-            ChildSpec("events", start_events),
-            ChildSpec("spool", start_spool),
-            ChildSpec("zygote", start_zygote, may_keep_failing=True),
-            ChildSpec("images", start_images),
-            ChildSpec("workspaces", start_workspaces),
-            ChildSpec("sessions", start_sessions),
-            ChildSpec("reaper", start_reaper),
+            ChildSpec("store", self._start_store),
+            ChildSpec("events", self._start_events),
+            ChildSpec("spool", self._start_spool),
+            ChildSpec("zygote", self._start_zygote, may_keep_failing=True),
+            ChildSpec("images", self._start_images),
+            ChildSpec("workspaces", self._start_workspaces),
+            ChildSpec("sessions", self._start_sessions),
+            ChildSpec("reaper", self._start_reaper),
             ChildSpec("pulse", partial(watch_loop, self._metrics)),
         )
+
+    async def _start_store(self, *, task_status: trio.TaskStatus[Ref]) -> None:
+        actor = store.Store(self._store, self._config.db_path, metrics=self._metrics)
+        await actor.run(task_status=task_status)
+
+    async def _start_events(self, *, task_status: trio.TaskStatus[Ref]) -> None:
+        actor = events.Events(self._writer, self._journal, store=self._store, kept=self._config.events.keep)
+        await actor.run(task_status=task_status)
+
+    async def _start_spool(self, *, task_status: trio.TaskStatus[None]) -> None:
+        if not self._is_spool_open:  # a restart after a bug keeps what there is
+            await self._shared.spool.open()
+            live = {each.session.id for each in await self._store.ask_again(store.LiveSessions())}
+            await trio.to_thread.run_sync(self._shared.archive.open, live)
+            self._is_spool_open = True
+        task_status.started()
+        try:
+            await self._shared.spool.run()
+        except trio.Cancelled:
+            with trio.move_on_after(_SPOOL_STOP_S, shield=True):
+                await self._shared.spool.close()
+            raise
+
+    async def _start_zygote(self, *, task_status: trio.TaskStatus[Ref]) -> None:
+        data_dir, disk = self._config.data_dir, self._config.disk.mode
+        actor = zygote.Zygote(
+            self._zygote,
+            data_dir,
+            self._node.id,
+            disk=disk,
+            profiles=self._profiles,
+            crash_at=self._shared.crash.take_foreign(),
+            start_nsinit=self._start_nsinit,
+        )
+        try:
+            await actor.run(task_status=task_status)
+        except* KeeperGone as gone:  # who is not root any more can't start another
+            raise GiveUp(str(unwrap(gone))) from None
+
+    async def _start_images(self, *, task_status: trio.TaskStatus[Ref]) -> None:
+        await images.Images(self._images, self._catalog).run(task_status=task_status)
+
+    async def _start_workspaces(self, *, task_status: trio.TaskStatus[Ref]) -> None:
+        actor = workspaces.Workspaces(
+            self._workspaces,
+            store=self._store,
+            zygote=self._zygote,
+            directory=self._directory,
+            attachments=self._attachments,
+            paths=DataPaths(self._config.data_dir),
+            new_id=self._node.new_session_id,
+            crash=self._shared.crash,
+        )
+        await actor.run(task_status=task_status)
+
+    async def _start_sessions(self, *, task_status: trio.TaskStatus[Ref]) -> None:
+        actor = sessions.Sessions(
+            self._sessions,
+            self._config,
+            self._node,
+            self._shared,
+            images=self._images,
+            attachments=self._attachments,
+            inventory=self.inventory,
+            removal=self._removal,
+            vessels=self._vessels,
+        )
+        await actor.run(task_status=task_status)
+
+    async def _start_reaper(self, *, task_status: trio.TaskStatus[Ref]) -> None:
+        actor = reaper.Reaper(
+            self._reaper,
+            self._shared,
+            sessions=self._sessions,
+            inventory=self.inventory,
+            removal=self._removal,
+            keep_records_s=self._config.records.keep_seconds,
+        )
+        await actor.run(task_status=task_status)
 
     def close(self) -> None:
         """The tree has ended: whoever still follows the journal is told."""
@@ -361,83 +347,6 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             finally:
                 done.set()
 
-    # Node -------------------------------------------------------------------------------------------------------
-
-    async def readiness(self) -> Readiness:
-        checks = {
-            "store": await _check(self._store, store.Ping()),
-            "zygote": await _check(self._zygote, zygote.Ping()),
-            "sessions": "ok" if self._sessions.is_alive else "not running",
-            "disk": await trio.to_thread.run_sync(_check_disk, self._config),
-        }
-        return Readiness(ready=all(each == "ok" for each in checks.values()), checks=checks)
-
-    async def system(self) -> System:
-        ready = await self._zygote.ask_again(zygote.Node())
-        return await trio.to_thread.run_sync(describe_system, self._config, self._machine, ready)
-
-    async def capacity(self) -> NodeCapacity:
-        is_up = all(ref.is_alive for ref in (self._store, self._zygote, self._sessions))
-        return await self._capacity("ready" if is_up else "not_ready")
-
-    async def _capacity(self, status: str) -> NodeCapacity:
-        ready = await self._zygote.ask_again(zygote.Node())
-        occupancy = await self._sessions.ask_again(sessions.Occupied())
-        facts = NodeFacts(
-            status="draining" if occupancy.is_draining else status,
-            sessions=[entry.session for entry in self._directory],
-            max_sessions=occupancy.max_sessions,
-            committed=occupancy.committed,
-            vessels=occupancy.vessels,
-            queued=occupancy.queued,
-            cgroup_dirs=ready.cgroup_dirs,
-        )
-        return await describe_capacity(self._config, self._catalog, facts)
-
-    async def node(self) -> NodeInfo:
-        found = await self._capacity("ready" if (await self.readiness()).ready else "not_ready")
-        return NodeInfo(
-            id=self._node.id,
-            incarnation=self._node.incarnation,
-            time=datetime.now(UTC),
-            started_at=self._started_at,
-            **attrs.asdict(found, recurse=False),
-        )
-
-    async def drain(self) -> NodeInfo:
-        await self._sessions.ask_again(sessions.Drain(drained=True))
-        return await self.node()
-
-    async def undrain(self) -> NodeInfo:
-        await self._sessions.ask_again(sessions.Drain(drained=False))
-        return await self.node()
-
-    async def diagnose(self, session_id: str) -> Diagnosis:
-        if not SESSION_ID.match(session_id):
-            raise SessionNotFound("no such session", session_id=session_id[:64])
-        return await self._diagnosing.diagnose(session_id)
-
-    async def metrics(self) -> Sequence[Family]:
-        if not self._cgroup_dirs:
-            with trio.move_on_after(_METRICS_S), suppress(SandkastenError):
-                self._cgroup_dirs = (await self._zygote.ask(zygote.Node())).cgroup_dirs
-        seen = Observed(
-            metrics=self._metrics,
-            directory=self._directory,
-            journal=self._journal,
-            spool=self._shared.spool,
-            parts=(self._store, self._writer, self._zygote, self._images, self._sessions, self._reaper),
-            zygote=self._zygote,
-            data_dir=self._config.data_dir,
-            cgroup_dirs=self._cgroup_dirs,
-            node_id=self._node.id,
-        )
-        return await measure(seen, limiter=self._observers)
-
-    async def sweep(self) -> int:
-        """Have the reaper sweep now; return what it tore down or finished."""
-        return await self._reaper.ask(reaper.Sweep())
-
     async def _live(self, session_id: str) -> Entry:
         """Return the entry of a live session; of an ended one, raise what became of it."""
         entry = self._directory.get(session_id)
@@ -462,23 +371,3 @@ def _require_ended(session: Session) -> Session:
     if session.status in LIVE:
         raise Capacity("the session's end has begun and will be finished", session_id=session.id)
     return session
-
-
-async def _check(ref: Ref, message: Ask[R]) -> str:
-    with trio.move_on_after(_READY_S):
-        try:
-            await ref.ask(message)
-        except SandkastenError as error:
-            return str(error)
-        else:
-            return "ok"
-    return "does not answer"
-
-
-def _check_disk(config: Config) -> str:
-    for name, path in (("data directory", config.data_dir), ("database", config.db_path.parent)):
-        space = os.statvfs(path)
-        free_ratio = space.f_bavail / max(space.f_blocks, 1)
-        if free_ratio <= _MIN_FREE_RATIO:
-            return f"only {free_ratio:.1%} of the {name}'s disk is free"
-    return "ok"
