@@ -87,7 +87,7 @@ class LiveRecord:
     def renew(self) -> None:
         """Something was done with the session: its time to live begins anew."""
         self._used_at = trio.current_time()
-        self._begin_lease(self.facts.ttl_s)
+        self._begin_lease(idle_s=0.0)
 
     def restore_lease(self) -> None:
         """The lease goes on as recorded: a restart neither renews nor shortens it. Only a session that was busy when
@@ -95,13 +95,13 @@ class LiveRecord:
         if self._record.is_busy:
             self.renew()
             return
-        self._begin_lease(self.facts.ttl_s - (trio.current_time() - self._used_at))
+        self._begin_lease(idle_s=trio.current_time() - self._used_at)
 
-    def _begin_lease(self, idle_left_s: float) -> None:
+    def _begin_lease(self, *, idle_s: float) -> None:
+        """`idle_s`: how long ago it was used last."""
         moment = datetime.now(UTC)
-        used = moment - timedelta(seconds=trio.current_time() - self._used_at)
-        remaining_s = self._lease.renew(ttl_s=idle_left_s, hard_end=self._hard_end)
-        self._renewed = (used, expiry(moment, remaining_s))
+        remaining_s = self._lease.renew(ttl_s=self.facts.ttl_s - idle_s, hard_end=self._hard_end)
+        self._renewed = (moment - timedelta(seconds=idle_s), expiry(moment, remaining_s))
 
     @property
     def _span_left_s(self) -> float:
