@@ -188,8 +188,8 @@ def news(changes: Sequence[tuple[int, str, str | None]]) -> str:
 def prologue(cwd: str | None, env: Mapping[str, str]) -> str:
     """Return what is sourced before a command that brings its own directory or variables.
 
-    Of each variable it notes whether it was exported (`e`), only set (`s`) or neither. A failing `cd` makes the whole
-    fail, and then the command is not run.
+    Of each variable it notes whether it was exported (`e`), only set (`s`) or neither, or can't be changed (`r`), which
+    the shell says as well. A failing `cd` makes the whole fail, and then the command is not run.
     """
     lines = ["__sk_e=$(command export -p)"] if env else []
     for index, (name, value) in enumerate(env.items()):
@@ -197,7 +197,7 @@ def prologue(cwd: str | None, env: Mapping[str, str]) -> str:
             f"__sk_v{index}=${{{name}-}}",
             f'case ${{{name}+x}}$__sk_e in x*"x {name}="*|x*"export {name}="*) __sk_x{index}=e;;',
             f"x*) __sk_x{index}=s;; *) __sk_x{index}=;; esac",
-            f"command export {name}={quote(value)}",
+            f"command export {name}={quote(value)} || __sk_x{index}=r",
         ]
     if cwd is not None:
         lines += ["__sk_pwd=$PWD __sk_old=${OLDPWD-}", f"CDPATH= command cd -- {quote(cwd)}"]
@@ -205,13 +205,14 @@ def prologue(cwd: str | None, env: Mapping[str, str]) -> str:
 
 
 def epilogue(cwd: str | None, env: Mapping[str, str]) -> str:
-    """Return what is sourced after such a command: directory and variables are again what they were."""
+    """Return what is sourced after such a command: directory and variables are again what they were, but for a variable
+    that the command made read-only."""
     lines = []
     if cwd is not None:
         lines += ['CDPATH= command cd -- "$__sk_pwd"', "OLDPWD=$__sk_old"]
     for index, name in enumerate(env):
-        lines.append(f"unset {name}; case $__sk_x{index} in s) {name}=$__sk_v{index};;")
-        lines.append(f'e) command export {name}="$__sk_v{index}";; esac')
+        lines.append(f"case $__sk_x{index} in r) ;; *) command unset -v {name} && case $__sk_x{index} in")
+        lines.append(f's) {name}=$__sk_v{index};; e) command export {name}="$__sk_v{index}";; esac;; esac')
     names = [f"__sk_{letter}{index}" for index in range(len(env)) for letter in "xv"]
     lines.append("unset __sk_e __sk_pwd __sk_old " + " ".join(names))
     return "\n".join([*lines, ""])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from runner.protocol import PROTOCOL_VERSION, Error, ExecReply, HelloReply, Setup
@@ -227,6 +229,27 @@ def test_env_and_cwd_do_not_outlive_the_shell(client: Client) -> None:
     client.run("mkdir sub")
     assert client.reply("exit 1", cwd="sub", env={"NEW": "1"}).cwd == "/mnt/workspace"
     assert client.stdout("pwd; echo ${NEW-unset}") == b"/mnt/workspace\nunset\n"
+
+
+@pytest.mark.parametrize(
+    "env", [{"A": "1"}, {"A": "1", "B": "2"}, {"B": "2", "A": "1"}], ids=["alone", "first", "last"]
+)
+@pytest.mark.parametrize("cwd", [None, "/tmp"])
+def test_a_read_only_variable_does_not_stop_the_command(client: Client, env: dict[str, str], cwd: str | None) -> None:
+    """It stays what it is in that shell, which says so; the others are set, and the shell lives on."""
+    client.run("readonly A=mine; kept() { echo kept; }")
+    outcome = client.run('echo "$A ${B-unset}"; pwd', env=env, cwd=cwd)
+    assert outcome.stdout.decode() == f"mine {env.get('B', 'unset')}\n{cwd or '/mnt/workspace'}\n"
+    assert re.search(rb"\bA: (is )?read ?-?only", outcome.stderr), outcome.stderr
+    assert (outcome.reply.exit_code, outcome.reply.cause) == (0, "exited")
+    assert client.stdout("kept; echo ${B-unset}; pwd") == b"kept\nunset\n/mnt/workspace\n"
+
+
+def test_a_variable_that_its_command_makes_read_only_costs_no_other(client: Client) -> None:
+    """It stays; whatever else the request brought is gone."""
+    client.run("kept() { echo kept; }; mkdir sub")
+    client.run("readonly A", env={"A": "1", "B": "2"}, cwd="sub")
+    assert client.stdout("kept; echo $A ${B-unset}; pwd") == b"kept\n1 unset\n/mnt/workspace\n"
 
 
 def test_a_missing_cwd_is_refused(client: Client) -> None:
