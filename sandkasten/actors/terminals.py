@@ -222,6 +222,12 @@ class Viewer:
     def __aiter__(self) -> ScreenReader:
         return self._reader
 
+    async def wait_started(self) -> None:
+        """Wait until the program of a terminal of its own runs. Raises why it never will."""
+        if self._terminal.shell is None and self._terminal.run is not None:
+            await self._terminal.run.started.wait()
+        await trio.lowlevel.checkpoint()
+
     async def send(self, data: bytes) -> None:
         """See `supervisor.TerminalViewer`."""
         run = self._writable()

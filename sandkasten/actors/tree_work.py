@@ -299,6 +299,7 @@ class WorkOfSessions:
         entry = await self._live(session_id)
         viewer = await entry.ref.ask(OpenTerminal(spec))
         try:
+            await viewer.wait_started()
             yield viewer
         finally:
             viewer.close()

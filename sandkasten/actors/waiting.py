@@ -71,9 +71,15 @@ async def _wait_pattern(run: Run, text: str, matchers: trio.CapacityLimiter) -> 
     try:
         pattern = re2.compile(text, options)
     except re2.error as error:
-        raise InvalidRequest("the pattern can't be used", pattern=str(error)[:200]) from None
+        raise InvalidRequest("the pattern can't be used", pattern=_why(error)) from None
     line = await _first_match(run, pattern.search, matchers)
     return Waited(happened=line is not None, run=run.info, line=line)
+
+
+def _why(error: Exception) -> str:
+    """Return what RE2 says, which it says in bytes."""
+    (told,) = error.args or ("",)
+    return (told.decode("utf-8", "replace") if isinstance(told, bytes) else str(told))[:200]
 
 
 async def _first_match(run: Run, search: Callable[[str], object], matchers: trio.CapacityLimiter) -> str | None:

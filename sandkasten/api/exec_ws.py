@@ -18,7 +18,7 @@ from sandkasten.api.errors import error_body
 from sandkasten.api.stream import ClientGone
 from sandkasten.api.websocket import WebSocketExchange
 from sandkasten.api.ws_channel import Channel, Opener
-from sandkasten.api.ws_fields import Ping, Pong, Refused
+from sandkasten.api.ws_fields import Ping, Pong, Refused, reason_of
 from sandkasten.api.ws_frames import CloseCode
 from sandkasten.api.ws_messages import (
     LIMITS,
@@ -215,7 +215,7 @@ class _Connection:
     def _refuse(self, refused: Refused) -> None:
         """Answer a message that is not taken; one that names no channel ends the connection."""
         if refused.channel is None:
-            self._close(CloseCode.INVALID, refused.error.message)
+            self._close(CloseCode.INVALID, reason_of(refused.error))
             return
         is_start = refused.kind in (StartCommand.kind, Attach.kind)
         body = error_body(refused.error)

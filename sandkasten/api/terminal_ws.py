@@ -14,7 +14,7 @@ import trio
 from sandkasten.api.errors import error_body
 from sandkasten.api.stream import ClientGone
 from sandkasten.api.websocket import WebSocketExchange, close_code
-from sandkasten.api.ws_fields import KIB, Ping, Pong, Refused
+from sandkasten.api.ws_fields import KIB, Ping, Pong, Refused, reason_of
 from sandkasten.api.ws_frames import CloseCode, Opcode, encode_frame
 from sandkasten.api.ws_outbox import Lane, Outbox
 from sandkasten.api.ws_terminal_messages import (
@@ -144,7 +144,7 @@ class _Screen:
             self._handle(message)
         except Refused as refused:
             if refused.kind is None:
-                self._close(CloseCode.INVALID, refused.error.message)
+                self._close(CloseCode.INVALID, reason_of(refused.error))
             else:
                 self._refuse(refused.error, refused.kind)
 

@@ -58,6 +58,12 @@ class Refused(Exception):
         self.kind = kind
 
 
+def reason_of(error: SandkastenError) -> str:
+    """Return why a connection is closed that gets no `error` message: the error's, and what is wrong with a field."""
+    fields = [f"{name} {problem}" for name, problem in error.details.items() if isinstance(problem, str)]
+    return ": ".join([error.message, *fields[:1]])
+
+
 def parse_control(message: str, kinds: Mapping[str, type[Any]]) -> tuple[type[Any], Fields]:  # attrs classes
     """Return the class of a text frame's message, of those in `kinds`, and its fields, not looked at yet.
 

@@ -13,6 +13,7 @@ import attrs
 
 from sandkasten.api.execview import end_view
 from sandkasten.api.fields import Cells, ExecId, Path, ShellName, User
+from sandkasten.api.schemas import bad_fields
 from sandkasten.api.ws_fields import (
     CreditBytes,
     Ping,
@@ -71,6 +72,11 @@ def parse_query(query: Mapping[str, str]) -> Query:
     if query.get("read_only") in ("true", "false"):
         values["read_only"] = query["read_only"] == "true"
     parsed: Query = build(Query, values)
+    if parsed.shell is not None and parsed.terminal_id is not None:
+        raise bad_fields(terminal_id="must be absent with shell")
+    for name in ("cwd", "user"):
+        if getattr(parsed, name) is not None and (parsed.shell or parsed.terminal_id) is not None:
+            raise bad_fields(**{name: "must be absent with shell and terminal_id: it is there already"})
     return parsed
 
 

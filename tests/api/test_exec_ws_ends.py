@@ -211,6 +211,16 @@ async def test_a_message_that_names_no_channel_closes_the_connection(message: st
         assert not run.cancelled.is_set()
 
 
+async def test_why_a_connection_is_closed_names_the_field() -> None:
+    """Nothing else is said about a message that names no channel."""
+    async with running_front() as running, exec_talk(running) as client:
+        await client.say("start", id=0, cmd="x")
+        assert await client.hear_close() == (
+            4400,
+            "the request has bad fields: id must be an integer from 1 to 2147483648",
+        )
+
+
 @pytest.mark.parametrize(
     "message",
     [

@@ -75,8 +75,9 @@ async def test_a_line_of_output_is_waited_for(supervisor: LocalSupervisor, sessi
         assert (waited.happened, waited.line) == (True, "port: 80")
     missing = await supervisor.wait_process(session_id, process.exec_id, WaitFor(pattern="never"), timeout_s=0.1)
     assert not missing.happened
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequest) as refused:
         await supervisor.wait_process(session_id, process.exec_id, WaitFor(pattern="(unclosed"), timeout_s=1)
+    assert refused.value.details == {"pattern": "missing ): (unclosed"}
 
 
 async def test_a_prompt_is_waited_for(supervisor: LocalSupervisor, session_id: str) -> None:

@@ -10,7 +10,7 @@ import trio.testing
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config
-from sandkasten.errors import ExecEnded, PermissionDenied, ShellNotFound, TerminalNotFound
+from sandkasten.errors import ExecEnded, InvalidRequest, PermissionDenied, ShellNotFound, TerminalNotFound
 from sandkasten.model import ExecSpec, SessionSpec, TerminalSize, TerminalSpec
 from sandkasten.supervisor import TerminalViewer
 from tests.waiting import until
@@ -276,6 +276,19 @@ async def test_unknown_shells_and_terminals_are_refused(supervisor: LocalSupervi
     with pytest.raises(TerminalNotFound):
         async with supervisor.open_terminal(session_id, TerminalSpec(terminal_id="nothing")):
             pass
+
+
+@pytest.mark.parametrize(
+    "spec", [TerminalSpec(cwd="/nowhere"), TerminalSpec(cwd="/etc/passwd"), TerminalSpec(user="no")]
+)
+async def test_a_terminal_that_can_not_start_was_never_open(
+    supervisor: LocalSupervisor, session_id: str, spec: TerminalSpec
+) -> None:
+    """Who asked for it is told before anything else, and nothing is left of it."""
+    with pytest.raises(InvalidRequest):
+        async with supervisor.open_terminal(session_id, spec):
+            pytest.fail("there is no such terminal")
+    assert await supervisor.execs(session_id) == []
 
 
 async def test_the_end_of_a_session_ends_every_view(supervisor: LocalSupervisor, session_id: str) -> None:
