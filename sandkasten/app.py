@@ -42,6 +42,7 @@ from sandkasten.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from sandkasten.api.held import Held
+    from sandkasten.api.settings import ApiSettings
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ async def open_supervisor(config: Config) -> AsyncIterator[LocalSupervisor]:
         require_protections(config, machine)
         profiles = await trio.to_thread.run_sync(load_filters, config.security)
         order = StopOrder(ends_sessions=config.sessions_on_stop != "keep")
-        async with open_tree(config, machine, profiles, start_as_child, lambda _supervisor: (), order) as supervisor:
+        async with open_tree(config, machine, profiles, start_as_child, order) as supervisor:
             yield supervisor
 
 
@@ -105,10 +106,27 @@ async def serve(
     """
     from sandkasten.api.app import make_app  # importing the web framework takes 0.3 s, and library users need none
     from sandkasten.api.server import serve as serve_http
-    from sandkasten.api.settings import ApiSettings
 
     _raise_descriptor_limit()
-    settings = ApiSettings(
+    settings = _front_settings(config)
+
+    def front(supervisor: LocalSupervisor) -> Sequence[ChildSpec]:
+        app = make_app(supervisor, settings=settings, shares=supervisor.shares)
+        watch = KeyWatch(supervisor.shares.ring, DataPaths(config.data_dir).keys)
+
+        async def start_api(*, task_status: trio.TaskStatus[object]) -> None:
+            await serve_http(app, settings, held=held, task_status=_Announcement(task_status, started))
+
+        return (ChildSpec("keys", watch.run), ChildSpec("api", start_api))
+
+    async with open_tree(config, machine, profiles, start_nsinit, order, more=front, told=told) as supervisor:
+        await keep_beating(supervisor, notifier or Notifier())
+
+
+def _front_settings(config: Config) -> ApiSettings:
+    from sandkasten.api.settings import ApiSettings  # as above
+
+    return ApiSettings(
         listen=config.listen,
         api_key=config.api_key,
         default_limits=config.defaults.limits,
@@ -126,18 +144,6 @@ async def serve(
         graceful_timeout_s=config.server.graceful_timeout_s,
     )
 
-    def front(supervisor: LocalSupervisor) -> Sequence[ChildSpec]:
-        app = make_app(supervisor, settings=settings, shares=supervisor.shares)
-        watch = KeyWatch(supervisor.shares.ring, DataPaths(config.data_dir).keys)
-
-        async def start_api(*, task_status: trio.TaskStatus[object]) -> None:
-            await serve_http(app, settings, held=held, task_status=_Announcement(task_status, started))
-
-        return (ChildSpec("keys", watch.run), ChildSpec("api", start_api))
-
-    async with open_tree(config, machine, profiles, start_nsinit, front, order, told=told) as supervisor:
-        await keep_beating(supervisor, notifier or Notifier())
-
 
 @asynccontextmanager
 async def open_tree(
@@ -145,9 +151,9 @@ async def open_tree(
     machine: Machine,
     profiles: Sequence[SeccompProfile],
     start_nsinit: StartNsinit,
-    more: Callable[[LocalSupervisor], Sequence[ChildSpec]],
     order: StopOrder,
     *,
+    more: Callable[[LocalSupervisor], Sequence[ChildSpec]] = lambda _supervisor: (),
     told: Callable[[System], None] | None = None,
 ) -> AsyncIterator[LocalSupervisor]:
     """Run the tree, with `more` behind it, for as long as the context is open; `order` says how it stops.

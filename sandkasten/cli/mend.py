@@ -125,7 +125,7 @@ def _sweep_as_daemon(config: Config, sight: Sight) -> None:
 async def _sweep(config: Config, machine: Machine, profiles: Sequence[SeccompProfile], at_hand: Means) -> None:
     """Start, sweep, wait until all ends that were begun are over, and leave the sessions alone."""
     order = app.StopOrder(ends_sessions=False)
-    async with app.open_tree(config, machine, profiles, at_hand.start_nsinit, lambda _tree: (), order) as supervisor:
+    async with app.open_tree(config, machine, profiles, at_hand.start_nsinit, order) as supervisor:
         for _ in range(_SWEEPS):
             await supervisor.sweep()
         with trio.move_on_after(_ENDS_S):

@@ -87,31 +87,38 @@ def _serve_until_signal(
 ) -> int:
     key_is_given = config.api_key is not None
     config = with_key(config)
+
+    def started(addresses: Sequence[str]) -> None:
+        greet(config, addresses, key_is_given=key_is_given)
+        notifier.ready(f"listening on {', '.join(addresses)}")
+
+    serve_all = partial(
+        app.serve,
+        config,
+        machine,
+        profiles,
+        started=started,
+        told=_tell,
+        start_nsinit=at_hand.start_nsinit,
+        held=at_hand.held,
+        notifier=notifier,
+    )
     writer = log.configure(config.server.log_level, format=config.server.log_format)
     try:
         for notice in [*config.notices(), *image_notices(config)]:
             print(f"note: {notice}")
-        trio.run(
-            _run,
-            config,
-            partial(_serve, config, machine, profiles, at_hand, notifier, key_is_given),
-            at_hand,
-            notifier,
-            strict_exception_groups=True,
-        )
+        trio.run(_run, config, serve_all, at_hand, notifier, strict_exception_groups=True)
     finally:
         writer.close()
     return 0
 
 
-async def _run(
-    config: Config, serve_all: Callable[[app.StopOrder], Awaitable[None]], at_hand: Means, notifier: Notifier
-) -> None:
+async def _run(config: Config, serve_all: Callable[..., Awaitable[None]], at_hand: Means, notifier: Notifier) -> None:
     order = stop_order(config, signal.SIGTERM)
     numbers = stop_signals()
     with trio.open_signal_receiver(*numbers) as signals:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(serve_all, order)
+            nursery.start_soon(partial(serve_all, order=order))
             nursery.start_soon(_watch_keeper, at_hand)
             async for number in signals:
                 how = stop_order(config, signal.Signals(number))
@@ -145,33 +152,6 @@ def stop_signals() -> list[signal.Signals]:
     """Return the signals that end the daemon."""
     optional = (signal.SIGQUIT, signal.SIGHUP)
     return [signal.SIGINT, signal.SIGTERM, *(each for each in optional if signal.getsignal(each) != signal.SIG_IGN)]
-
-
-async def _serve(
-    config: Config,
-    machine: Machine,
-    profiles: Sequence[SeccompProfile],
-    at_hand: Means,
-    notifier: Notifier,
-    key_is_given: bool,
-    order: app.StopOrder,
-) -> None:
-    def started(addresses: Sequence[str]) -> None:
-        greet(config, addresses, key_is_given=key_is_given)
-        notifier.ready(f"listening on {', '.join(addresses)}")
-
-    start_nsinit, held = at_hand.start_nsinit, at_hand.held
-    await app.serve(
-        config,
-        machine,
-        profiles,
-        order=order,
-        started=started,
-        told=_tell,
-        start_nsinit=start_nsinit,
-        held=held,
-        notifier=notifier,
-    )
 
 
 def _tell(system: System) -> None:
