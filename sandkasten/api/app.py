@@ -101,7 +101,8 @@ class _Front:
         facts = {"method": exchange.method, "path": scope["path"], "status": exchange.status, **_span(trace)}
         log.log(level, "request", extra=facts | {"duration_ms": round(elapsed_s * 1000, 1)})
 
-    async def _serve(self, exchange: Exchange, target: Target | None) -> None:
+    async def _let_in(self, exchange: Exchange, target: Target | None) -> None:
+        """Refuse a head that can't be served; know whose request it is, unless it is for everybody."""
         scope = exchange.scope
         if is_head_too_large(scope, self._settings.max_header_bytes):
             raise head_too_large(self._settings.max_header_bytes)
@@ -112,6 +113,9 @@ class _Front:
             exchange.use.bind(exchange.key)
             logcontext.set_key(exchange.key.id)
             self._shares.take_request(exchange.key)
+
+    async def _serve(self, exchange: Exchange, target: Target | None) -> None:
+        await self._let_in(exchange, target)
         if target is None:
             raise errors.RouteNotFound("no such URL")
         if (beneath := split_session(target.segments)) is not None:
@@ -142,7 +146,7 @@ class _Front:
             await _serve_raw(exchange, RAW_PATHS[target.path])
             return
         limit_bytes = MAX_PUBLIC_BODY_BYTES if is_public(target) else self._settings.max_request_bytes
-        scope[EXCHANGE_KEY] = exchange
+        exchange.scope[EXCHANGE_KEY] = exchange
         await exchange.hand_over(self._json_app, limit_bytes=limit_bytes)
 
     async def _serve_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
