@@ -37,6 +37,7 @@ from sandkasten.api.settings import ApiSettings
 from sandkasten.api.stream import ClientGone
 from sandkasten.api.websocket import ConnectionOver, Doorman, WebSocketExchange
 from sandkasten.api.ws_routes import SESSION_WEBSOCKETS, WEBSOCKETS
+from sandkasten.api.zstandard import Zstandard
 from sandkasten.errors import InvalidRequest
 from sandkasten.keys import NOBODY
 from sandkasten.model import SESSION_ID, WORKSPACE_ID
@@ -64,6 +65,7 @@ class _Front:
         self._shares = shares
         self._doorman = Doorman(Gate(settings.api_key, shares.ring), shares)
         self._metrics = FrontMetrics()
+        self._zstandard = Zstandard()
         self._json_app = cast(App, make_json_app())  # typed for hypercorn's own message types
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,6 +88,7 @@ class _Front:
             settings=self._settings,
             shares=self._shares,
             metrics=self._metrics,
+            zstandard=self._zstandard,
         )
         self._metrics.begin_request()
         try:

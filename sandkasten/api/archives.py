@@ -11,7 +11,7 @@ from sandkasten.api.errors import json_answer
 from sandkasten.api.exchange import Exchange
 from sandkasten.api.query import query_choice, query_flag
 from sandkasten.api.workspaces import TOP, query_path
-from sandkasten.api.zstandard import MAGIC, Zstandard
+from sandkasten.api.zstandard import MAGIC
 from sandkasten.errors import InvalidRequest
 from sandkasten.supervisor_workspaces import ArchiveWriter
 
@@ -45,7 +45,7 @@ async def _send(exchange: Exchange, path: str, kind: str) -> None:
                 await exchange.write(piece)
             await exchange.finish()
         else:
-            await exchange.finish(await Zstandard().compress(aiter(archive), exchange.write))
+            await exchange.finish(await exchange.zstandard.compress(aiter(archive), exchange.write))
 
 
 async def import_archive(exchange: Exchange) -> None:
@@ -71,7 +71,7 @@ async def _receive(exchange: Exchange, archive: ArchiveWriter) -> None:
         while chunk := await exchange.read_chunk(limit_bytes=limit_bytes):
             await archive.send(chunk)
         return
-    decompressor = Zstandard().decompressor()
+    decompressor = exchange.zstandard.decompressor()
     await decompressor.feed(head, archive.send)
     while chunk := await exchange.read_chunk(limit_bytes=limit_bytes):
         await decompressor.feed(chunk, archive.send)

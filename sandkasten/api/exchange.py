@@ -20,6 +20,7 @@ from sandkasten.api.jsonsize import check_value_count
 from sandkasten.api.measured import FrontMetrics
 from sandkasten.api.settings import ApiSettings
 from sandkasten.api.stream import ClientGone
+from sandkasten.api.zstandard import Zstandard
 from sandkasten.errors import InvalidRequest, SandkastenError, TooLarge
 from sandkasten.keys import NOBODY
 from sandkasten.runtime.quotas import KeyShares
@@ -47,11 +48,13 @@ class Exchange:
         settings: ApiSettings,
         shares: KeyShares,
         metrics: FrontMetrics,
+        zstandard: Zstandard,
     ) -> None:
         self.scope = scope
         self.supervisor = supervisor
         self.settings = settings
         self.metrics = metrics
+        self.zstandard = zstandard
         self.key = NOBODY
         self.shares = shares
         self.use = shares.ring.use()

@@ -24,7 +24,7 @@ _THREADS = 2
 
 
 class Zstandard:
-    """How many threads of this front may be at it."""
+    """One for a front: it bounds how many threads are at it for all requests together."""
 
     def __init__(self) -> None:
         self._limiter = trio.CapacityLimiter(_THREADS)

@@ -9,6 +9,7 @@ from sandkasten.api.exchange import Exchange
 from sandkasten.api.guard import Message
 from sandkasten.api.measured import FrontMetrics
 from sandkasten.api.stream import ClientGone
+from sandkasten.api.zstandard import Zstandard
 from sandkasten.errors import DiskFull
 from sandkasten.runtime.keyring import KeyRing
 from sandkasten.runtime.quotas import KeyShares
@@ -38,6 +39,7 @@ def make_exchange(*messages: Message) -> Exchange:
         settings=make_settings(),
         shares=KeyShares(KeyRing()),
         metrics=FrontMetrics(),
+        zstandard=Zstandard(),
     )
 
 
