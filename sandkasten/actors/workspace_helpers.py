@@ -21,8 +21,9 @@ from runner import protocol as runner_protocol
 from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.directory import SessionDirectory
+from sandkasten.actors.workspace_refusals import not_found
 from sandkasten.crash import Crash, Point
-from sandkasten.errors import BuildFailed, Capacity, RunnerLost, SandboxError, SandkastenError, WorkspaceNotFound
+from sandkasten.errors import BuildFailed, Capacity, RunnerLost, SandboxError, SandkastenError
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.runner_link import RunnerLink
 
@@ -212,5 +213,5 @@ async def _greet(link: RunnerLink) -> None:
 def _explain(error: SandkastenError, workspace_id: str) -> SandkastenError:
     """A mount point that is not there is a workspace that is not there."""
     if isinstance(error, BuildFailed) and (error.stage, error.errno) == ("workspace", errno.ENOENT):
-        return WorkspaceNotFound(f"there is no workspace {workspace_id!r}", workspace_id=workspace_id)
+        return not_found(workspace_id)
     return error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 
 from sandkasten.errors import (
     BuildFailed,
@@ -16,6 +17,7 @@ from sandkasten.errors import (
 )
 from sandkasten.workspaces import Workspace
 
+_NAMED_HOLDERS = 20
 _MOVE = "make another one with a quota, export this one, and import it there with replace=true"
 
 
@@ -48,12 +50,22 @@ def explain(error: BuildFailed, workspace_id: str) -> SandkastenError:
         case errno.EOPNOTSUPP:
             return InvalidRequest("this node can't give a workspace a quota", quota_bytes=str(error))
         case errno.EBUSY:
-            return WorkspaceBusy(f"workspace {workspace_id!r} is in use", workspace_id=workspace_id, sessions=[])
+            return busy(workspace_id)
         case errno.ENOENT:
-            return WorkspaceNotFound(f"there is no workspace {workspace_id!r}", workspace_id=workspace_id)
+            return not_found(workspace_id)
         case _:
             return error
 
 
 def exists(workspace_id: str) -> Conflict:
     return Conflict(f"there is a workspace {workspace_id!r} already", workspace_id=workspace_id)
+
+
+def not_found(workspace_id: str) -> WorkspaceNotFound:
+    return WorkspaceNotFound(f"there is no workspace {workspace_id!r}", workspace_id=workspace_id)
+
+
+def busy(workspace_id: str, holders: Sequence[str] = ()) -> WorkspaceBusy:
+    """`holders`: the sessions that have it, `""` for those who are not told by name."""
+    sessions = [each for each in holders if each][:_NAMED_HOLDERS]
+    return WorkspaceBusy(f"workspace {workspace_id!r} is in use", workspace_id=workspace_id, sessions=sessions)

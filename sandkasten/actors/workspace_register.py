@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from sandkasten.actors import workspace_rows as rows
 from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Ref
-from sandkasten.errors import WorkspaceNotFound
+from sandkasten.actors.workspace_refusals import not_found
 from sandkasten.store.workspaces import Count, WorkspaceRecord
 from sandkasten.workspaces import Within, Workspace, WorkspacePatch, WorkspaceQuota, WorkspaceSpec, is_within
 
@@ -115,10 +115,6 @@ class Register:
     async def _remember(self, workspace_id: str) -> WorkspaceRecord:
         log.info("workspace_found", extra={"workspace_id": workspace_id})
         return await self._store.ask_again(rows.AdoptWorkspace(workspace_id, datetime.now(UTC), {}))
-
-
-def not_found(workspace_id: str) -> WorkspaceNotFound:
-    return WorkspaceNotFound(f"there is no workspace {workspace_id!r}", workspace_id=workspace_id)
 
 
 def _view(record: WorkspaceRecord, names: frozenset[str], counts: Mapping[str, Count]) -> Workspace:

@@ -48,10 +48,10 @@ from sandkasten.actors.workspace_orders import (
     PublishWorkspace,
     SyncWorkspace,
 )
-from sandkasten.actors.workspace_refusals import exists, explain, require_growth
+from sandkasten.actors.workspace_refusals import busy, exists, explain, require_growth
 from sandkasten.actors.workspace_register import Register
 from sandkasten.crash import Crash, Point
-from sandkasten.errors import BuildFailed, SandkastenError, WorkspaceBusy, WorkspaceNotFound
+from sandkasten.errors import BuildFailed, SandkastenError, WorkspaceNotFound
 from sandkasten.lifecycle import ENDED
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.runner_link import RunnerLink
@@ -69,8 +69,6 @@ from sandkasten.workspaces import (
 Ts = TypeVarTuple("Ts")
 
 log = logging.getLogger(__name__)
-
-_NAMED_HOLDERS = 20
 
 
 class Workspaces(Actor):
@@ -135,7 +133,7 @@ class Workspaces(Actor):
                 return self.defer(self._release, workspace_id)
             case Claim(workspace_id, token, within):
                 if workspace_id in self._claimed or workspace_id in self._making:
-                    raise _busy(workspace_id, ())
+                    raise busy(workspace_id)
                 self._claimed.begin(workspace_id, token)
                 return self.defer(self._register.check_claim, workspace_id, within)
             case Unclaim(workspace_id, token):
@@ -153,7 +151,7 @@ class Workspaces(Actor):
         """Have done what is asked for in the name of a claim. Raises `WorkspaceBusy` without one."""
         turn = self._claimed.queue(workspace_id)
         if turn is None:
-            raise _busy(workspace_id, ())
+            raise busy(workspace_id)
         return self.defer(turn.take, partial(work, *args))
 
     async def _unclaim(self, workspace_id: str, token: object) -> None:
@@ -166,12 +164,12 @@ class Workspaces(Actor):
         workspace_id, is_alone = attachment.workspace_id, attachment.mode is WorkspaceMode.EXCLUSIVE
         await self._register.check_claim(workspace_id, attachment.within)
         if workspace_id in self._claimed:
-            raise _busy(workspace_id, ())
+            raise busy(workspace_id)
         earlier = self._attachments.before(attachment)
         records = await self._records(workspace_id)
         modes = [each.mode for each in earlier] + [_mode_of(each) for each in records]
         if modes if is_alone else WorkspaceMode.EXCLUSIVE in modes:
-            raise _busy(workspace_id, [_name(each, attachment.within) for each in records])
+            raise busy(workspace_id, [_name(each, attachment.within) for each in records])
         record = await self._register.take_up(workspace_id, attachment.within)
         if record.quota is not None:  # whoever builds the session makes one without, if there is none
             await self._have_made(workspace_id, record.quota)
@@ -183,7 +181,7 @@ class Workspaces(Actor):
 
     async def _own_holders(self, workspace_id: str, within: Within) -> Sequence[str]:
         if any(not is_within(each.session.labels, within) for each in await self._records(workspace_id)):
-            raise _busy(workspace_id, ())
+            raise busy(workspace_id)
         return await self._holders(workspace_id, within)
 
     async def _records(self, workspace_id: str) -> Sequence[SessionRecord]:
@@ -203,7 +201,7 @@ class Workspaces(Actor):
 
     async def _remove(self, workspace_id: str, within: Within) -> None:
         if holders := await self._holders(workspace_id, within):
-            raise _busy(workspace_id, holders)
+            raise busy(workspace_id, holders)
         await self._register.get(workspace_id, within)
         await self._helpers.end(workspace_id)
         await zygote_actor.ask_patiently(self._zygote, DiscardWorkspace(workspace_id))
@@ -216,7 +214,7 @@ class Workspaces(Actor):
     async def _make(self, message: Make) -> Workspace:
         workspace_id, within = message.workspace_id, message.within
         if workspace_id in self._claimed:
-            raise _busy(workspace_id, ())
+            raise busy(workspace_id)
         self._making.append(workspace_id)
         try:
             spec = attrs.evolve(message.spec, labels={**message.spec.labels, **within})
@@ -256,7 +254,7 @@ class Workspaces(Actor):
         workspace_id, patch, within = message.workspace_id, message.patch, message.within
         if patch.quota_bytes is not None:
             if workspace_id in self._making:
-                raise _busy(workspace_id, ())
+                raise busy(workspace_id)
             self._making.append(workspace_id)  # nobody claims it meanwhile
             try:
                 await self._grow(workspace_id, patch.quota_bytes, within)
@@ -270,7 +268,7 @@ class Workspaces(Actor):
         if found.quota is not None and found.quota.size_bytes == size_bytes:
             return
         if holders := await self._holders(workspace_id, within):
-            raise _busy(workspace_id, holders)
+            raise busy(workspace_id, holders)
         await self._helpers.end(workspace_id)
         try:
             await self._ask(GrowWorkspace(workspace_id, size_bytes))
@@ -281,7 +279,7 @@ class Workspaces(Actor):
 
     async def _borrow(self, message: Borrow) -> RunnerLink:
         if message.workspace_id in self._claimed:
-            raise _busy(message.workspace_id, ())
+            raise busy(message.workspace_id)
         await self._register.check(message.workspace_id, message.within)
         link = await self._helpers.lend((message.workspace_id, False), message.done)
         await self._register.check(message.workspace_id, message.within)  # a loan is what keeps it from being another's
@@ -320,7 +318,7 @@ class Workspaces(Actor):
         if not replace and workspace_id in await self._register.names():
             raise exists(workspace_id)
         if holders := await self._holders(workspace_id):
-            raise _busy(workspace_id, holders)
+            raise busy(workspace_id, holders)
 
     async def _ask(self, message: Ask[None]) -> None:
         await zygote_actor.ask_patiently(self._zygote, message)
@@ -342,8 +340,3 @@ def _mode_of(record: SessionRecord) -> str:
 def _name(record: SessionRecord, within: Within) -> str:
     """Return the id of a session, if it exists for who asks."""
     return record.session.id if is_within(record.session.labels, within) else ""
-
-
-def _busy(workspace_id: str, holders: Sequence[str]) -> WorkspaceBusy:
-    sessions = [each for each in holders if each][:_NAMED_HOLDERS]
-    return WorkspaceBusy(f"workspace {workspace_id!r} is in use", workspace_id=workspace_id, sessions=sessions)
