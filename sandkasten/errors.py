@@ -7,7 +7,6 @@ it is, so it never holds a host path, a traceback or a secret. Unmapped exceptio
 from __future__ import annotations
 
 from collections.abc import Mapping
-from errno import EEXIST
 from typing import Any, ClassVar
 
 
@@ -249,6 +248,11 @@ class ZygoteLost(Capacity):
     """nsinit died or does not answer; running sandboxes go on, and another nsinit is started."""
 
 
+class BuildInterrupted(Capacity):
+    """A process that took part in making a sandbox died or was too slow; the plan was not at fault. Nothing is left of
+    it, and the same request may succeed."""
+
+
 class ActorGone(Capacity):
     """The actor that was asked ended before it answered, or is being restarted."""
 
@@ -285,24 +289,15 @@ class SandboxError(SandkastenError):
     scope = "session"
 
 
-_PASSING_STAGES = frozenset({"builder", "child", "clone", "deadline", "identity", "stop"})
-"""What of `nsinit.steps.StepFailed.stage` names a process that died, or a time that ran out."""
-
-_TAKEN_ID = "session", EEXIST
-"""nsinit died over what it prepared for this id; the next create has another id."""
-
-
 class BuildFailed(SandboxError):
     """nsinit could not build the sandbox. `stage`, `path` and `errno` are for the log, not for the client.
 
-    Nothing is left of it. Where a helper or PID 1 died or was too slow, and not the plan was at fault, the same request
-    may succeed.
+    Nothing is left of it.
     """
 
     def __init__(self, message: str, /, *, stage: str, path: str = "", errno: int = 0) -> None:
         super().__init__(message)
         self.stage, self.path, self.errno = stage, path, errno
-        self.retryable = stage in _PASSING_STAGES or (stage, errno) == _TAKEN_ID
 
 
 class KeeperGone(SandboxError):

@@ -171,7 +171,7 @@ class Supervisor(WorkspaceSupervisor, Protocol):
         """Make a session and return it running.
 
         Raises:
-            InvalidImage, InvalidRequest, Conflict, Capacity, BuildFailed.
+            InvalidImage, InvalidRequest, Conflict, Capacity (BuildInterrupted among it), BuildFailed.
         """
         ...
 

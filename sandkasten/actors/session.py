@@ -57,6 +57,7 @@ from sandkasten.crash import Point
 from sandkasten.errors import (
     ActorGone,
     BuildFailed,
+    BuildInterrupted,
     Overloaded,
     RunnerLost,
     RunnerProtocolError,
@@ -155,8 +156,8 @@ class SessionActor(Actor):
         the fork server or the database is away it is left for the reaper to try again."""
         self.stop()
         if self._creation is not None:
-            if isinstance(error, RunnerLost):  # nobody has used it yet: to the creator that is a build that failed
-                error = BuildFailed(str(error), stage="child")
+            if isinstance(error, RunnerLost):  # nobody has used it yet
+                error = BuildInterrupted(str(error))
             self._own.note(idempotency_key=None)  # a retry may try again
             is_built = self.session.status is not Status.CREATING
             await self._finish(Event.DIED if is_built else Event.BUILD_FAILED, str(error), EndReason.ERROR)

@@ -29,7 +29,7 @@ from sandkasten.actors.workspace_orders import (
     WorkspaceOrder,
     workspace_request,
 )
-from sandkasten.errors import BuildFailed, ZygoteLost
+from sandkasten.errors import BuildFailed, BuildInterrupted, ZygoteLost
 from sandkasten.runtime.fds import OwnedFd
 from sandkasten.runtime.nsinit_process import NsinitProcess, StartNsinit, start_as_child
 from sandkasten.runtime.zygote_link import Answer, ZygoteLink, failure_text
@@ -45,6 +45,12 @@ _VICTIM_AGE_S = 10.0
 _STOP_S = 10.0
 _LAST_WORDS_S = 1.0
 """What nsinit said before it ended is read within this time."""
+
+_PASSING_STAGES = frozenset({"builder", "child", "clone", "deadline", "identity", "stop"})
+"""What of `nsinit.steps.StepFailed.stage` names a process that died, or a time that ran out."""
+
+_TAKEN_ID = "session", errno.EEXIST
+"""nsinit died over what it prepared for this id; the next create has another id."""
 
 _AFTER_ALL_IDS = "g"
 """Sorts behind every session id."""
@@ -73,7 +79,7 @@ class Prepare(Ask[None]):
 
 @attrs.frozen
 class Build(Ask["Sandbox"]):
-    """Build a sandbox; raises `BuildFailed`."""
+    """Build a sandbox; raises `BuildFailed` or `BuildInterrupted`."""
 
     plan: protocol.SandboxPlan
 
@@ -301,7 +307,7 @@ class Zygote(Actor):
             case Prepare(session_id, limits, disk):
                 return self.defer(self._ok, protocol.Prepare(self._link.next_seq(), session_id, limits, disk))
             case Build(plan):
-                return self.defer(self._sandbox, protocol.Build(self._link.next_seq(), plan))
+                return self.defer(self._build, plan)
             case Attach(session_id):
                 return self.defer(self._sandbox, protocol.Attach(self._link.next_seq(), session_id))
             case Teardown(session_id):
@@ -385,6 +391,14 @@ class Zygote(Actor):
             log.error("teardown_leftovers", extra={"session_id": session_id, "leftovers": torn_down.leftovers})
         return torn_down
 
+    async def _build(self, plan: protocol.SandboxPlan) -> Sandbox:
+        try:
+            return await self._sandbox(protocol.Build(self._link.next_seq(), plan))
+        except BuildFailed as failed:
+            if is_passing(failed.stage, failed.errno):
+                raise BuildInterrupted("a process that makes sandboxes died or was too slow") from failed
+            raise
+
     async def _sandbox(self, message: protocol.Build | protocol.Attach) -> Sandbox:
         answer = _expect(await self._request(message), protocol.Built, protocol.Attached)
         found = answer.message
@@ -454,6 +468,11 @@ def _log_line(line: bytes) -> None:
     except (ValueError, AttributeError):
         if line.strip():
             log.warning("nsinit_output", extra={"line": line.decode("utf-8", "replace")})
+
+
+def is_passing(stage: str, number: int) -> bool:
+    """Return whether a build that failed at `stage`, with that errno, may succeed when it is tried again."""
+    return stage in _PASSING_STAGES or (stage, number) == _TAKEN_ID
 
 
 def describe(ready: protocol.Ready) -> dict[str, object]:

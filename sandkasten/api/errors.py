@@ -57,6 +57,7 @@ STATUS: dict[type[SandkastenError], int] = {
     errors.Capacity: 503,
     errors.ActorGone: 503,
     errors.ZygoteLost: 503,
+    errors.BuildInterrupted: 503,
     errors.Overloaded: 503,
     errors.ShuttingDown: 503,
     errors.Draining: 503,

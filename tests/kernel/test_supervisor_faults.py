@@ -17,7 +17,7 @@ from sandkasten.actors import reaper, store
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, ConfigError, Server
-from sandkasten.errors import BuildFailed, Capacity, InvalidRequest, SandkastenError, StoreFailed
+from sandkasten.errors import BuildInterrupted, Capacity, InvalidRequest, SandkastenError, StoreFailed
 from sandkasten.lifecycle import Event
 from sandkasten.model import ExecSpec, Limits, SessionPatch, SessionSpec, Status
 from tests.kernel.processes import init_pids, nsinit_pid
@@ -158,7 +158,7 @@ async def test_a_create_whose_init_was_killed_may_be_tried_again(config: Config)
         await until(has_vessel)
         for pid in init_pids():
             os.kill(pid, signal.SIGKILL)
-        with pytest.raises(BuildFailed) as failed:
+        with pytest.raises(BuildInterrupted) as failed:
             await supervisor.create(SessionSpec())
         assert failed.value.retryable
         assert (await supervisor.create(SessionSpec())).status is Status.RUNNING

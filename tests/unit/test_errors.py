@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from sandkasten.errors import BuildFailed
+from sandkasten.actors.zygote import is_passing
 
 
 @pytest.mark.parametrize(
@@ -24,4 +24,4 @@ def test_a_build_may_be_tried_again_where_a_process_died_and_not_the_plan_was_at
     stage: str, number: int, retryable: bool
 ) -> None:
     """An id that is taken is one that a lost nsinit had prepared; the next create has another."""
-    assert BuildFailed("failed", stage=stage, errno=number).retryable is retryable
+    assert is_passing(stage, number) is retryable
