@@ -237,6 +237,14 @@ class GrowWorkspace:
 
 
 @dataclass(frozen=True, slots=True)
+class AskQuota:
+    """Ask what a workspace may hold. Answer: `QuotaFound` or `Failed` (`EUCLEAN`: its image is damaged)."""
+
+    seq: int
+    workspace_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class ListWorkspaces:
     """List the workspaces that have a directory, those after a name. Answer: `WorkspacesListed`."""
 
@@ -417,6 +425,14 @@ class DiskUse:
 
 
 @dataclass(frozen=True, slots=True)
+class QuotaFound:
+    """None: nothing limits it, or it is not there."""
+
+    seq: int
+    quota: DiskLimits | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class WorkspacesListed:
     """Names in their order; `more`: ask again for those after the last one."""
 
@@ -443,9 +459,10 @@ class Failed:
 
 REQUESTS = Vocabulary(
     *(Start, Prepare, Build, Attach, Scan, SetLimits, SetFrozen, Teardown),
-    *(MakeWorkspace, GrowWorkspace, ListWorkspaces, DiscardWorkspace, PublishWorkspace, SyncWorkspace),
+    *(MakeWorkspace, GrowWorkspace, AskQuota, ListWorkspaces, DiscardWorkspace, PublishWorkspace, SyncWorkspace),
     *(MakeGroup, RemoveGroup, FindVictim, AskDisk, SetDisk, Survey, RemoveStray),
 )
 ANSWERS = Vocabulary(
-    *(Ready, Built, Attached, Scanned, TornDown, Grouped, Victim, DiskUse, Surveyed, WorkspacesListed, Ok, Failed)
+    *(Ready, Built, Attached, Scanned, TornDown, Grouped, Victim, DiskUse, Surveyed, WorkspacesListed, QuotaFound),
+    *(Ok, Failed),
 )

@@ -37,8 +37,9 @@ _UNFINISHED = "+new-"
 """No workspace has such an id."""
 _FLAGS = ("noinit_itable", "discard")
 """The inode tables are not filled with zeros on the host's disk, and what is deleted is given back to it."""
-_SUPERBLOCK_OFFSET, _SUPERBLOCK = 1024, struct.Struct("<2I16xI")
-"""Inodes, blocks, and the block size as a power of two of KiB."""
+_SUPERBLOCK_OFFSET, _SUPERBLOCK = 1024, struct.Struct("<2I16xI28xH")
+"""Inodes, blocks, the block size as a power of two of KiB, and the mark of ext4."""
+_MAGIC, _MAX_BLOCK_KIB_LOG = 0xEF53, 6
 _RESERVED_INODES = 11
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _POINT = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -91,6 +92,10 @@ class Volumes:
     def has(self, workspace_id: str, *, draft: bool = False) -> bool:
         """Whether a workspace is a volume."""
         return os.path.isdir(self.layout.volume(workspace_id, draft=draft))
+
+    def quota_of(self, workspace_id: str) -> DiskLimits | None:
+        """Return what a workspace may hold, None if it is no volume. Raises `OSError` when it is damaged."""
+        return limits_of(self.layout.volume(workspace_id)) if self.has(workspace_id) else None
 
     # In a process with a mount namespace of its own ------------------------------------------------------------
 
@@ -226,9 +231,12 @@ class Volumes:
 
 
 def limits_of(directory: str) -> DiskLimits:
-    """Return what a volume was made for, or grown to."""
+    """Return what a volume was made for, or grown to. Raises `OSError` (`EUCLEAN`) when its image is damaged."""
     with open(f"{directory}/{IMAGE}", "rb") as image:
-        inodes, blocks, log_kib = _SUPERBLOCK.unpack(os.pread(image.fileno(), _SUPERBLOCK.size, _SUPERBLOCK_OFFSET))
+        head = os.pread(image.fileno(), _SUPERBLOCK.size, _SUPERBLOCK_OFFSET)
+    inodes, blocks, log_kib, magic = _SUPERBLOCK.unpack(head.ljust(_SUPERBLOCK.size, b"\0"))
+    if magic != _MAGIC or log_kib > _MAX_BLOCK_KIB_LOG:
+        raise OSError(errno.EUCLEAN, "the image is damaged", directory)
     return DiskLimits(blocks << (10 + log_kib), inodes - _RESERVED_INODES)
 
 

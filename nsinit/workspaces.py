@@ -27,7 +27,7 @@ from nsinit.scheduler import Wait
 from nsinit.slots import SANDBOX_ID
 from nsinit.steps import StepFailed, failure_of
 from nsinit.validate import is_workspace_id
-from nsinit.volumes import Volumes, limits_of
+from nsinit.volumes import Volumes
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CHORE_S = 25.0
@@ -48,7 +48,7 @@ def make(layout: Layout, volumes: Volumes, request: MakeWorkspace, crash: Crash 
     if volumes.has(workspace_id, draft=draft):
         return
     if draft and volumes.has(workspace_id):
-        quota = limits_of(layout.volume(workspace_id))
+        quota = volumes.quota_of(workspace_id)
     if quota is not None:
         if os.path.lexists(path):
             raise StepFailed(_STAGE, "there is one without a quota", path=path, errno=errno.EXDEV)

@@ -25,6 +25,7 @@ from nsinit.protocol import (
     MAX_DATAGRAM_BYTES,
     REQUESTS,
     AskDisk,
+    AskQuota,
     Attach,
     Build,
     DiscardWorkspace,
@@ -41,6 +42,7 @@ from nsinit.protocol import (
     Prepare,
     ProtocolError,
     PublishWorkspace,
+    QuotaFound,
     RemoveGroup,
     RemoveStray,
     Scan,
@@ -206,6 +208,8 @@ class Zygote:
                 self._scheduler.spawn(self._answered(seq, None, self._find_victim(request)))
             case ListWorkspaces(seq):
                 self._scheduler.spawn(self._answered(seq, None, self._list_workspaces(request)))
+            case AskQuota(seq, workspace_id):
+                self._submit(seq, f"workspace {workspace_id}", lambda: self._ask_quota(request))
             case MakeWorkspace() | GrowWorkspace() | DiscardWorkspace() | PublishWorkspace() | SyncWorkspace():
                 self._submit(request.seq, f"workspace {request.workspace_id}", lambda: self._workspace(request))
             case Start(seq):
@@ -296,6 +300,12 @@ class Zygote:
     def _list_workspaces(self, request: ListWorkspaces) -> Work:
         names, more = workspaces.listed(self._layout, request.after, SCAN_BATCH)
         return WorkspacesListed(request.seq, names, more), []
+        yield  # a generator, like all work
+
+    def _ask_quota(self, request: AskQuota) -> Work:
+        check_workspace_id(request.workspace_id)
+        volumes = self._sessions.foundry.machine.volumes
+        return QuotaFound(request.seq, volumes.quota_of(request.workspace_id)), []
         yield  # a generator, like all work
 
     def _workspace(

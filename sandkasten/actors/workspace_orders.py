@@ -32,6 +32,13 @@ class GrowWorkspace(Ask[None]):
 
 
 @attrs.frozen
+class AskQuota(Ask["WorkspaceQuota | None"]):
+    """What a workspace may hold, by what there is of it; raises `BuildFailed`."""
+
+    workspace_id: str
+
+
+@attrs.frozen
 class DiscardWorkspace(Ask[None]):
     """Take a workspace or draft away for good; raises `BuildFailed`."""
 

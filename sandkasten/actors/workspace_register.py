@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from sandkasten.actors import workspace_rows as rows
 from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Ref
+from sandkasten.actors.workspace_orders import AskQuota
 from sandkasten.actors.workspace_refusals import not_found
 from sandkasten.store.workspaces import Count, WorkspaceRecord
 from sandkasten.workspaces import Within, Workspace, WorkspacePatch, WorkspaceQuota, WorkspaceSpec, is_within
@@ -64,8 +65,7 @@ class Register:
     ) -> WorkspaceRecord:
         """Note that it is in use; a name that is nobody's is its asker's from here. Raises `WorkspaceNotFound`."""
         await self.check_claim(workspace_id, within)
-        adopt = rows.AdoptWorkspace(workspace_id, datetime.now(UTC), {**(labels or {}), **within})
-        record = await self._store.ask_again(adopt)
+        record = await self._adopt(workspace_id, {**(labels or {}), **within})
         if not is_within(record.labels, within):
             raise not_found(workspace_id)
         return record
@@ -114,7 +114,14 @@ class Register:
 
     async def _remember(self, workspace_id: str) -> WorkspaceRecord:
         log.info("workspace_found", extra={"workspace_id": workspace_id})
-        return await self._store.ask_again(rows.AdoptWorkspace(workspace_id, datetime.now(UTC), {}))
+        return await self._adopt(workspace_id, {})
+
+    async def _adopt(self, workspace_id: str, labels: Mapping[str, str]) -> WorkspaceRecord:
+        """Note that it is in use. What is remembered anew has the quota that it has on the disk: the database it was
+        remembered in may have been lost."""
+        known = await self._store.ask_again(rows.GetWorkspace(workspace_id))
+        quota = None if known else await zygote_actor.ask_patiently(self._zygote, AskQuota(workspace_id))
+        return await self._store.ask_again(rows.AdoptWorkspace(workspace_id, datetime.now(UTC), labels, quota))
 
 
 def _view(record: WorkspaceRecord, names: frozenset[str], counts: Mapping[str, Count]) -> Workspace:

@@ -13,7 +13,7 @@ from sandkasten.actors.actor import Ask
 from sandkasten.store import sessions, workspaces
 from sandkasten.store.sessions import SessionRecord
 from sandkasten.store.workspaces import Count, WorkspaceRecord
-from sandkasten.workspaces import Within, WorkspacePatch
+from sandkasten.workspaces import Within, WorkspacePatch, WorkspaceQuota
 
 
 @attrs.frozen
@@ -33,12 +33,13 @@ class TouchWorkspace(Ask[None]):
 
 @attrs.frozen
 class AdoptWorkspace(Ask[WorkspaceRecord]):
-    """Note that a workspace is in use at `now`; where there is no record, make one with these labels. Answers the
-    record."""
+    """Note that a workspace is in use at `now`; where there is no record, make one with these labels and this quota.
+    Answers the record."""
 
     workspace_id: str
     now: datetime
     labels: Mapping[str, str]
+    quota: WorkspaceQuota | None
 
 
 @attrs.frozen
@@ -100,8 +101,8 @@ def workspace_work_of(message: WorkspaceMessage) -> Callable[[sqlite3.Connection
             return lambda database: workspaces.put_workspace(database, record)
         case TouchWorkspace(workspace_id, now):
             return lambda database: workspaces.touch_workspace(database, workspace_id, now)
-        case AdoptWorkspace(workspace_id, now, labels):
-            return lambda database: workspaces.adopt_workspace(database, workspace_id, now, labels)
+        case AdoptWorkspace(workspace_id, now, labels, quota):
+            return lambda database: workspaces.adopt_workspace(database, workspace_id, now, labels, quota)
         case ChangeWorkspace(workspace_id, patch, within):
             return lambda database: workspaces.change_workspace(database, workspace_id, patch, within)
         case GetWorkspace(workspace_id):

@@ -21,6 +21,7 @@ import trio
 from nsinit import protocol
 from sandkasten.actors.actor import Actor, Ask, R, Ref
 from sandkasten.actors.workspace_orders import (
+    AskQuota,
     DiscardWorkspace,
     GrowWorkspace,
     MakeWorkspace,
@@ -33,6 +34,7 @@ from sandkasten.errors import BuildFailed, BuildInterrupted, ZygoteLost
 from sandkasten.runtime.fds import OwnedFd
 from sandkasten.runtime.nsinit_process import NsinitProcess, StartNsinit, start_as_child
 from sandkasten.runtime.zygote_link import Answer, ZygoteLink, failure_text
+from sandkasten.workspaces import WorkspaceQuota
 
 log = logging.getLogger(__name__)
 
@@ -217,6 +219,7 @@ Message = (
     | AskDisk
     | SetDisk
     | ListWorkspaces
+    | AskQuota
     | WorkspaceOrder
     | MakeGroup
     | RemoveGroup
@@ -330,6 +333,8 @@ class Zygote(Actor):
                 return self.defer(self._ok, workspace_request(message, self._link.next_seq()))
             case ListWorkspaces():
                 return self.defer(self._list_workspaces)
+            case AskQuota(workspace_id):
+                return self.defer(self._ask_quota, workspace_id)
             case MakeGroup(session_id, name):
                 return self.defer(self._make_group, session_id, name)
             case RemoveGroup():
@@ -383,6 +388,11 @@ class Zygote(Actor):
             names += listed.names
             if not listed.more or not listed.names:
                 return names
+
+    async def _ask_quota(self, workspace_id: str) -> WorkspaceQuota | None:
+        request = protocol.AskQuota(self._link.next_seq(), workspace_id)
+        quota = _expect(await self._request(request), protocol.QuotaFound).message.quota
+        return None if quota is None else WorkspaceQuota(quota.size_bytes, quota.inodes)
 
     async def _teardown(self, session_id: str) -> protocol.TornDown:
         answer = _expect(await self._request(protocol.Teardown(self._link.next_seq(), session_id)), protocol.TornDown)

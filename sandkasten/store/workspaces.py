@@ -61,13 +61,18 @@ def touch_workspace(database: sqlite3.Connection, workspace_id: str, now: dateti
 
 
 def adopt_workspace(
-    database: sqlite3.Connection, workspace_id: str, now: datetime, labels: Mapping[str, str]
+    database: sqlite3.Connection,
+    workspace_id: str,
+    now: datetime,
+    labels: Mapping[str, str],
+    quota: WorkspaceQuota | None,
 ) -> WorkspaceRecord:
-    """Note that a workspace is in use; make a record with these labels where there is none. Return the record."""
+    """Note that a workspace is in use; where there is no record make one with these labels and this quota. Return the
+    record."""
     touch_workspace(database, workspace_id, now)
     if (found := get_workspace(database, workspace_id)) is not None:
         return found
-    record = WorkspaceRecord(workspace_id, now, now, dict(labels))
+    record = WorkspaceRecord(workspace_id, now, now, dict(labels), quota)
     put_workspace(database, record)
     return record
 

@@ -9,6 +9,7 @@ import pytest
 
 from sandkasten import errors
 from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.app import open_supervisor
 from sandkasten.config import Config
 from sandkasten.model import ExecSpec, SessionSpec
 from sandkasten.workspaces import Workspace, WorkspacePatch, WorkspaceQuota, WorkspaceSpec
@@ -146,3 +147,38 @@ async def test_a_quota_that_is_remembered_is_never_forgotten_on_the_disk(
     assert os.listdir(config.data_dir / "workspaces") == []
     result = await supervisor.exec(session.id, ExecSpec("head -c 40M /dev/zero > b; echo $?"))
     assert result.stdout == b"1\n"
+
+
+async def test_a_quota_is_known_when_the_database_was_lost(config: Config) -> None:
+    """Whoever comes first, a list or a session: what limits the workspace is shown, and can grow."""
+    quota = WorkspaceQuota(16 * MIB, 1024)
+    async with open_supervisor(config) as supervisor:
+        for name in ("listed", "taken"):
+            await supervisor.make_workspace(name, WorkspaceSpec(quota=quota))
+        made = await supervisor.workspace("taken")
+    config.db_path.unlink()
+    async with open_supervisor(config) as supervisor:
+        await supervisor.create(SessionSpec(workspace_id="taken"))
+        found = await supervisor.workspaces()
+        assert [(each.id, each.quota is not None) for each in found] == [("listed", True), ("taken", True)]
+        assert all(each.quota.size_bytes == quota.size_bytes for each in found if each.quota)
+        assert made.quota is not None
+        grown = await supervisor.update_workspace("listed", WorkspacePatch(quota_bytes=32 * MIB))
+        assert grown.quota is not None
+        assert grown.quota.size_bytes == 32 * MIB
+
+
+async def test_a_damaged_image_costs_its_workspace_only(supervisor: LocalSupervisor, config: Config) -> None:
+    """It is refused, again and again, by an nsinit that lives."""
+    await supervisor.make_workspace("broken", WorkspaceSpec(quota=WorkspaceQuota(16 * MIB, 1024)))
+    image = config.data_dir / "volumes" / "broken" / "image"
+    pid = nsinit_pid()
+    for damage in (b"", b"\xff" * 4096):
+        image.write_bytes(damage)
+        with pytest.raises(errors.SandkastenError):
+            async with supervisor.open_unpack("broken", replace=True):
+                pass
+        with pytest.raises(errors.SandkastenError):
+            await supervisor.create(SessionSpec(workspace_id="broken"))
+    assert nsinit_pid() == pid
+    await supervisor.delete_workspace("broken")
