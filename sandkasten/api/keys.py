@@ -13,7 +13,7 @@ from sandkasten.timestamps import rfc3339_or_none
 
 
 async def list_keys(exchange: Exchange) -> Answer:
-    """GET /v1/keys, the configured one first"""
+    """GET /v1/keys; the configured one first."""
     shares = exchange.shares
     keys = [CONFIGURED, *shares.ring.keys.values()]
     body = {"keys": [key_view(key, shares.usage(key)) for key in keys]}

@@ -1,8 +1,8 @@
 """`GET /openapi.json`: the HTTP interface as an OpenAPI 3.1 document, from the tables that serve it.
 
-A route is in it because it is in the URL table; its words are the first line of its handler's docstring, its body the
-class that reads it, its query what the docstring's URL names, its key what it needs. `OPERATIONS` adds what none of
-these says. WebSockets, which OpenAPI has no words for, are GET operations with `101`.
+A route is in it because it is in the URL table; its words are what follows a semicolon in the first line of its
+handler's docstring, its body the class that reads it, its query what the docstring's URL names, its key what it needs.
+`OPERATIONS` adds what none of these says. WebSockets, which OpenAPI has no words for, are GET operations with `101`.
 
 Source: OpenAPI Specification 3.1.1.
 """
@@ -17,7 +17,20 @@ from typing import Any
 
 import attrs
 
-from sandkasten.api import events, execs, files, health, metrics, processes, sessions, shells, system, workspaces
+from sandkasten.api import (
+    archives,
+    events,
+    execs,
+    files,
+    health,
+    keys,
+    metrics,
+    processes,
+    sessions,
+    shells,
+    system,
+    workspaces,
+)
 from sandkasten.api import exec as commands
 from sandkasten.api.access import Needs, Reach
 from sandkasten.api.errors import STATUS, Answer, json_answer
@@ -112,6 +125,10 @@ OPERATIONS: Mapping[Callable[..., Any], Operation] = {
     workspaces.list_files: Operation("Files"),
     workspaces.stat: Operation("FileInfo"),
     workspaces.remove: Operation("Written"),
+    archives.download: Operation(media="application/x-tar"),
+    archives.export: Operation(media="application/zstd"),
+    archives.import_archive: Operation("Imported", status=201, body_media="application/zstd"),
+    keys.list_keys: Operation("Keys"),
 }
 """A route whose handler is not here is described by the tables alone, and answers with some JSON object."""
 
@@ -128,7 +145,7 @@ class Route:
 
 
 async def openapi(_exchange: Exchange) -> Answer:
-    """GET /openapi.json: this description of the interface."""
+    """GET /openapi.json; this description of the interface."""
     return json_answer(_document())
 
 
@@ -164,6 +181,7 @@ def document(routes: tuple[Route, ...], installed: str) -> dict[str, Any]:  # JS
     }
 
 
+_OF_BODY: Mapping[str, Schema] = {"multipart/form-data": {"type": "object"}}
 _SWITCHED: Mapping[str, Any] = {"101": {"description": "a WebSocket; its messages are in docs/websocket.md"}}
 
 
@@ -190,7 +208,7 @@ def _operation(route: Route, schemas: dict[str, Schema]) -> dict[str, Any]:  # J
         body = schema_of(found.body, schemas)
         made["requestBody"] = {"content": {found.body_media: {"schema": body}}}
     elif found.body_media != "application/json":
-        made["requestBody"] = {"content": {found.body_media: {"schema": {"type": "object"}}}}
+        made["requestBody"] = {"content": {found.body_media: {"schema": _OF_BODY.get(found.body_media, {})}}}
     return made
 
 

@@ -115,6 +115,21 @@ SHAPES: Mapping[str, Schema] = {
         quota_files={"type": ["integer", "null"]},
     ),
     "Workspaces": listed("workspaces", "Workspace"),
+    "Imported": shape({"ok": {"const": True}, "entries": COUNT, "size_bytes": COUNT, "skipped": COUNT}),
+    "Key": shape(
+        {
+            "id": TEXT,
+            "name": TEXT,
+            "access": TEXT,
+            "label": _or_null({"type": "object"}),
+            "created_at": _or_null(TIME),
+            "expires_at": _or_null(TIME),
+            "last_used_at": _or_null(TIME),
+            "quota": {"type": "object"},
+            "usage": {"type": "object"},
+        }
+    ),
+    "Keys": shape({"keys": {"type": "array", "items": ref("Key")}}, trouble=TEXT),
     "FileInfo": shape({"name": TEXT, "is_dir": FLAG, "type": TEXT, "size": COUNT, "mode": TEXT}),
     "Files": listed("entries", "FileInfo"),
     "Event": shape(

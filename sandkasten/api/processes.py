@@ -71,7 +71,7 @@ async def resize(exchange: Exchange) -> None:
 
 
 async def kill(exchange: Exchange) -> None:
-    """POST /v1/sessions/{id}/processes/{exec_id}/kill, or DELETE of the process: it and all it started, at once."""
+    """POST /v1/sessions/{id}/processes/{exec_id}/kill, or DELETE of the process; it and all it started end at once."""
     await _process(exchange)
     process = await exchange.supervisor.cancel_exec(exchange.session_id, exec_id(exchange), now=True)
     await exchange.answer(json_answer(process_view(process)))

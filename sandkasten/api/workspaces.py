@@ -91,7 +91,7 @@ async def create(exchange: Exchange) -> Answer:
 
 
 async def put(exchange: Exchange) -> Answer:
-    """PUT /v1/workspaces/{id}: make it, or give the one that is there these labels."""
+    """PUT /v1/workspaces/{id}; make it, or give the one that is there these labels."""
     request = schemas.parse(await exchange.read_json_body(), PutRequest)
     labels = own_labels(exchange.key, request.labels or {})
     try:

@@ -15,7 +15,7 @@ from openapi_spec_validator import validate
 
 from sandkasten.api import fields
 from sandkasten.api.described import every_route
-from sandkasten.api.openapi import OPERATIONS, document
+from sandkasten.api.openapi import OPERATIONS, document, openapi
 from sandkasten.api.openapi_fields import schema_of
 from sandkasten.api.openapi_shapes import SHAPES
 from sandkasten.model import SessionSpec
@@ -89,6 +89,17 @@ def test_what_is_served_is_described() -> None:
     assert {(route.method, route.path) for route in every_route()} == described
 
 
+def test_every_handler_but_its_own_says_what_it_answers() -> None:
+    """One that is forgotten would be described as giving some JSON object."""
+    assert {route.handler for route in every_route() if not route.is_websocket} - OPERATIONS.keys() == {openapi}
+
+
+def test_words_about_an_operation_stand_behind_a_semicolon() -> None:
+    """A summary is what follows it in the handler's docstring; words behind a colon would be lost."""
+    lines = [(handler.__doc__ or "").partition("\n")[0] for handler in OPERATIONS]
+    assert [line for line in lines if ": " in line.partition("; ")[0]] == []
+
+
 def test_the_documents_name_routes_that_are_described() -> None:
     """Every `METHOD /path` of docs/*.md, whatever its variables are called there."""
     shapes = {(method.upper(), _shape(path)) for path, methods in DOCUMENT["paths"].items() for method in methods}
@@ -125,7 +136,7 @@ def check(name: str, answer: httpx.Response) -> None:
 
 
 async def test_answers_are_as_described() -> None:
-    """Of sessions, runs, shells, processes, files, the node, and errors."""
+    """Of sessions, runs, shells, processes, files, workspaces, keys, the node, and errors."""
     async with running_front() as running, running.client() as client:
         running.supervisor.scripts["echo x"] = Script()
         made = await client.post("/v1/sessions", json={"labels": {"a": "b"}})
@@ -158,6 +169,9 @@ async def test_answers_are_as_described() -> None:
             "post_v_sessions_id_pause": await client.post(f"{path}/pause"),
             "post_v_sessions_id_resume": await client.post(f"{path}/resume"),
             "delete_v_sessions_id": await client.delete(path),
+            "get_v_keys": await client.get("/v1/keys"),
+            "post_v_workspaces": await client.post("/v1/workspaces", json={"id": "ws"}),
+            "post_v_workspaces_id_import": await client.post("/v1/workspaces/other/import", content=b"any"),
         }.items():
             check(name, answer)
         error = (await client.get("/v1/sessions/0123456789abcdef")).json()
