@@ -163,7 +163,12 @@ def busybox_text(directory: str) -> str:
 
 def is_variable_name(name: str) -> bool:
     """Return whether a shell can assign to `name`; the driver's own names are refused."""
-    return _NAME.match(name) is not None and not name.startswith("__sk_")
+    return _NAME.match(name) is not None and not is_own(name)
+
+
+def is_own(name: str) -> bool:
+    """Return whether a variable or function of that name belongs to the driver."""
+    return name.startswith("__sk_")
 
 
 def quote(text: str) -> str:

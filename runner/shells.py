@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 
-from runner import filerules, settings, users
+from runner import driver, filerules, settings, users
 from runner.context import Context
 from runner.descriptor import Descriptor
 from runner.engine import Engine, check_request, may_enter
@@ -202,7 +202,7 @@ class Shells:
 
 
 def _can_be_set(name: str, value: str) -> bool:
-    return name != "" and "=" not in name and settings.is_argument(name + value)
+    return name != "" and "=" not in name and not driver.is_own(name) and settings.is_argument(name + value)
 
 
 def _check(request: OpenShell) -> str | None:

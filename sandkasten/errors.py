@@ -310,6 +310,12 @@ class RunnerLost(SandboxError):
     """The connection to PID 1 ended in the middle of a request."""
 
 
+class ShellFailed(SandboxError):
+    """A shell can't be started, or takes no commands: because of what its session is given or was done to it."""
+
+    code = "SHELL_FAILED"
+
+
 class RunnerProtocolError(SandboxError):
     """PID 1 sent bytes that are no message of the contract; the sandbox is treated as hostile."""
 

@@ -54,6 +54,8 @@ def _refused(error: protocol.Error) -> SandkastenError:
     match error.code:
         case "NO_SUCH_USER":
             return InvalidRequest(error.message, user="can't be used")
+        case "BAD_REQUEST":
+            return InvalidRequest(error.message, env="can't be set")
         case "INVALID_PATH":
             return InvalidRequest(error.message, filesystem="can't be kept here")
         case "NO_SHELL":

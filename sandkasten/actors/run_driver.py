@@ -23,6 +23,7 @@ from sandkasten.errors import (
     RunnerProtocolError,
     SandboxError,
     SandkastenError,
+    ShellFailed,
     ShellNotFound,
 )
 from sandkasten.model import Stream
@@ -181,6 +182,6 @@ def refusal(error: protocol.Error) -> SandkastenError:
         case "TOO_MANY":
             return Capacity(error.message)
         case "NO_SHELL" | "SHELL_FAILED":
-            return SandboxError(error.message)
+            return ShellFailed(error.message)
         case _:
             return SandboxError(f"the sandbox could not run the command: {error.message}")

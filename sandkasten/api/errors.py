@@ -40,6 +40,7 @@ STATUS: dict[type[SandkastenError], int] = {
     errors.WorkspaceBusy: 409,
     errors.SessionPaused: 409,
     errors.ShellBusy: 409,
+    errors.ShellFailed: 409,
     errors.Conflict: 409,
     errors.LimitInUse: 409,
     errors.ExecIdsExhausted: 409,

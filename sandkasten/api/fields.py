@@ -239,6 +239,7 @@ def _base64(value: object) -> bytes:
 
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_RESERVED = "__sk_"
 
 
 def _environment(value: object) -> dict[str, str]:
@@ -248,6 +249,8 @@ def _environment(value: object) -> dict[str, str]:
     for name, content in value.items():
         if not _VARIABLE.match(name):
             raise ValueError(f"{name[:100]!r} is not a variable name")
+        if name.startswith(_RESERVED):
+            raise ValueError(f"{name[:100]!r} can't be had: names that begin with {_RESERVED} belong to the runner")
         _text(content)
     if sum(len(name) + len(content.encode()) + 2 for name, content in value.items()) > MAX_ENV_BYTES:
         raise ValueError(f"must not be larger than {MAX_ENV_BYTES} bytes")

@@ -6,7 +6,7 @@ import pytest
 
 from runner.protocol import Error, ErrorCode
 from sandkasten.actors.run_driver import refusal
-from sandkasten.errors import InvalidRequest, SandboxError
+from sandkasten.errors import InvalidRequest, SandboxError, ShellFailed
 
 
 def test_a_directory_that_can_not_be_entered_is_named() -> None:
@@ -16,7 +16,13 @@ def test_a_directory_that_can_not_be_entered_is_named() -> None:
     assert list(error.details) == ["cwd"]
 
 
-@pytest.mark.parametrize("code", ["NO_SHELL", "SHELL_FAILED", "IO_ERROR"])
-def test_what_the_client_can_not_mend_is_the_sandbox_s(code: ErrorCode) -> None:
+@pytest.mark.parametrize("code", ["NO_SHELL", "SHELL_FAILED"])
+def test_a_shell_that_can_not_be_had_is_told(code: ErrorCode) -> None:
+    """It is neither the request's fault nor the daemon's: the session was given, or did, what its shell can't bear."""
+    error = refusal(Error(code, "words"))
+    assert (type(error), error.message) == (ShellFailed, "words")
+
+
+def test_what_the_client_can_not_mend_is_the_sandbox_s() -> None:
     """It is not blamed on the request."""
-    assert type(refusal(Error(code, "words"))) is SandboxError
+    assert type(refusal(Error("IO_ERROR", "words"))) is SandboxError

@@ -113,6 +113,7 @@ def test_a_full_create_reaches_the_spec() -> None:
         ({"labels": {str(number): "" for number in range(65)}}, "labels"),
         ({"env": {"A": 1}}, "env"),
         ({"env": {"A=B": "x"}}, "env"),
+        ({"env": {"__sk_r": "x"}}, "env"),
         ({"env": {"A": "x\0y"}}, "env"),
         ({"env": {"A": "x" * 200_000}}, "env"),
         ({"limits": 5}, "limits"),

@@ -73,6 +73,15 @@ async def test_bad_requests_are_refused_before_anything_is_built(supervisor: Loc
     assert await supervisor.list(ended=True) == []
 
 
+@pytest.mark.parametrize("env", [{"__sk_unset": "1"}, {"A=B": "1"}, {"A": "\0"}])
+async def test_variables_that_no_shell_can_have_are_refused(supervisor: LocalSupervisor, env: dict[str, str]) -> None:
+    """Those of the runner too; nothing is left of the session."""
+    with pytest.raises(InvalidRequest) as refused:
+        await supervisor.create(SessionSpec(env=env))
+    assert list(refused.value.details) == ["env"]
+    assert await supervisor.list() == []
+
+
 async def test_an_idle_session_expires_and_a_busy_one_does_not(supervisor: LocalSupervisor) -> None:
     """A running command counts as activity; afterwards the time to live starts anew."""
     session = await supervisor.create(SessionSpec(ttl_s=0.4))

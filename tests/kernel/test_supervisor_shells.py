@@ -6,7 +6,8 @@ import pytest
 import trio
 
 from sandkasten.actors.tree import LocalSupervisor
-from sandkasten.errors import Capacity, Conflict, InvalidRequest, ShellNotFound
+from sandkasten.errors import Capacity, Conflict, InvalidRequest, ShellFailed, ShellNotFound
+from sandkasten.filerules import FileRules
 from sandkasten.model import Cause, ExecSpec, SessionSpec, ShellSpec
 from tests.waiting import until
 
@@ -30,6 +31,34 @@ async def test_shells_share_files_and_nothing_else(supervisor: LocalSupervisor, 
     default = await supervisor.exec(session_id, ExecSpec("echo ${OWN-none}"))
     assert default.stdout == b"none\n"
     assert [shell.name for shell in await supervisor.shells(session_id)] == ["default", "second"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "is_program_run"),
+    [
+        (SessionSpec(env={"SHELLOPTS": "noexec"}), True),
+        (SessionSpec(shell="sh", env={"OPTIND": "none"}), True),
+        (SessionSpec(filesystem=FileRules(readable=())), False),
+        (SessionSpec(user="root"), True),
+    ],
+    ids=["noexec", "OPTIND", "nothing readable", "removed"],
+)
+async def test_a_shell_that_can_not_be_had_is_told_of(
+    supervisor: LocalSupervisor, spec: SessionSpec, is_program_run: bool
+) -> None:
+    """What the session was given, or did, keeps its shell from starting: a typed answer each time; what needs no shell
+    works."""
+    session = await supervisor.create(spec)
+    if spec.user == "root":
+        await supervisor.exec(session.id, ExecSpec("rm /bin/*sh /usr/bin/*sh; exit"))
+    for _ in range(2):
+        with pytest.raises(ShellFailed, match="the shell cannot be started"):
+            await supervisor.exec(session.id, ExecSpec("echo hi"))
+    program = await supervisor.exec(session.id, ExecSpec(argv=("echo", "hi")))
+    assert (program.stdout == b"hi\n") is is_program_run
+    async with supervisor.open_write(session.id, "file") as writer:
+        await writer.send(b"x")
+        assert await writer.commit() == "/workspace/file"
 
 
 async def test_shells_share_the_network(supervisor: LocalSupervisor, session_id: str) -> None:
