@@ -59,6 +59,11 @@ from sandkasten.stats import SessionStats
 _EVENTS = "text/event-stream"
 _SEGMENT = re.compile(r"\{(\w+)\}")
 _QUERY = re.compile(r"(?<=[?&])(\w+)=")
+_OF_BODY: Mapping[str, Schema] = {"multipart/form-data": {"type": "object"}}
+"""Of bodies that are no JSON; other ones are bytes."""
+
+_SWITCHED: Mapping[str, object] = {"101": {"description": "a WebSocket; its messages are in docs/websocket.md"}}
+Handler = Callable[..., Any]  # each table has a type of its own
 
 
 @attrs.frozen
@@ -72,7 +77,7 @@ class Operation:
     body_media: str = "application/json"
 
 
-OPERATIONS: Mapping[Callable[..., Any], Operation] = {
+OPERATIONS: Mapping[Handler, Operation] = {
     health.healthz: Operation("Health"),
     health.readyz: Operation("Readiness"),
     metrics.metrics: Operation(media="text/plain"),
@@ -139,7 +144,7 @@ class Route:
 
     method: str
     path: str
-    handler: Callable[..., Any]
+    handler: Handler
     needs: Needs
     is_websocket: bool = False
 
@@ -179,10 +184,6 @@ def document(routes: tuple[Route, ...], installed: str) -> dict[str, Any]:  # JS
         },
         "x-error-codes": {error.code: status for error, status in sorted(STATUS.items(), key=lambda row: row[0].code)},
     }
-
-
-_OF_BODY: Mapping[str, Schema] = {"multipart/form-data": {"type": "object"}}
-_SWITCHED: Mapping[str, Any] = {"101": {"description": "a WebSocket; its messages are in docs/websocket.md"}}
 
 
 def _operation(route: Route, schemas: dict[str, Schema]) -> dict[str, Any]:  # JSON values

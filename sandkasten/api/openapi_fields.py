@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Union, get_args, get_origin, get_type_hints
 
 import attrs
 
@@ -20,7 +20,7 @@ from sandkasten.api.openapi_shapes import Schema, ref
 _STRING: Schema = {"type": "string"}
 _STRINGS: Schema = {"type": "array", "items": _STRING}
 
-_OF_KIND: Mapping[Any, Schema] = {
+_OF_KIND: Mapping[object, Schema] = {
     fields.Cores: {"type": "number"},
     fields.Base64: {"type": "string", "contentEncoding": "base64"},
     fields.Path: {"type": "string", "minLength": 1, "maxLength": fields.MAX_PATH_BYTES},
@@ -47,7 +47,7 @@ _OF_KIND: Mapping[Any, Schema] = {
 _COMMON = ("schemas", "runschemas", "stats")
 """Modules whose classes have names that say enough."""
 
-_OF_TYPE: Mapping[Any, Schema] = {
+_OF_TYPE: Mapping[object, Schema] = {
     int: {"type": "integer"},
     float: {"type": "number"},
     str: _STRING,
@@ -58,8 +58,9 @@ _OF_TYPE: Mapping[Any, Schema] = {
 }
 
 
-def schema_of(kind: Any, components: dict[str, Schema]) -> Schema:  # kind: a type, a NewType or a union of them
-    """Return the schema of a field's type; that of a class goes to `components`, under the class's name."""
+def schema_of(kind: object, components: dict[str, Schema]) -> Schema:
+    """Return the schema of a field's type: a class, a NewType or a union of them. That of a class goes to `components`,
+    under the class's name."""
     if get_origin(kind) in (Union, types.UnionType):
         members = [schema_of(member, components) for member in get_args(kind)]
         return {"anyOf": members}
@@ -77,7 +78,7 @@ def schema_of(kind: Any, components: dict[str, Schema]) -> Schema:  # kind: a ty
     return _plain(kind, components)
 
 
-def _plain(kind: Any, components: dict[str, Schema]) -> Schema:
+def _plain(kind: object, components: dict[str, Schema]) -> Schema:
     """Return the schema of what a type is in JSON, whatever is checked besides."""
     origin = get_origin(kind)
     if isinstance(kind, typing.NewType):

@@ -7,6 +7,7 @@ it. What is an attrs class all through is not written here but read from it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Any
 
 from sandkasten.lifetime import EndReason
@@ -35,8 +36,8 @@ def ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _one_of(values: Any) -> Schema:
-    return {"type": "string", "enum": [str(value.value) for value in values]}
+def _one_of(values: type[StrEnum]) -> Schema:
+    return {"type": "string", "enum": [value.value for value in values]}
 
 
 def _or_null(schema: Schema) -> Schema:
