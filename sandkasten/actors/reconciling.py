@@ -19,8 +19,8 @@ from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.inventory import Inventory
 from sandkasten.actors.leftovers import Removal
 from sandkasten.actors.session import SessionActor
+from sandkasten.actors.session_end import ENDINGS
 from sandkasten.actors.shared import Shared
-from sandkasten.actors.wording import ENDINGS
 from sandkasten.actors.workspaces import release_soon
 from sandkasten.errors import SandkastenError, SessionNotFound
 from sandkasten.lifecycle import END_REASONS, ENDED, LIVE, Event, next_status

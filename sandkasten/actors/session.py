@@ -30,7 +30,7 @@ from sandkasten.actors.pausing import Pausing
 from sandkasten.actors.run_driver import ask_runner
 from sandkasten.actors.sandbox_watch import SandboxWatch
 from sandkasten.actors.session_disk import read_disk
-from sandkasten.actors.session_end import end_session
+from sandkasten.actors.session_end import EXPIRIES, end_session
 from sandkasten.actors.session_messages import (
     Destroy,
     Died,
@@ -51,7 +51,6 @@ from sandkasten.actors.session_setup import VESSEL, Creation, Services
 from sandkasten.actors.session_update import change_session
 from sandkasten.actors.session_work import SessionWork
 from sandkasten.actors.unwrap import unwrap
-from sandkasten.actors.wording import EXPIRIES
 from sandkasten.actors.workspace_orders import MakeWorkspace
 from sandkasten.crash import Point
 from sandkasten.errors import (

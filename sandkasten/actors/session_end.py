@@ -1,6 +1,7 @@
 """Ends a live session: its sandbox is torn down, and its final state is written and told.
 
-For its actor, which serves nothing any more by then. Sessions without an actor are ended by `reconciling.py`.
+For its actor, which serves nothing any more by then. Sessions without an actor are ended by `reconciling.py`,
+and are told of in the same words.
 """
 
 from __future__ import annotations
@@ -15,14 +16,27 @@ from sandkasten.actors.live_record import LiveRecord
 from sandkasten.actors.sandbox_watch import SandboxWatch
 from sandkasten.actors.session_host import Host
 from sandkasten.actors.session_setup import Services
-from sandkasten.actors.wording import ENDINGS
 from sandkasten.actors.workspaces import release_soon
 from sandkasten.crash import Point
 from sandkasten.errors import SandkastenError
 from sandkasten.lifecycle import END_REASONS, Event, next_status
-from sandkasten.model import EndReason
+from sandkasten.model import EndReason, EventType, Status
 
 log = logging.getLogger(__name__)
+
+ENDINGS = {
+    Status.DESTROYED: EventType.SESSION_DESTROYED,
+    Status.EXPIRED: EventType.SESSION_EXPIRED,
+    Status.CRASHED: EventType.SESSION_CRASHED,
+    Status.LOST: EventType.SESSION_LOST,
+}
+"""The event that tells of an end."""
+
+EXPIRIES = {
+    EndReason.IDLE: "its time to live ran out",
+    EndReason.MAX_LIFETIME: "it reached its maximum lifetime",
+}
+"""What people are told of a lease that ran out."""
 
 
 async def end_session(
