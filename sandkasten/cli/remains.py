@@ -106,16 +106,14 @@ def _look(config: Config, is_served: bool, ask_for: Collection[str]) -> Remains:
     files = list_spool(DataPaths(config.data_dir).spool)  # before the rows: a session has one before it has files
     try:
         with open_snapshot(config.db_path, is_in_use=is_served) as database:
-            records = [] if database is None else session_store.live_sessions(database)
-            asked = [] if database is None else [session_store.get_session(database, each) for each in ask_for]
-            known_id = "" if database is None else session_store.node_value(database, "node_id", "")
+            known = _Known() if database is None else _read(database, ask_for)
     except (sqlite3.Error, DatabaseTooNew, OSError) as error:
         raise CantLook(f"the database {config.db_path} can't be read: {error}") from error
-    node_id = _node_id(config, known_id)
-    sight = look(config.data_dir, node_id, {each.session.id for each in records}) if node_id else Sight()
-    plan = _plan(config, records, sight, files, is_served=is_served)
+    node_id = _node_id(config, known.node_id)
+    live = {each.session.id for each in known.records}
+    sight = look(config.data_dir, node_id, live) if node_id else Sight()
+    plan = _plan(config, known.records, sight, files, is_served=is_served)
     strays = [] if is_served else [each for each in as_leftovers(sight.strays) if each.kind == TRASH]
-    live = {each.session.id for each in records}
     return Remains(
         is_served=is_served,
         live=[each.session_id for each in plan.of(Action.ADOPT)],
@@ -123,7 +121,25 @@ def _look(config: Config, is_served: bool, ask_for: Collection[str]) -> Remains:
         left=[*plan.news, *strays],
         running=frozenset(each.session_id for each in sight.found if each.identity is not None),
         sight=sight,
-        ended=[each.session for each in asked if each is not None and each.session.id not in live],
+        ended=[each for each in known.asked if each.id not in live],
+    )
+
+
+@attrs.frozen
+class _Known:
+    """What the database has: the records of live sessions, the sessions that were asked for, the node's id."""
+
+    records: Sequence[SessionRecord] = ()
+    asked: Sequence[Session] = ()
+    node_id: str = ""
+
+
+def _read(database: sqlite3.Connection, ask_for: Collection[str]) -> _Known:
+    found = [session_store.get_session(database, each) for each in ask_for]
+    return _Known(
+        session_store.live_sessions(database),
+        [each.session for each in found if each is not None],
+        session_store.node_value(database, "node_id", ""),
     )
 
 
