@@ -8,9 +8,7 @@ don't notice. An nsinit that does not answer a request in time is killed, which 
 from __future__ import annotations
 
 import errno
-import json
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, assert_never
@@ -32,6 +30,7 @@ from sandkasten.actors.workspace_orders import (
 )
 from sandkasten.errors import BuildFailed, BuildInterrupted, ZygoteLost
 from sandkasten.runtime.fds import OwnedFd
+from sandkasten.runtime.nsinit_log import forward_log
 from sandkasten.runtime.nsinit_process import NsinitProcess, StartNsinit, start_as_child
 from sandkasten.runtime.zygote_link import Answer, ZygoteLink, failure_text
 from sandkasten.workspaces import WorkspaceQuota
@@ -56,8 +55,6 @@ _TAKEN_ID = "session", errno.EEXIST
 
 _AFTER_ALL_IDS = "g"
 """Sorts behind every session id."""
-_LOG_LINE_BYTES = 16 * 1024
-_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
 @attrs.frozen
@@ -260,7 +257,8 @@ class Zygote(Actor):
     async def on_start(self) -> None:
         self._process = await self._start_nsinit()
         self._link = ZygoteLink(self._process.sock)
-        self._nursery.start_soon(self._forward_log)
+        if self._process.log is not None:  # a service apart has its own
+            self._nursery.start_soon(forward_log, self._process.log.fileno())
         self._nursery.start_soon(self._link.serve)
         self._nursery.start_soon(self._watch_end)
         start = protocol.Start(
@@ -447,37 +445,6 @@ class Zygote(Actor):
             await trio.lowlevel.wait_readable(self._process.pidfd.fileno())
             await trio.sleep(_LAST_WORDS_S)
             raise ZygoteLost("the fork server has ended")
-
-    async def _forward_log(self) -> None:
-        """Pass nsinit's log lines on. It holds no secret and sees no command, so nothing needs hiding."""
-        assert self._process is not None
-        if self._process.log is None:  # a service apart has its own
-            return
-        fd = self._process.log.fileno()
-        buffer = b""
-        while True:
-            await trio.lowlevel.wait_readable(fd)
-            data = os.read(fd, _LOG_LINE_BYTES)
-            if not data:
-                return
-            *lines, buffer = (buffer + data).split(b"\n")
-            for line in lines:
-                _log_line(line)
-            if len(buffer) > _LOG_LINE_BYTES:
-                _log_line(buffer)
-                buffer = b""
-
-
-def _log_line(line: bytes) -> None:
-    try:
-        entry = json.loads(line)
-        level = _LEVELS.get(entry.pop("level", "info"), logging.INFO)
-        event = str(entry.pop("event", "message")).replace(" ", "_")
-        facts = {key if key == "session_id" else f"nsinit_{key}": value for key, value in entry.items()}
-        log.log(level, "nsinit_%s", event, extra=facts)
-    except (ValueError, AttributeError):
-        if line.strip():
-            log.warning("nsinit_output", extra={"line": line.decode("utf-8", "replace")})
 
 
 def is_passing(stage: str, number: int) -> bool:
