@@ -124,8 +124,7 @@ def plan_reconciliation(observed: Observed) -> Plan:
     watched = {each.session_id for each in decisions if each.action is Action.WATCH}
     files = _unknown_files(observed, records)
     leftovers = dict.fromkeys((*observed.leftovers, *files))
-    remove = [each for each in leftovers if each in observed.seen and each.kind != MOUNT and each not in files]
-    remove += [each for each, session_id in files.items() if _is_file_due(observed, each) and session_id not in watched]
+    remove = [each for each in leftovers if _is_due(observed, each) and files.get(each) not in watched]
     told = [each for each in leftovers if each.kind != TRASH and each not in observed.seen]
     unknown = [Leftover(SESSION, name) for name in watched - set(observed.seen) if name not in records]
     unknown += [Leftover(SESSION, each.session_id) for each in decisions if each.action is Action.CLEAN]
@@ -141,8 +140,11 @@ def _unknown_files(observed: Observed, records: Container[str]) -> Mapping[Lefto
     return {Leftover(SPOOL_FILE, each.name): each.session_id for each in unknown[:MAX_SPOOL_FILES]}
 
 
-def _is_file_due(observed: Observed, leftover: Leftover) -> bool:
-    return observed.is_start or leftover in observed.seen
+def _is_due(observed: Observed, leftover: Leftover) -> bool:
+    """Mounts are only told of. At the start a file that is nobody's stays nobody's; all else is looked at twice."""
+    if leftover.kind == MOUNT:
+        return False
+    return leftover in observed.seen or (observed.is_start and leftover.kind == SPOOL_FILE)
 
 
 def as_leftovers(strays: Sequence[Stray]) -> Sequence[Leftover]:
