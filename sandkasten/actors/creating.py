@@ -107,17 +107,7 @@ class Creating:
                 waited_ms = (trio.current_time() - began) * 1000
                 record = self._new_record(spec, resolved, digest)
                 self._budget.release(place)  # counted under its id from here
-                actor = self._start(record, Creation(resolved, image.name, image.kind, spec.env))
-                self._building += 1
-                try:
-                    session = await actor.ready.wait()
-                except SandkastenError as error:
-                    self._budget.release(record.session.id)  # before its actor does: a caller may try again at once
-                    if isinstance(error, SessionExpired):
-                        self._refuse_when_stopping()
-                    raise
-                finally:
-                    self._building -= 1
+                session = await self._built(record, Creation(resolved, image.name, image.kind, spec.env))
         finally:
             self._budget.release(place)
             self.under_way -= 1
@@ -125,6 +115,20 @@ class Creating:
             if not self._building:
                 self._went_quiet()
         return attrs.evolve(session, timings_ms={"queue": round(waited_ms, 3), **session.timings_ms})
+
+    async def _built(self, record: SessionRecord, creation: Creation) -> Session:
+        """Have the session built by its actor. Raises what it failed with."""
+        actor = self._start(record, creation)
+        self._building += 1
+        try:
+            return await actor.ready.wait()
+        except SandkastenError as error:
+            self._budget.release(record.session.id)  # before its actor does: a caller may try again at once
+            if isinstance(error, SessionExpired):
+                self._refuse_when_stopping()
+            raise
+        finally:
+            self._building -= 1
 
     async def wait_done(self) -> None:
         """Wait until nothing is under way."""
