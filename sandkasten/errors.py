@@ -324,3 +324,10 @@ class StoreFailed(SandboxError):
     """The database refused a write."""
 
     scope = "node"
+
+
+class StoreFull(StoreFailed):
+    """Its disk is full: it takes no write until there is room, and all that runs goes on."""
+
+    code = "DISK_FULL"
+    retryable = True

@@ -23,7 +23,7 @@ import trio
 from sandkasten.actors.actor import DEFERRED, Actor, Ask, Ref, Reply
 from sandkasten.actors.supervisor import GiveUp
 from sandkasten.actors.workspace_rows import WorkspaceMessage, workspace_work_of
-from sandkasten.errors import SandkastenError, StoreFailed
+from sandkasten.errors import SandkastenError, StoreFailed, StoreFull
 from sandkasten.listing import SessionQuery
 from sandkasten.model import Event
 from sandkasten.runtime.metrics import Metrics
@@ -31,7 +31,7 @@ from sandkasten.store import events as events_sql
 from sandkasten.store import sessions as sql
 from sandkasten.store.database import open_database
 from sandkasten.store.events import EventPage, JournalState, Purged
-from sandkasten.store.health import is_broken
+from sandkasten.store.health import is_broken, lacks_room
 from sandkasten.store.listing import Recorded, find_sessions
 from sandkasten.store.sessions import SessionRecord
 
@@ -279,7 +279,8 @@ def _event_work_of(message: EventMessage) -> Callable[[sqlite3.Connection], obje
 
 
 def _transact(database: sqlite3.Connection, batch: Sequence[_Job]) -> Sequence[object]:
-    """Run the jobs in one transaction, in a worker thread. A failing job is undone alone and answers `StoreFailed`."""
+    """Run the jobs in one transaction, in a worker thread. A failing job is undone alone and answers `StoreFailed`.
+    When all was undone, as it is on a full disk, each has another try on its own: most may only want to read."""
     outcomes: list[object] = []
     try:
         database.execute("BEGIN IMMEDIATE")
@@ -288,8 +289,8 @@ def _transact(database: sqlite3.Connection, batch: Sequence[_Job]) -> Sequence[o
             try:
                 outcomes.append(job.work(database))
             except Exception as error:  # noqa: BLE001 - a value SQLite can't hold must not take the others along
-                if not database.in_transaction:  # SQLite undid all of it, as it does on a full disk
-                    return [_failed(error)] * len(batch)
+                if not database.in_transaction:  # SQLite undid all of it
+                    return _one_by_one(database, batch, error)
                 database.execute("ROLLBACK TO job")
                 outcomes.append(_failed(error))
             database.execute("RELEASE job")
@@ -297,11 +298,20 @@ def _transact(database: sqlite3.Connection, batch: Sequence[_Job]) -> Sequence[o
     except sqlite3.Error as error:
         if database.in_transaction:
             database.execute("ROLLBACK")
-        return [_failed(error)] * len(batch)
+        return _one_by_one(database, batch, error)
     return outcomes
 
 
+def _one_by_one(database: sqlite3.Connection, batch: Sequence[_Job], error: Exception) -> Sequence[object]:
+    if len(batch) == 1:
+        return [_failed(error)]
+    return [outcome for job in batch for outcome in _transact(database, [job])]
+
+
 def _failed(error: Exception) -> StoreFailed:
-    failure = StoreFailed("the session database refused the operation")
+    if lacks_room(error):
+        failure: StoreFailed = StoreFull("the disk of the session database is full")
+    else:
+        failure = StoreFailed("the session database refused the operation")
     failure.__cause__ = error
     return failure

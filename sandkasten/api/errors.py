@@ -65,6 +65,7 @@ STATUS: dict[type[SandkastenError], int] = {
     errors.CommandTimeout: 504,
     errors.DiskFull: 507,
     errors.DiskReserve: 507,
+    errors.StoreFull: 507,
 }
 
 MAX_HEADERS = 100

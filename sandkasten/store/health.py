@@ -23,8 +23,17 @@ def is_broken(error: BaseException | None, path: Path) -> bool:
     """Whether the database at `path` is damaged, gone, or can't be written for another reason than a full disk."""
     if not isinstance(error, sqlite3.Error):
         return False
-    code = getattr(error, "sqlite_errorcode", 0) & _PRIMARY  # errors of the module itself have none
+    code = _code_of(error)
     return code in _BROKEN or (code in _BROKEN_UNLESS_FULL and not _is_full(path.parent))
+
+
+def lacks_room(error: BaseException) -> bool:
+    """Whether a write failed for want of room."""
+    return isinstance(error, sqlite3.Error) and _code_of(error) == sqlite3.SQLITE_FULL
+
+
+def _code_of(error: sqlite3.Error) -> int:
+    return getattr(error, "sqlite_errorcode", 0) & _PRIMARY  # errors of the module itself have none
 
 
 def _is_full(directory: Path) -> bool:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import trio
 
-from sandkasten.actors.actor import MAILBOX_MESSAGES, Ref
+from sandkasten.actors.actor import MAILBOX_MESSAGES, Ref, Reply
 from sandkasten.actors.store import LiveSessions, Ping, Put, Store, StoreBroken
-from sandkasten.errors import ActorGone, StoreFailed
+from sandkasten.errors import ActorGone, StoreFailed, StoreFull
 from sandkasten.store.database import open_database
+from sandkasten.store.sessions import SessionRecord
 from tests.strategies import make_record
 from tests.waiting import PATIENCE_S
 
@@ -96,3 +98,18 @@ async def test_a_full_disk_refuses_writes_and_nothing_else(tmp_path: Path, nurse
     assert await store.ask(LiveSessions()) == []
     assert store.incarnation == 1
     await store.ask(Ping())
+
+
+async def test_who_reads_beside_a_write_without_room_is_answered(tmp_path: Path, nursery: trio.Nursery) -> None:
+    """They share a transaction, and SQLite undoes all of it."""
+    store: Ref = await nursery.start(Store(Ref("store"), tmp_path / "test.db", open_connection=full).run)
+    large = {f"label-{number}": "x" * 200 for number in range(500)}
+    refused, found = Reply[None](), [Reply[Sequence[SessionRecord]]() for _ in range(10)]
+    for each in found[:5]:
+        store.post(LiveSessions(), each)
+    store.post(Put(make_record("a" * 24, labels=large)), refused)
+    for each in found[5:]:
+        store.post(LiveSessions(), each)
+    with pytest.raises(StoreFull):
+        await refused.wait()
+    assert [await each.wait() for each in found] == [[]] * 10

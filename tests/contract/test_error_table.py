@@ -59,7 +59,7 @@ def subclasses(cls: type[SandkastenError]) -> Iterator[type[SandkastenError]]:
 
 
 LEAVES = [cls for cls in subclasses(SandkastenError) if not cls.__subclasses__()]
-CONCRETE = [*LEAVES, errors.Capacity]
+CONCRETE = [*LEAVES, errors.Capacity, errors.StoreFailed]
 
 
 @pytest.mark.parametrize("cls", CONCRETE)

@@ -16,6 +16,13 @@ MADE_LATER = {"keys.json"}
 """Not there before the first key was made."""
 
 
+def test_the_metrics_that_it_points_to_are_documented() -> None:
+    """And so they are there: another test compares those with what is served."""
+    named = set(re.findall(r"`(sandkasten_\w+)", TEXT))
+    assert len(named) > 5
+    assert named - set(re.findall(r"^\| `(\w+)`", (ROOT / "docs/observability.md").read_text(), re.MULTILINE)) == set()
+
+
 @needs_root
 def test_the_commands_of_the_operator_work_line_by_line(data_dir: Path) -> None:
     """All console blocks, one after the other, in one shell; and the data directory has what the table of a backup
