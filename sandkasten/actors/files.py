@@ -31,7 +31,7 @@ from sandkasten.errors import (
     TooLarge,
 )
 from sandkasten.model import FileHead
-from sandkasten.runtime.runner_link import RunnerConnection, RunnerLink, decode_answer
+from sandkasten.runtime.runner_link import RunnerConnection, RunnerLink, check_piece, decode_answer
 
 T = TypeVar("T")
 
@@ -55,10 +55,11 @@ _REFUSALS: dict[str, type[SandkastenError]] = {
 
 
 class LocalFileReader:
-    """See `supervisor.FileReader`."""
+    """See `supervisor.FileReader`. No more comes of it than was asked for, whatever the runner sends."""
 
-    def __init__(self, connection: RunnerConnection, info: protocol.FileInfo) -> None:
+    def __init__(self, connection: RunnerConnection, info: protocol.FileInfo, max_bytes: int) -> None:
         self._connection = connection
+        self._left_bytes = max_bytes
         self.head = FileHead(path=info.path, size_bytes=info.size_bytes, truncated=info.truncated)
 
     def __aiter__(self) -> AsyncIterator[bytes]:
@@ -67,6 +68,10 @@ class LocalFileReader:
     async def __anext__(self) -> bytes:
         kind, body = await self._connection.receive(deadline=trio.current_time() + _ANSWER_S)
         if kind is Kind.DATA:
+            check_piece(body, "a file")
+            self._left_bytes -= len(body)
+            if self._left_bytes < 0:
+                raise RunnerProtocolError("more of a file than was asked for")
             return body
         require(decode_answer(kind, body), protocol.Done)
         raise StopAsyncIteration
@@ -97,7 +102,7 @@ async def open_reader(link: RunnerLink, path: str, max_bytes: int) -> AsyncItera
         await connection.send_request(protocol.ReadFile(path=path, max_bytes=max_bytes))
         answer = await connection.receive_answer(deadline=trio.current_time() + _ANSWER_S)
         info = require(answer, protocol.FileInfo)
-        yield LocalFileReader(connection, info)
+        yield LocalFileReader(connection, info, max_bytes)
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ from typing import TypeVar
 import trio
 
 from runner import protocol
-from runner.protocol import CHUNK_BYTES, Kind
+from runner.protocol import Kind
 from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.run import PATIENCE_S, Run
 from sandkasten.actors.run_request import request_of
@@ -27,13 +27,11 @@ from sandkasten.errors import (
     ShellNotFound,
 )
 from sandkasten.model import Stream
-from sandkasten.runtime.runner_link import RunnerConnection, RunnerLink, decode_answer
+from sandkasten.runtime.runner_link import RunnerConnection, RunnerLink, check_piece, decode_answer
 
 _STREAMS = {Kind.STDOUT: Stream.STDOUT, Kind.STDERR: Stream.STDERR}
 
 A = TypeVar("A")
-
-_FRAMES_PER_CHECKPOINT = 32
 
 CONTROL_S = 10.0
 """How long PID 1 may take to answer a request that asks for nothing to wait for."""
@@ -114,17 +112,12 @@ async def _send_input(run: Run, stdin: bytes) -> None:
 
 
 async def _receive(run: Run, connection: RunnerConnection) -> protocol.ExecReply:
-    frames = 0
     while True:
         kind, body = await connection.receive(deadline=run.answer_by)
-        frames += 1
-        if frames % _FRAMES_PER_CHECKPOINT == 0:
-            await trio.lowlevel.checkpoint()
         if trio.current_time() > run.answer_by + PATIENCE_S:
             raise RunnerProtocolError("the sandbox's init goes on long after the end")
         if kind in _STREAMS:
-            if not 0 < len(body) <= CHUNK_BYTES:
-                raise RunnerProtocolError(f"a piece of {len(body)} bytes of output")
+            check_piece(body, "output")
             await run.put(_STREAMS[kind], body)
             continue
         if kind is Kind.STARTED and run.began_at is None and body == _plain_start(run):

@@ -16,7 +16,8 @@ import trio
 from runner import protocol
 from runner.protocol import CHUNK_BYTES, Kind
 from sandkasten.actors.files import check_path, require
-from sandkasten.runtime.runner_link import RunnerConnection, RunnerLink, decode_answer
+from sandkasten.errors import RunnerProtocolError
+from sandkasten.runtime.runner_link import RunnerConnection, RunnerLink, check_piece, decode_answer
 from sandkasten.workspaces import FileInfo, FileListing, Packed, WorkspaceUsage
 
 T = TypeVar("T")
@@ -94,6 +95,7 @@ class LocalArchiveReader:
             raise StopAsyncIteration
         kind, body = await self._connection.receive(deadline=trio.current_time() + _LONG_S)
         if kind is Kind.DATA:
+            check_piece(body, "an archive")
             return body
         self.packed = _packed(require(decode_answer(kind, body), protocol.Packed))
         raise StopAsyncIteration
@@ -108,6 +110,8 @@ async def open_pack(link: RunnerLink, path: str) -> AsyncIterator[LocalArchiveRe
         kind, body = await connection.receive(deadline=trio.current_time() + _LONG_S)
         if kind is not Kind.DATA:  # an archive has an end mark at the least
             require(decode_answer(kind, body), protocol.FileInfo)
+            raise RunnerProtocolError("a file instead of an archive")
+        check_piece(body, "an archive")
         yield LocalArchiveReader(connection, body)
 
 

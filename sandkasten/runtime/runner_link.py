@@ -43,6 +43,8 @@ from sandkasten.runtime.paths import RUNNER_SOCKET
 _MAX_IDLE = 4
 _FIRST_RECEIVE_BYTES = 16 * 1024
 _BULK_RECEIVE_BYTES = 4 * (CHUNK_BYTES + HEADER_BYTES)
+_FRAMES_PER_CHECKPOINT = 32
+"""What was received at once may be thousands of frames: after so many of them others have their turn."""
 _CONNECT_PAUSE_S = 0.01
 _CONNECT_PATIENCE_S = 10.0
 _MAX_NUMBER = 2**53
@@ -61,6 +63,7 @@ class RunnerConnection:
         self._socket = sock
         self._decoder = FrameDecoder(FROM_RUNNER, max_body_bytes=MAX_FRAME_BYTES)
         self._receive_bytes = _FIRST_RECEIVE_BYTES
+        self._frames_in_a_row = 0
         self.is_idle = True
         self._sending = 0
         self._unsent = b""
@@ -114,11 +117,16 @@ class RunnerConnection:
             RunnerLost: PID 1 closed the connection, is gone, or sent nothing until `deadline`.
             RunnerProtocolError: it sent something that is no frame of the contract.
         """
+        if self._frames_in_a_row == _FRAMES_PER_CHECKPOINT:
+            self._frames_in_a_row = 0
+            await trio.lowlevel.checkpoint()
         while True:
             try:
                 kind, body = next(self._decoder)
+                self._frames_in_a_row += 1
             except StopIteration:
                 self._decoder.feed(await self._receive_some(deadline))
+                self._frames_in_a_row = 0
                 continue
             except ProtocolError as error:
                 raise RunnerProtocolError(str(error)) from None
@@ -198,6 +206,13 @@ def _lost_on_error() -> Iterator[None]:
         yield
     except (OSError, ValueError, trio.ClosedResourceError) as error:  # ValueError: the descriptor is closed
         raise RunnerLost("the sandbox closed the connection") from error
+
+
+def check_piece(body: bytes, what: str) -> None:
+    """Refuse a piece of output or of a file that no runner sends: an empty one, of which there is no end, or a large
+    one. Raises `RunnerProtocolError`."""
+    if not 0 < len(body) <= CHUNK_BYTES:
+        raise RunnerProtocolError(f"a piece of {len(body)} bytes of {what}")
 
 
 def decode_answer(kind: Kind, body: bytes) -> Any:  # a member of runner.protocol.ANSWERS
