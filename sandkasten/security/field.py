@@ -35,6 +35,8 @@ SMALL = Limits(cpu=0.5, memory_mb=96, pids=48, disk_mb=24, disk_inodes=2000)
 
 _ORDINARY = Limits(cpu=1.0, memory_mb=256, pids=128, disk_mb=64)
 _PLANT_S = 10.0
+_MAX_IMPORT_MB = 4
+"""So that a bomb goes off, if it does, before the disk is full."""
 _PORT = 47808
 
 
@@ -57,9 +59,10 @@ class Field:
         return None if self.user == SANDBOX else self.user
 
     @asynccontextmanager
-    async def session(self, limits: Limits = _ORDINARY) -> AsyncIterator[str]:
+    async def session(self, limits: Limits = _ORDINARY, *, workspace_id: str | None = None) -> AsyncIterator[str]:
         """A new session, destroyed afterwards; yields its id."""
-        session = await self.supervisor.create(SessionSpec(image="host", limits=limits))
+        spec = SessionSpec(image="host", limits=limits, workspace_id=workspace_id)
+        session = await self.supervisor.create(spec)
         try:
             yield session.id
         finally:
@@ -114,6 +117,7 @@ async def open_field(config: Config, *, patience: float = 1.0) -> AsyncIterator[
             api_key=secret(),
             pool=Pool(),
             server=Server(vessels=0),
+            workspace=attrs.evolve(config.workspace, max_import_mb=_MAX_IMPORT_MB),
         )
         async with open_supervisor(own) as supervisor:
             target = Target(

@@ -31,6 +31,7 @@ from sandkasten.security.probes.inside import INSIDE
 ISSUED = (
     *("processes", "proc", "sys", "devices", "namespaces", "mounts", "ptrace", "signals", "descriptors", "sockets"),
     *("keyrings", "ttys", "io_uring", "userfaultfd", "bpf", "setuid"),
+    *("files", "workspaces", "imports", "front", "exhaustion", "runner", "archives"),
 )
 """The classes that there must be."""
 
@@ -67,6 +68,7 @@ def test_the_catalogue_is_what_was_promised() -> None:
     attempts = catalogue()
     assert len({each.id for each in attempts}) == len(attempts) >= 60
     assert set(ISSUED) <= {each.group for each in attempts}
+    assert {"files.symlink-race", "files.hard-link-race"} <= {each.id for each in attempts}
     named = [each.stands_for for each in attempts if each.stands_for.startswith("CVE")]
     assert len(named) > 20
     assert all(re.fullmatch(r"CVE-20\d\d-\d{4,7}", each) for each in named)

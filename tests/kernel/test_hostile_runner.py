@@ -9,7 +9,7 @@ import pytest
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.errors import RunnerProtocolError, SandkastenError
 from sandkasten.model import ExecSpec, SessionSpec, Status
-from sandkasten.security.attacks.runner import REPLIES, impostor
+from sandkasten.security.attacks.runner import FILE_REPLIES, REPLIES, impostor
 from tests.waiting import until
 
 
@@ -34,3 +34,26 @@ async def test_garbage_crashes_the_session_and_nothing_else(
         assert ended.reason.startswith("its init broke the protocol")
     result = await supervisor.exec(witness.id, ExecSpec("echo fine"))
     assert result.stdout == b"fine\n"
+
+
+@pytest.mark.parametrize("name", FILE_REPLIES)
+async def test_of_a_file_comes_no_more_than_was_asked_for(
+    supervisor: LocalSupervisor, data_dir: Path, name: str
+) -> None:
+    """Whoever reads it to its end has an end, and no more in hand than they said; the session is crashed."""
+    victim = await supervisor.create(SessionSpec())
+    said, again = FILE_REPLIES[name][2:]
+    size = 0
+
+    async def read() -> None:
+        nonlocal size
+        async with supervisor.open_read(victim.id, "f", max_bytes=100_000) as reader:
+            async for piece in reader:
+                size += len(piece)
+
+    async with supervisor.open_exec(victim.id, ExecSpec("sleep 60")):  # takes the connection that is open
+        async with impostor(data_dir / "run" / victim.id / "r.sock", said, again=again):
+            with pytest.raises(RunnerProtocolError):
+                await read()
+        assert size <= 100_000
+        assert (await supervisor.wait_ended(victim.id)).status is Status.CRASHED

@@ -23,7 +23,9 @@ from sandkasten.model import SessionSpec
 from sandkasten.security.field import Field
 from sandkasten.security.probes.attempt import CANARY, Answers, Attempt, attempt
 
-_MAX_MEMBERS, _MAX_BYTES = 200, 4 << 20
+MAX_BYTES = 4 << 20
+"""What is allowed of an archive's files."""
+_MAX_MEMBERS = 200
 _HARMLESS = ("refused", "harmless")
 
 
@@ -92,7 +94,14 @@ HOSTILE: dict[str, tuple[str, str, Callable[[str], Sequence[Member]]]] = {
         "archive bomb",
         lambda out: [Member(f"f{n}") for n in range(_MAX_MEMBERS)],
     ),
-    "bytes": ("more bytes than allowed", "archive bomb", lambda out: [Member("big", content=bytes(_MAX_BYTES + 1))]),
+    "bytes": ("more bytes than allowed", "archive bomb", lambda out: [Member("big", content=bytes(MAX_BYTES + 1))]),
+    "hole": (
+        "a hole of a tebibyte in some hundred bytes",
+        "archive bomb",
+        lambda out: [
+            Member("hole", headers=(("GNU.sparse.map", f"0,0,{1 << 40},0"), ("GNU.sparse.size", f"{1 << 40}")))
+        ],
+    ),
     "mount-points": (
         "links at every place where something is mounted",
         "CVE-2021-30465",
@@ -112,24 +121,24 @@ HOSTILE: dict[str, tuple[str, str, Callable[[str], Sequence[Member]]]] = {
 
 
 async def _import(field: Field, members: Sequence[Member], name: str) -> Answers:
-    before = await trio.to_thread.run_sync(_tree, field.outside)
+    before = await trio.to_thread.run_sync(tree, field.outside)
     said = await trio.to_thread.run_sync(_try, field, members, name)
     if said == "imported":
         said = await _use(field, name)
-    after = await trio.to_thread.run_sync(_tree, field.outside)
+    after = await trio.to_thread.run_sync(tree, field.outside)
     return {"import": said, "outside": "harmless" if after == before else f"changed: {sorted(after)}"}
 
 
 def _try(field: Field, members: Sequence[Member], name: str) -> str:
     catalog, tar = Catalog(field.config.data_dir), field.config.data_dir / f"{name}.tar"
     try:
-        _write(tar, [*_ROOT, *members])
-        import_tar(catalog, name, tar, max_members=_MAX_MEMBERS, max_bytes=_MAX_BYTES)
+        tar.write_bytes(make_tar([*_ROOT, *members]))
+        import_tar(catalog, name, tar, max_members=_MAX_MEMBERS, max_bytes=MAX_BYTES)
     except InvalidImage:
         return "refused"
     finally:
         tar.unlink()
-    wrong = _find_wrong(catalog.rootfs_path(name))
+    wrong = find_wrong(catalog.rootfs_path(name))
     return f"left {', '.join(wrong)}" if wrong else "imported"
 
 
@@ -150,23 +159,26 @@ async def _use(field: Field, name: str) -> str:
     return "a session saw the host's file" if CANARY.encode() in content else "harmless"
 
 
-def _write(path: Path, members: Sequence[Member]) -> None:
-    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
+def make_tar(members: Sequence[Member]) -> bytes:
+    """Return an archive of these members, whatever they are."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for each in members:
             info = tarfile.TarInfo(each.name)
             info.type, info.mode, info.linkname = each.kind, each.mode, each.link
             info.pax_headers = dict(each.headers)
             info.devmajor, info.devminor, info.size = 8, 0, len(each.content)
             archive.addfile(info, io.BytesIO(each.content))
+    return content.getvalue()
 
 
-def _tree(directory: Path) -> dict[str, bytes]:
+def tree(directory: Path) -> dict[str, bytes]:
     """Return every file below a directory with its content."""
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def _find_wrong(root: Path) -> list[str]:
-    """Return what an image must not hold: devices, privileged bits, attributes of overlays and capabilities."""
+def find_wrong(root: Path) -> list[str]:
+    """Return what nothing unpacked may hold: devices, privileged bits, attributes of overlays and capabilities."""
     wrong = []
     for directory, names, files in os.walk(root):
         for name in [*names, *files]:

@@ -33,6 +33,19 @@ while True:
     libc.renameat2(-100, b"flip", -100, b"flop", 2)
 """
 """Exchanges a directory and a symbolic link, as fast as it can."""
+EXCHANGE = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+os.chdir("/workspace")
+while True:
+    libc.renameat2(-100, b"flip", -100, b"flop", 2)
+    for name in ("flip", "flop"):
+        try:
+            os.link("kept", name)
+        except OSError:
+            pass
+"""
+"""Exchanges a file and a hard link to `kept`, and makes the link again when it was replaced."""
 
 
 async def _read(field: Field, session_id: str, path: str) -> str:
@@ -86,7 +99,7 @@ async def race_link(field: Field) -> Answers:
             seen.add(await _write(field, session_id, "flip/written"))
         nursery.cancel_scope.cancel()
     allowed = {*_REFUSED, "4 bytes", "0 bytes", "written"}
-    harmed = _changed(field.outside)
+    harmed = changed(field.outside)
     odd = sorted(seen - allowed) + harmed
     return {f"{2 * _ROUNDS} tries": ", ".join(odd) or "own file or refused"}
 
@@ -101,7 +114,7 @@ async def _wait_file(field: Field, session_id: str, path: str) -> None:
             await trio.sleep(0.01)
 
 
-def _changed(directory: Path) -> list[str]:
+def changed(directory: Path) -> list[str]:
     """Return what is wrong with the directory that nobody may touch."""
     names = sorted(os.listdir(directory))
     content = (directory / "secret").read_bytes()
@@ -124,6 +137,24 @@ async def change_by_hard_link(field: Field) -> Answers:
             "own link": "unchanged" if own == b"first\n" else "written through",
             "/etc/passwd": "unchanged" if after == before else "changed",
         }
+
+
+@attempt("files.hard-link-race", "have a write go through a hard link", "CWE-62", ("unchanged",))
+async def race_hard_link(field: Field) -> Answers:
+    """The name that is written to is, every other moment, that of a file which must not change."""
+    async with field.session() as session_id:
+        await field.run(session_id, "cd /workspace; echo first > kept; echo mine > flop; ln kept flip")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_exchange, field, session_id)
+            for _ in range(_ROUNDS):
+                await _write(field, session_id, "flip")
+            nursery.cancel_scope.cancel()
+        kept = (await field.run(session_id, "cat /workspace/kept")).stdout
+    return {f"{_ROUNDS} writes": "unchanged" if kept == b"first\n" else f"{kept[:20]!r}"}
+
+
+async def _exchange(field: Field, session_id: str) -> None:
+    await field.python(session_id, EXCHANGE, timeout_s=20)
 
 
 @attempt(
@@ -152,7 +183,7 @@ async def name_outside(field: Field) -> Answers:
         paths = (secret, f"{up}{secret[1:]}", f"/workspace/{up}{secret[1:]}", "a\0b", "", "/" + "x/" * 3000, "\ud800")
         answers = {ascii(path)[:24] + str(n): await _read(field, session_id, path) for n, path in enumerate(paths)}
         await _write(field, session_id, f"{up}{secret[1:]}")
-        return {**answers, "write": ", ".join(_changed(field.outside)) or "nothing outside"}
+        return {**answers, "write": ", ".join(changed(field.outside)) or "nothing outside"}
 
 
 @attempt(

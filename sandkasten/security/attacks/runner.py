@@ -7,22 +7,28 @@ Sources: runner/protocol.py (what is allowed), CWE-20, CWE-400, CWE-502.
 
 from __future__ import annotations
 
+import array
 import os
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import trio
 
-from runner.protocol import MAX_FRAME_BYTES, Kind, encode_frame, encode_header
+from runner.protocol import CHUNK_BYTES, MAX_FRAME_BYTES, Kind, encode_frame, encode_header
 from sandkasten.errors import RunnerLost, RunnerProtocolError, SandkastenError
-from sandkasten.model import ExecSpec, Status
+from sandkasten.model import EventType, ExecSpec, Status
 from sandkasten.runtime.paths import RUNNER_SOCKET, DataPaths
-from sandkasten.security.field import Field
-from sandkasten.security.probes.attempt import Answers, Attempt, attempt
+from sandkasten.security.field import Field, put
+from sandkasten.security.probes.attempt import Answers, Attempt, attempt, collect
 
 _END_S = 10.0
+_FLOOD_S = 1.0
+_MAX_READ_BYTES = 1 << 20
+_MOST_PORT_EVENTS = 240
+"""As docs/events.md promises for a minute."""
+_SENT_DESCRIPTORS = 200
 
 REPLIES: Mapping[str, tuple[str, str, bytes]] = {
     "random": ("random bytes", "CWE-20", bytes(range(256)) * 4),
@@ -61,16 +67,62 @@ REPLIES: Mapping[str, tuple[str, str, bytes]] = {
 }
 """What a hostile runner says, by name: in words, the weakness it stands for, the bytes."""
 
+_HEAD = encode_frame(Kind.STARTED, b'{"type":"FileInfo","path":"/workspace/f","size_bytes":9,"truncated":false}')
+
+FILE_REPLIES: Mapping[str, tuple[str, str, bytes, bytes]] = {
+    "file-endless": (
+        "more of a file than was asked for",
+        "CWE-400",
+        _HEAD,
+        encode_frame(Kind.DATA, bytes(CHUNK_BYTES)),
+    ),
+    "file-empty": ("a file of empty pieces without end", "CWE-835", _HEAD, encode_frame(Kind.DATA) * 1000),
+    "file-large": (
+        "a piece of a file larger than any may be",
+        "CWE-400",
+        _HEAD + encode_frame(Kind.DATA, bytes(2 * CHUNK_BYTES)),
+        b"",
+    ),
+    "file-output": ("output of a command in a file", "CWE-20", _HEAD + encode_frame(Kind.STDOUT, b"x"), b""),
+    "file-other": (
+        "a directory instead of a file",
+        "CWE-843",
+        encode_frame(Kind.REPLY, b'{"type":"Listing","path":"/","entries":[],"more":false}'),
+        b"",
+    ),
+}
+"""The same to a request for a file: what is said first, and then over and over."""
+
+_PORTS = encode_frame(Kind.STARTED, b'{"type":"Started","exec_id":"x"}')
+_FLOOD = b"".join(
+    encode_frame(Kind.EVENT, b'{"type":"%b","port":%d,"address":"0.0.0.0"}' % (kind, port))
+    for port in range(1, 500)
+    for kind in (b"PortOpened", b"PortClosed")
+)
+
 
 @asynccontextmanager
-async def impostor(path: Path, said: bytes) -> AsyncIterator[None]:
-    """Listen where the runner did, and answer every request with `said`."""
+async def impostor(
+    path: Path, said: bytes, *, again: bytes = b"", only: bytes = b"", fds: Sequence[int] = ()
+) -> AsyncIterator[None]:
+    """Listen where the runner did, and answer every request with `said`, then with `again` without end.
+
+    Of the requests only those with the bytes `only` in them are answered; with the first byte go copies of `fds`.
+    """
     with _listen_instead(path) as plain:
         listener = trio.SocketListener(trio.socket.from_stdlib_socket(plain))
 
         async def reply(stream: trio.SocketStream) -> None:
-            await stream.receive_some(65536)
-            await stream.send_all(said)
+            if only not in await stream.receive_some(65536):
+                await trio.sleep_forever()
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+            try:
+                sent = await stream.socket.sendmsg([said], rights)
+                await stream.send_all(said[sent:])
+                while again:
+                    await stream.send_all(again)
+            except trio.BrokenResourceError:
+                pass  # they have hung up
             await trio.sleep_forever()
 
         async with trio.open_nursery() as nursery:
@@ -95,24 +147,47 @@ def _listen_instead(path: Path) -> socket.socket:
     return plain
 
 
-async def _say(field: Field, said: bytes) -> Answers:
+Asks = Callable[[Field, str], Awaitable[str]]
+
+
+async def _say(field: Field, asks: Asks, said: bytes, again: bytes = b"", fds: Sequence[int] = ()) -> Answers:
+    sleep = ExecSpec("sleep 60")  # takes the connection that is open
     async with field.session() as victim:
-        async with field.supervisor.open_exec(victim, ExecSpec("sleep 60")):  # takes the connection that is open
-            place = DataPaths(field.config.data_dir).run_dir(victim) / RUNNER_SOCKET
-            async with impostor(place, said):
-                caller = await _ask(field, victim)
-                session = await _wait_crashed(field, victim)
+        async with (
+            field.supervisor.open_exec(victim, sleep),
+            impostor(_place(field, victim), said, again=again, fds=fds),
+        ):
+            caller = await _ask(field, asks, victim)
+            session = await _wait_crashed(field, victim)
         return {"caller": caller, "session": session, "witness": await field.ask_witness()}
 
 
-async def _ask(field: Field, victim: str) -> str:
+def _place(field: Field, session_id: str) -> Path:
+    return DataPaths(field.config.data_dir).run_dir(session_id) / RUNNER_SOCKET
+
+
+async def _ask(field: Field, asks: Asks, victim: str) -> str:
     try:
-        result = await field.supervisor.exec(victim, ExecSpec("true"))
+        return f"believed it: {await asks(field, victim)}"
     except (RunnerProtocolError, RunnerLost) as error:
         return type(error).__name__
     except SandkastenError as error:
         return f"{type(error).__name__}: {error}"
-    return f"believed it: status {result.end.exit_code}"
+
+
+async def _run(field: Field, victim: str) -> str:
+    return f"status {(await field.supervisor.exec(victim, ExecSpec('true'))).end.exit_code}"
+
+
+async def _read(field: Field, victim: str) -> str:
+    """Give up where the daemon should have: an attempt must not become one on ourselves."""
+    size = pieces = 0
+    async with field.supervisor.open_read(victim, "f", max_bytes=_MAX_READ_BYTES) as reader:
+        async for piece in reader:
+            size, pieces = size + len(piece), pieces + 1
+            if size > 2 * _MAX_READ_BYTES or pieces > 10_000:
+                break
+    return f"{size} bytes in {pieces} pieces"
 
 
 async def _wait_crashed(field: Field, victim: str) -> str:
@@ -121,12 +196,66 @@ async def _wait_crashed(field: Field, victim: str) -> str:
     return "lives on"
 
 
-def _attempt(name: str, what: str, stands_for: str, said: bytes) -> Attempt:
+_REFUSED = ("RunnerProtocolError", str(Status.CRASHED), "answers")
+
+
+def _attempt(name: str, what: str, stands_for: str, asks: Asks, said: bytes, again: bytes = b"") -> Attempt:
     async def run(field: Field) -> Answers:
-        return await _say(field, said)
+        return await _say(field, asks, said, again)
 
-    expected = ("RunnerProtocolError", str(Status.CRASHED), "answers")
-    return attempt(f"runner.{name}", f"answer the daemon with {what}", stands_for, expected, users=("",))(run)
+    return attempt(f"runner.{name}", f"answer the daemon with {what}", stands_for, _REFUSED, users=("",))(run)
 
 
-RUNNER = tuple(_attempt(name, *each) for name, each in REPLIES.items())
+@attempt(
+    "runner.descriptors", "fill the daemon's table of descriptors", "CWE-769", (*_REFUSED, "none kept"), users=("",)
+)
+async def send_descriptors(field: Field) -> Answers:
+    """Nothing of ours takes descriptors from a sandbox, so the kernel closes those that ride along."""
+    held = os.open(field.outside / "secret", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        answers = await _say(field, _run, REPLIES["no-json"][2], fds=[held] * _SENT_DESCRIPTORS)
+        kept = sum(_leads_to(fd, field.outside / "secret") for fd in os.listdir("/proc/self/fd")) - 1
+    finally:
+        os.close(held)
+    return {**answers, "descriptors": "none kept" if kept == 0 else f"{kept} kept"}
+
+
+def _leads_to(fd: str, path: Path) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}") == str(path)
+    except OSError:
+        return False
+
+
+@attempt("runner.events", "flood the journal with ports", "CWE-770", ("answers", "bounded"), users=("",))
+async def flood_events(field: Field) -> Answers:
+    """The connection that is open is held by a file, so that ports are watched on one of ours."""
+    async with field.session() as victim:
+        await put(field.supervisor, victim, "f", bytes(8 * _MAX_READ_BYTES))
+        async with (
+            field.supervisor.open_read(victim, "f", max_bytes=8 * _MAX_READ_BYTES),
+            impostor(_place(field, victim), _PORTS, again=_FLOOD, only=b'"Watch"'),
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(field.supervisor.exec, victim, ExecSpec("true"))
+            await trio.sleep(_FLOOD_S)
+            witness = await field.ask_witness()
+            nursery.cancel_scope.cancel()
+        told = await _count_ports(field, victim)
+    return {"witness": witness, "events": "bounded" if 0 < told <= _MOST_PORT_EVENTS else f"{told} events"}
+
+
+async def _count_ports(field: Field, session_id: str) -> int:
+    count = 0
+    with trio.move_on_after(0.5 * field.patience):
+        async with field.supervisor.events(session_id=session_id, after="0") as events:
+            async for each in events:
+                count += each.type in (EventType.PORT_OPENED, EventType.PORT_CLOSED)
+    return count
+
+
+RUNNER = (
+    *(_attempt(name, what, stands_for, _run, said) for name, (what, stands_for, said) in REPLIES.items()),
+    *(_attempt(name, *each[:2], _read, *each[2:]) for name, each in FILE_REPLIES.items()),
+    *collect(globals()),
+)
