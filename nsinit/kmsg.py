@@ -13,8 +13,9 @@ import errno
 import os
 import re
 import time
+from collections import deque
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nsinit.scheduler import Wait
 from nsinit.validate import is_session_id
@@ -25,11 +26,17 @@ _RECORD_BYTES = 8192
 _BATCH = 256
 _MAX_BATCHES = 256
 """Records read without a pause (some 0.3 ms), and pauses: a log that grows faster than this is given up on."""
-_MAX_KILLS = 1024
+_MAX_SESSIONS = 1024
+LAST_KILLS = 16
+"""Kills of one session that are remembered."""
+_PID_NAMESPACE = "/proc/self/ns/pid"
+_INITIAL_PID_NAMESPACE = 0xEFFFFFFC
+"""Inode of the pid namespace whose numbers the log has (include/linux/proc_ns.h, PROC_PID_INIT_INO)."""
 _PREFIX = b"oom-kill:"
 _HEAD = re.compile(rb"\d{1,10},\d{1,20},(?P<usec>\d{1,18}),.*", re.DOTALL)
 _RECORD = re.compile(
-    rb"oom-kill:constraint=CONSTRAINT_\w+,.*?,task_memcg=(?P<memcg>/[^,]*),task=(?P<task>.*),pid=\d+,uid=\d+", re.DOTALL
+    rb"oom-kill:constraint=CONSTRAINT_\w+,.*?,task_memcg=(?P<memcg>/[^,]*),task=(?P<task>.*),pid=(?P<pid>\d{1,10}),uid=\d+",
+    re.DOTALL,
 )
 """The first `,task=` ends the cgroup's path, in which there is no comma; the name goes on to the last `,pid=`."""
 _ESCAPE = re.compile(rb"\\x([0-9a-f]{2})")
@@ -37,17 +44,33 @@ _ESCAPE = re.compile(rb"\\x([0-9a-f]{2})")
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One process that the kernel killed for memory: its name, and when, in seconds of the kernel log's clock."""
+    """One process that the kernel killed for memory: its name, when, in seconds of the kernel log's clock, and its pid
+    in the machine's initial pid namespace."""
 
     name: str
     at_s: float
+    pid: int
+
+
+@dataclass(slots=True)
+class Kills:
+    """What the log tells of one session: how many kills, and the last of them, the newest at the end."""
+
+    count: int = 0
+    last: deque[Kill] = field(default_factory=lambda: deque(maxlen=LAST_KILLS))
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(each.pid for each in self.last)
 
 
 class KernelLog:
     """The kernel's log from now on; with `path` another file that behaves like it."""
 
     def __init__(self, path: str = PATH) -> None:
-        self._kills: dict[str, Kill] = {}
+        self._kills: dict[str, Kills] = {}
+        self.has_our_pids = os.stat(_PID_NAMESPACE).st_ino == _INITIAL_PID_NAMESPACE
+        """Whether its pids are those that this process sees."""
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:  # in a container it may not be there, or not for us
@@ -61,13 +84,13 @@ class KernelLog:
             os.close(self._fd)
             self._fd = -1
 
-    def find_victim(self, session_id: str) -> Generator[Wait, bool, Kill | None]:
-        """Read what is new and return the session's last kill."""
+    def find_kills(self, session_id: str) -> Generator[Wait, bool, Kills]:
+        """Read what is new and return the session's kills."""
         for _ in range(_MAX_BATCHES):
             if not self._read_batch():
                 break
             yield Wait(timeout_s=0)
-        return self._kills.get(session_id)
+        return self._kills.get(session_id, Kills())
 
     def _read_batch(self) -> bool:
         """Read some records; False when there are no more."""
@@ -80,18 +103,20 @@ class KernelLog:
                 return False
             if not record:
                 return False
-            self._keep(record)
+            self.take(record)
         return True
 
-    def _keep(self, record: bytes) -> None:
+    def take(self, record: bytes) -> None:
+        """Keep what one record of the log says, if it is of a kill."""
         parsed = parse_record(record)
         if parsed is None:
             return
         memcg, kill = parsed
         for session_id in filter(is_session_id, memcg.split("/")):
-            self._kills.pop(session_id, None)
-            self._kills[session_id] = kill
-        while len(self._kills) > _MAX_KILLS:
+            kills = self._kills[session_id] = self._kills.pop(session_id, Kills())
+            kills.count += 1
+            kills.last.append(kill)
+        while len(self._kills) > _MAX_SESSIONS:
             del self._kills[next(iter(self._kills))]
 
 
@@ -108,7 +133,7 @@ def parse_record(record: bytes) -> tuple[str, Kill] | None:
     if when is None or match is None:
         return None
     memcg = _unescape(match["memcg"]).decode("utf-8", "replace")
-    return memcg, Kill(_printable(_unescape(match["task"])), int(when["usec"]) / 1e6)
+    return memcg, Kill(_printable(_unescape(match["task"])), int(when["usec"]) / 1e6, int(match["pid"]))
 
 
 def age_s(kill: Kill) -> float:

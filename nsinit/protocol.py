@@ -308,7 +308,7 @@ class RemoveGroup:
 
 @dataclass(frozen=True, slots=True)
 class FindVictim:
-    """Ask whom the kernel's out-of-memory killer ended last in a session. Answer: `Victim`."""
+    """Ask whom the kernel's out-of-memory killer ended in a session. Answer: `Victim`."""
 
     seq: int
     session_id: str
@@ -406,11 +406,14 @@ class Grouped:
 @dataclass(frozen=True, slots=True)
 class Victim:
     """The victim's name as the kernel logged it (chosen by the sandbox: at most 15 bytes of anything printable), empty
-    when unknown, and how many seconds ago it was."""
+    when unknown, and how many seconds ago it was. `kills`: of how many the log tells, and `pids`: who the last of them
+    were, as everybody here counts pids; 0 and none where the log has other pids than ours."""
 
     seq: int
     name: str
     age_s: float = 0.0
+    kills: int = 0
+    pids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

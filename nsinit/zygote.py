@@ -289,8 +289,12 @@ class Zygote:
 
     def _find_victim(self, request: FindVictim) -> Work:
         check_session_id(request.session_id)
-        kill = yield from self._kernel_log.find_victim(request.session_id)
-        return Victim(request.seq, kill.name, kmsg.age_s(kill)) if kill else Victim(request.seq, ""), []
+        kills = yield from self._kernel_log.find_kills(request.session_id)
+        if not kills.last:
+            return Victim(request.seq, ""), []
+        kill = kills.last[-1]
+        count, pids = (kills.count, kills.pids) if self._kernel_log.has_our_pids else (0, ())
+        return Victim(request.seq, kill.name, kmsg.age_s(kill), count, pids), []
 
     def _ask_disk(self, request: AskDisk) -> Work:
         check_session_id(request.session_id)

@@ -8,14 +8,18 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import trio
 
+from nsinit.protocol import Victim
 from sandkasten.actors import zygote as zygote_actor
-from sandkasten.actors.actor import Ref
+from sandkasten.actors.actor import Ask, Ref
 from sandkasten.errors import SandkastenError
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from sandkasten.runtime.oom_event import OomEvent
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +27,7 @@ _VICTIM_S = 2.0
 """How long is waited for the victim's name."""
 
 _SAME_DEATH_S = 2.0
-"""A sandbox that dies this soon after the kernel killed in it for memory died of that."""
+"""A sandbox that dies this soon after the kernel killed in it for memory died of that, as far as the time tells."""
 
 _OOM_NEWS_S = 2.0
 _OOM_PAUSE_S = 0.005
@@ -67,11 +71,19 @@ class SandboxWatch:
         self.news.set()
         await on_death()
 
-    def ran_out_of_memory(self, oom_kills: int) -> bool:
-        """Whether PID 1 died while the kernel killed for memory; `oom_kills`: how often it did, counted after that.
-        A kill long before was survived and explains nothing."""
+    async def ran_out_of_memory(self, oom_kills: int) -> bool:
+        """Whether the kernel killed PID 1 for memory; `oom_kills`: how often it killed in the sandbox, counted after
+        PID 1's death. A kill long before that was survived and explains nothing. Of others the kernel's log tells whom
+        they hit; only where it does not tell of every one, for it is written to a limited number of times, it is
+        believed that the last one did."""
         is_recent = self._died_at - self._killed_at < _SAME_DEATH_S
-        return self.has_died.is_set() and (oom_kills > max(self._kills, 0) or (oom_kills > 0 and is_recent))
+        is_new = oom_kills > max(self._kills, 0)
+        if not self.has_died.is_set() or not (is_new or (oom_kills > 0 and is_recent)):
+            return False
+        told = await self._find_kills()
+        if self._sandbox is None or told is None:
+            return True
+        return self._sandbox.identity.pid in told.pids or told.kills < oom_kills
 
     async def watch_memory(self, on_kill: Callable[[int, str | None], None]) -> None:
         """Tell each time that the kernel killed for memory: how many kills there were so far, and the last victim."""
@@ -86,9 +98,15 @@ class SandboxWatch:
 
     async def find_victim(self) -> str | None:
         """Return the name of the process that was killed for memory last, if that can be known."""
+        return await self._ask_log(zygote_actor.FindVictim(self._session_id))
+
+    async def _find_kills(self) -> Victim | None:
+        return await self._ask_log(zygote_actor.FindKills(self._session_id))
+
+    async def _ask_log(self, question: Ask[T]) -> T | None:
         try:
             with trio.move_on_after(_VICTIM_S):
-                return await self._zygote.ask(zygote_actor.FindVictim(self._session_id))
+                return await self._zygote.ask(question)
         except SandkastenError as error:
             log.info("victim_unknown", extra={"session_id": self._session_id, "error": str(error)})
         return None

@@ -65,7 +65,7 @@ async def end_session(
         log.error("teardown_deferred", extra={"session_id": host.session_id, "error": str(error)})
         return
     services.crash.passing(Point.DESTROY_TORN_DOWN)
-    if event is Event.DIED and watch.ran_out_of_memory(torn_down.oom_kills):
+    if event is Event.DIED and await watch.ran_out_of_memory(torn_down.oom_kills):
         reason, end_reason = f"out of memory: {reason}", EndReason.OOM
     own.note(ended_at=datetime.now(UTC))
     status = next_status(own.session.status, Event.TORN_DOWN, cause=event)

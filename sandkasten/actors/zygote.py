@@ -171,6 +171,13 @@ class FindVictim(Ask[str | None]):
 
 
 @attrs.frozen
+class FindKills(Ask[protocol.Victim]):
+    """All that the kernel's log tells of kills for memory in a session."""
+
+    session_id: str
+
+
+@attrs.frozen
 class GroupHandle:
     """A group that was made, and the descriptor for the sandbox's PID 1 (`membership` says what it is good for: see
     `nsinit.protocol.Grouped`). The receiver owns it, and closes it once it was sent."""
@@ -221,6 +228,7 @@ Message = (
     | MakeGroup
     | RemoveGroup
     | FindVictim
+    | FindKills
 )
 
 
@@ -339,6 +347,8 @@ class Zygote(Actor):
                 return self.defer(self._remove_group, message)
             case FindVictim(session_id):
                 return self.defer(self._find_victim, session_id)
+            case FindKills(session_id):
+                return self.defer(self._find_kills, session_id)
             case _:
                 assert_never(message)
 
@@ -434,9 +444,13 @@ class Zygote(Actor):
         _expect(answer, protocol.Ok)
 
     async def _find_victim(self, session_id: str) -> str | None:
-        request = protocol.FindVictim(self._link.next_seq(), session_id)
-        victim = _expect(await self._request(request), protocol.Victim).message
+        victim = await self._find_kills(session_id)
         return victim.name if victim.name and victim.age_s < _VICTIM_AGE_S else None
+
+    async def _find_kills(self, session_id: str) -> protocol.Victim:
+        request = protocol.FindVictim(self._link.next_seq(), session_id)
+        victim: protocol.Victim = _expect(await self._request(request), protocol.Victim).message
+        return victim
 
     async def _watch_end(self) -> None:
         """nsinit's end is that of the connection, unless what it had just forked holds the other end of it."""

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import trio
 
-from nsinit.protocol import Identity
-from sandkasten.actors.actor import Ref
+from nsinit.protocol import Identity, Victim
+from sandkasten.actors.actor import Actor, Ref
 from sandkasten.actors.sandbox_watch import SandboxWatch
-from sandkasten.actors.zygote import Sandbox
+from sandkasten.actors.zygote import FindKills, Sandbox
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from sandkasten.runtime.fds import OwnedFd
 
@@ -39,19 +39,52 @@ async def _ignore() -> None:
 async def test_a_death_is_for_want_of_memory_if_the_kernel_killed_since(
     tmp_path: Path, init: subprocess.Popen[bytes], *, before: int, at_last: int, is_memory: bool
 ) -> None:
-    """Kills that were known when the sandbox was taken over were survived; an unknown count explains nothing."""
-    (tmp_path / ID).mkdir()
-    (tmp_path / ID / "memory.events").write_text(f"low 0\noom 1\noom_kill {before}\n")
-    stats = CgroupStats({"unified": str(tmp_path), "memory": str(tmp_path)}, ID)
-    watch = SandboxWatch(ID, Ref("zygote"), stats)
+    """Kills that were known when the sandbox was taken over were survived; an unknown count explains nothing. Here
+    nobody has a log of the kernel that would know more."""
+    assert await _is_memory(tmp_path, init, Ref("zygote"), before=before, at_last=at_last) is is_memory
+
+
+class _Log(Actor):
+    """In the place of what asks nsinit for the kernel's log."""
+
+    def __init__(self, ref: Ref, told: Victim) -> None:
+        super().__init__(ref)
+        self._told = told
+
+    async def handle(self, message: FindKills) -> Victim:
+        assert message.session_id == ID
+        return self._told
+
+
+@pytest.mark.parametrize(
+    ("kills", "is_init_named", "is_memory"), [(2, False, False), (2, True, True), (1, False, True), (0, False, True)]
+)
+async def test_the_kernels_log_says_whom_it_killed(
+    tmp_path: Path, init: subprocess.Popen[bytes], *, kills: int, is_init_named: bool, is_memory: bool
+) -> None:
+    """A death from outside right after a command ran out of memory is not put down to that. Of a kill that the log does
+    not tell of, the time still does."""
+    pids = (init.pid + 1, *([init.pid] if is_init_named else [])) if kills else ()
+    ref = Ref("zygote")
+    async with trio.open_nursery() as nursery:
+        await nursery.start(_Log(ref, Victim(1, "python3", 0.1, kills, pids)).run)
+        assert await _is_memory(tmp_path, init, ref, before=0, at_last=2) is is_memory
+        nursery.cancel_scope.cancel()
+
+
+async def _is_memory(place: Path, init: subprocess.Popen[bytes], zygote: Ref, *, before: int, at_last: int) -> bool:
+    (place / ID).mkdir()
+    (place / ID / "memory.events").write_text(f"low 0\noom 1\noom_kill {before}\n")
+    stats = CgroupStats({"unified": str(place), "memory": str(place)}, ID)
+    watch = SandboxWatch(ID, zygote, stats)
     try:
         identity = Identity(init.pid, 1, 1, 0)
         watch.hold(Sandbox(identity, OwnedFd(os.pidfd_open(init.pid)), "none", None, {}))
-        assert not watch.ran_out_of_memory(at_last)
+        assert not await watch.ran_out_of_memory(at_last)
         init.kill()
         with trio.fail_after(10):
             await watch.watch_init(_ignore)
-        assert watch.ran_out_of_memory(at_last) is is_memory
+        return await watch.ran_out_of_memory(at_last)
     finally:
         watch.close()
         stats.close()

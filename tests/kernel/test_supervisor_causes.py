@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from collections.abc import Awaitable, Callable
 
 import pytest
 import trio
 
 from sandkasten.actors.tree import LocalSupervisor
-from sandkasten.model import Cause, ExecEnd, ExecSpec, Limits, SessionSpec, ShellSpec
-from tests.waiting import until
+from sandkasten.errors import SandkastenError
+from sandkasten.model import Cause, EndReason, ExecEnd, ExecSpec, Limits, SessionSpec, ShellSpec, Status
+from tests.kernel.processes import init_pid
+from tests.leaks import descendants
+from tests.waiting import PATIENCE_S, until
 
 HOG = "python3 -c 'x = bytearray(300 << 20)'"
 BURN = "python3 -c 'import time\nwhile time.process_time() < 0.3: pass'"
@@ -112,3 +118,36 @@ async def test_cpu_time_is_that_of_the_command(box: Box) -> None:
         await until(is_running)
         waited = await box.run(":")
         assert 0 <= waited.usage.cpu_ms < 150
+
+
+@pytest.mark.cgroup_v2
+async def test_a_death_from_outside_is_not_put_down_to_a_command_that_ran_out_of_memory(box: Box) -> None:
+    """However short it was before: the kernel's log names whom it killed."""
+    init = init_pid(await box.supervisor.get(box.session_id))
+    end = await box.run(HOG, stateless=True)
+    os.kill(init, signal.SIGKILL)
+    with trio.fail_after(PATIENCE_S):
+        ended = await box.supervisor.wait_ended(box.session_id)
+    if end.victim is None:
+        pytest.skip("the kernel's log did not name the victim: it is written to a limited number of times")
+    assert (end.cause, ended.status) == (Cause.OOM, Status.CRASHED)
+    assert (ended.end_reason, ended.reason) == (EndReason.CRASHED, "its init process ended")
+
+
+@pytest.mark.cgroup_v2
+async def test_a_session_whose_init_was_killed_for_memory_says_so(box: Box) -> None:
+    """The kernel takes PID 1 last; here it is made the first, once the command that uses up the memory has begun."""
+    init = init_pid(await box.supervisor.get(box.session_id))
+    program = "print(flush=True); input(); x = bytearray(300 << 20)"
+    spec = ExecSpec(argv=("python3", "-c", program), stdin_open=True)
+    with trio.fail_after(PATIENCE_S), contextlib.suppress(SandkastenError):  # its session ended
+        async with box.supervisor.open_exec(box.session_id, spec) as stream:
+            await anext(aiter(stream))
+            for pid, score in ((init, 1000), *((pid, 0) for pid, _ in descendants(init))):
+                await trio.Path(f"/proc/{pid}/oom_score_adj").write_text(str(score))
+            await stream.send_stdin(b"\n")
+            await stream.wait_end()
+    with trio.fail_after(PATIENCE_S):
+        ended = await box.supervisor.wait_ended(box.session_id)
+    assert (ended.status, ended.end_reason) == (Status.CRASHED, EndReason.OOM)
+    assert ended.reason == "out of memory: its init process ended"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsinit.kmsg import KernelLog, Kill, parse_record
+from nsinit.kmsg import LAST_KILLS, KernelLog, Kill, parse_record
 
 SESSION = "2da48b602c3f6c219d156df3"
 MEMCG = f"/jobs/17/sandkasten-9d156df3/{SESSION}"
@@ -19,14 +21,14 @@ def _record(task: str, *, memcg: str = MEMCG, extra: str = "", head: str = "6,81
 
 def test_a_memory_cgroups_kill_is_read() -> None:
     """Cgroup, name and time."""
-    assert parse_record(_record("python3")) == (MEMCG, Kill("python3", 10952.22475))
+    assert parse_record(_record("python3")) == (MEMCG, Kill("python3", 10952.22475, 20123))
 
 
 def test_a_kill_for_the_whole_machine_is_read_too() -> None:
     """The kernel says `global_oom` then, and still which cgroup the victim was in."""
     text = f"oom-kill:constraint=CONSTRAINT_NONE,nodemask=(null),cpuset=/,mems_allowed=0,global_oom,task_memcg={MEMCG}"
     parsed = parse_record(f"6,1,2000000,-,caller=T7;{text},task=hog,pid=1,uid=0\n SUBSYSTEM=x\n".encode())
-    assert parsed == (MEMCG, Kill("hog", 2.0))
+    assert parsed == (MEMCG, Kill("hog", 2.0, 1))
 
 
 @pytest.mark.parametrize(
@@ -76,10 +78,27 @@ def test_no_bytes_raise(data: bytes) -> None:
     parse_record(_record("x").replace(b"task=x", b"task=" + data))
 
 
+def test_every_kill_of_a_session_is_counted_and_the_last_are_known(tmp_path: Path) -> None:
+    """By pid; those of other sessions are none of it, and of a session that was killed in without end the memory stays
+    small."""
+    path = tmp_path / "kmsg"
+    path.write_bytes(b"")
+    log = KernelLog(str(path))
+    other = MEMCG.replace(SESSION, SESSION[::-1])
+    records = [_record("x").replace(b"pid=20123", b"pid=%d" % pid) for pid in range(1, LAST_KILLS + 3)]
+    for record in (*records, _record("y", memcg=other)):
+        log.take(record)
+    with pytest.raises(StopIteration) as end:
+        next(log.find_kills(SESSION))
+    log.close()
+    assert end.value.value.count == LAST_KILLS + 2
+    assert end.value.value.pids == tuple(range(3, LAST_KILLS + 3))
+
+
 def test_without_a_log_no_victim_is_known() -> None:
     """As in a container that has no /dev/kmsg."""
     log = KernelLog("/nonexistent/kmsg")
     with pytest.raises(StopIteration) as end:
-        next(log.find_victim(SESSION))
-    assert end.value.value is None
+        next(log.find_kills(SESSION))
+    assert (end.value.value.count, end.value.value.pids) == (0, ())
     log.close()
