@@ -9,8 +9,10 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,10 @@ from tests.kernel.harness import (
 MIB = 1 << 20
 SMALL = DiskLimits(size_bytes=32 * MIB, inodes=2000)
 LIMITED = ("loop", "tmpfs", pytest.param("project", marks=pytest.mark.cgroup_v2), "btrfs")
+on_xfs_too = pytest.mark.parametrize(
+    "server", [*LIMITED, pytest.param("xfs", marks=pytest.mark.cgroup_v2)], indirect=True, scope="module"
+)
+"""Mode `project` on the other file system that has it, for what depends on how a file system counts and refuses."""
 
 FILL_INODES = """
 import errno, os
@@ -85,36 +91,58 @@ print("deep")
 @pytest.fixture(scope="module", params=LIMITED)
 def server(request: pytest.FixtureRequest) -> Iterator[Nsinit]:
     """An nsinit whose sessions' disks are of one mode; project quotas need a file system made for them."""
+    mode: DiskWish = "project" if request.param == "xfs" else request.param
     with contextlib.ExitStack() as stack:
-        elsewhere = stack.enter_context(btrfs()) if request.param == "btrfs" else None
+        elsewhere = stack.enter_context(MADE[request.param]()) if request.param in MADE else None
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tempfile, "tempdir", elsewhere or tempfile.tempdir)
             data_dir = stack.enter_context(data_directory())
-        if request.param == "project" and (reason := why_not(data_dir, "project")):
-            pytest.skip(reason)
-        nsinit = stack.enter_context(running(data_dir, disk=request.param))
+        nsinit = stack.enter_context(running(data_dir, disk=mode))
+        if mode == "project" and isinstance(nsinit.ready, Failed) and nsinit.ready.stage == "disk":
+            pytest.skip(nsinit.ready.message)
         assert isinstance(nsinit.ready, Ready), nsinit.ready
-        assert nsinit.ready.disk == request.param
+        assert nsinit.ready.disk == mode
         yield nsinit
 
 
 @contextlib.contextmanager
 def btrfs() -> Iterator[str]:
     """A mounted btrfs with quotas."""
-    if shutil.which("mkfs.btrfs") is None:
-        pytest.skip("needs mkfs.btrfs (btrfs-progs)")
-    with tempfile.TemporaryDirectory(prefix="sandkasten-btrfs-") as directory:
+    with mounted("btrfs", "btrfs-progs") as point:
+        run_outside(["btrfs", "quota", "enable", point])
+        yield point
+
+
+def xfs() -> AbstractContextManager[str]:
+    """A mounted xfs that counts by project."""
+    return mounted("xfs", "xfsprogs", "prjquota")
+
+
+@contextlib.contextmanager
+def mounted(fstype: str, package: str, *options: str) -> Iterator[str]:
+    """A new file system in a file; a machine that has no such one skips, in its own words."""
+    program = f"mkfs.{fstype}"
+    if shutil.which(program) is None:
+        pytest.skip(f"needs {program} ({package})")
+    with tempfile.TemporaryDirectory(prefix=f"sandkasten-{fstype}-") as directory:
         image, point = f"{directory}/image", f"{directory}/mounted"
         os.mkdir(point)
         with open(image, "wb") as file:
             file.truncate(512 * MIB)
-        run_outside(["mkfs.btrfs", "-q", image])
-        run_outside(["mount", "-o", "loop", image, point])
+        run_outside([program, "-q", image])
         try:
-            run_outside(["btrfs", "quota", "enable", point])
+            run_outside(["mount", "-t", fstype, "-o", ",".join(("loop", *options)), image, point])
+        except subprocess.CalledProcessError as error:
+            why = error.stderr.partition(f"{point}: ")[2].partition("\n")[0]
+            pytest.skip(f"this kernel mounts no {' '.join((fstype, *options))}: {why}")
+        try:
             yield point
         finally:
             run_outside(["umount", point])
+
+
+MADE: dict[str, Callable[[], AbstractContextManager[str]]] = {"btrfs": btrfs, "xfs": xfs}
+"""What this machine need not have as a data directory's file system."""
 
 
 def why_not(data_dir: Path, mode: DiskWish) -> str | None:
@@ -165,6 +193,7 @@ def digest(tree: Path) -> str:
     return sums.hexdigest()
 
 
+@on_xfs_too
 def test_a_full_disk_is_enospc_and_hurts_nobody_else(server: Nsinit) -> None:
     """Writing ends at the limit, the session lives and has room again after deleting; its neighbour noticed nothing."""
     first, second = (server.build(host_plan(disk=SMALL)) for _ in range(2))
@@ -184,6 +213,7 @@ def test_a_full_disk_is_enospc_and_hurts_nobody_else(server: Nsinit) -> None:
     second.teardown()
 
 
+@on_xfs_too
 def test_inodes_are_limited(server: Nsinit) -> None:
     """Empty files end at the limit, too, and `df -i` says so."""
     if server.ready.disk == "btrfs":
@@ -208,6 +238,7 @@ def test_every_part_of_the_root_shares_the_limit(server: Nsinit) -> None:
     sandbox.teardown()
 
 
+@on_xfs_too
 def test_no_trick_gets_more_than_the_limit(server: Nsinit, tmp_path: Path) -> None:
     """Sparse files, holes, unlinked files, other project ids, chains of directories: the host gives what was promised,
     everything outside stays as it was, and all of it is gone afterwards."""
