@@ -28,6 +28,7 @@ from sandkasten.actors.loss import INIT_ENDED, judge, last_word
 from sandkasten.actors.marks import Marks
 from sandkasten.actors.pausing import Pausing
 from sandkasten.actors.run_driver import ask_runner
+from sandkasten.actors.runs import Runs
 from sandkasten.actors.sandbox_watch import SandboxWatch
 from sandkasten.actors.session_disk import read_disk
 from sandkasten.actors.session_end import EXPIRIES, end_session
@@ -102,15 +103,17 @@ class SessionActor(Actor):
         self._create_ms: Mapping[str, float] = {}
         self._controls = trio.CapacityLimiter(_MAX_CONTROLS)
         self._watch = SandboxWatch(record.session.id, services.zygote, self._stats)
-        self._work = SessionWork(
+        logs, keep = services.spool.session(record.session.id), services.keep(record.session.id)
+        runs = Runs(
             self,
             zygote=services.zygote,
             stats=self._stats,
-            logs=services.spool.session(record.session.id),
+            logs=logs,
             queue_length=services.shell_queue_length,
             metrics=services.metrics,
-            keep=services.keep(record.session.id),
+            keep=keep,
         )
+        self._work = SessionWork(self, runs, logs=logs, keep=keep)
         self._pausing = Pausing(self, self._own, zygote=services.zygote, lease=self._lease, work=self._work)
 
     @property

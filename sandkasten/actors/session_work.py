@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVarTuple, assert_never
 
 import trio
 
-from sandkasten.actors.actor import DEFERRED, Deferred, Ref
+from sandkasten.actors.actor import DEFERRED, Deferred
 from sandkasten.actors.ports import Ports
 from sandkasten.actors.run_adoption import RunAdoption
 from sandkasten.actors.run_keeping import Keep
@@ -35,8 +35,6 @@ from sandkasten.actors.session_messages import (
 )
 from sandkasten.actors.terminals import Terminals
 from sandkasten.errors import Capacity
-from sandkasten.runtime.cgroup_stats import CgroupStats
-from sandkasten.runtime.metrics import Metrics
 from sandkasten.runtime.runner_link import RunnerLink
 from sandkasten.runtime.spool import RunLogs
 
@@ -44,7 +42,6 @@ Ts = TypeVarTuple("Ts")
 
 _MAX_LOANS = 32
 """File transfers of one session at a time; see `runs.MAX_ACTIVE`."""
-
 
 _MAX_ATTENDANTS = 1024
 
@@ -58,30 +55,12 @@ class WorkHost(Host, Protocol):
 class SessionWork:
     """See the module's docstring."""
 
-    def __init__(
-        self,
-        host: WorkHost,
-        *,
-        zygote: Ref,
-        stats: CgroupStats,
-        logs: RunLogs,
-        queue_length: int,
-        metrics: Metrics,
-        keep: Keep,
-    ) -> None:
+    def __init__(self, host: WorkHost, runs: Runs, *, logs: RunLogs, keep: Keep) -> None:
         self._host = host
         self._logs = logs
         self._loans = self._attendants = 0
         self._returned = trio.Event()
-        self.runs = Runs(
-            host,
-            zygote=zygote,
-            stats=stats,
-            logs=logs,
-            queue_length=queue_length,
-            metrics=metrics,
-            keep=keep,
-        )
+        self.runs = runs
         self.ports = Ports(host)
         self._terminals = Terminals(host, self.runs)
         self.adoption = RunAdoption(host, self.runs, keep, on_terminal=self._terminals.adopt)
