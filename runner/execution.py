@@ -329,8 +329,7 @@ class Execution:
         if self._forced is not None:
             cause, signal_number = self._forced, None
             exit_code = EXIT_TIMED_OUT if cause == "timed_out" else EXIT_CANCELLED
-        has_failed = self._has_begun and exit_code != 0
-        is_full, was_filled = self._room.read(self._context) if has_failed else (False, False)
+        is_full, was_filled = self._room.read(self._context, has_failed=self._has_begun and exit_code != 0)
         return ExecReply(
             exec_id=self.request.exec_id,
             exit_code=exit_code,

@@ -255,7 +255,7 @@ class Program:
         if self._forced is not None:
             cause, number = self._forced, None
             exit_code = EXIT_TIMED_OUT if cause == "timed_out" else EXIT_CANCELLED
-        is_full, was_filled = self._room.read(self._context) if exit_code != 0 else (False, False)
+        is_full, was_filled = self._room.read(self._context, has_failed=exit_code != 0)
         return ExecReply(
             exec_id=self.request.exec_id,
             exit_code=exit_code,

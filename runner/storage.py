@@ -44,9 +44,9 @@ class RoomGauge:
         """It begins, or has just begun."""
         self._had_room = not is_full(context)
 
-    def read(self, context: Context) -> tuple[bool, bool]:
-        """Return whether there is no room left now, and whether there was some when it had just begun."""
-        now = is_full(context)
+    def read(self, context: Context, *, has_failed: bool) -> tuple[bool, bool]:
+        """Return whether it failed and there is no room left now, and whether there was some when it had just begun."""
+        now = has_failed and is_full(context)
         return now, now and self._had_room
 
 
