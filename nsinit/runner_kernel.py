@@ -67,6 +67,9 @@ class RunnerKernel:
     def openat2(self, dirfd: int, path: bytes, flags: int, mode: int, resolve: int) -> int:
         return syscalls.openat2(dirfd, path, flags, mode=mode, resolve=resolve)
 
+    def syncfs(self, fd: int) -> None:
+        syscalls.syncfs(fd)
+
     def close_range(self, first: int, last: int) -> None:
         syscalls.close_range(first, last)
 

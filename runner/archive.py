@@ -37,6 +37,8 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _PARENT = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _WITHIN = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS
 _MAX_PARTS = 2048
+_UNSYNCED_BYTES = 256 * 1024 * 1024
+"""So much may wait to be written to the disk: who makes a workspace of it all has seconds for that, not minutes."""
 _MAX_TIME_S = 2**33
 _TIME = re.compile(r"(-?)([0-9]{1,12})(?:\.([0-9]{1,9})[0-9]*)?\Z")
 
@@ -161,6 +163,7 @@ class _Unpacker:
         self._top_fd, self._kernel = top_fd, kernel
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self.entries = self.size = self.skipped = 0
+        self._unsynced_bytes = 0
         self._directories: dict[bytes, tuple[int, int]] = {}
 
     def take(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
@@ -182,7 +185,8 @@ class _Unpacker:
             raise FileRefused("BAD_ARCHIVE", f"{reason}: {member.name[:200]}") from None
 
     def finish(self) -> None:
-        """Give directories their modes and times: before, a closed one would have kept its own files out."""
+        """Give directories their modes and times: before, a closed one would have kept its own files out. What was
+        unpacked is on the disk then."""
         for path in sorted(self._directories, reverse=True):
             mode, mtime_ns = self._directories[path]
             fd = self._kernel.openat2(self._top_fd, path, os.O_RDONLY | _PARENT & ~os.O_PATH, 0, _WITHIN)
@@ -191,6 +195,7 @@ class _Unpacker:
                 os.fchmod(fd, mode)
             finally:
                 os.close(fd)
+        self._kernel.syncfs(self._top_fd)
 
     def _make(self, archive: tarfile.TarFile, member: tarfile.TarInfo, path: bytes) -> None:
         parent, _, name = path.rpartition(b"/")
@@ -216,14 +221,21 @@ class _Unpacker:
         assert source is not None
         with open(os.open(name, _CREATE, 0o600, dir_fd=parent_fd), "wb", buffering=0) as file:
             while chunk := source.read(CHUNK_BYTES):
-                self.size += len(chunk)
-                if self.size > self._max_bytes:
-                    raise FileRefused("TOO_LARGE", f"more than {self._max_bytes} bytes of files")
+                self._note_written(len(chunk))
                 rest = memoryview(chunk)
                 while rest:
                     rest = rest[file.write(rest) :]
             os.fchmod(file.fileno(), member.mode & _PERMISSIONS)
             os.utime(file.fileno(), ns=(_mtime_ns(member),) * 2)
+
+    def _note_written(self, size_bytes: int) -> None:
+        self.size += size_bytes
+        if self.size > self._max_bytes:
+            raise FileRefused("TOO_LARGE", f"more than {self._max_bytes} bytes of files")
+        self._unsynced_bytes += size_bytes
+        if self._unsynced_bytes > _UNSYNCED_BYTES:
+            self._kernel.syncfs(self._top_fd)
+            self._unsynced_bytes = 0
 
     def _link(self, member: tarfile.TarInfo, parent_fd: int, name: bytes) -> None:
         directory, _, target = _path_of(member.linkname).rpartition(b"/")

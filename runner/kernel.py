@@ -64,6 +64,9 @@ class Kernel(Protocol):
     def openat2(self, dirfd: int, path: bytes, flags: int, mode: int, resolve: int) -> int:
         """openat2(2); the returned descriptor is the caller's."""
 
+    def syncfs(self, fd: int) -> None:
+        """syncfs(2): wait until all that was written to the file system of `fd` is on the disk."""
+
     def close_range(self, first: int, last: int) -> None:
         """close_range(2), flags 0."""
 

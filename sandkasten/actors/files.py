@@ -38,6 +38,9 @@ T = TypeVar("T")
 _ANSWER_S = 60.0
 """How long PID 1 may take for the next piece of a file."""
 
+_SYNCED_S = 1800.0
+"""How long a file may take until it is on the disk."""
+
 _REFUSALS: dict[str, type[SandkastenError]] = {
     "FILE_NOT_FOUND": FileNotFound,
     "IS_DIRECTORY": IsADirectory,
@@ -80,8 +83,8 @@ class LocalFileReader:
 class LocalFileWriter:
     """See `supervisor.FileWriter`."""
 
-    def __init__(self, connection: RunnerConnection) -> None:
-        self._connection = connection
+    def __init__(self, connection: RunnerConnection, *, patience_s: float) -> None:
+        self._connection, self._patience_s = connection, patience_s
 
     async def send(self, data: bytes) -> None:
         for start in range(0, len(data), CHUNK_BYTES):
@@ -89,7 +92,7 @@ class LocalFileWriter:
 
     async def commit(self) -> str:
         await self._connection.send(Kind.END)
-        answer = await self._connection.receive_answer(deadline=trio.current_time() + _ANSWER_S)
+        answer = await self._connection.receive_answer(deadline=trio.current_time() + self._patience_s)
         done: protocol.Done = require(answer, protocol.Done)
         return done.path
 
@@ -112,7 +115,7 @@ async def open_writer(link: RunnerLink, path: str, *, sync: bool = False) -> Asy
     check_path(path)
     async with link.connection() as connection:
         await connection.send_request(protocol.WriteFile(path=path, sync=sync))
-        yield LocalFileWriter(connection)
+        yield LocalFileWriter(connection, patience_s=_SYNCED_S if sync else _ANSWER_S)
 
 
 def check_path(path: str) -> None:

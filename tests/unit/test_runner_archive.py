@@ -1,4 +1,5 @@
-"""Packing a tree that somebody changes in the worst moment: between the look at a name and its opening."""
+"""Archives of trees: packed while somebody changes them in the worst moment, between the look at a name and its
+opening; and unpacked by a kernel that is watched."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from runner.archive import pack
+from nsinit.runner_kernel import RunnerKernel
+from runner import archive
+from runner.archive import pack, unpack
 
 Change = Callable[[Path], None]
 
@@ -38,8 +41,8 @@ def packed(top: Path) -> dict[str, bytes | None]:
         pack(fd, out)
     finally:
         os.close(fd)
-    with tarfile.open(fileobj=io.BytesIO(out.getvalue())) as archive:
-        files = {member.name: archive.extractfile(member) for member in archive}
+    with tarfile.open(fileobj=io.BytesIO(out.getvalue())) as made:
+        files = {member.name: made.extractfile(member) for member in made}
         return {name: None if file is None else file.read() for name, file in files.items()}
 
 
@@ -93,3 +96,38 @@ def test_what_becomes_something_else_costs_nothing_but_itself(
 
     change(become)
     assert packed(tmp_path) == dict.fromkeys({"one", "two"} - set(changed), b"content")
+
+
+class WatchedKernel(RunnerKernel):
+    """Notes what there is whenever the file system would be synced."""
+
+    def __init__(self, top: Path) -> None:
+        super().__init__(filters_commands=False)
+        self._top = top
+        self.synced: list[int] = []
+
+    def syncfs(self, fd: int) -> None:
+        self.synced.append(sum(each.stat().st_size for each in self._top.iterdir()))
+
+
+def test_what_is_unpacked_is_on_the_disk_and_little_waits_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who publishes it syncs again, and must find next to nothing to do."""
+    monkeypatch.setattr(archive, "_UNSYNCED_BYTES", 1_000_000)
+    source = io.BytesIO()
+    with tarfile.open(fileobj=source, mode="w") as made:
+        for number in range(5):
+            member = tarfile.TarInfo(f"file-{number}")
+            member.size = 700_000
+            made.addfile(member, io.BytesIO(bytes(member.size)))
+    source.seek(0)
+    kernel = WatchedKernel(tmp_path)
+    fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        unpack(fd, source, kernel, max_entries=10, max_bytes=10_000_000)
+    finally:
+        os.close(fd)
+    before = [0, *kernel.synced]
+    assert kernel.synced[-1] == 5 * 700_000
+    assert all(now - then <= 1_000_000 + 700_000 for then, now in zip(before, kernel.synced, strict=False))
