@@ -38,7 +38,7 @@ run: as-root $(VENV)/.installed
 	@$(VENV)/bin/sandkasten init --config $(DATA)/sandkasten.yaml --data-dir $(DATA) >/dev/null
 	@$(LIMITS); exec $(VENV)/bin/sandkasten serve --stop-sessions --config $(DATA)/sandkasten.yaml $(ARGS)
 
-test: $(if $(ARGS),,as-root) tools $(VENV)/.installed-dev
+test: $(if $(ARGS),,as-root $(VENV)/.installed-fuzz) tools $(VENV)/.installed-dev
 	@$(LIMITS); exec $(PYTHON) tests/guardian.py $(PYTHON) -m \
 		$(if $(filter 0,$(LANES)),pytest,tests.twice $(LANES)) $(ARGS)
 
@@ -54,10 +54,7 @@ bench: as-root $(VENV)/.installed-dev
 soak: as-root $(VENV)/.installed-dev
 	@$(LIMITS); exec $(PYTHON) tests/guardian.py $(PYTHON) -m bench.soak --report docs/soak-$$(date -u +%F).md $(ARGS)
 
-fuzz: $(VENV)/.installed-dev
-	@$(PYTHON) -c 'import atheris' 2>/dev/null || { echo 'installing requirements-fuzz.txt'; \
-		$(PYTHON) -m pip install -qq --require-hashes --only-binary :all: -r requirements-fuzz.txt \
-		|| echo 'atheris has no wheel for this machine'; }
+fuzz: $(VENV)/.installed-fuzz
 	@exec $(PYTHON) -m tests.fuzz --seconds $(SECONDS) $(ARGS)
 
 lint: $(VENV)/.installed-dev
@@ -85,6 +82,12 @@ $(VENV)/.installed: requirements.lock pyproject.toml
 
 $(VENV)/.installed-dev: requirements-dev.lock $(VENV)/.installed
 	@$(call packages,requirements-dev.lock)
+	@touch $@
+
+$(VENV)/.installed-fuzz: requirements-fuzz.txt $(VENV)/.installed-dev
+	@echo 'installing requirements-fuzz.txt'; \
+		$(PYTHON) -m pip install -qq --require-hashes --only-binary :all: -r requirements-fuzz.txt \
+		|| echo 'atheris has no wheel for this machine'
 	@touch $@
 
 # An environment whose interpreter works is kept. Debian ships Python without ensurepip: as root that is mended.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -13,6 +16,7 @@ from tests.fuzz.targets import TARGETS
 
 EXAMPLES = 150
 RANDOM_RUNS = 1500
+COVERED_S = 4
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -32,6 +36,15 @@ def test_no_random_input_breaks_a_property(name: str) -> None:
     """Longer ones, from a seed that is told when one fails."""
     seed = random.SystemRandom().getrandbits(32)
     assert long_run.run_random(name, seed=seed, runs=RANDOM_RUNS) == RANDOM_RUNS
+
+
+@pytest.mark.skipif(find_spec("atheris") is None, reason="needs atheris, which has wheels for some machines")
+@pytest.mark.parametrize("name", ["runner_frames", "api_bodies", "websocket_messages"])
+def test_no_input_that_coverage_leads_to_breaks_a_property(name: str) -> None:
+    """What a runner and a client may send; `make fuzz` takes its time for all of them."""
+    command = [sys.executable, "-m", "tests.fuzz", "--seconds", str(COVERED_S), name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, "no finding" in done.stdout) == (0, True), done.stdout + done.stderr
 
 
 def test_a_finding_tells_how_to_see_it_again(capsys: pytest.CaptureFixture[str]) -> None:

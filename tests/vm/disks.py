@@ -30,7 +30,7 @@ PACKAGES = "linux-image-cloud-amd64,python3,kmod,busybox-static,e2fsprogs,xfspro
 _RECIPE = "5"
 """Raise it when the root disk must be made anew."""
 _PROJECT = ("sandkasten", "nsinit", "runner", "tests", "config", "pyproject.toml")
-_NOT_NEEDED = ("mypy", "mypyc", "pip", "setuptools", "libcst", "ruff", "*__mypyc*", "*.pyi")
+_NOT_NEEDED = ("mypy", "mypyc", "pip", "setuptools", "libcst", "ruff", "atheris*", "*__mypyc*", "*.pyi")
 _MODULES = ("virtio_pci", "virtio_blk")
 _SCRIPT = '#!/bin/sh\nexec python3 -m sandkasten "$@"\n'
 
