@@ -53,8 +53,13 @@ IMAGE_STEPS: tuple[tuple[str, Callable[[Box, SandboxPlan], object]], ...] = (
     ("tmp", furnish.mount_tmp),
     ("run", furnish.mount_run),
     ("user directories", furnish.make_user_directories),
-    ("workspace", furnish.mount_workspace),
     ("etc", furnish.write_etc),
+)
+"""The builder. `SandboxPlan.furnishing` is all of the plan that these look at. A furnished vessel waits here."""
+
+LAST_STEPS: tuple[tuple[str, Callable[[Box, SandboxPlan], object]], ...] = (
+    ("furnished root", furnish.find_root),
+    ("workspace", furnish.mount_workspace),
     ("read-only root", furnish.make_read_only),
     ("pivot root", furnish.pivot),
 )

@@ -13,7 +13,7 @@ import gc
 import os
 import socket
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from nsinit import build, capabilities, control, syscalls
 from nsinit import constants as k
@@ -30,19 +30,24 @@ NAME = "nsinit-builder"
 _MAX_FDS = 5
 
 
+Stage = Literal["born", "blank", "furnished", "whole"]
+"""How far a sandbox is: PID 1 alone, `build.BLANK_STEPS`, `build.IMAGE_STEPS`, all."""
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """Work on one sandbox: pidfd, user namespace, map of the machine's files and control socket come along; the
     workspace's map, too, if it has one.
 
-    Without a plan only the blank part is done; `is_blank_done` says that it was done before. `disk` is what the disk is
+    `done` is how far it is, `goal` how far it is to be; without a plan that is blank, and `disk` is what the disk is
     made for then.
     """
 
     session_id: str
     base: int
     plan: SandboxPlan | None
-    is_blank_done: bool
+    done: Stage
+    goal: Stage
     disk: DiskLimits
 
 
@@ -85,8 +90,8 @@ def _serve(order: Order, fds: list[int], machine: Machine, kept: set[int], home_
             finally:
                 syscalls.setns(home_fd, JOINED)
                 keep_only(kept | {control_fd})
-            if order.plan is not None:
-                plan = order.plan
+            plan = order.plan
+            if plan is not None and order.goal == "whole":
                 begin = control.Begin(*box.root_id, filter_number, plan.root_inside, plan.open_files, is_files)
                 control.say_begin(connection, begin)
         except StepFailed as error:
@@ -102,10 +107,14 @@ def _filter_number(order: Order, machine: Machine) -> int:
 
 
 def _work(order: Order, box: Box, steps: Steps) -> None:
-    if order.plan is not None and order.plan.image_kind == "files":
-        steps.run(build.JOIN_STEPS if order.is_blank_done else build.BARE_STEPS, box)
-        steps.run(build.FILES_STEPS, box, order.plan)
+    plan, is_born = order.plan, order.done == "born"
+    if plan is not None and plan.image_kind == "files":
+        steps.run(build.BARE_STEPS if is_born else build.JOIN_STEPS, box)
+        steps.run(build.FILES_STEPS, box, plan)
         return
-    steps.run(build.JOIN_STEPS if order.is_blank_done else build.BLANK_STEPS, box)
-    if order.plan is not None:
-        steps.run(build.IMAGE_STEPS, box, order.plan)
+    steps.run(build.BLANK_STEPS if is_born else build.JOIN_STEPS, box)
+    if plan is not None:
+        if order.done != "furnished":
+            steps.run(build.IMAGE_STEPS, box, plan)
+        if order.goal == "whole":
+            steps.run(build.LAST_STEPS, box, plan)

@@ -6,7 +6,7 @@ they are, and a test compares. Sources: none but `build`.
 
 from __future__ import annotations
 
-from nsinit.build import BARE_STEPS, BIRTH_STEPS, BLANK_STEPS, FILES_STEPS, IMAGE_STEPS, POWER_STEPS
+from nsinit.build import BARE_STEPS, BIRTH_STEPS, BLANK_STEPS, FILES_STEPS, IMAGE_STEPS, LAST_STEPS, POWER_STEPS
 
 NSINIT_STEPS = ("cgroup", "slot", "listener", "clone", "limits", "identity", "share")
 """Of a create, in nsinit itself."""
@@ -52,7 +52,7 @@ def all_points() -> tuple[str, ...]:
     return (
         *point_names(NSINIT, NSINIT_STEPS),
         *point_names(INIT, [name for name, _ in BIRTH_STEPS]),
-        *point_names(BUILDER, [name for name, _ in (*BLANK_STEPS, *IMAGE_STEPS)]),
+        *point_names(BUILDER, [name for name, _ in (*BLANK_STEPS, *IMAGE_STEPS, *LAST_STEPS)]),
         *point_names(FILES, [name for name, _ in (*BARE_STEPS, *FILES_STEPS)]),
         *point_names(INIT, [name for name, _ in POWER_STEPS]),
         *RUNNER_POINTS,

@@ -154,6 +154,14 @@ def mount_root(box: Box, plan: SandboxPlan) -> None:
     box.root_fd = os.open(point, _POINT)
 
 
+def find_root(box: Box, plan: SandboxPlan) -> None:
+    """The image was mounted just now, or some time ago in a vessel."""
+    if box.root_fd < 0:
+        box.root_fd = os.open(f"{box.machine.layout.stage}/{stage.ROOT}", _POINT)
+        if plan.image_kind == "host":
+            box.usr_fd = open_in_root(box.root_fd, "usr", _POINT)
+
+
 def mount_empty_root(box: Box, plan: SandboxPlan) -> None:
     """No program, no file: room for mount points only."""
     point = f"{box.machine.layout.stage}/{stage.ROOT}"

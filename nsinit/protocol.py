@@ -105,6 +105,12 @@ class SandboxPlan:
     disk: DiskLimits = DEFAULT_DISK
     root_inside: bool = False
 
+    @property
+    def furnishing(self) -> tuple[object, ...]:
+        """What decides how an image is mounted. Plans in which that is the same differ only in what comes after it."""
+        sizes = self.tmp_bytes, self.tmp_inodes, self.shm_bytes, self.shm_inodes
+        return self.image, self.image_kind, self.disk, self.limits.memory_bytes, *sizes
+
 
 # Requests ---------------------------------------------------------------------------------------------------------
 
@@ -140,6 +146,18 @@ class Prepare:
     session_id: str
     limits: Limits
     disk: DiskLimits = DEFAULT_DISK
+
+
+@dataclass(frozen=True, slots=True)
+class Furnish:
+    """Mount the image in a blank vessel, on the guess that its session will have it.
+
+    The `Build` of that id must have the same `SandboxPlan.furnishing` then, or it is refused. Answer: `Ok` or `Failed`;
+    after `Failed` nothing of the vessel is left.
+    """
+
+    seq: int
+    plan: SandboxPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,7 +479,7 @@ class Failed:
 
 
 REQUESTS = Vocabulary(
-    *(Start, Prepare, Build, Attach, Scan, SetLimits, SetFrozen, Teardown),
+    *(Start, Prepare, Furnish, Build, Attach, Scan, SetLimits, SetFrozen, Teardown),
     *(MakeWorkspace, GrowWorkspace, AskQuota, ListWorkspaces, DiscardWorkspace, PublishWorkspace, SyncWorkspace),
     *(MakeGroup, RemoveGroup, FindVictim, AskDisk, SetDisk, Survey, RemoveStray),
 )

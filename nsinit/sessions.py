@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from nsinit import control, freezer, groups, syscalls, trash
-from nsinit.builder import Order
+from nsinit.builder import Order, Stage
 from nsinit.builders import Builders, Outcome
 from nsinit.cgroup_tree import Tree
 from nsinit.cgroups import Counters, SessionCgroup
@@ -73,7 +73,7 @@ class Sessions:
         try:
             vessel = self.vessels[session_id] = self._make_vessel(session_id, limits)
             try:
-                outcome = yield from self._order(vessel, None, disk)
+                outcome = yield from self._order(vessel, None, disk, "born", "blank")
                 with vessel.steps.step("identity"):
                     vessel.identify()
                 yield Wait(event=outcome.done)
@@ -84,20 +84,39 @@ class Sessions:
         finally:
             self._leave()
 
+    def furnish(self, plan: SandboxPlan) -> Generator[Wait, bool, None]:
+        """Mount the image in a blank vessel. Raises `StepFailed`, and then nothing is left of it, if it was one."""
+        vessel = self.vessels.get(plan.session_id)
+        if vessel is None or vessel.furnishing is not None or plan.image_kind == "files":
+            raise StepFailed("vessel", "there is no blank one of that id for an image", errno=errno.ENOENT)
+        yield from self._admit()
+        try:
+            outcome = yield from self._order(vessel, plan, plan.disk, "blank", "furnished")
+            yield Wait(event=outcome.done)
+            outcome.result()
+            vessel.furnishing = plan.furnishing
+        except StepFailed:
+            yield from self.remove(plan.session_id)
+            raise
+        finally:
+            self._leave()
+
     def build(self, request: Build) -> Generator[Wait, bool, tuple[Built, list[int]]]:
         """Build a sandbox; returns the answer and its descriptors. Raises `StepFailed`, and then nothing is left."""
         session_id = request.plan.session_id
         yield from self._admit()
         try:
             vessel = self.vessels.pop(session_id, None)
-            is_prepared = vessel is not None
+            done: Stage = "born" if vessel is None else "blank" if vessel.furnishing is None else "furnished"
             vessel = vessel or self._make_vessel(session_id, request.plan.limits)
             self._filling.add(session_id)
             try:
+                if vessel.furnishing not in (None, request.plan.furnishing):
+                    raise StepFailed("vessel", "it was furnished for another plan", errno=errno.EINVAL)
                 if vessel.limits != request.plan.limits:
                     with vessel.steps.step("limits"):
                         yield from change_limits(vessel.cgroup, request.plan.limits)
-                outcome = yield from self._order(vessel, request.plan, request.plan.disk, is_blank_done=is_prepared)
+                outcome = yield from self._order(vessel, request.plan, request.plan.disk, done, "whole")
                 return (yield from self._fill(vessel, request, outcome))
             except StepFailed:
                 yield from self.remove(session_id)
@@ -242,10 +261,10 @@ class Sessions:
         return vessel
 
     def _order(
-        self, vessel: Vessel, plan: SandboxPlan | None, disk: DiskLimits, *, is_blank_done: bool = False
+        self, vessel: Vessel, plan: SandboxPlan | None, disk: DiskLimits, done: Stage, goal: Stage
     ) -> Generator[Wait, bool, Outcome]:
         """Set a builder to work. Raises `StepFailed`."""
-        order = Order(vessel.session_id, vessel.process.slot.base, plan, is_blank_done, disk)
+        order = Order(vessel.session_id, vessel.process.slot.base, plan, done, goal, disk)
         return (yield from self.builders.hand_over(order, self.foundry.builder_fds(vessel, plan)))
 
     def _fill(self, vessel: Vessel, request: Build, outcome: Outcome) -> Generator[Wait, bool, tuple[Built, list[int]]]:

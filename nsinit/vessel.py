@@ -53,7 +53,8 @@ class Process:
 
 @dataclass(slots=True)
 class Vessel:
-    """A process that waits to be furnished, and the socket to it. `identity` is None until somebody needed it."""
+    """A process that waits to be furnished, or is, and the socket to it. `furnishing` says for what, `identity` is None
+    until somebody needed it."""
 
     session_id: str
     process: Process
@@ -61,6 +62,7 @@ class Vessel:
     control: socket.socket
     limits: Limits
     steps: Steps
+    furnishing: tuple[object, ...] | None = None
     identity: Identity | None = None
 
     def identify(self) -> Identity:

@@ -1,7 +1,7 @@
 """The fork server: one thread, one connection to the daemon, one loop. Reads requests, runs jobs, sends answers.
 
 Owns the order of requests (those on one session run in the order they came, everything else side by side) and the
-start and the end of nsinit. The end of the connection is the end of nsinit: blank vessels and half-built sandboxes go,
+start and the end of nsinit. The end of the connection is the end of nsinit: vessels and half-built sandboxes go,
 built ones live on. Sources: unix(7) SOCK_SEQPACKET, SCM_RIGHTS.
 """
 
@@ -33,6 +33,7 @@ from nsinit.protocol import (
     DiskUse,
     Failed,
     FindVictim,
+    Furnish,
     Grouped,
     GrowWorkspace,
     ListWorkspaces,
@@ -186,6 +187,8 @@ class Zygote:
                 self._submit(seq, session_id, lambda: self._teardown(request))
             case Prepare(seq, session_id):
                 self._submit(seq, session_id, lambda: self._prepare(request))
+            case Furnish(seq, plan):
+                self._submit(seq, plan.session_id, lambda: self._furnish(request))
             case SetFrozen(seq, session_id):
                 self._submit(seq, session_id, lambda: self._set_frozen(request))
             case RemoveGroup(seq, session_id):
@@ -250,6 +253,11 @@ class Zygote:
         check_limits(request.limits)
         check_disk(request.disk)
         yield from self._sessions.prepare(request.session_id, request.limits, request.disk)
+        return Ok(request.seq), []
+
+    def _furnish(self, request: Furnish) -> Work:
+        check_plan(request.plan)
+        yield from self._sessions.furnish(request.plan)
         return Ok(request.seq), []
 
     def _build(self, request: Build) -> Work:

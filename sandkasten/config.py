@@ -256,7 +256,7 @@ class Dashboard:
 
 @attrs.frozen
 class Server:
-    """Limits of the daemon itself. Sizes in bytes, durations in seconds; `vessels` are blank sandboxes made ahead."""
+    """Limits of the daemon itself. Sizes in bytes, durations in seconds; `vessels` are sandboxes made ahead."""
 
     max_sessions: int = attrs.field(default=1000, validator=_between(1, 100_000))
     max_connections: int = attrs.field(default=1000, validator=_between(1, 1_000_000))

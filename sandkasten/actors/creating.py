@@ -23,10 +23,11 @@ from sandkasten.actors.attended import stopping
 from sandkasten.actors.live_record import expiry
 from sandkasten.actors.session import SessionActor
 from sandkasten.actors.session_setup import VESSEL, Creation
-from sandkasten.actors.vessels import Vessels
+from sandkasten.actors.vessels import Furnishing, Vessels
 from sandkasten.actors.workspace_messages import Admit
 from sandkasten.config import Config
 from sandkasten.errors import Draining, SandkastenError, SessionExpired
+from sandkasten.images.catalog import Image
 from sandkasten.model import Session, SessionSpec, Status
 from sandkasten.runtime import reserve
 from sandkasten.runtime.budget import Budget
@@ -105,7 +106,7 @@ class Creating:
             async with self._attached(spec), self._builds:
                 self._refuse_when_draining()
                 waited_ms = (trio.current_time() - began) * 1000
-                record = self._new_record(spec, resolved, digest)
+                record = self._new_record(spec, resolved, digest, image)
                 self._budget.release(place)  # counted under its id from here
                 session = await self._built(record, Creation(resolved, image.name, image.kind, spec.env))
         finally:
@@ -163,9 +164,9 @@ class Creating:
         if self.is_drained:
             raise Draining("this node takes no new sessions for now", retry_after_s=_DRAINED_RETRY_S)
 
-    def _new_record(self, spec: SessionSpec, resolved: Resolved, digest: str) -> SessionRecord:
+    def _new_record(self, spec: SessionSpec, resolved: Resolved, digest: str, image: Image) -> SessionRecord:
         now = datetime.now(UTC)
-        vessel = self._vessels.take()
+        vessel = self._vessels.take(Furnishing.of(resolved, image))
         session = Session(
             id=vessel or self._node.new_session_id(),
             image=resolved.image,

@@ -49,7 +49,7 @@ class SessionDirectory:
         self._entries: dict[str, Entry] = {}
         self._seen: OrderedDict[str, Inspection] = OrderedDict()
         self.reserved: set[str] = set()
-        """Ids that something works on without an entry: blank vessels, ends that are being finished."""
+        """Ids that something works on without an entry: vessels, ends that are being finished."""
         self.unwritten: dict[str, SessionRecord] = {}
         """Final records that the database refused; the reaper writes them when it takes writes again."""
 

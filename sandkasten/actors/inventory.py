@@ -39,7 +39,7 @@ class Inventory:
 
     @property
     def in_hand(self) -> int:
-        """For how many ids without an actor something is under way: ends to be finished, blank vessels."""
+        """For how many ids without an actor something is under way: ends to be finished, vessels."""
         return len(self._directory.reserved)
 
     async def look(self, *, is_start: bool = False) -> Plan:

@@ -30,7 +30,7 @@ _AT_ONCE = 100
 
 _LOOKS = {
     "creates_queued": "Creates that wait for a builder.",
-    "vessels": "Blank sandboxes that are ready.",
+    "vessels": "Sandboxes made ahead that are ready.",
     "draining": "1 while no new sessions are taken.",
     "sessions_max": "How many sessions there may be.",
     "sessions_committed_memory_bytes": "What live sessions may use together.",

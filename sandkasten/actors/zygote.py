@@ -32,7 +32,7 @@ from sandkasten.errors import BuildFailed, BuildInterrupted, ZygoteLost
 from sandkasten.runtime.fds import OwnedFd
 from sandkasten.runtime.nsinit_log import forward_log
 from sandkasten.runtime.nsinit_process import NsinitProcess, StartNsinit, start_as_child
-from sandkasten.runtime.zygote_link import Answer, ZygoteLink, failure_text
+from sandkasten.runtime.zygote_link import Answer, ZygoteLink, failure_text, is_passing
 from sandkasten.workspaces import WorkspaceQuota
 
 log = logging.getLogger(__name__)
@@ -46,12 +46,6 @@ _VICTIM_AGE_S = 10.0
 _STOP_S = 10.0
 _LAST_WORDS_S = 1.0
 """What nsinit said before it ended is read within this time."""
-
-_PASSING_STAGES = frozenset({"builder", "child", "clone", "deadline", "identity", "stop"})
-"""What of `nsinit.steps.StepFailed.stage` names a process that died, or a time that ran out."""
-
-_TAKEN_ID = "session", errno.EEXIST
-"""nsinit died over what it prepared for this id; the next create has another id."""
 
 _AFTER_ALL_IDS = "g"
 """Sorts behind every session id."""
@@ -74,6 +68,13 @@ class Prepare(Ask[None]):
     session_id: str
     limits: protocol.Limits
     disk: protocol.DiskLimits
+
+
+@attrs.frozen
+class Furnish(Ask[None]):
+    """Mount the image of a plan in a blank vessel; raises `BuildFailed`, and then there is no vessel any more."""
+
+    plan: protocol.SandboxPlan
 
 
 @attrs.frozen
@@ -212,6 +213,7 @@ Message = (
     Node
     | Ping
     | Prepare
+    | Furnish
     | Build
     | Attach
     | Teardown
@@ -315,6 +317,8 @@ class Zygote(Actor):
                 return self.defer(self._ping)
             case Prepare(session_id, limits, disk):
                 return self.defer(self._ok, protocol.Prepare(self._link.next_seq(), session_id, limits, disk))
+            case Furnish(plan):
+                return self.defer(self._ok, protocol.Furnish(self._link.next_seq(), plan))
             case Build(plan):
                 return self.defer(self._build, plan)
             case Attach(session_id):
@@ -459,11 +463,6 @@ class Zygote(Actor):
             await trio.lowlevel.wait_readable(self._process.pidfd.fileno())
             await trio.sleep(_LAST_WORDS_S)
             raise ZygoteLost("the fork server has ended")
-
-
-def is_passing(stage: str, number: int) -> bool:
-    """Return whether a build that failed at `stage`, with that errno, may succeed when it is tried again."""
-    return stage in _PASSING_STAGES or (stage, number) == _TAKEN_ID
 
 
 def describe(ready: protocol.Ready) -> dict[str, object]:

@@ -7,6 +7,7 @@ the answer. Where the process comes from is `nsinit_process.py`. Sources: unix(7
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 from collections.abc import Sequence
@@ -20,6 +21,12 @@ from sandkasten.errors import ZygoteLost
 from sandkasten.runtime.fds import OwnedFd
 
 _FD_SIZE = array.array("i").itemsize
+
+_PASSING_STAGES = frozenset({"builder", "child", "clone", "deadline", "identity", "stop"})
+"""What of `nsinit.steps.StepFailed.stage` names a process that died, or a time that ran out."""
+
+_TAKEN_ID = "session", errno.EEXIST
+"""nsinit died over what it prepared for this id; the next create has another id."""
 
 
 @attrs.frozen
@@ -133,3 +140,8 @@ def failure_text(failed: Failed) -> str:
     """Return a sentence for the log: step, path, errno and what nsinit said."""
     reason = f": {os.strerror(failed.errno)}" if failed.errno else ""
     return f"{failed.stage} {failed.path}{reason} ({failed.message})" if failed.message else f"{failed.stage}{reason}"
+
+
+def is_passing(stage: str, number: int) -> bool:
+    """Return whether a build that failed at `stage`, with that errno, may succeed when it is tried again."""
+    return stage in _PASSING_STAGES or (stage, number) == _TAKEN_ID

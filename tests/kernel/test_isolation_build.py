@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -9,10 +10,23 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from nsinit.protocol import Build, Failed, Limits, MakeWorkspace, Ok, Prepare, SandboxPlan, Teardown, TornDown
+from nsinit.protocol import (
+    Build,
+    DiskLimits,
+    Failed,
+    Furnish,
+    Limits,
+    MakeWorkspace,
+    Ok,
+    Prepare,
+    SandboxPlan,
+    Teardown,
+    TornDown,
+)
 from tests.kernel.harness import (
     ROOMY,
     Nsinit,
@@ -199,12 +213,76 @@ def test_a_prepared_vessel_becomes_the_sandbox_of_its_id(server: Nsinit) -> None
     sandbox.teardown()
 
 
+def test_a_furnished_vessel_becomes_the_sandbox_of_its_id(server: Nsinit) -> None:
+    """Its image is mounted already: what is left is what may differ from plan to plan."""
+    plan = _furnished(server)
+    (vessel,) = server.processes()
+    server.ask(MakeWorkspace, workspace_id="kept")
+    sandbox = server.build(replace(plan, workspace_id="kept", readonly_rootfs=True, limits=replace(ROOMY, pids=99)))
+    assert sandbox.pid == vessel
+    assert {"pivot root", "workspace"} <= sandbox.built.timings_us.keys()
+    assert not {"overlay root", "etc"} & sandbox.built.timings_us.keys()
+    assert sandbox.run("echo works > /workspace/f; cat /workspace/f").out == "works\n"
+    assert sandbox.run("hostname; stat -c %U /etc/passwd").out.split() == [f"sk-{plan.session_id[:8]}", "root"]
+    assert "Read-only" in sandbox.run("touch /usr/f /f").err
+    sandbox.teardown()
+    _assert_nothing_left(server, plan.session_id)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"image": "other"},
+        {"limits": replace(ROOMY, memory_bytes=ROOMY.memory_bytes * 2)},
+        {"disk": DiskLimits(64 << 20, 2000)},
+        {"tmp_bytes": 1 << 20},
+        {"shm_inodes": 77},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_a_furnished_vessel_is_no_sandbox_of_another_plan(server: Nsinit, other: dict[str, Any]) -> None:
+    """Nobody gets an image, or sizes, that are not his; the id can be built again."""
+    plan = _furnished(server)
+    failed = server.refused(replace(plan, **other))
+    assert (failed.stage, failed.errno) == ("vessel", errno.EINVAL)
+    _assert_nothing_left(server, plan.session_id)
+    server.build(plan).teardown()
+
+
+def test_only_a_blank_vessel_is_furnished(server: Nsinit) -> None:
+    """Not one that is already, not a session that runs, which lives on; and one whose image is missing is gone."""
+    plan = _furnished(server)
+    answer, _ = server.ask(Furnish, plan=plan)
+    assert (answer.stage, answer.errno) == ("vessel", errno.ENOENT)
+    sandbox = server.build(plan)
+    answer, _ = server.ask(Furnish, plan=plan)
+    assert (answer.stage, answer.errno) == ("vessel", errno.ENOENT)
+    assert sandbox.run("echo lives").out == "lives\n"
+    sandbox.teardown()
+    missing = host_plan(new_id(), image="missing")
+    server.ask(Prepare, session_id=missing.session_id, limits=ROOMY)
+    answer, _ = server.ask(Furnish, plan=missing)
+    assert answer.stage == "overlay root"
+    _assert_nothing_left(server, missing.session_id)
+
+
+def _furnished(server: Nsinit) -> SandboxPlan:
+    plan = host_plan(new_id())
+    server.ask(Prepare, session_id=plan.session_id, limits=ROOMY)
+    answer, _ = server.ask(Furnish, plan=plan)
+    assert isinstance(answer, Ok), answer
+    return plan
+
+
 def test_a_vessel_that_was_never_used_is_discarded(server: Nsinit) -> None:
-    """Teardown takes a blank vessel away, whole."""
+    """Teardown takes it away, whole, blank or furnished."""
     session_id = new_id()
     server.ask(Prepare, session_id=session_id, limits=ROOMY)
     server.teardown(session_id)
     _assert_nothing_left(server, session_id)
+    plan = _furnished(server)
+    server.teardown(plan.session_id)
+    _assert_nothing_left(server, plan.session_id)
 
 
 def test_a_vessel_that_died_fails_its_build_alone(server: Nsinit) -> None:

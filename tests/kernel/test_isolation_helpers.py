@@ -16,7 +16,7 @@ from nsinit.builder import NAME as BUILDER
 from nsinit.builders import COUNT
 from nsinit.forker import NAME as FORKER
 from nsinit.pid1 import Init
-from nsinit.protocol import Build, Failed, Prepare, SandboxPlan, Teardown
+from nsinit.protocol import Build, Failed, Furnish, Prepare, SandboxPlan, Teardown
 from nsinit.seccomp.filters import Filters
 from tests.kernel.harness import ROOMY, Nsinit, data_directory, host_plan, new_id, new_node_id, running, wait_until
 
@@ -111,6 +111,8 @@ def test_helpers_keep_nothing_of_a_session(server: Nsinit) -> None:
     sandboxes = [server.build(host_plan()) for _ in range(4)]
     prepared = new_id()
     server.ask(Prepare, session_id=prepared, limits=ROOMY)
+    assert _all_holdings(server) == before
+    server.ask(Furnish, plan=host_plan(prepared))
     assert _all_holdings(server) == before
     for sandbox in sandboxes:
         assert all(

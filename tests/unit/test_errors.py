@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from sandkasten.actors.zygote import is_passing
+from sandkasten.runtime.zygote_link import is_passing
 
 
 @pytest.mark.parametrize(

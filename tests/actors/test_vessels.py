@@ -1,0 +1,140 @@
+"""Which vessels there are, and who gets which: a furnished one only who asks for just that."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import attrs
+import pytest
+import trio
+
+from sandkasten.actors.actor import Actor, Ref
+from sandkasten.actors.directory import SessionDirectory
+from sandkasten.actors.vessels import Furnishing, Vessels
+from sandkasten.actors.zygote import Furnish, Prepare
+from sandkasten.config import Config
+from sandkasten.errors import BuildFailed
+from sandkasten.images.catalog import Image
+from sandkasten.model import Limits, SessionSpec
+from sandkasten.runtime.plan import resolve
+
+IMAGE = Image("python", "rootfs", "2026-01-02T03:04:05Z", "tests")
+
+
+class Zygote(Actor):
+    """Does what it is told, but for what is in `refused`."""
+
+    def __init__(self) -> None:
+        super().__init__(Ref("zygote"))
+        self.told: list[str] = []
+        self.refused: set[type] = set()
+
+    async def handle(self, message: Any) -> None:
+        self.told.append(type(message).__name__)
+        if type(message) in self.refused:
+            raise BuildFailed("no", stage="overlay root")
+
+
+@attrs.define
+class Yard:
+    """Vessels, and what became of them."""
+
+    vessels: Vessels
+    zygote: Zygote
+    reaped: list[str]
+
+    async def refill(self) -> None:
+        await self.vessels.refill(lambda: True)
+
+    def take(self, **changes: Any) -> str | None:
+        return self.vessels.take(furnishing(**changes))
+
+
+def furnishing(image: Image = IMAGE, **limits: Any) -> Furnishing:
+    spec = SessionSpec(limits=attrs.evolve(Config().defaults.limits, **limits))
+    return Furnishing.of(resolve(spec, Config()), image)
+
+
+@pytest.fixture
+async def yard(nursery: trio.Nursery, autojump_clock: trio.testing.MockClock) -> AsyncIterator[Yard]:
+    """With room for two."""
+    zygote, reaped = Zygote(), list[str]()
+    ref: Ref = await nursery.start(zygote.run)
+    ids: Callable[[], str] = iter(f"{number:024x}" for number in range(100)).__next__
+    limits: Limits = Config().defaults.limits
+    vessels = Vessels(ref, SessionDirectory(), wanted=2, limits=limits, new_id=ids, reap=reaped.append)
+    yield Yard(vessels, zygote, reaped)
+    nursery.cancel_scope.cancel()
+
+
+async def test_nothing_is_furnished_before_anybody_asked(yard: Yard) -> None:
+    """There is nothing to guess from."""
+    await yard.refill()
+    await yard.refill()
+    assert (yard.zygote.told, len(yard.vessels)) == (["Prepare", "Prepare"], 2)
+
+
+async def test_one_is_furnished_as_the_last_create_asked_and_one_stays_blank(yard: Yard) -> None:
+    """Whoever asks for the same gets the furnished one, whoever asks for another the blank one."""
+    await yard.refill()
+    assert yard.take() is not None
+    await yard.refill()
+    assert yard.zygote.told == ["Prepare", "Prepare", "Prepare", "Furnish"]
+    assert len(yard.vessels) == 2
+    other = yard.take(memory_mb=1024)
+    same = yard.take()
+    assert None not in (other, same)
+    assert other != same
+    assert yard.take() is None
+    assert yard.reaped == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"memory_mb": 1024}, {"disk_mb": 64}, {"tmp_mb": 1}, {"image": attrs.evolve(IMAGE, created_at="later")}],
+    ids=lambda other: next(iter(other)),
+)
+async def test_what_nobody_asks_for_any_more_is_discarded(yard: Yard, other: dict[str, Any]) -> None:
+    """Also an image whose name another image has now. What takes its place is furnished as asked last."""
+    await yard.refill()
+    yard.take()
+    await yard.refill()
+    assert yard.take(**other) is not None
+    assert yard.take(**other) is None
+    await yard.refill()
+    assert len(yard.reaped) == 1
+    assert yard.take(**other) is not None
+    assert yard.take(**other) not in (None, *yard.reaped)
+
+
+async def test_what_is_not_mounted_yet_makes_no_difference(yard: Yard) -> None:
+    """Processors, processes and open files are limits of what runs."""
+    await yard.refill()
+    yard.take()
+    await yard.refill()
+    assert None not in (yard.take(cpu=2.0, pids=99, open_files=2048), yard.take(cpu=2.0))
+    assert yard.reaped == []
+
+
+async def test_an_image_that_can_t_be_mounted_costs_one_vessel_a_time(yard: Yard) -> None:
+    """nsinit has removed it; the create that asks for that image will say why."""
+    yard.zygote.refused = {Furnish}
+    await yard.refill()
+    yard.take()
+    await yard.refill()
+    assert (len(yard.reaped), len(yard.vessels)) == (1, 1)
+    yard.zygote.refused = {Prepare}
+    yard.zygote.told.clear()
+    await yard.refill()
+    assert yard.zygote.told == ["Prepare"]
+
+
+async def test_those_of_an_nsinit_that_died_are_given_to_nobody(yard: Yard) -> None:
+    """Blank or furnished: they died with it."""
+    await yard.refill()
+    yard.take()
+    await yard.refill()
+    yard.vessels._zygote.incarnation += 1
+    assert yard.take() is None
+    assert len(yard.reaped) == 2
