@@ -148,8 +148,8 @@ class NodeCapacity:
 
     `status` is `ready`, `not_ready` or `draining`. `budget` is how much may be promised to sessions (None: not
     counted), `committed` sums what live ones may use, `used` what they do use, `free` is what is left, whoever has the
-    rest. `sessions` counts live ones by status; `vessels` are sandboxes made ahead; `queued` is how many creates wait for
-    their turn to be built.
+    rest. `sessions` counts live ones by status; `vessels` are sandboxes made ahead; `queued` is how many creates wait
+    for their turn to be built.
     """
 
     status: str
