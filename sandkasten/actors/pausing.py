@@ -11,6 +11,8 @@ import logging
 from datetime import UTC, datetime
 from typing import Protocol, TypeVar
 
+import trio
+
 from runner import protocol
 from sandkasten.actors import zygote as zygote_actor
 from sandkasten.actors.actor import Ref
@@ -51,6 +53,8 @@ class Pausing:
         self._lease = lease
         self._work = work
         self._is_greeted = True
+        self._still_since = 0.0
+        """On the clock that nobody sets; that of a session which was adopted is taken from the time of day."""
 
     async def pause(self, spec: PauseSpec) -> None:
         """Freeze a running session, or change how a paused one is.
@@ -69,6 +73,7 @@ class Pausing:
         self._own.change(status=status, pause=Pause(since, spec.auto_resume, spec.stop_lease))
         self._lease.pause(stop=spec.stop_lease)
         if is_new:
+            self._still_since = trio.current_time()
             self._work.runs.stop_clocks()
         try:
             await self._own.put()
@@ -100,6 +105,8 @@ class Pausing:
     async def adopt(self) -> None:
         """Take over a session that its last daemon paused, or was about to."""
         pause = self._own.session.pause
+        since = self._own.session.last_activity if pause is None else pause.since
+        self._still_since = trio.current_time() - max(0.0, (datetime.now(UTC) - since).total_seconds())
         self._work.runs.stop_clocks()
         await self._set_frozen(frozen=True)
         self._is_greeted = False
@@ -108,14 +115,14 @@ class Pausing:
     async def _let_go_on(self) -> None:
         session = self._own.session
         await self._set_frozen(frozen=False)
-        still = datetime.now(UTC) - (session.pause.since if session.pause is not None else session.last_activity)
+        still_s = trio.current_time() - self._still_since
         if not self._is_greeted:
             await self._greet()
         self._lease.resume()
         self._own.change(status=next_status(session.status, Event.RESUME), pause=None)
         self._own.renew()
         self._work.runs.start_clocks()
-        thawed = protocol.Thawed(max(0, round(still.total_seconds() * 1000)))
+        thawed = protocol.Thawed(round(still_s * 1000))
         try:
             await self._actor.ask_runner(thawed, protocol.Done)
         except SandkastenError as error:  # whether it is dead or hostile is for others to say

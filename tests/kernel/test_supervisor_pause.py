@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
+from typing import Self
 
 import attrs
 import pytest
 import trio
 
+from sandkasten.actors import pausing
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config
@@ -25,7 +27,7 @@ from sandkasten.model import (
     TerminalSize,
     TerminalSpec,
 )
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 STAYS = PauseSpec(auto_resume=False)
 COUNT = "n=0; while :; do n=$((n+1)); echo $n > /tmp/n; sleep 0.001; done"
@@ -136,6 +138,30 @@ async def test_time_limits_stand_still_as_well(supervisor: LocalSupervisor, sess
         assert [each.data async for each in output] == [b"done\n"]
         assert (await reader.wait_end()).cause is Cause.EXITED
         assert (await supervisor.exec(session_id, ExecSpec("sleep 60", timeout_ms=100))).end.cause is Cause.TIMED_OUT
+
+
+@pytest.mark.parametrize("jump", [timedelta(days=1), timedelta(days=-1)])
+async def test_a_clock_that_is_set_in_a_pause_moves_no_time_limit(
+    supervisor: LocalSupervisor, session_id: str, monkeypatch: pytest.MonkeyPatch, jump: timedelta
+) -> None:
+    """A command has what was left of its limit, and neither a day more nor less."""
+
+    class Set(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Self:
+            return super().now(tz) + jump
+
+    limited = ExecSpec("echo begun; sleep 60", timeout_ms=1500, stateless=True)
+    async with supervisor.open_exec(session_id, limited) as reader:
+        assert (await anext(aiter(reader))).data == b"begun\n"
+        await supervisor.pause(session_id, STAYS)
+        monkeypatch.setattr(pausing, "datetime", Set)
+        await trio.sleep(1.6)
+        await supervisor.resume(session_id)
+        resumed_at = trio.current_time()
+        with trio.fail_after(PATIENCE_S):
+            assert (await reader.wait_end()).cause is Cause.TIMED_OUT
+        assert trio.current_time() - resumed_at > 0.5
 
 
 async def test_a_caller_that_leaves_ends_its_command_and_not_the_pause(
