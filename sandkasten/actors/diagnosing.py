@@ -17,7 +17,7 @@ import trio
 
 from runner import protocol as runner_protocol
 from sandkasten.actors import store as store_actor
-from sandkasten.actors import zygote as zygote_actor
+from sandkasten.actors import zygote_messages as zygote_actor
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.directory import Entry
 from sandkasten.actors.inspection import Inspection

@@ -12,7 +12,7 @@ import secrets
 
 import trio
 
-from sandkasten.actors import zygote as zygote_actor
+from sandkasten.actors import zygote_messages as zygote_actor
 from sandkasten.actors.actor import Ref
 from sandkasten.errors import BuildFailed, Capacity, SandkastenError
 from sandkasten.runtime.group_stats import GroupStats

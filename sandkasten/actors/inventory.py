@@ -14,7 +14,7 @@ from pathlib import Path
 import trio
 
 from sandkasten.actors import store as store_actor
-from sandkasten.actors import zygote as zygote_actor
+from sandkasten.actors import zygote_messages as zygote_actor
 from sandkasten.actors.shared import Shared
 from sandkasten.errors import SandkastenError
 from sandkasten.model import EventType

@@ -12,7 +12,7 @@ from pathlib import Path
 import trio
 
 from nsinit.protocol import Stray
-from sandkasten.actors import zygote as zygote_actor
+from sandkasten.actors import zygote_messages as zygote_actor
 from sandkasten.actors.inventory import Inventory
 from sandkasten.actors.shared import Shared
 from sandkasten.errors import SandkastenError

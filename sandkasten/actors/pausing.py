@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import trio
 
 from runner import protocol
-from sandkasten.actors import zygote as zygote_actor
+from sandkasten.actors import zygote_messages as zygote_actor
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.lease import Lease
 from sandkasten.actors.live_record import LiveRecord

@@ -15,7 +15,7 @@ import attrs
 import trio
 
 from sandkasten.actors import store as store_actor
-from sandkasten.actors import zygote as zygote_actor
+from sandkasten.actors import zygote_messages as zygote_actor
 from sandkasten.actors.inventory import Inventory
 from sandkasten.actors.leftovers import Removal
 from sandkasten.actors.session import SessionActor

@@ -11,7 +11,7 @@ import trio
 
 from runner import protocol
 from runner.protocol import Kind
-from sandkasten.actors import zygote as zygote_actor
+from sandkasten.actors import zygote_messages as zygote_actor
 from sandkasten.actors.run import PATIENCE_S, Run
 from sandkasten.actors.run_request import request_of
 from sandkasten.actors.unwrap import unwrap

@@ -13,7 +13,7 @@ from typing import TypeVar
 import trio
 
 from nsinit.protocol import Victim
-from sandkasten.actors import zygote as zygote_actor
+from sandkasten.actors import zygote_messages as zygote_actor
 from sandkasten.actors.actor import Ask, Ref
 from sandkasten.errors import SandkastenError
 from sandkasten.runtime.cgroup_stats import CgroupStats

@@ -17,7 +17,7 @@ import trio
 
 from runner import protocol as runner_protocol
 from sandkasten import logcontext
-from sandkasten.actors import zygote as zygote_actor
+from sandkasten.actors import zygote_messages as zygote_actor
 from sandkasten.actors.actor import Actor, Ref, Reply
 from sandkasten.actors.greeting import Greeting, greet
 from sandkasten.actors.hello import first_request

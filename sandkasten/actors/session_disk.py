@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import logging
 
-from sandkasten.actors import zygote
+from sandkasten.actors import zygote_messages as zygote
 from sandkasten.actors.actor import Ref
 from sandkasten.config import Disk
 from sandkasten.errors import BuildFailed, InvalidRequest, Unavailable

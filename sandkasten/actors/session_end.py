@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 import trio
 
-from sandkasten.actors import zygote as zygote_actor
+from sandkasten.actors import zygote_messages as zygote_actor
 from sandkasten.actors.live_record import LiveRecord
 from sandkasten.actors.sandbox_watch import SandboxWatch
 from sandkasten.actors.session_host import Host

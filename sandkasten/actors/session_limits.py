@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 
-from sandkasten.actors import zygote
+from sandkasten.actors import zygote_messages as zygote
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.session_disk import change_disk
 from sandkasten.actors.session_setup import Services

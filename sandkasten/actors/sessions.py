@@ -17,7 +17,7 @@ import trio
 
 from runner.protocol import Graces
 from sandkasten.actors import store as store_actor
-from sandkasten.actors import zygote as zygote_actor
+from sandkasten.actors import zygote_messages as zygote_actor
 from sandkasten.actors.actor import Actor, Ask, Ref
 from sandkasten.actors.attachments import Attachments
 from sandkasten.actors.creating import Creating, Node

@@ -10,7 +10,8 @@ from datetime import UTC, datetime
 import attrs
 import trio
 
-from sandkasten.actors import reaper, sessions, store, zygote
+from sandkasten.actors import reaper, sessions, store
+from sandkasten.actors import zygote_messages as zygote
 from sandkasten.actors.actor import Ask, R, Ref
 from sandkasten.actors.creating import Node
 from sandkasten.actors.diagnosing import Diagnosing

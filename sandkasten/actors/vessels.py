@@ -17,7 +17,7 @@ import attrs
 import trio
 
 from nsinit.protocol import SandboxPlan
-from sandkasten.actors import zygote as zygote_actor
+from sandkasten.actors import zygote_messages as zygote_actor
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.directory import SessionDirectory
 from sandkasten.errors import SandkastenError

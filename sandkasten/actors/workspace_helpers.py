@@ -18,7 +18,7 @@ import trio
 
 from nsinit import protocol
 from runner import protocol as runner_protocol
-from sandkasten.actors import zygote as zygote_actor
+from sandkasten.actors import zygote_messages as zygote_actor
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.directory import SessionDirectory
 from sandkasten.actors.workspace_refusals import not_found

@@ -16,7 +16,7 @@ from typing import Any, TypeVarTuple, assert_never
 import attrs
 
 from sandkasten.actors import workspace_rows as rows
-from sandkasten.actors import zygote as zygote_actor
+from sandkasten.actors import zygote_messages as zygote_actor
 from sandkasten.actors.actor import Actor, Ask, Deferred, Ref
 from sandkasten.actors.attachments import Attachment, Attachments
 from sandkasten.actors.directory import SessionDirectory

@@ -13,7 +13,7 @@ import trio
 from nsinit.protocol import Identity, Victim
 from sandkasten.actors.actor import Actor, Ref
 from sandkasten.actors.sandbox_watch import SandboxWatch
-from sandkasten.actors.zygote import FindKills, Sandbox
+from sandkasten.actors.zygote_messages import FindKills, Sandbox
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from sandkasten.runtime.fds import OwnedFd
 

@@ -12,7 +12,7 @@ import trio
 from sandkasten.actors.actor import Actor, Ref
 from sandkasten.actors.directory import SessionDirectory
 from sandkasten.actors.vessels import Furnishing, Vessels
-from sandkasten.actors.zygote import Furnish, Prepare
+from sandkasten.actors.zygote_messages import Furnish, Prepare
 from sandkasten.config import Config
 from sandkasten.errors import BuildFailed
 from sandkasten.images.catalog import Image

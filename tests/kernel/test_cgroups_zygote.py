@@ -15,8 +15,9 @@ import trio
 import trio.testing
 
 from nsinit.protocol import Ready
-from sandkasten.actors import zygote
 from sandkasten.actors.actor import Ref
+from sandkasten.actors.zygote import Zygote
+from sandkasten.actors.zygote_messages import Build, FindVictim, MakeGroup, Node, RemoveGroup, Teardown
 from sandkasten.errors import BuildFailed
 from tests.kernel.harness import ROOMY, data_directory, host_plan
 
@@ -27,8 +28,8 @@ async def _started() -> AsyncIterator[tuple[Ref, Path]]:
     with data_directory() as data_dir:
         async with trio.open_nursery() as nursery:
             ref = Ref("zygote")
-            await nursery.start(zygote.Zygote(ref, data_dir, secrets.token_hex(8)).run)
-            ready = await ref.ask(zygote.Node())
+            await nursery.start(Zygote(ref, data_dir, secrets.token_hex(8)).run)
+            ready = await ref.ask(Node())
             assert isinstance(ready, Ready)
             yield ref, Path(ready.cgroup_dirs.get("unified", ready.cgroup_dirs["pids"]))
             nursery.cancel_scope.cancel()
@@ -38,10 +39,10 @@ async def _started() -> AsyncIterator[tuple[Ref, Path]]:
 async def _session(ref: Ref) -> AsyncIterator[str]:
     """A session without a daemon around it."""
     plan = host_plan(limits=replace(ROOMY, memory_bytes=48 << 20))
-    sandbox = await ref.ask(zygote.Build(plan))
+    sandbox = await ref.ask(Build(plan))
     sandbox.close_unused()
     yield plan.session_id
-    torn_down = await ref.ask(zygote.Teardown(plan.session_id))
+    torn_down = await ref.ask(Teardown(plan.session_id))
     assert torn_down.leftovers == ()
 
 
@@ -59,35 +60,35 @@ async def _sleeper() -> AsyncIterator[trio.Process]:
 async def test_a_group_is_handed_over_with_its_descriptor() -> None:
     """It is the receiver's; the group goes when it is told to."""
     async with _started() as (ref, directory), _session(ref) as session_id:
-        handle = await ref.ask(zygote.MakeGroup(session_id, "p-1"))
+        handle = await ref.ask(MakeGroup(session_id, "p-1"))
         assert (handle.name, handle.membership) == ("p-1", "clone")
         path = directory / session_id / "p-1"
         with handle.fd:
             assert os.fstat(handle.fd.fileno()).st_ino == path.stat().st_ino
-        await ref.ask(zygote.RemoveGroup(session_id, "p-1", kill=True))
+        await ref.ask(RemoveGroup(session_id, "p-1", kill=True))
         assert not path.exists()
 
 
 async def test_a_refusal_says_why() -> None:
     """With the errno of the kernel or of the rule."""
     async with _started() as (ref, _), _session(ref) as session_id:
-        (await ref.ask(zygote.MakeGroup(session_id, "twice"))).close_unused()
+        (await ref.ask(MakeGroup(session_id, "twice"))).close_unused()
         with pytest.raises(BuildFailed, match="File exists"):
-            await ref.ask(zygote.MakeGroup(session_id, "twice"))
+            await ref.ask(MakeGroup(session_id, "twice"))
         with pytest.raises(BuildFailed, match="invalid group name"):
-            await ref.ask(zygote.MakeGroup(session_id, "../x"))
+            await ref.ask(MakeGroup(session_id, "../x"))
 
 
 @pytest.mark.cgroup_v2
 async def test_a_group_in_use_stays_and_that_is_told() -> None:
     """Until it is empty, or its members are to be killed."""
     async with _started() as (ref, directory), _session(ref) as session_id:
-        (await ref.ask(zygote.MakeGroup(session_id, "busy"))).close_unused()
+        (await ref.ask(MakeGroup(session_id, "busy"))).close_unused()
         async with _sleeper() as member:
             (directory / session_id / "busy/cgroup.procs").write_text(str(member.pid))
             with pytest.raises(BuildFailed, match="lives on"):
-                await ref.ask(zygote.RemoveGroup(session_id, "busy"))
-            await ref.ask(zygote.RemoveGroup(session_id, "busy", kill=True))
+                await ref.ask(RemoveGroup(session_id, "busy"))
+            await ref.ask(RemoveGroup(session_id, "busy", kill=True))
             assert await member.wait() == -9
 
 
@@ -95,16 +96,16 @@ async def test_a_group_nobody_waits_for_any_more_leaves_no_descriptor() -> None:
     """Its asker is cancelled before nsinit makes it; what comes for it later is thrown away."""
     async with _started() as (ref, directory), _session(ref) as session_id:
         before = len(os.listdir("/proc/self/fd"))
-        nsinit_pid = (await ref.ask(zygote.Node())).pid
+        nsinit_pid = (await ref.ask(Node())).pid
         os.kill(nsinit_pid, signal.SIGSTOP)
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(ref.ask, zygote.MakeGroup(session_id, "lost"))
+                nursery.start_soon(ref.ask, MakeGroup(session_id, "lost"))
                 await trio.testing.wait_all_tasks_blocked()
                 nursery.cancel_scope.cancel()
         finally:
             os.kill(nsinit_pid, signal.SIGCONT)
-        await ref.ask(zygote.RemoveGroup(session_id, "other"))
+        await ref.ask(RemoveGroup(session_id, "other"))
         assert (directory / session_id / "lost").is_dir()
         assert len(os.listdir("/proc/self/fd")) == before
 
@@ -112,4 +113,4 @@ async def test_a_group_nobody_waits_for_any_more_leaves_no_descriptor() -> None:
 async def test_without_a_kill_there_is_no_victim() -> None:
     """An answer, not an error."""
     async with _started() as (ref, _), _session(ref) as session_id:
-        assert await ref.ask(zygote.FindVictim(session_id)) is None
+        assert await ref.ask(FindVictim(session_id)) is None
