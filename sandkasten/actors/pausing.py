@@ -75,13 +75,16 @@ class Pausing:
         if is_new:
             self._still_since = trio.current_time()
             self._work.runs.stop_clocks()
+        failure: SandkastenError | None = None
         try:
             await self._own.put()
             await self._set_frozen(frozen=True)
-        except SandkastenError:
+        except SandkastenError as error:
+            failure = error
+        if failure is not None:
             if is_new:
                 await self._let_go_on()
-            raise
+            raise failure
         if is_new:
             self._actor.emit(EventType.SESSION_PAUSED)
 
