@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from runner import processes, storage
+from runner import processes, storage, victims
 from runner.account import Account
 from runner.config import STDIN_BUFFER_BYTES
 from runner.context import Context
@@ -123,6 +123,7 @@ class Program:
         self._stdio.close_child_side()
         self._cwd = plan.cwd
         self._watch(self.pid)
+        victims.offer_soon(self._context, plan.identity, lambda: self.pid)
 
     def _spawn(self, plan: Plan, stdio: Stdio) -> int:
         return spawn(

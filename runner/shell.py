@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from runner import driver, processes
+from runner import driver, processes, victims
 from runner.context import Context
 from runner.identity import UserIdentity
 from runner.loop import READ, Timer
@@ -326,6 +326,8 @@ class Shell:
         self._cancel_timer()
         self._was_ready = self.is_ready = True
         self._failed_starts = 0
+        if self.pid is not None:
+            victims.offer(self.identity, self.pid)
         self._look()
         self._events.on_ready()
 

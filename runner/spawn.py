@@ -95,7 +95,8 @@ def fork(kernel: Kernel, membership: Membership | None = None) -> int:
 
     The child is the out-of-memory killer's first choice, so that a memory hog does not end the sandbox. It could not
     become that by itself: `/proc/self` is closed to what is not dumpable, and were a fork of PID 1 dumpable for just a
-    moment, the sandbox's root could read PID 1's memory in it.
+    moment, the sandbox's root could read PID 1's memory in it. `victims` sees to it that PID 1 is not the first choice
+    itself meanwhile.
     """
     kind, group_fd = membership or ("none", -1)
     kernel.be_first_victim(True)

@@ -21,6 +21,11 @@ def init_pid(session: Session) -> int:
     raise AssertionError(f"no init process of {session.id}")
 
 
+def oom_score(pid: int) -> int:
+    """Return what the kernel adds to a process when it looks for one to end, -1000 to 1000."""
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
 def _is_init(pid: int) -> bool:
     try:
         status = Path(f"/proc/{pid}/status").read_text()

@@ -22,8 +22,19 @@ from sandkasten.errors import (
     SessionExpired,
     SessionNotFound,
 )
-from sandkasten.model import Cause, EndReason, ExecSpec, Limits, Session, SessionPatch, SessionSpec, ShellSpec, Status
-from tests.kernel.processes import init_pid, nsinit_pid
+from sandkasten.model import (
+    Cause,
+    EndReason,
+    ExecSpec,
+    Limits,
+    ProcessSpec,
+    Session,
+    SessionPatch,
+    SessionSpec,
+    ShellSpec,
+    Status,
+)
+from tests.kernel.processes import init_pid, nsinit_pid, oom_score
 from tests.waiting import until
 
 
@@ -203,6 +214,42 @@ async def test_a_memory_hog_is_killed_named_and_the_shell_lives(supervisor: Loca
         after = await supervisor.exec(session.id, ExecSpec("echo $kept", shell=name))
         assert after.stdout == b"yes\n"
         await supervisor.close_shell(session.id, name)
+
+
+SMALL = "import time; x = bytearray(2 << 20); time.sleep(1000)"
+
+
+@pytest.mark.parametrize("kind", ["commands", "processes"])
+async def test_a_start_in_a_full_session_costs_a_program_and_not_the_session(
+    supervisor: LocalSupervisor, kind: str
+) -> None:
+    """Each of many small programs is smaller than PID 1: the memory of its fork is taken from them all the same."""
+    session = await supervisor.create(SessionSpec(limits=Limits(memory_mb=64)))
+    if kind == "commands":
+        await supervisor.open_shell(session.id, ShellSpec("other"))
+        fill = f"i=0; while [ $i -lt 40 ]; do python3 -c '{SMALL}' & i=$((i + 1)); done; sleep 2"
+        await supervisor.exec(session.id, ExecSpec(fill, shell="other"))
+    else:
+        for _ in range(30):
+            await supervisor.start_process(session.id, ProcessSpec(argv=("python3", "-c", SMALL)))
+    for _ in range(20):
+        await supervisor.exec(session.id, ExecSpec(argv=("true",)))
+    assert ((await supervisor.stats(session.id)).oom_kills or 0) > 0
+    assert (await supervisor.get(session.id)).status is Status.RUNNING
+    with trio.fail_after(10):
+        assert (await supervisor.exec(session.id, ExecSpec("echo next"))).stdout == b"next\n"
+
+
+@pytest.mark.parametrize("user", [None, "root", "nobody"])
+async def test_whatever_runs_is_ended_before_pid_1(supervisor: LocalSupervisor, user: str | None) -> None:
+    """Whoever it runs as: what a shell or a program has started is the first choice when memory is short."""
+    session = await supervisor.create(SessionSpec())
+    await supervisor.open_shell(session.id, ShellSpec("own", user=user))
+    look = "sleep 0.3; cat /proc/self/oom_score_adj"
+    command = await supervisor.exec(session.id, ExecSpec(look, shell="own"))
+    program = await supervisor.exec(session.id, ExecSpec(look, stateless=True, user=user))
+    assert (command.stdout, program.stdout) == (b"1000\n", b"1000\n")
+    assert oom_score(init_pid(session)) == 0
 
 
 @pytest.mark.cgroup_v2
