@@ -75,8 +75,8 @@ async def _expired(supervisor: LocalSupervisor, count: int, begun: trio.Event) -
 
 
 async def test_a_thousand_sessions_expire_within_a_second(data_dir: Path) -> None:
-    """Each once, as idle, never more at a time than may be; requests are answered meanwhile, without
-    a gap."""
+    """Each once, as idle, never more at a time than may be; requests are answered meanwhile, without a
+    gap."""
     make_data_dir(data_dir)
     config = Config(data_dir=data_dir, sessions_on_stop="keep")
     ids = [f"{number:016x}0badcafe" for number in range(MANY)]
