@@ -32,9 +32,9 @@ from tests.kernel.harness import (
 
 MIB = 1 << 20
 SMALL = DiskLimits(size_bytes=32 * MIB, inodes=2000)
-LIMITED = ("loop", "tmpfs", pytest.param("project", marks=pytest.mark.cgroup_v2), "btrfs")
+LIMITED = ("loop", "tmpfs", pytest.param("project", marks=pytest.mark.project_quota), "btrfs")
 on_xfs_too = pytest.mark.parametrize(
-    "server", [*LIMITED, pytest.param("xfs", marks=pytest.mark.cgroup_v2)], indirect=True, scope="module"
+    "server", [*LIMITED, pytest.param("xfs", marks=pytest.mark.project_quota)], indirect=True, scope="module"
 )
 """Mode `project` on the other file system that has it, for what depends on how a file system counts and refuses."""
 
