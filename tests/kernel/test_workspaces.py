@@ -207,9 +207,8 @@ async def test_a_delete_whose_caller_has_left_is_over_before_anybody_gets_the_wo
             caller: trio.CancelScope = await nursery.start(_in_scope, supervisor.delete_workspace, WORKSPACE)
             await trio.testing.wait_all_tasks_blocked(0.1)
             caller.cancel()
-            await trio.testing.wait_all_tasks_blocked(0.1)
-            nursery.start_soon(attach)
-            await trio.testing.wait_all_tasks_blocked(0.1)
+            with trio.fail_after(PATIENCE_S):
+                await attach()
             go_on()
     assert outcomes == ["WORKSPACE_BUSY"]
     assert os.listdir(config.data_dir / "workspaces") == []
