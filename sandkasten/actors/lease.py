@@ -71,6 +71,13 @@ class Lease:
         self._set_alarm()
         return min(ttl_s, hard_end - now)
 
+    def announce_anew(self, *, ttl_s: float, max_lifetime_s: float) -> None:
+        """Announce what comes within `WARNING_S` as well, since whoever should have done that may have ended before. A
+        lease that is shorter in all is not announced."""
+        spans = {EndReason.IDLE: ttl_s, EndReason.MAX_LIFETIME: max_lifetime_s}
+        self._unannounced |= {reason for reason, span_s in spans.items() if span_s > WARNING_S}
+        self._set_alarm()
+
     def pause(self, *, stop: bool) -> None:
         """The session stands still: no activity holds the idle end off, which with `stop` comes no nearer."""
         self._is_paused, self._is_stopped = True, stop

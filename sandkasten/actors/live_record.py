@@ -94,8 +94,9 @@ class LiveRecord:
         its last daemon left has been so until now, as far as anybody knows."""
         if self._record.is_busy:
             self.renew()
-            return
-        self._begin_lease(idle_s=trio.current_time() - self._used_at)
+        else:
+            self._begin_lease(idle_s=trio.current_time() - self._used_at)
+        self._lease.announce_anew(ttl_s=self.facts.ttl_s, max_lifetime_s=self.facts.max_lifetime_s)
 
     def _begin_lease(self, *, idle_s: float) -> None:
         """`idle_s`: how long ago it was used last."""

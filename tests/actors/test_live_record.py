@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from datetime import UTC, datetime, timedelta
 
 import attrs
@@ -15,7 +16,7 @@ from sandkasten.actors.lease import Lease
 from sandkasten.actors.live_record import LiveRecord
 from sandkasten.actors.store import Put
 from sandkasten.model import FOREVER_S, EndReason
-from sandkasten.store.sessions import SessionRecord
+from sandkasten.store.sessions import Clocked, SessionRecord
 from tests.strategies import make_record
 
 ID = "a" * 24
@@ -201,3 +202,23 @@ async def test_a_lease_without_end_survives_a_restart(nursery: trio.Nursery) -> 
     assert session.lease.end == FOREVER_S
     session.own.renew()
     assert session.own.session.expires_at is None
+
+
+async def test_what_fell_due_while_no_daemon_ran_is_announced(
+    nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
+) -> None:
+    """The warning of an end whose minute has begun comes with the restart; a short lease still has none."""
+    notes = await _notes(nursery)
+    warned: list[tuple[EndReason, int]] = []
+
+    async def end() -> None:
+        await trio.sleep_forever()
+
+    for ttl_s, idle_s in ((600.0, 570), (600.0, 100), (30.0, 5)):
+        before = attrs.evolve(make_record(ID, ttl_s=ttl_s), clocked=Clocked(time.monotonic(), idle_s, idle_s))
+        lease = _adopted(before, notes, idle_s=idle_s).lease
+        nursery.start_soon(lease.watch, end, lambda reason, left_s: warned.append((reason, round(left_s))))
+    await trio.sleep(1)
+    assert warned == [(EndReason.IDLE, 30)]
+    await trio.sleep(500)
+    assert warned == [(EndReason.IDLE, 30), (EndReason.IDLE, 60)]
