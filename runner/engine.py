@@ -99,7 +99,7 @@ class Engine:
         try:
             execution.begin(_new_number())
         except OSError as error:
-            execution.fail("IO_ERROR", f"cannot prepare the command: {os.strerror(error.errno or 0)}")
+            execution.fail("SHELL_FAILED", f"the shell cannot be handed a command: {os.strerror(error.errno or 0)}")
 
     # What the shell tells ------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 
 from runner import driver, repl, terminal_driver
-from runner.private import open_private
+from runner.private import open_private, remove_private
 from runner.protocol import Exec
 from runner.shell import Shell
 
@@ -48,10 +48,7 @@ def write(shell: Shell, request: Exec, mode: str, *, workspace: str) -> None:
 def remove(shell: Shell, mode: str) -> None:
     """Remove what `write` made, as far as it is there."""
     for name in ("cmd",) if mode == driver.PLAIN else ("cmd", "pre", "post"):
-        try:
-            os.unlink(shell.file(name))
-        except FileNotFoundError:
-            pass
+        remove_private(shell.file(name))
 
 
 def _write_file(path: str, text: str) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from runner.config import MAX_LEFTOVER_PIPES
 from runner.loop import READ, Loop
-from runner.private import open_fifo
+from runner.private import open_fifo, remove_private
 from runner.protocol import CHUNK_BYTES
 from runner.shell import pending_bytes
 
@@ -74,7 +74,7 @@ class OutputPipe:
         self._remaining = pending_bytes(self._fd)
         self._is_clean = self._remaining == 0 and not self._has_writer()
         if not self._is_clean:
-            os.unlink(self._path)
+            remove_private(self._path)
         self._check_done()
         if may_read:
             self.resume()
@@ -87,7 +87,7 @@ class OutputPipe:
             os.close(self._fd)
             return
         if self._remaining is None:  # never finished: the command gets other pipes
-            os.unlink(self._path)
+            remove_private(self._path)
         leftovers.adopt(self._fd)
 
     def _on_readable(self, _events: int) -> None:

@@ -29,6 +29,14 @@ def open_private(path: str, flags: int, mode: int = 0) -> int:
         os.close(directory_fd)
 
 
+def remove_private(path: str) -> None:
+    """Remove a file if it is there and can be reached: the sandbox's root can have taken it, or the way to it."""
+    try:
+        os.unlink(path)
+    except OSError:
+        pass
+
+
 def open_fifo(path: str, flags: int) -> int:
     """Open a FIFO as `open_private` does, never waiting.
 

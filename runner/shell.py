@@ -9,6 +9,7 @@ Sources: fifo(7) (opening O_RDWR never blocks and never gives end-of-file), `FIO
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import resource
@@ -24,7 +25,7 @@ from runner import driver, processes, victims
 from runner.context import Context
 from runner.identity import UserIdentity
 from runner.loop import READ, Timer
-from runner.private import open_fifo, open_private
+from runner.private import open_fifo, open_private, remove_private
 from runner.settings import Change
 from runner.spawn import Membership, spawn
 from runner.storage import WriteMeter
@@ -158,11 +159,15 @@ class Shell:
         """Start a shell process; `on_ready` follows. The first gets the environment, later ones the saved state."""
         self.is_ready = self._was_ready = self.is_deaf = False
         self._number = 0
-        has_state = os.stat(self.file("state")).st_size > 0
         cwds = (self.cwd, os.fsencode(self._config.workspace), os.fsencode(self.identity.account.home))
         self._status_buffer = b""
         self._drain(self._status_fd)
         self._drain(self._control_fd)
+        try:
+            has_state = os.stat(self.file("state")).st_size > 0
+        except OSError:  # the sandbox's root has taken it, or the way to it
+            self._events.on_failed()
+            return
         try:
             self.pid = self._spawn(self._environment(has_state=has_state), cwds)
         except OSError:  # EAGAIN: the sandbox has as many processes as it may have
@@ -373,9 +378,10 @@ class Shell:
             os.close(fd)
         if self._birth.membership is not None:
             os.close(self._birth.membership[1])
-        for name in os.listdir(self.directory):
-            os.unlink(self.file(name))
-        os.rmdir(self.directory)
+        with contextlib.suppress(OSError):  # the sandbox's root may have taken them, or the way to them
+            for name in os.listdir(self.directory):
+                remove_private(self.file(name))
+            os.rmdir(self.directory)
 
     @staticmethod
     def _drain(fd: int) -> bytes:

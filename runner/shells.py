@@ -164,7 +164,7 @@ class Shells:
         except OSError as error:
             if membership is not None:
                 os.close(membership[1])
-            raise Refused("IO_ERROR", f"cannot make a shell: {os.strerror(error.errno or 0)}") from error
+            raise Refused("SHELL_FAILED", f"cannot make a shell: {os.strerror(error.errno or 0)}") from error
         self._engines[request.name] = engine
         return engine
 

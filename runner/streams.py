@@ -13,6 +13,7 @@ from typing import Protocol
 
 from runner.loop import Loop
 from runner.output import Leftovers, OutputPipe
+from runner.private import remove_private
 from runner.protocol import Kind, TerminalSize
 from runner.stdin import StdinPipe
 
@@ -125,7 +126,7 @@ class PipeStreams:
         if self._stdin is not None:
             self._stdin.close()
         if self._has_input_file:
-            _unlink(self._file("in"))
+            remove_private(self._file("in"))
 
     def finish(self, *, may_read: bool) -> None:
         for pipe in self._pipes:
@@ -178,10 +179,3 @@ class NoStreams:
 
 
 NO_STREAMS = NoStreams()
-
-
-def _unlink(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        pass

@@ -21,7 +21,7 @@ from runner.context import Context
 from runner.flow import Inflow, Outflow
 from runner.identity import UserIdentity
 from runner.output import Leftovers
-from runner.private import open_private
+from runner.private import open_private, remove_private
 from runner.protocol import Kind, TerminalSize
 from runner.streams import OnOutput
 
@@ -81,7 +81,7 @@ class TerminalStreams:
         for name in _WRITTEN:
             os.close(open_private(self._file(name), os.O_CREAT | os.O_WRONLY, 0o666))
         for name in _NAMES:
-            _unlink(self._file(name))
+            remove_private(self._file(name))
             os.symlink(path, self._file(name))
 
     def _refuse_stop_key(self) -> None:
@@ -163,7 +163,7 @@ class TerminalStreams:
         if self._fd < 0:
             return
         for name in _NAMES:
-            _unlink(self._file(name))
+            remove_private(self._file(name))
         if self._out is not None:
             self._out.close(self._leftovers)
         os.close(self._fd)
@@ -178,10 +178,3 @@ class TerminalStreams:
     @property
     def buffered_bytes(self) -> int:
         return self._early_bytes + (self._in.buffered_bytes if self._in is not None else 0)
-
-
-def _unlink(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        pass

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import trio
 
 from sandkasten.actors.tree import LocalSupervisor
-from sandkasten.errors import Capacity, Conflict, InvalidRequest, ShellFailed, ShellNotFound
+from sandkasten.errors import Capacity, Conflict, InvalidRequest, SandboxError, ShellFailed, ShellNotFound
 from sandkasten.filerules import FileRules
-from sandkasten.model import Cause, ExecSpec, SessionSpec, ShellSpec
+from sandkasten.model import Cause, ExecSpec, SessionSpec, ShellSpec, Status
 from tests.waiting import until
 
 NAMES = ("default", "second")
@@ -59,6 +61,36 @@ async def test_a_shell_that_can_not_be_had_is_told_of(
     async with supervisor.open_write(session.id, "file") as writer:
         await writer.send(b"x")
         assert await writer.commit() == "/workspace/file"
+
+
+@pytest.mark.parametrize(
+    "ruin",
+    [
+        "rm -rf /run/*",
+        "rm -rf /run/sandkasten/*; : >/run/sandkasten/1",
+        "chmod 0 /",
+        "chmod 0 /run",
+        "chmod 0 /; sleep 1000",
+    ],
+)
+async def test_a_root_that_ruins_what_shells_need_is_answered(supervisor: LocalSupervisor, ruin: str) -> None:
+    """Nothing waits for what does not come: commands end or are refused, and so are new shells; the session can
+    be used without, and ends."""
+    session = await supervisor.create(SessionSpec(user="root"))
+    await supervisor.open_shell(session.id, ShellSpec("second"))
+    with trio.fail_after(20):
+        for script in (ruin, "echo hi", "cat"):
+            with contextlib.suppress(SandboxError):
+                await supervisor.exec(session.id, ExecSpec(script, timeout_ms=2000, cwd="/"))
+            with contextlib.suppress(SandboxError):
+                await supervisor.exec(session.id, ExecSpec(script, timeout_ms=2000, shell="second", stdin=b"x"))
+        with contextlib.suppress(SandboxError):
+            await supervisor.open_shell(session.id, ShellSpec("third"))
+        assert (await supervisor.exec(session.id, ExecSpec(argv=("true",)))).end.exit_code == 0
+        with contextlib.suppress(Capacity):  # what can't be seen can't be said to have ended
+            await supervisor.close_shell(session.id, "second")
+        assert (await supervisor.get(session.id)).status is Status.RUNNING
+        await supervisor.destroy(session.id)
 
 
 async def test_shells_share_the_network(supervisor: LocalSupervisor, session_id: str) -> None:
