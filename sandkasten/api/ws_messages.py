@@ -183,7 +183,7 @@ def parse_message(message: str | bytes) -> ClientMessage:
 
 def _parse_input(message: bytes) -> Input:
     if len(message) < HEADER.size:
-        raise Refused(InvalidRequest("a binary frame is shorter than its header", binary="malformed"))
+        raise Refused(InvalidRequest("a malformed frame", binary="shorter than its header"))
     channel, tag, sequence = HEADER.unpack_from(message)
     if not 1 <= channel <= MAX_CHANNEL:
         raise Refused(InvalidRequest("a binary frame names no channel", id=f"must be from 1 to {MAX_CHANNEL}"))

@@ -163,7 +163,7 @@ async def test_an_empty_binary_message_is_a_message() -> None:
     """It arrives as no bytes, which is too short for a header; not as nothing."""
     async with running_front() as running, exec_talk(running) as client:
         await client.connection.send_message(b"")
-        assert await client.hear_close() == (4400, "a binary frame is shorter than its header")
+        assert await client.hear_close() == (4400, "a malformed frame: binary shorter than its header")
 
 
 async def test_what_is_sent_together_with_the_handshake_is_heard() -> None:
