@@ -89,6 +89,7 @@ class ZygoteLink:
                         fd.close()
         except (OSError, ProtocolError, ZygoteLost) as error:
             self._lost = f"the fork server is gone: {error}"
+            await trio.lowlevel.cancel_shielded_checkpoint()  # whose answer came just before that goes first
             raise ZygoteLost(self._lost) from error
         finally:
             self._lost = self._lost or "the fork server is gone"

@@ -1,0 +1,40 @@
+"""An nsinit that refuses to start: its reason is what is told, not that it has ended then."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+import trio
+
+from nsinit import protocol
+from sandkasten.actors.actor import Ref
+from sandkasten.actors.unwrap import unwrap
+from sandkasten.actors.zygote import Zygote
+from sandkasten.errors import BuildFailed
+from sandkasten.runtime.nsinit_process import NsinitProcess
+
+
+async def test_why_it_refused_is_not_lost_with_it(tmp_path: Path) -> None:
+    """The answer and the end of the connection come together; often enough for trio to have chosen either order."""
+    for _ in range(30):
+        with trio.fail_after(5), pytest.raises(BaseExceptionGroup) as ended:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(Zygote(Ref("zygote"), tmp_path, "ab" * 4, start_nsinit=_refusing).run)
+        error = unwrap(ended.value)
+        assert isinstance(error, BuildFailed)
+        assert "no such disk" in error.message
+
+
+async def _refusing() -> NsinitProcess:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    threading.Thread(target=_refuse, args=(theirs,)).start()
+    return NsinitProcess(ours)
+
+
+def _refuse(sock: socket.socket) -> None:
+    with sock:
+        start = protocol.REQUESTS.decode(sock.recv(protocol.MAX_DATAGRAM_BYTES))
+        sock.send(protocol.ANSWERS.encode(protocol.Failed(start.seq, "disk", "", 0, "no such disk")))
