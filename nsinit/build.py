@@ -1,8 +1,9 @@
 """THE order in which a sandbox is built, and who does each part.
 
-PID 1 is a fork of nsinit, and every page it touches is copied for it alone; the builder is a process that has done it
-all before, so the long lists are its. It joins the mount, network and host name namespaces of PID 1, works in them as
-real root, and has left them when PID 1 gives its power away and the runner starts.
+The cgroup comes from a process that can make nothing else. PID 1 is a fork of nsinit, and every page it touches is
+copied for it alone; the builder is a process that has done it all before, so the long lists are its. It joins the
+mount, network and host name namespaces of PID 1, works in them as real root, and has left them when PID 1 gives its
+power away and the runner starts.
 There is no "warn and continue" here: a step that fails ends the build, named with its path and errno.
 Sources: clone(2), setns(2), pivot_root(2), user_namespaces(7), pid_namespaces(7).
 """
@@ -12,9 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nsinit import constants as k
-from nsinit import furnish, network, pid1, syscalls
+from nsinit import furnish, limits, network, pid1, syscalls
+from nsinit.cgroups import BUILDING_SHARE, SessionCgroup
 from nsinit.furnish import Box
-from nsinit.protocol import SandboxPlan
+from nsinit.protocol import Limits, SandboxPlan
+
+CGROUP_STEPS: tuple[tuple[str, Callable[[SessionCgroup, Limits], object]], ...] = (
+    ("cgroup directories", lambda cgroup, limits: cgroup.make()),
+    ("cgroup share", lambda cgroup, limits: cgroup.set_share(BUILDING_SHARE)),
+    ("cgroup limits", limits.first),
+)
+"""The cgroup maker, before there is a process to limit."""
 
 BIRTH_STEPS: tuple[tuple[str, Callable[[pid1.Init], object]], ...] = (
     ("parent death signal", pid1.arm_parent_death),

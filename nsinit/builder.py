@@ -2,7 +2,7 @@
 
 A fork of nsinit in nsinit's namespaces. For each order it joins the namespaces of a PID 1, works, goes back, and closes
 every descriptor that came with the order, before it lets that PID 1 go on: it never is in a namespace in which foreign
-code runs. If it can't go back it ends, and so does the build. Its other half in nsinit is `builders`.
+code runs. If it can't go back it ends, and so does the build. Its other half in nsinit is `workers`.
 Sources: setns(2) (several namespaces by one pidfd), unix(7) SCM_RIGHTS.
 """
 
@@ -23,10 +23,13 @@ from nsinit.pid1 import keep_only
 from nsinit.protocol import MAX_DATAGRAM_BYTES, DiskLimits, SandboxPlan
 from nsinit.seccomp.profile import ProfileError
 from nsinit.steps import StepFailed, Steps
+from nsinit.workers import Trade
 from runner.wire import Vocabulary
 
 NAME = "nsinit-builder"
 """What `/proc/<pid>/comm` says."""
+COUNT = 2
+"""One works while another waits for the disk; more would only take turns on the processors."""
 _MAX_FDS = 5
 
 
@@ -52,6 +55,15 @@ class Order:
 
 
 ORDERS = Vocabulary(Order)
+
+
+def trade(machine: Machine) -> Trade:
+    """Return what `workers` needs."""
+
+    def life(channel: socket.socket, parent_pid: int) -> NoReturn:
+        live(channel, machine, parent_pid)
+
+    return Trade("builder", COUNT, ORDERS, life)
 
 
 def live(channel: socket.socket, machine: Machine, parent_pid: int) -> NoReturn:

@@ -1,7 +1,7 @@
-"""Gives power away: what PID 1 of a sandbox keeps, and in which order the rest goes.
+"""Gives power away: what nsinit, its helpers and PID 1 of a sandbox keep, and in which order the rest goes.
 
-Runs after the session's user namespace was joined, because joining grants a full set of everything again. Nothing
-here may be skipped on error.
+PID 1's part runs after the session's user namespace was joined, because joining grants a full set of everything again.
+Nothing here may be skipped on error.
 Sources: capabilities(7); user_namespaces(7); Documentation/userspace-api/no_new_privs.rst.
 """
 
@@ -31,6 +31,29 @@ ROOT_CAPABILITIES = (
 """What commands of the session's root have: what package managers, tar, useradd and su need, on files and processes of
 the session's own ids. docs/adr/0002-root-inside.md has the reason for each, and for each that is not here."""
 
+NSINIT_CAPABILITIES = (
+    1 << k.CAP_CHOWN
+    | 1 << k.CAP_DAC_OVERRIDE
+    | 1 << k.CAP_DAC_READ_SEARCH
+    | 1 << k.CAP_FOWNER
+    | 1 << k.CAP_FSETID
+    | 1 << k.CAP_KILL
+    | 1 << k.CAP_LINUX_IMMUTABLE
+    | 1 << k.CAP_MKNOD
+    | 1 << k.CAP_NET_ADMIN
+    | 1 << k.CAP_SETFCAP
+    | 1 << k.CAP_SETGID
+    | 1 << k.CAP_SETPCAP
+    | 1 << k.CAP_SETUID
+    | 1 << k.CAP_SYSLOG
+    | 1 << k.CAP_SYS_ADMIN
+    | 1 << k.CAP_SYS_CHROOT
+    | 1 << k.CAP_SYS_PTRACE
+    | 1 << k.CAP_SYS_RESOURCE
+)
+"""What nsinit has, and whatever it starts: for mounts, namespaces, id maps, devices, looking at and ending sandboxes.
+An overlay copies up with the rights of who mounted it, so that all a file may have is among them."""
+
 PROC_GROUP = 524287
 """The machine's group that sees every process in a session's `/proc`. It lies below every id slot, so no session can
 name it, not even its root."""
@@ -53,9 +76,17 @@ def read_last_capability() -> int:
 
 def give_up(capability: int) -> None:
     """Go on without one capability of those this process has (root of the initial user namespace: for good)."""
-    with open("/proc/self/status", "rb") as file:
-        (permitted,) = (line.split()[1] for line in file if line.startswith(b"CapPrm:"))
-    syscalls.capset(int(permitted, 16) & ~(1 << capability))
+    syscalls.capset(syscalls.capget() & ~(1 << capability))
+
+
+def keep_only(capabilities: int, last_capability: int) -> None:
+    """Keep those of the mask that this process has; neither it nor what it executes gets one of the others again."""
+    syscalls.prctl(k.PR_SET_NO_NEW_PRIVS, 1)
+    for capability in range(last_capability + 1):
+        if not capabilities >> capability & 1:
+            syscalls.prctl(k.PR_CAPBSET_DROP, capability)
+    syscalls.prctl(k.PR_CAP_AMBIENT, k.PR_CAP_AMBIENT_CLEAR_ALL)
+    syscalls.capset(syscalls.capget() & capabilities)
 
 
 def drop_bounding_set(last_capability: int, *, root_inside: bool) -> None:

@@ -1,8 +1,8 @@
 """The cgroup of one session: made before any process is in it, counted, emptied and removed.
 
 Owns its directories and the names of the counters in both cgroup versions; `cgroup_tree` decides where, `limits` writes
-the limits. Every call returns at once; waiting is the caller's. Sources: Documentation/admin-guide/cgroup-v2.rst and
-cgroup-v1/{memory,cgroups}.rst.
+the limits, the process that makes them is the `cgroup_maker`. Every call returns at once; waiting is the caller's.
+Sources: Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/{memory,cgroups}.rst.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from nsinit.protocol import EventKind
 
 MAX_GROUPS = 100
 """How many cgroups of their own programs and shells of one session may have."""
+BUILDING_SHARE = 100
+"""What is built goes before what runs: no foreign code is in it yet, and somebody waits for it. When many are built at
+once, those that wait for their turn don't wait for the shells of those that are done."""
 _KILLED_AT_A_TIME = 100
 
 

@@ -10,11 +10,12 @@ import platform
 
 # asm/unistd.h, asm-generic/unistd.h (aarch64)
 _X86_64 = {"rt_sigaction": 13, "capset": 126, "pivot_root": 155, "keyctl": 250, "setfsuid": 122, "setfsgid": 123}
-_X86_64 |= {"syncfs": 306, "renameat2": 316}
+_X86_64 |= {"syncfs": 306, "renameat2": 316, "capget": 125}
 _AARCH64 = {"rt_sigaction": 134, "capset": 91, "pivot_root": 41, "keyctl": 219, "setfsuid": 151, "setfsgid": 152}
-_AARCH64 |= {"syncfs": 267, "renameat2": 276}
+_AARCH64 |= {"syncfs": 267, "renameat2": 276, "capget": 90}
 _NUMBERS = {"x86_64": _X86_64 | {"seccomp": 317}, "aarch64": _AARCH64 | {"seccomp": 277}}[platform.machine()]
 SYS_rt_sigaction = _NUMBERS["rt_sigaction"]
+SYS_capget = _NUMBERS["capget"]
 SYS_capset = _NUMBERS["capset"]
 SYS_pivot_root = _NUMBERS["pivot_root"]
 SYS_keyctl = _NUMBERS["keyctl"]
@@ -126,13 +127,22 @@ SECBIT_NO_CAP_AMBIENT_RAISE_LOCKED = 1 << 7
 LINUX_CAPABILITY_VERSION_3 = 0x20080522
 CAP_CHOWN = 0
 CAP_DAC_OVERRIDE = 1
+CAP_DAC_READ_SEARCH = 2
 CAP_FOWNER = 3
 CAP_FSETID = 4
 CAP_KILL = 5
 CAP_SETGID = 6
 CAP_SETUID = 7
 CAP_SETPCAP = 8
+CAP_LINUX_IMMUTABLE = 9
+CAP_NET_ADMIN = 12
+CAP_SYS_CHROOT = 18
+CAP_SYS_PTRACE = 19
+CAP_SYS_ADMIN = 21
 CAP_SYS_RESOURCE = 24
+CAP_MKNOD = 27
+CAP_SETFCAP = 31
+CAP_SYSLOG = 34
 
 # linux/landlock.h
 LANDLOCK_CREATE_RULESET_VERSION = 1 << 0

@@ -6,9 +6,21 @@ they are, and a test compares. Sources: none but `build`.
 
 from __future__ import annotations
 
-from nsinit.build import BARE_STEPS, BIRTH_STEPS, BLANK_STEPS, FILES_STEPS, IMAGE_STEPS, LAST_STEPS, POWER_STEPS
+from nsinit.build import (
+    BARE_STEPS,
+    BIRTH_STEPS,
+    BLANK_STEPS,
+    CGROUP_STEPS,
+    FILES_STEPS,
+    IMAGE_STEPS,
+    LAST_STEPS,
+    POWER_STEPS,
+)
 
-NSINIT_STEPS = ("cgroup", "slot", "listener", "clone", "limits", "identity", "share")
+MAKER_STEPS = ("raise limits", "group")
+"""Of the cgroup maker, besides its part of a create."""
+
+NSINIT_STEPS = ("slot", "listener", "cgroup", "clone", "limits", "identity", "share")
 """Of a create, in nsinit itself."""
 
 NSINIT_POINTS = (
@@ -44,6 +56,7 @@ RUNNER_POINTS = (
 """PID 1's own."""
 
 NSINIT, BUILDER, FILES, INIT = "nsinit.create.", "builder.create.", "builder.files.", "init.create."
+MAKER = "cgroup_maker."
 """`FILES`: the builder's, of a sandbox that has a workspace and no program."""
 
 
@@ -51,6 +64,7 @@ def all_points() -> tuple[str, ...]:
     """Return every name, in the order of a session's life."""
     return (
         *point_names(NSINIT, NSINIT_STEPS),
+        *point_names(MAKER, [*(name for name, _ in CGROUP_STEPS), *MAKER_STEPS]),
         *point_names(INIT, [name for name, _ in BIRTH_STEPS]),
         *point_names(BUILDER, [name for name, _ in (*BLANK_STEPS, *IMAGE_STEPS, *LAST_STEPS)]),
         *point_names(FILES, [name for name, _ in (*BARE_STEPS, *FILES_STEPS)]),

@@ -36,8 +36,8 @@ _REMOVAL_BACKOFF_S = (0.001, 0.002, 0.004, 0.01, 0.02, 0.05, 0.1, 0.2)
 """Together less than what a teardown, which waits for its turn, may be held up."""
 
 
-def make(cgroup: SessionCgroup, name: str, base_uid: int) -> tuple[Membership, int]:
-    """Make a group and return what the descriptor, the caller's, is good for, and the descriptor.
+def make(cgroup: SessionCgroup, name: str, base_uid: int) -> None:
+    """Make a group, for the PID 1 with ids from `base_uid`; the cgroup maker does.
 
     Raises:
         OSError: nothing of it is left. FileExistsError: there is one; BlockingIOError: there are too many.
@@ -47,10 +47,24 @@ def make(cgroup: SessionCgroup, name: str, base_uid: int) -> tuple[Membership, i
     directory = f"{cgroup.group_parent}/{name}"
     os.mkdir(directory, 0o755)
     try:
+        if cgroup.tree.mode != "v1":
+            for each in (cgroup.group_parent, directory):
+                os.chown(f"{each}/cgroup.procs", base_uid + RUNNER_ID, -1)
+    except OSError:
+        os.rmdir(directory)
+        raise
+
+
+def open_membership(cgroup: SessionCgroup, name: str) -> tuple[Membership, int]:
+    """Return what the descriptor of a new group, the caller's, is good for, and the descriptor.
+
+    Raises:
+        OSError: the group is gone.
+    """
+    directory = f"{cgroup.group_parent}/{name}"
+    try:
         if cgroup.tree.mode == "v1":
             return "join", os.open(f"{directory}/tasks", os.O_WRONLY | os.O_CLOEXEC)
-        for each in (cgroup.group_parent, directory):
-            os.chown(f"{each}/cgroup.procs", base_uid + RUNNER_ID, -1)
         return "clone", mounts.clone(k.AT_FDCWD, directory, k.MOUNT_ATTR_RDONLY | mounts.INERT)
     except OSError:
         os.rmdir(directory)

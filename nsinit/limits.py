@@ -1,8 +1,9 @@
 """Writes the limits of one session's cgroup: in the order each cgroup version needs, and all of them or none.
 
-`first` is for a cgroup without processes and returns at once. `change` is for one in use: lowering memory makes the
-kernel take pages away first, for as long as the session makes new ones, so a process of its own does the writing and
-is given up on after `CHANGE_DEADLINE_S`. What the session can't do without is never taken by killing.
+`first` is for a cgroup without processes, `raise_to` for one in use that keeps what it has: both return at once, and
+the cgroup maker calls them. `lower` makes the kernel take pages away first, for as long as the session makes new ones:
+a fork of nsinit's does the writing and is given up on after `CHANGE_DEADLINE_S`. What the session can't do without is
+never taken by killing.
 Sources: Documentation/admin-guide/cgroup-v2.rst, "memory.max"; cgroup-v1/memory.rst §6; scheduler/sched-bwc.rst.
 """
 
@@ -39,23 +40,34 @@ def first(cgroup: SessionCgroup, limits: Limits) -> None:
     _write(_settings(cgroup, limits, is_raising=False))
 
 
-def change(cgroup: SessionCgroup, limits: Limits) -> Generator[Wait, bool, None]:
-    """Change the limits of a cgroup in use; swap stays none.
+def is_lower(cgroup: SessionCgroup, limits: Limits) -> bool:
+    """Whether there would be less memory than now, so that it takes `lower`, and time."""
+    return limits.memory_bytes < _current_bytes(cgroup)
+
+
+def raise_to(cgroup: SessionCgroup, limits: Limits) -> None:
+    """Write limits with no less memory than now. Raises `OSError`: nothing has changed."""
+    settings = _settings(cgroup, limits, is_raising=limits.memory_bytes > _current_bytes(cgroup))
+    before = _read(settings)
+    try:
+        _write(settings)
+    except OSError:
+        _restore(before)
+        raise
+
+
+def lower(cgroup: SessionCgroup, limits: Limits) -> Generator[Wait, bool, None]:
+    """Write limits with less memory than now; swap stays none.
 
     Raises:
         OSError: nothing has changed. EBUSY: the session uses more memory than that; ETIMEDOUT: it could not be made to
             use less in time; anything else is what the kernel said.
     """
-    current = _current_bytes(cgroup)
-    is_raising = limits.memory_bytes > current
-    settings = _settings(cgroup, limits, is_raising=is_raising)
+    settings = _settings(cgroup, limits, is_raising=False)
     before = _read(settings)
     try:
-        if limits.memory_bytes >= current:
-            _write(settings)
-        else:
-            _check_room(cgroup, limits)
-            yield from _write_apart(settings)
+        _check_room(cgroup, limits)
+        yield from _write_apart(settings)
     except OSError:
         _restore(before)
         raise

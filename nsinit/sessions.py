@@ -16,16 +16,15 @@ from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from nsinit import control, freezer, groups, syscalls, trash
+from nsinit import control, freezer, groups, limits, syscalls, trash
 from nsinit.builder import Order, Stage
-from nsinit.builders import Builders, Outcome
+from nsinit.cgroup_maker import MakeGroup, RaiseLimits
 from nsinit.cgroup_tree import Tree
 from nsinit.cgroups import Counters, SessionCgroup
 from nsinit.crash import passing
 from nsinit.disk import running
 from nsinit.disk.mechanism import Usage
 from nsinit.identity import find_identity, open_verified, require_identity
-from nsinit.limits import change as change_limits
 from nsinit.log import log
 from nsinit.paths import Layout
 from nsinit.protocol import MAX_DATAGRAM_BYTES, Attached, Build, Built, DiskLimits, Found, Limits, SandboxPlan
@@ -33,6 +32,7 @@ from nsinit.scheduler import Event, Job, Scheduler, Wait
 from nsinit.steps import StepFailed, failure_of
 from nsinit.validate import is_session_id
 from nsinit.vessel import Foundry, Process, Vessel
+from nsinit.workers import Outcome, Workers
 
 BUILD_DEADLINE_S = 5.0
 _DEATH_DEADLINE_S = 5.0
@@ -57,7 +57,7 @@ class Sessions:
     """All sessions of one data directory."""
 
     foundry: Foundry
-    builders: Builders
+    builders: Workers
     scheduler: Scheduler
     processes: dict[str, Process] = field(default_factory=dict)
     vessels: dict[str, Vessel] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Sessions:
         """Make a blank vessel. Raises `StepFailed`, and then nothing is left."""
         yield from self._admit()
         try:
-            vessel = self.vessels[session_id] = self._make_vessel(session_id, limits)
+            vessel = self.vessels[session_id] = yield from self._make_vessel(session_id, limits)
             try:
                 outcome = yield from self._order(vessel, None, disk, "born", "blank")
                 with vessel.steps.step("identity"):
@@ -108,14 +108,15 @@ class Sessions:
         try:
             vessel = self.vessels.pop(session_id, None)
             done: Stage = "born" if vessel is None else "blank" if vessel.furnishing is None else "furnished"
-            vessel = vessel or self._make_vessel(session_id, request.plan.limits)
+            if vessel is None:
+                vessel = yield from self._make_vessel(session_id, request.plan.limits)
             self._filling.add(session_id)
             try:
                 if vessel.furnishing not in (None, request.plan.furnishing):
                     raise StepFailed("vessel", "it was furnished for another plan", errno=errno.EINVAL)
                 if vessel.limits != request.plan.limits:
                     with vessel.steps.step("limits"):
-                        yield from change_limits(vessel.cgroup, request.plan.limits)
+                        yield from self._change_limits(vessel.cgroup, request.plan.limits)
                 outcome = yield from self._order(vessel, request.plan, request.plan.disk, done, "whole")
                 return (yield from self._fill(vessel, request, outcome))
             except StepFailed:
@@ -170,7 +171,7 @@ class Sessions:
         if not cgroup.exists():
             raise StepFailed("set limits", "the session has no cgroup", errno=errno.ENOENT)
         try:
-            yield from change_limits(cgroup, limits)
+            yield from self._change_limits(cgroup, limits)
         except OSError as error:
             raise failure_of("set limits", error) from error
 
@@ -191,12 +192,13 @@ class Sessions:
         machine = self.foundry.machine
         running.change(machine.disk, machine.layout, session_id, limits)
 
-    def make_group(self, session_id: str, name: str) -> tuple[groups.Membership, int]:
+    def make_group(self, session_id: str, name: str) -> Generator[Wait, bool, tuple[groups.Membership, int]]:
         """Make a group in a running session; returns what its descriptor is for, and that. Raises `StepFailed`."""
         cgroup, process = self._cgroup(session_id), self.processes.get(session_id)
         try:
             base = process.slot.base if process is not None else require_identity(cgroup, "group").base_uid
-            made = groups.make(cgroup, name, base)
+            yield from self._ordered_cgroup(MakeGroup(session_id, name, base))
+            made = groups.open_membership(cgroup, name)
         except OSError as error:
             raise failure_of("group", error) from error
         passing(self.foundry.machine.crash, "nsinit.exec.group_made")
@@ -249,13 +251,26 @@ class Sessions:
             self._deleting = True
             self.scheduler.spawn(self._delete_trash())
 
-    def _make_vessel(self, session_id: str, limits: Limits) -> Vessel:
+    def _change_limits(self, cgroup: SessionCgroup, wanted: Limits) -> Generator[Wait, bool, None]:
+        """All of them or none. Raises `OSError` or `StepFailed`."""
+        if limits.is_lower(cgroup, wanted):
+            yield from limits.lower(cgroup, wanted)
+        else:
+            yield from self._ordered_cgroup(RaiseLimits(cgroup.session_id, wanted))
+
+    def _ordered_cgroup(self, order: RaiseLimits | MakeGroup) -> Generator[Wait, bool, None]:
+        """Have the cgroup maker do something. Raises `StepFailed`."""
+        outcome = yield from self.foundry.cgroup_makers.hand_over(order, [])
+        yield Wait(event=outcome.done)
+        outcome.result()
+
+    def _make_vessel(self, session_id: str, limits: Limits) -> Generator[Wait, bool, Vessel]:
         if session_id in self.processes:
             raise StepFailed("session", "the session exists", errno=errno.EEXIST)
         path = self.foundry.machine.layout.session(session_id)
         if os.path.lexists(path):
             raise StepFailed("session", "the session has files of an earlier life", path=path, errno=errno.EEXIST)
-        vessel = self.foundry.make(session_id, limits)
+        vessel = yield from self.foundry.make(session_id, limits)
         self.processes[session_id] = vessel.process
         self.scheduler.spawn(self._reap(session_id, vessel.process))
         return vessel

@@ -1,4 +1,4 @@
-"""nsinit's own mount namespace and the private tmpfs in it with the templates that sessions get clones of.
+"""nsinit's own namespaces and the private tmpfs in it with the templates that sessions get clones of.
 
 Owns what is on `<data_dir>/stage`: a `/dev` with real device nodes, one empty unreadable file, one empty directory,
 and empty mount points. All of it is made before any session exists and never written again.
@@ -39,13 +39,14 @@ _LINKS = {
 _DIRECTORIES = ("pts", "shm")
 
 
-def enter_own_mount_namespace(needed: tuple[str, ...]) -> None:
-    """Leave the host's mount namespace and drop every mount that holds none of the `needed` paths.
+def enter_own_namespaces(needed: tuple[str, ...]) -> None:
+    """Leave the host's network, IPC, host name and mount namespaces, and drop every mount that holds none of the
+    `needed` paths: nsinit and its helpers have no network at all.
 
     Each session's clone copies what is left, so a host with hundreds of mounts must not cost every session those.
     Slave, not private: a disk the operator mounts later still shows up here.
     """
-    syscalls.unshare(k.CLONE_NEWNS)
+    syscalls.unshare(k.CLONE_NEWNS | k.CLONE_NEWNET | k.CLONE_NEWIPC | k.CLONE_NEWUTS)
     syscalls.mount("", "/", flags=k.MS_REC | k.MS_SLAVE)
     with open("/proc/self/mountinfo", "rb") as file:
         mounts = parse_mountinfo(os.fsdecode(file.read()))

@@ -14,9 +14,8 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from nsinit import cgroup_tree, child, furnish, landlock, mounts, slots, stage
-from nsinit.builders import Builders
-from nsinit.capabilities import read_last_capability
+from nsinit import builder, cgroup_maker, cgroup_tree, child, furnish, landlock, mounts, slots, stage
+from nsinit.capabilities import NSINIT_CAPABILITIES, keep_only, read_last_capability
 from nsinit.crash import Crash
 from nsinit.crash_points import all_points
 from nsinit.disk import choose
@@ -35,6 +34,7 @@ from nsinit.strays import Strays, open_blocks
 from nsinit.validate import InvalidName, check_cgroup_parent, check_data_dir, check_node_id
 from nsinit.vessel import Foundry
 from nsinit.volumes import Volumes
+from nsinit.workers import Workers
 
 _LOCK_DEADLINE_S = 3.0
 _LOCK_PAUSE_S = 0.02
@@ -52,9 +52,10 @@ class Node:
     lock_fd: int
 
     def stop(self) -> None:
-        """End builders and forker; remove the cgroup directories unless sessions live on in them."""
+        """End the helpers; remove the cgroup directories unless sessions live on in them."""
         self.kernel_log.close()
         self.sessions.builders.stop()
+        self.sessions.foundry.cgroup_makers.stop()
         self.sessions.foundry.forker.stop()
         cgroup_tree.release(self.sessions.foundry.tree, self.located)
         os.close(self.lock_fd)
@@ -95,8 +96,11 @@ def _start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Gr
     undo.callback(strays.close)
     kernel_log = KernelLog()
     undo.callback(kernel_log.close)
-    with steps.step("mount namespace"):
-        stage.enter_own_mount_namespace((layout.data_dir, furnish.HOST_USR, "/proc", *tree.unique))
+    with steps.step("capabilities"):
+        last_capability = read_last_capability()
+        keep_only(NSINIT_CAPABILITIES, last_capability)
+    with steps.step("namespaces"):
+        stage.enter_own_namespaces((layout.data_dir, furnish.HOST_USR, "/proc", *tree.unique))
     with steps.step("stage"):
         stage.make_stage(layout.stage)
     with steps.step("disk"):
@@ -107,14 +111,16 @@ def _start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Gr
         slot = table.take()
     with steps.step("features"):
         features = mounts.probe_features(layout.stage, slot.userns_fd)
-        powers = read_last_capability(), landlock.probe_abi(), filters
+        powers = last_capability, landlock.probe_abi(), filters
         machine = furnish.Machine(layout, features, *powers, disk, volumes, crash)
     table.free(slot)
     with steps.step("helpers"):
-        builders = Builders(machine, scheduler)
+        builders = Workers(builder.trade(machine), scheduler)
         builders.start()
+        cgroup_makers = Workers(cgroup_maker.trade(machine, tree, located), scheduler)
+        cgroup_makers.start()
         forker = Forker(machine, runner)
-    sessions = Sessions(Foundry(machine, tree, table, forker), builders, scheduler)
+    sessions = Sessions(Foundry(machine, tree, table, forker, cgroup_makers), builders, scheduler)
     ready = Ready(
         seq=request.seq,
         pid=os.getpid(),

@@ -239,6 +239,13 @@ def join_session_keyring() -> None:
     _call("keyctl", k.SYS_keyctl, k.KEYCTL_JOIN_SESSION_KEYRING, 0)
 
 
+def capget() -> int:
+    """capget(2): the bit mask of what this thread is permitted."""
+    data = (_CapData * 2)()
+    _call("capget", k.SYS_capget, byref(_CapHeader(k.LINUX_CAPABILITY_VERSION_3, 0)), byref(data))
+    return int(data[0].permitted | data[1].permitted << 32)
+
+
 def capset(effective: int, *, permitted: int | None = None, inheritable: int = 0) -> None:
     """capset(2): make exactly these bit masks the three sets; what is effective is permitted unless told."""
     sets = effective, effective if permitted is None else permitted, inheritable

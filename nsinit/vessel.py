@@ -9,26 +9,24 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from nsinit import syscalls
+from nsinit.cgroup_maker import MakeCgroup
 from nsinit.cgroup_tree import Tree
 from nsinit.cgroups import SessionCgroup
 from nsinit.crash_points import NSINIT
 from nsinit.forker import Forker
 from nsinit.furnish import Machine
 from nsinit.identity import read_identity
-from nsinit.limits import first as first_limits
 from nsinit.paths import SOCKET_NAME, make_directory
 from nsinit.protocol import Identity, Limits, SandboxPlan
-from nsinit.scheduler import Event
+from nsinit.scheduler import Event, Wait
 from nsinit.slots import Slot, SlotTable
 from nsinit.steps import Steps
-
-BUILDING_SHARE = 100
-"""What is built goes before what runs: no foreign code is in it yet, and somebody waits for it. When many are built at
-once, those that wait for their turn don't wait for the shells of those that are done."""
+from nsinit.workers import Workers
 
 _BACKLOG = 64
 
@@ -74,14 +72,15 @@ class Vessel:
 
 @dataclass(frozen=True, slots=True)
 class Foundry:
-    """What vessels are made from."""
+    """What vessels are made from, and by whom."""
 
     machine: Machine
     tree: Tree
     slots: SlotTable
     forker: Forker
+    cgroup_makers: Workers
 
-    def make(self, session_id: str, limits: Limits) -> Vessel:
+    def make(self, session_id: str, limits: Limits) -> Generator[Wait, bool, Vessel]:
         """Make a vessel; the limits are in force before the process exists.
 
         Raises:
@@ -90,17 +89,19 @@ class Foundry:
         steps = Steps(NSINIT, self.machine.crash)
         cgroup = SessionCgroup(self.tree, session_id)
         with ExitStack() as undo:
+            made = yield from self.cgroup_makers.hand_over(MakeCgroup(session_id, limits), [])
+            undo.callback(cgroup.remove)
+            try:
+                with steps.step("slot"):
+                    slot = self.slots.take()
+                    undo.callback(self.slots.free, slot)
+                    undo.callback(_evict, cgroup)
+                with steps.step("listener"):
+                    listener = self._listen(session_id, undo)
+            finally:
+                yield Wait(event=made.done)
             with steps.step("cgroup"):
-                cgroup.make()
-                undo.callback(cgroup.remove)
-                cgroup.set_share(BUILDING_SHARE)
-                first_limits(cgroup, limits)
-            with steps.step("slot"):
-                slot = self.slots.take()
-                undo.callback(self.slots.free, slot)
-                undo.callback(_evict, cgroup)
-            with steps.step("listener"):
-                listener = self._listen(session_id, undo)
+                steps.timings_us |= made.result()
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             undo.callback(ours.close)
             with listener, theirs, steps.step("clone"):

@@ -195,8 +195,10 @@ class Zygote:
                 self._submit(seq, session_id, lambda: self._remove_group(request))
             case SetLimits(seq, session_id):
                 self._submit(seq, session_id, lambda: self._set_limits(request))
-            case Attach(seq, session_id) | MakeGroup(seq, session_id):
+            case Attach(seq, session_id):
                 self._submit(seq, session_id, lambda: self._at_once(request))
+            case MakeGroup(seq, session_id):
+                self._submit(seq, session_id, lambda: self._make_group(request))
             case Scan(seq):
                 self._scheduler.spawn(self._answered(seq, None, self._scan(request)))
             case Survey(seq):
@@ -280,6 +282,12 @@ class Zygote:
         check_session_id(request.session_id)
         yield from self._sessions.set_frozen(request.session_id, frozen=request.frozen)
         return Ok(request.seq), []
+
+    def _make_group(self, request: MakeGroup) -> Work:
+        check_session_id(request.session_id)
+        check_group_name(request.name)
+        membership, fd = yield from self._sessions.make_group(request.session_id, request.name)
+        return Grouped(request.seq, membership), [fd]
 
     def _remove_group(self, request: RemoveGroup) -> Work:
         check_session_id(request.session_id)
@@ -373,11 +381,6 @@ class Zygote:
                 check_disk(disk)
                 self._sessions.set_disk(session_id, disk)
                 answer = Ok(seq), []
-            case MakeGroup(seq, session_id, name):
-                check_session_id(session_id)
-                check_group_name(name)
-                membership, fd = self._sessions.make_group(session_id, name)
-                answer = Grouped(seq, membership), [fd]
             case _:
                 raise AssertionError(type(request).__name__)
         return answer

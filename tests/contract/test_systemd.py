@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from nsinit import constants
+from nsinit.capabilities import NSINIT_CAPABILITIES
 from sandkasten.config import DEFAULT_DATA_DIR
 from sandkasten.runtime.account import NAME
 
@@ -53,6 +55,13 @@ def test_the_daemons_unit_fences_it_in(tmp_path: Path) -> None:
     score = re.search(r"Overall exposure level for sandkasten.service: ([\d.]+)", done.stdout)
     assert score is not None, done.stdout + done.stderr
     assert float(score[1]) < MAX_EXPOSURE
+
+
+def test_nsinit_keeps_the_capabilities_that_its_unit_leaves_it() -> None:
+    """A keeper and nsinit that were started otherwise give the rest away themselves."""
+    lines = re.findall(r"^CapabilityBoundingSet=(.*)$", (UNITS / "sandkasten-nsinit.service").read_text(), re.MULTILINE)
+    named = {getattr(constants, name) for line in lines for name in line.split()}
+    assert sum(1 << number for number in named) == NSINIT_CAPABILITIES
 
 
 def test_the_units_say_what_the_program_means() -> None:

@@ -45,6 +45,7 @@ from tests.ground import Ground
 from tests.waiting import SLOWNESS
 
 SHORT = (
+    "cgroup_maker.cgroup_limits",
     "builder.create.overlay_root",
     "runner.exec.started",
     "daemon.create.running_recorded",
@@ -58,7 +59,7 @@ SHORT = (
 
 _PATIENCE_S = 30.0 * SLOWNESS
 _PAUSE_S = 0.02
-_NEEDS_VESSEL = "nsinit.create.limits"
+_NEED_VESSEL = ("nsinit.create.limits", "cgroup_maker.raise_limits")
 """Only a vessel that was made with other limits than the session wants gets there."""
 
 
@@ -176,11 +177,11 @@ class Walk:
         if point.startswith("import."):
             self._import(point)
         else:
-            with self.daemon(point, vessels=int(point == _NEEDS_VESSEL)) as daemon:
+            with self.daemon(point, vessels=int(point in _NEED_VESSEL)) as daemon:
                 if point.startswith(PREFIXES):
                     was_noticed = self._disturb_workspaces(daemon)
                 else:
-                    was_noticed = self._disturb(daemon, needs_vessel=point == _NEEDS_VESSEL)
+                    was_noticed = self._disturb(daemon, needs_vessel=point in _NEED_VESSEL)
                 if point.startswith("daemon."):
                     until(daemon.has_died, "the daemon came to the point")
                 elif not was_noticed:

@@ -25,6 +25,7 @@ from typing import Any
 
 import nsinit
 from nsinit.builder import NAME as BUILDER
+from nsinit.cgroup_maker import NAME as CGROUP_MAKER
 from nsinit.forker import NAME as FORKER
 from nsinit.protocol import (
     ANSWERS,
@@ -176,10 +177,10 @@ class Nsinit:
 
     def processes(self) -> set[int]:
         """Return the pids below nsinit that belong to a session or delete its files; its helpers are there for good."""
-        return {pid for pid, name in descendants(self.pid) if name not in (BUILDER, FORKER)}
+        return {pid for pid, name in descendants(self.pid) if name not in (BUILDER, CGROUP_MAKER, FORKER)}
 
     def helpers(self, name: str) -> set[int]:
-        """Return the pids of nsinit's builders or of its forker."""
+        """Return the pids of nsinit's helpers of that name."""
         return {pid for pid, each in descendants(self.pid) if each == name}
 
     @property

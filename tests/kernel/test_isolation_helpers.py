@@ -1,4 +1,5 @@
-"""nsinit's helpers: builders and the forker keep nothing of a session, and the death of one breaks one build."""
+"""nsinit's helpers: they keep nothing of a session, can do no more than their work takes, and the death of one breaks
+one build."""
 
 from __future__ import annotations
 
@@ -11,10 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from nsinit import constants as k
 from nsinit import pid1
+from nsinit.builder import COUNT
 from nsinit.builder import NAME as BUILDER
-from nsinit.builders import COUNT
+from nsinit.capabilities import NSINIT_CAPABILITIES
+from nsinit.cgroup_maker import NAME as CGROUP_MAKER
 from nsinit.forker import NAME as FORKER
+from nsinit.mountinfo import is_below, parse_mountinfo
 from nsinit.pid1 import Init
 from nsinit.protocol import Build, Failed, Furnish, Prepare, SandboxPlan, Teardown
 from nsinit.seccomp.filters import Filters
@@ -31,8 +36,18 @@ def server() -> Iterator[Nsinit]:
 
 
 def _wait_for_helpers(server: Nsinit) -> set[int]:
-    wait_until(lambda: len(server.helpers(BUILDER) | server.helpers(FORKER)) == COUNT + 1, "the helpers started")
-    return server.helpers(BUILDER) | server.helpers(FORKER)
+    def found() -> set[int]:
+        return server.helpers(BUILDER) | server.helpers(FORKER) | server.helpers(CGROUP_MAKER)
+
+    wait_until(lambda: len(found()) == COUNT + 2, "the helpers started")
+    (maker,) = server.helpers(CGROUP_MAKER)
+    wait_until(lambda: _capabilities(maker)["CapEff"] == 1 << k.CAP_CHOWN, "the cgroup maker is in its jail")
+    return found()
+
+
+def _capabilities(pid: int) -> dict[str, int]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {name: int(mask, 16) for name, _, mask in (each.partition(":") for each in lines) if name.startswith("Cap")}
 
 
 def _holdings(pid: int) -> tuple[dict[str, str], list[str], str, set[str]]:
@@ -55,7 +70,7 @@ def _descriptors(pid: int) -> list[str]:
 
 
 def _all_holdings(server: Nsinit) -> dict[int, object]:
-    return {pid: _holdings(pid) for name in (BUILDER, FORKER) for pid in server.helpers(name)}
+    return {pid: _holdings(pid) for name in (BUILDER, FORKER, CGROUP_MAKER) for pid in server.helpers(name)}
 
 
 def _fail_while_stopped(server: Nsinit, pids: set[int], plan: SandboxPlan, is_reached: Callable[[], bool]) -> Failed:
@@ -179,7 +194,7 @@ def test_a_builder_that_dies_inside_a_sandbox_fails_that_build_alone(server: Nsi
 
 def test_idle_helpers_that_die_are_not_missed(server: Nsinit) -> None:
     """No build fails because of a helper that died before it."""
-    pids = server.helpers(BUILDER) | server.helpers(FORKER)
+    pids = server.helpers(BUILDER) | server.helpers(FORKER) | server.helpers(CGROUP_MAKER)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not any(_is_alive(pid) for pid in pids), "the helpers ended")
@@ -196,6 +211,49 @@ def test_a_forker_that_dies_with_a_request_fails_that_build_alone(server: Nsinit
     assert survivor.run("echo alive").out == "alive\n"
     survivor.teardown()
     _assert_all_is_well(server, plan)
+
+
+def test_a_cgroup_maker_that_dies_with_an_order_fails_that_build_alone(server: Nsinit) -> None:
+    """As with a builder; what it may have made is removed."""
+    survivor = server.build(host_plan())
+    plan, makers = host_plan(), server.helpers(CGROUP_MAKER)
+    socket_path = server.data_dir / "run" / plan.session_id / "r.sock"
+    assert _fail_while_stopped(server, makers, plan, socket_path.exists).stage == "cgroup maker"
+    wait_until(lambda: len(server.helpers(CGROUP_MAKER)) == 1, "the cgroup maker was replaced")
+    assert not server.helpers(CGROUP_MAKER) & makers
+    assert survivor.run("echo alive").out == "alive\n"
+    survivor.teardown()
+    _assert_all_is_well(server, plan)
+
+
+def test_the_cgroup_maker_can_do_nothing_else(server: Nsinit) -> None:
+    """It sees the hierarchies that sessions have cgroups in and an empty root, no interface but a loopback that is
+    down, and could give files away; nothing it executed would gain anything."""
+    (pid,) = server.helpers(CGROUP_MAKER)
+    proc = Path(f"/proc/{pid}")
+    mounts = parse_mountinfo((proc / "mountinfo").read_text())
+    assert {(each.fstype in ("cgroup", "cgroup2")) or each.point == "/" for each in mounts} == {True}
+    assert all(any(is_below(path, each.point) for path in server.ready.cgroup_dirs.values()) for each in mounts)
+    root = next(line for line in (proc / "mountinfo").read_text().splitlines() if line.split()[4] == "/")
+    assert root.split()[5].split(",")[0] == "ro"
+    assert os.listdir(proc / "root") == sorted({each.point.split("/")[1] for each in mounts} - {""})
+    own = Path("/proc/self")
+    for name in ("mnt", "net", "ipc", "uts"):
+        assert len({os.readlink(each / "ns" / name) for each in (proc, own, Path(f"/proc/{server.pid}"))}) == 3
+    held = _capabilities(pid)
+    chown = 1 << k.CAP_CHOWN
+    assert (held["CapEff"], held["CapPrm"], held["CapInh"], held["CapAmb"]) == (chown, chown, 0, 0)
+    assert "NoNewPrivs:\t1" in (proc / "status").read_text()
+
+
+def test_nsinit_and_its_helpers_have_no_network_and_no_power_beyond_their_work(server: Nsinit) -> None:
+    """Whoever makes the daemon or a sandbox turn on them: no interface of the machine, no modules, no raw devices."""
+    for pid in (server.pid, *server.helpers(BUILDER), *server.helpers(FORKER)):
+        interfaces = Path(f"/proc/{pid}/net/dev").read_text().splitlines()[2:]
+        assert [each.partition(":")[0].strip() for each in interfaces] == ["lo"]
+        held = _capabilities(pid)
+        assert held["CapBnd"] & ~NSINIT_CAPABILITIES == held["CapPrm"] & ~NSINIT_CAPABILITIES == 0
+        assert "NoNewPrivs:\t1" in Path(f"/proc/{pid}/status").read_text()
 
 
 def test_helpers_end_with_nsinit() -> None:

@@ -98,7 +98,7 @@ def test_a_change_that_takes_too_long_is_given_up_and_undone(server: Nsinit) -> 
     """However far the writing process came: here its deadline has passed at once."""
     box = server.build(host_plan(limits=START))
     before = _in_force(server, box)
-    work = limit_files.change(_cgroup(server, box), Limits(memory_bytes=48 << 20, pids=20, cpu_quota_us=30_000))
+    work = limit_files.lower(_cgroup(server, box), Limits(memory_bytes=48 << 20, pids=20, cpu_quota_us=30_000))
     next(work)
     work.send(False)
     with pytest.raises(TimeoutError):
@@ -151,9 +151,9 @@ def test_v2_refuses_what_it_would_have_to_kill_for(tmp_path: Path) -> None:
         **{"memory.stat": f"anon 1\ninactive_file {60 << 20}\nactive_file {30 << 20}\nslab_reclaimable {10 << 20}"},
     )  # fmt: skip
     with pytest.raises(OSError, match="uses more memory") as refused:
-        _run(lambda: limit_files.change(cgroup, replace(ROOMY, memory_bytes=(100 << 20) - 1)))
+        _run(lambda: limit_files.lower(cgroup, replace(ROOMY, memory_bytes=(100 << 20) - 1)))
     assert refused.value.errno == errno.EBUSY
-    work = limit_files.change(cgroup, replace(ROOMY, memory_bytes=100 << 20))
+    work = limit_files.lower(cgroup, replace(ROOMY, memory_bytes=100 << 20))
     wait = next(work)
     assert wait.fd is not None
     assert select.select([wait.fd], [], [], PATIENCE_S)[0]
@@ -163,13 +163,13 @@ def test_v2_refuses_what_it_would_have_to_kill_for(tmp_path: Path) -> None:
 
 
 def test_what_was_written_before_a_refusal_is_written_back(tmp_path: Path) -> None:
-    """Raising, so that this process writes: the second file refuses, and the first is as it was."""
+    """The second file refuses, and the first is as it was."""
     cgroup = _fake(tmp_path, **{"memory.max": str(32 << 20)})
     (tmp_path / "s/cpu.max").unlink()
     (tmp_path / "s/cpu.max").symlink_to("/proc/self/oom_score_adj")  # refuses with EINVAL what is no small number
     before = (tmp_path / "s/memory.max").read_text().split()
     with pytest.raises(OSError) as refused:
-        _run(lambda: limit_files.change(cgroup, replace(ROOMY, memory_bytes=48 << 20)))
+        limit_files.raise_to(cgroup, replace(ROOMY, memory_bytes=48 << 20))
     assert refused.value.errno == errno.EINVAL
     assert (tmp_path / "s/memory.max").read_text().split() == before
     assert (tmp_path / "s/pids.max").read_text() == "max\n"

@@ -1,6 +1,7 @@
-"""nsinit's builder processes: started once, replaced when they die, given one order at a time.
+"""nsinit's helper processes of one trade: forked once, replaced when they die, given one order at a time.
 
-Owns which of them is free. A builder that dies or takes too long fails the order it had and nothing else.
+Owns which of them is free; what they do, and may do, is their trade's (`builder`, `cgroup_maker`). One that dies or
+takes too long fails the order it had and nothing else.
 """
 
 from __future__ import annotations
@@ -11,26 +12,35 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from typing import NoReturn
 
-from nsinit import builder, control, syscalls
-from nsinit.builder import ORDERS, Order
-from nsinit.furnish import Machine
+from nsinit import control, syscalls
 from nsinit.log import log
 from nsinit.protocol import MAX_DATAGRAM_BYTES
 from nsinit.scheduler import Event, Job, Scheduler, Wait
 from nsinit.steps import StepFailed
+from runner.wire import Vocabulary
 
-COUNT = 2
-"""One works while another waits for the disk; more would only take turns on the processors."""
 ORDER_DEADLINE_S = 5.0
 _RETRY_PAUSE_S = 0.1
 
 
+@dataclass(frozen=True, slots=True)
+class Trade:
+    """What one kind of workers is: its name in errors and logs, how many there are, the orders it understands, and the
+    life of one, which is given its end of a socket and nsinit's pid."""
+
+    name: str
+    count: int
+    orders: Vocabulary
+    live: Callable[[socket.socket, int], NoReturn]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Worker:
-    """One builder process; `started_s` is of the monotonic clock."""
+    """One process; `started_s` is of the monotonic clock."""
 
     pid: int
     pidfd: int
@@ -53,11 +63,11 @@ class Outcome:
         return self.timings_us
 
 
-class Builders:
-    """The builder processes of one nsinit."""
+class Workers:
+    """The processes of one trade."""
 
-    def __init__(self, machine: Machine, scheduler: Scheduler) -> None:
-        self._machine = machine
+    def __init__(self, trade: Trade, scheduler: Scheduler) -> None:
+        self._trade = trade
         self._scheduler = scheduler
         self._workers: set[Worker] = set()
         self._idle: deque[Worker] = deque()
@@ -65,7 +75,7 @@ class Builders:
 
     def start(self) -> None:
         """Start all of them."""
-        for _ in range(COUNT):
+        for _ in range(self._trade.count):
             self._start_one()
 
     def stop(self) -> None:
@@ -75,9 +85,9 @@ class Builders:
             os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED)
         self._workers.clear()
 
-    def hand_over(self, order: Order, fds: list[int]) -> Generator[Wait, bool, Outcome]:
-        """Give `order` to a builder as soon as one is free. Raises `StepFailed` when none gets free."""
-        data = ORDERS.encode(order)
+    def hand_over(self, order: object, fds: list[int]) -> Generator[Wait, bool, Outcome]:
+        """Give `order` to a worker as soon as one is free. Raises `StepFailed` when none gets free."""
+        data = self._trade.orders.encode(order)
         while True:
             worker = yield from self._take()
             try:
@@ -85,7 +95,7 @@ class Builders:
             except ConnectionError:
                 worker.channel.close()  # it died while it was idle; `_watch` starts another
                 continue
-            except OSError as error:  # not the builder's fault: a descriptor of a PID 1 that is gone
+            except OSError as error:  # not the worker's fault: a descriptor of a PID 1 that is gone
                 self._give_back(worker)
                 raise StepFailed("child", f"can't be handed over: {error.strerror}", errno=error.errno or 0) from error
             outcome = Outcome()
@@ -98,7 +108,7 @@ class Builders:
             self._waiting.append(freed)
             if not (yield Wait(event=freed, timeout_s=ORDER_DEADLINE_S)) and not freed.is_set:
                 self._waiting.remove(freed)
-                raise StepFailed("builder", f"no builder was free for {ORDER_DEADLINE_S} s")
+                raise StepFailed(self._trade.name, f"no {self._trade.name} was free for {ORDER_DEADLINE_S} s")
         return self._idle.popleft()
 
     def _give_back(self, worker: Worker) -> None:
@@ -115,14 +125,14 @@ class Builders:
                 data = b""
             try:
                 if not data:
-                    raise StepFailed("builder", "the builder died")
+                    raise StepFailed(self._trade.name, f"the {self._trade.name} died")
                 outcome.timings_us = control.read_status(data)
             except StepFailed as error:
                 outcome.failure = error
         else:
             data = b""
             syscalls.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
-            outcome.failure = StepFailed("deadline", f"not built after {ORDER_DEADLINE_S} s", errno=errno.ETIMEDOUT)
+            outcome.failure = StepFailed("deadline", f"not done after {ORDER_DEADLINE_S} s", errno=errno.ETIMEDOUT)
         if data:
             self._give_back(worker)
         else:
@@ -139,14 +149,14 @@ class Builders:
                 ours.close()
                 raise
             if pid == 0:
-                builder.live(theirs, self._machine, parent_pid)
+                self._trade.live(theirs, parent_pid)
         worker = Worker(pid, os.pidfd_open(pid), ours, time.monotonic())
         self._workers.add(worker)
         self._scheduler.spawn(self._watch(worker))
         self._give_back(worker)
 
     def _watch(self, worker: Worker) -> Job:
-        """Wait until a builder dies, and start another: at once, unless it had hardly lived."""
+        """Wait until a worker dies, and start another: at once, unless it had hardly lived."""
         yield Wait(fd=worker.pidfd)
         os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED)
         self._workers.discard(worker)
@@ -154,7 +164,7 @@ class Builders:
             self._idle.remove(worker)
             worker.channel.close()
         os.close(worker.pidfd)
-        log("error", "a builder ended", pid=worker.pid)
+        log("error", f"a {self._trade.name} ended", pid=worker.pid)
         if time.monotonic() - worker.started_s < _RETRY_PAUSE_S:
             yield Wait(timeout_s=_RETRY_PAUSE_S)
         while True:
@@ -162,5 +172,5 @@ class Builders:
                 self._start_one()
                 break
             except OSError as error:
-                log("error", "no builder could be started", reason=str(error))
+                log("error", f"no {self._trade.name} could be started", reason=str(error))
                 yield Wait(timeout_s=_RETRY_PAUSE_S)
