@@ -1,9 +1,9 @@
 """Gives root away, for good: what a daemon does once, after everything that needs root is open.
 
-Runs in the daemon's own process (the one part of nsinit that does), while that has a single thread: credentials belong
-to threads. No capability, group, key ring or way back is left; what could not be given away is an error. Paths that the
-new user could not walk to, because a directory above them is private to root (`/root`, somebody's home), are shown to
-this process alone, in a mount namespace of its own, in an otherwise empty directory.
+Runs in the daemon's own process (with `hand_mounts`, the one part of nsinit that does), while that has a single thread:
+credentials belong to threads. No capability, group, key ring or way back is left; what could not be given away is an
+error. Paths that the new user could not walk to, because a directory above them is private to root (`/root`, somebody's
+home), are shown to this process alone, in a mount namespace of its own, in an otherwise empty directory.
 
 Sources: capabilities(7); credentials(7); setresuid(2); prctl(2) PR_SET_DUMPABLE; mount_namespaces(7); open_tree(2).
 """
@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from nsinit import constants as k
 from nsinit import syscalls
 from nsinit.capabilities import drop_bounding_set, read_last_capability
+from nsinit.hand_mounts import detach_all
 
 _COVER = "mode=0755,size=64k,nr_inodes=64"
 _NOTHING = f"{0:016x}"
@@ -26,13 +27,13 @@ class NotDropped(Exception):
     """Privilege is left, or can't be given away; nothing may be served."""
 
 
-def detach(point: str) -> None:
-    """Undo a mount at once for new users of its path; who works in it goes on. umount2(2) MNT_DETACH.
+def undo_mounts(data_dir: str) -> Iterator[tuple[str, OSError | None]]:
+    """Detach what somebody mounted by hand below the sessions' places; yield each point, with the reason if it is left.
 
     Raises:
-        OSError
+        OSError: it can't be known what there is.
     """
-    syscalls.umount2(point, k.MNT_DETACH | k.UMOUNT_NOFOLLOW)
+    return detach_all(data_dir)
 
 
 def drop_privilege(uid: int, gid: int, *, keep_reachable: Sequence[str] = ()) -> None:

@@ -22,6 +22,7 @@ sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from nsinit.cgroup_tree import LEAF, OPTIONAL, REQUIRED, WITHOUT_V2, Located, Tree, group_name, home_of
 from nsinit.cgroups import SessionCgroup
+from nsinit.machine_mounts import MachineMounts
 from nsinit.marks import mark_of, read_mark
 from nsinit.paths import Layout
 from nsinit.scheduler import Wait
@@ -51,7 +52,7 @@ def look(layout: Layout, group: str, recorded: frozenset[str], nsinit: int) -> d
     located = locate(nsinit or None)
     homes, rivals = choose_homes(located, layout, group, recorded)
     tree = tree_of(located, group, homes)
-    strays = Strays(tree, layout, located, group, open_blocks())
+    strays = Strays(tree, layout, located, group, MachineMounts.open(layout.data_dir), open_blocks())
     try:
         return {
             "found": [asdict(each) for each in scan(tree, layout)[0]],

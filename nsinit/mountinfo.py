@@ -6,6 +6,7 @@ Sources: proc_pid_mountinfo(5); cgroups(7), "/proc/pid/cgroup".
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 _ESCAPE = re.compile(r"\\([0-7]{3})")
@@ -26,6 +27,13 @@ class Mount:
 def parse_mountinfo(text: str) -> tuple[Mount, ...]:
     """Return the mounts in order."""
     return tuple(_parse_line(line) for line in text.splitlines() if line)
+
+
+def parse_points(text: str) -> Iterator[tuple[int, str]]:
+    """Yield id and point of each mount, in order."""
+    for line in text.splitlines():
+        fields = line.split(" ", 5)
+        yield int(fields[0]), _unescape(fields[4])
 
 
 def parse_own_cgroups(text: str) -> dict[str, str]:

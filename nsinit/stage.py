@@ -39,9 +39,10 @@ _LINKS = {
 _DIRECTORIES = ("pts", "shm")
 
 
-def enter_own_namespaces(needed: tuple[str, ...]) -> None:
+def enter_own_namespaces(needed: tuple[str, ...], *, unwanted: frozenset[str] = frozenset()) -> None:
     """Leave the host's network, IPC, host name and mount namespaces, and drop every mount that holds none of the
-    `needed` paths: nsinit and its helpers have no network at all.
+    `needed` paths, and those on `unwanted` points: where propagation is private, ours would outlive the host's own.
+    nsinit and its helpers have no network at all.
 
     Each session's clone copies what is left, so a host with hundreds of mounts must not cost every session those.
     Slave, not private: a disk the operator mounts later still shows up here.
@@ -52,7 +53,7 @@ def enter_own_namespaces(needed: tuple[str, ...]) -> None:
         mounts = parse_mountinfo(os.fsdecode(file.read()))
     keep = mounts_to_keep(mounts, needed)
     for mount in reversed(mounts):
-        if mount.mount_id not in keep:
+        if mount.mount_id not in keep or mount.point in unwanted:
             _detach(mount.point)
 
 

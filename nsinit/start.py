@@ -21,7 +21,9 @@ from nsinit.crash_points import all_points
 from nsinit.disk import choose
 from nsinit.forker import Forker
 from nsinit.grant import Grant
+from nsinit.hand_mounts import points_below
 from nsinit.kmsg import KernelLog
+from nsinit.machine_mounts import MachineMounts
 from nsinit.marks import mark_of, read_mark, set_mark
 from nsinit.mountinfo import parse_mountinfo, parse_own_cgroups
 from nsinit.paths import Layout
@@ -92,15 +94,16 @@ def _start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Gr
         tree = cgroup_tree.claim(located, group=group, parent=request.cgroup_parent, beside=beside)
         undo.callback(cgroup_tree.release, tree, located)
         _mark(tree, layout)
-    strays = Strays(tree, layout, located, group, volumes.blocks_fd)
-    undo.callback(strays.close)
     kernel_log = KernelLog()
     undo.callback(kernel_log.close)
     with steps.step("capabilities"):
         last_capability = read_last_capability()
         keep_only(NSINIT_CAPABILITIES, last_capability)
     with steps.step("namespaces"):
-        stage.enter_own_namespaces((layout.data_dir, furnish.HOST_USR, "/proc", *tree.unique))
+        strays = Strays(tree, layout, located, group, MachineMounts.open(layout.data_dir), volumes.blocks_fd)
+        undo.callback(strays.close)
+        needed = (layout.data_dir, furnish.HOST_USR, "/proc", *tree.unique)
+        stage.enter_own_namespaces(needed, unwanted=frozenset(points_below(strays.mounts.find())))
     with steps.step("stage"):
         stage.make_stage(layout.stage)
     with steps.step("disk"):

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-StrayKind = Literal["cgroup", "other_cgroup", "session_directory", "run_directory", "trash", "loop"]
+StrayKind = Literal[
+    "cgroup", "other_cgroup", "session_directory", "run_directory", "trash", "loop", "mount", "place_mount"
+]
 """`cgroup`: among the sessions' and not one of a session. `other_cgroup`: a whole directory of sessions' cgroups that
-an earlier daemon made elsewhere. `loop`: a loop device with a file of a session that is no more."""
+an earlier daemon made elsewhere. `loop`: a loop device with a file of a session that is no more. `mount`: made by hand
+below one of nsinit's places; `place_mount`: on such a place itself, which is never removed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,9 @@
 
 A session's own remains go by `sessions.Sessions.remove`; this is about everything else, and only in places that are
 this data directory's: its own subdirectories, cgroups that bear its node's name and its mark (`marks`), loop devices
-with a file in it. The daemon names a stray as it was told of it, and the name is only compared with what is found
-again: it never becomes a path. A workspace is never in reach, nothing is deleted through a mount (`trash`).
+with a file in it, mounts below its subdirectories (`hand_mounts`). The daemon names a stray as it was told of it, and
+the name is only compared with what is found again: it never becomes a path. A workspace is never in reach, nothing is
+deleted through a mount (`trash`).
 Network namespaces and interfaces of sessions have no name and go with their last process: there is nothing to find.
 Sources: cgroups(7); loop(4) LOOP_CLR_FD; Documentation/ABI/testing/sysfs-block-loop.
 """
@@ -19,7 +20,9 @@ from nsinit import trash
 from nsinit.cgroup_tree import LEAF, Located, Tree
 from nsinit.cgroups import SessionCgroup, kill_listed, read_file, read_processes, was_removed
 from nsinit.disk import loop_device
+from nsinit.hand_mounts import points_below
 from nsinit.log import log
+from nsinit.machine_mounts import MachineMounts
 from nsinit.marks import mark_of, read_mark
 from nsinit.network import write_file
 from nsinit.paths import Layout
@@ -48,17 +51,21 @@ class Strays:
     layout: Layout
     located: Located
     group: str
+    mounts: MachineMounts
     blocks_fd: int = -1
 
     def find(self) -> Generator[Wait, bool, list[Stray]]:
-        """Return what there is, at most `MAX_STRAYS`."""
-        found = [Stray("cgroup", shown(name)) for path in self.tree.unique for name in _foreign_groups(path)]
+        """Return what there is, at most `MAX_STRAYS`: mounts first, since what they are on can't go before them."""
+        mounts = self.mounts.find()
+        found = [Stray("mount", shown(point)) for point in points_below(mounts)]
+        found += [Stray("cgroup", shown(name)) for path in self.tree.unique for name in _foreign_groups(path)]
         for directory in (yield from self._other_groups()):
             found.append(Stray("other_cgroup", shown(directory)))
         found += [Stray("session_directory", shown(name)) for name in _foreign_names(self.layout.sessions)]
         found += [Stray("run_directory", shown(name)) for name in _foreign_names(self.layout.run)]
         found += [Stray("trash", shown(name)) for name in os.listdir(self.layout.trash)]
         found += [Stray("loop", shown(f"{number} {path}")) for number, path in self._loops()]
+        found += [Stray("place_mount", shown(each.point)) for each in mounts if each.is_place]
         return list(dict.fromkeys(found))[:MAX_STRAYS]
 
     def remove(self, stray: Stray) -> Generator[Wait, bool, bool]:
@@ -80,6 +87,16 @@ class Strays:
                 for number, path in self._loops():
                     if shown(f"{number} {path}") == stray.name:
                         loop_device.detach(self.layout.trash, self.blocks_fd, number)
+            case "mount":
+                return (yield from self._detach(_named(points_below(self.mounts.find()), stray)))
+            case "place_mount":
+                return not _named([each.point for each in self.mounts.find() if each.is_place], stray)
+        return True
+
+    def _detach(self, points: list[str]) -> Generator[Wait, bool, bool]:
+        for point in points:
+            if not (yield from self.mounts.detach(point)):
+                return False
         return True
 
     def _other_groups(self) -> Walk:
@@ -116,7 +133,8 @@ class Strays:
         return len(parts) > 1 and is_session_id(parts[1]) and SessionCgroup(self.tree, parts[1]).exists()
 
     def close(self) -> None:
-        """Let go of `/sys/block`."""
+        """Let go of the machine."""
+        self.mounts.close()
         if self.blocks_fd >= 0:
             os.close(self.blocks_fd)
 

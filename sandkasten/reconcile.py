@@ -5,10 +5,9 @@ action. What somebody works on is left alone; what nobody knows is removed when 
 before: between a look at one and a look at the other a session may have begun or ended. At the start nothing can.
 
 What is swept: sandboxes and remains of unknown sessions (processes, cgroups, directories, and their mounts, which are
-in a namespace of their own), nsinit's strays (cgroups, directories, trash, loop devices) and files of the spool. Mounts
-in the machine's own namespace are told of, and undone by a start as root (`cli/privilege.py`). Network namespaces and
-interfaces are not looked for: those of a sandbox have no name and live as long as its processes do, and none is made
-outside of one.
+in a namespace of their own), nsinit's strays (cgroups, directories, trash, loop devices, mounts made by hand) and files
+of the spool. Network namespaces and interfaces are not looked for: those of a sandbox have no name and live as long as
+its processes do, and none is made outside of one.
 """
 
 from __future__ import annotations
@@ -61,14 +60,15 @@ class Decision:
 
 @attrs.frozen
 class Leftover:
-    """Something that is no session's: a stray of nsinit's (its kinds), a `spool_file`, or a `mount`, which is only told
-    of."""
+    """Something that is no session's: a stray of nsinit's (its kinds) or a `spool_file`."""
 
     kind: str
     name: str
 
 
-MOUNT = "mount"
+PLACE_MOUNT = "place_mount"
+"""On a directory of ours itself: it may be a disk for it, so it is only told of."""
+
 SESSION = "session"
 """The kind of leftover that an unknown session id is."""
 
@@ -141,8 +141,8 @@ def _unknown_files(observed: Observed, records: Container[str]) -> Mapping[Lefto
 
 
 def _is_due(observed: Observed, leftover: Leftover) -> bool:
-    """Mounts are only told of. At the start a file that is nobody's stays nobody's; all else is looked at twice."""
-    if leftover.kind == MOUNT:
+    """At the start a file that is nobody's stays nobody's; all else is looked at twice."""
+    if leftover.kind == PLACE_MOUNT:
         return False
     return leftover in observed.seen or (observed.is_start and leftover.kind == SPOOL_FILE)
 

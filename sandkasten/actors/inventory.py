@@ -18,8 +18,7 @@ from sandkasten.actors import zygote_messages as zygote_actor
 from sandkasten.actors.shared import Shared
 from sandkasten.errors import SandkastenError
 from sandkasten.model import EventType
-from sandkasten.reconcile import MOUNT, SESSION, Leftover, Observed, Plan, Sightings, as_leftovers, plan_reconciliation
-from sandkasten.runtime.mounts_below import mounts_now
+from sandkasten.reconcile import SESSION, Leftover, Observed, Plan, Sightings, as_leftovers, plan_reconciliation
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.spool_files import SpoolFile, list_spool
 
@@ -63,9 +62,8 @@ class Inventory:
     async def _leftovers(self) -> Sequence[Leftover]:
         """Return what is no session's; nothing when it can't be looked for, which must not hold up the rest."""
         try:
-            strays = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Survey())
-            return [*as_leftovers(strays), *(Leftover(MOUNT, point) for point in mounts_now(self._data_dir))]
-        except (SandkastenError, OSError) as error:
+            return as_leftovers(await zygote_actor.ask_patiently(self._zygote, zygote_actor.Survey()))
+        except SandkastenError as error:
             log.error("leftovers_not_looked_for", extra={"error": str(error)})
             return []
 

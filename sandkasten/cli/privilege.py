@@ -17,7 +17,7 @@ from pathlib import Path
 import attrs
 
 import sandkasten
-from nsinit.drop import NotDropped, detach, drop_privilege
+from nsinit.drop import NotDropped, drop_privilege, undo_mounts
 from nsinit.keeping import KeepForParent
 from sandkasten import app
 from sandkasten.api.held import Held, hold
@@ -27,7 +27,6 @@ from sandkasten.images.catalog import Catalog
 from sandkasten.images.sharing import share_store
 from sandkasten.runtime.account import Account, find_account
 from sandkasten.runtime.data_dir import hand_over
-from sandkasten.runtime.mounts_below import mounts_to_undo
 from sandkasten.runtime.nsinit_process import Keeper, StartNsinit, connect_to, open_keeper, start_as_child
 from sandkasten.runtime.paths import DataPaths
 
@@ -89,13 +88,11 @@ def means(config: Config, *, serves: bool = True) -> Iterator[Means]:
 
 def _undo_mounts(config: Config) -> None:
     """Detach what somebody mounted where only sessions are. What can't be detached is told of like any leftover."""
-    for point in mounts_to_undo(config.data_dir):
-        try:
-            detach(point)
-        except OSError as error:
-            log.error("mount_not_undone", extra={"path": point, "error": error.strerror})
-        else:
+    for point, error in undo_mounts(str(config.data_dir)):
+        if error is None:
             log.warning("mount_undone", extra={"path": point})
+        else:
+            log.error("mount_not_undone", extra={"path": point, "error": error.strerror})
 
 
 def _start_nsinit(config: Config) -> StartNsinit:

@@ -16,7 +16,7 @@ import attrs
 from sandkasten.config import Config
 from sandkasten.model import Session
 from sandkasten.reconcile import (
-    MOUNT,
+    PLACE_MOUNT,
     SESSION,
     TRASH,
     Action,
@@ -28,7 +28,6 @@ from sandkasten.reconcile import (
 )
 from sandkasten.runtime.boot import read_boot_id
 from sandkasten.runtime.look import CantLook, Sight, has_daemon, look
-from sandkasten.runtime.mounts_below import mounts_now
 from sandkasten.runtime.paths import DataPaths
 from sandkasten.runtime.spool_files import SpoolFile, is_segment, list_spool
 from sandkasten.store import sessions as session_store
@@ -89,14 +88,19 @@ def lines_of(remains: Remains) -> Sequence[str]:
     lines += [f"{'left':<9} {each.kind:<17} {describe(each, remains)}" for each in remains.left]
     if not remains.left and not remains.unfinished:
         return [*lines, f"{'left':<9} {'nothing':<17}".rstrip()]
-    how = "the daemon removes it within two minutes" if remains.is_served else "`sandkasten doctor --fix` removes it"
+    if not remains.unfinished and all(each.kind == PLACE_MOUNT for each in remains.left):
+        how = "`umount` it, if it is no disk for the data directory"
+    elif remains.is_served:
+        how = "the daemon removes it within two minutes"
+    else:
+        how = "`sandkasten doctor --fix` removes it"
     return [*lines, f"{'':<24} fix: {how}"]
 
 
 def describe(leftover: Leftover, remains: Remains) -> str:
     """Return what is to be said of one."""
-    if leftover.kind == MOUNT:
-        return f"{leftover.name}: made by hand; below a directory of ours it goes at the next start as root"
+    if leftover.kind == PLACE_MOUNT:
+        return f"{leftover.name}: made by hand, and left to you: it may be a disk for it"
     if leftover.kind != SESSION:
         return leftover.name
     return f"{leftover.name}: {'runs' if leftover.name in remains.running else 'remains'}, and the database has it not"
@@ -151,7 +155,7 @@ def _plan(
     if is_served:
         owned = frozenset({each.session_id for each in sight.found} | {each.session.id for each in records})
         files = [each for each in files if not is_segment(each.name)]
-    leftovers = [*as_leftovers(sight.strays), *(Leftover(MOUNT, point) for point in mounts_now(config.data_dir))]
+    leftovers = as_leftovers(sight.strays)
     return plan_reconciliation(
         Observed(records, sight.found, read_boot_id(), leftovers, owned, is_start=True, spool=files)
     )

@@ -16,7 +16,7 @@ from sandkasten.model import EndReason, Status
 from sandkasten.reconcile import (
     HOST_REBOOT,
     MAX_SPOOL_FILES,
-    MOUNT,
+    PLACE_MOUNT,
     SESSION,
     SPOOL_FILE,
     TRASH,
@@ -175,9 +175,9 @@ def test_a_leftover_is_told_of_once_and_removed_when_it_is_seen_again() -> None:
     assert (second.news, second.remove, second.seen) == ([], [stays], frozenset())
 
 
-def test_a_mount_is_told_of_once_and_never_removed() -> None:
-    """Somebody made it by hand."""
-    mount = Leftover(MOUNT, "/data/sessions/x")
+def test_a_mount_on_a_place_of_ours_is_told_of_once_and_never_removed() -> None:
+    """Somebody may have given it a disk of its own."""
+    mount = Leftover(PLACE_MOUNT, "/data/sessions")
     seen: Sightings = frozenset()
     news: list[Leftover] = []
     for _ in range(3):
@@ -250,7 +250,7 @@ def test_however_many_there_are_one_look_is_bounded() -> None:
 
 IDS = tuple(letter * 24 for letter in "abcdef")
 KERNELS = (None, KERNEL, attrs.evolve(KERNEL, boot_id=EARLIER), attrs.evolve(KERNEL, pid=9))
-LEFTOVERS = st.builds(Leftover, st.sampled_from(["cgroup", "loop", TRASH, MOUNT]), st.sampled_from("xyz"))
+LEFTOVERS = st.builds(Leftover, st.sampled_from(["cgroup", "mount", TRASH, PLACE_MOUNT]), st.sampled_from("xyz"))
 
 
 @attrs.define
@@ -325,12 +325,12 @@ def test_every_id_gets_exactly_one_action_and_nothing_live_is_cleaned(world: Wor
 
 @given(worlds(), st.booleans())
 def test_what_was_carried_out_is_not_planned_again(world: World, is_start: bool) -> None:
-    """Two looks settle any machine; the third finds sessions with owners, mounts, and nothing to do or to tell."""
+    """Two looks settle any machine; the third finds sessions with owners, disks of ours, and nothing to do or tell."""
     world.carry_out(world.plan(is_start=is_start))
     world.carry_out(world.plan())
     plan = world.plan()
     assert {each.action for each in plan.decisions} <= {Action.LEAVE}
     assert (plan.remove, plan.news) == ([], [])
-    assert {each.kind for each in world.leftovers} <= {MOUNT}
+    assert {each.kind for each in world.leftovers} <= {PLACE_MOUNT}
     kept = {name for name, each in world.records.items() if each.session.status in LIVE} | world.owned
     assert {each.session_id for each in world.spool} <= kept
