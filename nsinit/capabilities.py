@@ -54,6 +54,11 @@ NSINIT_CAPABILITIES = (
 """What nsinit has, and whatever it starts: for mounts, namespaces, id maps, devices, looking at and ending sandboxes.
 An overlay copies up with the rights of who mounted it, so that all a file may have is among them."""
 
+IMPORT_CAPABILITIES = (
+    1 << k.CAP_DAC_READ_SEARCH | 1 << k.CAP_SETFCAP | 1 << k.CAP_SETGID | 1 << k.CAP_SETUID | 1 << k.CAP_SYS_ADMIN
+)
+"""What an nsinit that has an archive unpacked keeps: for the way to the draft, for the jail's mount and its id maps."""
+
 PROC_GROUP = 524287
 """The machine's group that sees every process in a session's `/proc`. It lies below every id slot, so no session can
 name it, not even its root."""

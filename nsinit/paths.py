@@ -77,6 +77,10 @@ class Layout:
     def image_rootfs(self, name: str) -> str:
         return f"{self.data_dir}/images/{name}/rootfs"
 
+    def image_draft(self, name: str) -> str:
+        """An image that is being made."""
+        return f"{self.data_dir}/images/{name}"
+
     def session(self, session_id: str) -> str:
         return f"{self.sessions}/{session_id}"
 
@@ -129,7 +133,15 @@ def make_directory(path: str, *, mode: int = 0o700) -> None:
 
 def check_owner(path: str) -> None:
     """Raise `PermissionError` if the directory is somebody else's: made before we came, to be swapped later."""
-    owner = os.lstat(path).st_uid
+    _check_uid(os.lstat(path).st_uid, path)
+
+
+def check_owner_of(fd: int, path: str) -> None:
+    """The same for one that is open; `path` is for the error."""
+    _check_uid(os.fstat(fd).st_uid, path)
+
+
+def _check_uid(owner: int, path: str) -> None:
     if owner != os.geteuid():
         raise PermissionError(errno.EPERM, f"it belongs to user {owner}", path)
 

@@ -5,7 +5,7 @@ never sends a path: nsinit builds every path from `data_dir` and a validated nam
 secret: session environment and the API key never come this way.
 
 Descriptors: `Built` and `Attached` carry [pidfd of PID 1, out-of-memory event fd or none]; see `EventKind`. `Grouped`
-carries one, for the sandbox's PID 1.
+carries one, for the sandbox's PID 1; `UnpackImage` one, an archive.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from nsinit.image_messages import Unpacked, UnpackImage
 from nsinit.seccomp.profile import ArgTest as SeccompArgTest
 from nsinit.seccomp.profile import Profile as SeccompProfile
 from nsinit.seccomp.profile import Rule as SeccompRule
@@ -29,6 +30,8 @@ __all__ = [
     "StrayKind",
     "Survey",
     "Surveyed",
+    "UnpackImage",
+    "Unpacked",
 ]
 
 MAX_DATAGRAM_BYTES = 64 * 1024
@@ -117,9 +120,9 @@ class SandboxPlan:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """First message. `cgroup_parent`: `auto`, or the directory below every hierarchy's mount point to build in.
-    `seccomp_profiles`: an operator's own, beside those that come along. `crash_at`: end at this point (`crash_points`);
-    for tests, and only from a daemon that is root.
+    """First message, unless that is `UnpackImage`. `cgroup_parent`: `auto`, or the directory below every hierarchy's
+    mount point to build in. `seccomp_profiles`: an operator's own, beside those that come along. `crash_at`: end at
+    this point (`crash_points`); for tests, and only from a daemon that is root.
 
     Answer: `Ready` or `Failed` (a `disk` that can't be had is one).
     """
@@ -481,9 +484,9 @@ class Failed:
 REQUESTS = Vocabulary(
     *(Start, Prepare, Furnish, Build, Attach, Scan, SetLimits, SetFrozen, Teardown),
     *(MakeWorkspace, GrowWorkspace, AskQuota, ListWorkspaces, DiscardWorkspace, PublishWorkspace, SyncWorkspace),
-    *(MakeGroup, RemoveGroup, FindVictim, AskDisk, SetDisk, Survey, RemoveStray),
+    *(MakeGroup, RemoveGroup, FindVictim, AskDisk, SetDisk, Survey, RemoveStray, UnpackImage),
 )
 ANSWERS = Vocabulary(
     *(Ready, Built, Attached, Scanned, TornDown, Grouped, Victim, DiskUse, Surveyed, WorkspacesListed, QuotaFound),
-    *(Ok, Failed),
+    *(Unpacked, Ok, Failed),
 )

@@ -1,7 +1,8 @@
 """Starts nsinit: a new program with an empty environment and no descriptor but /dev/null, its log and its socket.
 
-Used by whoever is root: a program that embeds the daemon, or the keeper (`keeper.py`) of one that gave root away. Owns
-the command line and the descriptors; waits for nothing and restarts nothing. Sources: posix_spawn(3), setsid(2).
+Used by whoever is root: a program that embeds the daemon, the keeper (`keeper.py`) of one that gave root away, or the
+command line, to import an image; and by nsinit, to have that unpacked. Owns the command line and the descriptors; waits
+for nothing and restarts nothing. Sources: posix_spawn(3), setsid(2).
 """
 
 from __future__ import annotations
@@ -57,6 +58,24 @@ def spawn_python(program: str, channel_fd: int, log_fd: int, *arguments: str) ->
     finally:
         os.close(safe_channel)
         os.close(safe_log)
+
+
+def spawn_unpacker(archive_fd: int, verdict_fd: int, root_fd: int, *arguments: str) -> int:
+    """Start what unpacks an archive (`unpack.py`): from its standard input, into the directory that is descriptor 3.
+
+    Called by nsinit: none of the three is below 4.
+    """
+    return os.posix_spawn(
+        sys.executable,
+        [sys.executable, *FLAGS, f"{_HERE}/unpack.py", *arguments],
+        ENVIRONMENT,
+        file_actions=[
+            (os.POSIX_SPAWN_DUP2, archive_fd, 0),
+            (os.POSIX_SPAWN_DUP2, verdict_fd, 1),
+            (os.POSIX_SPAWN_DUP2, root_fd, CHANNEL_FD),  # and so it has no way to nsinit's socket
+        ],
+        setsigmask=[],
+    )
 
 
 def _dup_high(fd: int) -> int:

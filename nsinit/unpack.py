@@ -1,13 +1,13 @@
-"""Unpack a tar archive in a jail: `python -I -S -B unpack.py TARGET MAX_MEMBERS MAX_BYTES < TAR`, answer on stdout.
+"""Unpack a tar archive in a jail: `python -I -S -B unpack.py PARENT MAX_MEMBERS MAX_BYTES < TAR`, verdict on stdout.
 
-A process of its own that lives for one archive. Its root directory is the new image and nothing else, so a member name
-or link of whatever kind can only ever reach that: safety does not rest on judging names (CVE-2007-4559 and
-CVE-2025-4517 were such judgements). It has its own mount, pid, network, IPC and user namespace (ids 0-65535 mapped to
-themselves), the four capabilities that writing files of other owners needs, and it can't import anything any more.
+A process of its own that lives for one archive, and no longer than its parent, an nsinit. Its root directory is the new
+image, which it gets as descriptor 3, and nothing else, so a member name or link of whatever kind can only ever reach
+that: safety does not rest on judging names (CVE-2007-4559 and CVE-2025-4517 were such judgements). It has its own
+mount, pid, network, IPC and user namespace (ids 0-65535 mapped to themselves), the four capabilities that writing files
+of other owners needs, the system calls that writing files needs, and it can't import anything any more.
 
 What is unpacked: directories, regular files, symbolic and hard links. Device nodes, FIFOs and unknown members are
-counted and left out; setuid, setgid, extended attributes and file capabilities are dropped. The answer is one JSON
-object: `{"members", "bytes", "skipped", "privileged"}` or `{"error"}`.
+counted and left out; setuid, setgid, extended attributes and file capabilities are dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import bz2
 import codecs
 import errno
 import gzip
-import json
 import lzma
 import os
 import resource
@@ -25,12 +24,14 @@ import stat
 import sys
 import tarfile
 import zlib
-from typing import IO, Any, NoReturn
+from typing import IO, NoReturn
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from nsinit import constants as k
-from nsinit import syscalls
+from nsinit import syscalls, verdict
+from nsinit.seccomp.filters import list_filter
+from nsinit.verdict import Counts, Refused
 from runner.tarheaders import StrictHeader
 
 PRELOADED = (bz2, gzip, lzma, zlib)
@@ -42,19 +43,23 @@ CHUNK_BYTES = 1024 * 1024
 MEMORY_BYTES = 512 * 1024 * 1024
 """A compressed archive may hold a header of any size, which tarfile reads at once."""
 CPU_S = 3600
+_CALLS = """
+read write pread64 readv writev lseek close open openat fstat stat lstat newfstatat statx mkdir mkdirat link linkat
+symlink symlinkat unlink unlinkat chown lchown fchownat chmod fchmodat fchmodat2 utimensat brk mmap munmap mremap
+mprotect madvise futex clock_gettime restart_syscall rt_sigprocmask rt_sigreturn exit exit_group
+"""
+CALLS = frozenset(_CALLS.split())
+"""What the filter lets pass. Of calls that have several names an architecture has one or another."""
 _PRIVILEGED = stat.S_ISUID | stat.S_ISGID
-_SYNC_FD = 3
-
-
-class Refused(Exception):
-    """The archive can't be unpacked; the message is for the person who brought it."""
+_ROOT_FD = 3
+_MOUNT_FLAGS = k.MOUNT_ATTR_NOSUID | k.MOUNT_ATTR_NODEV | k.MOUNT_ATTR_NOEXEC
 
 
 class Unpacker:
     """Writes members below `/` and keeps count. Names are taken as they come: `/` is the image."""
 
     def __init__(self, *, max_members: int, max_bytes: int) -> None:
-        self.members = self.bytes = self.skipped = self.privileged = 0
+        self.members = self.size_bytes = self.skipped = self.privileged = 0
         self._max_members, self._max_bytes = max_members, max_bytes
         self._directory_times: list[tuple[str, float]] = []
 
@@ -108,8 +113,8 @@ class Unpacker:
         _make_way(path)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as target:
             while chunk := source.read(CHUNK_BYTES):
-                self.bytes += len(chunk)
-                if self.bytes > self._max_bytes:
+                self.size_bytes += len(chunk)
+                if self.size_bytes > self._max_bytes:
                     raise Refused(f"more than {self._max_bytes} bytes of files")
                 target.write(chunk)
         self._own(path, member)
@@ -151,48 +156,55 @@ def _set_time(path: str, mtime: float) -> None:
 
 
 def main() -> NoReturn:
-    """Make the jail, unpack in it, exit 0 with an answer on stdout or 1 with an `error` there."""
-    target, max_members, max_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    """Make the jail, unpack in it, leave a verdict on stdout."""
+    parent_pid, max_members, max_bytes = (int(each) for each in sys.argv[1:])
+    syscalls.end_with_parent(parent_pid)
     for name in CODECS:
         codecs.lookup(name)
-    syscalls.prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL)
+    program = list_filter(CALLS)
     ours, theirs = os.pipe(), os.pipe()
     syscalls.unshare(k.CLONE_NEWPID)
     pid = os.fork()
     if pid:
-        _map_ids(pid, wait_fd=theirs[0], answer_fd=ours[1], unused=(ours[0], theirs[1]))
-    status = 1
+        _close(ours[0], theirs[1])
+        _map_ids(pid, wait_fd=theirs[0], answer_fd=ours[1])
+    _close(ours[1], theirs[0])
     try:
-        _enter_jail(target, wait_fd=ours[0], answer_fd=theirs[1])
-        status = _answer(Unpacker(max_members=max_members, max_bytes=max_bytes))
+        _enter_jail(program, wait_fd=ours[0], answer_fd=theirs[1])
+        said = _unpack(Unpacker(max_members=max_members, max_bytes=max_bytes))
     except OSError as error:
-        _write_answer({"error": f"the jail can't be made: {error}"})
-    finally:
-        os._exit(status)
+        said = verdict.refused(f"the jail can't be made: {error}")
+    os.write(1, said)
+    os._exit(0)
 
 
-def _map_ids(pid: int, *, wait_fd: int, answer_fd: int, unused: tuple[int, int]) -> NoReturn:
-    """The parent's part: write the id maps when the child has its user namespace, pass on how it ended."""
-    for fd in unused:
+def _close(*fds: int) -> None:
+    for fd in fds:
         os.close(fd)
+
+
+def _map_ids(pid: int, *, wait_fd: int, answer_fd: int) -> NoReturn:
+    """The parent's part: write the id maps when the child has its user namespace, and end after it."""
     if os.read(wait_fd, 1):
         for name in ("uid_map", "gid_map"):
             with open(f"/proc/{pid}/{name}", "w") as file:
                 file.write(ID_MAP)
         os.write(answer_fd, b"1")
     os.close(answer_fd)
-    os._exit(1 if os.waitpid(pid, 0)[1] else 0)
+    os.waitpid(pid, 0)
+    os._exit(0)
 
 
-def _enter_jail(target: str, *, wait_fd: int, answer_fd: int) -> None:
-    """Leave everything behind but `target`, stdin and stdout; every step must succeed."""
+def _enter_jail(program: syscalls.FilterProgram, *, wait_fd: int, answer_fd: int) -> None:
+    """Leave everything behind but the image and the standard streams; every step must succeed."""
     syscalls.prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL)
+    image_fd = syscalls.open_tree(_ROOT_FD, "", k.AT_EMPTY_PATH | k.OPEN_TREE_CLONE)
+    syscalls.mount_setattr(image_fd, attr_set=_MOUNT_FLAGS)
     syscalls.unshare(k.CLONE_NEWNS | k.CLONE_NEWNET | k.CLONE_NEWIPC | k.CLONE_NEWUTS)
     syscalls.mount("", "/", "", k.MS_REC | k.MS_PRIVATE)
-    syscalls.mount(target, target, "", k.MS_BIND)
-    flags = k.MS_REMOUNT | k.MS_BIND | k.MS_NOSUID | k.MS_NODEV | k.MS_NOEXEC
-    syscalls.mount("", target, "", flags)
-    os.chdir(target)
+    syscalls.move_mount(image_fd, os.open("/", os.O_PATH))
+    os.fchdir(image_fd)
+    syscalls.mount("", ".", "", k.MS_PRIVATE)  # a copy of a shared mount is shared, and no root can be
     syscalls.pivot_root(".", ".")
     syscalls.umount2(".", k.MNT_DETACH)
     os.chdir("/")
@@ -201,7 +213,7 @@ def _enter_jail(target: str, *, wait_fd: int, answer_fd: int) -> None:
     os.write(answer_fd, b"1")
     if not os.read(wait_fd, 1):
         raise OSError(errno.EPERM, "the id maps were not written")
-    syscalls.close_range(_SYNC_FD)
+    syscalls.close_range(_ROOT_FD)
     os.umask(0o022)
     os.setgroups([])
     _drop_power()
@@ -209,6 +221,7 @@ def _enter_jail(target: str, *, wait_fd: int, answer_fd: int) -> None:
         resource.setrlimit(name, (value, value))
     sys.path[:], sys.meta_path[:], sys.path_hooks[:] = [], [], []
     sys.path_importer_cache.clear()
+    syscalls.set_filter(program)
 
 
 def _drop_power() -> None:
@@ -224,25 +237,20 @@ def _drop_power() -> None:
     syscalls.prctl(k.PR_SET_DUMPABLE, 0)
 
 
-def _answer(unpacker: Unpacker) -> int:
+def _unpack(unpacker: Unpacker) -> bytes:
+    """Return the verdict."""
     try:
         with open(0, "rb", buffering=CHUNK_BYTES, closefd=False) as file:
             unpacker.unpack(file)
     except Refused as error:
-        return _write_answer({"error": str(error)})
+        return verdict.refused(str(error))
     except tarfile.ReadError:
-        return _write_answer({"error": "this is no tar archive (plain, gzip, bzip2 or xz), or a broken one"})
+        return verdict.refused("this is no tar archive (plain, gzip, bzip2 or xz), or a broken one")
     except OSError as error:
-        return _write_answer({"error": error.strerror or "the compressed data is broken"})
+        return verdict.refused(error.strerror or "the compressed data is broken")
     except Exception as error:  # noqa: BLE001  # a decoder met bytes its author did not think of: the archive's fault
-        return _write_answer({"error": f"the archive is broken ({type(error).__name__})"})
-    counts = ("members", "bytes", "skipped", "privileged")
-    return _write_answer({name: getattr(unpacker, name) for name in counts})
-
-
-def _write_answer(answer: dict[str, Any]) -> int:
-    os.write(1, json.dumps(answer).encode("ascii"))
-    return 1 if "error" in answer else 0
+        return verdict.refused(f"the archive is broken ({type(error).__name__})")
+    return verdict.unpacked(Counts(unpacker.members, unpacker.size_bytes, unpacker.skipped, unpacker.privileged))
 
 
 if __name__ == "__main__":

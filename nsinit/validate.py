@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 
-from nsinit.protocol import DiskLimits, Limits, SandboxPlan
+from nsinit.protocol import DiskLimits, Limits, SandboxPlan, UnpackImage
 from nsinit.seccomp.profile import PROFILE_NAME
 
 _SESSION_ID = re.compile(r"[0-9a-f]{16,32}")
 _WORKSPACE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}[a-z0-9]")
 _IMAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}")
+_DRAFT_NAME = re.compile(r"\.new-[0-9a-f]{16}")
 _GROUP_NAME = re.compile(r"[a-z0-9-]{1,32}")
 _NODE_ID = re.compile(r"[0-9a-z][0-9a-z-]{7,63}")
 
@@ -58,6 +59,19 @@ def check_group_name(text: str) -> None:
     """Raise `InvalidName` unless `text` is the name of a group (no dot, so it is never a file the kernel puts there;
     v1's `tasks` makes the request fail, as it is no directory)."""
     _match(_GROUP_NAME, text, "group name")
+
+
+def check_draft_name(text: str) -> None:
+    """Raise `InvalidName` unless `text` is what an image in the making is called (no image has such a name)."""
+    _match(_DRAFT_NAME, text, "name of a draft")
+
+
+def check_unpack(request: UnpackImage) -> None:
+    """Raise `InvalidName` unless every field is acceptable."""
+    check_data_dir(request.data_dir)
+    check_draft_name(request.draft_name)
+    _range("max_members", request.max_members, 1, MAX_INODES)
+    _range("max_bytes", request.max_bytes, 1, MAX_BYTES)
 
 
 def check_node_id(text: str) -> None:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import replace
 
-from nsinit import child, kmsg, workspaces
+from nsinit import child, image_import, kmsg, workspaces
 from nsinit.grant import Grant
 from nsinit.log import log
 from nsinit.protocol import (
@@ -57,6 +57,7 @@ from nsinit.protocol import (
     SyncWorkspace,
     Teardown,
     TornDown,
+    UnpackImage,
     Victim,
     WorkspacesListed,
 )
@@ -93,14 +94,24 @@ Work = Generator[Wait, bool, Answer]
 
 
 def serve(channel: socket.socket, runner: child.Runner, grant: Grant | None) -> None:
-    """Serve the daemon at the other end of `channel` until it is gone. `grant` None: it is as powerful as we are."""
+    """Serve the daemon at the other end of `channel` until it is gone, or do there what needs no start.
+
+    `grant` None: who is there is as powerful as we are.
+    """
     channel.setblocking(True)
-    data = channel.recv(MAX_DATAGRAM_BYTES)
+    data, fds, _flags, _address = socket.recv_fds(channel, MAX_DATAGRAM_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     if not data:
         return
-    request = REQUESTS.decode(data)
-    if not isinstance(request, Start):
-        raise ProtocolError(f"expected Start, got {type(request).__name__}")
+    match REQUESTS.decode(data):
+        case UnpackImage() as request:
+            image_import.serve(channel, request, fds, grant)
+        case Start() as request:
+            _serve_daemon(channel, request, runner, grant)
+        case request:
+            raise ProtocolError(f"expected Start, got {type(request).__name__}")
+
+
+def _serve_daemon(channel: socket.socket, request: Start, runner: child.Runner, grant: Grant | None) -> None:
     scheduler = Scheduler()
     try:
         node = start(request, scheduler, runner, grant)
@@ -217,8 +228,8 @@ class Zygote:
                 self._submit(seq, f"workspace {workspace_id}", lambda: self._ask_quota(request))
             case MakeWorkspace() | GrowWorkspace() | DiscardWorkspace() | PublishWorkspace() | SyncWorkspace():
                 self._submit(request.seq, f"workspace {request.workspace_id}", lambda: self._workspace(request))
-            case Start(seq):
-                self._scheduler.spawn(self._answered(seq, None, self._refuse_second_start()))
+            case Start(seq) | UnpackImage(seq):
+                self._scheduler.spawn(self._answered(seq, None, self._refuse_after_start()))
 
     def _submit(self, seq: int, session_id: str, work: Callable[[], Work]) -> None:
         self._enqueue(session_id, lambda: self._answered(seq, session_id, work()))
@@ -386,7 +397,7 @@ class Zygote:
         return answer
         yield  # a generator, like all work
 
-    def _refuse_second_start(self) -> Work:
+    def _refuse_after_start(self) -> Work:
         raise InvalidName("already started")
         yield  # a generator, like all work
 

@@ -9,7 +9,7 @@ Sources: seccomp(2); Documentation/userspace-api/seccomp_filter.rst; CVE-2019-10
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -58,6 +58,20 @@ def compile_profile(profile: Profile, arch: Arch) -> tuple[Instruction, ...]:
     numbers = NUMBERS[arch]
     verdicts = _verdicts(profile, numbers)
     _check_init(profile, verdicts)
+    try:
+        return _compile(verdicts, arch)
+    except ValueError as error:
+        raise ProfileError(f"{profile.name}: {error}") from None
+
+
+def compile_list(names: Collection[str], arch: Arch) -> tuple[Instruction, ...]:
+    """Return a program that lets pass what is named and nothing else, for a process of ours that no profile is for."""
+    refused = refuse(errno.EPERM)
+    return _compile({name: _Verdict(ALLOW if name in names else refused) for name in NUMBERS[arch]}, arch)
+
+
+def _compile(verdicts: dict[str, _Verdict], arch: Arch) -> tuple[Instruction, ...]:
+    numbers = NUMBERS[arch]
     assembler = Assembler()
     blocks: dict[_Verdict, Label] = {}
     hot = {numbers[name]: verdicts[name] for name in HOT_CALLS if verdicts[name].tests}
@@ -70,10 +84,7 @@ def compile_profile(profile: Profile, arch: Arch) -> tuple[Instruction, ...]:
     entry = assembler.load(bpf.NR_OFFSET, entry)
     killed = assembler.ret(KILL_PROCESS)
     entry = assembler.load(bpf.ARCH_OFFSET, assembler.jump(bpf.JEQ, AUDIT_ARCH[arch], entry, killed))
-    try:
-        return assembler.finish(entry)
-    except ValueError as error:
-        raise ProfileError(f"{profile.name}: {error}") from None
+    return assembler.finish(entry)
 
 
 def compile_command_filter(arch: Arch) -> tuple[Instruction, ...]:

@@ -6,13 +6,13 @@ Owns which profile names can be had. Sources: seccomp(2) SECCOMP_SET_MODE_FILTER
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from nsinit import syscalls
 from nsinit.seccomp.bpf import encode
-from nsinit.seccomp.compile import compile_command_filter, compile_profile
+from nsinit.seccomp.compile import compile_command_filter, compile_list, compile_profile
 from nsinit.seccomp.profile import MAX_PROFILES, Profile, ProfileError
 from nsinit.seccomp.profiles import BUILT_IN, OFF
 from nsinit.seccomp.table import NUMBERS, Arch
@@ -53,6 +53,11 @@ def prepare(own: Iterable[Profile] = ()) -> Filters:
     if len(programs) - len(BUILT_IN) - 1 > MAX_PROFILES:
         raise ProfileError(f"more than {MAX_PROFILES} profiles")
     return Filters(tuple(programs), tuple(programs.values()))
+
+
+def list_filter(names: Collection[str]) -> syscalls.FilterProgram:
+    """Return a filter that lets pass what is named, and of that whatever this architecture has."""
+    return syscalls.FilterProgram(encode(compile_list(names, _ARCH)))
 
 
 def command_filter() -> syscalls.FilterProgram:

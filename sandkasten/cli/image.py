@@ -62,9 +62,9 @@ def _delete(catalog: Catalog, name: str) -> int:
 
 def _import(catalog: Catalog, arguments: argparse.Namespace, crash: Crash) -> int:
     image, counts = import_tar(catalog, arguments.name, arguments.tar, crash=crash)
-    print(f"{image.name}: {counts['members']} members, {counts['bytes'] / 1024**2:.1f} MiB")
-    if counts["skipped"]:
-        print(f"{image.name}: left out {counts['skipped']} device nodes, FIFOs or unknown members")
-    if counts["privileged"]:
-        print(f"{image.name}: dropped the setuid or setgid bit of {counts['privileged']} files")
+    print(f"{image.name}: {counts.members} members, {counts.size_bytes / 1024**2:.1f} MiB")
+    if counts.skipped:
+        print(f"{image.name}: left out {counts.skipped} device nodes, FIFOs or unknown members")
+    if counts.privileged:
+        print(f"{image.name}: dropped the setuid or setgid bit of {counts.privileged} files")
     return 0

@@ -137,7 +137,7 @@ class Catalog:
         directory.mkdir(mode=0o700)
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)  # tells a sweep of another process that somebody is at work here
+            fcntl.flock(fd, fcntl.LOCK_SH)  # tells a sweep that somebody is at work here; nsinit may be, too
             (directory / "rootfs").mkdir()
             (directory / "rootfs").chmod(0o755)
             yield directory

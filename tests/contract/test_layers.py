@@ -90,6 +90,11 @@ def test_only_the_child_entry_of_nsinit_knows_the_runner() -> None:
     assert {edge for edge in imports("nsinit") if top(edge[1]) == "sandkasten"} == set()
 
 
+def test_what_reads_archives_is_a_program_of_its_own() -> None:
+    """No module of the fork server, which has all privileges, can come to run what takes an archive apart."""
+    assert graph().find_modules_that_directly_import("nsinit.unpack") == set()
+
+
 def test_calls_go_down_the_layers_of_the_daemon() -> None:
     """app → api → actors → runtime, store, images → lifecycle, config → model, errors."""
     broken = graph().find_illegal_dependencies_for_layers(layers=LAYERS, containers={"sandkasten"})

@@ -96,7 +96,7 @@ def test_whiteouts_are_left_out_or_plain_files(catalog: Catalog, tmp_path: Path)
     srv = catalog.rootfs_path("x") / "srv"
     assert sorted(os.listdir(srv)) == [".wh..wh..opq", ".wh.kept", "kept"]
     assert (srv / "kept").read_bytes() == b"kept"
-    assert counts["skipped"] == 1
+    assert counts.skipped == 1
 
 
 def _sparse(size: int) -> Entries:

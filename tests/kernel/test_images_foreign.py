@@ -102,8 +102,8 @@ async def test_a_debian_from_the_archive_is_an_image(supervisor: LocalSupervisor
     except debian.Unavailable as reason:
         pytest.skip(str(reason))
     _, counts = import_tar(Catalog(config.data_dir), "debian", tar)
-    assert counts["members"] > 1000
-    assert counts["privileged"] >= 5  # su, mount, passwd and friends came without their setuid bit
+    assert counts.members > 1000
+    assert counts.privileged >= 5  # su, mount, passwd and friends came without their setuid bit
     script = (
         "id -un; dpkg-query -W -f '${Package}\\n' dpkg; stat -c %a:%U /usr/bin/su /etc/shadow; "
         "touch /workspace/x && echo written; cat /proc/sys/kernel/hostname; command -v python3 || echo no python"

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from nsinit.seccomp import compile as compiler
 from nsinit.seccomp.bpf import encode
-from nsinit.seccomp.compile import compile_command_filter, compile_profile
+from nsinit.seccomp.compile import compile_command_filter, compile_list, compile_profile
 from nsinit.seccomp.profile import STRICTNESS, Action, ArgTest, Comparison, Profile, ProfileError, Rule
 from nsinit.seccomp.profiles import BUILT_IN, FLOOR, INIT_NEEDS, MVP, STRICT, STRICT_NAMES, STRICT_REFUSED
 from nsinit.seccomp.table import AUDIT_ARCH, NAMES, NUMBERS, WIDTHS, Arch
+from nsinit.unpack import CALLS
 from tests import cbpf
 
 ARCHES: tuple[Arch, ...] = ("x86_64", "aarch64")
@@ -160,6 +161,18 @@ def test_commands_have_no_clone3(arch: Arch) -> None:
     answers = {number: cbpf.run(compiled, AUDIT_ARCH[arch], number) for number in range(600)}
     assert {number for number, said in answers.items() if said != ALLOW} == {435}
     assert answers[435] == ENOSYS
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_what_unpacks_an_archive_writes_files_and_nothing_else(arch: Arch) -> None:
+    """Its filter is a list: what is on it passes, other calls, architectures and numbers don't."""
+    compiled = cbpf.load(encode(compile_list(CALLS, arch)))
+    answers = {name: cbpf.run(compiled, AUDIT_ARCH[arch], number) for name, number in NUMBERS[arch].items()}
+    assert {name for name, said in answers.items() if said == ALLOW} == CALLS & set(NUMBERS[arch])
+    assert set(answers.values()) == {ALLOW, EPERM}
+    assert not CALLS & {"socket", "clone", "clone3", "fork", "execve", "kill", "prctl", "ptrace", "mount", "setxattr"}
+    assert cbpf.run(compiled, I386, NUMBERS[arch]["read"]) == KILL
+    assert cbpf.run(compiled, AUDIT_ARCH[arch], 1100) == ENOSYS
 
 
 def test_every_call_of_the_table_was_decided_on() -> None:

@@ -1,0 +1,55 @@
+"""What the process that unpacks an archive says at its end: one byte, then numbers of fixed size or a sentence.
+
+Who said it has read a hostile archive. So there is nothing to parse: `read` takes numbers within bounds and printable
+text, and no more of either than it was asked for.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+MAX_VERDICT_BYTES = 4096
+MAX_TEXT = 500
+"""Characters of a sentence that are kept."""
+
+_UNPACKED, _REFUSED = b"+", b"-"
+_COUNTS = struct.Struct("=4Q")
+
+
+class Refused(Exception):
+    """The archive can't be unpacked; the message is for the person who brought it."""
+
+
+class Counts(NamedTuple):
+    """What was unpacked; see `protocol.Unpacked`."""
+
+    members: int
+    size_bytes: int
+    skipped: int
+    privileged: int
+
+
+def unpacked(counts: Counts) -> bytes:
+    """Return the verdict on an archive that was unpacked."""
+    return _UNPACKED + _COUNTS.pack(*counts)
+
+
+def refused(sentence: str) -> bytes:
+    """Return the verdict on one that was not."""
+    return (_REFUSED + sentence.encode("utf-8", "replace"))[:MAX_VERDICT_BYTES]
+
+
+def read(data: bytes, *, max_members: int, max_bytes: int) -> Counts:
+    """Return the counts. Raises `Refused` with what the other end says, or with what is wrong with that."""
+    kind, rest = data[:1], data[1:]
+    if kind == _REFUSED:
+        text = rest.decode("utf-8", "replace")[:MAX_TEXT]
+        raise Refused("".join(each if each.isprintable() else "?" for each in text))
+    if kind != _UNPACKED or len(rest) != _COUNTS.size:
+        raise Refused("the process that unpacks it died")
+    counts = Counts._make(_COUNTS.unpack(rest))
+    others = max(counts.skipped, counts.privileged)
+    if not (0 < counts.members <= max_members and counts.size_bytes <= max_bytes and others <= counts.members):
+        raise Refused("the process that unpacks it can't have done what it says")
+    return counts

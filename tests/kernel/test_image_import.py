@@ -1,0 +1,348 @@
+"""An nsinit that is asked to unpack an archive: what it refuses, what the jail has, what the end of each one ends."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import os
+import select
+import signal
+import socket
+import subprocess
+import tarfile
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nsinit.capabilities import IMPORT_CAPABILITIES
+from nsinit.grant import Grant
+from nsinit.protocol import ANSWERS, MAX_DATAGRAM_BYTES, REQUESTS, Failed, Unpacked, UnpackImage
+from nsinit.spawn import spawn_nsinit
+from nsinit.unpack import CAPABILITIES
+from nsinit.validate import MAX_BYTES, MAX_INODES
+from sandkasten.errors import ZygoteLost
+from sandkasten.images.archive import import_tar
+from sandkasten.images.catalog import Catalog
+from tests.e2e.daemon import SCRIPT
+from tests.kernel.harness import Nsinit, wait_until
+from tests.leaks import descendants
+from tests.waiting import SLOWNESS
+
+pytestmark = [pytest.mark.kernel, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
+
+DRAFT = ".new-0123456789abcdef"
+PATIENCE_S = 20.0 * SLOWNESS
+STRANGER = 12345
+
+
+def small_tar() -> bytes:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("file"))
+    return content.getvalue()
+
+
+@pytest.fixture
+def draft(tmp_path: Path) -> Path:
+    """An empty draft of an image in a data directory."""
+    directory = tmp_path / "data/images" / DRAFT
+    (directory / "rootfs").mkdir(parents=True)
+    return directory
+
+
+@pytest.fixture
+def request_for(draft: Path) -> UnpackImage:
+    """A request that would be done."""
+    return UnpackImage(7, str(draft.parents[1]), DRAFT, 10, 1000)
+
+
+@contextlib.contextmanager
+def own_nsinit(grant: Grant | None = None) -> Iterator[socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(PATIENCE_S)
+    with ours:
+        with theirs, open(os.devnull, "wb") as log:
+            pid = spawn_nsinit(theirs.fileno(), log.fileno(), *([grant.encode()] if grant else []))
+        try:
+            yield ours
+        finally:
+            ours.close()
+            assert os.waitpid(pid, 0)[1] == 0
+
+
+def ask(request: UnpackImage, archive: bytes | None = None, grant: Grant | None = None) -> Unpacked | Failed:
+    """Return what an nsinit of its own says; None as `archive` sends no descriptor."""
+    read_fd, write_fd = os.pipe()
+    with open(read_fd, "rb") as pipe, own_nsinit(grant) as channel:
+        os.write(write_fd, archive or b"")
+        os.close(write_fd)
+        socket.send_fds(channel, [REQUESTS.encode(request)], [] if archive is None else [pipe.fileno()])
+        answer = ANSWERS.decode(channel.recv(MAX_DATAGRAM_BYTES))
+        assert channel.recv(1) == b""  # that was its one job
+    assert isinstance(answer, Unpacked | Failed)
+    return answer
+
+
+def refusal(request: UnpackImage, archive: bytes | None = b"no tar", grant: Grant | None = None) -> tuple[str, str]:
+    """Return stage and message of a refusal."""
+    answer = ask(request, archive, grant)
+    assert isinstance(answer, Failed)
+    assert answer.seq == request.seq
+    return answer.stage, answer.message
+
+
+def test_an_archive_is_unpacked_and_counted(draft: Path, request_for: UnpackImage) -> None:
+    """By an nsinit that was not started, so it makes nothing else in the data directory."""
+    assert ask(request_for, small_tar()) == Unpacked(7, 1, 0, 0, 0)
+    data_dir = draft.parents[1]
+    assert sorted(str(path.relative_to(data_dir)) for path in data_dir.rglob("*")) == [
+        "images",
+        f"images/{DRAFT}",
+        f"images/{DRAFT}/rootfs",
+        f"images/{DRAFT}/rootfs/file",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"data_dir": "relative"}, "data directory"),
+        ({"data_dir": "/tmp/../etc"}, "data directory"),
+        ({"draft_name": "host"}, "draft"),
+        ({"draft_name": f"../images/{DRAFT}"}, "draft"),
+        ({"draft_name": f"{DRAFT}/rootfs"}, "draft"),
+        ({"draft_name": ".new-0123456789abcdeg"}, "draft"),
+        ({"draft_name": f"{DRAFT}\n"}, "draft"),
+        ({"draft_name": ""}, "draft"),
+        ({"max_members": 0}, "max_members"),
+        ({"max_members": -1}, "max_members"),
+        ({"max_members": MAX_INODES + 1}, "max_members"),
+        ({"max_bytes": 0}, "max_bytes"),
+        ({"max_bytes": MAX_BYTES + 1}, "max_bytes"),
+    ],
+)
+def test_names_and_bounds_are_checked_again(
+    request_for: UnpackImage, draft: Path, change: dict[str, str | int], words: str
+) -> None:
+    """Whatever the command line made of them."""
+    stage, message = refusal(replace(request_for, **change))  # type: ignore[arg-type]
+    assert (stage, words in message) == ("validate", True), message
+    assert os.listdir(draft / "rootfs") == []
+
+
+def test_there_is_no_archive_without_a_descriptor(request_for: UnpackImage) -> None:
+    """A request that comes alone is refused."""
+    assert refusal(request_for, None) == ("validate", "an archive comes as one descriptor")
+
+
+def test_a_daemon_without_privilege_may_not_ask(request_for: UnpackImage, draft: Path) -> None:
+    """What it could hand over is the business of root alone; a good archive is not even opened."""
+    grant = Grant(request_for.data_dir, STRANGER)
+    assert refusal(request_for, small_tar(), grant) == ("validate", "only root may have an archive unpacked")
+    assert os.listdir(draft / "rootfs") == []
+
+
+def test_a_started_nsinit_does_not_unpack(shared: Nsinit) -> None:
+    """Who serves sessions has other things to do than wait for an archive."""
+    answer, _ = shared.ask(UnpackImage, data_dir=str(shared.data_dir), draft_name=DRAFT, max_members=1, max_bytes=1)
+    assert (type(answer), answer.message) == (Failed, "already started")
+
+
+@pytest.mark.parametrize("place", ["data", "data/images", f"data/images/{DRAFT}", f"data/images/{DRAFT}/rootfs"])
+def test_a_link_on_the_way_is_refused(tmp_path: Path, request_for: UnpackImage, place: str) -> None:
+    """Even one that leads to a directory which would do."""
+    (tmp_path / place).rename(tmp_path / "elsewhere")
+    (tmp_path / place).symlink_to(tmp_path / "elsewhere")
+    stage, message = refusal(request_for, small_tar())
+    assert (stage, "symbolic links" in message) == ("draft", True), message
+    assert not list(tmp_path.rglob("file"))
+
+
+@pytest.mark.parametrize("place", ["data/images", f"data/images/{DRAFT}", f"data/images/{DRAFT}/rootfs"])
+def test_a_directory_of_somebody_else_is_refused(tmp_path: Path, request_for: UnpackImage, place: str) -> None:
+    """Its owner could put something else in its place, and made it for that perhaps."""
+    os.chown(tmp_path / place, STRANGER, STRANGER)
+    stage, message = refusal(request_for, small_tar())
+    assert (stage, f"it belongs to user {STRANGER}" in message) == ("draft", True), message
+    assert not list(tmp_path.rglob("file"))
+
+
+def test_a_draft_with_something_in_it_is_refused(draft: Path, request_for: UnpackImage) -> None:
+    """So no image or half of one is ever written into."""
+    (draft / "rootfs/kept").write_text("same")
+    assert refusal(request_for, small_tar()) == ("draft", "a draft is empty")
+    assert os.listdir(draft / "rootfs") == ["kept"]
+
+
+def test_a_draft_that_is_being_swept_is_refused(draft: Path, request_for: UnpackImage) -> None:
+    """Who removes it holds its lock, and nsinit does while it unpacks."""
+    fd = os.open(draft, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        assert refusal(request_for, small_tar())[0] == "draft"
+    finally:
+        os.close(fd)
+
+
+# While it runs ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def endless(path: Path) -> Iterator[Path]:
+    """An archive that begins and goes on for as long as the block: a FIFO that somebody has open."""
+    os.mkfifo(path)
+    fd = os.open(path, os.O_RDWR)
+    try:
+        os.write(fd, small_tar()[:512])
+        yield path
+    finally:
+        os.close(fd)
+
+
+class Import:
+    """`sandkasten image import` at work on an archive without end, with all that it started."""
+
+    def __init__(self, data_dir: Path, tar: Path) -> None:
+        self.catalog, self._images = Catalog(data_dir), data_dir / "images"
+        command = [str(SCRIPT), "image", "import", "--data-dir", str(data_dir), "--name", "x", "--tar", str(tar)]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        wait_until(lambda: list(data_dir.glob("images/.new-*/rootfs/file")), "the first member is there")
+        # The command line itself, nsinit, and of what unpacks the part outside of the jail and the one inside.
+        self.nsinit, self.outside, self.jail = sorted(pid for pid, _ in descendants(self.process.pid))
+        self._pidfds = [os.pidfd_open(pid) for pid in (self.process.pid, self.nsinit, self.outside, self.jail)]
+
+    def wait_all(self) -> int:
+        """Wait until none of them is left; return the exit status."""
+        for pidfd in self._pidfds:
+            assert select.select([pidfd], [], [], PATIENCE_S)[0]
+        return self.process.wait(PATIENCE_S)
+
+    @property
+    def drafts(self) -> list[str]:
+        return [name for name in os.listdir(self._images) if name.startswith(".new-")]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=PATIENCE_S)
+        for pidfd in self._pidfds:
+            os.close(pidfd)
+
+
+@pytest.fixture
+def importing(data_dir: Path, tmp_path: Path) -> Iterator[Import]:
+    with endless(tmp_path / "x.tar") as tar:
+        started = Import(data_dir, tar)
+        try:
+            yield started
+        finally:
+            started.close()
+
+
+def read_status(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def test_nsinit_keeps_what_the_jail_takes_to_make(importing: Import) -> None:
+    """No network, five capabilities, and none to be had again; so has the part of the program outside of the jail."""
+    for pid in (importing.nsinit, importing.outside):
+        status = read_status(pid)
+        kept = f"{IMPORT_CAPABILITIES:016x}"
+        assert [status[name] for name in ("CapEff", "CapPrm", "CapBnd", "NoNewPrivs")] == [kept] * 3 + ["1"]
+        assert os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net")
+
+
+def test_the_jail_has_the_image_and_nothing_else(importing: Import, data_dir: Path) -> None:
+    """One mount, which is the draft; the standard streams; a filter, four capabilities and namespaces of its own."""
+    proc = Path(f"/proc/{importing.jail}")
+    status = read_status(importing.jail)
+    powers = f"{sum(1 << each for each in CAPABILITIES):016x}"
+    assert [status[name] for name in ("CapEff", "CapPrm", "CapBnd")] == [powers] * 3
+    assert (status["NoNewPrivs"], status["Seccomp"], status["NSpid"].split()[1:]) == ("1", "2", ["1"])
+    wait_until(lambda: sorted(os.listdir(proc / "fd")) == ["0", "1", "2"], "it has closed the member")
+    (mount,) = (proc / "mountinfo").read_text().splitlines()
+    assert {"nosuid", "nodev", "noexec"} <= set(mount.split()[5].split(","))
+    (draft,) = importing.drafts
+    assert os.path.samefile(proc / "root", data_dir / "images" / draft / "rootfs")
+    for name in ("user", "mnt", "pid", "net", "ipc", "uts"):
+        kind = "pid_for_children" if name == "pid" else name
+        assert os.readlink(proc / "ns" / kind) != os.readlink(f"/proc/self/ns/{kind}")
+
+
+def test_a_killed_command_line_leaves_no_process_and_the_sweep_no_draft(importing: Import) -> None:
+    """Each of the four ends with the one before it; nobody has to be found and killed."""
+    importing.process.kill()
+    assert importing.wait_all() == -signal.SIGKILL
+    assert len(importing.drafts) == 1
+    importing.catalog.sweep()
+    assert importing.drafts == []
+
+
+def test_a_sweep_leaves_a_draft_alone_that_is_being_filled(importing: Import) -> None:
+    """The daemon sweeps at its start, perhaps in the middle of an import."""
+    importing.catalog.sweep()
+    assert len(importing.drafts) == 1
+    assert importing.process.poll() is None
+
+
+def test_an_interrupt_leaves_nothing(importing: Import) -> None:
+    """Ctrl-C: no process, no draft, and the status that says so."""
+    importing.process.send_signal(signal.SIGINT)
+    assert importing.wait_all() == 130
+    assert importing.drafts == []
+
+
+@pytest.mark.parametrize(
+    ("victim", "words"),
+    [
+        ("nsinit", "the fork server died while it had the archive unpacked"),
+        ("outside", "the process that unpacks it died"),
+        ("jail", "the process that unpacks it died"),
+    ],
+)
+def test_the_death_of_a_part_ends_the_import_in_words(importing: Import, victim: str, words: str) -> None:
+    """Whichever it is, the others end, the draft goes, and the person at the terminal is told."""
+    os.kill(getattr(importing, victim), signal.SIGKILL)
+    assert importing.wait_all() == 1
+    assert importing.process.stderr is not None
+    assert words in importing.process.stderr.read()
+    assert importing.drafts == []
+
+
+def test_a_library_learns_of_the_death_of_nsinit(tmp_path: Path) -> None:
+    """It is no fault of the archive, and has a type of its own."""
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            import_tar(Catalog(tmp_path / "data"), "x", tmp_path / "x.tar")
+        except ZygoteLost as error:
+            failures.append(error)
+
+    with endless(tmp_path / "x.tar"):
+        known = {pid for pid, _ in descendants(os.getpid())}
+        thread = threading.Thread(target=run)
+        thread.start()
+        wait_until(lambda: list(tmp_path.glob("data/images/.new-*/rootfs/file")), "the first member is there")
+        os.kill(min({pid for pid, _ in descendants(os.getpid())} - known), signal.SIGKILL)
+        thread.join(PATIENCE_S)
+    assert len(failures) == 1
+    assert os.listdir(tmp_path / "data/images") == []
+
+
+def test_mounts_of_the_jail_do_not_spread(data_dir: Path, tmp_path: Path) -> None:
+    """Where mounts are shared with other namespaces, as systemd has them, the jail works and leaves no mount."""
+    (tmp_path / "x.tar").write_bytes(small_tar())
+    steps = (
+        "mount --make-rshared /",
+        "cp /proc/self/mountinfo before",
+        f"! {SCRIPT} image import --data-dir {data_dir} --name x --tar x.tar 2>said",
+        "cmp before /proc/self/mountinfo",
+        "grep -q shared: before",
+    )
+    subprocess.run(["unshare", "-m", "sh", "-ec", " && ".join(steps)], cwd=tmp_path, check=True)
+    assert "there is no shell" in (tmp_path / "said").read_text()  # so it was unpacked

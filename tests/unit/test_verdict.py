@@ -1,0 +1,67 @@
+"""What nsinit takes from a process that has read a hostile archive."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nsinit import verdict
+from nsinit.verdict import Counts, Refused
+
+NUMBERS = st.integers(0, 2**64 - 1)
+
+
+def read(data: bytes) -> Counts:
+    return verdict.read(data, max_members=100, max_bytes=1000)
+
+
+@given(st.binary(max_size=5000) | st.binary(max_size=5000).map(b"-".__add__) | st.binary(max_size=40).map(b"+".__add__))
+def test_whatever_it_says_is_numbers_or_a_printable_sentence(data: bytes) -> None:
+    """Nothing of it can move a cursor, fill a line or reach further than its own archive."""
+    said: Counts | str
+    try:
+        said = read(data)
+    except Refused as error:
+        said = str(error)
+    if isinstance(said, Counts):
+        assert said.members <= 100
+    else:
+        assert len(said) <= verdict.MAX_TEXT
+        assert said.isprintable()
+
+
+@given(st.builds(Counts, NUMBERS, NUMBERS, NUMBERS, NUMBERS))
+def test_numbers_beyond_what_was_asked_for_are_a_lie(counts: Counts) -> None:
+    """It can't have done more than it may, nor left out more members than there were."""
+    possible = 0 < counts.members <= 100 and counts.size_bytes <= 1000
+    if possible and max(counts.skipped, counts.privileged) <= counts.members:
+        assert read(verdict.unpacked(counts)) == counts
+    else:
+        with pytest.raises(Refused, match="can't have done"):
+            read(verdict.unpacked(counts))
+
+
+def test_counts_and_sentences_come_through() -> None:
+    """As they were given, if they are sound."""
+    counts = Counts(100, 1000, 1, 100)
+    assert read(verdict.unpacked(counts)) == counts
+    with pytest.raises(Refused, match="'x': no such file"):
+        read(verdict.refused("'x': no such file"))
+
+
+@pytest.mark.parametrize("sentence", ["\x1b[2J\u202e\n\0" * 100, "x" * 10_000, "\ud800"])
+def test_a_sentence_is_cut_and_cleaned(sentence: str) -> None:
+    """Names of members may be in it."""
+    said = verdict.refused(sentence)
+    assert len(said) <= verdict.MAX_VERDICT_BYTES
+    with pytest.raises(Refused) as caught:
+        read(said)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("data", [b"", b"+", b"+" + bytes(31), b"+" + bytes(33), b"?", b"{}"])
+def test_half_a_verdict_is_none(data: bytes) -> None:
+    """It was killed, or is something else than what was started."""
+    with pytest.raises(Refused, match="died"):
+        read(data)
