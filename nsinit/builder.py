@@ -77,6 +77,7 @@ def live(channel: socket.socket, machine: Machine, parent_pid: int) -> NoReturn:
         home_fd = os.pidfd_open(parent_pid)
         kept = {0, 1, 2, channel.fileno(), home_fd, *machine.volumes.kept_fds}
         syscalls.set_name(NAME)
+        channel.sendall(control.READY)
         while True:
             data, fds, _, _ = socket.recv_fds(channel, MAX_DATAGRAM_BYTES, _MAX_FDS)
             if not data:

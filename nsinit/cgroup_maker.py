@@ -21,7 +21,6 @@ from nsinit.cgroup_tree import Located, Tree
 from nsinit.cgroups import SessionCgroup
 from nsinit.crash_points import MAKER
 from nsinit.furnish import Machine
-from nsinit.log import log
 from nsinit.mountinfo import is_below
 from nsinit.pid1 import keep_only
 from nsinit.protocol import MAX_DATAGRAM_BYTES, Limits
@@ -87,11 +86,13 @@ def _live(channel: socket.socket, machine: Machine, tree: Tree, mounts: tuple[st
         gc.freeze()  # nothing of nsinit's objects may be finalised here
         keep_only({0, 1, 2, channel.fileno()})
         syscalls.set_name(NAME)
-        _enter_jail(f"{machine.layout.stage}/{stage.ROOT}", mounts, machine.last_capability)
+        with Steps().step("jail of the cgroup maker"):
+            _enter_jail(f"{machine.layout.stage}/{stage.ROOT}", mounts, machine.last_capability)
+        channel.sendall(control.READY)
         while data := channel.recv(MAX_DATAGRAM_BYTES):
             channel.sendall(_serve(ORDERS.decode(data), tree, machine))
-    except OSError as error:
-        log("error", "the cgroup maker can't go on", path=error.filename or "", reason=str(error))
+    except StepFailed as error:
+        channel.sendall(control.describe(error))
     finally:
         os._exit(1)
 

@@ -46,6 +46,8 @@ class Furnished:
 
 
 STATUS = Vocabulary(Furnished, Failed)
+READY = STATUS.encode(Furnished({}))
+"""A helper of nsinit's, to it: orders may come."""
 
 
 def say_proc(control_fd: int) -> None:

@@ -30,7 +30,8 @@ _RETRY_PAUSE_S = 0.1
 @dataclass(frozen=True, slots=True)
 class Trade:
     """What one kind of workers is: its name in errors and logs, how many there are, the orders it understands, and the
-    life of one, which is given its end of a socket and nsinit's pid."""
+    life of one, which is given its end of a socket and nsinit's pid, and first of all says `control.READY` or why not.
+    """
 
     name: str
     count: int
@@ -74,15 +75,23 @@ class Workers:
         self._waiting: deque[Event] = deque()
 
     def start(self) -> None:
-        """Start all of them."""
-        for _ in range(self._trade.count):
-            self._start_one()
+        """Start all of them and wait until they are ready. Raises `StepFailed`: one can't do its work here."""
+        for worker in [self._fork() for _ in range(self._trade.count)]:
+            worker.channel.settimeout(ORDER_DEADLINE_S)
+            try:
+                self._read(self._receive(worker))
+            except TimeoutError:
+                raise StepFailed(self._trade.name, f"not ready after {ORDER_DEADLINE_S} s") from None
+            worker.channel.settimeout(None)
+            self._give_back(worker)
 
     def stop(self) -> None:
         """End all of them, whatever they do, and wait until they are gone."""
         for worker in self._workers:
             syscalls.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
             os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED)
+            os.close(worker.pidfd)
+            worker.channel.close()
         self._workers.clear()
 
     def hand_over(self, order: object, fds: list[int]) -> Generator[Wait, bool, Outcome]:
@@ -119,19 +128,14 @@ class Workers:
     def _collect(self, worker: Worker, outcome: Outcome) -> Job:
         """Wait for the answer to an order, however the one who gave it fares meanwhile."""
         if (yield Wait(fd=worker.channel.fileno(), timeout_s=ORDER_DEADLINE_S)):
+            data = self._receive(worker)
             try:
-                data = worker.channel.recv(MAX_DATAGRAM_BYTES)
-            except ConnectionResetError:
-                data = b""
-            try:
-                if not data:
-                    raise StepFailed(self._trade.name, f"the {self._trade.name} died")
-                outcome.timings_us = control.read_status(data)
+                outcome.timings_us = self._read(data)
             except StepFailed as error:
                 outcome.failure = error
         else:
             data = b""
-            syscalls.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
+            self._kill(worker)
             outcome.failure = StepFailed("deadline", f"not done after {ORDER_DEADLINE_S} s", errno=errno.ETIMEDOUT)
         if data:
             self._give_back(worker)
@@ -139,7 +143,23 @@ class Workers:
             worker.channel.close()
         outcome.done.set()
 
-    def _start_one(self) -> None:
+    def _receive(self, worker: Worker) -> bytes:
+        """Return what a worker said; nothing if it died."""
+        try:
+            return worker.channel.recv(MAX_DATAGRAM_BYTES)
+        except ConnectionResetError:
+            return b""
+
+    def _read(self, data: bytes) -> dict[str, int]:
+        if not data:
+            raise StepFailed(self._trade.name, f"the {self._trade.name} died")
+        return control.read_status(data)
+
+    def _kill(self, worker: Worker) -> None:
+        if worker in self._workers:  # or it has died, and its descriptor may be another's by now
+            syscalls.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
+
+    def _fork(self) -> Worker:
         parent_pid = os.getpid()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -153,7 +173,20 @@ class Workers:
         worker = Worker(pid, os.pidfd_open(pid), ours, time.monotonic())
         self._workers.add(worker)
         self._scheduler.spawn(self._watch(worker))
-        self._give_back(worker)
+        return worker
+
+    def _admit(self, worker: Worker) -> Job:
+        """Give a new worker its first order once it is ready; one that can't work is tried anew (`_watch`)."""
+        if (yield Wait(fd=worker.channel.fileno(), timeout_s=ORDER_DEADLINE_S)):
+            try:
+                self._read(self._receive(worker))
+            except StepFailed as error:
+                log("error", f"a {self._trade.name} is not ready", path=error.path, reason=str(error))
+            else:
+                self._give_back(worker)
+                return
+        self._kill(worker)
+        worker.channel.close()
 
     def _watch(self, worker: Worker) -> Job:
         """Wait until a worker dies, and start another: at once, unless it had hardly lived."""
@@ -169,7 +202,7 @@ class Workers:
             yield Wait(timeout_s=_RETRY_PAUSE_S)
         while True:
             try:
-                self._start_one()
+                self._scheduler.spawn(self._admit(self._fork()))
                 break
             except OSError as error:
                 log("error", f"no {self._trade.name} could be started", reason=str(error))

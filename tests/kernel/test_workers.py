@@ -1,0 +1,139 @@
+"""nsinit's pool of helper processes: nobody is given an order before being ready, and why one can't be is told."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NoReturn
+
+import pytest
+
+from nsinit import control, workers
+from nsinit.scheduler import Job, Scheduler, Wait
+from nsinit.steps import StepFailed
+from nsinit.workers import Outcome, Trade, Workers
+from runner.wire import Vocabulary
+from tests.kernel.harness import PATIENCE_S
+
+
+@dataclass(frozen=True)
+class Task:
+    """What these workers are told."""
+
+    word: str
+
+
+ORDERS = Vocabulary(Task)
+
+
+def _die_of_it(_channel: socket.socket, _parent_pid: int) -> NoReturn:
+    os._exit(1)
+
+
+def _refuse(channel: socket.socket, _parent_pid: int) -> NoReturn:
+    channel.sendall(control.describe(StepFailed("jail", "no room", path="/jail", errno=errno.ENOSPC)))
+    os._exit(1)
+
+
+def _say_nothing(channel: socket.socket, _parent_pid: int) -> NoReturn:
+    channel.recv(1)
+    os._exit(1)
+
+
+def _obey(channel: socket.socket, _parent_pid: int) -> NoReturn:
+    """Be done with anything at once, but for `hang`, and `die` of that."""
+    try:
+        channel.sendall(control.READY)
+        while data := channel.recv(4096):
+            word = ORDERS.decode(data).word
+            if word == "die":
+                break
+            if word == "hang":
+                time.sleep(PATIENCE_S)
+            channel.sendall(control.STATUS.encode(control.Furnished({word: 1})))
+    finally:
+        os._exit(1)
+
+
+@contextmanager
+def _pool(live: object) -> Iterator[tuple[Workers, Scheduler]]:
+    scheduler = Scheduler()
+    pool = Workers(Trade("digger", 2, ORDERS, live), scheduler)  # type: ignore[arg-type]
+    try:
+        yield pool, scheduler
+    finally:
+        pool.stop()
+        scheduler.close()
+
+
+def _outcome(pool: Workers, scheduler: Scheduler, word: str) -> Outcome:
+    """Have something done, as a job of nsinit's has."""
+    found: list[Outcome] = []
+
+    def job() -> Job:
+        outcome = yield from pool.hand_over(Task(word), [])
+        yield Wait(event=outcome.done)
+        found.append(outcome)
+
+    scheduler.spawn(job())
+    deadline = time.monotonic() + PATIENCE_S
+    while not found:
+        assert time.monotonic() < deadline
+        scheduler.round(0.1)
+    return found[0]
+
+
+def test_a_start_says_why_a_worker_cannot_work() -> None:
+    """So that nsinit does not start and fail every session after that."""
+    with _pool(_refuse) as (pool, _), pytest.raises(StepFailed, match="no room") as refused:
+        pool.start()
+    assert (refused.value.stage, refused.value.path, refused.value.errno) == ("jail", "/jail", errno.ENOSPC)
+    with _pool(_die_of_it) as (pool, _), pytest.raises(StepFailed, match="the digger died"):
+        pool.start()
+
+
+def test_a_start_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a worker that says nothing."""
+    monkeypatch.setattr(workers, "ORDER_DEADLINE_S", 0.05)
+    with _pool(_say_nothing) as (pool, _), pytest.raises(StepFailed, match="not ready after"):
+        pool.start()
+
+
+def test_an_order_that_kills_or_takes_too_long_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker is replaced, and the next order is carried out."""
+    with _pool(_obey) as (pool, scheduler):
+        pool.start()
+        assert _outcome(pool, scheduler, "well").result() == {"well": 1}
+        with pytest.raises(StepFailed, match="the digger died"):
+            _outcome(pool, scheduler, "die").result()
+        monkeypatch.setattr(workers, "ORDER_DEADLINE_S", 0.5)
+        with pytest.raises(StepFailed, match="not done after"):
+            _outcome(pool, scheduler, "hang").result()
+        for _ in range(4):
+            assert _outcome(pool, scheduler, "again").result() == {"again": 1}
+
+
+def test_a_worker_that_can_work_no_more_is_tried_anew() -> None:
+    """What comes in its place may not be ready at once; orders wait for one that is."""
+    attempts = os.pipe()
+
+    def live(channel: socket.socket, parent_pid: int) -> NoReturn:
+        if os.read(attempts[0], 1) == b"n":
+            _refuse(channel, parent_pid)
+        _obey(channel, parent_pid)
+
+    os.write(attempts[1], b"yyny")  # two at the start; then one that can't, and one that can
+    try:
+        with _pool(live) as (pool, scheduler):
+            pool.start()
+            _outcome(pool, scheduler, "die")
+            for _ in range(4):
+                assert _outcome(pool, scheduler, "well").result() == {"well": 1}
+    finally:
+        for fd in attempts:
+            os.close(fd)
