@@ -2,9 +2,11 @@
 
 Owns one descriptor of `/dev/kmsg`, opened at start (nsinit's mount namespace loses `/dev` afterwards) and read on from
 where the last request stopped, so that a request costs what was logged meanwhile and not the whole log. Names in it are
-chosen by hostile code: a record that is not exactly as the kernel writes it is no record. The kernel limits how often
-it writes these (10 in 5 s for the machine), so a victim may stay unknown.
-Sources: Documentation/ABI/testing/dev-kmsg; mm/oom_kill.c, dump_oom_victim; mem_cgroup_print_oom_context.
+chosen by hostile code: a record that is not exactly as the kernel writes it is no record.
+
+The kernel writes two records. One names the victim's cgroup, but no more than ten of those are written in five seconds,
+for the whole machine. The other is written for every victim and has its user id: the ids of a session are its own.
+Sources: Documentation/ABI/testing/dev-kmsg; mm/oom_kill.c, dump_oom_victim, __oom_kill_process (user id: Linux 5.5).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 
 from nsinit.scheduler import Wait
+from nsinit.slots import SIZE
 from nsinit.validate import is_session_id
 
 PATH = "/dev/kmsg"
@@ -27,18 +30,24 @@ _BATCH = 256
 _MAX_BATCHES = 256
 """Records read without a pause (some 0.3 ms), and pauses: a log that grows faster than this is given up on."""
 _MAX_SESSIONS = 1024
+_MAX_UNPLACED = 4096
 LAST_KILLS = 16
 """Kills of one session that are remembered."""
 _PID_NAMESPACE = "/proc/self/ns/pid"
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC
 """Inode of the pid namespace whose numbers the log has (include/linux/proc_ns.h, PROC_PID_INIT_INO)."""
-_PREFIX = b"oom-kill:"
+_PREFIX, _OF_VICTIM = b"oom-kill:", b": Killed process "
 _HEAD = re.compile(rb"\d{1,10},\d{1,20},(?P<usec>\d{1,18}),.*", re.DOTALL)
 _RECORD = re.compile(
     rb"oom-kill:constraint=CONSTRAINT_\w+,.*?,task_memcg=(?P<memcg>/[^,]*),task=(?P<task>.*),pid=(?P<pid>\d{1,10}),uid=\d+",
     re.DOTALL,
 )
 """The first `,task=` ends the cgroup's path, in which there is no comma; the name goes on to the last `,pid=`."""
+_VICTIM = re.compile(
+    rb"[ -~]{0,80}: Killed process (?P<pid>\d{1,10}) \((?P<task>.*)\) total-vm:\d+kB, anon-rss:\d+kB, file-rss:\d+kB, "
+    rb"shmem-rss:\d+kB, UID:(?P<uid>\d{1,10}) pgtables:\d+kB oom_score_adj:-?\d+",
+    re.DOTALL,
+)
 _ESCAPE = re.compile(rb"\\x([0-9a-f]{2})")
 
 
@@ -64,11 +73,26 @@ class Kills:
         return tuple(each.pid for each in self.last)
 
 
+@dataclass(frozen=True, slots=True)
+class Ids:
+    """The user ids a session has, and since when, in seconds of the kernel log's clock."""
+
+    base: int
+    since_s: float = 0.0
+
+    def had(self, uid: int, at_s: float) -> bool:
+        return self.base <= uid < self.base + SIZE and at_s >= self.since_s
+
+
 class KernelLog:
     """The kernel's log from now on; with `path` another file that behaves like it."""
 
     def __init__(self, path: str = PATH) -> None:
         self._kills: dict[str, Kills] = {}
+        self._unplaced: deque[tuple[int, Kill]] = deque(maxlen=_MAX_UNPLACED)
+        """Victims of whom no record names a cgroup (yet), with their user ids."""
+        self._placed_pid = 0
+        """The victim that the last record was about, if that named its cgroup: the other record follows."""
         self.has_our_pids = os.stat(_PID_NAMESPACE).st_ino == _INITIAL_PID_NAMESPACE
         """Whether its pids are those that this process sees."""
         try:
@@ -84,13 +108,24 @@ class KernelLog:
             os.close(self._fd)
             self._fd = -1
 
-    def find_kills(self, session_id: str) -> Generator[Wait, bool, Kills]:
-        """Read what is new and return the session's kills."""
+    def find_kills(self, session_id: str, ids: Ids | None = None) -> Generator[Wait, bool, Kills]:
+        """Read what is new and return the session's kills; without `ids` those that the log has with its cgroup."""
         for _ in range(_MAX_BATCHES):
             if not self._read_batch():
                 break
             yield Wait(timeout_s=0)
+        if ids is not None:
+            self._place(session_id, ids)
         return self._kills.get(session_id, Kills())
+
+    def _place(self, session_id: str, ids: Ids) -> None:
+        """Give a session the victims that had its ids."""
+        unplaced, self._unplaced = self._unplaced, deque(maxlen=_MAX_UNPLACED)
+        for uid, kill in unplaced:
+            if ids.had(uid, kill.at_s):
+                self._keep(session_id, kill)
+            else:
+                self._unplaced.append((uid, kill))
 
     def _read_batch(self) -> bool:
         """Read some records; False when there are no more."""
@@ -108,14 +143,20 @@ class KernelLog:
 
     def take(self, record: bytes) -> None:
         """Keep what one record of the log says, if it is of a kill."""
-        parsed = parse_record(record)
-        if parsed is None:
-            return
-        memcg, kill = parsed
-        for session_id in filter(is_session_id, memcg.split("/")):
-            kills = self._kills[session_id] = self._kills.pop(session_id, Kills())
-            kills.count += 1
-            kills.last.append(kill)
+        if (parsed := parse_record(record)) is not None:
+            memcg, kill = parsed
+            self._placed_pid = kill.pid
+            for session_id in filter(is_session_id, memcg.split("/")):
+                self._keep(session_id, kill)
+        elif (victim := parse_victim(record)) is not None:
+            if victim[1].pid != self._placed_pid:
+                self._unplaced.append(victim)
+            self._placed_pid = 0
+
+    def _keep(self, session_id: str, kill: Kill) -> None:
+        kills = self._kills[session_id] = self._kills.pop(session_id, Kills())
+        kills.count += 1
+        kills.last = deque(sorted((*kills.last, kill), key=lambda each: each.at_s), maxlen=LAST_KILLS)
         while len(self._kills) > _MAX_SESSIONS:
             del self._kills[next(iter(self._kills))]
 
@@ -125,24 +166,50 @@ def parse_record(record: bytes) -> tuple[str, Kill] | None:
 
     Never raises, whatever the bytes.
     """
-    head, _, rest = record.partition(b";")
-    text, _, _ = rest.partition(b"\n")  # lines after the first are the record's variables
+    head, text = _split(record)
     if not text.startswith(_PREFIX):
         return None
-    when, match = _HEAD.fullmatch(head), _RECORD.fullmatch(text)
+    match = _RECORD.fullmatch(text)
+    kill = _kill(head, match)
+    return None if match is None or kill is None else (_unescape(match["memcg"]).decode("utf-8", "replace"), kill)
+
+
+def parse_victim(record: bytes) -> tuple[int, Kill] | None:
+    """Return the victim's user id and the kill, of the record that there is for every victim; None if it is no such
+    record. Never raises, whatever the bytes."""
+    head, text = _split(record)
+    if _OF_VICTIM not in text:
+        return None
+    match = _VICTIM.fullmatch(text)
+    kill = _kill(head, match)
+    return None if match is None or kill is None else (int(match["uid"]), kill)
+
+
+def _split(record: bytes) -> tuple[bytes, bytes]:
+    head, _, rest = record.partition(b";")
+    text, _, _ = rest.partition(b"\n")  # lines after the first are the record's variables
+    return head, text
+
+
+def _kill(head: bytes, match: re.Match[bytes] | None) -> Kill | None:
+    when = _HEAD.fullmatch(head)
     if when is None or match is None:
         return None
-    memcg = _unescape(match["memcg"]).decode("utf-8", "replace")
-    return memcg, Kill(_printable(_unescape(match["task"])), int(when["usec"]) / 1e6, int(match["pid"]))
+    return Kill(_printable(_unescape(match["task"])), int(when["usec"]) / 1e6, int(match["pid"]))
+
+
+def now_s() -> float:
+    """Return the time by the log's clock.
+
+    That is the processor's, never adjusted, and so is CLOCK_MONOTONIC_RAW; CLOCK_MONOTONIC, which follows the network's
+    time, would be seconds off after a few days.
+    """
+    return time.clock_gettime(time.CLOCK_MONOTONIC_RAW)
 
 
 def age_s(kill: Kill) -> float:
-    """Return how long ago a kill was.
-
-    The log's clock is the processor's, never adjusted, and so is CLOCK_MONOTONIC_RAW; CLOCK_MONOTONIC, which follows
-    the network's time, would be seconds off after a few days.
-    """
-    return max(0.0, time.clock_gettime(time.CLOCK_MONOTONIC_RAW) - kill.at_s)
+    """Return how long ago a kill was."""
+    return max(0.0, now_s() - kill.at_s)
 
 
 def _unescape(data: bytes) -> bytes:

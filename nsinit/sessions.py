@@ -25,6 +25,7 @@ from nsinit.crash import passing
 from nsinit.disk import running
 from nsinit.disk.mechanism import Usage
 from nsinit.identity import find_identity, open_verified, require_identity
+from nsinit.kmsg import Ids
 from nsinit.log import log
 from nsinit.paths import Layout
 from nsinit.protocol import MAX_DATAGRAM_BYTES, Attached, Build, Built, DiskLimits, Found, Limits, SandboxPlan
@@ -191,6 +192,13 @@ class Sessions:
         """Change the limits of a session's disk. Raises `StepFailed`."""
         machine = self.foundry.machine
         running.change(machine.disk, machine.layout, session_id, limits)
+
+    def ids_of(self, session_id: str) -> Ids | None:
+        """Return the user ids a session has; None when nothing of it runs."""
+        if (process := self.processes.get(session_id)) is not None:
+            return Ids(process.slot.base, process.born_s)
+        identity = find_identity(self._cgroup(session_id))
+        return None if identity is None else Ids(identity.base_uid)
 
     def make_group(self, session_id: str, name: str) -> Generator[Wait, bool, tuple[groups.Membership, int]]:
         """Make a group in a running session; returns what its descriptor is for, and that. Raises `StepFailed`."""

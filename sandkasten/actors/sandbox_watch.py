@@ -74,8 +74,8 @@ class SandboxWatch:
     async def ran_out_of_memory(self, oom_kills: int) -> bool:
         """Whether the kernel killed PID 1 for memory; `oom_kills`: how often it killed in the sandbox, counted after
         PID 1's death. A kill long before that was survived and explains nothing. Of others the kernel's log tells whom
-        they hit; only where it does not tell of every one, for it is written to a limited number of times, it is
-        believed that the last one did."""
+        they hit; only where it does not tell of every one, as before Linux 5.5 when there are many, it is believed that
+        the last one did."""
         is_recent = self._died_at - self._killed_at < _SAME_DEATH_S
         is_new = oom_kills > max(self._kills, 0)
         if not self.has_died.is_set() or not (is_new or (oom_kills > 0 and is_recent)):

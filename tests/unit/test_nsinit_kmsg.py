@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsinit.kmsg import LAST_KILLS, KernelLog, Kill, parse_record
+from nsinit.kmsg import LAST_KILLS, Ids, KernelLog, Kill, Kills, parse_record, parse_victim
 
 SESSION = "2da48b602c3f6c219d156df3"
 MEMCG = f"/jobs/17/sandkasten-9d156df3/{SESSION}"
@@ -76,6 +76,9 @@ def test_no_bytes_raise(data: bytes) -> None:
     parse_record(data)
     parse_record(b"6,1,2,-;oom-kill:constraint=CONSTRAINT_NONE,a,task_memcg=/" + data)
     parse_record(_record("x").replace(b"task=x", b"task=" + data))
+    parse_victim(data)
+    parse_victim(_victim("x").replace(b"(x)", b"(" + data + b")"))
+    parse_victim(_victim("x") + data)
 
 
 def test_every_kill_of_a_session_is_counted_and_the_last_are_known(tmp_path: Path) -> None:
@@ -88,17 +91,55 @@ def test_every_kill_of_a_session_is_counted_and_the_last_are_known(tmp_path: Pat
     records = [_record("x").replace(b"pid=20123", b"pid=%d" % pid) for pid in range(1, LAST_KILLS + 3)]
     for record in (*records, _record("y", memcg=other)):
         log.take(record)
-    with pytest.raises(StopIteration) as end:
-        next(log.find_kills(SESSION))
+    found = _kills(log, SESSION)
     log.close()
-    assert end.value.value.count == LAST_KILLS + 2
-    assert end.value.value.pids == tuple(range(3, LAST_KILLS + 3))
+    assert found.count == LAST_KILLS + 2
+    assert found.pids == tuple(range(3, LAST_KILLS + 3))
+
+
+def _victim(task: str, *, pid: int = 20123, uid: int = 525288, usec: int = 10952224750, end: str = "") -> bytes:
+    sizes = f"total-vm:56104kB, anon-rss:44672kB, file-rss:5352kB, shmem-rss:0kB, UID:{uid} pgtables:148kB"
+    text = f"Memory cgroup out of memory: Killed process {pid} ({task}) {sizes} oom_score_adj:1000{end}"
+    return f"3,812,{usec},-;{text}\n".encode()
+
+
+def _kills(log: KernelLog, session_id: str, ids: Ids | None = None) -> Kills:
+    with pytest.raises(StopIteration) as end:
+        next(log.find_kills(session_id, ids))
+    found = end.value.value
+    assert isinstance(found, Kills)
+    return found
+
+
+def test_the_record_that_every_victim_has_is_read() -> None:
+    """User id, name, time and pid; a name can't pass for the rest of it."""
+    assert parse_victim(_victim("python3")) == (525288, Kill("python3", 10952.22475, 20123))
+    assert parse_victim(_victim(r"x) total-vm:\x0a")) == (525288, Kill("x) total-vm:\ufffd", 10952.22475, 20123))
+    assert parse_victim(_victim("python3", end=" and more")) is None
+    assert parse_victim(_record("python3")) is None
+    assert parse_victim(b"3,812,x,-;" + _victim("a").partition(b";")[2]) is None
+
+
+def test_a_victim_without_a_cgroup_is_known_by_its_user_id(tmp_path: Path) -> None:
+    """Once, and for the session that has the ids now: not for one that had them before, nor for a neighbour."""
+    path = tmp_path / "kmsg"
+    path.write_bytes(b"")
+    log, base, other = KernelLog(str(path)), 524288, SESSION[::-1]
+    log.take(_record("named"))
+    log.take(_victim("named"))
+    log.take(_victim("unnamed", pid=7, usec=10952_300000))
+    log.take(_victim("neighbour", pid=8, uid=base + 65536, usec=10952_400000))
+    assert _kills(log, SESSION, Ids(base, since_s=10953.0)).pids == (20123,)
+    found = _kills(log, SESSION, Ids(base, since_s=10951.0))
+    assert (found.count, [each.name for each in found.last]) == (2, ["named", "unnamed"])
+    assert _kills(log, SESSION, Ids(base)).count == 2
+    assert [each.name for each in _kills(log, other, Ids(base + 65536)).last] == ["neighbour"]
+    log.close()
 
 
 def test_without_a_log_no_victim_is_known() -> None:
     """As in a container that has no /dev/kmsg."""
     log = KernelLog("/nonexistent/kmsg")
-    with pytest.raises(StopIteration) as end:
-        next(log.find_kills(SESSION))
-    assert (end.value.value.count, end.value.value.pids) == (0, ())
+    found = _kills(log, SESSION)
+    assert (found.count, found.pids) == (0, ())
     log.close()
