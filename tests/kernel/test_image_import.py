@@ -29,7 +29,7 @@ from sandkasten.images.archive import import_tar
 from sandkasten.images.catalog import Catalog
 from tests.e2e.daemon import SCRIPT
 from tests.kernel.harness import Nsinit, wait_until
-from tests.leaks import descendants
+from tests.leaks import children
 from tests.waiting import SLOWNESS
 
 pytestmark = [pytest.mark.kernel, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
@@ -95,6 +95,7 @@ def refusal(request: UnpackImage, archive: bytes | None = b"no tar", grant: Gran
     return answer.stage, answer.message
 
 
+@pytest.mark.cgroup_v2
 def test_an_archive_is_unpacked_and_counted(draft: Path, request_for: UnpackImage) -> None:
     """By an nsinit that was not started, so it makes nothing else in the data directory."""
     assert ask(request_for, small_tar()) == Unpacked(7, 1, 0, 0, 0)
@@ -208,11 +209,25 @@ class Import:
 
     def __init__(self, data_dir: Path, tar: Path) -> None:
         self.catalog, self._images = Catalog(data_dir), data_dir / "images"
-        command = [str(SCRIPT), "image", "import", "--data-dir", str(data_dir), "--name", "x", "--tar", str(tar)]
+        heeding = ("env", "--default-signal=INT")  # what a shell starts in the background ignores it
+        command = [
+            *heeding,
+            str(SCRIPT),
+            "image",
+            "import",
+            "--data-dir",
+            str(data_dir),
+            "--name",
+            "x",
+            "--tar",
+            str(tar),
+        ]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         wait_until(lambda: list(data_dir.glob("images/.new-*/rootfs/file")), "the first member is there")
-        # The command line itself, nsinit, and of what unpacks the part outside of the jail and the one inside.
-        self.nsinit, self.outside, self.jail = sorted(pid for pid, _ in descendants(self.process.pid))
+        # What unpacks has a part outside of the jail and one inside.
+        (self.nsinit,) = children(self.process.pid)
+        (self.outside,) = children(self.nsinit)
+        (self.jail,) = children(self.outside)
         self._pidfds = [os.pidfd_open(pid) for pid in (self.process.pid, self.nsinit, self.outside, self.jail)]
 
     def wait_all(self) -> int:
@@ -256,6 +271,7 @@ def test_nsinit_keeps_what_the_jail_takes_to_make(importing: Import) -> None:
         assert os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net")
 
 
+@pytest.mark.cgroup_v2
 def test_the_jail_has_the_image_and_nothing_else(importing: Import, data_dir: Path) -> None:
     """One mount, which is the draft; the standard streams; a filter, four capabilities and namespaces of its own."""
     proc = Path(f"/proc/{importing.jail}")
@@ -324,11 +340,12 @@ def test_a_library_learns_of_the_death_of_nsinit(tmp_path: Path) -> None:
             failures.append(error)
 
     with endless(tmp_path / "x.tar"):
-        known = {pid for pid, _ in descendants(os.getpid())}
+        known = children(os.getpid())
         thread = threading.Thread(target=run)
         thread.start()
         wait_until(lambda: list(tmp_path.glob("data/images/.new-*/rootfs/file")), "the first member is there")
-        os.kill(min({pid for pid, _ in descendants(os.getpid())} - known), signal.SIGKILL)
+        (pid,) = children(os.getpid()) - known
+        os.kill(pid, signal.SIGKILL)
         thread.join(PATIENCE_S)
     assert len(failures) == 1
     assert os.listdir(tmp_path / "data/images") == []
@@ -336,13 +353,14 @@ def test_a_library_learns_of_the_death_of_nsinit(tmp_path: Path) -> None:
 
 def test_mounts_of_the_jail_do_not_spread(data_dir: Path, tmp_path: Path) -> None:
     """Where mounts are shared with other namespaces, as systemd has them, the jail works and leaves no mount."""
-    (tmp_path / "x.tar").write_bytes(small_tar())
+    tar, before, said = (tmp_path / name for name in ("x.tar", "before", "said"))
+    tar.write_bytes(small_tar())
     steps = (
         "mount --make-rshared /",
-        "cp /proc/self/mountinfo before",
-        f"! {SCRIPT} image import --data-dir {data_dir} --name x --tar x.tar 2>said",
-        "cmp before /proc/self/mountinfo",
-        "grep -q shared: before",
+        f"cp /proc/self/mountinfo {before}",
+        f"! {SCRIPT} image import --data-dir {data_dir} --name x --tar {tar} 2>{said}",
+        f"cmp {before} /proc/self/mountinfo",
+        f"grep -q shared: {before}",
     )
-    subprocess.run(["unshare", "-m", "sh", "-ec", " && ".join(steps)], cwd=tmp_path, check=True)
-    assert "there is no shell" in (tmp_path / "said").read_text()  # so it was unpacked
+    subprocess.run(["unshare", "-m", "sh", "-ec", " && ".join(steps)], check=True)
+    assert "there is no shell" in said.read_text()  # so it was unpacked
