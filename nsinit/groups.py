@@ -55,6 +55,11 @@ def make(cgroup: SessionCgroup, name: str, base_uid: int) -> None:
         raise
 
 
+def unmake(cgroup: SessionCgroup, name: str) -> None:
+    """Remove a group that nobody was given yet, if there is one."""
+    was_removed(f"{cgroup.group_parent}/{name}")
+
+
 def open_membership(cgroup: SessionCgroup, name: str) -> tuple[Membership, int]:
     """Return what the descriptor of a new group, the caller's, is good for, and the descriptor.
 

@@ -267,9 +267,14 @@ class Sessions:
             yield from self._ordered_cgroup(RaiseLimits(cgroup.session_id, wanted))
 
     def _ordered_cgroup(self, order: RaiseLimits | MakeGroup) -> Generator[Wait, bool, None]:
-        """Have the cgroup maker do something. Raises `StepFailed`."""
-        outcome = yield from self.foundry.cgroup_makers.hand_over(order, [])
-        yield Wait(event=outcome.done)
+        """Have the cgroup maker do something; if it dies over it, the next one. Raises `StepFailed`."""
+        for is_last in (False, True):
+            outcome = yield from self.foundry.cgroup_makers.hand_over(order, [])
+            yield Wait(event=outcome.done)
+            if not outcome.has_died or is_last:
+                break
+            if isinstance(order, MakeGroup):
+                groups.unmake(self._cgroup(order.session_id), order.name)
         outcome.result()
 
     def _make_vessel(self, session_id: str, limits: Limits) -> Generator[Wait, bool, Vessel]:

@@ -51,11 +51,12 @@ class Worker:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of an order, once `done` has happened."""
+    """What became of an order, once `done` has happened; `has_died`: the worker did, over it."""
 
     done: Event = field(default_factory=Event)
     timings_us: dict[str, int] = field(default_factory=dict)
     failure: StepFailed | None = None
+    has_died: bool = False
 
     def result(self) -> dict[str, int]:
         """Return the timings. Raises `StepFailed`."""
@@ -129,6 +130,7 @@ class Workers:
         """Wait for the answer to an order, however the one who gave it fares meanwhile."""
         if (yield Wait(fd=worker.channel.fileno(), timeout_s=ORDER_DEADLINE_S)):
             data = self._receive(worker)
+            outcome.has_died = not data
             try:
                 outcome.timings_us = self._read(data)
             except StepFailed as error:

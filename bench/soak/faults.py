@@ -27,6 +27,7 @@ class Faults:
             (8, "a shell", self._kill_shell),
             (3, "the fork server", self._kill_fork_server),
             (2, "a builder", self._kill_builder),
+            (2, "a cgroup maker", self._kill_cgroup_maker),
             (2, "the daemon", self._kill_daemon),
         ]
         self.restarts_s: list[float] = []
@@ -58,6 +59,9 @@ class Faults:
 
     async def _kill_builder(self) -> None:
         self._kill_one_of(machine.named(machine.BUILDER))
+
+    async def _kill_cgroup_maker(self) -> None:
+        self._kill_one_of(machine.named(machine.CGROUP_MAKER))
 
     async def _kill_daemon(self) -> None:
         with trio.CancelScope(shield=True):  # a daemon that is dead when the run is over would end nothing

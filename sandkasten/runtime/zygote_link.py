@@ -22,7 +22,7 @@ from sandkasten.runtime.fds import OwnedFd
 
 _FD_SIZE = array.array("i").itemsize
 
-_PASSING_STAGES = frozenset({"builder", "child", "clone", "deadline", "identity", "stop"})
+_PASSING_STAGES = frozenset({"builder", "cgroup maker", "child", "clone", "deadline", "identity", "stop"})
 """What of `nsinit.steps.StepFailed.stage` names a process that died, or a time that ran out."""
 
 _TAKEN_ID = "session", errno.EEXIST

@@ -147,6 +147,8 @@ class Walk:
         """Sessions whose end the client asked for without hearing of it."""
         self.untold = 0
         """Sessions that the client asked for without hearing of them: there may be one, whole, or none."""
+        self.refusals: set[int] = set()
+        """How creates were refused because a process died: the same request must be worth another try."""
 
     def begin(self) -> None:
         """Make the session that is kept."""
@@ -186,6 +188,7 @@ class Walk:
                     until(daemon.has_died, "the daemon came to the point")
                 elif not was_noticed:
                     until(lambda: "crash_point" in daemon.log, "a process came to the point")
+                assert self.refusals <= {503}, self.refusals
         with self.daemon() as daemon, daemon.client() as client:
             self.account(client)
 
@@ -209,6 +212,7 @@ class Walk:
                 made = client.post("/v1/sessions", json=wanted)
                 self.untold = 0
                 if made.status_code != 201:
+                    self.refusals.add(made.status_code)
                     return True
                 session = made.json()["id"]
                 self.alive.add(session)

@@ -8,6 +8,7 @@ import errno
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,18 @@ from nsinit.cgroup_maker import NAME as CGROUP_MAKER
 from nsinit.forker import NAME as FORKER
 from nsinit.mountinfo import is_below, parse_mountinfo
 from nsinit.pid1 import Init
-from nsinit.protocol import Build, Failed, Furnish, Prepare, SandboxPlan, Teardown
+from nsinit.protocol import (
+    Build,
+    Failed,
+    Furnish,
+    Grouped,
+    MakeGroup,
+    Ok,
+    Prepare,
+    SandboxPlan,
+    SetLimits,
+    Teardown,
+)
 from nsinit.seccomp.filters import Filters
 from tests.kernel.harness import ROOMY, Nsinit, data_directory, host_plan, new_id, new_node_id, running, wait_until
 
@@ -222,6 +234,32 @@ def test_a_cgroup_maker_that_dies_with_an_order_fails_that_build_alone(server: N
     assert survivor.run("echo alive").out == "alive\n"
     survivor.teardown()
     _assert_all_is_well(server, plan)
+
+
+def test_a_cgroup_maker_that_dies_over_a_running_session_is_not_missed(server: Nsinit) -> None:
+    """Its successor carries the order out: limits are changed, and a group is made though there may be half of one."""
+    sandbox = server.build(host_plan())
+    raised = replace(ROOMY, memory_bytes=ROOMY.memory_bytes * 2)
+    for order in ({"limits": raised}, {"name": "p-1"}):
+        (pid,) = server.helpers(CGROUP_MAKER)
+        os.kill(pid, signal.SIGSTOP)
+        server.send(MakeGroup if "name" in order else SetLimits, session_id=sandbox.session_id, **order)
+        if "name" in order:  # as one that dies before it has told of it
+            (_group_parent(server, sandbox.session_id) / "p-1").mkdir()
+        wait_until(lambda: _state(server.pid) == "S", "nsinit waits for its helper")
+        os.kill(pid, signal.SIGKILL)
+        answer, fds = server.receive()
+        assert isinstance(answer, Ok | Grouped), answer
+        for fd in fds:
+            os.close(fd)
+    directory = server.ready.cgroup_dirs["memory"]
+    name = "memory.max" if server.ready.cgroup_mode == "v2" else "memory.limit_in_bytes"
+    assert int(Path(directory, sandbox.session_id, name).read_text()) == raised.memory_bytes
+    sandbox.teardown()
+
+
+def _group_parent(server: Nsinit, session_id: str) -> Path:
+    return Path(server.ready.cgroup_dirs.get("unified", server.ready.cgroup_dirs["pids"])) / session_id
 
 
 def test_the_cgroup_maker_can_do_nothing_else(server: Nsinit) -> None:

@@ -13,6 +13,7 @@ from sandkasten.runtime.zygote_link import is_passing
     ("stage", "number", "retryable"),
     [
         ("builder", 0, True),
+        ("cgroup maker", 0, True),
         ("deadline", errno.ETIMEDOUT, True),
         ("session", errno.EEXIST, True),
         ("session", errno.EACCES, False),
