@@ -25,6 +25,7 @@ from nsinit.disk import choose, loop_device
 from nsinit.disk.ext4_image import copy_sparse, enlarge, find_tool, make_image
 from nsinit.disk.loop import Loop
 from nsinit.disk.mechanism import Unavailable
+from nsinit.log import log
 from nsinit.paths import Layout, sync_directory
 from nsinit.protocol import DiskLimits, DiskMode
 from nsinit.slots import SANDBOX_ID
@@ -171,10 +172,13 @@ class Volumes:
     def discard_copies(self) -> None:
         """Delete what was to become a larger volume; called when nobody makes one."""
         for name in os.listdir(self.layout.volumes):
+            path = f"{self.layout.volumes}/{name}/{_COPY}"
             try:
-                os.unlink(f"{self.layout.volumes}/{name}/{_COPY}")
-            except OSError:
+                os.unlink(path)
+            except (FileNotFoundError, NotADirectoryError):
                 pass  # there is none
+            except OSError as error:
+                log("error", "a copy of a volume stays", path=path, reason=str(error))
 
     def _wait_unmounted(self, image_fd: int) -> None:
         """The last mount of a sandbox that is gone goes a moment later."""

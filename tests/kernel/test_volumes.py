@@ -204,3 +204,18 @@ def test_a_name_is_a_directory_or_a_volume_and_never_both(server: Nsinit) -> Non
     for name in ("plain", "none"):
         assert isinstance(server.ask(DiscardWorkspace, workspace_id=name)[0], Ok)
     assert server.ask(ListWorkspaces)[0].names == (ID,)
+
+
+def test_a_copy_that_can_not_be_deleted_is_told_of(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It takes room on the host; a volume without one, and what is none, is nothing to speak of."""
+    layout = Layout(str(tmp_path))
+    for name in ("with", "without", "stuck"):
+        Path(layout.volumes, name).mkdir(parents=True)
+    Path(layout.volumes, "file").touch()
+    Path(layout.volumes, "with/copy").touch()
+    Path(layout.volumes, "stuck/copy").mkdir()
+    Volumes(layout, -1).discard_copies()
+    assert not Path(layout.volumes, "with/copy").exists()
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert f"{layout.volumes}/stuck/copy" in lines[0]
