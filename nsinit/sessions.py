@@ -267,11 +267,11 @@ class Sessions:
             yield from self._ordered_cgroup(RaiseLimits(cgroup.session_id, wanted))
 
     def _ordered_cgroup(self, order: RaiseLimits | MakeGroup) -> Generator[Wait, bool, None]:
-        """Have the cgroup maker do something; if it dies over it, the next one. Raises `StepFailed`."""
-        for is_last in (False, True):
+        """Have the cgroup maker do something; if it dies over it or hangs, the next one. Raises `StepFailed`."""
+        for _ in range(2):
             outcome = yield from self.foundry.cgroup_makers.hand_over(order, [])
             yield Wait(event=outcome.done)
-            if not outcome.has_died or is_last:
+            if not outcome.has_died:
                 break
             if isinstance(order, MakeGroup):
                 groups.unmake(self._cgroup(order.session_id), order.name)

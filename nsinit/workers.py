@@ -24,6 +24,8 @@ from nsinit.steps import StepFailed
 from runner.wire import Vocabulary
 
 ORDER_DEADLINE_S = 5.0
+_PATIENCE = 1.5
+"""Times that is how long an order waits for a worker: whoever waits behind one that hangs gets its successor."""
 _RETRY_PAUSE_S = 0.1
 
 
@@ -41,17 +43,19 @@ class Trade:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Worker:
-    """One process; `started_s` is of the monotonic clock."""
+    """One process; `started_s` is of the monotonic clock, `dead` happens when it was reaped."""
 
     pid: int
     pidfd: int
     channel: socket.socket
     started_s: float
+    dead: Event = field(default_factory=Event)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of an order, once `done` has happened; `has_died`: the worker did, over it."""
+    """What became of an order, once `done` has happened; `has_died`: the worker did, over it, or was killed because it
+    took too long. Then any part of the order may be done, but nobody is at it any more."""
 
     done: Event = field(default_factory=Event)
     timings_us: dict[str, int] = field(default_factory=dict)
@@ -114,11 +118,11 @@ class Workers:
 
     def _take(self) -> Generator[Wait, bool, Worker]:
         while not self._idle:
-            freed = Event()
+            freed, patience_s = Event(), _PATIENCE * ORDER_DEADLINE_S
             self._waiting.append(freed)
-            if not (yield Wait(event=freed, timeout_s=ORDER_DEADLINE_S)) and not freed.is_set:
+            if not (yield Wait(event=freed, timeout_s=patience_s)) and not freed.is_set:
                 self._waiting.remove(freed)
-                raise StepFailed(self._trade.name, f"no {self._trade.name} was free for {ORDER_DEADLINE_S} s")
+                raise StepFailed(self._trade.name, f"no {self._trade.name} was free for {patience_s} s")
         return self._idle.popleft()
 
     def _give_back(self, worker: Worker) -> None:
@@ -130,7 +134,6 @@ class Workers:
         """Wait for the answer to an order, however the one who gave it fares meanwhile."""
         if (yield Wait(fd=worker.channel.fileno(), timeout_s=ORDER_DEADLINE_S)):
             data = self._receive(worker)
-            outcome.has_died = not data
             try:
                 outcome.timings_us = self._read(data)
             except StepFailed as error:
@@ -139,10 +142,13 @@ class Workers:
             data = b""
             self._kill(worker)
             outcome.failure = StepFailed("deadline", f"not done after {ORDER_DEADLINE_S} s", errno=errno.ETIMEDOUT)
+        outcome.has_died = not data
         if data:
             self._give_back(worker)
         else:
             worker.channel.close()
+            if not (yield Wait(event=worker.dead, timeout_s=ORDER_DEADLINE_S)):
+                log("error", f"a {self._trade.name} can't be killed", pid=worker.pid)
         outcome.done.set()
 
     def _receive(self, worker: Worker) -> bytes:
@@ -195,6 +201,7 @@ class Workers:
         yield Wait(fd=worker.pidfd)
         os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED)
         self._workers.discard(worker)
+        worker.dead.set()
         if worker in self._idle:
             self._idle.remove(worker)
             worker.channel.close()

@@ -249,8 +249,8 @@ class ZygoteLost(Capacity):
 
 
 class BuildInterrupted(Capacity):
-    """A process that took part in making a sandbox died or was too slow; the plan was not at fault. Nothing is left of
-    it, and the same request may succeed."""
+    """A process that took part in making a sandbox, or a change to one, died or was too slow; the request was not at
+    fault and may succeed. Nothing is left of a create."""
 
 
 class ActorGone(Capacity):

@@ -11,7 +11,7 @@ from sandkasten.actors import zygote_messages as zygote
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.session_disk import change_disk
 from sandkasten.actors.session_setup import Services
-from sandkasten.errors import BuildFailed, InvalidRequest, LimitInUse, SandkastenError
+from sandkasten.errors import BuildFailed, BuildInterrupted, InvalidRequest, LimitInUse, SandkastenError
 from sandkasten.model import Limits, Session
 from sandkasten.runtime.fixed_limits import check_maximum, keep_fixed
 from sandkasten.runtime.plan import check_limits, plan_limits
@@ -26,6 +26,7 @@ async def change_limits(services: Services, session: Session, wanted: Limits, *,
         InvalidRequest: out of range, above the operator's maximum, fixed, or not what the kernel takes here.
         Capacity: the node can't promise so much now.
         BuildFailed: the session has no cgroup any more.
+        BuildInterrupted: worth another try; until then either limits may be in force.
     """
     check_limits(wanted)
     limits = keep_fixed(wanted, session.limits)
@@ -64,5 +65,7 @@ async def _set_limits(ref: Ref, session_id: str, limits: Limits) -> SandkastenEr
                 return LimitInUse("the session's memory can't be reclaimed", memory_mb=limits.memory_mb)
             case errno.EINVAL | errno.ERANGE:
                 return InvalidRequest("the kernel refuses these limits", limits="not possible on this node")
+        return error
+    except BuildInterrupted as error:
         return error
     return None

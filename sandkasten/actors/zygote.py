@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -159,7 +160,7 @@ class Zygote(Actor):
             case RemoveStray(stray):
                 return self.defer(self._ok, protocol.RemoveStray(self._link.next_seq(), stray))
             case SetLimits(session_id, limits):
-                return self.defer(self._ok, protocol.SetLimits(self._link.next_seq(), session_id, limits))
+                return self.defer(self._set_limits, session_id, limits)
             case SetFrozen(session_id, frozen):
                 return self.defer(self._ok, protocol.SetFrozen(self._link.next_seq(), session_id, frozen))
             case SetDisk(session_id, disk):
@@ -241,12 +242,12 @@ class Zygote(Actor):
         return torn_down
 
     async def _build(self, plan: protocol.SandboxPlan) -> Sandbox:
-        try:
+        with _interruptions():
             return await self._sandbox(protocol.Build(self._link.next_seq(), plan))
-        except BuildFailed as failed:
-            if is_passing(failed.stage, failed.errno):
-                raise BuildInterrupted("a process that makes sandboxes died or was too slow") from failed
-            raise
+
+    async def _set_limits(self, session_id: str, limits: protocol.Limits) -> None:
+        with _interruptions():
+            await self._ok(protocol.SetLimits(self._link.next_seq(), session_id, limits))
 
     async def _sandbox(self, message: protocol.Build | protocol.Attach) -> Sandbox:
         answer = _expect(await self._request(message), protocol.Built, protocol.Attached)
@@ -260,7 +261,8 @@ class Zygote(Actor):
 
     async def _make_group(self, session_id: str, name: str) -> GroupHandle:
         request = protocol.MakeGroup(self._link.next_seq(), session_id, name)
-        answer = _expect(await self._request(request), protocol.Grouped)
+        with _interruptions():
+            answer = _expect(await self._request(request), protocol.Grouped)
         if len(answer.fds) != 1:
             _close(answer)
             raise ZygoteLost("the fork server sent the wrong descriptors")
@@ -295,6 +297,17 @@ class Zygote(Actor):
 def describe(ready: protocol.Ready) -> dict[str, object]:
     """Return what is worth a line in the log: how this machine enforces what it enforces."""
     return {"pid": ready.pid, "cgroups": ready.cgroup_mode, "disk": ready.disk}
+
+
+@contextmanager
+def _interruptions() -> Iterator[None]:
+    """Tell a failure that nothing asked for has caused from the others."""
+    try:
+        yield
+    except BuildFailed as failed:
+        if is_passing(failed.stage, failed.errno):
+            raise BuildInterrupted("a process that makes sandboxes died or was too slow") from failed
+        raise
 
 
 def _expect(answer: Answer, *expected: type) -> Answer:

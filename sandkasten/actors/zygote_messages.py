@@ -81,6 +81,8 @@ class RemoveStray(Ask[None]):
 
 @attrs.frozen
 class SetLimits(Ask[None]):
+    """Change the limits of a session; raises `BuildFailed` or `BuildInterrupted`."""
+
     session_id: str
     limits: protocol.Limits
 
@@ -115,7 +117,7 @@ class ListWorkspaces(Ask[Sequence[str]]):
 
 @attrs.frozen
 class MakeGroup(Ask["GroupHandle"]):
-    """Make a cgroup of its own for a program or shell of a session; raises `BuildFailed`."""
+    """Make a cgroup of its own for a program or shell of a session; raises `BuildFailed` or `BuildInterrupted`."""
 
     session_id: str
     name: str

@@ -17,18 +17,18 @@ import trio.testing
 from nsinit.protocol import Ready
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.zygote import Zygote
-from sandkasten.actors.zygote_messages import Build, FindVictim, MakeGroup, Node, RemoveGroup, Teardown
-from sandkasten.errors import BuildFailed
+from sandkasten.actors.zygote_messages import Build, FindVictim, MakeGroup, Node, RemoveGroup, SetLimits, Teardown
+from sandkasten.errors import BuildFailed, BuildInterrupted
 from tests.kernel.harness import ROOMY, data_directory, host_plan
 
 
 @asynccontextmanager
-async def _started() -> AsyncIterator[tuple[Ref, Path]]:
+async def _started(crash_at: str = "") -> AsyncIterator[tuple[Ref, Path]]:
     """A zygote actor, and where it keeps its sessions' groups."""
     with data_directory() as data_dir:
         async with trio.open_nursery() as nursery:
             ref = Ref("zygote")
-            await nursery.start(Zygote(ref, data_dir, secrets.token_hex(8)).run)
+            await nursery.start(Zygote(ref, data_dir, secrets.token_hex(8), crash_at=crash_at).run)
             ready = await ref.ask(Node())
             assert isinstance(ready, Ready)
             yield ref, Path(ready.cgroup_dirs.get("unified", ready.cgroup_dirs["pids"]))
@@ -67,6 +67,17 @@ async def test_a_group_is_handed_over_with_its_descriptor() -> None:
             assert os.fstat(handle.fd.fileno()).st_ino == path.stat().st_ino
         await ref.ask(RemoveGroup(session_id, "p-1", kill=True))
         assert not path.exists()
+
+
+@pytest.mark.parametrize("step", ["group", "raise_limits"])
+async def test_who_dies_of_every_order_makes_a_request_worth_another_try(step: str) -> None:
+    """It is neither the session's fault nor the caller's; and of a group that nobody was told of nothing is left."""
+    async with _started(f"cgroup_maker.{step}") as (ref, directory), _session(ref) as session_id:
+        raised = replace(ROOMY, memory_bytes=ROOMY.memory_bytes * 2)
+        request = MakeGroup(session_id, "p-1") if step == "group" else SetLimits(session_id, raised)
+        with pytest.raises(BuildInterrupted):
+            await ref.ask(request)
+        assert not (directory / session_id / "p-1").exists()
 
 
 async def test_a_refusal_says_why() -> None:

@@ -24,6 +24,7 @@ from nsinit.mountinfo import is_below, parse_mountinfo
 from nsinit.pid1 import Init
 from nsinit.protocol import (
     Build,
+    Built,
     Failed,
     Furnish,
     Grouped,
@@ -255,6 +256,23 @@ def test_a_cgroup_maker_that_dies_over_a_running_session_is_not_missed(server: N
     directory = server.ready.cgroup_dirs["memory"]
     name = "memory.max" if server.ready.cgroup_mode == "v2" else "memory.limit_in_bytes"
     assert int(Path(directory, sandbox.session_id, name).read_text()) == raised.memory_bytes
+    sandbox.teardown()
+
+
+def test_a_cgroup_maker_that_hangs_costs_time_and_nothing_else(server: Nsinit) -> None:
+    """Stopped over a group that is asked for: its successor makes it, and the session that waited for its turn."""
+    sandbox, plan = server.build(host_plan()), host_plan()
+    (pid,) = server.helpers(CGROUP_MAKER)
+    os.kill(pid, signal.SIGSTOP)
+    server.send(MakeGroup, session_id=sandbox.session_id, name="p-1")
+    server.send(Build, plan=plan)
+    answers = [server.receive(), server.receive()]
+    for answer, fds in answers:
+        assert isinstance(answer, Grouped | Built), answer
+        for fd in fds:
+            os.close(fd)
+    assert not _is_alive(pid)
+    server.teardown(plan.session_id)
     sandbox.teardown()
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
-from sandkasten.config import Config, Maximum
-from sandkasten.errors import InvalidRequest, LimitInUse
+from sandkasten.config import Config, FaultTesting, Maximum
+from sandkasten.errors import BuildInterrupted, InvalidRequest, LimitInUse
 from sandkasten.model import Cause, ExecSpec, Limits, SessionPatch, SessionSpec, SessionStats
 from tests.waiting import until
 
@@ -57,6 +57,16 @@ async def test_limits_change_while_a_hog_runs_or_stay_as_they_are(supervisor: Lo
     assert _in_force(after) == (320 << 20, 20, 0.5)
     assert (after.oom_kills or 0) >= 1
     assert (after.memory_peak_bytes or 0) > 160 << 20
+
+
+async def test_a_change_that_no_process_lives_to_make_may_be_tried_again(config: Config) -> None:
+    """It is not taken for one that the session's use of memory stands against; the record stays as it was."""
+    testing = FaultTesting(crash_points=True, crash_at="cgroup_maker.raise_limits")
+    async with open_supervisor(attrs.evolve(config, testing=testing)) as supervisor:
+        session = await supervisor.create(SessionSpec(limits=START))
+        with pytest.raises(BuildInterrupted):
+            await supervisor.update(session.id, SessionPatch(limits=attrs.evolve(START, memory_mb=320)))
+        assert (await supervisor.get(session.id)).limits == session.limits
 
 
 async def test_wrong_limits_are_refused_and_nothing_changes(supervisor: LocalSupervisor) -> None:

@@ -19,6 +19,8 @@ from nsinit.steps import StepFailed
 from nsinit.workers import Outcome, Trade, Workers
 from runner.wire import Vocabulary
 from tests.kernel.harness import PATIENCE_S
+from tests.leaks import children
+from tests.waiting import SLOWNESS
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,9 @@ def _obey(channel: socket.socket, _parent_pid: int) -> NoReturn:
 
 
 @contextmanager
-def _pool(live: object) -> Iterator[tuple[Workers, Scheduler]]:
+def _pool(live: object, count: int = 2) -> Iterator[tuple[Workers, Scheduler]]:
     scheduler = Scheduler()
-    pool = Workers(Trade("digger", 2, ORDERS, live), scheduler)  # type: ignore[arg-type]
+    pool = Workers(Trade("digger", count, ORDERS, live), scheduler)  # type: ignore[arg-type]
     try:
         yield pool, scheduler
     finally:
@@ -71,21 +73,27 @@ def _pool(live: object) -> Iterator[tuple[Workers, Scheduler]]:
         scheduler.close()
 
 
-def _outcome(pool: Workers, scheduler: Scheduler, word: str) -> Outcome:
-    """Have something done, as a job of nsinit's has."""
-    found: list[Outcome] = []
+def _outcomes(pool: Workers, scheduler: Scheduler, *words: str) -> dict[str, Outcome]:
+    """Have several things done at a time."""
+    found: dict[str, Outcome] = {}
 
-    def job() -> Job:
+    def job(word: str) -> Job:
         outcome = yield from pool.hand_over(Task(word), [])
         yield Wait(event=outcome.done)
-        found.append(outcome)
+        found[word] = outcome
 
-    scheduler.spawn(job())
+    for word in words:
+        scheduler.spawn(job(word))
     deadline = time.monotonic() + PATIENCE_S
-    while not found:
+    while len(found) < len(words):
         assert time.monotonic() < deadline
         scheduler.round(0.1)
-    return found[0]
+    return found
+
+
+def _outcome(pool: Workers, scheduler: Scheduler, word: str) -> Outcome:
+    """Have something done, as a job of nsinit's has."""
+    return _outcomes(pool, scheduler, word)[word]
 
 
 def test_a_start_says_why_a_worker_cannot_work() -> None:
@@ -116,6 +124,38 @@ def test_an_order_that_kills_or_takes_too_long_fails_alone(monkeypatch: pytest.M
             _outcome(pool, scheduler, "hang").result()
         for _ in range(4):
             assert _outcome(pool, scheduler, "again").result() == {"again": 1}
+
+
+def test_who_waits_behind_an_order_that_takes_too_long_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the successor of the one that hangs, though they have waited all the time."""
+    with _pool(_obey, count=1) as (pool, scheduler):
+        pool.start()
+        monkeypatch.setattr(workers, "ORDER_DEADLINE_S", 1.0 * SLOWNESS)
+        found = _outcomes(pool, scheduler, "hang", "well", "again")
+        assert {word: each.has_died for word, each in found.items()} == {"hang": True, "well": False, "again": False}
+        assert (found["well"].result(), found["again"].result()) == ({"well": 1}, {"again": 1})
+
+
+def test_nobody_is_told_of_an_end_that_has_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a worker that took too long was at may be half done; it is undone when nobody is at it any more."""
+    monkeypatch.setattr(workers, "ORDER_DEADLINE_S", 0.5)
+    before = children(os.getpid())
+    with _pool(_obey, count=1) as (pool, scheduler):
+        pool.start()
+        (pid,) = set(children(os.getpid())) - set(before)
+        is_gone: list[bool] = []
+
+        def job() -> Job:
+            outcome = yield from pool.hand_over(Task("hang"), [])
+            yield Wait(event=outcome.done)
+            is_gone.append(pid not in children(os.getpid()))
+
+        scheduler.spawn(job())
+        deadline = time.monotonic() + PATIENCE_S
+        while not is_gone:
+            assert time.monotonic() < deadline
+            scheduler.round(0.1)
+        assert is_gone == [True]
 
 
 def test_a_worker_that_can_work_no_more_is_tried_anew() -> None:
