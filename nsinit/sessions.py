@@ -278,7 +278,7 @@ class Sessions:
         outcome.result()
 
     def _make_vessel(self, session_id: str, limits: Limits) -> Generator[Wait, bool, Vessel]:
-        if session_id in self.processes:
+        if session_id in self.processes or self._cgroup(session_id).exists():
             raise StepFailed("session", "the session exists", errno=errno.EEXIST)
         path = self.foundry.machine.layout.session(session_id)
         if os.path.lexists(path):

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -257,6 +258,27 @@ def test_a_cgroup_maker_that_dies_over_a_running_session_is_not_missed(server: N
     name = "memory.max" if server.ready.cgroup_mode == "v2" else "memory.limit_in_bytes"
     assert int(Path(directory, sandbox.session_id, name).read_text()) == raised.memory_bytes
     sandbox.teardown()
+
+
+def test_who_has_a_cgroup_of_that_name_is_left_alone(server: Nsinit) -> None:
+    """A build with the id of a session that this nsinit did not make, and that has no files, ends none of it."""
+    plan = host_plan()
+    directories = [Path(each, plan.session_id) for each in sorted(set(server.ready.cgroup_dirs.values()))]
+    with subprocess.Popen(["/bin/sleep", "1000"]) as sleeper:
+        try:
+            for directory in directories:
+                directory.mkdir()
+                (directory / "cgroup.procs").write_text(str(sleeper.pid))
+            failed = server.refused(plan)
+            assert (failed.stage, failed.errno) == ("session", errno.EEXIST)
+            assert sleeper.poll() is None
+            assert all(directory.is_dir() for directory in directories)
+        finally:
+            sleeper.kill()
+            sleeper.wait()
+            for directory in directories:
+                directory.rmdir()
+    _assert_all_is_well(server, plan)
 
 
 def test_a_cgroup_maker_that_hangs_costs_time_and_nothing_else(server: Nsinit) -> None:
