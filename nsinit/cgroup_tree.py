@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from nsinit.marks import set_mark
 from nsinit.mountinfo import Mount, is_below
 from nsinit.network import write_file
 from nsinit.protocol import CgroupMode
@@ -110,6 +111,16 @@ def claim(located: Located, *, group: str, parent: str, beside: tuple[int, ...] 
         base = located.unified if parent == "auto" else _below(located.unified_mount, parent)
         dirs["unified"] = _make_group(base, group)
     return Tree(mode, dirs)
+
+
+def restore(tree: Tree, mark: str) -> None:
+    """Make again, with its mark, what `claim` made and a cleaner of the machine removed while no session was in it."""
+    for directory in tree.unique:
+        if not os.path.isdir(directory):
+            os.makedirs(directory, exist_ok=True)
+            set_mark(directory, mark)
+    if tree.mode == "v2":
+        _enable(os.path.dirname(tree.dirs["unified"]), os.path.basename(tree.dirs["unified"]))
 
 
 def release(tree: Tree, located: Located) -> None:

@@ -82,12 +82,14 @@ class SessionCgroup:
         return tuple(f"{directory}/tasks" for directory in self.directories if directory != unified)
 
     def make(self) -> None:
-        """Make the directories; one that is there already is an error (two sessions must never share limits)."""
+        """Make the directories; one that is there already is an error (two sessions must never share limits).
+
+        Raises:
+            OSError: none is left. ENOENT: those of the tree are gone, see `cgroup_tree.restore`.
+        """
         made: list[str] = []
         try:
             for directory in self.directories:
-                if not os.path.isdir(os.path.dirname(directory)):  # an idle machine's cgroup cleaner was here
-                    os.makedirs(os.path.dirname(directory), exist_ok=True)
                 os.mkdir(directory, 0o755)
                 made.append(directory)
         except OSError:

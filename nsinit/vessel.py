@@ -6,6 +6,7 @@ What the child does is `child` and `build`. Sources: clone(2) CLONE_INTO_CGROUP;
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -15,12 +16,13 @@ from dataclasses import dataclass, field, replace
 
 from nsinit import kmsg, syscalls
 from nsinit.cgroup_maker import MakeCgroup
-from nsinit.cgroup_tree import Tree
+from nsinit.cgroup_tree import Tree, restore
 from nsinit.cgroups import SessionCgroup
 from nsinit.crash_points import NSINIT
 from nsinit.forker import Forker
 from nsinit.furnish import Machine
 from nsinit.identity import read_identity
+from nsinit.marks import mark_of
 from nsinit.paths import SOCKET_NAME, make_directory
 from nsinit.protocol import Identity, Limits, SandboxPlan
 from nsinit.scheduler import Event, Wait
@@ -91,7 +93,8 @@ class Foundry:
         steps = Steps(NSINIT, self.machine.crash)
         cgroup = SessionCgroup(self.tree, session_id)
         with ExitStack() as undo:
-            made = yield from self.cgroup_makers.hand_over(MakeCgroup(session_id, limits), [])
+            order = MakeCgroup(session_id, limits)
+            made = yield from self.cgroup_makers.hand_over(order, [])
             undo.callback(cgroup.remove)
             try:
                 with steps.step("slot"):
@@ -103,6 +106,10 @@ class Foundry:
             finally:
                 yield Wait(event=made.done)
             with steps.step("cgroup"):
+                if made.failure is not None and made.failure.errno == errno.ENOENT and not cgroup.exists():
+                    restore(self.tree, mark_of(self.machine.layout.data_dir))
+                    made = yield from self.cgroup_makers.hand_over(order, [])
+                    yield Wait(event=made.done)
                 steps.timings_us |= made.result()
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             undo.callback(ours.close)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from nsinit.marks import read_mark
 from nsinit.protocol import Attach, Ok, Prepare, Ready, SetLimits
 from tests.kernel.harness import (
     FORK_UNTIL_REFUSED,
@@ -53,6 +55,20 @@ def _limits(server: Nsinit, session_id: str) -> tuple[str, str, str]:
 
 SWAP = {"memory.swap.max": "0", "memory.memsw.limit_in_bytes": str(48 << 20), "memory.swappiness": "0"}
 """What keeps a session of 48 MiB from swapping; each kernel has some of these files (the second counts memory too)."""
+
+
+def test_what_a_cleaner_of_the_machine_removes_is_made_again(server: Nsinit) -> None:
+    """Directories without sessions look unused; the next session has its limits, and they are known as ours again."""
+    assert isinstance(server.ready, Ready)
+    directories = set(server.ready.cgroup_dirs.values())
+    before = {each: read_mark(each) for each in directories}
+    for each in directories:
+        with contextlib.suppress(OSError):  # in a pure v2 tree nsinit may be in it
+            os.rmdir(each)
+    box = server.build(host_plan(limits=SMALL))
+    assert _limits(server, box.session_id) == (str(48 << 20), str(SMALL.pids), str(SMALL.cpu_quota_us))
+    assert {each: read_mark(each) for each in directories} == before
+    box.teardown()
 
 
 def test_limits_are_written_in_every_hierarchy(server: Nsinit) -> None:
