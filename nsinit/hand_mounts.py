@@ -59,7 +59,8 @@ def open_table() -> int:
 
 
 def finder(data_dir: str, table_fd: int) -> Find:
-    """Return what looks into an open table anew each time. It moves no offset: that is shared with a fork."""
+    """Return what looks into an open table anew each time. Nobody else may read that table at the same time: where
+    the next line begins is the kernel's to know, and between pages the table may change."""
 
     def find() -> Sequence[HandMount]:
         text = b""

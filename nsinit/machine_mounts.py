@@ -85,9 +85,9 @@ class MachineMounts:
         status = errno.EIO
         try:
             syscalls.end_with_parent(parent_pid)
-            keep_only({self.table_fd, self.namespace_fd})
+            keep_only({self.namespace_fd})
             syscalls.setns(self.namespace_fd, k.CLONE_NEWNS)
-            detach_at(point, self.find)
+            detach_at(point, finder(self.data_dir, open_table()))  # in nsinit's table it would move the kernel's place
             status = 0
         except OSError as error:
             status = error.errno or errno.EIO
