@@ -45,7 +45,6 @@ NSINIT_CAPABILITIES = (
     | 1 << k.CAP_SETGID
     | 1 << k.CAP_SETPCAP
     | 1 << k.CAP_SETUID
-    | 1 << k.CAP_SYSLOG
     | 1 << k.CAP_SYS_ADMIN
     | 1 << k.CAP_SYS_CHROOT
     | 1 << k.CAP_SYS_PTRACE
@@ -53,6 +52,9 @@ NSINIT_CAPABILITIES = (
 )
 """What nsinit has, and whatever it starts: for mounts, namespaces, id maps, devices, looking at and ending sandboxes.
 An overlay copies up with the rights of who mounted it, so that all a file may have is among them."""
+
+START_CAPABILITIES = NSINIT_CAPABILITIES | 1 << k.CAP_SYSLOG
+"""What nsinit needs to start: it opens the kernel's log first (`kmsg`), and can do so never again."""
 
 IMPORT_CAPABILITIES = (
     1 << k.CAP_DAC_READ_SEARCH | 1 << k.CAP_SETFCAP | 1 << k.CAP_SETGID | 1 << k.CAP_SETUID | 1 << k.CAP_SYS_ADMIN

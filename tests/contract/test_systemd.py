@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nsinit import constants
-from nsinit.capabilities import NSINIT_CAPABILITIES
+from nsinit.capabilities import START_CAPABILITIES
 from sandkasten.config import DEFAULT_DATA_DIR
 from sandkasten.runtime.account import NAME
 
@@ -57,11 +57,11 @@ def test_the_daemons_unit_fences_it_in(tmp_path: Path) -> None:
     assert float(score[1]) < MAX_EXPOSURE
 
 
-def test_nsinit_keeps_the_capabilities_that_its_unit_leaves_it() -> None:
-    """A keeper and nsinit that were started otherwise give the rest away themselves."""
+def test_nsinit_starts_with_the_capabilities_that_its_unit_leaves_it() -> None:
+    """One that was started otherwise gives the rest away itself."""
     lines = re.findall(r"^CapabilityBoundingSet=(.*)$", (UNITS / "sandkasten-nsinit.service").read_text(), re.MULTILINE)
     named = {getattr(constants, name) for line in lines for name in line.split()}
-    assert sum(1 << number for number in named) == NSINIT_CAPABILITIES
+    assert sum(1 << number for number in named) == START_CAPABILITIES
 
 
 def test_the_units_say_what_the_program_means() -> None:
