@@ -189,8 +189,6 @@ class Execution:
     # What the client tells -----------------------------------------------------------------------------------------
 
     def on_data(self, data: bytes) -> None:
-        if isinstance(self._interrupt, LineInterrupt):
-            self._interrupt.relax()
         self._streams.feed(data)
 
     def on_end(self) -> None:
@@ -243,7 +241,7 @@ class Execution:
     def _is_running(self) -> bool:
         return self._has_begun and self._result is None and self._forced is None and not self.is_taken_back
 
-    def _on_key(self, number: int, is_raw: bool) -> bytes:
+    def _on_key(self, number: int, is_raw: bool, release: Callable[[], None]) -> bytes | None:
         """Ctrl-C or its like was typed. The terminal tells all that run; only the shell itself may be deaf to it."""
         if not self._is_running or any(processes.heeds(each.pid, number) for each in self._scope().find()):
             return b""
@@ -253,8 +251,8 @@ class Execution:
         if is_raw:  # readline reads
             return b"\n"
         self._stop_interrupt()
-        self._interrupt = LineInterrupt(self._context.loop, self._shell)
-        return b""
+        self._interrupt = LineInterrupt(self._context.loop, self._shell, release)
+        return None
 
     def _leave(self, number: int) -> None:
         self._stop_interrupt()

@@ -72,33 +72,27 @@ class Interrupt:
 
 class LineInterrupt:
     """Asks a shell that reads lines to leave the one it runs: once the key that was typed has done its own work, for
-    bash can forget one of two traps that come together; and again while the shell computes."""
+    bash can forget one of two traps that come together; and again while the shell computes. `on_over` is called when it
+    does not any more, or for too long: what was typed after the key is for the shell then, and no line of it is hit."""
 
-    def __init__(self, loop: Loop, shell: Shell) -> None:
+    def __init__(self, loop: Loop, shell: Shell, on_over: Callable[[], None]) -> None:
         self._loop = loop
         self._shell = shell
+        self._on_over = on_over
         self._repeat_s = _LINE_DELAY_S
-        self._is_relaxed = False
-        self._timer = loop.call_later(self._repeat_s, self._ask_first, lambda _error: None)
-
-    def relax(self) -> None:
-        """Ask once, for more was typed: what the shell computes later may be that."""
-        self._is_relaxed = True
+        self._timer = loop.call_later(_LINE_DELAY_S, self._ask, lambda _error: on_over())
 
     def stop(self) -> None:
-        """The shell reads no more lines."""
+        """The shell reads no more lines, or another key was typed."""
         self._timer.cancel()
 
-    def _ask_first(self) -> None:
+    def _ask(self) -> None:
         self._shell.signal(repl.LINE_SIGNAL)
-        self._plan_next()
+        self._timer = self._loop.call_later(self._repeat_s, self._look, lambda _error: self._on_over())
+        self._repeat_s *= 4
 
-    def _plan_next(self) -> None:
-        if self._repeat_s <= _LAST_REPEAT_S and not self._is_relaxed:
-            self._repeat_s *= 4
-            self._timer = self._loop.call_later(self._repeat_s, self._ask_again, lambda _error: None)
-
-    def _ask_again(self) -> None:
-        if not self._is_relaxed and self._shell.pid is not None and processes.is_computing(self._shell.pid):
-            self._shell.signal(repl.LINE_SIGNAL)
-            self._plan_next()
+    def _look(self) -> None:
+        if self._repeat_s <= _LAST_REPEAT_S and self._shell.pid is not None and processes.is_computing(self._shell.pid):
+            self._ask()
+        else:
+            self._on_over()

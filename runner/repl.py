@@ -10,7 +10,8 @@ the commands before and after. Each line goes to the file `line` and is sourced,
 - Ctrl-C at the prompt drops the text; PID 1 adds a line end after it if readline reads, which would go on otherwise. A
   readline that was left by force believes the terminal to be prepared until a read of its own times out (`__sk_y`).
 - Ctrl-C elsewhere leaves the line: see `terminal_driver` for what was running and died of it; a line that is busy in
-  the shell itself gets LINE_SIGNAL from PID 1, which sees the key. In bash a trap on DEBUG unwinds functions and
+  the shell itself gets LINE_SIGNAL from PID 1, which sees the key and keeps back what is typed after it until the shell
+  has heeded that. In bash a trap on DEBUG unwinds functions and
   sourced files above the depth of this text.
 - `exit`, `logout` and end-of-file leave the terminal and keep the shell. An `exit` inside a longer line ends the shell,
   as in any command, and a `break` outside of a loop leaves the terminal.

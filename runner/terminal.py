@@ -30,12 +30,13 @@ _WRITTEN = ("traps", "line")
 """Files the shell writes for itself (`terminal_driver`, `repl`)."""
 _LOCAL_FLAGS, _CHARACTERS = 3, 6
 _NONE = b"\0"
+OnKey = Callable[[int, bool, Callable[[], None]], bytes | None]
 _SIGNALS = ((termios.VINTR, signal.SIGINT), (termios.VQUIT, signal.SIGQUIT))
 
 
 class TerminalStreams:
-    """Implements `streams.Streams`. `on_key(signal, is_raw)` is called before the terminal gets a key that stands for a
-    signal, and returns what is typed after it."""
+    """Implements `streams.Streams`. `on_key(signal, is_raw, release)` is called before the terminal gets a key that
+    stands for a signal, and returns what is typed after it; None: what comes later waits until `release` is called."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class TerminalStreams:
         on_output: OnOutput,
         on_done: Callable[[], None],
         on_room: Callable[[], None],
-        on_key: Callable[[int, bool], bytes],
+        on_key: OnKey,
     ) -> None:
         self._context = context
         self._identity = identity
@@ -61,6 +62,7 @@ class TerminalStreams:
         self._on_key = on_key
         self._early: list[bytes] = []
         self._early_bytes = 0
+        self._is_held = False
         self._fd = -1
         self._in: Inflow | None = None
         self._out: Outflow | None = None
@@ -69,7 +71,7 @@ class TerminalStreams:
 
     def open(self, *, needs_input_file: bool) -> None:
         self._fd, path = pty.open_pty(self._context, self._size, self._identity)
-        self.is_begun = self.is_done = False
+        self.is_begun = self.is_done = self._is_held = False
         self._refuse_stop_key()
         loop = self._context.loop
         self._out = Outflow(
@@ -96,35 +98,46 @@ class TerminalStreams:
         if self._in is None and self._fd >= 0:
             fd = fcntl.fcntl(self._fd, fcntl.F_DUPFD_CLOEXEC, 3)
             self._in = Inflow(self._context.loop, fd, self._on_room)
-            early, self._early, self._early_bytes = self._early, [], 0
-            for data in early:
-                self.feed(data)
+            self._feed_early(self.feed)
 
     def feed(self, data: bytes) -> None:
         """Type. What is typed before the command has begun waits: the terminal would take it for somebody else's."""
-        if self._in is None:
+        found = self._find_key(data) if self._in is not None else None
+        if self._in is None or (found is None and self._is_held):
             self._early.append(data)
             self._early_bytes += len(data)
             return
-        found = self._find_key(data)
         if found is None:
             self._in.feed(data)
             return
+        self._release()
         number, end = found
         is_raw = not self._attributes()[_LOCAL_FLAGS] & termios.ICANON
-        answer = self._on_key(number, is_raw)
-        self._in.feed(data[:end] + answer + data[end:])
+        answer = self._on_key(number, is_raw, self._release)
+        self._is_held = answer is None
+        self._in.feed(data[:end] + (answer or b""))
+        if rest := data[end:]:
+            self.feed(rest)  # no key is left in it
+
+    def _release(self) -> None:
+        self._is_held = False
+        if self._in is not None:
+            self._feed_early(self._in.feed)
+
+    def _feed_early(self, feed: Callable[[bytes], None]) -> None:
+        early, self._early, self._early_bytes = self._early, [], 0
+        for data in early:
+            feed(data)
 
     def _find_key(self, data: bytes) -> tuple[int, int] | None:
-        """Return the signal that a key in `data` stands for, and where its first occurrence ends."""
+        """Return the signal that the last such key in `data` stands for, and where the key ends."""
         attributes = self._attributes()
         if not attributes[_LOCAL_FLAGS] & termios.ISIG:
             return None
         characters = attributes[_CHARACTERS]
-        for key, number in _SIGNALS:
-            if characters[key] != _NONE and characters[key] in data:
-                return number, data.index(characters[key]) + 1
-        return None
+        keys = [(data.rfind(characters[key]) + 1, number) for key, number in _SIGNALS if characters[key] != _NONE]
+        end, number = max(keys, default=(0, 0))
+        return (number, end) if end else None
 
     def _attributes(self) -> list[Any]:
         """As termios gives them."""

@@ -151,13 +151,29 @@ def test_ctrl_c_leaves_the_line(client: Client, line: str) -> None:
 
 def _until_prompt(client: Client) -> bytes:
     """Wait for the prompt, pressing the key again if it came between two programs."""
+    patience_s = client.sock.gettimeout()
     client.sock.settimeout(1)
     for _ in range(10):
         try:
-            return read_until(client, PROMPT)
+            shown = read_until(client, PROMPT)
         except TimeoutError:
             client.send(Kind.DATA, CTRL_C)
+        else:
+            client.sock.settimeout(patience_s)
+            return shown
     raise AssertionError("the key did nothing")
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["in one piece", "in two"])
+def test_what_is_typed_right_after_ctrl_c_is_not_hit_by_it(client: Client, *, at_once: bool) -> None:
+    """Neither the line nor the end-of-file after it: whoever pastes, or is a program, types fast."""
+    sit_down(client)
+    pieces = [CTRL_C, b"sleep 0.05; echo o''k\r"]
+    for piece in [b"".join(pieces)] if at_once else pieces:
+        client.send(Kind.DATA, piece)
+    assert b"ok\n" in read_until(client, b"ok\n" + PROMPT)
+    client.send(Kind.DATA, CTRL_C + CTRL_D if at_once else CTRL_C)
+    assert leave(client).cause == "exited"
 
 
 def test_ctrl_c_at_the_prompt_drops_what_was_typed(client: Client) -> None:
