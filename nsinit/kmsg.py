@@ -5,7 +5,8 @@ where the last request stopped, so that a request costs what was logged meanwhil
 chosen by hostile code: a record that is not exactly as the kernel writes it is no record.
 
 The kernel writes two records. One names the victim's cgroup, but no more than ten of those are written in five seconds,
-for the whole machine. The other is written for every victim and has its user id: the ids of a session are its own.
+for the whole machine. The other is written for every victim and has its user id: the ids of a session are its own until
+they are given back, and before that its victims are asked for here. So no clock is needed to know whose a victim was.
 Sources: Documentation/ABI/testing/dev-kmsg; mm/oom_kill.c, dump_oom_victim, __oom_kill_process (user id: Linux 5.5).
 """
 
@@ -73,17 +74,6 @@ class Kills:
         return tuple(each.pid for each in self.last)
 
 
-@dataclass(frozen=True, slots=True)
-class Ids:
-    """The user ids a session has, and since when, in seconds of the kernel log's clock."""
-
-    base: int
-    since_s: float = 0.0
-
-    def had(self, uid: int, at_s: float) -> bool:
-        return self.base <= uid < self.base + SIZE and at_s >= self.since_s
-
-
 class KernelLog:
     """The kernel's log from now on; with `path` another file that behaves like it."""
 
@@ -108,21 +98,22 @@ class KernelLog:
             os.close(self._fd)
             self._fd = -1
 
-    def find_kills(self, session_id: str, ids: Ids | None = None) -> Generator[Wait, bool, Kills]:
-        """Read what is new and return the session's kills; without `ids` those that the log has with its cgroup."""
+    def find_kills(self, session_id: str, base: int | None = None) -> Generator[Wait, bool, Kills]:
+        """Read what is new and return the session's kills; `base`: its user ids, if it has them now. Without them those
+        that the log has with its cgroup, and what was found before."""
         for _ in range(_MAX_BATCHES):
             if not self._read_batch():
                 break
             yield Wait(timeout_s=0)
-        if ids is not None:
-            self._place(session_id, ids)
+        if base is not None:
+            self._place(session_id, base)
         return self._kills.get(session_id, Kills())
 
-    def _place(self, session_id: str, ids: Ids) -> None:
+    def _place(self, session_id: str, base: int) -> None:
         """Give a session the victims that had its ids."""
         unplaced, self._unplaced = self._unplaced, deque(maxlen=_MAX_UNPLACED)
         for uid, kill in unplaced:
-            if ids.had(uid, kill.at_s):
+            if base <= uid < base + SIZE:
                 self._keep(session_id, kill)
             else:
                 self._unplaced.append((uid, kill))
@@ -198,18 +189,15 @@ def _kill(head: bytes, match: re.Match[bytes] | None) -> Kill | None:
     return Kill(_printable(_unescape(match["task"])), int(when["usec"]) / 1e6, int(match["pid"]))
 
 
-def now_s() -> float:
-    """Return the time by the log's clock.
-
-    That is the processor's, never adjusted, and so is CLOCK_MONOTONIC_RAW; CLOCK_MONOTONIC, which follows the network's
-    time, would be seconds off after a few days.
-    """
-    return time.clock_gettime(time.CLOCK_MONOTONIC_RAW)
-
-
 def age_s(kill: Kill) -> float:
-    """Return how long ago a kill was."""
-    return max(0.0, now_s() - kill.at_s)
+    """Return how long ago a kill was, at least.
+
+    The log's clock is none that a program can read. On a machine of its own it goes with CLOCK_MONOTONIC_RAW, while
+    CLOCK_MONOTONIC follows the network's time; in a virtual one it may be the other way round. Whichever is wrong is
+    seconds off after a few days, so what has just happened must not be taken for old by either.
+    """
+    now_s = min(time.clock_gettime(clock) for clock in (time.CLOCK_MONOTONIC_RAW, time.CLOCK_MONOTONIC))
+    return max(0.0, now_s - kill.at_s)
 
 
 def _unescape(data: bytes) -> bytes:

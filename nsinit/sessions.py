@@ -25,7 +25,7 @@ from nsinit.crash import passing
 from nsinit.disk import running
 from nsinit.disk.mechanism import Usage
 from nsinit.identity import find_identity, open_verified, require_identity
-from nsinit.kmsg import Ids
+from nsinit.kmsg import KernelLog, Kills
 from nsinit.log import log
 from nsinit.paths import Layout
 from nsinit.protocol import MAX_DATAGRAM_BYTES, Attached, Build, Built, DiskLimits, Found, Limits, SandboxPlan
@@ -60,6 +60,7 @@ class Sessions:
     foundry: Foundry
     builders: Workers
     scheduler: Scheduler
+    kernel_log: KernelLog
     processes: dict[str, Process] = field(default_factory=dict)
     vessels: dict[str, Vessel] = field(default_factory=dict)
     _filling: set[str] = field(default_factory=set)
@@ -193,12 +194,14 @@ class Sessions:
         machine = self.foundry.machine
         running.change(machine.disk, machine.layout, session_id, limits)
 
-    def ids_of(self, session_id: str) -> Ids | None:
-        """Return the user ids a session has; None when nothing of it runs."""
+    def find_kills(self, session_id: str) -> Generator[Wait, bool, Kills]:
+        """Return whom of a session the kernel killed for memory."""
+        base: int | None = None
         if (process := self.processes.get(session_id)) is not None:
-            return Ids(process.slot.base, process.born_s)
-        identity = find_identity(self._cgroup(session_id))
-        return None if identity is None else Ids(identity.base_uid)
+            base = process.slot.base
+        elif (identity := find_identity(self._cgroup(session_id))) is not None:
+            base = identity.base_uid
+        return (yield from self.kernel_log.find_kills(session_id, base))
 
     def make_group(self, session_id: str, name: str) -> Generator[Wait, bool, tuple[groups.Membership, int]]:
         """Make a group in a running session; returns what its descriptor is for, and that. Raises `StepFailed`."""
@@ -244,7 +247,7 @@ class Sessions:
         leftovers += [f"{path}: still holds a process" for path in left]
         passing(machine.crash, "nsinit.destroy.cgroup_removed")
         if not left:
-            self._give_back_slot(session_id, base)
+            yield from self._give_back_slot(session_id, base)
         try:
             if trash.discard_session(self.foundry.machine.layout, session_id):
                 self.delete_trash()
@@ -363,10 +366,13 @@ class Sessions:
             os.close(pidfd)
         return identity.base_uid
 
-    def _give_back_slot(self, session_id: str, base: int | None) -> None:
-        """Only now, with the cgroup gone, is it sure that no process has ids of the slot."""
-        process = self.processes.pop(session_id, None)
+    def _give_back_slot(self, session_id: str, base: int | None) -> Generator[Wait, bool, None]:
+        """Only now, with the cgroup gone, is it sure that no process has ids of the slot. Victims that had them are
+        this session's; later ones will be another's."""
+        process = self.processes.get(session_id)
+        yield from self.kernel_log.find_kills(session_id, base if process is None else process.slot.base)
         if process is not None:
+            del self.processes[session_id]
             self.foundry.slots.free(process.slot)
         elif base is not None:
             self.foundry.slots.forget(base)

@@ -123,7 +123,7 @@ def _start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Gr
         cgroup_makers = Workers(cgroup_maker.trade(machine, tree, located), scheduler)
         cgroup_makers.start()
         forker = Forker(machine, runner)
-    sessions = Sessions(Foundry(machine, tree, table, forker, cgroup_makers), builders, scheduler)
+    sessions = Sessions(Foundry(machine, tree, table, forker, cgroup_makers), builders, scheduler, kernel_log)
     ready = Ready(
         seq=request.seq,
         pid=os.getpid(),

@@ -14,7 +14,7 @@ from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-from nsinit import kmsg, syscalls
+from nsinit import syscalls
 from nsinit.cgroup_maker import MakeCgroup
 from nsinit.cgroup_tree import Tree, restore
 from nsinit.cgroups import SessionCgroup
@@ -35,13 +35,11 @@ _BACKLOG = 64
 
 @dataclass(slots=True)
 class Process:
-    """PID 1 of a session that this nsinit made. `born_s` is of the kernel log's clock; `dead` happens after it was
-    reaped."""
+    """PID 1 of a session that this nsinit made. `dead` happens after it was reaped."""
 
     pid: int
     pidfd: int
     slot: Slot
-    born_s: float
     dead: Event = field(default_factory=Event)
 
     def kill(self) -> None:
@@ -146,9 +144,8 @@ class Foundry:
         fds = slot.userns_fd, listener.fileno(), control.fileno()
         cgroup_fd = -1 if cgroup.birth_directory is None else os.open(cgroup.birth_directory, os.O_PATH)
         try:
-            born_s = kmsg.now_s()
             pid = self.forker.clone(slot.base, cgroup.attach_files, fds, cgroup_fd)
-            return Process(pid, os.pidfd_open(pid), slot, born_s)
+            return Process(pid, os.pidfd_open(pid), slot)
         finally:
             if cgroup_fd >= 0:
                 os.close(cgroup_fd)

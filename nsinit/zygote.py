@@ -316,7 +316,7 @@ class Zygote:
 
     def _find_victim(self, request: FindVictim) -> Work:
         check_session_id(request.session_id)
-        kills = yield from self._kernel_log.find_kills(request.session_id, self._sessions.ids_of(request.session_id))
+        kills = yield from self._sessions.find_kills(request.session_id)
         if not kills.last:
             return Victim(request.seq, ""), []
         kill = kills.last[-1]

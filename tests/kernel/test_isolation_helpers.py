@@ -248,7 +248,7 @@ def test_a_cgroup_maker_that_dies_over_a_running_session_is_not_missed(server: N
         server.send(MakeGroup if "name" in order else SetLimits, session_id=sandbox.session_id, **order)
         if "name" in order:  # as one that dies before it has told of it
             (_group_parent(server, sandbox.session_id) / "p-1").mkdir()
-        wait_until(lambda: _state(server.pid) == "S", "nsinit waits for its helper")
+        server.scan()  # when that is answered, the order has been handed over
         os.kill(pid, signal.SIGKILL)
         answer, fds = server.receive()
         assert isinstance(answer, Ok | Grouped), answer
