@@ -27,6 +27,8 @@ ORDER_DEADLINE_S = 5.0
 _PATIENCE = 1.5
 """Times that is how long an order waits for a worker: whoever waits behind one that hangs gets its successor."""
 _RETRY_PAUSE_S = 0.1
+_MAX_DOUBLINGS = 5
+"""Of that pause, one for each worker in a row that can't work: some 3 s between attempts, and so in the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ class Workers:
         self._workers: set[Worker] = set()
         self._idle: deque[Worker] = deque()
         self._waiting: deque[Event] = deque()
+        self._failures = 0
 
     def start(self) -> None:
         """Start all of them and wait until they are ready. Raises `StepFailed`: one can't do its work here."""
@@ -191,8 +194,10 @@ class Workers:
             except StepFailed as error:
                 log("error", f"a {self._trade.name} is not ready", path=error.path, reason=str(error))
             else:
+                self._failures = 0
                 self._give_back(worker)
                 return
+        self._failures += 1
         self._kill(worker)
         worker.channel.close()
 
@@ -208,7 +213,7 @@ class Workers:
         os.close(worker.pidfd)
         log("error", f"a {self._trade.name} ended", pid=worker.pid)
         if time.monotonic() - worker.started_s < _RETRY_PAUSE_S:
-            yield Wait(timeout_s=_RETRY_PAUSE_S)
+            yield Wait(timeout_s=_RETRY_PAUSE_S * 2 ** min(self._failures, _MAX_DOUBLINGS))
         while True:
             try:
                 self._scheduler.spawn(self._admit(self._fork()))

@@ -136,6 +136,29 @@ def test_who_waits_behind_an_order_that_takes_too_long_is_served(monkeypatch: py
         assert (found["well"].result(), found["again"].result()) == ({"well": 1}, {"again": 1})
 
 
+def test_workers_that_cannot_work_are_tried_less_and_less_often() -> None:
+    """Or a machine that has no room for one fills its log."""
+    attempts = os.pipe()
+    is_started = False
+
+    def live(channel: socket.socket, parent_pid: int) -> NoReturn:
+        os.write(attempts[1], b"x")
+        (_refuse if is_started else _obey)(channel, parent_pid)
+
+    try:
+        with _pool(live, count=1) as (pool, scheduler):
+            pool.start()
+            is_started = True
+            _outcome(pool, scheduler, "die")
+            deadline = time.monotonic() + 1.5
+            while time.monotonic() < deadline:
+                scheduler.round(0.1)
+        assert 2 <= len(os.read(attempts[0], 100)) < 8
+    finally:
+        for fd in attempts:
+            os.close(fd)
+
+
 def test_nobody_is_told_of_an_end_that_has_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a worker that took too long was at may be half done; it is undone when nobody is at it any more."""
     monkeypatch.setattr(workers, "ORDER_DEADLINE_S", 0.5)
