@@ -119,7 +119,7 @@ def test_an_order_that_kills_or_takes_too_long_fails_alone(monkeypatch: pytest.M
         assert _outcome(pool, scheduler, "well").result() == {"well": 1}
         with pytest.raises(StepFailed, match="the digger died"):
             _outcome(pool, scheduler, "die").result()
-        monkeypatch.setattr(workers, "ORDER_DEADLINE_S", 0.5)
+        monkeypatch.setattr(workers, "ORDER_DEADLINE_S", 0.5 * SLOWNESS)
         with pytest.raises(StepFailed, match="not done after"):
             _outcome(pool, scheduler, "hang").result()
         for _ in range(4):
@@ -161,7 +161,7 @@ def test_workers_that_cannot_work_are_tried_less_and_less_often() -> None:
 
 def test_nobody_is_told_of_an_end_that_has_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a worker that took too long was at may be half done; it is undone when nobody is at it any more."""
-    monkeypatch.setattr(workers, "ORDER_DEADLINE_S", 0.5)
+    monkeypatch.setattr(workers, "ORDER_DEADLINE_S", 0.5 * SLOWNESS)
     before = children(os.getpid())
     with _pool(_obey, count=1) as (pool, scheduler):
         pool.start()
