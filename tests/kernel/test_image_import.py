@@ -95,7 +95,6 @@ def refusal(request: UnpackImage, archive: bytes | None = b"no tar", grant: Gran
     return answer.stage, answer.message
 
 
-@pytest.mark.cgroup_v2
 def test_an_archive_is_unpacked_and_counted(draft: Path, request_for: UnpackImage) -> None:
     """By an nsinit that was not started, so it makes nothing else in the data directory."""
     assert ask(request_for, small_tar()) == Unpacked(7, 1, 0, 0, 0)
@@ -271,7 +270,6 @@ def test_nsinit_keeps_what_the_jail_takes_to_make(importing: Import) -> None:
         assert os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net")
 
 
-@pytest.mark.cgroup_v2
 def test_the_jail_has_the_image_and_nothing_else(importing: Import, data_dir: Path) -> None:
     """One mount, which is the draft; the standard streams; a filter, four capabilities and namespaces of its own."""
     proc = Path(f"/proc/{importing.jail}")
