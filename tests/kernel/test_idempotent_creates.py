@@ -11,6 +11,7 @@ from sandkasten.app import open_supervisor
 from sandkasten.config import Config
 from sandkasten.errors import Conflict, SessionExpired
 from sandkasten.model import EndReason, SessionSpec, Status
+from sandkasten.runtime.plan import spec_digest
 from sandkasten.store.database import open_database
 from sandkasten.store.sessions import put_session
 from tests.strategies import make_record
@@ -36,11 +37,14 @@ async def test_a_key_survives_its_daemon_and_is_spent_with_its_session(config: C
 
 async def test_a_create_that_the_daemon_did_not_live_to_finish_can_be_repeated(config: Config) -> None:
     """Nobody was told of that session: it ends as an error, and its key makes the next one."""
+    spec = SessionSpec(idempotency_key="k")
+    record = attrs.evolve(
+        make_record(CUT_SHORT, status=Status.CREATING, idempotency_key="k"), spec_digest=spec_digest(spec)
+    )
     with closing(open_database(config.db_path)) as database:
-        put_session(database, make_record(CUT_SHORT, status=Status.CREATING, idempotency_key="k"))
+        put_session(database, record)
     async with open_supervisor(config) as supervisor:
-        found = await supervisor.wait_ended(CUT_SHORT)
-        made = await supervisor.create(SessionSpec(idempotency_key="k"))
+        made = await supervisor.create(spec)
         assert made.id != CUT_SHORT
         found = await supervisor.get(CUT_SHORT)
         assert (found.status, found.end_reason) == (Status.CRASHED, EndReason.ERROR)
