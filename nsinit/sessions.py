@@ -373,6 +373,7 @@ class Sessions:
         yield from self.kernel_log.find_kills(session_id, base if process is None else process.slot.base)
         if process is not None:
             del self.processes[session_id]
+            process.released.set()
             self.foundry.slots.free(process.slot)
         elif base is not None:
             self.foundry.slots.forget(base)
@@ -381,9 +382,10 @@ class Sessions:
         """Collect the exit of a PID 1 as soon as it ends."""
         yield Wait(fd=process.pidfd)
         result = os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED)
-        os.close(process.pidfd)
         process.dead.set()
         log("info", "init ended", session_id, pid=process.pid, status=result.si_status if result else None)
+        yield Wait(event=process.released)
+        os.close(process.pidfd)
 
     def _delete_trash(self) -> Job:
         """Wait a little first: deleting keeps the disk's journal busy, and one fork does for many sessions."""

@@ -35,12 +35,14 @@ _BACKLOG = 64
 
 @dataclass(slots=True)
 class Process:
-    """PID 1 of a session that this nsinit made. `dead` happens after it was reaped."""
+    """PID 1 of a session that this nsinit made. `dead` happens after it was reaped; `pidfd` is its for good and stays
+    open until `released` happens, so that whoever waited with the number never hands over somebody else's."""
 
     pid: int
     pidfd: int
     slot: Slot
     dead: Event = field(default_factory=Event)
+    released: Event = field(default_factory=Event)
 
     def kill(self) -> None:
         """SIGKILL it, and with it everything in its pid namespace."""

@@ -39,6 +39,7 @@ from nsinit.protocol import (
 from nsinit.seccomp.filters import Filters
 from tests.kernel.harness import ROOMY, Nsinit, data_directory, host_plan, new_id, new_node_id, running, wait_until
 
+INIT = "sandkasten-init"
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "pid_for_children", "user", "uts")
 
 
@@ -181,6 +182,38 @@ def test_a_builder_that_dies_with_an_order_fails_that_build_alone(server: Nsinit
     wait_until(lambda: len(server.helpers(BUILDER)) == len(builders), "the builders were replaced")
     assert not server.helpers(BUILDER) & builders
     _assert_all_is_well(server, plan)
+
+
+def test_a_build_whose_init_dies_while_no_builder_is_free_touches_no_other_sandbox(server: Nsinit) -> None:
+    """It waits with the descriptor of a process that is gone; a builder that was handed another process by that number
+    would work in the sandbox of somebody else."""
+    builders, plans = server.helpers(BUILDER), [host_plan() for _ in range(COUNT + 2)]
+    for pid in builders:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        for plan in plans:
+            before = server.helpers(INIT)
+            server.send(Build, plan=plan)
+            wait_until(lambda before=before: server.helpers(INIT) - before, "PID 1 is there")
+            (pid,) = server.helpers(INIT) - before
+            if plan is plans[COUNT]:  # the first that waits for a builder
+                os.kill(pid, signal.SIGKILL)
+                wait_until(lambda: "init ended" in server.log, "its end was seen")
+    finally:
+        for pid in builders:
+            os.kill(pid, signal.SIGCONT)
+    answers = {}
+    for _ in plans:
+        answer, fds = server.receive()
+        answers[answer.seq] = answer
+        for fd in fds:
+            os.close(fd)
+    *built, failed, last = (answers[seq] for seq in sorted(answers))
+    assert {type(each) for each in (*built, last)} == {Built}, answers
+    assert isinstance(failed, Failed)
+    assert failed.errno in (errno.ESRCH, errno.ENOENT), failed  # it is gone; not: there is no such descriptor
+    for plan in plans:
+        assert server.teardown(plan.session_id).leftovers == ()
 
 
 def test_a_builder_that_dies_inside_a_sandbox_fails_that_build_alone(server: Nsinit) -> None:
