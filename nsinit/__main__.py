@@ -35,8 +35,8 @@ def main() -> None:
     from nsinit.pid1 import Init, lock_imports
     from nsinit.runner_kernel import RunnerKernel
     from nsinit.zygote import serve
-    from runner import main as runner_main
-    from runner.config import RunnerConfig
+    from runner.loop.config import RunnerConfig
+    from runner.server import main as runner_main
 
     grant = parse_grant(sys.argv[1:])
     for name in _CODECS:

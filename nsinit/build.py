@@ -36,7 +36,7 @@ BIRTH_STEPS: tuple[tuple[str, Callable[[pid1.Init], object]], ...] = (
     ("oom score", pid1.set_oom_score),
     ("rlimits", pid1.set_limits),
 )
-"""PID 1; then it rehearses what it will serve (`runner.rehearsal`), and waits for the builder's word."""
+"""PID 1; then it rehearses what it will serve (`runner.server.rehearsal`), and waits for the builder's word."""
 
 JOIN_STEPS: tuple[tuple[str, Callable[[Box], object]], ...] = (("join namespaces", furnish.join_namespaces),)
 """The builder, first of all."""

@@ -24,7 +24,7 @@ from nsinit.protocol import MAX_DATAGRAM_BYTES, DiskLimits, SandboxPlan
 from nsinit.seccomp.profile import ProfileError
 from nsinit.steps import StepFailed, Steps
 from nsinit.workers import Trade
-from runner.wire import Vocabulary
+from runner.wire.codec import Vocabulary
 
 NAME = "nsinit-builder"
 """What `/proc/<pid>/comm` says."""

@@ -27,7 +27,7 @@ from nsinit.protocol import MAX_DATAGRAM_BYTES, Limits
 from nsinit.steps import StepFailed, Steps
 from nsinit.validate import InvalidName, check_group_name, check_limits, check_session_id
 from nsinit.workers import Trade
-from runner.wire import Vocabulary
+from runner.wire.codec import Vocabulary
 
 NAME = "nsinit-cgroups"
 """What `/proc/<pid>/comm` says."""

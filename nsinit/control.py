@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from nsinit.protocol import MAX_DATAGRAM_BYTES, Failed
 from nsinit.steps import StepFailed
-from runner.wire import Vocabulary
+from runner.wire.codec import Vocabulary
 
 _PROC = b"proc"
 _BEGIN = struct.Struct("=QQB?I?")

@@ -18,7 +18,7 @@ from nsinit.seccomp.profile import ArgTest as SeccompArgTest
 from nsinit.seccomp.profile import Profile as SeccompProfile
 from nsinit.seccomp.profile import Rule as SeccompRule
 from nsinit.stray_messages import RemoveStray, Stray, StrayKind, Survey, Surveyed
-from runner.wire import ProtocolError, Vocabulary
+from runner.wire.codec import ProtocolError, Vocabulary
 
 __all__ = [
     "ProtocolError",

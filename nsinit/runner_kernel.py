@@ -1,4 +1,4 @@
-"""The system calls PID 1 of a sandbox needs beyond the standard library, as `runner.kernel.Kernel` lists them.
+"""The system calls PID 1 of a sandbox needs beyond the standard library, as `runner.loop.kernel.Kernel` lists them.
 
 The runner may not import ctypes bindings of its own; it gets this object. Everything is bound before `pivot_root`.
 """

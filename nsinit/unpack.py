@@ -32,7 +32,7 @@ from nsinit import constants as k
 from nsinit import syscalls, verdict
 from nsinit.seccomp.filters import list_filter
 from nsinit.verdict import Counts, Refused
-from runner.tarheaders import StrictHeader
+from runner.wire.tarheaders import StrictHeader
 
 PRELOADED = (bz2, gzip, lzma, zlib)
 """tarfile imports these when it meets such an archive; no import works in the jail."""

@@ -21,7 +21,7 @@ from nsinit.log import log
 from nsinit.protocol import MAX_DATAGRAM_BYTES
 from nsinit.scheduler import Event, Job, Scheduler, Wait
 from nsinit.steps import StepFailed
-from runner.wire import Vocabulary
+from runner.wire.codec import Vocabulary
 
 ORDER_DEADLINE_S = 5.0
 _PATIENCE = 1.5

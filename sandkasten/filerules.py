@@ -1,4 +1,4 @@
-"""File rules of a session as a value. What they mean inside is `runner.filerules`' business."""
+"""File rules of a session as a value. What they mean inside is `runner.shell.filerules`' business."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 
 import attrs
 
-from runner.protocol import ExecReply
+from runner.wire.protocol import ExecReply
 from sandkasten.errors import ExecGone
 from sandkasten.model import Cause, Stream
 from sandkasten.runtime.spool import OutputLog

@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import trio
 
-from runner import protocol as runner_protocol
+from runner.wire import protocol as runner_protocol
 from sandkasten.actors import store as store_actor
 from sandkasten.actors import zygote_messages as zygote_actor
 from sandkasten.actors.actor import Ref

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import attrs
 
-from runner.protocol import ExecReply
+from runner.wire.protocol import ExecReply
 from sandkasten.actors.cause import Facts, find_cause, reader_of
 from sandkasten.actors.groups import Groups
 from sandkasten.actors.run import Run

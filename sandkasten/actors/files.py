@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import trio
 
-from runner import protocol
-from runner.protocol import CHUNK_BYTES, Kind
+from runner.wire import protocol
+from runner.wire.protocol import CHUNK_BYTES, Kind
 from sandkasten.errors import (
     Capacity,
     DiskFull,

@@ -12,7 +12,7 @@ from typing import Any
 
 import trio
 
-from runner.protocol import Hello, HelloReply, Setup
+from runner.wire.protocol import Hello, HelloReply, Setup
 from sandkasten.actors.hello import accepted
 from sandkasten.errors import RunnerLost
 from sandkasten.runtime.runner_link import RunnerLink

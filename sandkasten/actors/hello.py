@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from runner import protocol
+from runner.wire import protocol
 from sandkasten.actors.session_setup import Creation
 from sandkasten.errors import InvalidImage, InvalidRequest, RunnerProtocolError, SandboxError, SandkastenError
 

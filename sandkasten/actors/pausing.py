@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 import trio
 
-from runner import protocol
+from runner.wire import protocol
 from sandkasten.actors import zygote_messages as zygote_actor
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.lease import Lease

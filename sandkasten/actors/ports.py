@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from runner import protocol
-from runner.protocol import Kind
+from runner.wire import protocol
+from runner.wire.protocol import Kind
 from sandkasten.errors import RunnerLost, RunnerProtocolError
 from sandkasten.model import EventType, Port
 from sandkasten.runtime.runner_link import RunnerConnection, decode_answer

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import attrs
 import trio
 
-from runner.protocol import CHUNK_BYTES, Kind
+from runner.wire.protocol import CHUNK_BYTES, Kind
 from sandkasten import logcontext
 from sandkasten.actors.actor import Reply
 from sandkasten.actors.output import Collector

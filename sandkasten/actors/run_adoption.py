@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
-from runner import protocol
+from runner.wire import protocol
 from sandkasten.actors.run import Run
 from sandkasten.actors.run_facts import age_s, is_orphan, restored
 from sandkasten.actors.run_keeping import Keep

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import trio
 
-from runner import protocol
-from runner.protocol import Kind
+from runner.wire import protocol
+from runner.wire.protocol import Kind
 from sandkasten.actors import zygote_messages as zygote_actor
 from sandkasten.actors.run import PATIENCE_S, Run
 from sandkasten.actors.run_request import request_of

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import attrs
 import trio
 
-from runner import protocol
+from runner.wire import protocol
 from sandkasten.actors.exec_ids import ExecIds
 from sandkasten.actors.run import Run
 from sandkasten.actors.run_facts import facts_of, state_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runner import protocol
+from runner.wire import protocol
 from sandkasten.actors.run import TRACEPARENT, Run
 
 

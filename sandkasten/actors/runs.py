@@ -15,7 +15,7 @@ from signal import SIGKILL
 import attrs
 import trio
 
-from runner import protocol
+from runner.wire import protocol
 from sandkasten.actors import run_events
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.exec_account import Accounts, cut_short

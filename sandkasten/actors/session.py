@@ -15,7 +15,7 @@ from typing import Any, TypeVar, TypeVarTuple
 import attrs
 import trio
 
-from runner import protocol as runner_protocol
+from runner.wire import protocol as runner_protocol
 from sandkasten import logcontext
 from sandkasten.actors import zygote_messages as zygote_actor
 from sandkasten.actors.actor import Actor, Ref, Reply

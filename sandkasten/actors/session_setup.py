@@ -8,7 +8,7 @@ import attrs
 import trio
 
 from nsinit.protocol import ImageKind
-from runner import protocol as runner_protocol
+from runner.wire import protocol as runner_protocol
 from sandkasten.actors.run_keeping import Keep
 from sandkasten.actors.shared import Shared
 from sandkasten.config import Disk, Maximum

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from runner import protocol
+from runner.wire import protocol
 from sandkasten.actors.live_record import LiveRecord
 from sandkasten.actors.session_host import Host
 from sandkasten.actors.session_limits import change_limits

@@ -15,7 +15,7 @@ from typing import Any, TypeVarTuple, assert_never
 import attrs
 import trio
 
-from runner.protocol import Graces
+from runner.wire.protocol import Graces
 from sandkasten.actors import store as store_actor
 from sandkasten.actors import zygote_messages as zygote_actor
 from sandkasten.actors.actor import Actor, Ask, Ref

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from runner import protocol
+from runner.wire import protocol
 from sandkasten.actors.groups import Groups
 from sandkasten.actors.run import Run
 from sandkasten.errors import Capacity, Conflict, ExecEnded, InvalidRequest, ShellNotFound

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import trio
 
-from runner import protocol
-from runner.protocol import CHUNK_BYTES, Kind
+from runner.wire import protocol
+from runner.wire.protocol import CHUNK_BYTES, Kind
 from sandkasten.actors.files import check_path, require
 from sandkasten.errors import RunnerProtocolError
 from sandkasten.runtime.runner_link import RunnerConnection, RunnerLink, check_piece, decode_answer

@@ -17,7 +17,7 @@ import attrs
 import trio
 
 from nsinit import protocol
-from runner import protocol as runner_protocol
+from runner.wire import protocol as runner_protocol
 from sandkasten.actors import zygote_messages as zygote_actor
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.directory import SessionDirectory

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.protocol import ExecReply
+from runner.wire.protocol import ExecReply
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.exec_account import Account, Accounts
 from sandkasten.actors.groups import Groups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runner.protocol import Error, ErrorCode
+from runner.wire.protocol import Error, ErrorCode
 from sandkasten.actors.run_driver import refusal
 from sandkasten.errors import InvalidRequest, SandboxError, ShellFailed
 

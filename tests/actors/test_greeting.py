@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import trio
 
-from runner.protocol import ANSWERS, FROM_DAEMON, Error, FrameDecoder, HelloReply, Kind, Setup, encode_frame
+from runner.wire.protocol import ANSWERS, FROM_DAEMON, Error, FrameDecoder, HelloReply, Kind, Setup, encode_frame
 from sandkasten.actors.greeting import Greeting
 from sandkasten.errors import InvalidRequest, RunnerLost
 from sandkasten.runtime.paths import RUNNER_SOCKET

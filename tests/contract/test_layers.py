@@ -34,11 +34,11 @@ LAYERS = (
     Layer("logcontext"),
     Layer("tracing"),
 )
-CONTRACTS = {"runner.protocol", "runner.wire", "nsinit.protocol", "nsinit.keeping", "nsinit.spawn"}
+CONTRACTS = {"runner.wire.protocol", "runner.wire.codec", "nsinit.protocol", "nsinit.keeping", "nsinit.spawn"}
 """All that the daemon may know of the other two domains: what is said, and how nsinit is started."""
 AT_THE_DROP = ("sandkasten.cli.privilege", "nsinit.drop")
 """The one piece of privileged code that runs in the daemon's process: it gives the privilege away."""
-SHARED = {"runner.wire", "runner.tarheaders"}
+SHARED = {"runner.wire.codec", "runner.wire.tarheaders"}
 CHILD_ENTRY = {"nsinit.__main__", "nsinit.vessel", "nsinit.runner_kernel"}
 """Where the privileged process turns into PID 1 of a sandbox, and so hands over to `runner`."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import trio
 
 from nsinit import protocol
-from runner import protocol as runner_protocol
+from runner.wire import protocol as runner_protocol
 from sandkasten.runtime.fds import OwnedFd
 from sandkasten.runtime.nsinit_process import NsinitProcess
 from sandkasten.runtime.paths import RUNNER_SOCKET, DataPaths

@@ -13,7 +13,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from runner.wire import TAG
+from runner.wire.codec import TAG
 
 T = TypeVar("T")
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from nsinit import protocol as nsinit_protocol
 from nsinit import validate
-from runner import protocol as runner_protocol
-from runner.protocol import (
+from runner.wire import protocol as runner_protocol
+from runner.wire.codec import ProtocolError
+from runner.wire.protocol import (
     FROM_DAEMON,
     FROM_RUNNER,
     HEADER_BYTES,
@@ -22,7 +23,6 @@ from runner.protocol import (
     FrameDecoder,
     Kind,
 )
-from runner.wire import ProtocolError
 from sandkasten.api import runschemas, schemas, ws_messages, ws_terminal_messages
 from sandkasten.api.auth import Gate
 from sandkasten.api.errors import error_answer

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from runner.protocol import Kind, encode_frame
+from runner.wire.protocol import Kind, encode_frame
 
 WORKSPACE = "/mnt/workspace"
 SHELLS = ("bash", "dash", "busybox")

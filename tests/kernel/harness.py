@@ -47,8 +47,8 @@ from nsinit.protocol import (
     Teardown,
     TornDown,
 )
-from runner import protocol as runner_protocol
-from runner.protocol import Exec, ExecReply, FrameDecoder, HelloReply, Kind, Setup, encode_frame
+from runner.wire import protocol as runner_protocol
+from runner.wire.protocol import Exec, ExecReply, FrameDecoder, HelloReply, Kind, Setup, encode_frame
 from sandkasten import model
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from tests.leaks import descendants

@@ -1,7 +1,7 @@
 """Runs the runner as PID 1 of small namespaces of its own, without nsinit, and speaks its protocol.
 
 The sandbox here is only what the runner's own claims need: a pid namespace with a fresh /proc, private tmpfs mounts,
-and the uid drop of `runner.spawn`. Isolation as a whole is tested where it is built.
+and the uid drop of `runner.process.spawn`. Isolation as a whole is tested where it is built.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import pytest
 
 from nsinit.runner_kernel import RunnerKernel
 from nsinit.syscalls import reset_library_signals
-from runner import main as runner_main
-from runner.config import RunnerConfig
-from runner.protocol import (
+from runner.loop.config import RunnerConfig
+from runner.server import main as runner_main
+from runner.wire.protocol import (
     ANSWERS,
     FROM_RUNNER,
     MAX_FRAME_BYTES,

@@ -27,7 +27,7 @@ from nsinit.protocol import (
     RemoveGroup,
     Victim,
 )
-from runner.protocol import ExecReply, Group, RunProgram
+from runner.wire.protocol import ExecReply, Group, RunProgram
 from tests.kernel.harness import (
     ROOMY,
     Nsinit,

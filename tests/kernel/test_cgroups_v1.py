@@ -19,7 +19,7 @@ import pytest
 from nsinit.cgroup_tree import REQUIRED
 from nsinit.mountinfo import Mount, parse_mountinfo
 from nsinit.protocol import Attach, Attached, Failed, FindVictim, Grouped, MakeGroup, Ok, Ready, RemoveGroup
-from runner.protocol import ExecReply, Group, RunProgram
+from runner.wire.protocol import ExecReply, Group, RunProgram
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from tests.kernel.harness import (
     FORK_UNTIL_REFUSED,

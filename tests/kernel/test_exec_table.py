@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from runner.protocol import CloseShell, Done, ExecReply, OpenShell, ShellInfo
+from runner.wire.protocol import CloseShell, Done, ExecReply, OpenShell, ShellInfo
 from tests.kernel.exec_rows import ROWS, WORKSPACE, Row
 from tests.kernel.runner_harness import SHELLS, Client, Outcome, Sandbox, needs_namespaces, open_sandbox, wait_until
 from tests.leaks import descendants

@@ -31,8 +31,8 @@ from nsinit.protocol import (
     Start,
 )
 from nsinit.validate import InvalidName, check_limits, check_plan, check_session_id, check_workspace_id
-from runner.protocol import FROM_DAEMON, MAX_REQUEST_BYTES, FrameDecoder, Kind, encode_frame
-from runner.protocol import REQUESTS as RUNNER_REQUESTS
+from runner.wire.protocol import FROM_DAEMON, MAX_REQUEST_BYTES, FrameDecoder, Kind, encode_frame
+from runner.wire.protocol import REQUESTS as RUNNER_REQUESTS
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.errors import InvalidImage, RunnerProtocolError, SandkastenError
 from sandkasten.images.archive import import_tar

@@ -10,7 +10,7 @@ import pytest
 
 from nsinit.capabilities import ROOT_CAPABILITIES, RUNNER_CAPABILITIES
 from nsinit.slots import SANDBOX_ID, SQUASHED_ID
-from runner.protocol import Error, Exec, ExecReply, OpenShell, ReadFile, RunProgram, Setup
+from runner.wire.protocol import Error, Exec, ExecReply, OpenShell, ReadFile, RunProgram, Setup
 from tests.kernel.harness import Nsinit, Result, Sandbox, data_directory, host_plan, running
 
 pytestmark = pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs the machine's python3 in /usr")

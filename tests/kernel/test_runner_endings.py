@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.protocol import Exec, ExecReply, Graces, Hello, Kind, Setup
+from runner.wire.protocol import Exec, ExecReply, Graces, Hello, Kind, Setup
 from tests.kernel.runner_harness import Client, Sandbox, needs_namespaces, open_sandbox, wait_until
 
 pytestmark = needs_namespaces

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runner.protocol import CHUNK_BYTES, Done, Error, FileInfo, Kind, WriteFile
+from runner.wire.protocol import CHUNK_BYTES, Done, Error, FileInfo, Kind, WriteFile
 from tests.kernel.runner_harness import UID, Client, Sandbox, needs_namespaces
 
 pytestmark = needs_namespaces
@@ -75,7 +75,7 @@ def test_large_files_do_not_starve_others(sandbox: Sandbox) -> None:
     """A connection that never reads its file holds up nobody."""
     stalled, other = sandbox.shell(), sandbox.connect()
     other.run("head -c 30000000 /dev/zero >big")
-    from runner.protocol import ReadFile
+    from runner.wire.protocol import ReadFile
 
     stalled.request(ReadFile("big", 1 << 30))
     assert other.stdout("echo fine") == b"fine\n"

@@ -17,7 +17,7 @@ import pytest
 from nsinit.cgroup_tree import Located, locate
 from nsinit.mountinfo import parse_mountinfo, parse_own_cgroups
 from nsinit.protocol import Grouped, MakeGroup, RemoveGroup
-from runner.protocol import (
+from runner.wire.protocol import (
     REQUESTS,
     Cancel,
     Done,

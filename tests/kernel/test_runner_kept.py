@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from runner.kept import MAX_ENDED_RUNS
-from runner.protocol import (
+from runner.server.kept import MAX_ENDED_RUNS
+from runner.wire.protocol import (
     Attached,
     AttachRun,
     Done,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runner.protocol import ExecReply
+from runner.wire.protocol import ExecReply
 from tests.kernel.runner_harness import Client, needs_namespaces
 
 pytestmark = needs_namespaces

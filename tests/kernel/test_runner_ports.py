@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from runner.listeners import MAX_LISTENERS
-from runner.protocol import ANSWERS, Done, Kind, PortClosed, PortOpened, RunProgram, Setup, Watch
+from runner.server.listeners import MAX_LISTENERS
+from runner.wire.protocol import ANSWERS, Done, Kind, PortClosed, PortOpened, RunProgram, Setup, Watch
 from tests.kernel.harness import Sandbox, data_directory, host_plan, running, wait_until
 from tests.kernel.harness import connect as connect_to
 from tests.kernel.runner_harness import Client

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from runner.config import STDIN_BUFFER_BYTES
-from runner.protocol import (
+from runner.loop.config import STDIN_BUFFER_BYTES
+from runner.wire.protocol import (
     MAX_PROGRAMS,
     Done,
     Error,

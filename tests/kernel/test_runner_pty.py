@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from runner.protocol import Cancel, Done, Error, Kind, Resize, RunProgram, Signal, TerminalSize
+from runner.wire.protocol import Cancel, Done, Error, Kind, Resize, RunProgram, Signal, TerminalSize
 from tests.kernel import harness
 from tests.kernel.runner_harness import SHELLS, Client, Outcome, Sandbox, needs_namespaces
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from runner.protocol import Cancel, Done, Error, Exec, ExecReply, Kind, Signal, TerminalSize
+from runner.wire.protocol import Cancel, Done, Error, Exec, ExecReply, Kind, Signal, TerminalSize
 from tests.kernel.runner_harness import Client, Sandbox, needs_namespaces
 
 pytestmark = needs_namespaces

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from runner.protocol import PROTOCOL_VERSION, Error, ExecReply, HelloReply, Setup
+from runner.wire.protocol import PROTOCOL_VERSION, Error, ExecReply, HelloReply, Setup
 from tests.kernel.runner_harness import UID, Client, Sandbox, needs_namespaces, wait_until
 
 pytestmark = needs_namespaces
@@ -276,7 +276,7 @@ def test_impossible_commands_are_refused(client: Client, options: dict[str, obje
 def test_setup_tells_the_shell(sandbox: Sandbox) -> None:
     """Hello answers before and after Setup; an unknown preference falls back to what there is."""
     client = sandbox.connect()
-    from runner.protocol import Hello
+    from runner.wire.protocol import Hello
 
     assert client.ask(Hello()) == HelloReply("", "/mnt/workspace", version=PROTOCOL_VERSION)
     assert client.ask(Setup(shell="zsh-not-here")) == HelloReply(

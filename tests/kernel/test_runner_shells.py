@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from runner.protocol import (
+from runner.wire.protocol import (
     MAX_SHELLS,
     PROTOCOL_VERSION,
     Cancel,

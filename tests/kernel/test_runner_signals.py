@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from runner.driver import ABANDON_SIGNAL
-from runner.protocol import Done, Error, Exec, ExecReply, RunProgram, Signal, TerminalSize
+from runner.shell.command_driver import ABANDON_SIGNAL
+from runner.wire.protocol import Done, Error, Exec, ExecReply, RunProgram, Signal, TerminalSize
 from tests.kernel.runner_harness import SHELLS, Client, Sandbox, needs_namespaces, wait_until
 from tests.leaks import children
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.config import MAX_CONNECTIONS, MAX_LEFTOVER_PIPES
-from runner.protocol import MAX_REQUEST_BYTES, Exec, Hello, HelloReply, Kind
+from runner.loop.config import MAX_CONNECTIONS, MAX_LEFTOVER_PIPES
+from runner.wire.protocol import MAX_REQUEST_BYTES, Exec, Hello, HelloReply, Kind
 from tests.kernel.runner_harness import Client, Sandbox, needs_namespaces, wait_until
 
 pytestmark = needs_namespaces
@@ -152,7 +152,7 @@ def test_requests_may_follow_in_one_write(sandbox: Sandbox) -> None:
 
 def test_bytes_may_come_one_at_a_time(sandbox: Sandbox) -> None:
     """Frames are found however the stream is cut."""
-    from runner.protocol import REQUESTS, encode_frame
+    from runner.wire.protocol import REQUESTS, encode_frame
 
     client = sandbox.shell()
     for byte in encode_frame(Kind.REQUEST, REQUESTS.encode(Exec("x", "echo hi"))):

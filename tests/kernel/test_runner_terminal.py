@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from runner.protocol import Cancel, Done, Error, Exec, ExecReply, Kind, Resize, TerminalSize
+from runner.wire.protocol import Cancel, Done, Error, Exec, ExecReply, Kind, Resize, TerminalSize
 from tests.kernel.runner_harness import Client, Outcome, Sandbox, needs_namespaces, wait_until
 from tests.leaks import descendants
 

@@ -8,8 +8,8 @@ import attrs
 import pytest
 import trio
 
-from runner import protocol
-from runner.protocol import HelloReply, Kind, RunEntry, RunList, encode_frame
+from runner.wire import protocol
+from runner.wire.protocol import HelloReply, Kind, RunEntry, RunList, encode_frame
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config

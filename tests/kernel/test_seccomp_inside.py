@@ -12,7 +12,7 @@ import pytest
 from nsinit.protocol import Ok, Prepare
 from nsinit.seccomp.profiles import FLOOR, STRICT_REFUSED
 from nsinit.seccomp.table import NUMBERS
-from runner.protocol import ExecReply, RunProgram, TerminalSize
+from runner.wire.protocol import ExecReply, RunProgram, TerminalSize
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, ConfigError, Security
 from sandkasten.errors import BuildFailed, InvalidRequest

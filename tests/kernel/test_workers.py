@@ -17,7 +17,7 @@ from nsinit import control, workers
 from nsinit.scheduler import Job, Scheduler, Wait
 from nsinit.steps import StepFailed
 from nsinit.workers import Outcome, Trade, Workers
-from runner.wire import Vocabulary
+from runner.wire.codec import Vocabulary
 from tests.kernel.harness import PATIENCE_S
 from tests.leaks import children
 from tests.waiting import SLOWNESS

@@ -7,8 +7,8 @@ import re
 import attrs
 import pytest
 
-from runner.protocol import Cause as Reported
-from runner.protocol import ExecReply
+from runner.wire.protocol import Cause as Reported
+from runner.wire.protocol import ExecReply
 from sandkasten.actors.cause import Facts, find_cause
 from sandkasten.model import Cause, Stream
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from nsinit.runner_kernel import RunnerKernel
-from runner import archive
-from runner.archive import pack, unpack
+from runner.files import archive
+from runner.files.archive import pack, unpack
 
 Change = Callable[[Path], None]
 

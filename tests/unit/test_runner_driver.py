@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner import driver, repl, terminal_driver
+from runner.shell import command_driver, repl, terminal_driver
 
 any_text = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
 
@@ -24,27 +24,27 @@ def sh(script: str) -> bytes:
 def test_a_quoted_word_means_itself(words: list[str]) -> None:
     """No character is special inside `quote`."""
     expected = b"".join(os.fsencode(word) + b"\0" for word in words)
-    assert sh("printf '%s\\0' " + " ".join(map(driver.quote, words))) == expected
+    assert sh("printf '%s\\0' " + " ".join(map(command_driver.quote, words))) == expected
 
 
 @pytest.mark.parametrize("name", ["A", "_", "a1", "PATH", "LC_ALL"])
 def test_variable_names_are_taken(name: str) -> None:
     """What a shell can assign to."""
-    assert driver.is_variable_name(name)
+    assert command_driver.is_variable_name(name)
 
 
 @pytest.mark.parametrize("name", ["", "1a", "a-b", "a b", "a\n", "é", "a=b", "$(x)", "__sk_r"])
 def test_other_names_are_refused(name: str) -> None:
     """Nothing that would be code, and not the driver's own variables."""
-    assert not driver.is_variable_name(name)
+    assert not command_driver.is_variable_name(name)
 
 
 def test_the_driver_is_valid_in_every_shell() -> None:
     """The program parses, and every place-holder is filled in."""
-    plain, busybox = (driver.driver_text("/run/x", 7, is_busybox=is_busybox) for is_busybox in (False, True))
+    plain, busybox = (command_driver.driver_text("/run/x", 7, is_busybox=is_busybox) for is_busybox in (False, True))
     terminal = [terminal_driver.enter("/run/x", interactive=interactive) for interactive in (False, True)]
     terminal += [terminal_driver.leave("/run/x"), terminal_driver.restore("/run/x"), repl.LEAVE]
-    for text in (plain, busybox, driver.busybox_text("/run/x"), *terminal):
+    for text in (plain, busybox, command_driver.busybox_text("/run/x"), *terminal):
         assert not re.search("@[A-Z_]+@", text)
         subprocess.run(["/bin/sh", "-n"], input=text.encode(), check=True)
         subprocess.run(["/bin/bash", "-n"], input=text.encode(), check=True)
@@ -60,18 +60,22 @@ def test_the_text_that_reads_lines_is_valid_in_every_shell() -> None:
 
 def test_news_are_taken_over_once() -> None:
     """A shell that knows a change already keeps what was made of it since."""
-    news = driver.news([(1, "A", "first"), (2, "B", "it's"), (3, "C", None)])
+    news = command_driver.news([(1, "A", "first"), (2, "B", "it's"), (3, "C", None)])
     show = 'printf "$A $B ${C-unset} $__sk_g"'
     assert sh(f"A=0 B=0 C=0 __sk_g=0\n{news}{show}") == b"first it's unset 3"
     assert sh(f"A=own B=0 C=0 __sk_g=1\n{news}{show}") == b"own it's unset 3"
     assert sh(f"A=own B=own C=own __sk_g=3\n{news}{show}") == b"own own own 3"
-    assert driver.news([]) == ""
+    assert command_driver.news([]) == ""
 
 
 @pytest.mark.parametrize("before", ["unset V", "V=old", "export V=old", "V="])
 def test_epilogue_undoes_prologue(before: str) -> None:
     """A variable is set, or unset, as it was."""
-    after = driver.prologue("/tmp", {"V": "new"}) + 'printf "$PWD $V,"\n' + driver.epilogue("/tmp", {"V": "new"})
+    after = (
+        command_driver.prologue("/tmp", {"V": "new"})
+        + 'printf "$PWD $V,"\n'
+        + command_driver.epilogue("/tmp", {"V": "new"})
+    )
     show = 'printf "$PWD ${V-unset}"'
     expected = sh(f"cd /; {before}; {show}")
     assert sh(f"cd /; {before}\n{after}\n{show}") == b"/tmp new," + expected

@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from runner.protocol import FROM_DAEMON, MAX_REQUEST_BYTES, FrameDecoder, Kind, encode_frame
+from runner.wire.protocol import FROM_DAEMON, MAX_REQUEST_BYTES, FrameDecoder, Kind, encode_frame
 from sandkasten.errors import RunnerLost
 from sandkasten.runtime.runner_link import RunnerConnection
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from runner.loop import READ, Loop
+from runner.loop.loop import READ, Loop
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.listeners import NoAnswer, encode_request, parse_answer, parse_table, read_listeners, read_table
-from runner.ports import Watcher, pause_s
-from runner.protocol import ANSWERS, Kind, PortClosed, PortOpened
+from runner.server.listeners import NoAnswer, encode_request, parse_answer, parse_table, read_listeners, read_table
+from runner.server.ports import Watcher, pause_s
+from runner.wire.protocol import ANSWERS, Kind, PortClosed, PortOpened
 
 FAMILIES = st.sampled_from([socket.AF_INET, socket.AF_INET6])
 

@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.processes import Moment, Process, hangs_below, heeds, kill_all, now, parse_stat, scan, started_since
+from runner.process.process_set import (
+    Moment,
+    Process,
+    hangs_below,
+    heeds,
+    kill_all,
+    now,
+    parse_stat,
+    scan,
+    started_since,
+)
 
 SHELL, EARLIER_JOB = 10, 20
 BEGAN = Moment(tick=100, last_pid=30)

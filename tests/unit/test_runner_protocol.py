@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner import protocol
-from runner.protocol import (
+from runner.wire import protocol
+from runner.wire.protocol import (
     ANSWERS,
     FROM_DAEMON,
     FROM_RUNNER,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.account import Account
-from runner.users import MAX_FILE_BYTES, MAX_GROUPS, MAX_ID, resolve
+from runner.loop.account import Account
+from runner.process.users import MAX_FILE_BYTES, MAX_GROUPS, MAX_ID, resolve
 
 PASSWD = b"""\
 root:x:0:0:root:/root:/bin/bash

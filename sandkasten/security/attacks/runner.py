@@ -2,7 +2,7 @@
 
 The attack puts a listener where the runner's socket was, as a runner under foreign control would be. A violation must
 be a typed error for the caller and the end of that session; every other session goes on.
-Sources: runner/protocol.py (what is allowed), CWE-20, CWE-400, CWE-502.
+Sources: runner/wire/protocol.py (what is allowed), CWE-20, CWE-400, CWE-502.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import trio
 
-from runner.protocol import CHUNK_BYTES, MAX_FRAME_BYTES, Kind, encode_frame, encode_header
+from runner.wire.protocol import CHUNK_BYTES, MAX_FRAME_BYTES, Kind, encode_frame, encode_header
 from sandkasten.errors import RunnerLost, RunnerProtocolError, SandkastenError
 from sandkasten.model import EventType, ExecSpec, Status
 from sandkasten.runtime.paths import RUNNER_SOCKET, DataPaths

@@ -1,0 +1,299 @@
+"""A directory tree as a tar archive, and back. Runs in an offshoot as the sandbox user; may block.
+
+What is written is pax (POSIX.1-2001): names of any bytes and length, times to the nanosecond, permission bits, hard
+links. Owners are not kept: on the way back everything belongs to the sandbox user. An archive to unpack is hostile: its
+names are followed one directory at a time and through no link, only directories, regular files and links are made of
+it, set-id bits are dropped, its size is bounded.
+
+Sources: POSIX.1-2024 pax; Python library reference, `tarfile`; openat2(2).
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+import stat
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO
+
+from runner.files.paths import FileRefused
+from runner.files.tree import Found, Walk
+from runner.loop.kernel import RESOLVE_BENEATH, RESOLVE_NO_MAGICLINKS, RESOLVE_NO_SYMLINKS, Kernel
+from runner.wire.protocol import CHUNK_BYTES, Packed
+from runner.wire.tarheaders import StrictHeader
+
+_MAX_LINKED = 200_000
+"""Files with several names that are remembered; a further one is packed once for each name."""
+_PERMISSIONS = 0o777
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_CHANGED = frozenset({errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.ENXIO})
+"""What open(2) or readlink(2) says of a name that is gone, or a link, a file or a socket by now."""
+_NOTHING: IO[bytes] = io.BytesIO()
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_PARENT = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+_WITHIN = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS
+_MAX_PARTS = 2048
+_UNSYNCED_BYTES = 256 * 1024 * 1024
+"""So much may wait to be written to the disk: who makes a workspace of it all has seconds for that, not minutes."""
+_MAX_TIME_S = 2**33
+_TIME = re.compile(r"(-?)([0-9]{1,12})(?:\.([0-9]{1,9})[0-9]*)?\Z")
+
+
+def check_readable(top_fd: int) -> None:
+    """Raise `FileRefused` unless everything that `pack` would pack can be read."""
+    for found in Walk(top_fd):
+        if stat.S_ISREG(found.status.st_mode) and not os.access(found.name, os.R_OK, dir_fd=found.parent_fd):
+            raise FileRefused("PERMISSION_DENIED", f"can't be read: {os.fsdecode(found.path)[:200]}")
+
+
+def pack(top_fd: int, out: IO[bytes]) -> Packed:
+    """Write an archive of all there is below a directory."""
+    entries = size = skipped = 0
+    linked: dict[tuple[int, int], str] = {}
+    with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT, bufsize=CHUNK_BYTES) as archive:
+        for found in Walk(top_fd):
+            if found.is_left:
+                continue
+            try:
+                with _opened(found) as (status, file):
+                    member = _member_of(found, status, linked)
+                    if member is None:
+                        skipped += 1
+                        continue
+                    entries += 1
+                    size += member.size
+                    archive.addfile(member, _Exactly(file))  # type: ignore[arg-type]  # it only reads
+            except _Changed:
+                continue
+            archive.members = []  # type: ignore[attr-defined]  # or tarfile keeps every header in memory
+    return Packed(entries, size, skipped)
+
+
+class _Changed(Exception):
+    """Just now somebody removed it, or put something else in its place."""
+
+
+@contextmanager
+def _opened(found: Found) -> Iterator[tuple[os.stat_result, IO[bytes]]]:
+    """Yield what something is and what is in it, of a regular file both of the same: one that was replaced since it was
+    found must not come with the size of the old one. Raises `_Changed`."""
+    if not stat.S_ISREG(found.status.st_mode):
+        yield found.status, _NOTHING
+        return
+    try:
+        fd = os.open(found.name, _READ, dir_fd=found.parent_fd)
+    except OSError as error:
+        if error.errno in _CHANGED:
+            raise _Changed from None
+        raise
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        raise _Changed
+    with open(fd, "rb", buffering=0) as file:
+        yield status, file
+
+
+def _member_of(found: Found, status: os.stat_result, linked: dict[tuple[int, int], str]) -> tarfile.TarInfo | None:
+    name = os.fsdecode(found.path)
+    member = tarfile.TarInfo(name)
+    member.mode, member.uid, member.gid = stat.S_IMODE(status.st_mode) & _PERMISSIONS, status.st_uid, status.st_gid
+    member.pax_headers = {"mtime": f"{status.st_mtime_ns // 10**9}.{status.st_mtime_ns % 10**9:09d}"}
+    if stat.S_ISDIR(status.st_mode):
+        member.type = tarfile.DIRTYPE
+    elif stat.S_ISLNK(status.st_mode):
+        member.type, member.linkname = tarfile.SYMTYPE, os.fsdecode(_target_of(found))
+    elif not stat.S_ISREG(status.st_mode):
+        return None
+    elif (first := linked.get((status.st_dev, status.st_ino))) is not None:
+        member.type, member.linkname = tarfile.LNKTYPE, first
+    else:
+        member.size = status.st_size
+        if status.st_nlink > 1 and len(linked) < _MAX_LINKED:
+            linked[status.st_dev, status.st_ino] = name
+    return member
+
+
+def _target_of(link: Found) -> bytes:
+    try:
+        return os.readlink(link.name, dir_fd=link.parent_fd)
+    except OSError as error:
+        if error.errno in _CHANGED:
+            raise _Changed from None
+        raise
+
+
+class _Exactly:
+    """A file whose size was told already: what is missing since then reads as zeros."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def read(self, size: int) -> bytes:
+        return self._file.read(size).ljust(size, b"\0")
+
+
+def unpack(top_fd: int, source: IO[bytes], kernel: Kernel, *, max_entries: int, max_bytes: int) -> Packed:
+    """Unpack an archive below a directory.
+
+    Raises:
+        FileRefused: BAD_ARCHIVE, TOO_LARGE.
+        OSError: the disk is full, say.
+    """
+    unpacker = _Unpacker(top_fd, kernel, max_entries, max_bytes)
+    try:
+        with tarfile.open(fileobj=source, mode="r|", bufsize=CHUNK_BYTES, tarinfo=StrictHeader) as archive:
+            while member := archive.next():
+                archive.members = []  # type: ignore[attr-defined]  # or tarfile keeps every header in memory
+                unpacker.take(archive, member)
+    except tarfile.TarError:
+        raise FileRefused("BAD_ARCHIVE", "this is no tar archive, or a broken one") from None
+    except (ValueError, MemoryError, KeyError, IndexError, OverflowError) as error:
+        raise FileRefused("BAD_ARCHIVE", f"the archive is broken ({type(error).__name__})") from None
+    unpacker.finish()
+    return Packed(unpacker.entries, unpacker.size, unpacker.skipped)
+
+
+class _Unpacker:
+    def __init__(self, top_fd: int, kernel: Kernel, max_entries: int, max_bytes: int) -> None:
+        self._top_fd, self._kernel = top_fd, kernel
+        self._max_entries, self._max_bytes = max_entries, max_bytes
+        self.entries = self.size = self.skipped = 0
+        self._unsynced_bytes = 0
+        self._directories: dict[bytes, tuple[int, int]] = {}
+
+    def take(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+        self.entries += 1
+        if self.entries > self._max_entries:
+            raise FileRefused("TOO_LARGE", f"more than {self._max_entries} members")
+        path = _path_of(member.name)
+        if not path:
+            return
+        if not (member.isdir() or member.isreg() or member.issym() or member.islnk()):
+            self.skipped += 1
+            return
+        try:
+            self._make(archive, member, path)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                raise
+            reason = "leads through a link" if error.errno == errno.ELOOP else str(error.strerror).lower()
+            raise FileRefused("BAD_ARCHIVE", f"{reason}: {member.name[:200]}") from None
+
+    def finish(self) -> None:
+        """Give directories their modes and times: before, a closed one would have kept its own files out. What was
+        unpacked is on the disk then."""
+        for path in sorted(self._directories, reverse=True):
+            mode, mtime_ns = self._directories[path]
+            fd = self._kernel.openat2(self._top_fd, path, os.O_RDONLY | _PARENT & ~os.O_PATH, 0, _WITHIN)
+            try:
+                os.utime(fd, ns=(mtime_ns, mtime_ns))
+                os.fchmod(fd, mode)
+            finally:
+                os.close(fd)
+        self._kernel.syncfs(self._top_fd)
+
+    def _make(self, archive: tarfile.TarFile, member: tarfile.TarInfo, path: bytes) -> None:
+        parent, _, name = path.rpartition(b"/")
+        parent_fd = self._open_parent(parent)
+        try:
+            if member.isdir():
+                _make_directory(parent_fd, name)
+                self._directories[path] = member.mode & _PERMISSIONS, _mtime_ns(member)
+                return
+            _make_way(parent_fd, name)
+            if member.issym():
+                os.symlink(os.fsencode(member.linkname), name, dir_fd=parent_fd)
+                os.utime(name, ns=(_mtime_ns(member),) * 2, dir_fd=parent_fd, follow_symlinks=False)
+            elif member.islnk():
+                self._link(member, parent_fd, name)
+            else:
+                self._write(archive, member, parent_fd, name)
+        finally:
+            os.close(parent_fd)
+
+    def _write(self, archive: tarfile.TarFile, member: tarfile.TarInfo, parent_fd: int, name: bytes) -> None:
+        source = archive.extractfile(member)
+        assert source is not None
+        with open(os.open(name, _CREATE, 0o600, dir_fd=parent_fd), "wb", buffering=0) as file:
+            while chunk := source.read(CHUNK_BYTES):
+                self._note_written(len(chunk))
+                rest = memoryview(chunk)
+                while rest:
+                    rest = rest[file.write(rest) :]
+            os.fchmod(file.fileno(), member.mode & _PERMISSIONS)
+            os.utime(file.fileno(), ns=(_mtime_ns(member),) * 2)
+
+    def _note_written(self, size_bytes: int) -> None:
+        self.size += size_bytes
+        if self.size > self._max_bytes:
+            raise FileRefused("TOO_LARGE", f"more than {self._max_bytes} bytes of files")
+        self._unsynced_bytes += size_bytes
+        if self._unsynced_bytes > _UNSYNCED_BYTES:
+            self._kernel.syncfs(self._top_fd)
+            self._unsynced_bytes = 0
+
+    def _link(self, member: tarfile.TarInfo, parent_fd: int, name: bytes) -> None:
+        directory, _, target = _path_of(member.linkname).rpartition(b"/")
+        source_fd = self._open_parent(directory)
+        try:
+            os.link(target, name, src_dir_fd=source_fd, dst_dir_fd=parent_fd, follow_symlinks=False)
+        finally:
+            os.close(source_fd)
+
+    def _open_parent(self, path: bytes) -> int:
+        """Open a directory below the top, making what is missing of it."""
+        try:
+            return self._kernel.openat2(self._top_fd, path or b".", _PARENT, 0, _WITHIN)
+        except FileNotFoundError:
+            pass
+        fd = os.dup(self._top_fd)
+        for name in path.split(b"/"):
+            try:
+                try:
+                    os.mkdir(name, 0o755, dir_fd=fd)
+                except FileExistsError:
+                    pass
+                next_fd = self._kernel.openat2(fd, name, _PARENT, 0, _WITHIN)
+            finally:
+                os.close(fd)
+            fd = next_fd
+        return fd
+
+
+def _path_of(name: str) -> bytes:
+    """Return where a member goes. A leading `/` means nothing; `..` and NUL are no names here."""
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    if ".." in parts or "\0" in name or len(parts) > _MAX_PARTS:
+        raise FileRefused("BAD_ARCHIVE", f"not a plain path: {name[:200]}")
+    return os.fsencode("/".join(parts))
+
+
+def _make_directory(parent_fd: int, name: bytes) -> None:
+    """Nobody but us may use it before it has its mode."""
+    try:
+        os.mkdir(name, 0o700, dir_fd=parent_fd)
+    except FileExistsError:
+        if not stat.S_ISDIR(os.stat(name, dir_fd=parent_fd, follow_symlinks=False).st_mode):
+            raise
+
+
+def _make_way(parent_fd: int, name: bytes) -> None:
+    """The last member of a name is the one that stays, as tar(1) has it."""
+    try:
+        os.unlink(name, dir_fd=parent_fd)
+    except FileNotFoundError:
+        pass
+
+
+def _mtime_ns(member: tarfile.TarInfo) -> int:
+    """Return the time of a member; absurd ones are no reason to refuse it."""
+    exact = _TIME.match(member.pax_headers.get("mtime", ""))
+    if exact is not None:
+        seconds, fraction = int(exact[2]), int((exact[3] or "0").ljust(9, "0"))
+        return 0 if exact[1] else min(seconds, _MAX_TIME_S) * 10**9 + fraction
+    return int(min(max(member.mtime, 0), _MAX_TIME_S)) * 10**9

@@ -1,0 +1,220 @@
+"""Where a path leads inside the sandbox, decided by the kernel with the sandbox user's rights, never lexically.
+
+It must not open a file's content: it hands out O_PATH descriptors whose real place was checked, and later steps go
+through those, so nothing can be exchanged in between.
+
+Sources: openat2(2) (RESOLVE_NO_MAGICLINKS keeps PID 1's own /proc/self out of reach), open(2) "O_PATH",
+proc_pid_fd(5).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from dataclasses import dataclass
+
+from runner.loop.config import RunnerConfig
+from runner.loop.kernel import RESOLVE_NO_MAGICLINKS, Kernel
+from runner.wire.protocol import ErrorCode
+
+_MAX_LINKS = 16
+_NEW_DIRECTORY_MODE = 0o755
+_O_PATH = os.O_PATH | os.O_CLOEXEC
+
+_CODES: dict[int, ErrorCode] = {
+    errno.ENOENT: "FILE_NOT_FOUND",
+    errno.ENOTDIR: "FILE_NOT_FOUND",
+    errno.EACCES: "PERMISSION_DENIED",
+    errno.EPERM: "PERMISSION_DENIED",
+    errno.EROFS: "PERMISSION_DENIED",
+    errno.EISDIR: "IS_DIRECTORY",
+    errno.ENOSPC: "DISK_FULL",
+    errno.EDQUOT: "DISK_FULL",
+    errno.EFBIG: "TOO_LARGE",
+    errno.ENAMETOOLONG: "INVALID_PATH",
+    errno.ELOOP: "PATH_OUTSIDE",
+}
+
+
+class FileRefused(Exception):
+    """A file request fails with this code."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code: ErrorCode = code
+
+
+def refusal(error: OSError, path: str) -> FileRefused:
+    """Return the refusal that says what the kernel said."""
+    number = error.errno or 0
+    return FileRefused(_CODES.get(number, "IO_ERROR"), f"{os.strerror(number).lower()}: {path[:200]}")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a file is or would be: a checked directory (the descriptor is the holder's), a name in it, and, if it
+    exists, its mode."""
+
+    directory_fd: int
+    directory: bytes
+    name: bytes
+    mode: int | None
+
+    @property
+    def path(self) -> bytes:
+        return os.path.join(self.directory, self.name)
+
+
+class Resolver:
+    """Resolves request paths. Every method must be called as the sandbox user (`identity.UserIdentity`)."""
+
+    def __init__(self, config: RunnerConfig, kernel: Kernel) -> None:
+        self._workspace = os.fsencode(config.workspace)
+        self._roots = tuple(os.fsencode(root) for root in config.file_roots)
+        self._kernel = kernel
+
+    def encode(self, path: str) -> bytes:
+        """Return the absolute path a request means.
+
+        Raises:
+            FileRefused: INVALID_PATH.
+        """
+        try:
+            encoded = os.fsencode(path)
+        except UnicodeEncodeError:
+            raise FileRefused("INVALID_PATH", "the path holds a lone surrogate") from None
+        if not encoded or b"\0" in encoded:
+            raise FileRefused("INVALID_PATH", "the path is empty or holds a NUL character")
+        return os.path.join(self._workspace, encoded)
+
+    def is_root(self, path: bytes) -> bool:
+        """Whether an absolute path names one of the allowed roots as such."""
+        return path in self._roots
+
+    def open_existing(self, path: bytes) -> tuple[int, bytes]:
+        """Return an O_PATH descriptor (the caller's) of what `path` leads to, links followed, and its real path.
+
+        Raises:
+            FileRefused: PATH_OUTSIDE.
+            OSError: as open(2).
+        """
+        fd = self._open_path(os.open("/", _O_PATH | os.O_DIRECTORY), path, 0)
+        try:
+            return fd, self.check_inside(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def check_inside(self, fd: int) -> bytes:
+        """Return the real path of an open descriptor.
+
+        Raises:
+            FileRefused: it is not below an allowed root, or was deleted.
+        """
+        path = os.readlink(b"/proc/self/fd/%d" % fd)
+        if not any(path == root or path.startswith(root + b"/") for root in self._roots):
+            roots = ", ".join(os.fsdecode(root) for root in self._roots)
+            raise FileRefused("PATH_OUTSIDE", f"the path leads outside of {roots}")
+        if os.fstat(fd).st_nlink == 0:
+            raise FileRefused("FILE_NOT_FOUND", "the file was deleted")
+        return path
+
+    def target_for_writing(self, path: bytes) -> Target:
+        """Return where writing to `path` puts the file, making the directories that are missing.
+
+        Raises:
+            FileRefused, OSError
+        """
+        self._refuse_directory(path)
+        for _ in range(_MAX_LINKS):
+            directory, name = os.path.split(path)
+            if name in (b"", b".", b".."):
+                raise FileRefused("IS_DIRECTORY", "the path names a directory")
+            directory_fd = self._make_directories(directory)
+            try:
+                real = self.check_inside(directory_fd)
+                link = _read_link(name, directory_fd)
+                if link is None:
+                    return Target(directory_fd, real, name, _mode_of_file(name, directory_fd))
+            except BaseException:
+                os.close(directory_fd)
+                raise
+            os.close(directory_fd)
+            path = os.path.join(real, link)
+        raise FileRefused("PATH_OUTSIDE", "too many symbolic links")
+
+    def _refuse_directory(self, path: bytes) -> None:
+        """Raise what reading would raise of a directory, the allowed roots themselves included, or of what is outside.
+
+        Only for the right word: what lies there may change at any time, and writing checks again.
+        """
+        try:
+            fd, _ = self.open_existing(path)
+        except OSError:
+            return
+        try:
+            if stat.S_ISDIR(os.fstat(fd).st_mode):
+                raise FileRefused("IS_DIRECTORY", "the path names a directory")
+        finally:
+            os.close(fd)
+
+    def _make_directories(self, path: bytes) -> int:
+        """Return an O_PATH descriptor of the directory, made step by step where it is missing."""
+        fd = os.open("/", _O_PATH | os.O_DIRECTORY)
+        for name in path.split(b"/"):
+            if not name:
+                continue
+            try:
+                next_fd = self._open_path(os.dup(fd), name, os.O_DIRECTORY)
+            except FileNotFoundError:
+                try:
+                    self.check_inside(fd)
+                    os.mkdir(name, _NEW_DIRECTORY_MODE, dir_fd=fd)
+                    next_fd = self._open_path(os.dup(fd), name, os.O_DIRECTORY)
+                except FileExistsError:  # a dangling link
+                    raise FileRefused("FILE_NOT_FOUND", "a link on the way leads nowhere") from None
+                finally:
+                    os.close(fd)
+            except BaseException:
+                os.close(fd)
+                raise
+            else:
+                os.close(fd)
+            fd = next_fd
+        return fd
+
+    def _open_path(self, directory_fd: int, path: bytes, flags: int) -> int:
+        """Open relative to a descriptor, which is closed."""
+        try:
+            return self._kernel.openat2(directory_fd, path, _O_PATH | flags, 0, RESOLVE_NO_MAGICLINKS)
+        finally:
+            os.close(directory_fd)
+
+
+def _read_link(name: bytes, directory_fd: int) -> bytes | None:
+    try:
+        return os.readlink(name, dir_fd=directory_fd)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.ENOENT):  # no link, or nothing there
+            return None
+        raise
+
+
+def _mode_of_file(name: bytes, directory_fd: int) -> int | None:
+    try:
+        status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    check_regular(status)
+    return stat.S_IMODE(status.st_mode) & 0o777
+
+
+def check_regular(status: os.stat_result) -> None:
+    """Raises:
+    FileRefused: what was opened is a directory, FIFO, socket or device, which PID 1 must never block on.
+    """
+    if stat.S_ISDIR(status.st_mode):
+        raise FileRefused("IS_DIRECTORY", "the path names a directory")
+    if not stat.S_ISREG(status.st_mode):
+        raise FileRefused("NOT_A_FILE", "the path names something that is not a regular file")

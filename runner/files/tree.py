@@ -1,0 +1,127 @@
+"""Walking a directory tree that somebody else may be changing, and describing what is in it.
+
+Every step is one name below an open directory, so no link is ever followed and nothing outside is reached. What has
+vanished meanwhile is passed over. Runs in an offshoot as the sandbox user; may block.
+
+Sources: openat(2) O_NOFOLLOW; readlink(2); stat(2).
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from runner.files.paths import FileRefused
+from runner.wire.protocol import FileEntry, FileKind
+
+MAX_DEPTH = 4096
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Something in a tree: `name` in the directory `parent_fd`, which is open until the next one is asked for.
+
+    `path` is relative to the top. A directory comes twice: before what is in it, and, `is_left`, behind.
+    """
+
+    parent_fd: int
+    name: bytes
+    path: bytes
+    status: os.stat_result
+    is_left: bool = False
+
+
+class Walk:
+    """Iterate over all there is below a directory. With `passes_denied`, directories that must not be read are passed
+    over and counted; otherwise they are an error."""
+
+    def __init__(self, top_fd: int, *, passes_denied: bool = False) -> None:
+        self._top_fd = top_fd
+        self._passes_denied = passes_denied
+        self.denied = 0
+
+    def __iter__(self) -> Iterator[Found]:
+        stack = [(open_directory(self._top_fd, b"."), _NOTHING)]
+        names = [os.scandir(stack[0][0])]
+        try:
+            while stack:
+                fd, above = stack[-1]
+                entry = next(names[-1], None)
+                if entry is None:
+                    names.pop().close()
+                    os.close(stack.pop()[0])
+                    if above is not _NOTHING:
+                        yield Found(above.parent_fd, above.name, above.path, above.status, is_left=True)
+                    continue
+                found = _look(fd, os.fsencode(entry.name), above.path)
+                if found is None:
+                    continue
+                yield found
+                if stat.S_ISDIR(found.status.st_mode) and (child := self._enter(found, len(stack))) >= 0:
+                    stack.append((child, found))
+                    names.append(os.scandir(child))
+        finally:
+            for each in names:
+                each.close()
+            for fd, _ in stack:
+                os.close(fd)
+
+    def _enter(self, found: Found, depth: int) -> int:
+        if depth >= MAX_DEPTH:
+            raise FileRefused("INVALID_PATH", f"directories are nested more than {MAX_DEPTH} deep")
+        try:
+            return open_directory(found.parent_fd, found.name)
+        except (FileNotFoundError, NotADirectoryError):  # removed or replaced meanwhile
+            return -1
+        except PermissionError:
+            self.denied += 1
+            if self._passes_denied:
+                return -1
+            raise FileRefused("PERMISSION_DENIED", f"can't be read: {os.fsdecode(found.path)[:200]}") from None
+
+
+def open_directory(parent_fd: int, name: bytes) -> int:
+    """Open a directory for reading; `name` is one component, and no link."""
+    return os.open(name, _DIRECTORY, dir_fd=parent_fd)
+
+
+def _look(fd: int, name: bytes, above: bytes) -> Found | None:
+    try:
+        status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return Found(fd, name, os.path.join(above, name), status)
+
+
+def describe(parent_fd: int, name: bytes, status: os.stat_result, *, path: bytes = b"") -> FileEntry:
+    """Return what a client learns of one file."""
+    mode, target = status.st_mode, b""
+    if stat.S_ISLNK(mode):
+        try:
+            target = os.readlink(name, dir_fd=parent_fd)
+        except OSError:  # replaced meanwhile
+            target = b""
+    return FileEntry(
+        name=os.fsdecode(name),
+        kind=_kind_of(mode),
+        size_bytes=status.st_size,
+        mode=stat.S_IMODE(mode),
+        owner=status.st_uid,
+        mtime_us=status.st_mtime_ns // 1000,
+        target=os.fsdecode(target),
+        path=os.fsdecode(path),
+    )
+
+
+def _kind_of(mode: int) -> FileKind:
+    if stat.S_ISREG(mode):
+        return "file"
+    if stat.S_ISDIR(mode):
+        return "directory"
+    return "symlink" if stat.S_ISLNK(mode) else "other"
+
+
+_NOTHING = Found(-1, b"", b"", os.stat_result((0,) * 10))

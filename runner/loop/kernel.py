@@ -1,0 +1,75 @@
+"""The system calls PID 1 needs and the standard library has not, as one protocol. Pure declaration: no I/O, no ctypes.
+
+`nsinit` implements it on its own bindings and hands the object to `runner.server.main.run`, so that the code which lives next
+to hostile programs never loads a library.
+
+Sources: credentials(7), setfsuid(2), capset(2), PR_SET_CHILD_SUBREAPER(2const), openat2(2),
+close_range(2), clone(2) CLONE_INTO_CGROUP.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+AT_FDCWD: Final = -100
+"""`dirfd` that stands for the working directory (fcntl.h)."""
+
+RESOLVE_NO_MAGICLINKS: Final = 0x02
+"""openat2: refuse `/proc/<pid>/fd/N` and its like while a path is resolved (linux/openat2.h)."""
+
+RESOLVE_NO_SYMLINKS: Final = 0x04
+RESOLVE_BENEATH: Final = 0x08
+"""openat2: follow no link at all; never leave the directory the path begins at (linux/openat2.h)."""
+
+FD_MAX: Final = 2**32 - 1
+"""`last` of `close_range` that means every descriptor from `first` on."""
+
+
+class Kernel(Protocol):
+    """What PID 1 asks of the kernel beyond `os`. Every call raises `OSError` when the kernel refuses."""
+
+    def setfsuid(self, uid: int) -> None:
+        """Set the uid that file system checks use; the other credentials stay."""
+
+    def setfsgid(self, gid: int) -> None:
+        """Set the gid that file system checks use; the other credentials stay."""
+
+    def be_first_victim(self, first: bool) -> None:
+        """Write `/proc/self/oom_score_adj`, which children inherit: the out-of-memory killer takes this process before
+        PID 1, or no longer."""
+
+    def prctl_set_pdeathsig(self) -> None:
+        """PR_SET_PDEATHSIG, SIGKILL; a change of ids takes it away."""
+
+    def prctl_set_child_subreaper(self) -> None:
+        """PR_SET_CHILD_SUBREAPER, 1."""
+
+    def clear_caps(self) -> None:
+        """capset(2): empty the effective, permitted and inheritable sets, and so the ambient one."""
+
+    def keep_root_caps(self) -> None:
+        """capset(2), PR_CAP_AMBIENT: the capabilities of the sandbox's root, across execve(2) and until the last uid 0
+        is given up. Fails where no root was provided for."""
+
+    def make_file_rules(self, readable: list[tuple[int, bool]] | None, writable: list[tuple[int, bool]] | None) -> int:
+        """Landlock: return a ruleset, the caller's. Each path is an O_PATH descriptor and whether it is a directory;
+        None means that everything is."""
+
+    def enter_file_rules(self, rules_fd: int) -> None:
+        """landlock_restrict_self(2): from here on this process and all it starts keep to the ruleset."""
+
+    def restrict_command(self) -> None:
+        """Put a command to be under the filter that only commands have: seccomp(2). Without one it does nothing."""
+
+    def openat2(self, dirfd: int, path: bytes, flags: int, mode: int, resolve: int) -> int:
+        """openat2(2); the returned descriptor is the caller's."""
+
+    def syncfs(self, fd: int) -> None:
+        """syncfs(2): wait until all that was written to the file system of `fd` is on the disk."""
+
+    def close_range(self, first: int, last: int) -> None:
+        """close_range(2), flags 0."""
+
+    def fork_into_cgroup(self, cgroup_fd: int) -> int:
+        """clone3(2) with CLONE_INTO_CGROUP: fork, the child born in the cgroup v2 directory `cgroup_fd`; like `os.fork`
+        return its pid, and 0 in the child."""

@@ -1,0 +1,111 @@
+"""Child deaths: signals blocked, SIGCHLD as an event, one `wait4(-1)` for everything PID 1 inherits.
+
+It must not decide anything: it tells whoever watches a pid how that process ended, and what it used.
+
+Sources: pid_namespaces(7) "The namespace init process", signal(7), wait4(2), getrusage(2), proc_pid_status(5),
+signal.set_wakeup_fd.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable
+
+from runner.loop.loop import READ, Loop
+
+OnDeath = Callable[[int], None]
+OnEnd = Callable[[int, resource.struct_rusage], None]
+
+_STATUS_BYTES = 8192
+_FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
+
+
+def block_signals() -> None:
+    """Block what a process could be asked by signal; only SIGCHLD and the process's own faults get through.
+
+    No signal stays ignored, whatever was inherited: that survives execve(2), and a daemon started by nohup(1) would
+    hand its SIGHUP down to every command. It is done here, once, and not in each child, for it takes long.
+    """
+    signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals() - _FAULTS - {signal.SIGCHLD})
+    for number in _ignored_signals():
+        try:
+            signal.signal(number, signal.SIG_DFL)
+        except (OSError, ValueError):  # SIGKILL, SIGSTOP and the two the C library keeps
+            continue
+    signal.signal(signal.SIGCHLD, _ignore)
+
+
+def _ignored_signals() -> list[int]:
+    """Return the signals that are ignored, or all if that can't be known; to reset each would dirty much memory."""
+    try:
+        fd = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _, _, rest = os.read(fd, _STATUS_BYTES).partition(b"\nSigIgn:\t")
+        finally:
+            os.close(fd)
+        mask = int(rest[:16], 16)
+    except (OSError, ValueError):
+        mask = -1
+    return [number for number in range(1, signal.NSIG) if mask >> (number - 1) & 1]
+
+
+def _ignore(_number: int, _frame: object) -> None:
+    """A handler must exist for the wake-up descriptor to be written."""
+
+
+def unblock_signals() -> None:
+    """In a forked child of a process that called `block_signals`: what it executes starts with nothing blocked."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+class Reaper:
+    """Reap every child and call who watches it with the wait status, before its pid can be used again."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._watched: dict[int, OnEnd] = {}
+        self._wake_up_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+        loop.watch(self._wake_up_fd, READ, self._on_wake_up, _cannot_fail)
+
+    def watch(self, pid: int, on_death: OnDeath) -> None:
+        """Call `on_death(wait status)` once, when the child `pid` has ended."""
+        self._watched[pid] = lambda status, _usage: on_death(status)
+
+    def watch_usage(self, pid: int, on_end: OnEnd) -> None:
+        """Call `on_end(wait status, usage)` once: what the child `pid`, and all it waited for, has used."""
+        self._watched[pid] = on_end
+
+    @property
+    def watched(self) -> frozenset[int]:
+        """The children somebody watches: the shells and the programs."""
+        return frozenset(self._watched)
+
+    def _on_wake_up(self, _events: int) -> None:
+        try:
+            os.read(self._wake_up_fd, 4096)
+        except BlockingIOError:
+            pass
+        self.reap()
+
+    def reap(self) -> None:
+        """Collect every child that has ended: SIGCHLD coalesces, so one signal may stand for many."""
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            on_end = self._watched.pop(pid, None)
+            if on_end is not None:
+                self._tell(on_end, status, usage)
+
+    def _tell(self, on_end: OnEnd, status: int, usage: resource.struct_rusage) -> None:
+        self._loop.guard(lambda each: on_end(each, usage), status, _cannot_fail)
+
+
+def _cannot_fail(_error: Exception) -> None:
+    """Nobody to tell: the loss is the watcher's own clean-up, and reaping goes on."""

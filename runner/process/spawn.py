@@ -1,0 +1,209 @@
+"""Turning a fork of PID 1 into a program of the sandbox. The order of the steps is the security of it.
+
+It must not run between fork and execve anything that can block, import or raise past `_become`. What goes wrong there
+is told in one line on the program's own standard error, with the exit status that env(1) would have.
+
+A program with a cgroup of its own is born in it (v2), or enters it before anything else (v1); it never runs outside.
+In v2 writing to `cgroup.procs` would take a lock of the whole machine, and milliseconds; clone3 does not.
+
+Sources: credentials(7), capabilities(7) "Effect of user ID changes on capabilities", PR_SET_DUMPABLE(2const),
+proc_pid_oom_score_adj(5), clone(2) CLONE_INTO_CGROUP, cgroups(7), TIOCSCTTY(2const), exec(3) (the search in PATH),
+POSIX.1-2024 XCU `env` (exit status).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import termios
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from runner.loop.account import ROOT_ID, Account
+from runner.loop.kernel import FD_MAX, Kernel
+from runner.loop.reaper import unblock_signals
+
+START_FAILED_STATUS = 125
+NOT_EXECUTABLE_STATUS = 126
+NOT_FOUND_STATUS = 127
+_NOT_FOUND = (errno.ENOENT, errno.ENOTDIR)
+
+Membership = tuple[str, int]
+"""How a program comes into its cgroup, and the descriptor for it: ("clone", a cgroup v2 directory) or ("join", a v1
+`tasks` file open for writing)."""
+
+
+@dataclass(slots=True)
+class _Launch:
+    """What the child needs to know."""
+
+    argv: list[str]
+    file: str
+    env: Mapping[str, str]
+    cwds: Sequence[bytes]
+    must_enter: bool
+    stdio: tuple[int, int, int] | None
+    account: Account
+    membership: Membership | None
+    controlling_terminal: bool
+    subreaper: bool
+    rules_fd: int
+
+
+def spawn(
+    kernel: Kernel,
+    argv: list[str],
+    *,
+    env: Mapping[str, str],
+    cwds: Sequence[bytes],
+    account: Account,
+    file: str | None = None,
+    must_enter: bool = False,
+    stdio: tuple[int, int, int] | None = None,
+    membership: Membership | None = None,
+    controlling_terminal: bool = False,
+    subreaper: bool = True,
+    rules_fd: int = -1,
+) -> int:
+    """Start a program as a user, with only `stdio` open (default /dev/null); return its pid.
+
+    `file` (default `argv[0]`) is searched for in its PATH unless it holds a slash. Its directory is the first of `cwds`
+    that the user may enter, the root if there is none; with `must_enter` it is `cwds[0]` or the start fails. It leads a
+    session of its own; with `controlling_terminal` descriptor 0 is the terminal of that. With `subreaper` it adopts the
+    orphans below it. `rules_fd` are the file rules it enters last. All descriptors stay the caller's.
+
+    Raises:
+        OSError: no process could be made.
+    """
+    launch = _Launch(
+        *(argv, file or argv[0], env, cwds, must_enter, stdio, account, membership, controlling_terminal, subreaper),
+        rules_fd,
+    )
+    pid = fork(kernel, membership)
+    if pid == 0:
+        try:
+            _become(kernel, launch)
+        finally:
+            os._exit(START_FAILED_STATUS)
+    return pid
+
+
+def fork(kernel: Kernel, membership: Membership | None = None) -> int:
+    """Fork PID 1; return the pid, 0 in the child.
+
+    The child is the out-of-memory killer's first choice, so that a memory hog does not end the sandbox. It could not
+    become that by itself: `/proc/self` is closed to what is not dumpable, and were a fork of PID 1 dumpable for just a
+    moment, the sandbox's root could read PID 1's memory in it. `victims` sees to it that PID 1 is not the first choice
+    itself meanwhile.
+    """
+    kind, group_fd = membership or ("none", -1)
+    kernel.be_first_victim(True)
+    pid = -1
+    try:
+        pid = kernel.fork_into_cgroup(group_fd) if kind == "clone" else os.fork()
+    finally:
+        if pid:
+            kernel.be_first_victim(False)
+    return pid
+
+
+def _become(kernel: Kernel, launch: _Launch) -> None:
+    try:
+        _take_streams(launch.stdio)
+        if launch.membership is not None and launch.membership[0] == "join":
+            os.write(launch.membership[1], b"0")
+        _close_others(kernel, launch.rules_fd)
+        unblock_signals()
+        os.setsid()
+        if launch.subreaper:
+            kernel.prctl_set_child_subreaper()
+        if launch.controlling_terminal:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        change_user(kernel, launch.account)
+        kernel.restrict_command()
+        os.umask(0o022)
+        _enter_directory(launch)
+        if launch.rules_fd >= 0:
+            kernel.enter_file_rules(launch.rules_fd)
+    except OSError as error:
+        _fail(START_FAILED_STATUS, f"cannot start {launch.argv[0]}", error)
+    _execute(launch.file, launch.argv, launch.env)
+
+
+def _close_others(kernel: Kernel, kept_fd: int) -> None:
+    """Close all but the three streams; the one that is kept closes on execve(2)."""
+    if kept_fd < 0:
+        kernel.close_range(3, FD_MAX)
+        return
+    if kept_fd > 3:
+        kernel.close_range(3, kept_fd - 1)
+    kernel.close_range(kept_fd + 1, FD_MAX)
+
+
+def _take_streams(stdio: tuple[int, int, int] | None) -> None:
+    if stdio is not None:  # otherwise 0, 1 and 2 are /dev/null, as in PID 1
+        for number, fd in enumerate(stdio):
+            os.dup2(fd, number)
+
+
+def change_user(kernel: Kernel, account: Account) -> None:
+    """Give up PID 1's ids and capabilities. Whatever the account, nothing of it survives but what root was meant to."""
+    os.setgroups(account.groups)
+    os.setresgid(account.gid, account.gid, account.gid)
+    os.setresuid(account.uid, account.uid, account.uid)
+    if account.uid == ROOT_ID:
+        kernel.keep_root_caps()
+    else:
+        kernel.clear_caps()  # non-zero to non-zero uid: the kernel keeps them unless told
+
+
+def _enter_directory(launch: _Launch) -> None:
+    if launch.must_enter:
+        os.chdir(launch.cwds[0])
+        return
+    for cwd in (*launch.cwds, b"/"):
+        try:
+            os.chdir(cwd)
+        except OSError:
+            continue
+        return
+
+
+def _execute(file: str, argv: list[str], env: Mapping[str, str]) -> NoReturn:
+    """Become the program: the first that can be executed of those the search finds."""
+    failure = OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+    for path in _candidates(file, env):
+        try:
+            os.execve(path, argv, env)
+        except OSError as error:
+            if error.errno == errno.ENOEXEC:  # a script without `#!`
+                failure = _run_script(path, argv, env)
+                break
+            if failure.errno in _NOT_FOUND:
+                failure = error
+            if error.errno not in (*_NOT_FOUND, errno.EACCES):
+                break
+    _fail(NOT_FOUND_STATUS if failure.errno in _NOT_FOUND else NOT_EXECUTABLE_STATUS, argv[0], failure)
+
+
+def _candidates(file: str, env: Mapping[str, str]) -> list[str]:
+    if "/" in file:
+        return [file]
+    return [os.path.join(directory or ".", file) for directory in env.get("PATH", os.defpath).split(":")]
+
+
+def _run_script(path: str, argv: list[str], env: Mapping[str, str]) -> OSError:
+    try:
+        os.execve("/bin/sh", ["/bin/sh", path, *argv[1:]], env)
+    except OSError as error:
+        return error
+
+
+def _fail(status: int, what: str, error: OSError) -> NoReturn:
+    """Tell the user, who may have closed what it is written to, and end."""
+    try:
+        os.write(2, os.fsencode(f"sandkasten: {what}: {os.strerror(error.errno or 0)}\n"))
+    finally:
+        os._exit(status)

@@ -1,0 +1,122 @@
+"""Who a program runs as: a name of the image's account files, or numbers. Parsing is pure; only `look_up` reads.
+
+It must not trust those files: whoever built the image wrote them. They are read as the session's user, up to a bound,
+and a line that makes no sense is no line. Nobody becomes PID 1 or of its group, whatever the files say; nor root or of
+root's, unless the sandbox was built for that.
+
+Sources: passwd(5), group(5), credentials(7).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+
+from runner.loop.account import ROOT_ID, Account
+from runner.loop.context import Context
+from runner.loop.kernel import AT_FDCWD, RESOLVE_NO_MAGICLINKS
+
+MAX_ID = 65534
+"""The largest uid and gid: the one above is PID 1's, and there are no others in the user namespace."""
+
+MAX_FILE_BYTES = 1024 * 1024
+MAX_GROUPS = 64
+
+_NUMBERS = re.compile(r"([0-9]{1,10})(?::([0-9]{1,10}))?")
+_NUMBER = re.compile(rb"[0-9]{1,10}")
+_PASSWD_FIELDS = 7
+_GROUP_FIELDS = 4
+
+
+class NoSuchUser(Exception):
+    """Nobody may run as that; the message says why."""
+
+
+def look_up(context: Context, user: str) -> Account:
+    """Return the account that `user` means in this image.
+
+    Raises:
+        NoSuchUser
+    """
+    account = resolve(user, _read(context, b"/etc/passwd"), _read(context, b"/etc/group"))
+    if account is None:
+        raise NoSuchUser(f"no user a program may run as: {user[:64]!r}")
+    if account.uid == ROOT_ID and not context.config.root_inside:
+        raise NoSuchUser(f"this session was built without root: {user[:64]!r}")
+    return account
+
+
+def resolve(user: str, passwd: bytes, group: bytes) -> Account | None:
+    """Return the account of a name or of `UID[:GID]`, None if there is none or nobody may be it; root is one.
+
+    Numbers need no account; then the group has the same number, the home is `/` (root's `/root`) and the name is the
+    number (root's `root`).
+    """
+    numbers = _NUMBERS.fullmatch(user)
+    if numbers is None:
+        account = _find(passwd, lambda each: each.name == user)
+    else:
+        uid = int(numbers[1])
+        account = _find(passwd, lambda each: each.uid == uid) or _unlisted(uid)
+    if account is None:
+        return None
+    gid = account.gid if numbers is None or numbers[2] is None else int(numbers[2])
+    is_root = account.uid == ROOT_ID
+    if not account.uid <= MAX_ID or not _is_group(gid, is_root=is_root):
+        return None
+    groups = [each for each in _groups_of(account.name, group, is_root=is_root) if each != gid]
+    return Account(account.uid, gid, tuple(groups[:MAX_GROUPS]), account.name, account.home)
+
+
+def _unlisted(uid: int) -> Account:
+    return Account(uid, uid, (), "root", "/root") if uid == ROOT_ID else Account(uid, uid, (), str(uid), "/")
+
+
+def _is_group(gid: int, *, is_root: bool) -> bool:
+    """Return whether one may be in a group: nobody in PID 1's, and only root in root's."""
+    return 0 < gid <= MAX_ID or (gid == ROOT_ID and is_root)
+
+
+def _find(passwd: bytes, is_wanted: Callable[[Account], bool]) -> Account | None:
+    """Return the first account that is wanted."""
+    for fields in _lines(passwd, _PASSWD_FIELDS):
+        if fields[0] and _NUMBER.fullmatch(fields[2]) and _NUMBER.fullmatch(fields[3]):
+            home = os.fsdecode(fields[5]) if fields[5].startswith(b"/") else "/"
+            account = Account(int(fields[2]), int(fields[3]), (), os.fsdecode(fields[0]), home)
+            if is_wanted(account):
+                return account
+    return None
+
+
+def _groups_of(name: str, group: bytes, *, is_root: bool) -> Iterator[int]:
+    """Yield the ids of the groups that list a user as a member, those nobody may be in excepted."""
+    for fields in _lines(group, _GROUP_FIELDS):
+        if os.fsencode(name) in fields[3].split(b",") and _NUMBER.fullmatch(fields[2]):
+            gid = int(fields[2])
+            if _is_group(gid, is_root=is_root):
+                yield gid
+
+
+def _lines(content: bytes, count: int) -> Iterator[list[bytes]]:
+    for line in content[:MAX_FILE_BYTES].split(b"\n"):
+        fields = line.split(b":")
+        if len(fields) == count and b"\0" not in line:
+            yield fields
+
+
+def _read(context: Context, path: bytes) -> bytes:
+    """Return the beginning of a regular file as the session's user sees it, nothing if there is none."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    try:
+        with context.as_user:
+            fd = context.kernel.openat2(AT_FDCWD, path, flags, 0, RESOLVE_NO_MAGICLINKS)
+    except OSError:
+        return b""
+    try:
+        return os.read(fd, MAX_FILE_BYTES) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+    except OSError:
+        return b""
+    finally:
+        os.close(fd)

@@ -1,0 +1,179 @@
+"""Programs beside the shells: which there are, and what a request to run one means in this image.
+
+It must not touch a program's process or streams. Everything is looked up with the rights of the user it will run as.
+
+Sources: openat2(2) (RESOLVE_NO_MAGICLINKS keeps PID 1's own /proc/self out of reach), environ(7).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable
+
+from runner.loop.account import Account
+from runner.loop.context import Context
+from runner.loop.descriptor import Descriptor
+from runner.loop.identity import UserIdentity
+from runner.loop.kernel import AT_FDCWD, RESOLVE_NO_MAGICLINKS
+from runner.process import users
+from runner.process.spawn import Membership
+from runner.programs.program import Plan, Program
+from runner.shell.execution import Sink
+from runner.shell.settings import check_environment, is_argument
+from runner.streams import pty
+from runner.streams.pipes import Leftovers
+from runner.wire.protocol import MAX_PROGRAMS, Error, ErrorCode, RunProgram
+
+_GROUP_NAME = re.compile(r"[a-z0-9-]{1,32}")
+_MAX_TIMEOUT_MS = 2**31
+_TERMINAL = "xterm-256color"
+_DUMB = "dumb"
+_PROMPTS = {"bash": r"\u:\w\$ "}
+_PROMPT = "$USER:$PWD$ "
+
+ShellArgv = Callable[[], list[str] | None]
+"""Tells how the session's shell is started, None if it has none: its absolute path, and for BusyBox the applet."""
+
+
+class Refused(Exception):
+    """A program is not started."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.error = Error(code, message)
+
+
+class Programs:
+    """Owns every program until its reply is out."""
+
+    def __init__(self, context: Context, *, shell_argv: ShellArgv) -> None:
+        self._context = context
+        self._shell_argv = shell_argv
+        self._leftovers = Leftovers(context.loop)
+        self._programs: set[Program] = set()
+
+    def run(self, request: RunProgram, sink: Sink, descriptor: Descriptor) -> Program | None:
+        """Start a program; return it, or None when the request was answered with an error."""
+        program = Program(self._context, request, sink, self._leftovers, on_over=self._programs.discard)
+        fd = descriptor.take()
+        try:
+            program.begin(self._plan(request, fd))
+        except Refused as refused:
+            sink.finish(refused.error)
+            return None
+        except OSError as error:
+            sink.finish(Error("IO_ERROR", f"cannot start the program: {os.strerror(error.errno or 0)}"))
+            return None
+        finally:
+            if fd is not None:
+                os.close(fd)
+        self._programs.add(program)
+        self._context.config.passing("runner.exec.program_started")
+        return program
+
+    def _plan(self, request: RunProgram, fd: int | None) -> Plan:
+        problem = _check(request)
+        if problem is not None:
+            raise Refused("BAD_REQUEST", problem)
+        if len(self._programs) >= MAX_PROGRAMS:
+            raise Refused("TOO_MANY", f"{MAX_PROGRAMS} programs run already")
+        account = self._account(request)
+        identity = self._context.as_user.of(account)
+        cwd = self._directory(request, identity, account)
+        file, argv = self._argv(request)
+        env = self._environment(request, account, cwd, file)
+        return Plan(file, argv, env, cwd, account, identity, _membership(request, fd))
+
+    def _account(self, request: RunProgram) -> Account:
+        if request.user is None:
+            return self._context.as_user.account
+        try:
+            return users.look_up(self._context, request.user)
+        except users.NoSuchUser as error:
+            raise Refused("NO_SUCH_USER", str(error)) from None
+
+    def _directory(self, request: RunProgram, identity: UserIdentity, account: Account) -> bytes:
+        """Return the real path of the directory to start in: the wanted one, or the first there is."""
+        workspace = self._context.config.workspace
+        wanted = [] if request.cwd is None else [os.path.join(workspace, request.cwd)]
+        candidates = wanted or [workspace, account.home, "/"]
+        for path in candidates:
+            try:
+                with identity:
+                    return _real_directory(self._context, os.fsencode(path))
+            except PermissionError:
+                if wanted and account.groups:  # which PID 1 can't put on: the program itself will see
+                    return os.path.normpath(os.fsencode(path))
+            except OSError:
+                continue
+        raise Refused("FILE_NOT_FOUND", f"no directory to run in: {candidates[0][:200]}")
+
+    def _argv(self, request: RunProgram) -> tuple[str, list[str]]:
+        """Return the file to execute and the arguments, of which the first is the name it goes by."""
+        if request.argv:
+            return request.argv[0], list(request.argv)
+        shell = self._shell_argv()
+        if shell is None:
+            raise Refused("NO_SHELL", "the session has no shell")
+        options = ["-i"] if request.interactive else ["-c", request.command or ""]
+        return shell[0], [os.path.basename(shell[-1]), *options]
+
+    def _environment(self, request: RunProgram, account: Account, cwd: bytes, file: str) -> dict[str, str]:
+        env = dict(self._context.settings.env)
+        if request.terminal is not None and env.get("TERM", _DUMB) == _DUMB:
+            env["TERM"] = _TERMINAL
+        if request.interactive:
+            env.setdefault("PS1", _PROMPTS.get(os.path.basename(file), _PROMPT))
+        if request.user is not None:
+            env.update(account.variables)
+        if not request.argv:
+            env["SHELL"] = file
+        env["PWD"] = os.fsdecode(cwd)
+        return {**env, **request.env}
+
+
+def _check(request: RunProgram) -> str | None:
+    """Return what is wrong with a request that no image could serve, or None."""
+    texts = (*request.argv, request.command or "", request.cwd or "", request.user or "")
+    if not all(map(is_argument, texts)):
+        return "an argument, directory or user cannot hold a NUL character or a lone surrogate"
+    if bool(request.argv) == (request.command is not None):
+        return "a program is given by argv or by a command"
+    if request.argv and not request.argv[0]:
+        return "a program has a name"
+    if request.interactive and (request.terminal is None or request.argv or request.command):
+        return "an interactive shell takes a terminal and nothing to run"
+    if request.timeout_ms is not None and not 0 < request.timeout_ms <= _MAX_TIMEOUT_MS:
+        return "timeout_ms is out of range"
+    if request.group is not None and not _GROUP_NAME.fullmatch(request.group.name):
+        return "not a name of a group"
+    if request.terminal is not None and (problem := pty.check_size(request.terminal)) is not None:
+        return problem
+    return check_environment(request.env)
+
+
+def _membership(request: RunProgram, fd: int | None) -> Membership | None:
+    if request.group is None or request.group.membership == "none":
+        return None
+    if fd is None:
+        raise Refused("BAD_REQUEST", "the descriptor of the group is missing")
+    return request.group.membership, fd
+
+
+def _real_directory(context: Context, path: bytes) -> bytes:
+    """Return the real path of a directory that may be entered.
+
+    Raises:
+        OSError: it isn't there, is no directory, or must not be entered.
+    """
+    flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+    fd = context.kernel.openat2(AT_FDCWD, path, flags, 0, RESOLVE_NO_MAGICLINKS)
+    try:
+        os.close(os.open(".", flags, dir_fd=fd))  # looking itself up takes the right to enter it
+        if os.fstat(fd).st_nlink == 0:
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return os.readlink(b"/proc/self/fd/%d" % fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,191 @@
+"""PID 1 of a sandbox: takes the descriptors it was built with and serves until it is killed.
+
+It must not import anything once it runs (the file system is the sandbox's by then), and it never returns.
+
+Sources: pid_namespaces(7) "The namespace init process".
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from runner.files.transfer import FileReader, FileWriter
+from runner.files.worker import FileJobs
+from runner.loop.config import RunnerConfig
+from runner.loop.context import Context
+from runner.loop.descriptor import Descriptor
+from runner.loop.kernel import Kernel
+from runner.loop.reaper import block_signals
+from runner.loop.registry import Reachable
+from runner.loop.sink import Job, Sink
+from runner.programs.programs import Programs
+from runner.server import rehearsal
+from runner.server.kept import KeptRuns
+from runner.server.ports import Ports
+from runner.server.server import Server
+from runner.shell.shells import Shells
+from runner.streams import pty
+from runner.wire.protocol import (
+    AttachRun,
+    Cancel,
+    CloseShell,
+    Done,
+    Error,
+    Exec,
+    ForgetRuns,
+    Hello,
+    ListFiles,
+    ListRuns,
+    Measure,
+    OpenShell,
+    Pack,
+    ReadFile,
+    RemoveFile,
+    Resize,
+    RunProgram,
+    SetEnv,
+    Setup,
+    Signal,
+    StatFile,
+    Thawed,
+    Unpack,
+    Watch,
+    WriteFile,
+)
+
+_FOR_FILES = (Hello, Thawed, ReadFile, WriteFile, ListFiles, StatFile, RemoveFile, Measure, Pack, Unpack)
+
+
+class Service:
+    """Pairs each kind of request with what serves it."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._shells = Shells(context)
+        self._programs: Programs | None = None  # these two when first needed: an idle session is spared their pages
+        self._ports: Ports | None = None
+        self._runs = KeptRuns()
+        self._files = FileJobs(context)
+        self._writers = 0
+
+    def dispatch(self, request: Any, sink: Sink, descriptor: Descriptor) -> Job | None:  # one of REQUESTS
+        """Begin a request; return its job unless it is answered."""
+        if self._context.config.files_only and not isinstance(request, _FOR_FILES):
+            sink.finish(Error("BAD_REQUEST", "there are only files here"))
+            return None
+        match request:
+            case Hello():
+                sink.finish(self._shells.hello())
+            case Setup():
+                self._shells.set_up(request, sink)
+            case SetEnv():
+                self._set_env(request, sink)
+            case Thawed(frozen_ms):
+                self._context.loop.postpone(max(0, frozen_ms) / 1000)
+                sink.finish(Done())
+            case OpenShell():
+                self._wake_ports()
+                self._shells.open(request, descriptor, sink)
+            case CloseShell():
+                self._shells.close(request, sink)
+            case Signal() | Cancel() | Resize():
+                self._reach(request, sink)
+            case Exec():
+                self._wake_ports()
+                return self._runs.begin(request, sink, lambda to: self._shells.submit(request, to))
+            case RunProgram():
+                self._wake_ports()
+                programs = self._programs = self._programs or Programs(self._context, shell_argv=self._shells.argv)
+                return self._runs.begin(request, sink, lambda to: programs.run(request, to, descriptor))
+            case AttachRun():
+                return self._runs.attach(request, sink)
+            case ListRuns():
+                sink.finish(self._runs.list(request))
+            case ForgetRuns():
+                self._runs.forget(request)
+                sink.finish(Done())
+            case Watch():
+                self._ports = self._ports or Ports(self._context, shell_pids=self._shells.pids)
+                return self._ports.watch(sink)
+            case ReadFile():
+                reader = FileReader(self._context)
+                reader.begin(request, sink)
+                return reader
+            case WriteFile():
+                self._writers += 1
+                writer = FileWriter(self._context, self._writers)
+                writer.begin(request, sink)
+                return writer
+            case ListFiles() | StatFile() | RemoveFile() | Measure() | Pack() | Unpack():
+                if self._context.config.files_only:
+                    return self._files.begin(request, sink)
+                sink.finish(Error("BAD_REQUEST", "this is for a sandbox of files alone"))
+        return None
+
+    def _wake_ports(self) -> None:
+        if self._ports is not None:
+            self._ports.wake()
+
+    def _reach(self, request: Signal | Cancel | Resize, sink: Sink) -> None:
+        """Do something to what runs under an id."""
+        problem = _check_reach(request)
+        target = self._context.registry.get(request.exec_id)
+        if problem is not None:
+            sink.finish(Error("BAD_REQUEST", problem))
+        elif target is not None and _act_on(target, request):
+            sink.finish(Done())
+        else:
+            sink.finish(Error("NOT_RUNNING", f"nothing runs as {request.exec_id[:64]!r}"))
+
+    def _set_env(self, request: SetEnv, sink: Sink) -> None:
+        problem = self._context.settings.check(request.env)
+        if problem is not None:
+            sink.finish(Error("BAD_REQUEST", problem))
+            return
+        self._context.settings.change(request.env)
+        sink.finish(Done())
+
+
+def _check_reach(request: Signal | Cancel | Resize) -> str | None:
+    match request:
+        case Signal(number=number):
+            return None if 0 < number < signal.NSIG else "no such signal"
+        case Resize(size=size):
+            return pty.check_size(size)
+        case Cancel():
+            return None
+
+
+def _act_on(target: Reachable, request: Signal | Cancel | Resize) -> bool:
+    match request:
+        case Signal(number=number):
+            return target.signal(number)
+        case Resize(size=size):
+            return target.resize(size)
+        case Cancel(now=now):
+            target.cancel(now=now)
+            return True
+
+
+def rehearse(kernel: Kernel, config: RunnerConfig) -> None:
+    """Serve a request that is refused; for a PID 1 that has nothing to do yet."""
+    rehearsal.rehearse(kernel, config, lambda context: Service(context).dispatch)
+
+
+def run(
+    listener_fd: int, kernel: Kernel, *, on_ready: Callable[[], None], config: RunnerConfig | None = None
+) -> NoReturn:
+    """Be PID 1: serve requests on the listening socket until the sandbox is killed.
+
+    `on_ready` is called once, when the first connection would be served.
+    """
+    config = config or RunnerConfig()
+    block_signals()
+    os.umask(0)  # modes of what is made here are meant as written; commands get 022
+    context = Context.open(config, kernel)
+    Server(context, listener_fd, Service(context).dispatch)
+    on_ready()
+    context.loop.run_forever()

@@ -1,0 +1,187 @@
+"""The queue in front of one persistent shell: one command at a time, in order of arrival.
+
+It must not touch a command's streams; it pairs commands with a waiting shell and passes on what the shell reports.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections import deque
+from collections.abc import Callable
+
+from runner.loop.context import Context
+from runner.loop.identity import UserIdentity
+from runner.process.scope import GroupScope, TreeScope
+from runner.shell import settings
+from runner.shell.execution import Execution, Sink
+from runner.shell.ladder import Ladder
+from runner.shell.shell import Birth, Shell, ShellEvents
+from runner.streams import pty
+from runner.streams.pipes import Leftovers
+from runner.wire.protocol import Exec
+
+_MAX_BEGINNINGS = 2
+_MAX_TIMEOUT_MS = 2**31
+_REAP_S = 0.001
+
+
+class Engine:
+    """Owns the shell and every command that waits, runs or ends."""
+
+    def __init__(self, context: Context, leftovers: Leftovers, *, directory: str, birth: Birth) -> None:
+        """Have the shell started once the answer is out.
+
+        Raises:
+            OSError: its files could not be made.
+        """
+        self._context = context
+        self._leftovers = leftovers
+        self._queue: deque[Execution] = deque()
+        self._current: Execution | None = None
+        self._beginnings = 0
+        self._restarted = False
+        self._closing: Ladder | None = None
+        events = ShellEvents(
+            on_ready=self._on_ready,
+            on_status=self._on_status,
+            on_death=self._on_death,
+            is_begun=self._is_begun,
+            on_unstarted=self._on_unstarted,
+            on_failed=self._on_failed,
+            on_error=self._on_error,
+        )
+        self.shell = Shell(context, directory=directory, birth=birth, events=events)
+        context.loop.call_later(0.0, self.shell.ensure_starting, self._on_error)
+
+    def submit(self, request: Exec, sink: Sink) -> Execution:
+        """Queue a valid request; the shell must not be closing."""
+        execution = Execution(self._context, request, sink, self.shell, self._leftovers, on_over=self._on_over)
+        self._queue.append(execution)
+        self._next()
+        return execution
+
+    def close(self, on_closed: Callable[[], None]) -> None:
+        """Kill the shell and all it started; its commands end as cancelled. `on_closed` follows."""
+        self.shell.retire()
+        group = self.shell.group
+        scope = TreeScope(lambda: self.shell.pid) if group is None else GroupScope(group)
+        self._closing = Ladder(self._context, scope, on_clear=lambda: self._on_clear(on_closed), now=True)
+        self._closing.climb()
+
+    def _on_clear(self, on_closed: Callable[[], None]) -> None:
+        if self.shell.pid is not None:  # dead, and about to be reaped
+            assert self._closing is not None
+            self._context.loop.call_later(_REAP_S, self._closing.climb, lambda _error: on_closed())
+            return
+        self._closing = None
+        current, self._current = self._current, None
+        for execution in (*([current] if current else ()), *self._queue):
+            execution.on_shell_closed()
+        self.shell.close()
+        on_closed()
+
+    def _next(self) -> None:
+        while self._current is None and self._queue:
+            if not self.shell.is_ready:
+                self.shell.ensure_starting()
+                return
+            self._current = self._queue.popleft()
+            self._beginnings = 0
+            self._begin(self._current)
+
+    def _begin(self, execution: Execution) -> None:
+        execution.shell_restarted |= self._restarted
+        self._restarted = False
+        self._beginnings += 1
+        if not may_enter(self._context, self.shell.identity, execution.request.cwd):
+            execution.fail("FILE_NOT_FOUND", f"no directory to run in: {execution.request.cwd}")
+            return
+        try:
+            execution.begin(_new_number())
+        except OSError as error:
+            execution.fail("SHELL_FAILED", f"the shell cannot be handed a command: {os.strerror(error.errno or 0)}")
+
+    # What the shell tells ------------------------------------------------------------------------------------------
+
+    def _on_ready(self) -> None:
+        if self._current is not None:
+            if self._current.has_ended:
+                self._current.conclude(self.shell.cwd)
+            elif self._current.is_taken_back:
+                self._begin(self._current)
+        self._next()
+
+    def _on_status(self, status: int | None) -> None:
+        if self._current is not None:
+            self._current.on_status(status)
+
+    def _on_death(self, wait_status: int) -> None:
+        if self._current is not None and not self._current.is_taken_back and self._current.can_be_retried:
+            self._on_unstarted()
+        if self._current is None or self._current.is_taken_back:
+            self._restarted = True
+        else:
+            self._current.on_shell_death(wait_status)
+
+    def _is_begun(self) -> bool:
+        return self._current is None or self._current.is_begun
+
+    def _on_unstarted(self) -> None:
+        if self._current is None:
+            return
+        if self._beginnings < _MAX_BEGINNINGS:
+            self._current.take_back()
+        else:
+            self._current.fail("SHELL_FAILED", "the shell does not take commands")
+
+    def _on_failed(self) -> None:
+        if self._current is not None and self._current.has_ended:
+            self._current.conclude(self.shell.cwd)
+        elif self._current is not None:
+            self._current.fail("SHELL_FAILED", "the shell cannot be started")
+        while self._queue:
+            self._queue.popleft().fail("SHELL_FAILED", "the shell cannot be started")
+
+    def _on_error(self, _error: Exception) -> None:
+        """Something went wrong between the shell and its command: the command pays, the queue goes on."""
+        if self._current is not None:
+            self._current.fail("IO_ERROR", "the command was lost")
+        self.shell.replace()
+
+    def _on_over(self, execution: Execution) -> None:
+        if execution is self._current:
+            self._current = None
+            self._context.loop.call_soon(self._next, lambda _error: None)
+        elif execution in self._queue:
+            self._queue.remove(execution)
+
+
+def may_enter(context: Context, identity: UserIdentity, cwd: str | None) -> bool:
+    """Return whether there is such a directory for a user, seen from the workspace."""
+    if cwd is None:
+        return True
+    try:
+        with identity:
+            return stat.S_ISDIR(os.stat(os.path.join(context.config.workspace, cwd, ".")).st_mode)
+    except OSError:
+        return False
+
+
+def check_request(request: Exec) -> str | None:
+    """Return what is wrong with a command no shell could be handed, or None."""
+    if not all(settings.is_argument(text) for text in (request.command, request.cwd or "")):
+        return "a command or directory cannot hold a NUL character or a lone surrogate"
+    if request.timeout_ms is not None and not 0 < request.timeout_ms <= _MAX_TIMEOUT_MS:
+        return "timeout_ms is out of range"
+    if request.terminal is not None:
+        return pty.check_size(request.terminal) or settings.check_environment(request.env)
+    if request.interactive:
+        return "an interactive command needs a terminal"
+    return settings.check_environment(request.env)
+
+
+def _new_number() -> int:
+    """Return the number that a command's status must carry: one that no other process of the sandbox can foresee, so
+    that a job of an earlier command can't end a later one by writing to the status FIFO."""
+    return 1 + int.from_bytes(os.urandom(7), "big")

@@ -1,0 +1,82 @@
+"""What the daemon may change while the sandbox runs: the session's variables and the graces of the kill ladder.
+
+It must not know who uses them. Every change of a variable has a number, so that a shell can ask what it missed.
+
+Sources: execve(2) "Limits on size of arguments and environment".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from runner.loop.config import MAX_ENVIRONMENT_BYTES, RunnerConfig
+from runner.shell import command_driver
+from runner.wire.protocol import Graces
+
+Change = tuple[int, str, str | None]
+"""The number of a change, the variable's name and its new value."""
+
+
+class Settings:
+    """`env` is what a new process of the session gets; `revision` counts the changes of it."""
+
+    def __init__(self, config: RunnerConfig) -> None:
+        self.interrupt_grace_s = config.interrupt_grace_s
+        self.terminate_grace_s = config.terminate_grace_s
+        self.kill_grace_s = config.kill_grace_s
+        self.env = config.base_environment()
+        self.revision = 0
+        self.rules_fd = -1
+        """The ruleset of the session's file rules, -1 if it has none."""
+        self._changes: dict[str, tuple[int, str | None]] = {}
+
+    def set_graces(self, graces: Graces) -> None:
+        self.interrupt_grace_s = max(0, graces.interrupt_ms) / 1000
+        self.terminate_grace_s = max(0, graces.terminate_ms) / 1000
+        self.kill_grace_s = max(0, graces.kill_ms) / 1000
+
+    def change(self, env: Mapping[str, str | None]) -> None:
+        """Set variables, or remove those that are None; `check` must have found nothing wrong with them."""
+        self.revision += 1
+        for name, value in env.items():
+            self._changes[name] = (self.revision, value)
+            if value is None:
+                self.env.pop(name, None)
+            else:
+                self.env[name] = value
+
+    def changes_since(self, revision: int) -> list[Change]:
+        """Return the last change of each variable that changed after `revision`."""
+        if revision == self.revision:
+            return []
+        return [(number, name, value) for name, (number, value) in self._changes.items() if number > revision]
+
+    def check(self, env: Mapping[str, str | None]) -> str | None:
+        """Return why a change is refused, or None."""
+        problem = check_environment(env)
+        if problem is None and self._size_with(env) > MAX_ENVIRONMENT_BYTES:
+            problem = f"the environment would exceed {MAX_ENVIRONMENT_BYTES} bytes"
+        return problem
+
+    def _size_with(self, env: Mapping[str, str | None]) -> int:
+        known = {name: value for name, (_, value) in self._changes.items()}
+        return sum(len(name) + len(value or "") + 2 for name, value in {**known, **env}.items())
+
+
+def check_environment(env: Mapping[str, str | None]) -> str | None:
+    """Return what is wrong with names or values that no process could be given, or None."""
+    for name, value in env.items():
+        if not command_driver.is_variable_name(name):
+            return f"not a variable name: {name[:64]!r}"
+        if value is not None and not is_argument(value):
+            return f"not a value of a variable: {name[:64]!r}"
+    return None
+
+
+def is_argument(text: str) -> bool:
+    """Return whether `text` can be handed to a program: no NUL character, no lone surrogate but a hidden byte."""
+    try:
+        text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in text

@@ -1,0 +1,406 @@
+"""One persistent shell: its process, its control FIFOs, its death and its successor.
+
+It must not know what a command's output is or when a command must end; it hands over, reports statuses and deaths, and
+always has, or is getting, a shell that waits for the next command.
+
+Sources: fifo(7) (opening O_RDWR never blocks and never gives end-of-file), `FIONREAD` in pipe(7), getrusage(2)
+(blocks of 512 bytes).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import resource
+import signal
+import stat
+import struct
+import termios
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from runner.loop.context import Context
+from runner.loop.identity import UserIdentity
+from runner.loop.loop import READ, Timer
+from runner.loop.private import open_fifo, open_private, remove_private
+from runner.process import oom_score, process_set
+from runner.process.spawn import Membership, spawn
+from runner.process.storage import WriteMeter
+from runner.shell import command_driver
+from runner.shell.settings import Change
+
+_MAX_FAILED_STARTS = 3
+_START_RETRY_S = 0.1
+_PICK_UP_CHECKS = 10
+_STATUS_BUFFER_BYTES = 65536
+_LINE_BYTES = 64
+_BLOCK_BYTES = 512
+
+_SHELLS = {
+    "bash": ("/bin/bash", "/usr/bin/bash", "/usr/local/bin/bash"),
+    "sh": ("/bin/sh", "/usr/bin/sh"),
+    "busybox": ("/bin/busybox", "/usr/bin/busybox"),
+}
+
+
+def find_shell(preferred: str) -> list[str] | None:
+    """Return the argv that starts the preferred shell, or the best the image has, or None."""
+    if preferred.startswith("/"):
+        candidates = [preferred]
+    else:
+        candidates = [path for name in (preferred, "bash", "sh", "busybox") for path in _SHELLS.get(name, ())]
+    for path in candidates:
+        try:
+            status = os.stat(path)
+        except OSError:
+            continue
+        if stat.S_ISREG(status.st_mode) and status.st_mode & 0o001:
+            return [path, "sh"] if path.endswith("/busybox") else [path]
+    return None
+
+
+def is_busybox(path: str) -> bool:
+    """Return whether a shell is BusyBox's, by whatever name."""
+    return os.path.basename(os.path.realpath(path)) == "busybox"
+
+
+def pending_bytes(fd: int) -> int:
+    """Return how many bytes a pipe holds now."""
+    return int(struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, b"\0\0\0\0"))[0])
+
+
+@dataclass(frozen=True, slots=True)
+class ShellEvents:
+    """Whom a `Shell` tells. `on_ready`: a (new) shell waits for a command. `on_status(status)`: its command
+    ended, or holds its stdin (status None). `on_death(wait status)`: a shell that had been ready is gone.
+    `is_begun()` asks whether the command handed over last has begun, `on_unstarted` says it never will. `on_failed`: no
+    shell can be started. `on_error`: a turn was lost."""
+
+    on_ready: Callable[[], None]
+    on_status: Callable[[int | None], None]
+    on_death: Callable[[int], None]
+    is_begun: Callable[[], bool]
+    on_unstarted: Callable[[], None]
+    on_failed: Callable[[], None]
+    on_error: Callable[[Exception], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """What a shell process starts with: its program, variables beside the session's, first directory, user, cgroup."""
+
+    argv: list[str]
+    env: Mapping[str, str]
+    cwd: bytes
+    identity: UserIdentity
+    membership: Membership | None = None
+    group: str | None = None
+
+
+class Shell:
+    """Owns the shell process, its directory (below the private one) and the files `ctl`, `status` and `state` there."""
+
+    def __init__(self, context: Context, *, directory: str, birth: Birth, events: ShellEvents) -> None:
+        self._context = context
+        self._config = context.config
+        self.directory = directory
+        self._birth = birth
+        self._is_busybox = is_busybox(birth.argv[0])
+        self._events = events
+        self.pid: int | None = None
+        self.is_ready = False
+        self.is_closed = False
+        self.is_deaf = False
+        """Whether it ignores what a terminal's end would send it, until the next command restores its own traps."""
+        self._was_deaf = False
+        self.group = birth.group
+        self.cwd = birth.cwd
+        self.written_bytes = -1
+        """What the last command wrote to storage, -1 if unknown."""
+        self._meter = WriteMeter()
+        self._revision = context.settings.revision
+        self._revision_before = self._revision
+        self._was_ready = False
+        self._failed_starts = 0
+        self._start_attempts = 0
+        self._timer: Timer | None = None
+        self._checks_left = 0
+        self._status_buffer = b""
+        self._line = b""
+        self._number = 0
+        os.mkdir(directory, 0o711)
+        self._control_fd = self._make_fifo("ctl", 0o644)
+        self._status_fd = self._make_fifo("status", 0o622)
+        self._make_file("state", b"", 0o666)
+        if self._is_busybox:
+            self._make_file("run", command_driver.busybox_text(directory).encode(), 0o644)
+        context.loop.watch(self._status_fd, READ, self._on_status_readable, events.on_error)
+
+    def file(self, name: str) -> str:
+        """Return the path of a file in the shell's directory."""
+        return f"{self.directory}/{name}"
+
+    @property
+    def identity(self) -> UserIdentity:
+        """Whom it runs as."""
+        return self._birth.identity
+
+    @property
+    def argv(self) -> list[str]:
+        """The program and, for BusyBox, the applet."""
+        return self._birth.argv
+
+    @property
+    def path(self) -> str:
+        return self._birth.argv[0]
+
+    def start(self) -> None:
+        """Start a shell process; `on_ready` follows. The first gets the environment, later ones the saved state."""
+        self.is_ready = self._was_ready = self.is_deaf = False
+        self._number = 0
+        cwds = (self.cwd, os.fsencode(self._config.workspace), os.fsencode(self.identity.account.home))
+        self._status_buffer = b""
+        self._drain(self._status_fd)
+        self._drain(self._control_fd)
+        try:
+            has_state = os.stat(self.file("state")).st_size > 0
+        except OSError:  # the sandbox's root has taken it, or the way to it
+            self._events.on_failed()
+            return
+        try:
+            self.pid = self._spawn(self._environment(has_state=has_state), cwds)
+        except OSError:  # EAGAIN: the sandbox has as many processes as it may have
+            self._retry_start()
+            return
+        self._start_attempts = 0
+        self._context.reaper.watch_usage(self.pid, self._on_dead)
+        self._set_timer(self._config.start_grace_s, self._on_slow_start)
+
+    def _environment(self, *, has_state: bool) -> dict[str, str]:
+        if has_state:
+            self._revision = self._revision_before  # the command that brought the latest may not have been saved
+            return {}
+        self._revision = self._revision_before = self._context.settings.revision
+        return {"SHELL": self.path, **self._context.settings.env, **self._birth.env}
+
+    def _spawn(self, env: dict[str, str], cwds: tuple[bytes, ...]) -> int:
+        """Start the process; its program comes in a variable, or through a pipe that holds all of it."""
+        program = command_driver.driver_text(self.directory, self._revision, is_busybox=self._is_busybox)
+        context = self._context
+        options: dict[str, Any] = {  # those of `spawn`
+            "cwds": cwds,
+            "account": self.identity.account,
+            "membership": self._birth.membership,
+            "rules_fd": context.settings.rules_fd,
+        }
+        kernel, argv = self._context.kernel, self._birth.argv
+        if not self._is_busybox:
+            argv = [*argv, "-c", command_driver.PROGRAM, os.path.basename(argv[-1])]
+            return spawn(kernel, argv, env=env | {command_driver.VARIABLE: program}, **options)
+        read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+        try:
+            os.write(write_fd, program.encode())
+            return spawn(kernel, [*argv, "-s"], env=env, stdio=(read_fd, 0, 0), **options)
+        finally:
+            os.close(read_fd)
+            os.close(write_fd)
+
+    def _retry_start(self) -> None:
+        self._start_attempts += 1
+        if self._start_attempts * _START_RETRY_S < self._config.start_grace_s:
+            self._set_timer(_START_RETRY_S, self.start)
+        else:
+            self._start_attempts = 0
+            self._events.on_failed()
+
+    def ensure_starting(self) -> None:
+        """Start a shell if none is running or coming, after starting one had been given up."""
+        if self.pid is None and self._timer is None and not self.is_closed:
+            self.start()
+
+    def news(self) -> list[Change]:
+        """Return what changed of the session's variables since this shell took them over."""
+        return self._context.settings.changes_since(self._revision)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the next command must be preceded by something."""
+        return self.is_deaf or self._revision != self._context.settings.revision
+
+    def hand_over(self, number: int, mode: str, *, on_terminal: bool) -> None:
+        """Give the waiting shell its next command, whose files are in place, the `news` among them."""
+        self.is_ready = False
+        self._was_deaf, self.is_deaf = self.is_deaf, on_terminal
+        self._revision_before, self._revision = self._revision, self._context.settings.revision
+        self._line = b"%d %s %d\n" % (number, mode.encode(), number)
+        self._number = number
+        os.write(self._control_fd, self._line)
+        self._checks_left = _PICK_UP_CHECKS
+        self._set_timer(self._config.pick_up_grace_s / _PICK_UP_CHECKS, self._check_picked_up)
+
+    def take_back(self) -> bool:
+        """Withdraw the command handed over last if the shell has not read any of it; return whether that was so."""
+        left = self._drain(self._control_fd)
+        if left == self._line:
+            self._cancel_timer()
+            self._number = 0
+            self.is_ready = True
+            self.is_deaf, self._revision = self._was_deaf, self._revision_before
+            return True
+        if left:
+            os.write(self._control_fd, left)  # the shell holds the beginning of the line and waits for the rest
+        return False
+
+    def signal(self, number: int) -> None:
+        if self.pid is not None:
+            process_set.send_signal(self.pid, number)
+
+    def abandon(self) -> None:
+        """Ask the shell to leave the command it runs; repeat it until a status comes."""
+        self.signal(command_driver.ABANDON_SIGNAL)
+        self.signal(signal.SIGCONT)  # afterwards: a stopped shell must not run on before it sees the first
+
+    def replace(self) -> None:
+        """Kill the shell; `on_death` and then a new one follow."""
+        self.signal(signal.SIGKILL)
+
+    def _on_dead(self, status: int, usage: resource.struct_rusage) -> None:
+        was_ready, self.pid, self.is_ready = self._was_ready, None, False
+        self.written_bytes = self._meter.close(usage.ru_oublock * _BLOCK_BYTES)
+        self._cancel_timer()
+        if self.is_closed:
+            return
+        self._on_status_readable(0)  # it may have reported and died right after
+        self._failed_starts = 0 if was_ready else self._failed_starts + 1
+        if was_ready:
+            self._events.on_death(status)
+        if self._failed_starts < _MAX_FAILED_STARTS:
+            self.start()
+        else:
+            self._failed_starts = _MAX_FAILED_STARTS - 1  # one more try whenever a command asks for it
+            self._events.on_failed()
+
+    def _on_slow_start(self) -> None:
+        self.signal(signal.SIGKILL)
+
+    def _check_picked_up(self) -> None:
+        """Replace a shell that does not begin its command. Many short looks, not one long wait: time passes while a
+        sandbox is frozen, too."""
+        if self._events.is_begun():
+            return
+        self._checks_left -= 1
+        if self._checks_left > 0:
+            self._set_timer(self._config.pick_up_grace_s / _PICK_UP_CHECKS, self._check_picked_up)
+        else:
+            self._events.on_unstarted()
+            self.replace()
+
+    def _on_status_readable(self, _events: int) -> None:
+        try:
+            data = os.read(self._status_fd, _STATUS_BUFFER_BYTES)
+        except BlockingIOError:
+            return
+        *lines, rest = (self._status_buffer + data).split(b"\n")
+        self._status_buffer = rest[-_LINE_BYTES:]
+        own = (b"0 ", b"%d " % self._number)
+        for line in lines:
+            if line.startswith(own):
+                self._on_status_line(line)
+
+    def _on_status_line(self, line: bytes) -> None:
+        """Take a report of the driver. A command can write here too, and what makes no sense is dropped."""
+        if line == b"0 0" and not self._was_ready:
+            self._on_started()
+        elif line == b"0 r" and self._number and not self._events.is_begun():
+            self._drain(self._control_fd)
+            os.write(self._control_fd, self._line)  # a signal cut the last one short; it is run once at most
+        number, _, status = line.partition(b" ")
+        if number != b"%d" % self._number or self._number == 0:
+            return
+        if status == b"+":
+            self._events.on_status(None)
+        elif status.isdigit() and len(status) <= 3:
+            self._number = 0
+            self._cancel_timer()
+            self.is_ready = self.pid is not None
+            self._look()
+            self._events.on_status(int(status))
+
+    def _on_started(self) -> None:
+        self._cancel_timer()
+        self._was_ready = self.is_ready = True
+        self._failed_starts = 0
+        if self.pid is not None:
+            oom_score.offer(self.identity, self.pid)
+        self._look()
+        self._events.on_ready()
+
+    def _look(self) -> None:
+        """Learn from the kernel where the shell is and what it has written, as the shell's user: PID 1 may not look
+        without its uid."""
+        if self.pid is None:
+            return
+        try:
+            with self.identity:
+                self.written_bytes = self._meter.read(self.pid)
+                self.cwd = os.readlink(b"/proc/%d/cwd" % self.pid).removesuffix(b" (deleted)")
+        except OSError:
+            pass  # it ended this instant; the directory known last stays
+
+    def _make_file(self, name: str, content: bytes, mode: int) -> None:
+        fd = open_private(self.file(name), os.O_CREAT | os.O_WRONLY, mode)
+        try:
+            os.write(fd, content)
+        finally:
+            os.close(fd)
+
+    def _make_fifo(self, name: str, mode: int) -> int:
+        path = self.file(name)
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        os.mkfifo(path, mode)
+        return open_fifo(path, os.O_RDWR)
+
+    def retire(self) -> None:
+        """Report nothing more and start nothing; whoever calls this ends the process."""
+        self.is_closed = True
+        self.is_ready = False
+        self._cancel_timer()
+
+    def close(self) -> None:
+        """Give everything up; the process is gone."""
+        del self._events  # it refers back, and PID 1 collects no cycles
+        self._context.loop.unwatch(self._status_fd)
+        for fd in (self._control_fd, self._status_fd):
+            os.close(fd)
+        if self._birth.membership is not None:
+            os.close(self._birth.membership[1])
+        with contextlib.suppress(OSError):  # the sandbox's root may have taken them, or the way to them
+            for name in os.listdir(self.directory):
+                remove_private(self.file(name))
+            os.rmdir(self.directory)
+
+    @staticmethod
+    def _drain(fd: int) -> bytes:
+        """Return what a FIFO holds, as far as it can be of interest."""
+        try:
+            return os.read(fd, _STATUS_BUFFER_BYTES)
+        except BlockingIOError:
+            return b""
+
+    def _set_timer(self, delay_s: float, callback: Callable[[], None]) -> None:
+        self._cancel_timer()
+        self._timer = self._context.loop.call_later(delay_s, lambda: self._on_timer(callback), self._events.on_error)
+
+    def _on_timer(self, callback: Callable[[], None]) -> None:
+        self._timer = None
+        callback()
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -1,0 +1,82 @@
+"""Pseudo-terminals: one pair made, its size, and who is in its foreground.
+
+It must not read or write the bytes that go through. The terminal side belongs to the user who will sit at it: both
+sides are opened with that user's file system ids, so that a program may open `/dev/tty` or `/dev/stdout` again.
+What holds for the master side: reading gives EIO once nobody has the terminal side open, and waits before anybody had.
+
+Sources: pts(4), ioctl_tty(2), TIOCSPTLCK(2const), TIOCSWINSZ(2const), termios(3), devpts in Documentation/filesystems.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import termios
+
+from runner.loop.context import Context
+from runner.loop.identity import UserIdentity
+from runner.wire.protocol import TerminalSize
+
+MAX_CELLS = 10_000
+"""Most columns, and most rows, a terminal may have."""
+
+_OPEN_FLAGS = os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC
+"""PID 1 leads a session: without O_NOCTTY the first terminal it opens would become its own."""
+
+_TIOCSPTLCK = 0x40045431
+_TIOCGPTN = 0x80045430
+_IUTF8 = 0o40000
+"""asm-generic/ioctls.h and asm-generic/termbits.h; x86, arm64 and riscv use these."""
+
+_INT = struct.Struct("i")
+_WINSIZE = struct.Struct("4H")
+_INPUT_FLAGS = 0
+
+
+def check_size(size: TerminalSize) -> str | None:
+    """Return what is wrong with a size, or None."""
+    if 0 < size.cols <= MAX_CELLS and 0 < size.rows <= MAX_CELLS:
+        return None
+    return f"a terminal has 1 to {MAX_CELLS} columns and rows"
+
+
+def open_pty(context: Context, size: TerminalSize, identity: UserIdentity | None = None) -> tuple[int, str]:
+    """Return the non-blocking master side of a new terminal, which is the caller's, and the path of the other side.
+
+    Raises:
+        OSError: the sandbox has as many terminals as it may have, say.
+    """
+    with identity or context.as_user:
+        master_fd = os.open("/dev/ptmx", _OPEN_FLAGS | os.O_NONBLOCK)
+    try:
+        fcntl.ioctl(master_fd, _TIOCSPTLCK, _INT.pack(0))
+        (number,) = _INT.unpack(fcntl.ioctl(master_fd, _TIOCGPTN, _INT.pack(0)))
+        attributes = termios.tcgetattr(master_fd)
+        attributes[_INPUT_FLAGS] |= _IUTF8  # erasing takes a whole character; the kernel's other defaults are sane
+        termios.tcsetattr(master_fd, termios.TCSANOW, attributes)
+        set_size(master_fd, size)
+    except BaseException:
+        os.close(master_fd)
+        raise
+    return master_fd, f"/dev/pts/{number}"
+
+
+def open_terminal(context: Context, path: str, identity: UserIdentity | None = None) -> int:
+    """Return a descriptor of the terminal side, the caller's; it does not become anybody's controlling terminal."""
+    with identity or context.as_user:
+        return os.open(path, _OPEN_FLAGS)
+
+
+def set_size(master_fd: int, size: TerminalSize) -> None:
+    """Change the size of a terminal: those in its foreground get SIGWINCH."""
+    fcntl.ioctl(master_fd, termios.TIOCSWINSZ, _WINSIZE.pack(size.rows, size.cols, 0, 0))
+
+
+def foreground_group(master_fd: int) -> int | None:
+    """Return the process group in the foreground of a terminal, None if it is nobody's controlling terminal."""
+    try:
+        group = os.tcgetpgrp(master_fd)
+    except OSError:
+        return None
+    return group if group > 1 else None

@@ -1,0 +1,173 @@
+"""Strict JSON codec for the frozen dataclasses that cross a trust boundary.
+
+Owns the one rule for turning a message into JSON and back: every field present in the JSON must be a field of the
+class, every field without a default must be present, and every value must have exactly the annotated type (a bool is
+not an int, an int is not a float). It rejects and never repairs. It does no I/O.
+
+Both wire contracts (`runner.wire.protocol`, `nsinit.protocol`) stand on it; it lives in the lowest trust domain so that all
+may import it. Stdlib only: PID 1 of every sandbox carries this module in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_encode_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+
+_PLAIN = frozenset({str, int, bool, float, types.NoneType})
+"""Types whose JSON value is the value itself."""
+
+TAG = "type"
+"""The JSON key that names the message class."""
+
+
+class ProtocolError(Exception):
+    """The peer sent bytes that are no message of the contract. The connection is unusable afterwards."""
+
+
+class Vocabulary:
+    """The closed set of message classes one direction of a connection may carry.
+
+    Built once, at import: type hints are resolved here so that decoding needs no look-up later (PID 1 decodes after
+    `pivot_root`, when no import can work).
+    """
+
+    def __init__(self, *classes: type) -> None:
+        self._classes = {cls.__name__: cls for cls in classes}
+        for cls in classes:
+            _fields(cls)
+
+    @property
+    def classes(self) -> tuple[type, ...]:
+        """The message classes there are."""
+        return tuple(self._classes.values())
+
+    def encode(self, message: object) -> bytes:
+        """Return `message` as ASCII JSON, without what is as by default; its class must belong to this vocabulary."""
+        cls = type(message)
+        if self._classes.get(cls.__name__) is not cls:
+            raise ProtocolError(f"{cls.__name__} is not a message of this contract")
+        body: dict[str, Any] = {TAG: cls.__name__}
+        defaults = _default_cache[cls]
+        for name in _field_cache[cls][0]:
+            value = getattr(message, name)
+            if name not in defaults or value is not defaults[name]:
+                body[name] = _unstructure(value)
+        return _encode_json(body).encode("ascii")
+
+    def decode(self, data: bytes) -> Any:  # the caller matches on the class
+        """Return the message in `data`.
+
+        Raises:
+            ProtocolError: not JSON, not an object, an unknown tag, an unknown or missing field, or a wrong type.
+        """
+        try:
+            body = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(f"not JSON: {type(error).__name__}") from None
+        if not isinstance(body, dict):
+            raise ProtocolError(f"expected an object, got {type(body).__name__}")
+        tag = body.pop(TAG, None)
+        cls = self._classes.get(tag) if isinstance(tag, str) else None
+        if cls is None:
+            raise ProtocolError(f"unknown message {str(tag)[:40]!r}")
+        return structure(body, cls, where=cls.__name__)
+
+
+def structure(value: object, expected: Any, *, where: str) -> Any:  # `expected` is a type expression
+    """Check `value` (as `json.loads` made it) against a type expression and build dataclasses from objects.
+
+    Raises:
+        ProtocolError: names the first place (`where`) that does not fit.
+    """
+    if type(value) is expected:
+        return value
+    origin = typing.get_origin(expected)
+    if origin in (typing.Union, types.UnionType):
+        return _structure_union(value, typing.get_args(expected), where)
+    if origin is typing.Literal:
+        if any(value == choice and type(value) is type(choice) for choice in typing.get_args(expected)):
+            return value
+        raise ProtocolError(f"{where}: not one of {typing.get_args(expected)}")
+    if origin is tuple:
+        item = typing.get_args(expected)[0]
+        if not isinstance(value, list):
+            raise ProtocolError(f"{where}: expected a list, got {type(value).__name__}")
+        return tuple(structure(each, item, where=f"{where}[{index}]") for index, each in enumerate(value))
+    if origin in (dict, Mapping):
+        item = typing.get_args(expected)[1]
+        if not isinstance(value, dict):
+            raise ProtocolError(f"{where}: expected an object, got {type(value).__name__}")
+        return {key: structure(each, item, where=f"{where}.{key}") for key, each in value.items()}
+    if dataclasses.is_dataclass(expected):
+        return _structure_dataclass(value, typing.cast(type, expected), where)
+    raise ProtocolError(f"{where}: expected {expected.__name__}, got {type(value).__name__}")
+
+
+_field_cache: dict[type, tuple[dict[str, Any], frozenset[str]]] = {}
+_default_cache: dict[type, dict[str, Any]] = {}
+
+
+def _fields(cls: type) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return ({field: type expression}, required fields) of a dataclass, resolving nested ones too."""
+    if cls not in _field_cache:
+        hints = typing.get_type_hints(cls)
+        required = frozenset(
+            field.name
+            for field in dataclasses.fields(cls)
+            if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        )
+        _default_cache[cls] = {
+            field.name: field.default for field in dataclasses.fields(cls) if field.default is not dataclasses.MISSING
+        }
+        _field_cache[cls] = ({field.name: hints[field.name] for field in dataclasses.fields(cls)}, required)
+        for hint in _field_cache[cls][0].values():
+            for nested in (hint, *typing.get_args(hint)):
+                if dataclasses.is_dataclass(nested):
+                    _fields(typing.cast(type, nested))
+    return _field_cache[cls]
+
+
+def _structure_dataclass(value: object, cls: type, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise ProtocolError(f"{where}: expected an object, got {type(value).__name__}")
+    hints, required = _fields(cls)
+    unknown = value.keys() - hints.keys()
+    missing = required - value.keys()
+    if unknown or missing:
+        raise ProtocolError(f"{where}: unknown {sorted(unknown)[:5]}, missing {sorted(missing)[:5]}")
+    return cls(**{name: structure(each, hints[name], where=f"{where}.{name}") for name, each in value.items()})
+
+
+def _structure_union(value: object, choices: tuple[Any, ...], where: str) -> Any:
+    if value is None:
+        if type(None) in choices:
+            return None
+        raise ProtocolError(f"{where}: null")
+    error = ProtocolError(f"{where}: no fitting type")
+    for choice in choices:
+        if choice is not type(None):
+            try:
+                return structure(value, choice, where=where)
+            except ProtocolError as refused:
+                error = refused
+    raise error
+
+
+def _unstructure(value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {name: _unstructure(getattr(value, name)) for name in _fields(type(value))[0]}
+    if isinstance(value, tuple | list):
+        return [_unstructure(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _unstructure(each) for key, each in value.items()}
+    return value

@@ -1,0 +1,477 @@
+"""The contract between the daemon and PID 1 of a sandbox: frames, messages, limits. Sans-I/O.
+
+One `AF_UNIX SOCK_STREAM` connection carries one request at a time, so the kernel does the flow control and closing the
+connection cancels what runs on it; after the final frame the connection is idle and may carry the next request.
+
+    daemon → runner   REQUEST, then while it runs: DATA* END (stdin or upload bytes), CANCEL
+    runner → daemon   STARTED?, then STDOUT / STDERR / DATA* / EVENT*, and exactly one final REPLY or ERROR
+
+A command that must be reached while its connection is full of unread standard input is reached on another connection:
+`Signal`, `Cancel` and `Resize` name it by its id. `RunProgram` and `OpenShell` may bring one descriptor (SCM_RIGHTS, on
+the frame's first byte), the cgroup of their own that the new process is born in; see `Membership`.
+
+A run begun with a `ticket` is kept when its connection breaks, instead of being cancelled, and is found again by
+`ListRuns` and `AttachRun`: `kept_messages`.
+
+The daemon treats every byte from the runner as hostile: the decoder refuses oversized and unknown frames and stays in
+error afterwards; `wire.Vocabulary` refuses every body that is not exactly one of the messages below.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass, field
+from typing import Literal
+
+from runner.wire.codec import ProtocolError, Vocabulary
+from runner.wire.fileprotocol import FileEntry as FileEntry
+from runner.wire.fileprotocol import FileInfo as FileInfo
+from runner.wire.fileprotocol import FileKind as FileKind
+from runner.wire.fileprotocol import ListFiles as ListFiles
+from runner.wire.fileprotocol import Listing as Listing
+from runner.wire.fileprotocol import Measure as Measure
+from runner.wire.fileprotocol import Measured as Measured
+from runner.wire.fileprotocol import Pack as Pack
+from runner.wire.fileprotocol import Packed as Packed
+from runner.wire.fileprotocol import ReadFile as ReadFile
+from runner.wire.fileprotocol import RemoveFile as RemoveFile
+from runner.wire.fileprotocol import StatFile as StatFile
+from runner.wire.fileprotocol import Unpack as Unpack
+from runner.wire.fileprotocol import WriteFile as WriteFile
+from runner.wire.kept_messages import KEPT_RUN_BYTES as KEPT_RUN_BYTES
+from runner.wire.kept_messages import MAX_TICKET_CHARS as MAX_TICKET_CHARS
+from runner.wire.kept_messages import Attached as Attached
+from runner.wire.kept_messages import AttachRun as AttachRun
+from runner.wire.kept_messages import ForgetRuns as ForgetRuns
+from runner.wire.kept_messages import ListRuns as ListRuns
+from runner.wire.kept_messages import RunEntry as RunEntry
+from runner.wire.kept_messages import RunList as RunList
+
+__all__ = ["Frame", "FrameDecoder", "Kind", "ProtocolError", "encode_frame"]
+
+PROTOCOL_VERSION = 3
+"""What is spoken here. A sandbox may outlive several daemons: they serve any PID 1 from `OLDEST_VERSION` on, and
+ask of it what its version knows."""
+
+OLDEST_VERSION = 2
+KEPT_RUNS_VERSION = 3
+"""Since when runs have tickets and outlive their connection."""
+
+DEFAULT_SHELL = "default"
+"""The name of the shell that `Setup` starts."""
+
+MAX_SHELLS = 16
+MAX_PROGRAMS = 64
+"""How many shells, and programs beside them, one sandbox runs at a time."""
+
+MAX_REQUEST_BYTES = 8 * 1024 * 1024
+"""Largest frame body the runner accepts: a 1 MiB command, JSON-escaped at its worst."""
+
+MAX_FRAME_BYTES = 256 * 1024
+"""Largest frame body the daemon accepts from a runner. Output and file data come in pieces of at most 64 KiB."""
+
+CHUNK_BYTES = 64 * 1024
+"""What the runner reads from a pipe or file at once, and so the largest DATA, STDOUT or STDERR body it sends."""
+
+_HEADER = struct.Struct(">IB")
+HEADER_BYTES = _HEADER.size
+
+
+class Kind(enum.IntEnum):
+    """What a frame's body is."""
+
+    REQUEST = 0x01
+    DATA = 0x02
+    END = 0x03
+    CANCEL = 0x04
+    STARTED = 0x10
+    STDOUT = 0x11
+    STDERR = 0x12
+    REPLY = 0x13
+    ERROR = 0x14
+    EVENT = 0x15
+
+
+FROM_DAEMON = frozenset({Kind.REQUEST, Kind.DATA, Kind.END, Kind.CANCEL})
+FROM_RUNNER = frozenset({Kind.DATA, Kind.STARTED, Kind.STDOUT, Kind.STDERR, Kind.REPLY, Kind.ERROR, Kind.EVENT})
+
+Frame = tuple[Kind, bytes]
+
+
+def encode_header(kind: Kind, length: int) -> bytes:
+    """Return the header of a frame whose body of `length` bytes follows (for `sendmsg` without a copy)."""
+    return _HEADER.pack(length, kind)
+
+
+def encode_frame(kind: Kind, body: bytes = b"") -> bytes:
+    """Return one whole frame."""
+    return _HEADER.pack(len(body), kind) + body
+
+
+class FrameDecoder:
+    """Split a byte stream into frames; an iterator that stops when the buffered bytes hold no whole frame.
+
+    After a `ProtocolError` it stays in error: every later `feed` or `next` raises again.
+    """
+
+    def __init__(self, allowed: frozenset[Kind], *, max_body_bytes: int) -> None:
+        self._allowed = allowed
+        self._max_body_bytes = max_body_bytes
+        self._buffer = bytearray()
+        self._error: str | None = None
+
+    def feed(self, data: bytes) -> None:
+        """Add received bytes. At most one frame more than what `next` consumed is ever buffered by a caller that
+        iterates to the end after each `feed`."""
+        self._check()
+        self._buffer += data
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes received and not yet handed out."""
+        return len(self._buffer)
+
+    def __iter__(self) -> FrameDecoder:
+        return self
+
+    def __next__(self) -> Frame:
+        self._check()
+        if len(self._buffer) < HEADER_BYTES:
+            raise StopIteration
+        length, number = _HEADER.unpack_from(self._buffer)
+        if number not in self._allowed:
+            self._fail(f"frame kind {number:#04x} is not allowed here")
+        if length > self._max_body_bytes:
+            self._fail(f"frame of {length} bytes exceeds {self._max_body_bytes}")
+        if len(self._buffer) < HEADER_BYTES + length:
+            raise StopIteration
+        body = bytes(memoryview(self._buffer)[HEADER_BYTES : HEADER_BYTES + length])
+        del self._buffer[: HEADER_BYTES + length]
+        return Kind(number), body
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise ProtocolError(self._error)
+
+    def _fail(self, message: str) -> None:
+        self._error = message
+        self._buffer.clear()
+        raise ProtocolError(message)
+
+
+# Requests ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Ask who answers. Sent once on a new link and again at adoption. Answer: `HelloReply`."""
+
+    version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Graces:
+    """How long each rung of the kill ladder waits for the one before it: interrupt, terminate, kill."""
+
+    interrupt_ms: int = 200
+    terminate_ms: int = 300
+    kill_ms: int = 300
+
+
+@dataclass(frozen=True, slots=True)
+class TerminalSize:
+    """Size of a terminal in character cells."""
+
+    cols: int
+    rows: int
+
+
+Membership = Literal["none", "clone", "join"]
+"""What the descriptor of a request is: there is none; a cgroup v2 directory, for CLONE_INTO_CGROUP; an open v1 `tasks`
+file, to which the new process writes `0` before anything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The cgroup of its own that a program or shell is born in. `name` is the last component of its path, by which
+    the runner finds the members in `/proc/<pid>/cgroup`."""
+
+    name: str
+    membership: Membership
+
+
+@dataclass(frozen=True, slots=True)
+class FileRules:
+    """Where commands may read and execute, and where they may write; null: wherever they otherwise could. Absolute
+    paths of what exists; what is writable is readable, and devices, `/proc` and the runner's own files always are."""
+
+    readable: tuple[str, ...] | None = None
+    writable: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """First request to a new sandbox: start the default shell. Answered at once; the shell starts meanwhile.
+
+    `env` is added to the documented base environment of every command; `shell` is the preferred shell's name
+    (`bash` or `sh`), the runner falls back to what the image has. `user` is whom shells run as, and programs that name
+    no other (null: the sandbox user); file requests are made with its rights. Answer: `HelloReply`, or errors
+    `NO_SHELL`, `NO_SUCH_USER`, `INVALID_PATH` (of `files`, or the kernel has no such rules).
+    """
+
+    env: dict[str, str] = field(default_factory=dict)
+    shell: str = "bash"
+    graces: Graces = field(default_factory=Graces)
+    user: str | None = None
+    files: FileRules | None = None
+    version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class SetEnv:
+    """Change the session's variables (null removes one): what starts from now on has them, and each shell takes them
+    over before its next command. Answer: `Done`."""
+
+    env: dict[str, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Thawed:
+    """All of the sandbox stood still for so long, until now: time limits go on from there. Answer: `Done`."""
+
+    frozen_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exec:
+    """Run `command` in a persistent shell. Answer: STARTED, output frames, then `ExecReply`.
+
+    `timeout_ms` counts from STARTED; `None` means none. `cwd` and `env` apply to this command only.
+    With `stdin` the following DATA frames are its standard input up to END, otherwise it is `/dev/null`.
+    With `terminal` its standard streams are a terminal of that size, which is the shell's controlling terminal
+    until the command ends; DATA frames are what is typed, STDOUT what the screen gets, `stdin` is ignored.
+    With `interactive` (needs `terminal`) the command is not run: the shell reads lines from the terminal and runs
+    each in itself, with prompt and job control, until `exit` or end-of-file.
+    With `ticket` the run is kept; its id must then be that of no other kept run (error `EXISTS`).
+    """
+
+    exec_id: str
+    command: str
+    timeout_ms: int | None = None
+    cwd: str | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    stdin: bool = False
+    shell: str = DEFAULT_SHELL
+    terminal: TerminalSize | None = None
+    interactive: bool = False
+    ticket: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunProgram:
+    """Run a program beside the shells. Answer: STARTED, output frames, then `ExecReply`.
+
+    Exactly one of `argv` (searched for in its PATH, no shell) and `command` (given to a fresh shell of the session's
+    kind; with `interactive` that shell is an interactive one, and `command` empty). `cwd` is relative to the
+    workspace. `user` is a name of the image's `/etc/passwd` or `UID[:GID]`; not PID 1's, and root only in a sandbox
+    that was built for it. `stdin`, `terminal`, `timeout_ms` and `ticket` as in `Exec`; the terminal is the program's
+    controlling terminal. It ends when the program itself has; what it left running lives on, unless it was cancelled or
+    timed out.
+    """
+
+    exec_id: str
+    argv: tuple[str, ...] = ()
+    command: str | None = None
+    timeout_ms: int | None = None
+    cwd: str | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    stdin: bool = False
+    terminal: TerminalSize | None = None
+    interactive: bool = False
+    user: str | None = None
+    group: Group | None = None
+    ticket: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Send a signal to what a running command or program started. SIGINT also makes a shell leave the command it
+    runs, as Ctrl-C would; so does any signal that ends a process by default when the command runs only builtins.
+    Answer: `Done`, or error `NOT_RUNNING`."""
+
+    exec_id: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Walk the kill ladder on a command or program, queued or running; with `now` kill at once. Its own answer then
+    says `cancelled`. Answer: `Done`, or error `NOT_RUNNING`."""
+
+    exec_id: str
+    now: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """Change the size of the terminal of a running command or program. Answer: `Done`, or error `NOT_RUNNING`."""
+
+    exec_id: str
+    size: TerminalSize
+
+
+@dataclass(frozen=True, slots=True)
+class OpenShell:
+    """Start one more persistent shell. It has a directory, environment and process tree of its own and shares files
+    and network. `user` as in `RunProgram`. Answer: `ShellInfo` at once, the shell starts meanwhile; errors `EXISTS`,
+    `TOO_MANY`, `NO_SHELL`, `NO_SUCH_USER`."""
+
+    name: str
+    shell: str = "bash"
+    cwd: str | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    user: str | None = None
+    group: Group | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CloseShell:
+    """End a named shell and everything it started; its commands end as cancelled. Answer: `Done`, or `NOT_RUNNING`."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Tell what happens in the sandbox: EVENT frames (`PortOpened`, `PortClosed`) until the connection is closed, or
+    CANCEL, which is answered by `Done`. STARTED comes first; a port that is open then is told, too."""
+
+
+# Answers ----------------------------------------------------------------------------------------------------------
+
+Cause = Literal["exited", "signalled", "timed_out", "cancelled", "shell_died"]
+"""How a command ended as far as PID 1 can see; the daemon refines it (out of memory, pids limit, sandbox died)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShellInfo:
+    """A persistent shell: the absolute path of its program, its directory (surrogate-escaped), and its group if it has
+    one."""
+
+    name: str
+    path: str
+    cwd: str
+    group: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HelloReply:
+    """`shell` is the absolute path of the default shell inside the sandbox; empty before `Setup`. `shells` are the
+    others there are. `version` is what PID 1 speaks: one that doesn't say it is the oldest."""
+
+    shell: str
+    cwd: str
+    shells: tuple[ShellInfo, ...] = ()
+    version: int = OLDEST_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The command was handed to the shell, or the program was started; `pid` is its pid inside, 0 in a shell."""
+
+    exec_id: str
+    pid: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExecReply:
+    """The end of a command. `exit_code` is 128+n after signal n; `signal` is n or None.
+
+    `cwd` is the shell's directory afterwards (surrogate-escaped); `shell_restarted`: the shell process is a new one.
+    `disk_full`: it failed, and one of the file systems it may write to had no room left; `disk_filled`: and each had
+    some when it had just begun. Of what it and the processes it waited for used, -1 where unknown: `cpu_us`,
+    `peak_bytes` (programs only; PID 1's own size, some 15 MB, is the least it says), `written_bytes` (to storage,
+    proc_pid_io(5) `write_bytes`).
+    """
+
+    exec_id: str
+    exit_code: int
+    signal: int | None
+    cause: Cause
+    cwd: str
+    duration_us: int
+    shell_restarted: bool
+    disk_full: bool = False
+    cpu_us: int = -1
+    peak_bytes: int = -1
+    written_bytes: int = -1
+    disk_filled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PortOpened:
+    """Something inside listens on a TCP port. `address` is what it is bound to, `0.0.0.0` or `::` for all."""
+
+    port: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class PortClosed:
+    """Nothing listens there any more."""
+
+    port: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The request was done; for a file request on this resolved path."""
+
+    path: str = ""
+
+
+ErrorCode = Literal[
+    "FILE_NOT_FOUND",
+    "IS_DIRECTORY",
+    "NOT_A_FILE",
+    "PERMISSION_DENIED",
+    "PATH_OUTSIDE",
+    "INVALID_PATH",
+    "DISK_FULL",
+    "TOO_LARGE",
+    "NO_SHELL",
+    "SHELL_FAILED",
+    "BAD_REQUEST",
+    "IO_ERROR",
+    "NOT_RUNNING",
+    "EXISTS",
+    "TOO_MANY",
+    "NO_SUCH_SHELL",
+    "NO_SUCH_USER",
+    "NOT_A_DIRECTORY",
+    "NOT_EMPTY",
+    "BAD_ARCHIVE",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """A request failed; the connection stays usable."""
+
+    code: ErrorCode
+    message: str
+
+
+REQUESTS = Vocabulary(
+    *(Hello, Setup, SetEnv, Thawed, Exec, RunProgram, Signal, Cancel, Resize, OpenShell, CloseShell, Watch),
+    *(ListRuns, AttachRun, ForgetRuns, ReadFile, WriteFile),
+    *(ListFiles, StatFile, RemoveFile, Measure, Pack, Unpack),
+)
+ANSWERS = Vocabulary(
+    *(HelloReply, Started, Attached, FileInfo, ExecReply, ShellInfo, RunList, Done, Error, PortOpened, PortClosed),
+    *(FileEntry, Listing, Measured, Packed),
+)
+"""Bodies of STARTED (`Started`, `Attached`, `FileInfo`), EVENT (`PortOpened`, `PortClosed`), REPLY (`HelloReply`,
+`ExecReply`, `ShellInfo`, `RunList`, `FileEntry`, `Listing`, `Measured`, `Packed`, `Done`) and ERROR (`Error`)."""
