@@ -29,12 +29,12 @@ def main() -> None:
     import traceback  # noqa: F401 - whoever prints an error inside the sandbox would import it
     from dataclasses import replace
 
-    from nsinit import constants as k
-    from nsinit import syscalls
-    from nsinit.grant import parse_grant
-    from nsinit.pid1 import Init, lock_imports
-    from nsinit.runner_kernel import RunnerKernel
-    from nsinit.zygote import serve
+    from nsinit.kernel import constants as k
+    from nsinit.kernel import syscalls
+    from nsinit.sandbox.init_steps import Init, lock_imports
+    from nsinit.sandbox.runner_kernel import RunnerKernel
+    from nsinit.server.server import serve
+    from nsinit.wire.grant import parse_grant
     from runner.loop.config import RunnerConfig
     from runner.server import main as runner_main
 

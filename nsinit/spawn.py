@@ -28,12 +28,12 @@ def spawn_nsinit(channel_fd: int, log_fd: int, *arguments: str) -> int:
 
 def spawn_keeper(channel_fd: int, log_fd: int, *arguments: str) -> int:
     """Start the keeper likewise."""
-    return spawn_python(f"{_HERE}/keeper.py", channel_fd, log_fd, *arguments)
+    return spawn_python(f"{_HERE}/tools/launcher.py", channel_fd, log_fd, *arguments)
 
 
 def keeper_command(*arguments: str) -> list[str]:
     """Return what to execute to become the keeper."""
-    return [sys.executable, *FLAGS, f"{_HERE}/keeper.py", *arguments]
+    return [sys.executable, *FLAGS, f"{_HERE}/tools/launcher.py", *arguments]
 
 
 def spawn_python(program: str, channel_fd: int, log_fd: int, *arguments: str) -> int:
@@ -67,7 +67,7 @@ def spawn_unpacker(archive_fd: int, verdict_fd: int, root_fd: int, *arguments: s
     """
     return os.posix_spawn(
         sys.executable,
-        [sys.executable, *FLAGS, f"{_HERE}/unpack.py", *arguments],
+        [sys.executable, *FLAGS, f"{_HERE}/tools/unpack.py", *arguments],
         ENVIRONMENT,
         file_actions=[
             (os.POSIX_SPAWN_DUP2, archive_fd, 0),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import trio
 
-from nsinit.protocol import SeccompProfile
+from nsinit.wire.protocol import SeccompProfile
 from sandkasten.actors.creating import Node
 from sandkasten.actors.heartbeat import keep_beating
 from sandkasten.actors.keys import KeyWatch

@@ -17,7 +17,7 @@ from collections.abc import Container, Mapping, Sequence
 
 import attrs
 
-from nsinit.protocol import Found, Stray
+from nsinit.wire.protocol import Found, Stray
 from sandkasten.lifecycle import Event
 from sandkasten.model import EndReason, Status
 from sandkasten.runtime.spool_files import SpoolFile

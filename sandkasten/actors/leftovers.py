@@ -11,7 +11,7 @@ from pathlib import Path
 
 import trio
 
-from nsinit.protocol import Stray
+from nsinit.wire.protocol import Stray
 from sandkasten.actors import zygote_messages as zygote_actor
 from sandkasten.actors.inventory import Inventory
 from sandkasten.actors.shared import Shared

@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import trio
 
-from nsinit import protocol
+from nsinit.wire import protocol
 from sandkasten.config import Config
 from sandkasten.images.catalog import Catalog
 from sandkasten.machine import Amounts, Machine, NodeCapacity, System

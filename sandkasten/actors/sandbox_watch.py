@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import trio
 
-from nsinit.protocol import Victim
+from nsinit.wire.protocol import Victim
 from sandkasten.actors import zygote_messages as zygote_actor
 from sandkasten.actors.actor import Ask, Ref
 from sandkasten.errors import SandkastenError

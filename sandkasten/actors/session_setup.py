@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import attrs
 import trio
 
-from nsinit.protocol import ImageKind
+from nsinit.wire.protocol import ImageKind
 from runner.wire import protocol as runner_protocol
 from sandkasten.actors.run_keeping import Keep
 from sandkasten.actors.shared import Shared
@@ -23,7 +23,7 @@ VESSEL = "vessel"
 
 @attrs.frozen(kw_only=True)
 class Services(Shared):
-    """What a session needs of the rest of the tree. `cgroup_dirs` is `nsinit.protocol.Ready.cgroup_dirs`.
+    """What a session needs of the rest of the tree. `cgroup_dirs` is `nsinit.wire.protocol.Ready.cgroup_dirs`.
     `expiries`: how many sessions whose lease ran out are ended at once, so that a thousand don't hold up all else;
     `adoptions`: how many are taken over at once, since nsinit's mailbox is bounded."""
 

@@ -26,7 +26,7 @@ from functools import partial
 
 import trio
 
-from nsinit.protocol import SeccompProfile
+from nsinit.wire.protocol import SeccompProfile
 from sandkasten.actors import events, images, reaper, sessions, store, workspaces, zygote
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.attachments import Attachments

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import attrs
 import trio
 
-from nsinit.protocol import SandboxPlan
+from nsinit.wire.protocol import SandboxPlan
 from sandkasten.actors import zygote_messages as zygote_actor
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.directory import SessionDirectory

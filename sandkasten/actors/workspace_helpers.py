@@ -16,7 +16,7 @@ from typing import Protocol, TypeVarTuple
 import attrs
 import trio
 
-from nsinit import protocol
+from nsinit.wire import protocol
 from runner.wire import protocol as runner_protocol
 from sandkasten.actors import zygote_messages as zygote_actor
 from sandkasten.actors.actor import Ref

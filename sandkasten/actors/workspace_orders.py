@@ -1,6 +1,6 @@
 """What the zygote actor is asked to have done with workspaces as a whole, and how that is said to nsinit.
 
-All of them raise `BuildFailed`, with the errno of `nsinit.protocol`.
+All of them raise `BuildFailed`, with the errno of `nsinit.wire.protocol`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import assert_never
 
 import attrs
 
-from nsinit import protocol
+from nsinit.wire import protocol
 from sandkasten.actors.actor import Ask
 from sandkasten.workspaces import WorkspaceQuota
 

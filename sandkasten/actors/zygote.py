@@ -16,7 +16,7 @@ from typing import Any, assert_never
 
 import trio
 
-from nsinit import protocol
+from nsinit.wire import protocol
 from sandkasten.actors.actor import Actor, Ref
 from sandkasten.actors.workspace_orders import (
     AskQuota,

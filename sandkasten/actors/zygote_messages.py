@@ -10,7 +10,7 @@ from typing import Literal
 
 import attrs
 
-from nsinit import protocol
+from nsinit.wire import protocol
 from sandkasten.actors.actor import Ask, R, Ref
 from sandkasten.actors.workspace_orders import AskQuota, WorkspaceOrder
 from sandkasten.errors import ZygoteLost
@@ -149,7 +149,7 @@ class FindKills(Ask[protocol.Victim]):
 @attrs.frozen
 class GroupHandle:
     """A group that was made, and the descriptor for the sandbox's PID 1 (`membership` says what it is good for: see
-    `nsinit.protocol.Grouped`). The receiver owns it, and closes it once it was sent."""
+    `nsinit.wire.protocol.Grouped`). The receiver owns it, and closes it once it was sent."""
 
     name: str
     membership: Literal["clone", "join"]

@@ -17,7 +17,7 @@ from typing import NoReturn
 import attrs
 import trio
 
-from nsinit.protocol import SeccompProfile
+from nsinit.wire.protocol import SeccompProfile
 from sandkasten import app, log
 from sandkasten.cli.main import Stop, require_root
 from sandkasten.cli.printable import printable

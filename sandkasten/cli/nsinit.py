@@ -1,7 +1,7 @@
 """`sandkasten nsinit --listen PATH`: nsinit as a service of its own, for a daemon that never was root.
 
 Does as root what a start does on disk, opens the socket, which only the daemon's user may connect to, and becomes the
-keeper (`nsinit/keeper.py`), which starts an nsinit for whoever connects. Sources: unix(7); sd_notify(3).
+keeper (`nsinit/tools/launcher.py`), which starts an nsinit for whoever connects. Sources: unix(7); sd_notify(3).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from nsinit.keeping import NOTIFY_FD, KeepForUser
 from nsinit.spawn import CHANNEL_FD, ENVIRONMENT, keeper_command
+from nsinit.wire.launching import NOTIFY_FD, KeepForUser
 from sandkasten import app
 from sandkasten.api.listen import ListenError, bind_unix
 from sandkasten.cli.key import make_data_dir

@@ -17,8 +17,8 @@ from pathlib import Path
 import attrs
 
 import sandkasten
-from nsinit.drop import NotDropped, drop_privilege, undo_mounts
-from nsinit.keeping import KeepForParent
+from nsinit.tools.drop import NotDropped, drop_privilege, undo_mounts
+from nsinit.wire.launching import KeepForParent
 from sandkasten import app
 from sandkasten.api.held import Held, hold
 from sandkasten.cli.main import Stop

@@ -23,7 +23,7 @@ from shlex import quote
 import attrs
 import trio
 
-from nsinit.protocol import SeccompProfile
+from nsinit.wire.protocol import SeccompProfile
 from sandkasten import app, log
 from sandkasten.actors.supervisor import GiveUp
 from sandkasten.api.listen import ListenError

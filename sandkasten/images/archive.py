@@ -1,6 +1,6 @@
 """Import an image from a tar archive: unpack it in a jail, look it over, give it its name.
 
-Never parses the archive itself: nsinit has that done in a process that sees only the new image (`nsinit/unpack.py`),
+Never parses the archive itself: nsinit has that done in a process that sees only the new image (`nsinit/tools/unpack.py`),
 and bounds what that answers. A failed import leaves nothing. Blocking: call it from a thread.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nsinit.protocol import Unpacked
+from nsinit.wire.protocol import Unpacked
 from sandkasten.crash import Crash, Point
 from sandkasten.errors import InvalidImage
 from sandkasten.images import rootfs

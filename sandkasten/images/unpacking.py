@@ -15,8 +15,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from nsinit.protocol import ANSWERS, MAX_DATAGRAM_BYTES, REQUESTS, Failed, ProtocolError, Unpacked, UnpackImage
 from nsinit.spawn import spawn_nsinit
+from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, REQUESTS, Failed, ProtocolError, Unpacked, UnpackImage
 from sandkasten.errors import InvalidImage, ZygoteLost
 
 _END_S = 10.0

@@ -1,6 +1,6 @@
 """What reading tells of the machine: who asks, which kernel, where the data directory is.
 
-Facts a person can act on at once; what must be tried is `nsinit/probe.py`'s. Each function judges one text or one
+Facts a person can act on at once; what must be tried is `nsinit/tools/probe.py`'s. Each function judges one text or one
 number, so that a test can make it up; `read_all` reads them. Sources: capabilities(7), namespaces(7), proc(5).
 """
 

@@ -1,6 +1,6 @@
 """Looks from outside at what there is of a data directory's sessions and at leftovers, without touching it, as root.
 
-The looking is `nsinit/look.py`'s, a program of its own; here is how it is asked, who is at work in the directory, and
+The looking is `nsinit/tools/look.py`'s, a program of its own; here is how it is asked, who is at work in the directory, and
 how a process gets where the sessions' cgroups are: an nsinit that is started elsewhere would not find them. Blocking.
 
 Sources: proc_locks(5); cgroups(7), "cgroup.procs"; cgroup-v2.rst, "No Internal Process Constraint" (EBUSY).
@@ -18,11 +18,11 @@ from pathlib import Path
 
 import attrs
 
-from nsinit import protocol as nsinit_protocol
-from nsinit.protocol import Found, Identity, Stray
+from nsinit.wire import protocol as nsinit_protocol
+from nsinit.wire.protocol import Found, Identity, Stray
 from sandkasten.runtime.paths import DataPaths
 
-_LOOK = Path(nsinit_protocol.__file__).with_name("look.py")
+_LOOK = Path(nsinit_protocol.__file__).parents[1] / "tools" / "look.py"
 _LOOK_S = 60
 _NO_PROCESSES = (errno.EBUSY, errno.EOPNOTSUPP)
 

@@ -4,7 +4,7 @@ Each way is a `StartNsinit`; what it returns is the daemon's end of the connecti
 process. Nothing here restarts anything (`actors/zygote.py` does) or speaks to nsinit (`zygote_link.py` does). nsinit
 stays free of secrets whichever way: an empty environment, no descriptor but /dev/null, its log and its socket.
 
-Sources: unix(7), posix_spawn(3), pidfd_open(2); nsinit/keeper.py.
+Sources: unix(7), posix_spawn(3), pidfd_open(2); nsinit/tools/launcher.py.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 import attrs
 import trio
 
-from nsinit.keeping import FAILED, KILL, MAX_WORD_BYTES, READY, START, KeepForParent
 from nsinit.spawn import spawn_keeper, spawn_nsinit
+from nsinit.wire.launching import FAILED, KILL, MAX_WORD_BYTES, READY, START, KeepForParent
 from sandkasten.errors import KeeperGone, ZygoteLost
 from sandkasten.runtime.fds import OwnedFd
 

@@ -13,7 +13,7 @@ import select
 
 import trio
 
-from nsinit.protocol import EventKind
+from nsinit.wire.protocol import EventKind
 from sandkasten.runtime.fds import OwnedFd
 
 

@@ -1,6 +1,6 @@
 """Every path under the data directory that the daemon uses, in one place. Does no I/O.
 
-nsinit builds its own paths from the same layout (`nsinit/paths.py`); what only nsinit touches (session overlays,
+nsinit builds its own paths from the same layout (`nsinit/storage/paths.py`); what only nsinit touches (session overlays,
 workspaces, trash) is not named here, so the daemon can't reach it by accident.
 """
 

@@ -7,8 +7,8 @@ import json
 
 import attrs
 
-from nsinit import protocol
-from nsinit.protocol import ImageKind, SandboxPlan
+from nsinit.wire import protocol
+from nsinit.wire.protocol import ImageKind, SandboxPlan
 from sandkasten.config import Config, Disk
 from sandkasten.errors import InvalidImage, InvalidRequest
 from sandkasten.model import (

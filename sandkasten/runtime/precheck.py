@@ -1,4 +1,4 @@
-"""Examines the machine: reads what can be read and lets `nsinit/probe.py` try the rest. Changes nothing that stays.
+"""Examines the machine: reads what can be read and lets `nsinit/tools/probe.py` try the rest. Changes nothing that stays.
 
 Used at start, by `sandkasten doctor` and by `/v1/system`. Facts a person can act on (who runs this, where the data
 directory is) come first, so that a failed system call is the last resort for an explanation, not the first.
@@ -20,13 +20,13 @@ from typing import Any
 
 import attrs
 
-from nsinit import protocol as nsinit_protocol
+from nsinit.wire import protocol as nsinit_protocol
 from sandkasten.machine import Check, Machine, Verdict
 from sandkasten.runtime import hardening, host_checks
 from sandkasten.runtime.checks import CATALOGUE, fails, works
 from sandkasten.runtime.host import Host, advise, read_host
 
-_PROBE = Path(nsinit_protocol.__file__).with_name("probe.py")
+_PROBE = Path(nsinit_protocol.__file__).parents[1] / "tools" / "probe.py"
 _PROBE_S = 120
 """Longer than every trial's own deadline together; a healthy machine takes a third of a second."""
 

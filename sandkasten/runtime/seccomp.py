@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from nsinit.protocol import MAX_DATAGRAM_BYTES, REQUESTS, SeccompArgTest, SeccompProfile, SeccompRule, Start
+from nsinit.wire.protocol import MAX_DATAGRAM_BYTES, REQUESTS, SeccompArgTest, SeccompProfile, SeccompRule, Start
 from sandkasten.config import ConfigError, Security
 from sandkasten.model import SECCOMP_NAME, SECCOMP_PROFILES
 

@@ -1,6 +1,6 @@
 """The daemon's end of the connection to nsinit: sends requests, pairs answers by `seq`.
 
-Speaks `nsinit.protocol` over `AF_UNIX SOCK_SEQPACKET`; descriptors arrive by SCM_RIGHTS and are owned by whoever gets
+Speaks `nsinit.wire.protocol` over `AF_UNIX SOCK_SEQPACKET`; descriptors arrive by SCM_RIGHTS and are owned by whoever gets
 the answer. Where the process comes from is `nsinit_process.py`. Sources: unix(7).
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import trio
 
-from nsinit.protocol import ANSWERS, MAX_DATAGRAM_BYTES, MAX_FDS, REQUESTS, Failed, ProtocolError
+from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, MAX_FDS, REQUESTS, Failed, ProtocolError
 from sandkasten.errors import ZygoteLost
 from sandkasten.runtime.fds import OwnedFd
 

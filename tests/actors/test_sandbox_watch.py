@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from nsinit.protocol import Identity, Victim
+from nsinit.wire.protocol import Identity, Victim
 from sandkasten.actors.actor import Actor, Ref
 from sandkasten.actors.sandbox_watch import SandboxWatch
 from sandkasten.actors.zygote_messages import FindKills, Sandbox

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from nsinit import protocol
+from nsinit.wire import protocol
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.unwrap import unwrap
 from sandkasten.actors.zygote import Zygote

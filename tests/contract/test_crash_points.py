@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from nsinit import build, crash_points
 from nsinit.crash import Crash
-from nsinit.grant import Grant
-from nsinit.start import _crash
-from nsinit.validate import InvalidName
+from nsinit.sandbox import build, crash_points
+from nsinit.server.start import _crash
+from nsinit.wire.grant import Grant
+from nsinit.wire.validate import InvalidName
 from sandkasten.config import Config, FaultTesting
 from sandkasten.crash import Point
 

@@ -34,12 +34,18 @@ LAYERS = (
     Layer("logcontext"),
     Layer("tracing"),
 )
-CONTRACTS = {"runner.wire.protocol", "runner.wire.codec", "nsinit.protocol", "nsinit.keeping", "nsinit.spawn"}
+CONTRACTS = {
+    "runner.wire.protocol",
+    "runner.wire.codec",
+    "nsinit.wire.protocol",
+    "nsinit.wire.launching",
+    "nsinit.spawn",
+}
 """All that the daemon may know of the other two domains: what is said, and how nsinit is started."""
-AT_THE_DROP = ("sandkasten.cli.privilege", "nsinit.drop")
+AT_THE_DROP = ("sandkasten.cli.privilege", "nsinit.tools.drop")
 """The one piece of privileged code that runs in the daemon's process: it gives the privilege away."""
 SHARED = {"runner.wire.codec", "runner.wire.tarheaders"}
-CHILD_ENTRY = {"nsinit.__main__", "nsinit.vessel", "nsinit.runner_kernel"}
+CHILD_ENTRY = {"nsinit.__main__", "nsinit.helpers.vessel", "nsinit.sandbox.runner_kernel"}
 """Where the privileged process turns into PID 1 of a sandbox, and so hands over to `runner`."""
 
 
@@ -92,7 +98,7 @@ def test_only_the_child_entry_of_nsinit_knows_the_runner() -> None:
 
 def test_what_reads_archives_is_a_program_of_its_own() -> None:
     """No module of the fork server, which has all privileges, can come to run what takes an archive apart."""
-    assert graph().find_modules_that_directly_import("nsinit.unpack") == set()
+    assert graph().find_modules_that_directly_import("nsinit.tools.unpack") == set()
 
 
 def test_calls_go_down_the_layers_of_the_daemon() -> None:
@@ -138,7 +144,7 @@ def test_only_one_file_loads_a_c_library() -> None:
             if names & {"CDLL", "PyDLL", "LoadLibrary"}:
                 found.add(str(path.relative_to(ROOT)))
     probes = {f"sandkasten/security/probes/{name}.py" for name in ("kernel", "network")}
-    assert found == {"nsinit/syscalls.py", "nsinit/__main__.py"} | probes
+    assert found == {"nsinit/kernel/syscalls.py", "nsinit/__main__.py"} | probes
 
 
 def test_signals_are_received_by_the_command_line_alone() -> None:

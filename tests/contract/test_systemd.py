@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nsinit import constants
-from nsinit.capabilities import START_CAPABILITIES
+from nsinit.kernel import constants
+from nsinit.kernel.capabilities import START_CAPABILITIES
 from sandkasten.config import DEFAULT_DATA_DIR
 from sandkasten.runtime.account import NAME
 

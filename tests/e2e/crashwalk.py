@@ -30,7 +30,7 @@ import attrs
 import httpx
 import trio
 
-from nsinit.crash_points import all_points
+from nsinit.sandbox.crash_points import all_points
 from sandkasten import app, log
 from sandkasten.api import app as _front  # noqa: F401 - imported before the fork
 from sandkasten.config import Config, FaultTesting, Server

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import trio
 
-from nsinit import protocol
+from nsinit.wire import protocol
 from runner.wire import protocol as runner_protocol
 from sandkasten.runtime.fds import OwnedFd
 from sandkasten.runtime.nsinit_process import NsinitProcess

@@ -10,8 +10,8 @@ import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from nsinit import protocol as nsinit_protocol
-from nsinit import validate
+from nsinit.wire import protocol as nsinit_protocol
+from nsinit.wire import validate
 from runner.wire import protocol as runner_protocol
 from runner.wire.codec import ProtocolError
 from runner.wire.protocol import (

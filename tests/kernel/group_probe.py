@@ -10,10 +10,10 @@ import json
 import os
 import sys
 
-from nsinit import constants as k
-from nsinit import syscalls
-from nsinit.capabilities import RUNNER_ID
-from nsinit.network import write_file
+from nsinit.kernel import constants as k
+from nsinit.kernel import syscalls
+from nsinit.kernel.capabilities import RUNNER_ID
+from nsinit.sandbox.network import write_file
 
 
 def main() -> None:

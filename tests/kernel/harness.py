@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import nsinit
-from nsinit.builder import NAME as BUILDER
-from nsinit.cgroup_maker import NAME as CGROUP_MAKER
-from nsinit.forker import NAME as FORKER
-from nsinit.protocol import (
+from nsinit.helpers.builder import NAME as BUILDER
+from nsinit.helpers.cgroup_maker import NAME as CGROUP_MAKER
+from nsinit.helpers.forker import NAME as FORKER
+from nsinit.wire.protocol import (
     ANSWERS,
     MAX_DATAGRAM_BYTES,
     MAX_FDS,

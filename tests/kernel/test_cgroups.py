@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nsinit.marks import read_mark
-from nsinit.protocol import Attach, Ok, Prepare, Ready, SetLimits
+from nsinit.cgroup.marks import read_mark
+from nsinit.wire.protocol import Attach, Ok, Prepare, Ready, SetLimits
 from tests.kernel.harness import (
     FORK_UNTIL_REFUSED,
     PATIENCE_S,

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from nsinit.cgroups import MAX_GROUPS
-from nsinit.protocol import (
+from nsinit.cgroup.session import MAX_GROUPS
+from nsinit.wire.protocol import (
     Attach,
     Attached,
     Failed,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nsinit.protocol import Ready
+from nsinit.wire.protocol import Ready
 from tests.kernel.harness import Nsinit, data_directory, host_plan, running, wait_until
 
 pytestmark = pytest.mark.cgroup_v2

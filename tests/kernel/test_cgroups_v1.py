@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from nsinit.cgroup_tree import REQUIRED
-from nsinit.mountinfo import Mount, parse_mountinfo
-from nsinit.protocol import Attach, Attached, Failed, FindVictim, Grouped, MakeGroup, Ok, Ready, RemoveGroup
+from nsinit.cgroup.tree import REQUIRED
+from nsinit.kernel.mountinfo import Mount, parse_mountinfo
+from nsinit.wire.protocol import Attach, Attached, Failed, FindVictim, Grouped, MakeGroup, Ok, Ready, RemoveGroup
 from runner.wire.protocol import ExecReply, Group, RunProgram
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from tests.kernel.harness import (

@@ -14,7 +14,7 @@ import pytest
 import trio
 import trio.testing
 
-from nsinit.protocol import Ready
+from nsinit.wire.protocol import Ready
 from sandkasten.actors.actor import Ref
 from sandkasten.actors.zygote import Zygote
 from sandkasten.actors.zygote_messages import Build, FindVictim, MakeGroup, Node, RemoveGroup, SetLimits, Teardown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from nsinit import build
+from nsinit.sandbox import build
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.api.sessions import server_timing
 from sandkasten.model import SessionSpec

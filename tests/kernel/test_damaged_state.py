@@ -13,7 +13,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from nsinit.identity import read_identity
+from nsinit.cgroup.identity import read_identity
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config
 from sandkasten.errors import SessionNotFound

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from nsinit.protocol import AskDisk, DiskLimits, DiskUse, DiskWish, Failed, Ok, Prepare, Ready, SetDisk
+from nsinit.wire.protocol import AskDisk, DiskLimits, DiskUse, DiskWish, Failed, Ok, Prepare, Ready, SetDisk
 from tests.kernel.harness import (
     ROOMY,
     Nsinit,

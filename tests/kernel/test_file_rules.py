@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nsinit import landlock
+from nsinit.kernel import landlock
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.errors import InvalidRequest
 from sandkasten.filerules import FileRules

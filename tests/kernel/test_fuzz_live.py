@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from nsinit.protocol import (
+from nsinit.wire.protocol import (
     MAX_DATAGRAM_BYTES,
     REQUESTS,
     Build,
@@ -30,7 +30,7 @@ from nsinit.protocol import (
     Scanned,
     Start,
 )
-from nsinit.validate import InvalidName, check_limits, check_plan, check_session_id, check_workspace_id
+from nsinit.wire.validate import InvalidName, check_limits, check_plan, check_session_id, check_workspace_id
 from runner.wire.protocol import FROM_DAEMON, MAX_REQUEST_BYTES, FrameDecoder, Kind, encode_frame
 from runner.wire.protocol import REQUESTS as RUNNER_REQUESTS
 from sandkasten.actors.tree import LocalSupervisor

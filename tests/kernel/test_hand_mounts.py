@@ -18,14 +18,14 @@ from typing import cast
 
 import pytest
 
-from nsinit import hand_mounts
-from nsinit.builder import NAME as BUILDER
-from nsinit.cgroup_maker import NAME as CGROUP_MAKER
-from nsinit.forker import NAME as FORKER
-from nsinit.machine_mounts import MachineMounts
-from nsinit.protocol import Failed, RemoveStray, Stray, Survey, Surveyed
+from nsinit.helpers.builder import NAME as BUILDER
+from nsinit.helpers.cgroup_maker import NAME as CGROUP_MAKER
+from nsinit.helpers.forker import NAME as FORKER
 from nsinit.scheduler import Wait
-from nsinit.strays import shown
+from nsinit.server import hand_mounts
+from nsinit.server.mounts import MachineMounts
+from nsinit.server.strays import shown
+from nsinit.wire.protocol import Failed, RemoveStray, Stray, Survey, Surveyed
 from tests.kernel.harness import PATIENCE_S, Nsinit, data_directory, host_plan, new_node_id, running, wait_until
 from tests.leaks import descendants
 

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from nsinit.capabilities import IMPORT_CAPABILITIES
-from nsinit.grant import Grant
-from nsinit.protocol import ANSWERS, MAX_DATAGRAM_BYTES, REQUESTS, Failed, Unpacked, UnpackImage
+from nsinit.kernel.capabilities import IMPORT_CAPABILITIES
 from nsinit.spawn import spawn_nsinit
-from nsinit.unpack import CAPABILITIES
-from nsinit.validate import MAX_BYTES, MAX_INODES
+from nsinit.tools.unpack import CAPABILITIES
+from nsinit.wire.grant import Grant
+from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, REQUESTS, Failed, Unpacked, UnpackImage
+from nsinit.wire.validate import MAX_BYTES, MAX_INODES
 from sandkasten.errors import ZygoteLost
 from sandkasten.images.archive import import_tar
 from sandkasten.images.catalog import Catalog

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from nsinit.protocol import (
+from nsinit.wire.protocol import (
     Build,
     DiskLimits,
     Failed,

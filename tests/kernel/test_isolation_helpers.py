@@ -14,16 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from nsinit import constants as k
-from nsinit import pid1
-from nsinit.builder import COUNT
-from nsinit.builder import NAME as BUILDER
-from nsinit.capabilities import NSINIT_CAPABILITIES
-from nsinit.cgroup_maker import NAME as CGROUP_MAKER
-from nsinit.forker import NAME as FORKER
-from nsinit.mountinfo import is_below, parse_mountinfo
-from nsinit.pid1 import Init
-from nsinit.protocol import (
+from nsinit.helpers.builder import COUNT
+from nsinit.helpers.builder import NAME as BUILDER
+from nsinit.helpers.cgroup_maker import NAME as CGROUP_MAKER
+from nsinit.helpers.forker import NAME as FORKER
+from nsinit.kernel import constants as k
+from nsinit.kernel.capabilities import NSINIT_CAPABILITIES
+from nsinit.kernel.mountinfo import is_below, parse_mountinfo
+from nsinit.kernel.seccomp.filters import Filters
+from nsinit.sandbox import init_steps
+from nsinit.sandbox.init_steps import Init
+from nsinit.wire.protocol import (
     Build,
     Built,
     Failed,
@@ -36,7 +37,6 @@ from nsinit.protocol import (
     SetLimits,
     Teardown,
 )
-from nsinit.seccomp.filters import Filters
 from tests.kernel.harness import ROOMY, Nsinit, data_directory, host_plan, new_id, new_node_id, running, wait_until
 
 INIT = "sandkasten-init"
@@ -381,9 +381,9 @@ def test_pid_1_refuses_a_root_that_is_not_the_one_that_was_built(monkeypatch: py
     monkeypatch.chdir("/tmp")
     init = Init(0, -1, (), -1, -1, "", 0, 0, Filters((), ()), root_id=(0, 0))
     with pytest.raises(OSError, match="not the root") as refused:
-        pid1.enter_root(init)
+        init_steps.enter_root(init)
     assert refused.value.errno == errno.ESTALE
     status = os.stat("/")
     init.root_id = status.st_dev, status.st_ino
-    pid1.enter_root(init)
+    init_steps.enter_root(init)
     assert os.getcwd() == "/"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nsinit.furnish import MASKED
+from nsinit.sandbox.builder_steps import MASKED
 from tests.kernel.harness import Nsinit, Sandbox, data_directory, host_plan, running
 
 pytestmark = pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs the machine's python3 in /usr")

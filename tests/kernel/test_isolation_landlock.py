@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nsinit import constants as k
-from nsinit import landlock, syscalls
+from nsinit.kernel import constants as k
+from nsinit.kernel import landlock, syscalls
 from tests.kernel.harness import Sandbox, data_directory, host_plan, running
 
 ABI = landlock.probe_abi()

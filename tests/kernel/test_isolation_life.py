@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from nsinit import trash
-from nsinit.paths import Layout
-from nsinit.protocol import (
+from nsinit.server.server import SCAN_BATCH
+from nsinit.storage import trash
+from nsinit.storage.paths import Layout
+from nsinit.wire.protocol import (
     Attach,
     Attached,
     Failed,
@@ -24,7 +25,6 @@ from nsinit.protocol import (
     SetLimits,
     TornDown,
 )
-from nsinit.zygote import SCAN_BATCH
 from tests.kernel.harness import (
     PATIENCE_S,
     ROOMY,
@@ -241,8 +241,8 @@ def test_deletion_refuses_to_cross_a_mount(tmp_path: Path) -> None:
 
 def _delete_around_a_mount(layout: Layout, held: Path) -> int:
     """In a mount namespace of its own: mount on `held`, delete the session, look at what is left. 0 is right."""
-    from nsinit import constants as k
-    from nsinit import syscalls
+    from nsinit.kernel import constants as k
+    from nsinit.kernel import syscalls
 
     syscalls.unshare(k.CLONE_NEWNS)
     syscalls.mount("", "/", flags=k.MS_REC | k.MS_PRIVATE)

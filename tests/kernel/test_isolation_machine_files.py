@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nsinit.slots import FIRST_BASE, SANDBOX_ID, SYSTEM_IDS, make_id_map
+from nsinit.kernel.slots import FIRST_BASE, SANDBOX_ID, SYSTEM_IDS, make_id_map
 from tests.kernel.harness import Nsinit, data_directory, host_plan, running
 
 PERSON = SANDBOX_ID

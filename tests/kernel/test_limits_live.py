@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from nsinit import limits as limit_files
-from nsinit.cgroup_tree import Tree
-from nsinit.cgroups import SessionCgroup
-from nsinit.protocol import Failed, Limits, Ok, Ready, SetLimits
+from nsinit.cgroup import limits as limit_files
+from nsinit.cgroup.session import SessionCgroup
+from nsinit.cgroup.tree import Tree
+from nsinit.wire.protocol import Failed, Limits, Ok, Ready, SetLimits
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from tests.kernel.harness import (
     FORK_UNTIL_REFUSED,

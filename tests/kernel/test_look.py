@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from nsinit.cgroup_tree import Located
-from nsinit.look import choose_homes
-from nsinit.marks import mark_of, set_mark
-from nsinit.paths import Layout
+from nsinit.cgroup.marks import mark_of, set_mark
+from nsinit.cgroup.tree import Located
+from nsinit.storage.paths import Layout
+from nsinit.tools.look import choose_homes
 from tests.ground import Ground
 
 GROUP = "sandkasten-12345678"

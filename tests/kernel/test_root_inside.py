@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nsinit.capabilities import ROOT_CAPABILITIES, RUNNER_CAPABILITIES
-from nsinit.slots import SANDBOX_ID, SQUASHED_ID
+from nsinit.kernel.capabilities import ROOT_CAPABILITIES, RUNNER_CAPABILITIES
+from nsinit.kernel.slots import SANDBOX_ID, SQUASHED_ID
 from runner.wire.protocol import Error, Exec, ExecReply, OpenShell, ReadFile, RunProgram, Setup
 from tests.kernel.harness import Nsinit, Result, Sandbox, data_directory, host_plan, running
 

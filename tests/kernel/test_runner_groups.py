@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from nsinit.cgroup_tree import Located, locate
-from nsinit.mountinfo import parse_mountinfo, parse_own_cgroups
-from nsinit.protocol import Grouped, MakeGroup, RemoveGroup
+from nsinit.cgroup.tree import Located, locate
+from nsinit.kernel.mountinfo import parse_mountinfo, parse_own_cgroups
+from nsinit.wire.protocol import Grouped, MakeGroup, RemoveGroup
 from runner.wire.protocol import (
     REQUESTS,
     Cancel,

@@ -9,9 +9,9 @@ from pathlib import Path
 import attrs
 import pytest
 
-from nsinit.protocol import Ok, Prepare
-from nsinit.seccomp.profiles import FLOOR, STRICT_REFUSED
-from nsinit.seccomp.table import NUMBERS
+from nsinit.kernel.seccomp.profiles import FLOOR, STRICT_REFUSED
+from nsinit.kernel.seccomp.table import NUMBERS
+from nsinit.wire.protocol import Ok, Prepare
 from runner.wire.protocol import ExecReply, RunProgram, TerminalSize
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, ConfigError, Security

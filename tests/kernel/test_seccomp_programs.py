@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nsinit.protocol import Limits
+from nsinit.wire.protocol import Limits
 from tests.kernel.harness import Sandbox, data_directory, host_plan, running
 
 pytestmark = pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs the machine's python3 in /usr")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from nsinit.cgroups import kill_listed
-from nsinit.marks import mark_of, set_mark
-from nsinit.protocol import Failed, Ok, Ready, RemoveStray, Stray, Survey, Surveyed
-from nsinit.strays import shown
+from nsinit.cgroup.marks import mark_of, set_mark
+from nsinit.cgroup.session import kill_listed
+from nsinit.server.strays import shown
+from nsinit.wire.protocol import Failed, Ok, Ready, RemoveStray, Stray, Survey, Surveyed
 from tests.kernel.harness import Nsinit, data_directory, host_plan, running, wait_until
 from tests.kernel.processes import sleeper_in
 

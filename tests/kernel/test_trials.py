@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nsinit.trials import attempt as trials
-from nsinit.trials.attempt import Answer, FallsBack, Room, Seen, Trial, attempt
+from nsinit.tools.trials import attempt as trials
+from nsinit.tools.trials.attempt import Answer, FallsBack, Room, Seen, Trial, attempt
 
 
 def fine(_room: Room) -> Seen:

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from nsinit import workspaces
-from nsinit.paths import Layout
-from nsinit.protocol import (
+from nsinit.steps import StepFailed
+from nsinit.storage import workspaces
+from nsinit.storage.paths import Layout
+from nsinit.storage.volumes import Volumes
+from nsinit.wire.protocol import (
     DiscardWorkspace,
     DiskLimits,
     Failed,
@@ -23,8 +25,6 @@ from nsinit.protocol import (
     PublishWorkspace,
     SyncWorkspace,
 )
-from nsinit.steps import StepFailed
-from nsinit.volumes import Volumes
 from tests.kernel.harness import ROOMY, Nsinit, Sandbox, data_directory, host_plan, new_node_id, running, wait_until
 
 MIB = 1 << 20

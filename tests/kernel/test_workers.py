@@ -13,10 +13,11 @@ from typing import NoReturn
 
 import pytest
 
-from nsinit import control, workers
+from nsinit.helpers import pool as workers
+from nsinit.helpers.pool import Outcome, Trade, Workers
 from nsinit.scheduler import Job, Scheduler, Wait
 from nsinit.steps import StepFailed
-from nsinit.workers import Outcome, Trade, Workers
+from nsinit.wire import control
 from runner.wire.codec import Vocabulary
 from tests.kernel.harness import PATIENCE_S
 from tests.leaks import children

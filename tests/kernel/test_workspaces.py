@@ -13,7 +13,7 @@ import pytest
 import trio
 import trio.testing
 
-from nsinit.pid1 import NAME
+from nsinit.sandbox.init_steps import NAME
 from sandkasten import errors
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config

@@ -6,8 +6,8 @@ import pwd
 
 import pytest
 
-from nsinit.grant import Grant, parse_grant
-from nsinit.validate import InvalidName
+from nsinit.wire.grant import Grant, parse_grant
+from nsinit.wire.validate import InvalidName
 from sandkasten.config import Config, ConfigError
 from sandkasten.runtime.account import FALLBACK_ID, NAME, ROOT, Account, find_account
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from nsinit.cgroup_tree import Located, Tree
-from nsinit.look import tree_of
+from nsinit.cgroup.tree import Located, Tree
+from nsinit.tools.look import tree_of
 from sandkasten.runtime.data_dir import locked
 from sandkasten.runtime.look import CantLook, has_daemon, holder_of, look
 from sandkasten.store import sessions as session_store

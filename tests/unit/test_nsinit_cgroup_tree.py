@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nsinit.cgroup_tree import CgroupsUnusable, Located, Tree, choose, locate
-from nsinit.cgroups import SessionCgroup
-from nsinit.mountinfo import mounts_to_keep, parse_mountinfo, parse_own_cgroups
+from nsinit.cgroup.session import SessionCgroup
+from nsinit.cgroup.tree import CgroupsUnusable, Located, Tree, choose, locate
+from nsinit.kernel.mountinfo import mounts_to_keep, parse_mountinfo, parse_own_cgroups
 
 ALL_V2 = frozenset({"cpuset", "cpu", "io", "memory", "hugetlb", "pids"})
 

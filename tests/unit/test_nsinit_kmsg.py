@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsinit.kmsg import LAST_KILLS, KernelLog, Kill, Kills, parse_record, parse_victim
+from nsinit.server.kmsg import LAST_KILLS, KernelLog, Kill, Kills, parse_record, parse_victim
 
 SESSION = "2da48b602c3f6c219d156df3"
 MEMCG = f"/jobs/17/sandkasten-9d156df3/{SESSION}"

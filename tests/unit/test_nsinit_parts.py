@@ -12,9 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsinit import syscalls, validate
+from nsinit.kernel import syscalls
+from nsinit.kernel.slots import parse_subordinate_ids
 from nsinit.log import MAX_LINE_BYTES, log
-from nsinit.protocol import (
+from nsinit.scheduler import Event, Job, Scheduler, Wait
+from nsinit.server.server import SCAN_BATCH
+from nsinit.steps import StepFailed, Steps, failure_of
+from nsinit.wire import validate
+from nsinit.wire.protocol import (
     ANSWERS,
     MAX_DATAGRAM_BYTES,
     REQUESTS,
@@ -28,10 +33,6 @@ from nsinit.protocol import (
     Scanned,
     TornDown,
 )
-from nsinit.scheduler import Event, Job, Scheduler, Wait
-from nsinit.slots import parse_subordinate_ids
-from nsinit.steps import StepFailed, Steps, failure_of
-from nsinit.zygote import SCAN_BATCH
 
 PLAN = SandboxPlan("0123456789abcdef", "host", "host", Limits(1 << 28, 64, 100_000))
 

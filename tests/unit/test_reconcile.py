@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsinit.protocol import Found, Identity
+from nsinit.wire.protocol import Found, Identity
 from sandkasten.lifecycle import ENDED, LIVE, Event
 from sandkasten.model import EndReason, Status
 from sandkasten.reconcile import (

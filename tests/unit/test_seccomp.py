@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsinit.seccomp import compile as compiler
-from nsinit.seccomp.bpf import encode
-from nsinit.seccomp.compile import compile_command_filter, compile_list, compile_profile
-from nsinit.seccomp.profile import STRICTNESS, Action, ArgTest, Comparison, Profile, ProfileError, Rule
-from nsinit.seccomp.profiles import BUILT_IN, FLOOR, INIT_NEEDS, MVP, STRICT, STRICT_NAMES, STRICT_REFUSED
-from nsinit.seccomp.table import AUDIT_ARCH, NAMES, NUMBERS, WIDTHS, Arch
-from nsinit.unpack import CALLS
+from nsinit.kernel.seccomp import compile as compiler
+from nsinit.kernel.seccomp.bpf import encode
+from nsinit.kernel.seccomp.compile import compile_command_filter, compile_list, compile_profile
+from nsinit.kernel.seccomp.profile import STRICTNESS, Action, ArgTest, Comparison, Profile, ProfileError, Rule
+from nsinit.kernel.seccomp.profiles import BUILT_IN, FLOOR, INIT_NEEDS, MVP, STRICT, STRICT_NAMES, STRICT_REFUSED
+from nsinit.kernel.seccomp.table import AUDIT_ARCH, NAMES, NUMBERS, WIDTHS, Arch
+from nsinit.tools.unpack import CALLS
 from tests import cbpf
 
 ARCHES: tuple[Arch, ...] = ("x86_64", "aarch64")

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsinit.protocol import SeccompArgTest, SeccompProfile, SeccompRule
-from nsinit.seccomp.compile import compile_profile
-from nsinit.seccomp.export import to_text
-from nsinit.seccomp.filters import prepare
-from nsinit.seccomp.profile import ProfileError
-from nsinit.seccomp.profiles import BUILT_IN, OFF
-from nsinit.seccomp.table import NUMBERS
+from nsinit.kernel.seccomp.compile import compile_profile
+from nsinit.kernel.seccomp.export import to_text
+from nsinit.kernel.seccomp.filters import prepare
+from nsinit.kernel.seccomp.profile import ProfileError
+from nsinit.kernel.seccomp.profiles import BUILT_IN, OFF
+from nsinit.kernel.seccomp.table import NUMBERS
+from nsinit.wire.protocol import SeccompArgTest, SeccompProfile, SeccompRule
 from sandkasten.config import Config, ConfigError, Security
 from sandkasten.errors import InvalidRequest
 from sandkasten.model import SECCOMP_PROFILES, SessionSpec

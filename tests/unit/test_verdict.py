@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsinit import verdict
-from nsinit.verdict import Counts, Refused
+from nsinit.wire import verdict
+from nsinit.wire.verdict import Counts, Refused
 
 NUMBERS = st.integers(0, 2**64 - 1)
 

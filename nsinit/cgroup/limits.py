@@ -1,0 +1,169 @@
+"""Writes the limits of one session's cgroup: in the order each cgroup version needs, and all of them or none.
+
+`first` is for a cgroup without processes, `raise_to` for one in use that keeps what it has: both return at once, and
+the cgroup maker calls them. `lower` makes the kernel take pages away first, for as long as the session makes new ones:
+a fork of nsinit's does the writing and is given up on after `CHANGE_DEADLINE_S`. What the session can't do without is
+never taken by killing.
+Sources: Documentation/admin-guide/cgroup-v2.rst, "memory.max"; cgroup-v1/memory.rst §6; scheduler/sched-bwc.rst.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from nsinit.cgroup.session import SessionCgroup, number_in, read_file
+from nsinit.kernel import syscalls
+from nsinit.log import log
+from nsinit.sandbox.network import write_file
+from nsinit.scheduler import Wait
+from nsinit.wire.protocol import Limits
+
+CHANGE_DEADLINE_S = 5.0
+_RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One file and what goes in; `is_optional`: it exists only where the kernel counts swap."""
+
+    path: str
+    value: str
+    is_optional: bool = False
+
+
+def first(cgroup: SessionCgroup, limits: Limits) -> None:
+    """Write all limits of a cgroup that nothing runs in yet. Raises `OSError`; then the cgroup is good for nothing."""
+    _write(_settings(cgroup, limits, is_raising=False))
+
+
+def is_lower(cgroup: SessionCgroup, limits: Limits) -> bool:
+    """Whether there would be less memory than now, so that it takes `lower`, and time."""
+    return limits.memory_bytes < _current_bytes(cgroup)
+
+
+def raise_to(cgroup: SessionCgroup, limits: Limits) -> None:
+    """Write limits with no less memory than now. Raises `OSError`: nothing has changed."""
+    settings = _settings(cgroup, limits, is_raising=limits.memory_bytes > _current_bytes(cgroup))
+    before = _read(settings)
+    try:
+        _write(settings)
+    except OSError:
+        _restore(before)
+        raise
+
+
+def lower(cgroup: SessionCgroup, limits: Limits) -> Generator[Wait, bool, None]:
+    """Write limits with less memory than now; swap stays none.
+
+    Raises:
+        OSError: nothing has changed. EBUSY: the session uses more memory than that; ETIMEDOUT: it could not be made to
+            use less in time; anything else is what the kernel said.
+    """
+    settings = _settings(cgroup, limits, is_raising=False)
+    before = _read(settings)
+    try:
+        _check_room(cgroup, limits)
+        yield from _write_apart(settings)
+    except OSError:
+        _restore(before)
+        raise
+
+
+def _settings(cgroup: SessionCgroup, limits: Limits, *, is_raising: bool) -> tuple[Setting, ...]:
+    """What to write, in order; first what is refused most."""
+    memory, cpu, amount = cgroup.directory("memory"), cgroup.directory("cpu"), str(limits.memory_bytes)
+    pids = Setting(f"{cgroup.directory('pids')}/pids.max", str(limits.pids))
+    if cgroup.tree.mode == "v2":
+        return (
+            Setting(f"{memory}/memory.max", amount),
+            Setting(f"{memory}/memory.swap.max", "0", is_optional=True),
+            Setting(f"{cpu}/cpu.max", f"{limits.cpu_quota_us} {limits.cpu_period_us}"),
+            pids,
+        )
+    hard = Setting(f"{memory}/memory.limit_in_bytes", amount)
+    with_swap = Setting(f"{memory}/memory.memsw.limit_in_bytes", amount, is_optional=True)
+    return (
+        Setting(f"{memory}/memory.swappiness", "0", is_optional=True),
+        *((with_swap, hard) if is_raising else (hard, with_swap)),  # the hard one may never exceed the other
+        Setting(f"{cpu}/cpu.cfs_period_us", str(limits.cpu_period_us)),
+        Setting(f"{cpu}/cpu.cfs_quota_us", str(limits.cpu_quota_us)),
+        pids,
+    )
+
+
+def _write(settings: tuple[Setting, ...]) -> None:
+    for setting in settings:
+        try:
+            write_file(setting.path, setting.value)
+        except FileNotFoundError:
+            if not setting.is_optional:
+                raise
+
+
+def _read(settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
+    """Return what the files hold now; the kernel takes its own words back."""
+    found = ((setting.path, read_file(setting.path).strip()) for setting in settings)
+    return tuple(Setting(path, value) for path, value in found if value)
+
+
+def _restore(before: tuple[Setting, ...]) -> None:
+    """Write back what was, the last first. What fails is in the log, and the daemon reads what is in force."""
+    for setting in reversed(before):
+        try:
+            write_file(setting.path, setting.value)
+        except OSError as error:
+            log("error", "limit not restored", path=setting.path, value=setting.value, reason=str(error))
+
+
+def _write_apart(settings: tuple[Setting, ...]) -> Generator[Wait, bool, None]:
+    """Write in a process of its own, whose exit status is the errno. Raises `OSError`."""
+    pid = os.fork()
+    if pid == 0:
+        _write_and_exit(settings)
+    pidfd = os.pidfd_open(pid)
+    try:
+        is_done = yield Wait(fd=pidfd, timeout_s=CHANGE_DEADLINE_S)
+        if not is_done:
+            syscalls.pidfd_send_signal(pidfd, signal.SIGKILL)  # makes the kernel give up reclaiming
+            yield Wait(fd=pidfd)
+        result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+    finally:
+        os.close(pidfd)
+    if not is_done:
+        raise TimeoutError(errno.ETIMEDOUT, "the session's memory could not be reclaimed in time", settings[0].path)
+    status = result.si_status if result else errno.ECHILD
+    if status:
+        raise OSError(status, os.strerror(status), settings[0].path)
+
+
+def _write_and_exit(settings: tuple[Setting, ...]) -> None:
+    status = errno.EIO
+    try:
+        syscalls.close_range(3)
+        _write(settings)
+        status = 0
+    except OSError as error:
+        status = error.errno or errno.EIO
+    finally:
+        os._exit(status)
+
+
+def _current_bytes(cgroup: SessionCgroup) -> int:
+    name = "memory.max" if cgroup.tree.mode == "v2" else "memory.limit_in_bytes"
+    value = number_in(read_file(f"{cgroup.directory('memory')}/{name}"))
+    return value if value >= 0 else 1 << 63  # "max"
+
+
+def _check_room(cgroup: SessionCgroup, limits: Limits) -> None:
+    """In v2 the kernel would kill to make room; in v1 it refuses by itself. Raises `OSError` with EBUSY."""
+    if cgroup.tree.mode != "v2":
+        return
+    memory = cgroup.directory("memory")
+    counts = read_file(f"{memory}/memory.stat")
+    reclaimable = sum(max(number_in(counts, name), 0) for name in _RECLAIMABLE)
+    if number_in(read_file(f"{memory}/memory.current")) - reclaimable > limits.memory_bytes:
+        raise OSError(errno.EBUSY, "the session uses more memory than that", f"{memory}/memory.max")

@@ -1,0 +1,237 @@
+"""Finds the cgroup hierarchies, decides which one gives which controller, and owns the directory sessions live in.
+
+`locate` and `choose` are pure; `claim` and `release` change the tree. In a pure v2 tree a cgroup that hands controllers
+down may hold no process, so nsinit and the daemon move to a leaf of their own first.
+Sources: cgroups(7); Documentation/admin-guide/cgroup-v2.rst, "No Internal Process Constraint" and "Delegation".
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from nsinit.cgroup.marks import set_mark
+from nsinit.kernel.mountinfo import Mount, is_below
+from nsinit.sandbox.network import write_file
+from nsinit.wire.protocol import CgroupMode
+
+REQUIRED = ("memory", "cpu", "pids")
+OPTIONAL = ("cpuacct",)
+"""Counters v1 keeps apart; in v2 `cpu.stat` always has them."""
+WITHOUT_V2 = ("freezer",)
+"""What every v2 tree offers, even one without controllers, and v1 keeps apart."""
+
+
+class CgroupsUnusable(Exception):
+    """The machine offers no place where limits can be set; the text says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Own directory in each hierarchy, and where that hierarchy is mounted."""
+
+    unified: str | None
+    unified_mount: str | None
+    v1: dict[str, str]
+    v1_mounts: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The directories that hold session cgroups: `dirs` maps a controller, and `unified`, to one of them."""
+
+    mode: CgroupMode
+    dirs: dict[str, str]
+
+    @property
+    def unique(self) -> tuple[str, ...]:
+        """Each directory once, memory first (its attach is the dearest), the unified one last."""
+        order = sorted(self.dirs, key=lambda name: (name == "unified", name != "memory"))
+        return tuple(dict.fromkeys(self.dirs[name] for name in order))
+
+
+def group_name(node_id: str) -> str:
+    """Return the name of the directory that a node's sessions live in."""
+    return f"sandkasten-{node_id[:8]}"
+
+
+def locate(mounts: tuple[Mount, ...], own: dict[str, str]) -> Located:
+    """Return where this process is in every mounted hierarchy.
+
+    A hierarchy whose mount shows another part of the tree (a container with a foreign root) is left out.
+    """
+    unified = unified_mount = None
+    v1: dict[str, str] = {}
+    v1_mounts: dict[str, str] = {}
+    for mount in mounts:
+        if mount.fstype == "cgroup2" and unified is None and "" in own:
+            unified = _own_directory(mount, own[""])
+            unified_mount = mount.point if unified else None
+        elif mount.fstype == "cgroup":
+            for controller in mount.super_options & own.keys():
+                directory = _own_directory(mount, own[controller])
+                if directory and not controller.startswith("name="):
+                    v1.setdefault(controller, directory)
+                    v1_mounts.setdefault(controller, mount.point)
+    return Located(unified, unified_mount, v1, v1_mounts)
+
+
+def choose(located: Located, unified_controllers: frozenset[str]) -> CgroupMode:
+    """Return the mode, or raise `CgroupsUnusable` naming the controller nobody offers.
+
+    v2 wins only when it has all that is needed: a session spread over both kinds gains nothing.
+    """
+    if located.unified is not None and unified_controllers.issuperset(REQUIRED):
+        return "v2"
+    missing = [name for name in REQUIRED if name not in located.v1]
+    if missing:
+        raise CgroupsUnusable(
+            f"no cgroup controller for {', '.join(missing)}: mount the v1 hierarchy or enable it in the "
+            "parent's cgroup.subtree_control (systemd: Delegate=yes)"
+        )
+    return "hybrid" if located.unified is not None else "v1"
+
+
+def claim(located: Located, *, group: str, parent: str, beside: tuple[int, ...] = ()) -> Tree:
+    """Make the directory `group` in every hierarchy needed and return the tree; `parent` as in `protocol.Start`,
+    `beside` as in `Grant`."""
+    home = home_of(located, group)
+    mode = choose(located, _read_words(f"{home}/cgroup.controllers") if home else frozenset())
+    if mode == "v2":
+        assert home is not None
+        assert located.unified_mount is not None
+        directory = _claim_v2(home, located.unified_mount, group=group, parent=parent, beside=beside)
+        return Tree(mode, dict.fromkeys((*REQUIRED, "unified"), directory))
+    dirs = {}
+    optional = OPTIONAL if located.unified is not None else (*OPTIONAL, *WITHOUT_V2)
+    for name in (*REQUIRED, *(each for each in optional if each in located.v1)):
+        base = located.v1[name] if parent == "auto" else _below(located.v1_mounts[name], parent)
+        dirs[name] = _make_group(base, group)
+    if located.unified is not None and located.unified_mount is not None:
+        base = located.unified if parent == "auto" else _below(located.unified_mount, parent)
+        dirs["unified"] = _make_group(base, group)
+    return Tree(mode, dirs)
+
+
+def restore(tree: Tree, mark: str) -> None:
+    """Make again, with its mark, what `claim` made and a cleaner of the machine removed while no session was in it."""
+    for directory in tree.unique:
+        if not os.path.isdir(directory):
+            os.makedirs(directory, exist_ok=True)
+            set_mark(directory, mark)
+    if tree.mode == "v2":
+        _enable(os.path.dirname(tree.dirs["unified"]), os.path.basename(tree.dirs["unified"]))
+
+
+def release(tree: Tree, located: Located) -> None:
+    """Remove the group directories when no session is left in them, and move back out of the v2 leaf."""
+    group = tree.dirs["memory"]
+    leaf = f"{group}/{LEAF}"
+    if tree.mode == "v2" and os.path.isdir(leaf) and not has_sessions(group):
+        home = os.path.dirname(group)
+        try:
+            _set_controllers(group, "-")
+            _set_controllers(home, "-")
+            for pid in _read_words(f"{leaf}/cgroup.procs"):
+                write_file(f"{home}/cgroup.procs", pid)
+            os.rmdir(leaf)
+        except OSError:
+            return  # others joined or are still there: the next start works from this state
+    for directory in tree.unique:
+        try:
+            os.rmdir(directory)
+        except OSError:
+            pass  # sessions live on in it
+
+
+LEAF = "daemon"
+"""In a v2 tree the daemon and nsinit move to a cgroup of this name beside the sessions."""
+_SUBGROUP = "keeper"
+"""Where a service manager puts the process, if it is told to keep the unit's own cgroup empty (`DelegateSubgroup=`)."""
+
+
+def home_of(located: Located, group: str) -> str | None:
+    """Return the v2 cgroup this process was started in: not the leaf that an earlier nsinit moved it to, nor the
+    subgroup of a unit, which has no controllers while the unit, still without sandboxes, hands none down."""
+    if located.unified is None:
+        return None
+    home = located.unified.removesuffix(f"/{group}/{LEAF}")
+    unit = home.removesuffix(f"/{_SUBGROUP}")
+    return home if unit == located.unified_mount else unit
+
+
+def _claim_v2(own: str, mount_point: str, *, group: str, parent: str, beside: tuple[int, ...]) -> str:
+    if parent != "auto":
+        return _enable(_below(mount_point, parent), group)
+    if not os.path.exists(f"{own}/cgroup.type"):  # only the real root has no such file, and it may hold processes
+        return _enable(own, group)
+    movable = {str(pid) for pid in (os.getpid(), os.getppid(), *beside)}
+    if _read_words(f"{own}/cgroup.procs") <= movable and (directory := _move_to_leaf(own, group)):
+        return directory
+    if _read_words(f"{mount_point}/cgroup.subtree_control").issuperset(REQUIRED):
+        return _enable(mount_point, group)
+    raise CgroupsUnusable(
+        "other processes share the daemon's cgroup, so it can't hand controllers down: start it in a unit or scope of "
+        "its own (systemd-run --scope -p Delegate=yes ...), or name a delegated directory as the cgroup parent"
+    )
+
+
+def _move_to_leaf(own: str, group: str) -> str | None:
+    """Move nsinit and the daemon out of the way and hand controllers down; None, and nothing moved, if that fails."""
+    leaf = f"{own}/{group}/{LEAF}"
+    os.makedirs(leaf, exist_ok=True)
+    moved: list[str] = []
+    try:
+        for pid in _read_words(f"{own}/cgroup.procs"):
+            write_file(f"{leaf}/cgroup.procs", pid)
+            moved.append(pid)
+        return _enable(own, group)
+    except OSError:
+        for pid in moved:
+            write_file(f"{own}/cgroup.procs", pid)
+        os.rmdir(leaf)
+        os.rmdir(os.path.dirname(leaf))
+        return None
+
+
+def _enable(base: str, group: str) -> str:
+    directory = _make_group(base, group)
+    _set_controllers(base, "+")
+    _set_controllers(directory, "+")
+    return directory
+
+
+def _set_controllers(directory: str, sign: str) -> None:
+    path = f"{directory}/cgroup.subtree_control"
+    enabled = _read_words(path)
+    change = [name for name in REQUIRED if (name in enabled) is (sign == "-")]
+    if change:
+        write_file(path, " ".join(sign + name for name in change))
+
+
+def _make_group(base: str, group: str) -> str:
+    directory = f"{base.rstrip('/')}/{group}"
+    os.makedirs(directory, exist_ok=True)
+    return directory
+
+
+def has_sessions(group: str) -> bool:
+    """Whether there is a cgroup in it that is not the daemon's."""
+    return any(entry.is_dir() and entry.name != LEAF for entry in os.scandir(group))
+
+
+def _below(mount_point: str, parent: str) -> str:
+    return f"{mount_point.rstrip('/')}/{parent.strip('/')}".rstrip("/")
+
+
+def _own_directory(mount: Mount, path: str) -> str | None:
+    """`mount.point` plus what of `path` lies below `mount.root`; None if the mount doesn't show it."""
+    if not is_below(path, mount.root):
+        return None
+    inner = path if mount.root == "/" else path[len(mount.root) :]
+    return f"{mount.point.rstrip('/')}/{inner.strip('/')}".rstrip("/")
+
+
+def _read_words(path: str) -> frozenset[str]:
+    with open(path, "rb") as file:
+        return frozenset(file.read().decode().split())

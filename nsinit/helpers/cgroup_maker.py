@@ -1,0 +1,142 @@
+"""The cgroup maker: a process that makes sessions' cgroups and the groups in them, and writes their limits.
+
+A fork of nsinit that can do nothing else. It sees the cgroup file systems and an otherwise empty root, has no network,
+no capability but the one that gives a group's file to its PID 1, and takes orders of names and numbers: paths it builds
+itself. And nsinit's loop does not wait when the kernel makes cgroups slowly: one lock guards all of a machine's.
+Counting, emptying and removing them is nsinit's (`cgroups`, `groups`), and so is lowering a limit (`limits.lower`).
+Its other half is `workers`. Sources: pivot_root(2); mount_namespaces(7); capabilities(7).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+from dataclasses import dataclass
+from typing import NoReturn
+
+from nsinit.cgroup import groups, limits
+from nsinit.cgroup.session import SessionCgroup
+from nsinit.cgroup.tree import Located, Tree
+from nsinit.helpers.pool import Trade
+from nsinit.kernel import capabilities, syscalls
+from nsinit.kernel import constants as k
+from nsinit.kernel.mountinfo import is_below
+from nsinit.sandbox import build
+from nsinit.sandbox.builder_steps import Machine
+from nsinit.sandbox.crash_points import MAKER
+from nsinit.sandbox.init_steps import keep_only
+from nsinit.steps import StepFailed, Steps
+from nsinit.storage import stage
+from nsinit.wire import control
+from nsinit.wire.protocol import MAX_DATAGRAM_BYTES, Limits
+from nsinit.wire.validate import InvalidName, check_group_name, check_limits, check_session_id
+from runner.wire.codec import Vocabulary
+
+NAME = "nsinit-cgroups"
+"""What `/proc/<pid>/comm` says."""
+
+_INERT = k.MS_NOSUID | k.MS_NODEV | k.MS_NOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class MakeCgroup:
+    """Make a session's cgroup, with limits that hold before anything is in it."""
+
+    session_id: str
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True)
+class RaiseLimits:
+    """Write limits that take nothing away, all or none."""
+
+    session_id: str
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True)
+class MakeGroup:
+    """Make a group in a session's cgroup, for the PID 1 with ids from `base`."""
+
+    session_id: str
+    name: str
+    base: int
+
+
+Order = MakeCgroup | RaiseLimits | MakeGroup
+ORDERS = Vocabulary(MakeCgroup, RaiseLimits, MakeGroup)
+
+
+def trade(machine: Machine, tree: Tree, located: Located) -> Trade:
+    """Return what `workers` needs. One is enough: the kernel makes one cgroup at a time."""
+
+    def live(channel: socket.socket, parent_pid: int) -> NoReturn:
+        _live(channel, machine, tree, mounts_of(tree, located), parent_pid)
+
+    return Trade("cgroup maker", 1, ORDERS, live)
+
+
+def mounts_of(tree: Tree, located: Located) -> tuple[str, ...]:
+    """Return the mount points of the hierarchies that sessions have cgroups in."""
+    points = {*located.v1_mounts.values(), located.unified_mount} - {None}
+    return tuple(sorted(point for point in points if point and any(is_below(each, point) for each in tree.unique)))
+
+
+def _live(channel: socket.socket, machine: Machine, tree: Tree, mounts: tuple[str, ...], parent_pid: int) -> NoReturn:
+    """Serve until nsinit hangs up. Ends the process, always."""
+    try:
+        syscalls.end_with_parent(parent_pid)
+        gc.freeze()  # nothing of nsinit's objects may be finalised here
+        keep_only({0, 1, 2, channel.fileno()})
+        syscalls.set_name(NAME)
+        with Steps().step("jail of the cgroup maker"):
+            _enter_jail(f"{machine.layout.stage}/{stage.ROOT}", mounts, machine.last_capability)
+        channel.sendall(control.READY)
+        while data := channel.recv(MAX_DATAGRAM_BYTES):
+            channel.sendall(_serve(ORDERS.decode(data), tree, machine))
+    except StepFailed as error:
+        channel.sendall(control.describe(error))
+    finally:
+        os._exit(1)
+
+
+def _enter_jail(root: str, mounts: tuple[str, ...], last_capability: int) -> None:
+    """Leave everything behind but the hierarchies, at their own paths; every step must succeed."""
+    syscalls.unshare(k.CLONE_NEWNS | k.CLONE_NEWNET | k.CLONE_NEWIPC | k.CLONE_NEWUTS)
+    syscalls.mount("", "/", flags=k.MS_REC | k.MS_PRIVATE)
+    syscalls.mount("sandkasten", root, "tmpfs", _INERT, "mode=0555,size=64k,nr_inodes=64")
+    for point in mounts:
+        os.makedirs(f"{root}{point}")
+        syscalls.mount(point, f"{root}{point}", flags=k.MS_BIND)
+        syscalls.mount("", f"{root}{point}", flags=k.MS_REMOUNT | k.MS_BIND | _INERT)
+    syscalls.mount("", root, flags=k.MS_REMOUNT | k.MS_BIND | k.MS_RDONLY | _INERT)
+    os.chdir(root)
+    syscalls.pivot_root(".", ".")
+    syscalls.umount2(".", k.MNT_DETACH)
+    os.chdir("/")
+    capabilities.keep_only(1 << k.CAP_CHOWN | 1 << k.CAP_SETPCAP, last_capability)
+    syscalls.capset(1 << k.CAP_CHOWN)
+
+
+def _serve(order: Order, tree: Tree, machine: Machine) -> bytes:
+    cgroup, steps = SessionCgroup(tree, order.session_id), Steps(MAKER, machine.crash)
+    try:
+        check_session_id(order.session_id)
+        match order:
+            case MakeCgroup():
+                check_limits(order.limits)
+                steps.run(build.CGROUP_STEPS, cgroup, order.limits)
+            case RaiseLimits():
+                check_limits(order.limits)
+                with steps.step("raise limits"):
+                    limits.raise_to(cgroup, order.limits)
+            case MakeGroup(_, name, base):
+                check_group_name(name)
+                with steps.step("group"):
+                    groups.make(cgroup, name, base)
+    except InvalidName as error:
+        return control.describe(StepFailed("validate", str(error)))
+    except StepFailed as error:
+        return control.describe(error)
+    return control.STATUS.encode(control.Furnished(steps.timings_us))

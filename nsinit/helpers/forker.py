@@ -1,0 +1,143 @@
+"""The forker: a quiet process that PID 1 of every sandbox is a fork of.
+
+Memory is why it exists: whatever the forking process changes afterwards becomes the fork's own copy, and nsinit is
+busy. So nothing runs here but one short loop, on the little it needs. Children are born as nsinit's (CLONE_PARENT):
+nsinit reaps them, and they die with nsinit, not with this one.
+
+`Forker` is nsinit's half: it starts the process, and another one when it died; then only the clone under way fails.
+Sources: clone(2) CLONE_PARENT, CLONE_INTO_CGROUP; unix(7) SCM_RIGHTS.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import signal
+import socket
+import struct
+from typing import NoReturn
+
+from nsinit.kernel import constants as k
+from nsinit.kernel import syscalls
+from nsinit.log import log
+from nsinit.sandbox import child
+from nsinit.sandbox.builder_steps import Machine
+from nsinit.sandbox.crash_points import INIT
+from nsinit.sandbox.init_steps import Init
+from nsinit.steps import StepFailed, Steps
+from nsinit.storage import stage
+
+NAME = "nsinit-forker"
+"""What `/proc/<pid>/comm` says."""
+NAMESPACES = k.CLONE_NEWNS | k.CLONE_NEWPID | k.CLONE_NEWUTS | k.CLONE_NEWIPC | k.CLONE_NEWNET
+_DEADLINE_S = 5.0
+_MAX_BYTES, _MAX_FDS = 32768, 4
+"""Room for a path in each hierarchy, and for what `clone` sends along."""
+_HEAD = struct.Struct("=I")
+_ANSWER = _INT = struct.Struct("=i")
+_CHANNEL_FD = 3
+
+
+class Forker:
+    """nsinit's end of the forker."""
+
+    def __init__(self, machine: Machine, runner: child.Runner) -> None:
+        self._machine = machine
+        self._runner = runner
+        self.start()
+
+    def start(self) -> None:
+        """Start the process."""
+        parent_pid = os.getpid()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            pid = os.fork()
+            if pid == 0:
+                _live(theirs, self._machine, self._runner, parent_pid)
+        ours.settimeout(_DEADLINE_S)
+        self._pid, self._channel = pid, ours
+
+    def stop(self) -> None:
+        """End the process and wait until it is gone."""
+        self._channel.close()
+        if self._pid:
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+            self._pid = 0
+
+    def clone(self, base: int, attach_files: tuple[str, ...], fds: tuple[int, int, int], cgroup_fd: int) -> int:
+        """Fork a PID 1 and return its pid, a child of this process. `fds`: user namespace, listener, control socket.
+
+        Raises:
+            OSError: clone3 failed.
+            StepFailed: the forker died or hangs.
+        """
+        request = _HEAD.pack(base) + b"\n".join(map(os.fsencode, attach_files))
+        try:
+            self._send(request, [*fds, *([cgroup_fd] if cgroup_fd >= 0 else [])])
+            answer = self._channel.recv(_ANSWER.size)
+            if not answer:
+                raise ConnectionResetError(errno.ECONNRESET, "the forker died")
+        except OSError as error:
+            log("error", "the forker failed", pid=self._pid, reason=str(error))
+            self.stop()
+            self.start()
+            raise StepFailed("clone", "the forker died", errno=error.errno or 0) from error
+        (pid,) = _ANSWER.unpack(answer)
+        if pid < 0:
+            raise OSError(-pid, f"clone3: {os.strerror(-pid)}")
+        return int(pid)
+
+    def _send(self, request: bytes, fds: list[int]) -> None:
+        try:
+            socket.send_fds(self._channel, [request], fds)
+        except ConnectionError:  # it died while it was idle
+            self.stop()
+            self.start()
+            socket.send_fds(self._channel, [request], fds)
+
+
+def _live(channel: socket.socket, machine: Machine, runner: child.Runner, parent_pid: int) -> NoReturn:
+    """Run the forker until nsinit hangs up. Ends the process, always."""
+    try:
+        syscalls.end_with_parent(parent_pid)
+        os.dup2(channel.fileno(), _CHANNEL_FD, inheritable=False)
+        syscalls.close_range(_CHANNEL_FD + 1)
+        os.chdir("/")
+        gc.freeze()
+        gc.disable()
+        quiet = socket.socket(fileno=_CHANNEL_FD)
+        syscalls.set_name(NAME)
+        _serve(quiet, machine, runner)
+    finally:
+        os._exit(1)
+
+
+def _serve(channel: socket.socket, machine: Machine, runner: child.Runner) -> None:
+    """Fork for every request. A fork lives in here, too: to return would free, that is write to, dozens of pages."""
+    room, cloner, close = socket.CMSG_SPACE(_MAX_FDS * _INT.size), syscalls.Cloner(NAMESPACES), os.closerange
+    while True:
+        request, ancillary, _, _ = channel.recvmsg(_MAX_BYTES, room)
+        if not request:
+            return
+        fds = struct.unpack(f"={len(ancillary[0][2]) // _INT.size}i", ancillary[0][2])
+        try:
+            pid = cloner.clone(fds[3] if len(fds) > 3 else -1)
+        except OSError as error:
+            pid = -(error.errno or errno.EIO)
+        if pid == 0:
+            _become_init(request, fds, machine, runner)
+        close(_CHANNEL_FD + 1, _CHANNEL_FD + 1 + _MAX_FDS)
+        channel.send(_ANSWER.pack(pid))
+
+
+def _become_init(request: bytes, fds: tuple[int, ...], machine: Machine, runner: child.Runner) -> NoReturn:
+    (base,) = _HEAD.unpack_from(request)
+    files = tuple(map(os.fsdecode, filter(None, request[_HEAD.size :].split(b"\n"))))
+    proc_path = f"{machine.layout.stage}/{stage.PROC}"
+    powers = machine.last_capability, machine.landlock_abi, machine.filters
+    init = Init(base, fds[0], files, fds[1], fds[2], proc_path, *powers)
+    if machine.crash is not None:
+        init.crash, init.steps = machine.crash, Steps(INIT, machine.crash)
+    child.live(init, runner)

@@ -1,0 +1,178 @@
+"""The kinds of mount a sandbox is made of, each returned as a descriptor of a detached mount, and how to attach one.
+
+Nothing here resolves a path inside an image; targets are descriptors opened by `paths`. Detached mounts vanish with
+their descriptor, so a build that fails leaves none. Sources: fsopen(2), open_tree(2), mount_setattr(2) manual pages;
+Documentation/filesystems/{overlayfs,proc,tmpfs,devpts}.rst.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from nsinit.kernel import constants as k
+from nsinit.kernel import syscalls
+from nsinit.storage import stage
+
+NOSUID_NODEV = k.MOUNT_ATTR_NOSUID | k.MOUNT_ATTR_NODEV
+INERT = NOSUID_NODEV | k.MOUNT_ATTR_NOEXEC
+
+_OVERLAY_OPTIONS = {"metacopy": "off", "index": "off", "xino": "off", "redirect_dir": "nofollow"}
+"""No redirect and no metacopy: `trusted.overlay.*` attributes smuggled into a layer mean nothing."""
+
+
+class ReadOnlyOverlay(Exception):
+    """overlayfs could not use its work directory and gave a read-only mount instead of an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What this kernel can do; probed once at start."""
+
+    overlay_by_fd: bool
+    """overlayfs takes layers as descriptors (6.13)."""
+    idmapped_tmpfs: bool
+    """tmpfs can be id-mapped (6.3), so device nodes show root as their owner."""
+
+
+def clone_idmapped(path: str, userns_fd: int, attributes: int) -> int:
+    """Return a clone of the tree at `path` (without mounts below it), mapped by `userns_fd`; a link is not followed."""
+    tree = syscalls.open_tree(-1, path, k.OPEN_TREE_CLONE | k.AT_SYMLINK_NOFOLLOW)
+    return _with_attributes(tree, path, attributes | k.MOUNT_ATTR_IDMAP, userns_fd)
+
+
+def clone(dirfd: int, path: str, attributes: int) -> int:
+    """Return a clone of the tree at `path` with mount attributes added; `path` is ours, never an image's."""
+    flags = k.OPEN_TREE_CLONE | (0 if path else k.AT_EMPTY_PATH)
+    tree = syscalls.open_tree(dirfd, path, flags)
+    return _with_attributes(tree, path, attributes) if attributes else tree
+
+
+def _with_attributes(tree: int, path: str, attributes: int, userns_fd: int = 0) -> int:
+    try:
+        syscalls.mount_setattr(tree, attr_set=attributes, userns_fd=userns_fd)
+    except OSError as error:
+        os.close(tree)
+        error.filename = path
+        raise
+    return tree
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """One overlay to make: id-mapped lower directories, the topmost first (at most as many as `stage.LOWER`), and
+    `<name>`, `<name>-work` of a session directory."""
+
+    lower_paths: tuple[str, ...]
+    session_path: str
+    name: str
+    userns_fd: int
+
+
+def overlay(layers: Layers, *, features: Features, stage_path: str) -> int:
+    """Return an overlay mount.
+
+    Raises:
+        ReadOnlyOverlay: the file system can't be an upper layer.
+    """
+    lower_fds: list[int] = []
+    session_fd = clone(-1, layers.session_path, NOSUID_NODEV)
+    try:
+        for path in layers.lower_paths:
+            lower_fds.append(clone_idmapped(path, layers.userns_fd, k.MOUNT_ATTR_RDONLY | NOSUID_NODEV))
+        if features.overlay_by_fd:
+            mount_fd = _overlay_by_fd(lower_fds, session_fd, layers.name)
+        else:
+            mount_fd = _overlay_by_path(lower_fds, session_fd, layers.name, stage_path)
+    finally:
+        for fd in (*lower_fds, session_fd):
+            os.close(fd)
+    if os.fstatvfs(mount_fd).f_flag & os.ST_RDONLY:
+        os.close(mount_fd)
+        raise ReadOnlyOverlay(f"{layers.session_path}: this file system can't be the upper layer of an overlay")
+    return mount_fd
+
+
+def _overlay_by_fd(lower_fds: list[int], session_fd: int, name: str) -> int:
+    """Layers by descriptor of detached clones: no host path shows in the sandbox's mount table."""
+    fs_fd = syscalls.fsopen("overlay")
+    upper_fd = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=session_fd)
+    work_fd = os.open(f"{name}-work", os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=session_fd)
+    try:
+        syscalls.fsconfig_string(fs_fd, "source", "sandkasten")
+        for lower_fd in lower_fds:
+            syscalls.fsconfig_fd(fs_fd, "lowerdir+", lower_fd)
+        syscalls.fsconfig_fd(fs_fd, "upperdir", upper_fd)
+        syscalls.fsconfig_fd(fs_fd, "workdir", work_fd)
+        for key, value in _OVERLAY_OPTIONS.items():
+            syscalls.fsconfig_string(fs_fd, key, value)
+        syscalls.fsconfig_flag(fs_fd, "volatile")
+        return syscalls.fsmount(fs_fd, NOSUID_NODEV)
+    finally:
+        for fd in (fs_fd, upper_fd, work_fd):
+            os.close(fd)
+
+
+def _overlay_by_path(lower_fds: list[int], session_fd: int, name: str, stage_path: str) -> int:
+    """For kernels before 6.13. Layers are staged under relative names: they show in the sandbox's mount table."""
+    os.chdir(stage_path)
+    lowers = stage.LOWER[: len(lower_fds)]
+    for layer_fd, point in ((session_fd, stage.UPPER), *zip(lower_fds, lowers, strict=True)):
+        target_fd = os.open(point, os.O_PATH | os.O_DIRECTORY)
+        syscalls.move_mount(layer_fd, target_fd)
+        os.close(target_fd)
+    upper = {"upperdir": f"{stage.UPPER}/{name}", "workdir": f"{stage.UPPER}/{name}-work"}
+    layers = {"lowerdir": ":".join(lowers)} | upper | _OVERLAY_OPTIONS
+    options = [*(f"{key}={value}" for key, value in layers.items()), "volatile"]
+    syscalls.mount("sandkasten", stage.STAGED_ROOT, "overlay", k.MS_NOSUID | k.MS_NODEV, ",".join(options))
+    mount_fd = syscalls.open_tree(k.AT_FDCWD, stage.STAGED_ROOT, k.OPEN_TREE_CLONE)
+    for point in (stage.STAGED_ROOT, *lowers, stage.UPPER):
+        syscalls.umount2(point, k.MNT_DETACH)
+    os.chdir("/")
+    return mount_fd
+
+
+def filesystem(fstype: str, attributes: int, **options: str | int) -> int:
+    """Return a new mount of a virtual file system."""
+    fs_fd = syscalls.fsopen(fstype)
+    try:
+        for key, value in options.items():
+            syscalls.fsconfig_string(fs_fd, key, str(value))
+        return syscalls.fsmount(fs_fd, attributes)
+    finally:
+        os.close(fs_fd)
+
+
+def attach(mount_fd: int, target_fd: int) -> None:
+    """Attach a detached mount on an opened target and close both."""
+    try:
+        syscalls.move_mount(mount_fd, target_fd)
+    finally:
+        os.close(mount_fd)
+        os.close(target_fd)
+
+
+def probe_features(stage_path: str, userns_fd: int) -> Features:
+    """Ask the kernel, with mounts that are thrown away."""
+    return Features(_takes_layers_by_fd(stage_path), _takes_idmapped_tmpfs(stage_path, userns_fd))
+
+
+def _takes_layers_by_fd(stage_path: str) -> bool:
+    fs_fd = syscalls.fsopen("overlay")
+    layer_fd = syscalls.open_tree(-1, f"{stage_path}/{stage.EMPTY_DIRECTORY}", k.OPEN_TREE_CLONE)
+    try:
+        syscalls.fsconfig_fd(fs_fd, "lowerdir+", layer_fd)
+    except OSError:
+        return False
+    finally:
+        os.close(fs_fd)
+        os.close(layer_fd)
+    return True
+
+
+def _takes_idmapped_tmpfs(stage_path: str, userns_fd: int) -> bool:
+    try:
+        os.close(clone_idmapped(f"{stage_path}/{stage.DEV}", userns_fd, 0))
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,183 @@
+"""User-id slots: 65536 host ids per session, and the user namespace that maps a session onto them.
+
+Owns which ids are taken. A slot is handed out again only after its session is fully dead. The namespace is made ahead
+(it costs a fork) and kept as a descriptor; nothing of a session is ever in it but the session itself, which joins last.
+Sources: user_namespaces(7); Documentation/admin-guide/sysctl/user.rst; subuid(5).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from dataclasses import dataclass
+
+from nsinit.kernel import constants as k
+from nsinit.kernel import syscalls
+from nsinit.sandbox.network import write_file
+
+SIZE = 65536
+FIRST_BASE, LAST_BASE = 524288, 1878982656
+"""The range systemd sets aside for containers (UIDS-GIDS.md)."""
+
+SANDBOX_ID = 1000
+"""Uid and gid of commands inside, and of workspace files on disk."""
+SQUASHED_ID = 100000
+"""Disk ids that in-sandbox ids 0..999 get in a workspace, so that no file there is ever owned by a system user."""
+
+SYSTEM_IDS = 1000
+"""The machine's own files belong to ids below this one (adduser.conf(5), login.defs(5)); people come after."""
+
+_SLEEP_S = 5
+"""How long a process that holds a new namespace lives if nsinit dies before it has opened that."""
+
+_KINDS = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup", "time")
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """`base` is the host id of the session's root; `userns_fd` maps 0..65535 there, `system_userns_fd` system ids only.
+
+    The second is for files of the machine: what a person owns there is nobody's in a session, whatever uid it has.
+    """
+
+    base: int
+    userns_fd: int
+    system_userns_fd: int
+
+
+class SlotTable:
+    """Which bases are taken, and spare slots ready to be taken."""
+
+    def __init__(self, *, reserved: tuple[tuple[int, int], ...], taken: frozenset[int]) -> None:
+        self._reserved = reserved
+        self._taken = set(taken)
+        self._spare: list[Slot] = []
+        self._next = FIRST_BASE
+        self._workspace_fds: dict[int, int] = {}
+
+    @property
+    def spare(self) -> int:
+        """How many slots can be taken without making one."""
+        return len(self._spare)
+
+    def make_spare(self) -> None:
+        """Make one more slot; costs about 3 ms."""
+        base = self._free_base()
+        userns_fd = make_user_namespace(f"0 {base} {SIZE}\n")
+        try:
+            system_userns_fd = make_id_map(f"0 {base} {SYSTEM_IDS}\n")
+        except OSError:
+            os.close(userns_fd)
+            raise
+        self._taken.add(base)
+        self._spare.append(Slot(base, userns_fd, system_userns_fd))
+
+    def take(self) -> Slot:
+        """Return a slot no live session uses; give it back with `free`."""
+        if not self._spare:
+            self.make_spare()
+        return self._spare.pop()
+
+    def free(self, slot: Slot) -> None:
+        """Take a slot back, after every process of its session is gone."""
+        self._spare.append(slot)
+
+    def reserve(self, base: int) -> None:
+        """Mark the base of a session that an earlier nsinit built."""
+        self._taken.add(base)
+
+    def forget(self, base: int) -> None:
+        """Let a base be used again that was marked with `reserve`, after its session is gone."""
+        self._taken.discard(base)
+
+    def workspace_userns(self, slot: Slot) -> int:
+        """Return the user namespace that maps workspace files of this slot: owner and squashed ids, nothing else."""
+        if slot.base not in self._workspace_fds:
+            mapping = f"{SANDBOX_ID} {slot.base + SANDBOX_ID} 1\n{SQUASHED_ID} {slot.base} {SANDBOX_ID}\n"
+            self._workspace_fds[slot.base] = make_id_map(mapping)
+        return self._workspace_fds[slot.base]
+
+    def _free_base(self) -> int:
+        for _ in range(FIRST_BASE, LAST_BASE + 1, SIZE):
+            base = self._next
+            self._next = base + SIZE if base + SIZE <= LAST_BASE else FIRST_BASE
+            if base not in self._taken and not any(start < base + SIZE and base < end for start, end in self._reserved):
+                return base
+        raise OSError(11, "every id slot is taken")
+
+
+def parse_subordinate_ids(text: str) -> tuple[tuple[int, int], ...]:
+    """Return the (start, end) ranges of a subuid(5) file; lines that are no range are skipped."""
+    ranges = []
+    for line in text.splitlines():
+        fields = line.split(":")
+        if len(fields) == 3 and fields[1].isdigit() and fields[2].isdigit():
+            ranges.append((int(fields[1]), int(fields[1]) + int(fields[2])))
+    return tuple(ranges)
+
+
+def read_reserved_ranges() -> tuple[tuple[int, int], ...]:
+    """Return the ranges that belong to other users of this machine."""
+    ranges: tuple[tuple[int, int], ...] = ()
+    for path in ("/etc/subuid", "/etc/subgid"):
+        try:
+            with open(path, "rb") as file:
+                ranges += parse_subordinate_ids(file.read().decode("utf-8", "replace"))
+        except FileNotFoundError:
+            pass
+    return ranges
+
+
+def make_id_map(mapping: str) -> int:
+    """Return a descriptor of a new user namespace that only serves to map the ids of a mount; nobody ever joins it."""
+    pid, pidfd, _stack = syscalls.clone_sleeper(k.CLONE_NEWUSER, _SLEEP_S)
+    try:
+        write_file(f"/proc/{pid}/uid_map", mapping)
+        write_file(f"/proc/{pid}/gid_map", mapping)
+        return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        _end(pidfd)
+
+
+def make_user_namespace(mapping: str) -> int:
+    """Return a descriptor of a new user namespace with `mapping` for users and groups, to be joined.
+
+    No process in it can ever make another namespace of any kind: the limits live in the namespace itself, so they hold
+    for whoever joins it.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    parent_pid = os.getpid()
+    pid, pidfd = syscalls.clone3(k.CLONE_NEWUSER)
+    if pid == 0:
+        _hold_namespace(theirs, parent_pid)
+    try:
+        theirs.close()
+        write_file(f"/proc/{pid}/uid_map", mapping)
+        write_file(f"/proc/{pid}/gid_map", mapping)
+        ours.send(b"m")
+        if ours.recv(1) != b"k":
+            raise OSError(1, "could not limit the user namespace")
+        return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        ours.close()
+        _end(pidfd)
+
+
+def _end(pidfd: int) -> None:
+    syscalls.pidfd_send_signal(pidfd, signal.SIGKILL)
+    os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+    os.close(pidfd)
+
+
+def _hold_namespace(control: socket.socket, parent_pid: int) -> None:
+    """The child: keep the namespace alive until it was opened. Never returns."""
+    try:
+        syscalls.end_with_parent(parent_pid)
+        control.recv(1)
+        for kind in _KINDS:
+            write_file(f"/proc/sys/user/max_{kind}_namespaces", "0")
+        control.send(b"k")
+        signal.pause()
+    finally:
+        os._exit(1)

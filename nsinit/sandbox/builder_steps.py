@@ -1,0 +1,289 @@
+"""What the builder does in a sandbox's namespaces: network, mounts, `/etc`, the new root. `build` says in which order.
+
+Real root does it, in namespaces that the initial user namespace owns; PID 1 joins the session's own user namespace only
+after that, so no capability inside reaches a mount, the host name or the network set-up again. No foreign code runs
+here, and nothing of an image is followed or trusted. Sources: pivot_root(2) NOTES, user_namespaces(7), proc(5) hidepid.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from dataclasses import dataclass
+
+from nsinit.crash import Crash
+from nsinit.kernel import capabilities, mounts, syscalls
+from nsinit.kernel import constants as k
+from nsinit.kernel.seccomp.filters import Filters
+from nsinit.sandbox import rootfs
+from nsinit.steps import StepFailed
+from nsinit.storage import stage
+from nsinit.storage.mechanism import Mechanism, Place
+from nsinit.storage.paths import Layout, open_directory, open_in_root
+from nsinit.storage.volumes import Volumes
+from nsinit.wire import control
+from nsinit.wire.control import RootId
+from nsinit.wire.protocol import DiskLimits, SandboxPlan
+
+JOINED = k.CLONE_NEWNS | k.CLONE_NEWNET | k.CLONE_NEWUTS
+"""The namespaces of a sandbox that the builder works in."""
+
+MASKED = (
+    *("acpi", "asound", "bus/input", "cmdline", "config.gz", "driver", "fs/nfsd", "interrupts", "iomem", "ioports"),
+    *("kallsyms", "kcore", "key-users", "keys", "kmsg", "kpagecgroup", "kpagecount", "kpageflags", "latency_stats"),
+    *("modules", "pagetypeinfo", "sched_debug", "scsi", "slabinfo", "sysrq-trigger", "timer_list", "timer_stats"),
+    *("tty/driver", "vmallocinfo", "zoneinfo"),
+)
+"""What of /proc tells about the host or reaches it. Most is unreadable for unmapped ids: this is the second layer."""
+
+_MASKED_DIRECTORIES = frozenset({"acpi", "asound", "bus/input", "driver", "fs/nfsd", "scsi", "tty/driver"})
+
+_INERT_FLAGS = k.MS_NOSUID | k.MS_NODEV | k.MS_NOEXEC
+
+READ_ONLY = ("sys", "irq", "bus", "fs")
+
+HOST_USR = "/usr"
+PRIVATE_DIRECTORY = "run/sandkasten"
+_RUN_BYTES, _PRIVATE_BYTES = 16 << 20, 64 << 20
+_BYTES_PER_INODE, _MIN_INODES = 4096, 1024
+_EMPTY_BYTES, _EMPTY_INODES = 64 << 10, 64
+_TTY_GROUP = 5
+_POINT = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What holds for every session of this nsinit."""
+
+    layout: Layout
+    features: mounts.Features
+    last_capability: int
+    landlock_abi: int
+    filters: Filters
+    disk: Mechanism
+    volumes: Volumes
+    crash: Crash | None = None
+    """Where a process is to end, if a test wants that."""
+
+
+@dataclass(slots=True)
+class Box:
+    """One sandbox while the builder works on it. Descriptors are closed when the builder leaves."""
+
+    machine: Machine
+    session_id: str
+    base: int
+    pidfd: int
+    userns_fd: int
+    system_userns_fd: int
+    control: socket.socket
+    disk: DiskLimits
+    """What its disk is made for, unless the plan says otherwise."""
+    workspace_userns_fd: int = -1
+    root_fd: int = -1
+    usr_fd: int = -1
+    root_id: RootId = (0, 0)
+
+    @property
+    def hostname(self) -> str:
+        return f"sk-{self.session_id[:8]}"
+
+    def place(self, plan: SandboxPlan | None = None) -> Place:
+        """Return what its disk is made from."""
+        memory_bytes = None if plan is None else plan.limits.memory_bytes
+        return Place(self.machine.layout, self.session_id, self.base, memory_bytes)
+
+
+# Blank sandbox: nothing of an image is needed or touched ---------------------------------------------------------
+
+
+def join_namespaces(box: Box) -> None:
+    try:
+        syscalls.setns(box.pidfd, JOINED)
+    except ProcessLookupError as error:
+        raise StepFailed("child", "the child died without a word", errno=errno.ESRCH) from error
+
+
+def make_disk(box: Box) -> None:
+    box.machine.disk.make(box.place(), box.disk)
+
+
+def stage_dev(box: Box) -> None:
+    """Put the session's `/dev` together on the stage, in its own mount namespace."""
+    machine, target = box.machine, f"{box.machine.layout.stage}/{stage.OWN_DEV}"
+    attributes = k.MOUNT_ATTR_RDONLY | k.MOUNT_ATTR_NOSUID | k.MOUNT_ATTR_NOEXEC
+    template = f"{machine.layout.stage}/{stage.DEV}"
+    if machine.features.idmapped_tmpfs:
+        mount_fd = mounts.clone_idmapped(template, box.userns_fd, attributes)
+    else:
+        mount_fd = mounts.clone(-1, template, attributes)
+    mounts.attach(mount_fd, os.open(target, _POINT))
+    options: dict[str, str | int] = {"ptmxmode": "0666", "mode": "0620", "gid": box.base + _TTY_GROUP, "max": 64}
+    pts_fd = mounts.filesystem("devpts", k.MOUNT_ATTR_NOSUID | k.MOUNT_ATTR_NOEXEC, **options)
+    mounts.attach(pts_fd, os.open(f"{target}/pts", _POINT))
+
+
+def protect_proc(box: Box) -> None:
+    """Cover what tells about the host or reaches it in the `proc` that PID 1 mounted on the stage.
+
+    Read-only first: a mask put below a later bind would be covered by it. The working directory is that mount, where
+    no name is an image's, so paths are safe here and take a third of the calls. A bind keeps the attributes of its
+    source: masks are read-only and inert like the stage.
+    """
+    stage_path = box.machine.layout.stage
+    control.wait_proc(box.control)
+    os.chdir(f"{stage_path}/{stage.PROC}")
+    for name in READ_ONLY:
+        if _bind_if_present(name, name):
+            syscalls.mount("", name, flags=k.MS_REMOUNT | k.MS_BIND | k.MS_RDONLY | _INERT_FLAGS)
+    for name in MASKED:
+        template = stage.EMPTY_DIRECTORY if name in _MASKED_DIRECTORIES else stage.EMPTY_FILE
+        _bind_if_present(f"{stage_path}/{template}", name)
+    os.chdir("/")
+
+
+# The image --------------------------------------------------------------------------------------------------------
+
+
+def fit_disk(box: Box, plan: SandboxPlan) -> None:
+    box.machine.disk.fit(box.place(plan), plan.disk)
+
+
+def mount_root(box: Box, plan: SandboxPlan) -> None:
+    mount_fd = _overlay(box, (box.machine.layout.image_rootfs(plan.image),), "root", box.userns_fd)
+    point = f"{box.machine.layout.stage}/{stage.ROOT}"
+    mounts.attach(mount_fd, os.open(point, _POINT))
+    box.root_fd = os.open(point, _POINT)
+
+
+def find_root(box: Box, plan: SandboxPlan) -> None:
+    """The image was mounted just now, or some time ago in a vessel."""
+    if box.root_fd < 0:
+        box.root_fd = os.open(f"{box.machine.layout.stage}/{stage.ROOT}", _POINT)
+        if plan.image_kind == "host":
+            box.usr_fd = open_in_root(box.root_fd, "usr", _POINT)
+
+
+def mount_empty_root(box: Box, plan: SandboxPlan) -> None:
+    """No program, no file: room for mount points only."""
+    point = f"{box.machine.layout.stage}/{stage.ROOT}"
+    mounts.attach(_tmpfs(box, _EMPTY_BYTES, mode="0755", inodes=_EMPTY_INODES), os.open(point, _POINT))
+    box.root_fd = os.open(point, _POINT)
+
+
+def close_root(box: Box, plan: SandboxPlan) -> None:
+    syscalls.mount_setattr(box.root_fd, attr_set=k.MOUNT_ATTR_RDONLY)
+
+
+def mount_usr(box: Box, plan: SandboxPlan) -> None:
+    """The machine's own files: uid 1000 there is a person, not the sandbox user, so only system ids are mapped.
+
+    An id without a mapping is nobody's, no capability reaches past its mode, and nothing of it can be copied up.
+    What the image has in its own `/usr` lies above them.
+    """
+    if plan.image_kind == "host":
+        lowers = f"{box.machine.layout.image_rootfs(plan.image)}{HOST_USR}", HOST_USR
+        mount_fd = _overlay(box, lowers, "usr", box.system_userns_fd)
+        mounts.attach(mount_fd, open_directory(box.root_fd, "usr", owner=box.base))
+        box.usr_fd = open_in_root(box.root_fd, "usr", _POINT)
+
+
+def place_proc(box: Box, plan: SandboxPlan) -> None:
+    """The staged `/proc` moves onto the image with everything that is mounted in it; so does `/dev`."""
+    mounts.attach(os.open(f"{box.machine.layout.stage}/{stage.PROC}", _POINT), _target(box, "proc"))
+
+
+def place_dev(box: Box, plan: SandboxPlan) -> None:
+    mounts.attach(os.open(f"{box.machine.layout.stage}/{stage.OWN_DEV}", _POINT), _target(box, "dev"))
+    shm_bytes = min(plan.shm_bytes, plan.limits.memory_bytes // 4)
+    mounts.attach(_tmpfs(box, shm_bytes, inodes=plan.shm_inodes), open_in_root(box.root_fd, "dev/shm", _POINT))
+
+
+def mount_tmp(box: Box, plan: SandboxPlan) -> None:
+    """Its pages are the session's memory: a full /tmp must be "no space left", not an out-of-memory kill of PID 1."""
+    size_bytes = min(plan.tmp_bytes, plan.limits.memory_bytes // 2)
+    mounts.attach(_tmpfs(box, size_bytes, inodes=plan.tmp_inodes), _target(box, "tmp"))
+
+
+def mount_run(box: Box, plan: SandboxPlan) -> None:
+    """`/run`, and on it the runner's private directory, which commands can pass through but not list."""
+    base = box.base
+    share_bytes = plan.limits.memory_bytes // 8
+    mounts.attach(_tmpfs(box, min(_RUN_BYTES, share_bytes), mode="0755"), _target(box, "run"))
+    owner = base + capabilities.RUNNER_ID
+    options: dict[str, str | int] = {
+        "size": min(_PRIVATE_BYTES, share_bytes),
+        "nr_inodes": 4096,
+        "mode": "0711",
+        "uid": owner,
+        "gid": owner,
+    }
+    private_fd = mounts.filesystem("tmpfs", mounts.INERT, **options)
+    mounts.attach(private_fd, open_directory(box.root_fd, PRIVATE_DIRECTORY, owner=base))
+
+
+def make_user_directories(box: Box, plan: SandboxPlan) -> None:
+    rootfs.make_user_directories(box.root_fd, box.base)
+
+
+def mount_workspace(box: Box, plan: SandboxPlan) -> None:
+    if plan.workspace_id is not None:
+        layout, volumes, is_draft = box.machine.layout, box.machine.volumes, plan.workspace_draft
+        if volumes.has(plan.workspace_id, draft=is_draft):
+            path = volumes.mount(layout.volume(plan.workspace_id, draft=is_draft))
+        else:
+            path = layout.workspace(plan.workspace_id, draft=is_draft)
+        mount_fd = mounts.clone_idmapped(path, box.workspace_userns_fd, mounts.NOSUID_NODEV)
+        mounts.attach(mount_fd, _target(box, rootfs.WORKSPACE))
+
+
+def write_etc(box: Box, plan: SandboxPlan) -> None:
+    rootfs.write_etc(box.root_fd, box.base, box.hostname)
+
+
+def make_read_only(box: Box, plan: SandboxPlan) -> None:
+    """After all mount points exist. Workspace and home become mounts of their own first, and stay writable."""
+    if not plan.readonly_rootfs:
+        return
+    for path in (rootfs.HOME, *([rootfs.WORKSPACE] if plan.workspace_id is None else [])):
+        mounts.attach(mounts.clone(box.root_fd, path, 0), _target(box, path))
+    for fd in (box.root_fd, box.usr_fd):
+        if fd >= 0:
+            syscalls.mount_setattr(fd, attr_set=k.MOUNT_ATTR_RDONLY)
+
+
+def pivot(box: Box, plan: SandboxPlan) -> None:
+    """The old root goes below the new one on the same spot and is detached: no directory is needed, no name is left."""
+    root_fd = os.open(f"{box.machine.layout.stage}/{stage.ROOT}", os.O_RDONLY | os.O_DIRECTORY)
+    os.fchdir(root_fd)
+    syscalls.pivot_root(".", ".")
+    syscalls.umount2(".", k.MNT_DETACH)
+    os.chdir("/")
+    status = os.fstat(root_fd)
+    box.root_id = status.st_dev, status.st_ino
+    os.close(root_fd)
+
+
+def _bind_if_present(source: str, target: str) -> bool:
+    try:
+        syscalls.mount(source, target, flags=k.MS_BIND)
+    except FileNotFoundError:
+        return False  # this kernel has no such file
+    return True
+
+
+def _overlay(box: Box, lower_paths: tuple[str, ...], name: str, userns_fd: int) -> int:
+    machine = box.machine
+    layers = mounts.Layers(lower_paths, machine.disk.layers(box.place()), name, userns_fd)
+    return mounts.overlay(layers, features=machine.features, stage_path=machine.layout.stage)
+
+
+def _target(box: Box, path: str) -> int:
+    return open_directory(box.root_fd, path, owner=box.base)
+
+
+def _tmpfs(box: Box, size_bytes: int, *, mode: str = "1777", inodes: int = 0) -> int:
+    base, inodes = box.base, inodes or max(size_bytes // _BYTES_PER_INODE, _MIN_INODES)
+    options: dict[str, str | int] = {"size": size_bytes, "nr_inodes": inodes, "mode": mode, "uid": base, "gid": base}
+    return mounts.filesystem("tmpfs", mounts.NOSUID_NODEV, **options)

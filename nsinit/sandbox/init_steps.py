@@ -1,0 +1,226 @@
+"""What PID 1 of a sandbox does itself, before and after the builder's work; `build` says in which order.
+
+Few and small steps: every page that they touch is copied for this one process and stays its own.
+Sources: cgroup_namespaces(7); proc(5) hidepid; capabilities(7); prctl(2) PR_SET_PDEATHSIG.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import linecache
+import os
+import resource
+import signal
+import sys
+from dataclasses import dataclass, field
+
+from nsinit.crash import Crash
+from nsinit.kernel import capabilities, landlock, syscalls
+from nsinit.kernel import constants as k
+from nsinit.kernel.seccomp.filters import Filters
+from nsinit.kernel.syscalls import FilterProgram
+from nsinit.sandbox import network
+from nsinit.steps import Steps
+from nsinit.wire import control
+from nsinit.wire.validate import MAX_OPEN_FILES
+
+OPEN_FILES = 1024
+"""What a process may open before it asks for more: select(2) can't count further."""
+
+_LIMITS = (
+    # CORE is 1: with a `|pipe` core_pattern the kernel ignores 0 and starts the host's handler as root; 1 means none.
+    (resource.RLIMIT_CORE, 1, 1),
+    (resource.RLIMIT_NOFILE, OPEN_FILES, MAX_OPEN_FILES),
+    (resource.RLIMIT_MEMLOCK, 8 << 20, 8 << 20),
+    (resource.RLIMIT_STACK, 8 << 20, resource.RLIM_INFINITY),
+    (resource.RLIMIT_MSGQUEUE, 819200, 819200),
+    (resource.RLIMIT_SIGPENDING, 4096, 4096),
+)
+
+
+NAME = "sandkasten-init"
+"""What `/proc/<pid>/comm` says."""
+
+
+@dataclass(slots=True)
+class Init:
+    """A PID 1 to be: what it needs from its birth to the runner."""
+
+    base: int
+    userns_fd: int
+    attach_files: tuple[str, ...]
+    listener_fd: int
+    control_fd: int
+    proc_path: str
+    last_capability: int
+    landlock_abi: int
+    filters: Filters
+    root_id: control.RootId | None = None
+    """The root it must find itself in, once the builder is done."""
+    root_inside: bool = False
+    """Whether commands may be root."""
+    files_only: bool = False
+    """Whether there are no commands, only requests for files."""
+    filter: FilterProgram | None = None
+    """The system call filter of the session; None is `off`."""
+    oom_fd: int = -1
+    """Its own `oom_score_adj`, open for writing, and what that says."""
+    oom_score: int = 0
+    open_files: int = OPEN_FILES
+    """How far a process may raise its limit."""
+    steps: Steps = field(default_factory=Steps)
+    crash: Crash | None = None
+    """Where it is to end, if a test wants that."""
+
+    @property
+    def kept_fds(self) -> set[int]:
+        """What it needs of nsinit's descriptors."""
+        return {0, 1, 2, self.listener_fd, self.control_fd, self.userns_fd}
+
+
+def arm_parent_death(init: Init) -> None:
+    syscalls.prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL)
+    gc.disable()
+
+
+def take_name(init: Init) -> None:
+    syscalls.set_name(NAME)
+
+
+def close_descriptors(init: Init) -> None:
+    """First thing, and again last thing: with no exec, no close-on-exec flag ever acts (CVE-2024-21626)."""
+    keep_only(init.kept_fds)
+
+
+def start_session(init: Init) -> None:
+    os.setsid()
+
+
+def attach_cgroups(init: Init) -> None:
+    """Before the cgroup namespace, so that the session sees itself at `/`."""
+    for path in init.attach_files:
+        network.write_file(path, "0")
+
+
+def unshare_cgroups(init: Init) -> None:
+    syscalls.unshare(k.CLONE_NEWCGROUP)
+
+
+def set_oom_score(init: Init) -> None:
+    """Don't inherit a protection the daemon may have; the runner raises it for what it forks."""
+    with open("/proc/self/oom_score_adj", "r+b", buffering=0) as file:
+        if int(file.read()) < 0:
+            file.write(b"0")
+
+
+def set_limits(init: Init) -> None:
+    for kind, soft, hard in _LIMITS:
+        ceiling = resource.getrlimit(kind)[1]
+        hard = hard if ceiling == resource.RLIM_INFINITY else ceiling if hard == -1 else min(hard, ceiling)
+        resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def mount_proc(init: Init) -> None:
+    """On the stage, from where the builder moves it: only a process of the pid namespace gets the `proc` of it.
+
+    PID 1 is in the group that sees all processes; commands see their own uid's, so `/proc/1` isn't there.
+    """
+    flags = k.MS_NOSUID | k.MS_NODEV | k.MS_NOEXEC
+    syscalls.mount("proc", init.proc_path, "proc", flags, f"hidepid=invisible,gid={capabilities.PROC_GROUP}")
+    control.say_proc(init.control_fd)
+
+
+def enter_root(init: Init) -> None:
+    """The builder's pivot_root moved the root of this process if all is well (a chroot would be left alone: no go)."""
+    os.chdir("/")
+    status = os.stat("/")
+    if (status.st_dev, status.st_ino) != init.root_id:
+        raise OSError(errno.ESTALE, "this is not the root that was built", "/")
+
+
+def silence_standard_streams(init: Init) -> None:
+    """`/dev` is ours, and this one shows as `/dev/null` in `/proc/self/fd`: no host path, no log pipe goes inside."""
+    null_fd = os.open("/dev/null", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    for fd in (0, 1, 2):
+        os.dup2(null_fd, fd)
+    os.close(null_fd)
+
+
+def keep_oom_file(init: Init) -> None:
+    """Once PID 1 has other ids it can't open this, unless it is dumpable, which it must never be again."""
+    init.oom_fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    init.oom_score = int(os.read(init.oom_fd, 16))
+
+
+def join_user_namespace(init: Init) -> None:
+    """Its one supplementary group has no number in there: it can be lost, and nobody can get it."""
+    os.setgroups([capabilities.PROC_GROUP])
+    syscalls.setns(init.userns_fd, k.CLONE_NEWUSER)
+    os.close(init.userns_fd)
+
+
+def drop_bounding_set(init: Init) -> None:
+    capabilities.drop_bounding_set(init.last_capability, root_inside=init.root_inside)
+
+
+def become_runner(init: Init) -> None:
+    capabilities.become_runner()
+
+
+def keep_runner_capabilities(init: Init) -> None:
+    capabilities.keep_runner_capabilities(root_inside=init.root_inside)
+
+
+def leave_keyring(init: Init) -> None:
+    syscalls.join_session_keyring()
+
+
+def forbid_dumps(init: Init) -> None:
+    syscalls.prctl(k.PR_SET_DUMPABLE, 0)
+
+
+def lock_imports(init: Init | None = None) -> None:
+    """Make every import of a module that isn't loaded fail: after pivot_root it would read, and run, the image's files.
+
+    nsinit does this to itself before it forks anything, so in a child it only makes sure (and costs nothing).
+    """
+    for entries in (sys.path, sys.meta_path, sys.path_hooks):
+        entries.clear()
+    sys.path_importer_cache.clear()
+    linecache.getlines = lambda *_args, **_kwargs: []
+
+
+def begin(init: Init, word: control.Begin) -> None:
+    """Take the builder's word."""
+    init.root_id = word.device, word.inode
+    init.filter = init.filters.programs[word.filter_number]
+    init.root_inside = word.root_inside
+    init.open_files = word.open_files
+    init.files_only = word.files_only
+
+
+def keep_inside(init: Init) -> None:
+    landlock.keep_inside(init.landlock_abi)
+
+
+def limit_open_files(init: Init) -> None:
+    """The plan's, which was not known at birth; what is inherited from here on can only be lowered."""
+    hard = min(init.open_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(OPEN_FILES, hard), hard))
+
+
+def filter_system_calls(init: Init) -> None:
+    """Last of all: no step before it needs a hole in the filter."""
+    if init.filter is not None:
+        syscalls.set_filter(init.filter)
+
+
+def keep_only(fds: set[int]) -> None:
+    """Close every descriptor that is not in `fds`."""
+    first = 0
+    for fd in sorted(fds):
+        if fd > first:
+            syscalls.close_range(first, fd - 1)
+        first = fd + 1
+    syscalls.close_range(first)

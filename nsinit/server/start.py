@@ -1,0 +1,191 @@
+"""What nsinit does once, on `Start`: claim its cgroups and directories, leave the host's mount namespace, probe.
+
+Owns the lock that keeps two nsinits off one data directory. Fails with the name of the step; what was made by then is
+either empty or found again by the next start.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from nsinit.cgroup import tree as cgroup_tree
+from nsinit.cgroup.marks import mark_of, read_mark, set_mark
+from nsinit.crash import Crash
+from nsinit.helpers import builder, cgroup_maker
+from nsinit.helpers.forker import Forker
+from nsinit.helpers.pool import Workers
+from nsinit.helpers.vessel import Foundry
+from nsinit.kernel import landlock, mounts, slots
+from nsinit.kernel.capabilities import NSINIT_CAPABILITIES, keep_only, read_last_capability
+from nsinit.kernel.mountinfo import parse_mountinfo, parse_own_cgroups
+from nsinit.kernel.seccomp.filters import prepare
+from nsinit.sandbox import builder_steps, child
+from nsinit.sandbox.crash_points import all_points
+from nsinit.scheduler import Scheduler
+from nsinit.server.hand_mounts import points_below
+from nsinit.server.kmsg import KernelLog
+from nsinit.server.mounts import MachineMounts
+from nsinit.server.sessions import Sessions, scan
+from nsinit.server.strays import Strays, open_blocks
+from nsinit.steps import StepFailed, Steps
+from nsinit.storage import choose, stage
+from nsinit.storage.paths import Layout
+from nsinit.storage.volumes import Volumes
+from nsinit.wire.grant import Grant
+from nsinit.wire.protocol import Ready, Start
+from nsinit.wire.validate import InvalidName, check_cgroup_parent, check_data_dir, check_node_id
+
+_LOCK_DEADLINE_S = 3.0
+_LOCK_PAUSE_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A started nsinit."""
+
+    ready: Ready
+    sessions: Sessions
+    located: cgroup_tree.Located
+    kernel_log: KernelLog
+    strays: Strays
+    lock_fd: int
+
+    def stop(self) -> None:
+        """End the helpers; remove the cgroup directories unless sessions live on in them."""
+        self.kernel_log.close()
+        self.sessions.builders.stop()
+        self.sessions.foundry.cgroup_makers.stop()
+        self.sessions.foundry.forker.stop()
+        cgroup_tree.release(self.sessions.foundry.tree, self.located)
+        os.close(self.lock_fd)
+        self.strays.close()
+
+
+def start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Grant | None = None) -> Node:
+    """Do all of the start. Raises `StepFailed`."""
+    with ExitStack() as undo:
+        node = _start(request, scheduler, runner, grant, undo)
+        undo.pop_all()
+    return node
+
+
+def _start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Grant | None, undo: ExitStack) -> Node:
+    steps, layout = Steps(), Layout(request.data_dir, grant.gid if grant else 0)
+    with steps.step("validate"):
+        if grant is not None:
+            grant.check(request.data_dir, request.cgroup_parent)
+        check_data_dir(request.data_dir)
+        check_node_id(request.node_id)
+        check_cgroup_parent(request.cgroup_parent)
+        crash = _crash(request.crash_at, grant)
+    with steps.step("seccomp profiles"):
+        filters = prepare(request.seccomp_profiles)
+    disks, volumes = choose.candidates(layout, request.disk), Volumes(layout, open_blocks())
+    with steps.step("data directory"):
+        layout.make()
+        lock_fd = _lock(layout.run)
+    with steps.step("cgroups"):
+        located = locate()
+        group = cgroup_tree.group_name(request.node_id)
+        beside = grant.beside if grant else ()
+        tree = cgroup_tree.claim(located, group=group, parent=request.cgroup_parent, beside=beside)
+        undo.callback(cgroup_tree.release, tree, located)
+        _mark(tree, layout)
+    kernel_log = KernelLog()
+    undo.callback(kernel_log.close)
+    with steps.step("capabilities"):
+        last_capability = read_last_capability()
+        keep_only(NSINIT_CAPABILITIES, last_capability)
+    with steps.step("namespaces"):
+        strays = Strays(tree, layout, located, group, MachineMounts.open(layout.data_dir), volumes.blocks_fd)
+        undo.callback(strays.close)
+        needed = (layout.data_dir, builder_steps.HOST_USR, "/proc", *tree.unique)
+        stage.enter_own_namespaces(needed, unwanted=frozenset(points_below(strays.mounts.find())))
+    with steps.step("stage"):
+        stage.make_stage(layout.stage)
+    with steps.step("disk"):
+        disk, refused = choose.choose(layout, request.disk, disks)
+        volumes.open(disk.mode, refused)
+    with steps.step("id slots"):
+        table = slots.SlotTable(reserved=slots.read_reserved_ranges(), taken=_taken_bases(tree, layout))
+        slot = table.take()
+    with steps.step("features"):
+        features = mounts.probe_features(layout.stage, slot.userns_fd)
+        powers = last_capability, landlock.probe_abi(), filters
+        machine = builder_steps.Machine(layout, features, *powers, disk, volumes, crash)
+    table.free(slot)
+    with steps.step("helpers"):
+        builders = Workers(builder.trade(machine), scheduler)
+        builders.start()
+        cgroup_makers = Workers(cgroup_maker.trade(machine, tree, located), scheduler)
+        cgroup_makers.start()
+        forker = Forker(machine, runner)
+    sessions = Sessions(Foundry(machine, tree, table, forker, cgroup_makers), builders, scheduler, kernel_log)
+    ready = Ready(
+        seq=request.seq,
+        pid=os.getpid(),
+        cgroup_mode=tree.mode,
+        cgroup_dirs=tree.dirs,
+        features={"overlay_by_fd": features.overlay_by_fd, "idmapped_tmpfs": features.idmapped_tmpfs}
+        | landlock.features(machine.landlock_abi),
+        disk=disk.mode,
+        disk_refused=refused,
+    )
+    return Node(ready, sessions, located, kernel_log, strays, lock_fd)
+
+
+def _crash(at: str, grant: Grant | None) -> Crash | None:
+    """Return where to end, None: nowhere. Raises `InvalidName` if it may not be asked for or is unknown."""
+    if not at:
+        return None
+    if grant is not None:
+        raise InvalidName("only a daemon that is root may ask for a crash")
+    if not re.fullmatch(r"[^:]+(:[1-9][0-9]{0,5})?", at) or at.partition(":")[0] not in all_points():
+        raise InvalidName(f"there is no crash point {at[:80]!r}")
+    return Crash(at)
+
+
+def _mark(tree: cgroup_tree.Tree, layout: Layout) -> None:
+    """Make the cgroups known as this data directory's. Raises `StepFailed` if another one's sessions are in them."""
+    mark = mark_of(layout.data_dir)
+    for directory in tree.unique:
+        if read_mark(directory) not in ("", mark) and cgroup_tree.has_sessions(directory):
+            message = (
+                "sessions of another data directory with the same node id run here; if this one is a copy, remove its "
+                "`node-id` and its database"
+            )
+            raise StepFailed("cgroups", message, path=directory, errno=errno.EEXIST)
+        set_mark(directory, mark)
+
+
+def _taken_bases(tree: cgroup_tree.Tree, layout: Layout) -> frozenset[int]:
+    """Return the ids of sessions that an earlier nsinit built and that still run."""
+    return frozenset(found.identity.base_uid for found in scan(tree, layout)[0] if found.identity is not None)
+
+
+def locate(pid: int | None = None) -> cgroup_tree.Located:
+    """Return where this process is, or another one. Raises `OSError`."""
+    with open("/proc/self/mountinfo", "rb") as mountinfo, open(f"/proc/{pid or 'self'}/cgroup", "rb") as own:
+        mounted = parse_mountinfo(os.fsdecode(mountinfo.read()))
+        return cgroup_tree.locate(mounted, parse_own_cgroups(os.fsdecode(own.read())))
+
+
+def _lock(path: str) -> int:
+    """Lock the data directory; an nsinit that is just ending gets time to finish."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    deadline = time.monotonic() + _LOCK_DEADLINE_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise StepFailed("data directory", "another nsinit works on this data directory", path=path) from None
+            time.sleep(_LOCK_PAUSE_S)
+        else:
+            return fd

@@ -1,0 +1,114 @@
+"""Which mechanism a data directory gets: each is tried for real, in a process of its own, before it is believed.
+
+A trial makes the disk of a session that never lives, in mount namespaces of its own and without the right to exceed
+quotas, and must be refused more room than it asked for. What a trial that is killed leaves is a session's directory,
+which the next start removes. Sources: fallocate(2); quotactl(2) (CAP_SYS_RESOURCE).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from nsinit.kernel import capabilities, syscalls
+from nsinit.kernel import constants as k
+from nsinit.kernel.slots import FIRST_BASE
+from nsinit.steps import StepFailed
+from nsinit.storage.btrfs import Btrfs
+from nsinit.storage.loop import Loop
+from nsinit.storage.mechanism import LAYERS, Mechanism, Place, Unavailable
+from nsinit.storage.memory import Memory
+from nsinit.storage.paths import Layout
+from nsinit.storage.plain import Plain
+from nsinit.storage.project import Project
+from nsinit.wire.protocol import DiskLimits, DiskWish
+
+_TRIAL = DiskLimits(size_bytes=16 << 20, inodes=1024)
+_MAX_REASON_BYTES = 400
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+KINDS: tuple[type[Mechanism], ...] = (Project, Btrfs, Loop, Memory)
+"""In the order of preference."""
+
+
+def candidates(layout: Layout, wish: DiskWish) -> list[Mechanism]:
+    """Return what to try, best first; called while the whole machine is in sight."""
+    if wish == "none":
+        return []
+    return [kind(layout) for kind in KINDS if wish in ("auto", kind.mode)]
+
+
+def choose(layout: Layout, wish: DiskWish, tried: list[Mechanism]) -> tuple[Mechanism, dict[str, str]]:
+    """Return the first of `tried` that works, and why each one before it does not.
+
+    Raises:
+        StepFailed: the one that was asked for can't be had, or nothing can be tried: the disk is full.
+    """
+    refused: dict[str, str] = {}
+    for mechanism in tried:
+        try:
+            mechanism.open()
+            attempt(layout, mechanism)
+        except (Unavailable, OSError, StepFailed) as error:
+            if (
+                getattr(error, "errno", None) in _FULL
+            ):  # says nothing of the mechanism, and the next one is a weaker one
+                raise StepFailed("disk", f"no disk limit can be tried: {error}", errno=errno.ENOSPC) from error
+            refused[mechanism.mode] = str(error)[:_MAX_REASON_BYTES]
+        else:
+            return mechanism, refused
+    if wish not in ("auto", "none"):
+        raise StepFailed("disk", f"disk.mode {wish} can't be had here: {refused.get(wish, 'unknown')}")
+    return Plain(layout), refused
+
+
+def attempt(layout: Layout, mechanism: Mechanism) -> None:
+    """Try a mechanism that is open. Raises `Unavailable` or `OSError`."""
+    session_id = os.urandom(12).hex()
+    read_fd, write_fd = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _attempt(mechanism, Place(layout, session_id, FIRST_BASE), write_fd)
+    os.close(write_fd)
+    with open(read_fd, "rb") as pipe:
+        number, _, reason = pipe.read(_MAX_REASON_BYTES).decode("utf-8", "replace").partition(" ")
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    sessions_fd = os.open(layout.sessions, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        mechanism.remove(sessions_fd, session_id)
+    except FileNotFoundError:
+        pass
+    finally:
+        os.close(sessions_fd)
+    if number in map(str, _FULL):
+        raise OSError(int(number), reason)
+    if reason or status:
+        raise Unavailable(reason or f"the trial ended with status {status}")
+
+
+def _attempt(mechanism: Mechanism, place: Place, write_fd: int) -> None:
+    """The trial's process."""
+    try:
+        syscalls.unshare(k.CLONE_NEWNS)
+        capabilities.give_up(k.CAP_SYS_RESOURCE)
+        mechanism.make(place, _TRIAL)
+        mechanism.fit(place, _TRIAL)
+        _overfill(f"{mechanism.layers(place)}/{LAYERS[0]}/file")
+    except Exception as error:  # noqa: BLE001 - whatever goes wrong is the finding
+        reason = f"{getattr(error, 'errno', None) or 0} {error or type(error).__name__}"
+        os.write(write_fd, reason.encode()[:_MAX_REASON_BYTES])
+    finally:
+        os._exit(0)
+
+
+def _overfill(path: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, 2 * _TRIAL.size_bytes)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+    else:
+        raise Unavailable("a file could grow beyond the limit")
+    finally:
+        os.close(fd)

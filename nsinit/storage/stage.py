@@ -1,0 +1,90 @@
+"""nsinit's own namespaces and the private tmpfs in it with the templates that sessions get clones of.
+
+Owns what is on `<data_dir>/stage`: a `/dev` with real device nodes, one empty unreadable file, one empty directory,
+and empty mount points. All of it is made before any session exists and never written again.
+Sources: mount_namespaces(7); mount(2); null(4), random(4), tty(4).
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from nsinit.kernel import constants as k
+from nsinit.kernel import syscalls
+from nsinit.kernel.mountinfo import mounts_to_keep, parse_mountinfo
+
+DEV = "dev"
+EMPTY_FILE = "file"
+EMPTY_DIRECTORY = "directory"
+OWN_DEV = "own-dev"
+PROC = "proc"
+ROOT = "root"
+DISK = "disk"
+DEVICES = "devices"
+VOLUME = "volume"
+STAGED_ROOT = "merged"
+LOWER = ("lower", "lower-2")
+UPPER = "upper"
+"""Mount points, relative to the stage, for kernels that take no layers by descriptor; the names show in the sandbox."""
+
+_DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
+_LINKS = {
+    "fd": "/proc/self/fd",
+    "stdin": "/proc/self/fd/0",
+    "stdout": "/proc/self/fd/1",
+    "stderr": "/proc/self/fd/2",
+    "ptmx": "pts/ptmx",
+}
+_DIRECTORIES = ("pts", "shm")
+
+
+def enter_own_namespaces(needed: tuple[str, ...], *, unwanted: frozenset[str] = frozenset()) -> None:
+    """Leave the host's network, IPC, host name and mount namespaces, and drop every mount that holds none of the
+    `needed` paths, and those on `unwanted` points: where propagation is private, ours would outlive the host's own.
+    nsinit and its helpers have no network at all.
+
+    Each session's clone copies what is left, so a host with hundreds of mounts must not cost every session those.
+    Slave, not private: a disk the operator mounts later still shows up here.
+    """
+    syscalls.unshare(k.CLONE_NEWNS | k.CLONE_NEWNET | k.CLONE_NEWIPC | k.CLONE_NEWUTS)
+    syscalls.mount("", "/", flags=k.MS_REC | k.MS_SLAVE)
+    with open("/proc/self/mountinfo", "rb") as file:
+        mounts = parse_mountinfo(os.fsdecode(file.read()))
+    keep = mounts_to_keep(mounts, needed)
+    for mount in reversed(mounts):
+        if mount.mount_id not in keep or mount.point in unwanted:
+            _detach(mount.point)
+
+
+def make_stage(stage: str) -> None:
+    """Mount the private tmpfs, fill it and make it read-only: clones of its parts inherit that without another call."""
+    inert = k.MS_NOSUID | k.MS_NODEV | k.MS_NOEXEC
+    syscalls.mount("sandkasten", stage, "tmpfs", inert, "mode=0700,size=1m,nr_inodes=64")
+    mask = os.umask(0)
+    try:
+        for name in (DEV, OWN_DEV, PROC, ROOT, DISK, DEVICES, VOLUME, STAGED_ROOT, *LOWER, UPPER):
+            os.mkdir(f"{stage}/{name}", 0o755)
+        os.mkdir(f"{stage}/{EMPTY_DIRECTORY}", 0o555)
+        os.close(os.open(f"{stage}/{EMPTY_FILE}", os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o000))
+        syscalls.mount("sandkasten", f"{stage}/{DEV}", "tmpfs", k.MS_NOSUID | k.MS_NOEXEC, "mode=0755,nr_inodes=64")
+        _make_devices(f"{stage}/{DEV}")
+        syscalls.mount("", stage, flags=k.MS_REMOUNT | k.MS_BIND | k.MS_RDONLY | inert)
+    finally:
+        os.umask(mask)
+
+
+def _make_devices(directory: str) -> None:
+    for name, (major, minor) in _DEVICES.items():
+        os.mknod(f"{directory}/{name}", stat.S_IFCHR | 0o666, os.makedev(major, minor))
+    for name, target in _LINKS.items():
+        os.symlink(target, f"{directory}/{name}")
+    for name in _DIRECTORIES:
+        os.mkdir(f"{directory}/{name}", 0o755)
+
+
+def _detach(point: str) -> None:
+    try:
+        syscalls.umount2(point, k.MNT_DETACH | k.UMOUNT_NOFOLLOW)
+    except (FileNotFoundError, OSError):
+        pass  # it went with the mount below it, or is out of reach: then it costs a few µs a session, no more

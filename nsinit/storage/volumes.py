@@ -1,0 +1,254 @@
+"""Workspaces with a quota: each is an ext4 image of its own, mounted where it is used and nowhere else.
+
+A volume is a directory of root's, `<data_dir>/volumes/<id>`, out of every sandbox's reach, with the image in it; what
+clients see is one directory inside. Nobody keeps it mounted: whoever builds a sandbox mounts it in the sandbox's mount
+namespace, so that mount and loop device go with the last sandbox, whoever killed it, and nothing is to be undone or
+found again after a crash. Two loop devices of one image would be two file systems that overwrite each other, so a
+device that the image has is always taken again, and a lock is held while one looks for it.
+There is a journal and there are barriers: what fsync(2) has returned for inside is on the host's disk.
+Sources: loop(4); ext4(5); resize2fs(8); fsopen(2); flock(2).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+import time
+from dataclasses import dataclass, field
+
+from nsinit.crash import Crash, passing
+from nsinit.kernel import constants as k
+from nsinit.kernel import mounts, syscalls
+from nsinit.kernel.slots import SANDBOX_ID
+from nsinit.log import log
+from nsinit.steps import StepFailed
+from nsinit.storage import choose, loop_device, stage
+from nsinit.storage.ext4_image import copy_sparse, enlarge, find_tool, make_image
+from nsinit.storage.loop import Loop
+from nsinit.storage.mechanism import Unavailable
+from nsinit.storage.paths import Layout, sync_directory
+from nsinit.wire.protocol import DiskLimits, DiskMode
+
+STAGE = "volume"
+IMAGE = "image"
+_FILES, _COPY = "files", "copy"
+_UNFINISHED = "+new-"
+"""No workspace has such an id."""
+_FLAGS = ("noinit_itable", "discard")
+"""The inode tables are not filled with zeros on the host's disk, and what is deleted is given back to it."""
+_SUPERBLOCK_OFFSET, _SUPERBLOCK = 1024, struct.Struct("<2I16xI28xH")
+"""Inodes, blocks, the block size as a power of two of KiB, and the mark of ext4."""
+_MAGIC, _MAX_BLOCK_KIB_LOG = 0xEF53, 6
+_RESERVED_INODES = 11
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_POINT = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_UNMOUNT_TRIES, _UNMOUNT_PAUSE_S = 200, 0.01
+
+
+@dataclass(slots=True)
+class Volumes:
+    """The volumes of one data directory. `blocks_fd`: `/sys/block`, borrowed, -1 without; `refused`: why there can be
+    none."""
+
+    layout: Layout
+    blocks_fd: int
+    refused: str = "not tried yet"
+    _mke2fs: str = ""
+    _loop: Loop = field(init=False)
+    _part_shift: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Called while the whole machine is in sight; must not fail."""
+        self._loop = Loop(self.layout)
+        self._part_shift = loop_device.read_part_shift()
+
+    def open(self, mode: DiskMode, refused: dict[str, str]) -> None:
+        """Find out, once, whether images can be mounted; disks of that `mode` have shown it already."""
+        try:
+            if self.blocks_fd < 0:
+                raise Unavailable("/sys/block can't be seen")
+            if "loop" in refused:
+                raise Unavailable(refused["loop"])
+            self._mke2fs = find_tool("mke2fs")
+            if mode != Loop.mode:
+                self._loop.open()
+                choose.attempt(self.layout, self._loop)
+        except (Unavailable, OSError, StepFailed) as error:
+            self.refused = str(error)
+        else:
+            self.refused = ""
+
+    @property
+    def kept_fds(self) -> frozenset[int]:
+        """What a process that mounts volumes must not close."""
+        return frozenset({self.blocks_fd} - {-1})
+
+    def require(self) -> None:
+        """Raise `StepFailed` (`EOPNOTSUPP`) where no volume can be made."""
+        if self.refused:
+            raise StepFailed(STAGE, f"quotas can't be had here: {self.refused}", errno=errno.EOPNOTSUPP)
+
+    def has(self, workspace_id: str, *, draft: bool = False) -> bool:
+        """Whether a workspace is a volume."""
+        return os.path.isdir(self.layout.volume(workspace_id, draft=draft))
+
+    def quota_of(self, workspace_id: str) -> DiskLimits | None:
+        """Return what a workspace may hold, None if it is no volume. Raises `OSError` when it is damaged."""
+        return limits_of(self.layout.volume(workspace_id)) if self.has(workspace_id) else None
+
+    # In a process with a mount namespace of its own ------------------------------------------------------------
+
+    def mount(self, directory: str) -> str:
+        """Mount a volume on the stage of this mount namespace; return where the workspace's files are then."""
+        directory_fd = os.open(directory, _DIRECTORY)
+        try:
+            fcntl.flock(directory_fd, fcntl.LOCK_EX)
+            image_fd = os.open(IMAGE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory_fd)
+            try:
+                device_fd, number = self._device_of(image_fd)
+            finally:
+                os.close(image_fd)
+            try:
+                mount_fd = self._mount_device(number)
+            finally:
+                os.close(device_fd)
+        finally:
+            os.close(directory_fd)
+        mounts.attach(mount_fd, os.open(self._point, _POINT))
+        return f"{self._point}/{_FILES}"
+
+    def make(self, workspace_id: str, limits: DiskLimits, crash: Crash | None, *, draft: bool) -> None:
+        """Make a volume; it has its name when all of it is on the disk."""
+        _leave_mounts()
+        new = f"{self.layout.volume_drafts}/{_UNFINISHED}{os.urandom(8).hex()}"
+        os.mkdir(new, 0o700)
+        made = DiskLimits(_whole_blocks(limits.size_bytes), limits.inodes + _RESERVED_INODES)
+        make_image(self._mke2fs, made, f"{new}/{IMAGE}", has_journal=True)
+        files = self.mount(new)
+        os.mkdir(files, 0o755)
+        os.chown(files, SANDBOX_ID, SANDBOX_ID)
+        self._sync_mounted()
+        syscalls.umount2(self._point)
+        sync_directory(new)
+        passing(crash, "nsinit.volume.formatted")
+        syscalls.renameat2(new, self.layout.volume(workspace_id, draft=draft), k.RENAME_NOREPLACE)
+        sync_directory(os.path.dirname(self.layout.volume(workspace_id, draft=draft)))
+
+    def sync(self, directory: str) -> None:
+        """Wait until all that was written to a volume is on the disk, whoever has it mounted."""
+        _leave_mounts()
+        self.mount(directory)
+        self._sync_mounted()
+
+    def grow(self, workspace_id: str, size_bytes: int, crash: Crash | None) -> None:
+        """Make a volume larger that nobody has mounted. A copy is made larger and takes its place in one step, so it
+        is whole at any moment. (Online it takes CAP_SYS_RESOURCE, which nsinit may lack.)
+
+        Raises:
+            OSError: `EINVAL`: it is larger; `EBUSY`: somebody has it mounted.
+        """
+        directory = self.layout.volume(workspace_id)
+        size = _whole_blocks(size_bytes)
+        if size < limits_of(directory).size_bytes:
+            raise OSError(errno.EINVAL, "a volume can't be made smaller", directory)
+        new, image = f"{directory}/{_COPY}", f"{directory}/{IMAGE}"
+        directory_fd = os.open(directory, _DIRECTORY)
+        try:
+            fcntl.flock(directory_fd, fcntl.LOCK_EX)
+            with open(image, "rb") as source:
+                self._wait_unmounted(source.fileno())
+                if os.path.lexists(new):  # of one that was cut short
+                    os.unlink(new)
+                copy_sparse(source.fileno(), new)
+            enlarge(new, size)
+            passing(crash, "nsinit.volume.enlarged")
+            os.rename(new, image)
+            os.fsync(directory_fd)
+        finally:
+            os.close(directory_fd)
+
+    def discard_copies(self) -> None:
+        """Delete what was to become a larger volume; called when nobody makes one."""
+        for name in os.listdir(self.layout.volumes):
+            path = f"{self.layout.volumes}/{name}/{_COPY}"
+            try:
+                os.unlink(path)
+            except (FileNotFoundError, NotADirectoryError):
+                pass  # there is none
+            except OSError as error:
+                log("error", "a copy of a volume stays", path=path, reason=str(error))
+
+    def _wait_unmounted(self, image_fd: int) -> None:
+        """The last mount of a sandbox that is gone goes a moment later."""
+        for _ in range(_UNMOUNT_TRIES):
+            device_fd = self._found_device(image_fd)
+            if device_fd is None:
+                return
+            os.close(device_fd[0])
+            time.sleep(_UNMOUNT_PAUSE_S)
+        raise OSError(errno.EBUSY, "somebody has the volume mounted")
+
+    @property
+    def _point(self) -> str:
+        return f"{self.layout.stage}/{stage.VOLUME}"
+
+    @property
+    def _devices(self) -> str:
+        return f"{self.layout.stage}/{stage.DEVICES}"
+
+    def _device_of(self, image_fd: int) -> tuple[int, int]:
+        """Return the one device of an image, open, and its number; the caller has the lock."""
+        if (found := self._found_device(image_fd)) is not None:
+            return found
+        device_fd, path = loop_device.attach(self._devices, self._part_shift, image_fd)
+        return device_fd, int(os.path.basename(path))
+
+    def _found_device(self, image_fd: int) -> tuple[int, int] | None:
+        for number, path in loop_device.backed(self.blocks_fd):
+            if path.endswith(f"/{IMAGE}"):
+                device_fd = loop_device.open_of(self._devices, self._part_shift, number, image_fd)
+                if device_fd is not None:
+                    return device_fd, number
+        return None
+
+    def _mount_device(self, number: int) -> int:
+        """Return a mount of a device; if it is mounted elsewhere the file system is the same. The device's name shows
+        in the sandbox, so it has no path."""
+        os.chdir(self._devices)
+        fs_fd = syscalls.fsopen("ext4")
+        try:
+            syscalls.fsconfig_string(fs_fd, "source", str(number))
+            for flag in _FLAGS:
+                syscalls.fsconfig_flag(fs_fd, flag)
+            syscalls.fsconfig_string(fs_fd, "errors", "remount-ro")
+            return syscalls.fsmount(fs_fd, mounts.NOSUID_NODEV)
+        finally:
+            os.close(fs_fd)
+            os.chdir("/")
+
+    def _sync_mounted(self) -> None:
+        fd = os.open(self._point, _DIRECTORY)
+        syscalls.syncfs(fd)
+        os.close(fd)
+
+
+def limits_of(directory: str) -> DiskLimits:
+    """Return what a volume was made for, or grown to. Raises `OSError` (`EUCLEAN`) when its image is damaged."""
+    with open(f"{directory}/{IMAGE}", "rb") as image:
+        head = os.pread(image.fileno(), _SUPERBLOCK.size, _SUPERBLOCK_OFFSET)
+    inodes, blocks, log_kib, magic = _SUPERBLOCK.unpack(head.ljust(_SUPERBLOCK.size, b"\0"))
+    if magic != _MAGIC or log_kib > _MAX_BLOCK_KIB_LOG:
+        raise OSError(errno.EUCLEAN, "the image is damaged", directory)
+    return DiskLimits(blocks << (10 + log_kib), inodes - _RESERVED_INODES)
+
+
+def _whole_blocks(size_bytes: int) -> int:
+    return size_bytes // k.EXT4_BLOCK_BYTES * k.EXT4_BLOCK_BYTES
+
+
+def _leave_mounts() -> None:
+    """Mount nothing where nsinit, or a sandbox that is made meanwhile, would have it."""
+    syscalls.unshare(k.CLONE_NEWNS)
+    syscalls.mount("", "/", flags=k.MS_REC | k.MS_PRIVATE)

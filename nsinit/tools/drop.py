@@ -1,0 +1,121 @@
+"""Gives root away, for good: what a daemon does once, after everything that needs root is open.
+
+Runs in the daemon's own process (with `hand_mounts`, the one part of nsinit that does), while that has a single thread:
+credentials belong to threads. No capability, group, key ring or way back is left; what could not be given away is an
+error. Paths that the new user could not walk to, because a directory above them is private to root (`/root`, somebody's
+home), are shown to this process alone, in a mount namespace of its own, in an otherwise empty directory.
+
+Sources: capabilities(7); credentials(7); setresuid(2); prctl(2) PR_SET_DUMPABLE; mount_namespaces(7); open_tree(2).
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+
+from nsinit.kernel import constants as k
+from nsinit.kernel import syscalls
+from nsinit.kernel.capabilities import drop_bounding_set, read_last_capability
+from nsinit.server.hand_mounts import detach_all
+
+_COVER = "mode=0755,size=64k,nr_inodes=64"
+_NOTHING = f"{0:016x}"
+
+
+class NotDropped(Exception):
+    """Privilege is left, or can't be given away; nothing may be served."""
+
+
+def undo_mounts(data_dir: str) -> Iterator[tuple[str, OSError | None]]:
+    """Detach what somebody mounted by hand below the sessions' places; yield each point, with the reason if it is left.
+
+    Raises:
+        OSError: it can't be known what there is.
+    """
+    return detach_all(data_dir)
+
+
+def drop_privilege(uid: int, gid: int, *, keep_reachable: Sequence[str] = ()) -> None:
+    """Become user `uid` and group `gid` without any privilege. `keep_reachable`: directories it must get to.
+
+    Raises:
+        NotDropped, OSError: the process must end.
+    """
+    if len(os.listdir("/proc/self/task")) != 1:
+        raise NotDropped("there is more than one thread")
+    if uid <= 0 or gid <= 0:
+        raise NotDropped(f"user {uid} and group {gid} are no place to go to")
+    show_only(find_hidden(keep_reachable, uid, gid))
+    os.umask(0o077)
+    drop_bounding_set(read_last_capability(), root_inside=False)
+    os.setgroups([])
+    os.setresgid(gid, gid, gid)
+    os.setresuid(uid, uid, uid)
+    syscalls.capset(0)
+    syscalls.prctl(k.PR_SET_DUMPABLE, 0)
+    syscalls.join_session_keyring()
+    check_dropped(uid, gid)
+
+
+def check_dropped(uid: int, gid: int) -> None:
+    """Raise `NotDropped` unless the kernel says that nothing is left."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        status = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
+    expected = {"Uid": "\t".join([str(uid)] * 4), "Gid": "\t".join([str(gid)] * 4), "Groups": "", "NoNewPrivs": "1"}
+    expected |= dict.fromkeys(("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"), _NOTHING)
+    wrong = [
+        f"{name}: {status.get(name, '')}" for name, value in expected.items() if status.get(name, "").strip() != value
+    ]
+    if wrong:
+        raise NotDropped(", ".join(wrong))
+
+
+def find_hidden(paths: Iterable[str], uid: int, gid: int) -> dict[str, list[str]]:
+    """Return the topmost directory that stops `uid` on its way to some of `paths`, and which those are."""
+    hidden: dict[str, list[str]] = {}
+    for path in sorted({os.path.realpath(path) for path in paths}):
+        parents = [path[:end] for end, char in enumerate(path) if char == "/" and end]
+        wall = next((parent for parent in parents if not _may_enter(parent, uid, gid)), None)
+        if wall is not None:
+            hidden.setdefault(wall, []).append(path)
+    return hidden
+
+
+def show_only(hidden: dict[str, list[str]]) -> None:
+    """In a mount namespace of our own, put an empty directory over each wall, and the paths where they were."""
+    if not hidden:
+        return
+    syscalls.unshare(k.CLONE_NEWNS)
+    syscalls.mount("", "/", flags=k.MS_REC | k.MS_SLAVE)
+    flags = k.OPEN_TREE_CLONE | k.AT_RECURSIVE
+    trees = [
+        (wall, [(path, syscalls.open_tree(k.AT_FDCWD, path, flags)) for path in paths])
+        for wall, paths in hidden.items()
+    ]
+    for wall, inside in trees:
+        syscalls.mount("sandkasten", wall, "tmpfs", k.MS_NOSUID | k.MS_NODEV, _COVER)
+        for path, tree_fd in inside:  # a path comes before those below it
+            _make_way(path)
+            target_fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                syscalls.move_mount(tree_fd, target_fd)
+            finally:
+                os.close(target_fd)
+                os.close(tree_fd)
+
+
+def _make_way(path: str) -> None:
+    """Make the directory with its parents, open to all; what lies below a path shown before is there already."""
+    mask = os.umask(0o022)
+    try:
+        os.makedirs(path, exist_ok=True)
+    finally:
+        os.umask(mask)
+
+
+def _may_enter(directory: str, uid: int, gid: int) -> bool:
+    status = os.stat(directory)
+    if status.st_uid == uid:
+        return bool(status.st_mode & stat.S_IXUSR)
+    return bool(status.st_mode & (stat.S_IXGRP if status.st_gid == gid else stat.S_IXOTH))

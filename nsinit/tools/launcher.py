@@ -1,0 +1,232 @@
+"""Keeps the power to start nsinit for a daemon that gave all power away. Entry: `python -I -S -B keeper.py WHAT`.
+
+A process of its own, root, started before the daemon changes its user; it outlives the daemon by moments. Owns one
+nsinit at a time: starts it, ends it when the daemon has gone and it does not end by itself, reaps it. Two ways:
+
+- `KeepForParent`: descriptor 3 leads to the daemon that started it, which may say `START`, with nsinit's socket and
+  log, and `KILL`, nothing else. When that daemon ends, however, so does the keeper.
+- `KeepForUser`: descriptor 3 listens at a path. Whoever connects as the one user allowed gets an nsinit of its own at
+  the other end; the next one waits until that has ended. SIGTERM ends nsinit in good order, and the keeper.
+
+It reads no file and parses nothing but its argument. Sources: unix(7) SO_PEERCRED, SCM_RIGHTS; pidfd_open(2).
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+
+sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+from nsinit.log import log
+from nsinit.spawn import CHANNEL_FD, spawn_nsinit
+from nsinit.wire.grant import Grant
+from nsinit.wire.launching import (
+    FAILED,
+    FDS_OF_START,
+    KILL,
+    MAX_WORD_BYTES,
+    NOTIFY_FD,
+    READY,
+    START,
+    KeepForParent,
+    KeepForUser,
+)
+
+STOP_S = 15.0
+"""Longer than nsinit takes to end by itself."""
+
+_STANDARD_ERROR = 2
+_CREDENTIALS = struct.Struct("iII")
+
+
+class Nsinit:
+    """The nsinit that runs, if one does."""
+
+    def __init__(self, grant: Grant) -> None:
+        self._argument = grant.encode()
+        self._pid = 0
+        self.pidfd = -1
+
+    def start(self, channel_fd: int, log_fd: int) -> int:
+        """Start one, after the end of the one before; return its pid."""
+        self.end()
+        self._pid = spawn_nsinit(channel_fd, log_fd, self._argument)
+        self.pidfd = os.pidfd_open(self._pid)
+        return self._pid
+
+    def kill(self) -> None:
+        if self.pidfd >= 0:
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)  # not reaped yet, so it exists
+
+    def end(self, *, patience_s: float = 0.0) -> None:
+        """Wait for its end; kill it when it takes too long."""
+        if self.pidfd < 0:
+            return
+        if not select.select([self.pidfd], [], [], patience_s)[0]:
+            log("error", "killed the fork server", pid=self._pid, waited_s=patience_s)
+            self.kill()
+        self.reap()
+
+    def reap(self) -> None:
+        """Take its exit status; waits if it still runs."""
+        _, status = os.waitpid(self._pid, 0)
+        if status:
+            log("warning", "fork server failed", pid=self._pid, status=os.waitstatus_to_exitcode(status))
+        os.close(self.pidfd)
+        self.pidfd = -1
+
+
+class ServiceManager:
+    """To whom a keeper that is a service of its own gives signs of life (sd_notify(3)); whether nsinit answers is the
+    daemon's to know, which ends one that does not."""
+
+    def __init__(self, notify_fd: int, beat_s: float) -> None:
+        self._fd = notify_fd
+        self._beat_ms = round(beat_s * 1000) if notify_fd >= 0 and beat_s > 0 else None
+        if notify_fd >= 0:
+            os.set_inheritable(notify_fd, False)
+
+    def wait(self, wanted: dict[int, int]) -> list[int]:
+        """Return the descriptors on which something of what is `wanted` has happened (or a hang-up), once there are."""
+        poll = select.poll()
+        for fd, events in wanted.items():
+            poll.register(fd, events)
+        while True:
+            happened = [fd for fd, _ in poll.poll(self._beat_ms)]
+            if happened:
+                return happened
+            self.tell(b"WATCHDOG=1")
+
+    def tell(self, line: bytes) -> None:
+        if self._fd >= 0:
+            try:
+                os.write(self._fd, line)
+            except OSError as error:
+                log("warning", "the service manager was not told", reason=str(error))
+
+
+def main() -> None:
+    """Do as the argument says, until the daemon (or, with a socket, the service) ends."""
+    fields = json.loads(sys.argv[1])
+    is_service = "uid" in fields
+    os.closerange((NOTIFY_FD if is_service and fields["notify_fd"] == NOTIFY_FD else CHANNEL_FD) + 1, 256)
+    os.chdir("/")
+    os.umask(0o077)
+    channel = socket.socket(fileno=CHANNEL_FD)
+    channel.set_inheritable(False)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    if is_service:
+        keep_for_user(channel, KeepForUser(**fields))
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a service manager means the daemon, and that ends us
+        keep_for_parent(channel, KeepForParent(**fields))
+
+
+def keep_for_parent(channel: socket.socket, what: KeepForParent) -> None:
+    """Serve the daemon that is our parent until it is gone."""
+    nsinit = Nsinit(Grant(what.data_dir, what.gid, (what.pid, os.getpid())))
+    # Opened while the daemon is still root: later, a way through its own directories might lead elsewhere.
+    sockets = [(_open_parent(path), path, device, inode) for path, device, inode in what.sockets]
+    channel.send(READY)
+    try:
+        while _wait_word(channel, nsinit):
+            data, fds, _flags, _address = socket.recv_fds(channel, MAX_WORD_BYTES, FDS_OF_START)
+            try:
+                if not data:
+                    break
+                _obey(data, fds, channel, nsinit)
+            finally:
+                for fd in fds:
+                    os.close(fd)
+    except ConnectionError:
+        pass  # it died while being answered
+    nsinit.end(patience_s=STOP_S)
+    for parent_fd, path, device, inode in sockets:
+        _remove(parent_fd, os.path.basename(path), device, inode)
+
+
+def _wait_word(channel: socket.socket, nsinit: Nsinit) -> bool:
+    """Wait until the daemon says something or is gone; reap nsinit meanwhile."""
+    while True:
+        watched = [channel.fileno()] + ([nsinit.pidfd] if nsinit.pidfd >= 0 else [])
+        readable = select.select(watched, [], [])[0]
+        if channel.fileno() in readable:
+            return True
+        nsinit.reap()
+
+
+def _obey(word: bytes, fds: list[int], channel: socket.socket, nsinit: Nsinit) -> None:
+    if word == START and len(fds) == FDS_OF_START:
+        try:
+            pid = nsinit.start(*fds)
+        except OSError as error:
+            log("error", "the fork server can't be started", reason=str(error))
+            channel.send(FAILED)
+            return
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [nsinit.pidfd]))]
+        channel.sendmsg([str(pid).encode()], rights, socket.MSG_NOSIGNAL)
+    elif word == KILL:
+        nsinit.kill()
+    else:
+        log("error", "the daemon said something unknown")
+        raise ConnectionError("unknown word")
+
+
+def keep_for_user(listener: socket.socket, what: KeepForUser) -> None:
+    """Serve whoever connects as the allowed user, one after the other, until SIGTERM."""
+    nsinit = Nsinit(Grant(what.data_dir, what.gid, (os.getpid(),)))
+    manager = ServiceManager(what.notify_fd, what.beat_s)
+    stop_read, stop_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.set_wakeup_fd(stop_write)
+    signal.signal(signal.SIGTERM, lambda _number, _frame: None)
+    while stop_read not in manager.wait({stop_read: select.POLLIN, listener.fileno(): select.POLLIN}):
+        connection, _ = listener.accept()
+        with connection:
+            _pid, uid, _gid = _CREDENTIALS.unpack(
+                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            )
+            if uid in (0, what.uid):
+                _serve_connection(connection, nsinit, stop_read, manager)
+            else:
+                log("warning", "refused a connection", uid=uid)
+    manager.tell(b"STOPPING=1")
+    listener.close()
+
+
+def _serve_connection(connection: socket.socket, nsinit: Nsinit, stop_fd: int, manager: ServiceManager) -> None:
+    """Start nsinit at this end of the connection and wait for its end, which follows that of the other side."""
+    nsinit.start(connection.fileno(), _STANDARD_ERROR)
+    manager.wait({connection.fileno(): 0, nsinit.pidfd: select.POLLIN, stop_fd: select.POLLIN})
+    try:
+        connection.shutdown(socket.SHUT_RDWR)  # what nsinit reads then is the end, if there was none before
+    except OSError:
+        pass  # the other side has gone
+    nsinit.end(patience_s=STOP_S)
+
+
+def _open_parent(path: str) -> int:
+    return os.open(os.path.dirname(path) or "/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _remove(parent_fd: int, name: str, device: int, inode: int) -> None:
+    """Remove a socket that root bound, but not what came in its place."""
+    try:
+        found = os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
+        if (found.st_dev, found.st_ino) == (device, inode):
+            os.unlink(name, dir_fd=parent_fd)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        log("warning", "a socket stays", name=name, reason=str(error))
+
+
+if __name__ == "__main__":
+    main()

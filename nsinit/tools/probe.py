@@ -1,0 +1,76 @@
+"""Try on a throw-away directory what building a sandbox needs: `python -I -S -B probe.py DIRECTORY [thorough]`.
+
+A short-lived process whose trials (`trials/`) live in a few processes of their own, so that what they unshare, mount or
+die of is nobody else's; what they write lies in one directory, which is removed. The calls are those of the real build:
+a machine that passes here fails there only for reasons of the session. It needs no privilege to run and is told by the
+kernel what takes some. The answer, on stdout, is one JSON object: name of the check to its `attempt.Answer`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+
+sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+from nsinit.tools.trials import groups, mounting, network, processes, storage
+from nsinit.tools.trials.attempt import Answer, Room, Trial, attempt
+
+_TOGETHER: tuple[dict[str, Trial], ...] = (
+    {
+        "clone3": processes.clone3,
+        "pidfd": processes.pidfd,
+        "close_range": processes.close_range,
+        "openat2": processes.openat2,
+        "namespaces": processes.namespaces,
+        "user_namespace": processes.user_namespace,
+        "id_ranges": processes.id_ranges,
+        "keyring": processes.keyring,
+        "loopback": network.loopback,
+    },
+    {
+        "mounts": mounting.mount_calls,
+        "overlay": mounting.overlay,
+        "overlay_by_fd": mounting.overlay_by_descriptor,
+        "idmapped_tmpfs": mounting.mapped_tmpfs,
+        "tmpfs": mounting.tmpfs,
+        "devpts": mounting.devpts,
+        "proc": mounting.proc,
+        "pivot_root": mounting.pivot_root,
+    },
+    {"capability_drop": processes.drop_capabilities},
+    {"seccomp": processes.seccomp},
+    {"landlock_scopes": processes.landlock_scopes, "landlock_files": processes.landlock_files},
+)
+"""Those of one group leave each other what they need, in this order."""
+_THOROUGH: tuple[dict[str, Trial], ...] = (
+    {"kernel_log": processes.kernel_log, "nftables": network.nftables, "veth": network.veth},
+    {"disk": storage.best},
+    *({name: trial} for name, trial in storage.trials().items()),
+)
+"""What nothing rests on at start."""
+
+
+def main() -> None:
+    """Make all trials and print what they saw."""
+    is_thorough = sys.argv[2:] == ["thorough"]
+    with tempfile.TemporaryDirectory(prefix=".probe-", dir=sys.argv[1]) as directory:
+        try:
+            answers = _try_all(Room(directory, is_thorough))
+        finally:
+            shutil.rmtree(f"{directory}/layers", ignore_errors=True)  # overlayfs leaves a directory of mode 000
+    print(json.dumps(answers))
+
+
+def _try_all(room: Room) -> dict[str, Answer]:
+    answers: dict[str, Answer] = {}
+    for trials in (*_TOGETHER, *(_THOROUGH if room.is_thorough else ())):
+        answers |= attempt(trials, room)
+    return answers | groups.try_all(room)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Re-checks every name and number of a request: nsinit does not trust the daemon either.
+
+Pure: looks at no file and changes nothing. A name that passes can be joined to a path and used as one component.
+"""
+
+from __future__ import annotations
+
+import re
+
+from nsinit.kernel.seccomp.profile import PROFILE_NAME
+from nsinit.wire.protocol import DiskLimits, Limits, SandboxPlan, UnpackImage
+
+_SESSION_ID = re.compile(r"[0-9a-f]{16,32}")
+_WORKSPACE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}[a-z0-9]")
+_IMAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}")
+_DRAFT_NAME = re.compile(r"\.new-[0-9a-f]{16}")
+_GROUP_NAME = re.compile(r"[a-z0-9-]{1,32}")
+_NODE_ID = re.compile(r"[0-9a-z][0-9a-z-]{7,63}")
+
+MIN_MEMORY_BYTES = 4 * 1024 * 1024
+MAX_BYTES = 1 << 46
+MAX_PIDS = 1 << 22
+MIN_QUOTA_US, MAX_QUOTA_US = 1_000, 1 << 40
+"""Below 1 ms the kernel refuses a cpu quota."""
+MAX_INODES = 1 << 31
+MIN_OPEN_FILES, MAX_OPEN_FILES = 1024, 1 << 20
+"""PID 1 itself needs as many as the lowest when it runs all that it may."""
+MIN_DISK_BYTES, MAX_DISK_BYTES = 16 << 20, 1 << 44
+"""Below, an ext4 has no room for itself; above, it has no block numbers."""
+MIN_DISK_INODES, MAX_DISK_INODES = 256, 1 << 32
+MIN_PERIOD_US, MAX_PERIOD_US = 1_000, 1_000_000
+
+
+class InvalidName(ValueError):
+    """A value of a request is not one nsinit works with."""
+
+
+def is_session_id(text: str) -> bool:
+    """Whether `text` is a well-formed session id."""
+    return _SESSION_ID.fullmatch(text) is not None
+
+
+def check_session_id(text: str) -> None:
+    """Raise `InvalidName` unless `text` is a session id."""
+    _match(_SESSION_ID, text, "session id")
+
+
+def is_workspace_id(text: str) -> bool:
+    """Whether `text` is a well-formed workspace id."""
+    return _WORKSPACE_ID.fullmatch(text) is not None
+
+
+def check_workspace_id(text: str) -> None:
+    """Raise `InvalidName` unless `text` is a workspace id."""
+    _match(_WORKSPACE_ID, text, "workspace id")
+
+
+def check_group_name(text: str) -> None:
+    """Raise `InvalidName` unless `text` is the name of a group (no dot, so it is never a file the kernel puts there;
+    v1's `tasks` makes the request fail, as it is no directory)."""
+    _match(_GROUP_NAME, text, "group name")
+
+
+def check_draft_name(text: str) -> None:
+    """Raise `InvalidName` unless `text` is what an image in the making is called (no image has such a name)."""
+    _match(_DRAFT_NAME, text, "name of a draft")
+
+
+def check_unpack(request: UnpackImage) -> None:
+    """Raise `InvalidName` unless every field is acceptable."""
+    check_data_dir(request.data_dir)
+    check_draft_name(request.draft_name)
+    _range("max_members", request.max_members, 1, MAX_INODES)
+    _range("max_bytes", request.max_bytes, 1, MAX_BYTES)
+
+
+def check_node_id(text: str) -> None:
+    """Raise `InvalidName` unless `text` is a node id."""
+    _match(_NODE_ID, text, "node id")
+
+
+def check_data_dir(path: str) -> None:
+    """Raise `InvalidName` unless `path` is absolute, normalised and not the root."""
+    parts = path.split("/")
+    if not path.startswith("/") or len(parts) < 2 or any(part in {"", ".", ".."} for part in parts[1:]) or "\0" in path:
+        raise InvalidName(f"data directory must be an absolute normalised path: {path[:80]!r}")
+
+
+def check_cgroup_parent(path: str) -> None:
+    """Raise `InvalidName` unless `path` is `auto` or a relative or absolute path without `.` and `..`."""
+    if any(part in {"", ".", ".."} for part in path.strip("/").split("/")) and path.strip("/"):
+        raise InvalidName(f"cgroup parent must be a plain path: {path[:80]!r}")
+
+
+def check_limits(limits: Limits) -> None:
+    """Raise `InvalidName` unless every limit is one the kernel can take."""
+    _range("memory_bytes", limits.memory_bytes, MIN_MEMORY_BYTES, MAX_BYTES)
+    _range("pids", limits.pids, 2, MAX_PIDS)
+    _range("cpu_quota_us", limits.cpu_quota_us, MIN_QUOTA_US, MAX_QUOTA_US)
+    _range("cpu_period_us", limits.cpu_period_us, MIN_PERIOD_US, MAX_PERIOD_US)
+
+
+def check_disk(disk: DiskLimits) -> None:
+    """Raise `InvalidName` unless every mechanism could be asked for it."""
+    _range("disk size_bytes", disk.size_bytes, MIN_DISK_BYTES, MAX_DISK_BYTES)
+    _range("disk inodes", disk.inodes, MIN_DISK_INODES, MAX_DISK_INODES)
+
+
+def check_plan(plan: SandboxPlan) -> None:
+    """Raise `InvalidName` unless every field of the plan is acceptable."""
+    check_session_id(plan.session_id)
+    _match(_IMAGE_NAME, plan.image, "image name")
+    if plan.workspace_id is not None:
+        check_workspace_id(plan.workspace_id)
+    if plan.image_kind == "files" and (plan.workspace_id is None or plan.root_inside):
+        raise InvalidName("a plan for files needs a workspace, and no root")
+    if plan.workspace_draft and plan.image_kind != "files":
+        raise InvalidName("no session gets a draft")
+    check_limits(plan.limits)
+    _match(PROFILE_NAME, plan.seccomp, "seccomp profile")
+    check_disk(plan.disk)
+    _range("tmp_bytes", plan.tmp_bytes, 4096, MAX_BYTES)
+    _range("shm_bytes", plan.shm_bytes, 4096, MAX_BYTES)
+    _range("tmp_inodes", plan.tmp_inodes, 0, MAX_INODES)
+    _range("shm_inodes", plan.shm_inodes, 0, MAX_INODES)
+    _range("open_files", plan.open_files, MIN_OPEN_FILES, MAX_OPEN_FILES)
+
+
+def _match(pattern: re.Pattern[str], text: str, what: str) -> None:
+    if pattern.fullmatch(text) is None:
+        raise InvalidName(f"invalid {what}: {text[:80]!r}")
+
+
+def _range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidName(f"{name} must be between {low} and {high}, got {value}")
