@@ -41,8 +41,8 @@ from sandkasten.store.database import DatabaseTooNew, open_database
 from sandkasten.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from sandkasten.api.held import Held
-    from sandkasten.api.settings import ApiSettings
+    from sandkasten.api.http.held import Held
+    from sandkasten.api.http.settings import ApiSettings
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ async def serve(
     signs of life.
     """
     from sandkasten.api.app import make_app  # importing the web framework takes 0.3 s, and library users need none
-    from sandkasten.api.server import serve as serve_http
+    from sandkasten.api.http.server import serve as serve_http
 
     _raise_descriptor_limit()
     settings = _front_settings(config)
@@ -124,7 +124,7 @@ async def serve(
 
 
 def _front_settings(config: Config) -> ApiSettings:
-    from sandkasten.api.settings import ApiSettings  # as above
+    from sandkasten.api.http.settings import ApiSettings  # as above
 
     return ApiSettings(
         listen=config.listen,

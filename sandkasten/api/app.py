@@ -14,13 +14,17 @@ from collections.abc import Mapping
 from typing import cast
 
 from sandkasten import errors, logcontext, tracing
-from sandkasten.api.access import admit
-from sandkasten.api.auth import Gate
-from sandkasten.api.errors import MAX_HEADERS, error_answer, head_too_large
-from sandkasten.api.exchange import JSON, Exchange, one_header
-from sandkasten.api.guard import App, Message, Receive, Scope, Send
+from sandkasten.api.http.access import admit
+from sandkasten.api.http.auth import Gate
+from sandkasten.api.http.connection import ClientGone
+from sandkasten.api.http.errors import MAX_HEADERS, error_answer, head_too_large
+from sandkasten.api.http.exchange import JSON, Exchange, one_header
+from sandkasten.api.http.guard import App, Message, Receive, Scope, Send
+from sandkasten.api.http.measured import NOWHERE, FrontMetrics
+from sandkasten.api.http.routing import Target, parse_target
+from sandkasten.api.http.settings import ApiSettings
+from sandkasten.api.http.zstandard import Zstandard
 from sandkasten.api.jsonapp import EXCHANGE_KEY, make_json_app
-from sandkasten.api.measured import NOWHERE, FrontMetrics
 from sandkasten.api.routes import (
     PUBLIC_PATHS,
     RAW_PATHS,
@@ -32,12 +36,8 @@ from sandkasten.api.routes import (
     split_session,
     split_workspace,
 )
-from sandkasten.api.routing import Target, parse_target
-from sandkasten.api.settings import ApiSettings
-from sandkasten.api.stream import ClientGone
-from sandkasten.api.websocket import ConnectionOver, Doorman, WebSocketExchange
+from sandkasten.api.websocket.handshake import ConnectionOver, Doorman, WebSocketExchange
 from sandkasten.api.ws_routes import SESSION_WEBSOCKETS, WEBSOCKETS
-from sandkasten.api.zstandard import Zstandard
 from sandkasten.errors import InvalidRequest
 from sandkasten.keys import NOBODY
 from sandkasten.model import SESSION_ID, WORKSPACE_ID

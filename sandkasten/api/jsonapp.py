@@ -14,9 +14,9 @@ from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from sandkasten import errors
-from sandkasten.api.access import admit
-from sandkasten.api.errors import Answer, error_answer
-from sandkasten.api.exchange import Exchange
+from sandkasten.api.http.access import admit
+from sandkasten.api.http.errors import Answer, error_answer
+from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.routes import JSON_ROUTES, JsonRoute
 from sandkasten.errors import SandkastenError
 

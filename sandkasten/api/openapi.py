@@ -17,7 +17,12 @@ from typing import Any
 
 import attrs
 
-from sandkasten.api import (
+from sandkasten.api.http.access import Needs, Reach
+from sandkasten.api.http.errors import STATUS, Answer, json_answer
+from sandkasten.api.http.exchange import Exchange
+from sandkasten.api.openapi_fields import schema_of
+from sandkasten.api.openapi_shapes import SHAPES, Schema, ref
+from sandkasten.api.resources import (
     archives,
     events,
     execs,
@@ -25,19 +30,14 @@ from sandkasten.api import (
     health,
     keys,
     metrics,
+    node,
     processes,
     sessions,
     shells,
-    system,
     workspaces,
 )
-from sandkasten.api import exec as commands
-from sandkasten.api.access import Needs, Reach
-from sandkasten.api.errors import STATUS, Answer, json_answer
-from sandkasten.api.exchange import Exchange
-from sandkasten.api.openapi_fields import schema_of
-from sandkasten.api.openapi_shapes import SHAPES, Schema, ref
-from sandkasten.api.runschemas import (
+from sandkasten.api.resources import runs as commands
+from sandkasten.api.resources.runschemas import (
     CancelRequest,
     ProcessRequest,
     ShellRequest,
@@ -45,7 +45,7 @@ from sandkasten.api.runschemas import (
     StdinRequest,
     WaitRequest,
 )
-from sandkasten.api.schemas import (
+from sandkasten.api.resources.schemas import (
     CreateRequest,
     ExecRequest,
     PatchRequest,
@@ -53,7 +53,7 @@ from sandkasten.api.schemas import (
     TerminalRequest,
     WriteRequest,
 )
-from sandkasten.api.upload import upload
+from sandkasten.api.resources.upload import upload
 from sandkasten.stats import SessionStats
 
 _EVENTS = "text/event-stream"
@@ -81,10 +81,10 @@ OPERATIONS: Mapping[Handler, Operation] = {
     health.healthz: Operation("Health"),
     health.readyz: Operation("Readiness"),
     metrics.metrics: Operation(media="text/plain"),
-    system.system: Operation("System"),
-    system.node: Operation("Node"),
-    system.drain: Operation("Node"),
-    system.undrain: Operation("Node"),
+    node.system: Operation("System"),
+    node.node: Operation("Node"),
+    node.drain: Operation("Node"),
+    node.undrain: Operation("Node"),
     sessions.create: Operation("Session", CreateRequest, 201),
     sessions.list_sessions: Operation("Sessions"),
     sessions.get: Operation("Session"),

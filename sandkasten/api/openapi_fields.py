@@ -13,9 +13,9 @@ from typing import Union, get_args, get_origin, get_type_hints
 
 import attrs
 
-from sandkasten.api import fields
-from sandkasten.api.fields import Between, Choice, Matching, check_of
 from sandkasten.api.openapi_shapes import Schema, ref
+from sandkasten.api.resources import fields
+from sandkasten.api.resources.fields import Between, Choice, Matching, check_of
 
 _STRING: Schema = {"type": "string"}
 _STRINGS: Schema = {"type": "array", "items": _STRING}

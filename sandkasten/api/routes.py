@@ -11,7 +11,12 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import attrs
 
-from sandkasten.api import (
+from sandkasten.api import openapi
+from sandkasten.api.http.access import ACT, FIND, LOOK, MAKE, OPEN, RULE_NODE, SEE_NODE, Needs
+from sandkasten.api.http.errors import Answer
+from sandkasten.api.http.exchange import Exchange
+from sandkasten.api.http.routing import RouteTable
+from sandkasten.api.resources import (
     archives,
     events,
     execs,
@@ -19,19 +24,14 @@ from sandkasten.api import (
     health,
     keys,
     metrics,
-    openapi,
+    node,
     processes,
     sessions,
     shells,
-    system,
     workspaces,
 )
-from sandkasten.api import exec as commands
-from sandkasten.api.access import ACT, FIND, LOOK, MAKE, OPEN, RULE_NODE, SEE_NODE, Needs
-from sandkasten.api.errors import Answer
-from sandkasten.api.exchange import Exchange
-from sandkasten.api.routing import RouteTable
-from sandkasten.api.upload import upload
+from sandkasten.api.resources import runs as commands
+from sandkasten.api.resources.upload import upload
 
 JsonHandler = Callable[[Exchange], Awaitable[Answer]]
 RawHandler = Callable[[Exchange], Awaitable[None]]
@@ -70,10 +70,10 @@ JSON_ROUTES = (
     JsonRoute("GET", "/healthz", health.healthz, OPEN),
     JsonRoute("GET", "/readyz", health.readyz, SEE_NODE),
     JsonRoute("GET", "/openapi.json", openapi.openapi, FIND),
-    JsonRoute("GET", "/v1/system", system.system, SEE_NODE),
-    JsonRoute("GET", "/v1/node", system.node, SEE_NODE),
-    JsonRoute("POST", "/v1/node/drain", system.drain, RULE_NODE),
-    JsonRoute("POST", "/v1/node/undrain", system.undrain, RULE_NODE),
+    JsonRoute("GET", "/v1/system", node.system, SEE_NODE),
+    JsonRoute("GET", "/v1/node", node.node, SEE_NODE),
+    JsonRoute("POST", "/v1/node/drain", node.drain, RULE_NODE),
+    JsonRoute("POST", "/v1/node/undrain", node.undrain, RULE_NODE),
     JsonRoute("GET", "/v1/keys", keys.list_keys, RULE_NODE),
     JsonRoute("POST", SESSIONS, sessions.create, MAKE),
     JsonRoute("GET", SESSIONS, sessions.list_sessions, FIND),

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 import attrs
 
-from sandkasten.api.access import ACT, FIND, LOOK, Needs
-from sandkasten.api.events import events_ws
-from sandkasten.api.exec_ws import exec_ws
-from sandkasten.api.routing import RouteTable
-from sandkasten.api.terminal_ws import terminal_ws
-from sandkasten.api.websocket import WebSocketHandler
+from sandkasten.api.http.access import ACT, FIND, LOOK, Needs
+from sandkasten.api.http.routing import RouteTable
+from sandkasten.api.resources.events import events_ws
+from sandkasten.api.websocket.exec import exec_ws
+from sandkasten.api.websocket.handshake import WebSocketHandler
+from sandkasten.api.websocket.terminal import terminal_ws
 
 
 @attrs.frozen

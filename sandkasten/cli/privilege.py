@@ -20,7 +20,7 @@ import sandkasten
 from nsinit.tools.drop import NotDropped, drop_privilege, undo_mounts
 from nsinit.wire.launching import KeepForParent
 from sandkasten import app
-from sandkasten.api.held import Held, hold
+from sandkasten.api.http.held import Held, hold
 from sandkasten.cli.main import Stop
 from sandkasten.config import Config, ConfigError
 from sandkasten.images.catalog import Catalog

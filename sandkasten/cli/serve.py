@@ -26,7 +26,7 @@ import trio
 from nsinit.wire.protocol import SeccompProfile
 from sandkasten import app, log
 from sandkasten.actors.supervisor import GiveUp
-from sandkasten.api.listen import ListenError
+from sandkasten.api.http.listen import ListenError
 from sandkasten.cli.key import make_data_dir, with_key
 from sandkasten.cli.main import Stop, load, require_root
 from sandkasten.cli.notices import image_notices, protection_notices

@@ -16,8 +16,8 @@ import orjson
 import trio
 
 from sandkasten.api.app import make_app
-from sandkasten.api.guard import Message, Receive, Scope, Send
-from sandkasten.api.settings import ApiSettings
+from sandkasten.api.http.guard import Message, Receive, Scope, Send
+from sandkasten.api.http.settings import ApiSettings
 from sandkasten.security.field import Field
 
 TEXT, BINARY = 1, 2

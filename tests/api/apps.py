@@ -8,7 +8,7 @@ import trio
 from quart import websocket
 from quart_trio import QuartTrio
 
-from sandkasten.api.guard import App, Receive, Scope, Send
+from sandkasten.api.http.guard import App, Receive, Scope, Send
 
 
 async def plain(scope: Scope, receive: Receive, send: Send) -> None:

@@ -14,9 +14,9 @@ import httpx
 import trio
 
 from sandkasten.api.app import make_app
-from sandkasten.api.guard import App
-from sandkasten.api.server import serve
-from sandkasten.api.settings import ApiSettings
+from sandkasten.api.http.guard import App
+from sandkasten.api.http.server import serve
+from sandkasten.api.http.settings import ApiSettings
 from sandkasten.runtime.keyring import KeyRing
 from sandkasten.runtime.quotas import KeyShares
 from tests.fakes.supervisor import FakeSupervisor

@@ -8,8 +8,8 @@ import json
 import pytest
 import trio
 
-from sandkasten.api.jsonsize import MAX_VALUES, SLICE_BYTES, check_value_count
-from sandkasten.api.settings import MIB, ApiSettings
+from sandkasten.api.http.jsonsize import MAX_VALUES, SLICE_BYTES, check_value_count
+from sandkasten.api.http.settings import MIB, ApiSettings
 from sandkasten.errors import InvalidRequest
 from sandkasten.model import ProcessSpec, SessionSpec
 from tests.api.harness import running_front

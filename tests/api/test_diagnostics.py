@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from sandkasten.api.sessions import _plain
+from sandkasten.api.resources.sessions import _plain
 from sandkasten.model import SessionSpec
 from tests.api.harness import running_front
 

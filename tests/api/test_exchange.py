@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import trio
 
-from sandkasten.api.exchange import Exchange
-from sandkasten.api.guard import Message
-from sandkasten.api.measured import FrontMetrics
-from sandkasten.api.stream import ClientGone
-from sandkasten.api.zstandard import Zstandard
+from sandkasten.api.http.connection import ClientGone
+from sandkasten.api.http.exchange import Exchange
+from sandkasten.api.http.guard import Message
+from sandkasten.api.http.measured import FrontMetrics
+from sandkasten.api.http.zstandard import Zstandard
 from sandkasten.errors import DiskFull
 from sandkasten.runtime.keyring import KeyRing
 from sandkasten.runtime.quotas import KeyShares

@@ -11,9 +11,9 @@ import trio
 import trio.testing
 
 from sandkasten import errors
-from sandkasten.api import ws_outbox
-from sandkasten.api.exec_ws import MAX_WAITING
-from sandkasten.api.ws_messages import MAX_CHANNELS, STDIN_CREDIT_BYTES
+from sandkasten.api.websocket import outbox
+from sandkasten.api.websocket.exec import MAX_WAITING
+from sandkasten.api.websocket.exec_messages import MAX_CHANNELS, STDIN_CREDIT_BYTES
 from sandkasten.model import Cause, Stream
 from tests.api.harness import PATIENCE_S, read_until, running_front
 from tests.api.ws_client import (
@@ -125,7 +125,7 @@ async def test_what_goes_wrong_ends_its_channel_only(refusal: errors.SandkastenE
 
 async def test_a_quick_run_comes_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """Started, output and exit are one write, so that a client wakes up once."""
-    monkeypatch.setattr(ws_outbox, "HOLD_S", PATIENCE_S)
+    monkeypatch.setattr(outbox, "HOLD_S", PATIENCE_S)
     async with running_front() as running, await running.connect() as stream:
         running.supervisor.scripts["x"] = Script([(Stream.STDOUT, b"hi"), (Stream.STDERR, b"ho")])
         await stream.send_all(handshake(f"/v1/sessions/{await make_session(running)}/exec/ws"))

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trio_websocket import ConnectionClosed
 
-from sandkasten.api.ws_messages import HEADER
+from sandkasten.api.websocket.exec_messages import HEADER
 from sandkasten.model import Stream
 from tests.api.harness import PATIENCE_S, running_front
 from tests.api.ws_client import Talk, exec_talk

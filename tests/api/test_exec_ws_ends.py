@@ -9,8 +9,8 @@ import trio
 import trio.testing
 
 from sandkasten import errors
-from sandkasten.api import exec_ws
-from sandkasten.api.ws_messages import HEADER, MORE
+from sandkasten.api.websocket import exec
+from sandkasten.api.websocket.exec_messages import HEADER, MORE
 from sandkasten.model import ExecKind, ProcessSpec, Status, Stream
 from tests.api.harness import PATIENCE_S, running_front
 from tests.api.ws_client import (
@@ -171,7 +171,7 @@ async def test_any_kind_of_run_can_be_joined() -> None:
 
 async def test_the_end_of_the_session_ends_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each channel gets an error, the connection 4410."""
-    monkeypatch.setattr(exec_ws, "END_S", 0.05)
+    monkeypatch.setattr(exec, "END_S", 0.05)
     async with running_front() as running:
         session_id = await make_session(running)
         async with exec_talk(running, session_id) as client, exec_talk(running) as other:

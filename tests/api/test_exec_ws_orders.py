@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from sandkasten.api import exec_ws, ws_orders
+from sandkasten.api.websocket import exec, ws_orders
 from sandkasten.model import Stream, TerminalSize
 from tests.api.harness import PATIENCE_S, running_front
 from tests.api.ws_client import (
@@ -126,7 +126,7 @@ async def test_an_order_that_outlives_its_channel_is_heard_of_no_more(monkeypatc
             await client.hear_text("detached")
         await started(running, client)
         assert await is_quiet(client)
-        assert trio.lowlevel.current_statistics().tasks_living <= tasks + exec_ws.MAX_WAITING
+        assert trio.lowlevel.current_statistics().tasks_living <= tasks + exec.MAX_WAITING
 
 
 async def test_a_run_that_waits_for_its_turn_can_be_cancelled() -> None:

@@ -11,7 +11,7 @@ import trio
 import trio.testing
 
 from sandkasten import errors
-from sandkasten.api.auth import is_loopback_host
+from sandkasten.api.http.auth import is_loopback_host
 from sandkasten.model import Session, SessionSpec
 from tests.api.harness import (
     KEY,

@@ -10,8 +10,8 @@ import trio
 
 from sandkasten.actors.supervisor import ChildSpec, ChildSupervisor
 from sandkasten.api.app import make_app
-from sandkasten.api.held import hold
-from sandkasten.api.server import serve
+from sandkasten.api.http.held import hold
+from sandkasten.api.http.server import serve
 from sandkasten.runtime.keyring import KeyRing
 from sandkasten.runtime.quotas import KeyShares
 from tests.api.harness import KEY, make_settings

@@ -14,7 +14,7 @@ import pytest
 import trio
 import trio.testing
 
-from sandkasten.api.guard import Receive, Scope, Send
+from sandkasten.api.http.guard import Receive, Scope, Send
 from tests.api import apps
 from tests.api.harness import (
     PATIENCE_S,

@@ -10,8 +10,8 @@ from typing import Any
 import trio
 from wsproto.events import Ping
 
-from sandkasten.api.server import hypercorn_config
-from sandkasten.api.settings import ApiSettings
+from sandkasten.api.http.server import hypercorn_config
+from sandkasten.api.http.settings import ApiSettings
 
 
 def test_the_version_is_the_one_that_was_examined() -> None:

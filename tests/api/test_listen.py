@@ -12,8 +12,8 @@ import httpx
 import pytest
 import trio
 
-from sandkasten.api.listen import ListenError, open_listeners, split_host_port
-from sandkasten.api.settings import ApiSettings
+from sandkasten.api.http.listen import ListenError, open_listeners, split_host_port
+from sandkasten.api.http.settings import ApiSettings
 from tests.api import apps
 from tests.api.harness import KEY, running_app, running_front
 

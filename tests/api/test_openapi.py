@@ -13,11 +13,11 @@ import pytest
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import validate
 
-from sandkasten.api import fields
 from sandkasten.api.described import every_route
 from sandkasten.api.openapi import OPERATIONS, document, openapi
 from sandkasten.api.openapi_fields import schema_of
 from sandkasten.api.openapi_shapes import SHAPES
+from sandkasten.api.resources import fields
 from sandkasten.model import SessionSpec
 from tests.api.harness import Running, read_until, request_bytes, running_front
 from tests.fakes.supervisor import Script

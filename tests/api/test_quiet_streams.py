@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sandkasten.api.sse import MAX_EVENT_BYTES
+from sandkasten.api.http.sse import MAX_EVENT_BYTES
 from sandkasten.model import Cause, ExecSpec, OnDisconnect, Stream
 from tests.api.harness import Running, read_until, request_bytes, running_front
 from tests.api.test_exec import make_session

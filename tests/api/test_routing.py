@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from sandkasten.api.http.routing import RouteTable, Target, parse_target
 from sandkasten.api.routes import RAW_ROUTES, split_session
-from sandkasten.api.routing import RouteTable, Target, parse_target
 from tests.api.harness import running_front
 from tests.fakes.supervisor import Script
 

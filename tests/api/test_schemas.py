@@ -10,9 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sandkasten.api import runschemas
-from sandkasten.api.schemas import CreateRequest, ExecRequest, PatchRequest, TerminalRequest, WriteRequest, parse
-from sandkasten.api.settings import ApiSettings
+from sandkasten.api.http.settings import ApiSettings
+from sandkasten.api.resources import runschemas
+from sandkasten.api.resources.schemas import (
+    CreateRequest,
+    ExecRequest,
+    PatchRequest,
+    TerminalRequest,
+    WriteRequest,
+    parse,
+)
 from sandkasten.config import Defaults
 from sandkasten.errors import InvalidImage, InvalidRequest, TooLarge
 from sandkasten.filerules import FileRules

@@ -7,7 +7,7 @@ import re
 import attrs
 import pytest
 
-from sandkasten.api.sessions import server_timing
+from sandkasten.api.resources.sessions import server_timing
 from sandkasten.model import EndReason, Limits, SessionPatch, SessionSpec, SessionStats, Status
 from tests.api.harness import running_front
 

@@ -10,7 +10,7 @@ import trio
 import trio.testing
 
 from sandkasten.api.app import make_app
-from sandkasten.api.settings import ApiSettings
+from sandkasten.api.http.settings import ApiSettings
 from sandkasten.model import SessionSpec, Stream
 from tests.api.harness import KEY
 from tests.fakes.supervisor import FakeSupervisor, Script

@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from sandkasten.api import terminal_ws
+from sandkasten.api.websocket import terminal as terminal_ws
 from sandkasten.model import Cause, Stream, TerminalSize
 from tests.api.harness import PATIENCE_S, running_front
 from tests.api.terminal_screen import screen, terminal

@@ -9,8 +9,8 @@ import struct
 import pytest
 import trio
 
-from sandkasten.api import websocket
-from sandkasten.api.ws_stream import PINGS_UNANSWERED
+from sandkasten.api.http.websocket import PINGS_UNANSWERED
+from sandkasten.api.websocket import handshake as websocket
 from sandkasten.model import OnDisconnect, SessionSpec, Status, Stream
 from tests.api.apps import Endless
 from tests.api.harness import (

@@ -10,7 +10,7 @@ import time
 import pytest
 import trio
 
-from sandkasten.api.ws_stream import MAX_CONTROL_FRAMES, MAX_PARTS
+from sandkasten.api.http.websocket import MAX_CONTROL_FRAMES, MAX_PARTS
 from tests.api.harness import KEY, read_until, running_front
 from tests.api.ws_client import client_frame, close_code, exec_talk, handshake, make_session, opened
 

@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from sandkasten.api.ws_outbox import HOLD_S, MAX_CONTROL, QUEUE_BYTES, WRITE_BYTES, Lane, Outbox
+from sandkasten.api.websocket.outbox import HOLD_S, MAX_CONTROL, QUEUE_BYTES, WRITE_BYTES, Lane, Outbox
 
 
 class Wire:

@@ -12,7 +12,7 @@ import attrs
 import trio
 from trio_websocket import ConnectionClosed, WebSocketConnection, wrap_client_stream
 
-from sandkasten.api.ws_messages import HEADER, MORE
+from sandkasten.api.websocket.exec_messages import HEADER, MORE
 from sandkasten.model import SessionSpec
 from tests.api.harness import KEY, PATIENCE_S, Running, read_to_end, read_until
 from tests.fakes.supervisor import Run, Script

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import pytest
 
-from sandkasten.api.errors import STATUS
+from sandkasten.api.http.errors import STATUS
 from sandkasten.api.routes import JSON_ROUTES, RAW_ROUTES, WORKSPACE_ROUTES
 from tests.e2e.daemon import SCRIPT, running_daemon
 

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from sandkasten import errors
-from sandkasten.api.errors import INTERNAL_CODE, STATUS, error_answer
+from sandkasten.api.http.errors import INTERNAL_CODE, STATUS, error_answer
 from sandkasten.errors import SandkastenError
 
 PUBLISHED = {

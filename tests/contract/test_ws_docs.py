@@ -11,18 +11,12 @@ from typing import Any
 import attrs
 import pytest
 
-from sandkasten.api import (
-    terminal_ws,
-    websocket,
-    ws_fields,
-    ws_messages,
-    ws_orders,
-    ws_stream,
-    ws_terminal_messages,
-)
-from sandkasten.api.events import SUBPROTOCOL
-from sandkasten.api.settings import ApiSettings
-from sandkasten.api.ws_frames import CloseCode
+from sandkasten.api.http import websocket as ws_stream
+from sandkasten.api.http.settings import ApiSettings
+from sandkasten.api.http.ws_frames import CloseCode
+from sandkasten.api.resources.events import SUBPROTOCOL
+from sandkasten.api.websocket import exec_messages, handshake, terminal, terminal_messages, ws_orders
+from sandkasten.api.websocket import fields as ws_fields
 from sandkasten.api.ws_routes import SESSION_WEBSOCKETS, WEBSOCKETS
 from sandkasten.model import Cause, ExecEnd, TerminalSize, Usage
 
@@ -62,49 +56,49 @@ def said(encode: Callable[[Any], bytes], full: Any, plain: Any) -> Fields:  # me
 
 
 EXEC_SAID: Mapping[str, tuple[Any, Any]] = {
-    "hello": (ws_messages.Hello("p", "s", {}),) * 2,
-    "started": (ws_messages.Started(1, 0, "e", False),) * 2,
-    "exit": (ws_messages.Exit(1, 0, 0, 0, FULL_END, 1), ws_messages.Exit(1, 0, 0, 0, PLAIN_END)),
-    "detached": (ws_messages.Detached(1, 0),) * 2,
-    "error": (ws_messages.Error(**PUBLIC, id=1, seq=0, refused="x"), ws_messages.Error(**ERROR)),
-    "credit": (ws_messages.Granted(1, 1),) * 2,
+    "hello": (exec_messages.Hello("p", "s", {}),) * 2,
+    "started": (exec_messages.Started(1, 0, "e", False),) * 2,
+    "exit": (exec_messages.Exit(1, 0, 0, 0, FULL_END, 1), exec_messages.Exit(1, 0, 0, 0, PLAIN_END)),
+    "detached": (exec_messages.Detached(1, 0),) * 2,
+    "error": (exec_messages.Error(**PUBLIC, id=1, seq=0, refused="x"), exec_messages.Error(**ERROR)),
+    "credit": (exec_messages.Granted(1, 1),) * 2,
     "pong": (ws_fields.Pong("x"), ws_fields.Pong()),
 }
 TERMINAL_SAID: Mapping[str, tuple[Any, Any]] = {
-    "ready": (ws_terminal_messages.Ready("t", 1, 1, True, True),) * 2,
-    "skipped": (ws_terminal_messages.Skipped(1),) * 2,
-    "taken_over": (ws_terminal_messages.TakenOver(),) * 2,
-    "given_back": (ws_terminal_messages.GivenBack(),) * 2,
-    "exit": (ws_terminal_messages.Exit(FULL_END), ws_terminal_messages.Exit(PLAIN_END)),
-    "error": (ws_terminal_messages.Error(**PUBLIC, refused="x"), ws_terminal_messages.Error(**ERROR)),
+    "ready": (terminal_messages.Ready("t", 1, 1, True, True),) * 2,
+    "skipped": (terminal_messages.Skipped(1),) * 2,
+    "taken_over": (terminal_messages.TakenOver(),) * 2,
+    "given_back": (terminal_messages.GivenBack(),) * 2,
+    "exit": (terminal_messages.Exit(FULL_END), terminal_messages.Exit(PLAIN_END)),
+    "error": (terminal_messages.Error(**PUBLIC, refused="x"), terminal_messages.Error(**ERROR)),
     "pong": (ws_fields.Pong("x"), ws_fields.Pong()),
 }
 
 
 def test_every_message_of_a_client_is_documented_with_its_fields() -> None:
     """Name by name, and which may be left out."""
-    runs = {kind: dict(ws_messages.wire_fields(cls)) for kind, cls in ws_messages.CLIENT_MESSAGES.items()}
+    runs = {kind: dict(exec_messages.wire_fields(cls)) for kind, cls in exec_messages.CLIENT_MESSAGES.items()}
     assert documented("### What a client says about runs") == runs
-    terminals = {kind: dict(ws_messages.wire_fields(cls)) for kind, cls in ws_terminal_messages.CLIENT_MESSAGES.items()}
+    terminals = {kind: dict(exec_messages.wire_fields(cls)) for kind, cls in terminal_messages.CLIENT_MESSAGES.items()}
     assert documented("### What a client says about a terminal") == terminals
 
 
 def test_every_message_of_the_server_is_documented_with_its_fields() -> None:
     """Compared with what is really sent."""
-    assert set(EXEC_SAID) == set(ws_messages.SERVER_MESSAGES)
-    sent = {kind: said(ws_messages.encode_message, *pair) for kind, pair in EXEC_SAID.items()}
+    assert set(EXEC_SAID) == set(exec_messages.SERVER_MESSAGES)
+    sent = {kind: said(exec_messages.encode_message, *pair) for kind, pair in EXEC_SAID.items()}
     assert documented("### What the server says about runs") == sent
-    assert set(TERMINAL_SAID) == set(ws_terminal_messages.SERVER_MESSAGES)
-    sent = {kind: said(ws_terminal_messages.encode_message, *pair) for kind, pair in TERMINAL_SAID.items()}
+    assert set(TERMINAL_SAID) == set(terminal_messages.SERVER_MESSAGES)
+    sent = {kind: said(terminal_messages.encode_message, *pair) for kind, pair in TERMINAL_SAID.items()}
     assert documented("### What the server says about a terminal") == sent
 
 
 def test_the_tags_and_the_header_are_documented() -> None:
     """Numbers and sizes."""
     tags = [int(number) for number, _ in table("### Bytes")]
-    assert tags == [*ws_messages.Tag, ws_messages.MORE]
-    assert f"a header of {ws_messages.HEADER.size} bytes" in TEXT
-    assert ws_messages.HEADER.format == "!IBQ"
+    assert tags == [*exec_messages.Tag, exec_messages.MORE]
+    assert f"a header of {exec_messages.HEADER.size} bytes" in TEXT
+    assert exec_messages.HEADER.format == "!IBQ"
 
 
 def test_the_close_codes_are_documented() -> None:
@@ -116,7 +110,7 @@ def test_the_close_codes_are_documented() -> None:
 def test_the_urls_and_subprotocols_are_documented() -> None:
     """One row for each route."""
     rows = {name.strip("`"): urls for urls, name, _ in table("# WebSockets")}
-    assert set(rows) == {ws_messages.PROTOCOL, ws_terminal_messages.PROTOCOL, SUBPROTOCOL}
+    assert set(rows) == {exec_messages.PROTOCOL, terminal_messages.PROTOCOL, SUBPROTOCOL}
     paths = set(re.findall(r"`GET ([^`]+)`", " ".join(rows.values())))
     prefix = "/v1/sessions/{id}/"
     beneath = {path.removeprefix(prefix) for path in paths if path.startswith(prefix)}
@@ -128,7 +122,7 @@ def test_the_urls_and_subprotocols_are_documented() -> None:
 def test_the_query_of_a_terminal_is_documented() -> None:
     """Every field that is taken, and no other."""
     names = {name for cell, _ in table("## Terminals") for name in re.findall(r"`(\w+)`", cell)}
-    assert names == {field.name for field in attrs.fields(ws_terminal_messages.Query)}
+    assert names == {field.name for field in attrs.fields(terminal_messages.Query)}
     size = TerminalSize()
     assert f"{size.cols} × {size.rows}" in TEXT
 
@@ -136,21 +130,21 @@ def test_the_query_of_a_terminal_is_documented() -> None:
 @pytest.mark.parametrize(
     "sentence",
     [
-        f"up to {ws_messages.MAX_CHANNELS} runs at once",
+        f"up to {exec_messages.MAX_CHANNELS} runs at once",
         f"a number from 1 to {ws_fields.MAX_CHANNEL}",
-        f"at most {ws_messages.DEFAULT_FRAME_BYTES // 1024} KiB, or `max_frame` "
+        f"at most {exec_messages.DEFAULT_FRAME_BYTES // 1024} KiB, or `max_frame` "
         f"({ws_fields.MIN_FRAME_BYTES} to {ws_fields.MAX_FRAME_BYTES}) bytes",
-        f"{ws_messages.DEFAULT_CREDIT_BYTES // 2**20} MiB if not given",
+        f"{exec_messages.DEFAULT_CREDIT_BYTES // 2**20} MiB if not given",
         f"up to {ws_fields.MAX_CREDIT_BYTES // 2**20} MiB",
-        f"may send {ws_messages.STDIN_CREDIT_BYTES // 1024} KiB at once",
+        f"may send {exec_messages.STDIN_CREDIT_BYTES // 1024} KiB at once",
         f"at most {ws_fields.MAX_PING_CHARS} characters",
         f"{ws_fields.MIN_FRAME_BYTES} to {ws_fields.MAX_CREDIT_BYTES} |",
         f"within {ApiSettings().websocket_auth_s:.0f} seconds",
         f"Every {ApiSettings().websocket_ping_s:.0f} seconds the server pings",
         f"within {ApiSettings().write_timeout_s:.0f} seconds ends",
         f"may have {ApiSettings().max_message_bytes // 2**20} MiB",
-        f"kept, up to {terminal_ws.MAX_TYPED_BYTES // 2**20} MiB",
-        f"the first {websocket.MAX_UNPROVEN_BYTES // 1024} KiB that are sent",
+        f"kept, up to {terminal.MAX_TYPED_BYTES // 2**20} MiB",
+        f"the first {handshake.MAX_UNPROVEN_BYTES // 1024} KiB that are sent",
         f"in at most {ws_stream.MAX_PARTS} parts",
         f"{ws_stream.MAX_CONTROL_FRAMES} pings and pongs within a second",
         f"at most {ws_orders.MAX_ORDERS} of a run may wait",
@@ -170,16 +164,16 @@ def refusals(heading: str) -> set[str]:
 
 def test_the_values_of_refused_are_documented() -> None:
     """The types of messages that can be refused, and what a binary message is called."""
-    assert refusals("### What the server says about runs") == {*ws_messages.CLIENT_MESSAGES, ws_messages.Input.kind}
+    assert refusals("### What the server says about runs") == {*exec_messages.CLIENT_MESSAGES, exec_messages.Input.kind}
     assert refusals("### What the server says about a terminal") == {
-        *ws_terminal_messages.CLIENT_MESSAGES,
-        ws_terminal_messages.INPUT,
+        *terminal_messages.CLIENT_MESSAGES,
+        terminal_messages.INPUT,
     }
 
 
 def test_the_limits_in_hello_are_listed() -> None:
     """A client can read them instead of this page."""
-    told = {*ws_messages.LIMITS, "message_bytes"}
+    told = {*exec_messages.LIMITS, "message_bytes"}
     row = next(text for kind, _, text in table("### What the server says about runs") if kind == "`hello`")
     assert told == set(re.findall(r"`(\w+)`", row)) - {"limits"}
 

@@ -23,15 +23,16 @@ from runner.wire.protocol import (
     FrameDecoder,
     Kind,
 )
-from sandkasten.api import runschemas, schemas, ws_messages, ws_terminal_messages
-from sandkasten.api.auth import Gate
-from sandkasten.api.errors import error_answer
-from sandkasten.api.exchange import parse_query
-from sandkasten.api.jsonsize import check_value_count
-from sandkasten.api.routing import parse_target
-from sandkasten.api.settings import ApiSettings
-from sandkasten.api.upload import safe_name
-from sandkasten.api.ws_fields import Refused
+from sandkasten.api.http.auth import Gate
+from sandkasten.api.http.errors import error_answer
+from sandkasten.api.http.exchange import parse_query
+from sandkasten.api.http.jsonsize import check_value_count
+from sandkasten.api.http.routing import parse_target
+from sandkasten.api.http.settings import ApiSettings
+from sandkasten.api.resources import runschemas, schemas
+from sandkasten.api.resources.upload import safe_name
+from sandkasten.api.websocket import exec_messages, terminal_messages
+from sandkasten.api.websocket.fields import Refused
 from sandkasten.errors import InvalidRequest, PermissionDenied, RunnerProtocolError, SandkastenError, Unauthorized
 from sandkasten.model import Limits
 from sandkasten.runtime.keyring import KeyRing
@@ -273,7 +274,7 @@ def api_requests(data: bytes) -> None:
     query = choices.pick((b"status=all&limit=5", b"cols=80&rows=24&read_only=true&window=9", b"a=%ff&b=%00", b"&&==&%"))
     try:
         parsed = parse_query(grammar.damage(choices, query) if choices.number(4) else query)
-        ws_terminal_messages.parse_query(parsed).to_spec()
+        terminal_messages.parse_query(parsed).to_spec()
     except InvalidRequest as error:
         _check_refusal(error)
     headers = [
@@ -322,12 +323,12 @@ def websocket_messages(data: bytes) -> None:
     """Text and binary messages of exec and terminal sockets."""
     choices = Choices(data)
     text = grammar.spoiled_json(choices, choices.pick(_CONTROLS)).decode("utf-8", "replace")
-    header = ws_messages.HEADER.pack(choices.number(2**32), choices.number(256), choices.number(2**64))
+    header = exec_messages.HEADER.pack(choices.number(2**32), choices.number(256), choices.number(2**64))
     binary = grammar.damage(choices, header + choices.blob(32)) if choices.one_in(3) else header + choices.blob(32)
     for parse in (
-        lambda: ws_messages.parse_message(text),
-        lambda: ws_messages.parse_message(binary),
-        lambda: ws_terminal_messages.parse_message(text),
+        lambda: exec_messages.parse_message(text),
+        lambda: exec_messages.parse_message(binary),
+        lambda: terminal_messages.parse_message(text),
     ):
         try:
             parse()

@@ -6,7 +6,7 @@ import re
 
 from nsinit.sandbox import build
 from sandkasten.actors.tree import LocalSupervisor
-from sandkasten.api.sessions import server_timing
+from sandkasten.api.resources.sessions import server_timing
 from sandkasten.model import SessionSpec
 
 _METRIC = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+;dur=\d+(\.\d+)?\Z")

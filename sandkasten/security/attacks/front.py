@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import trio
 
-from sandkasten.api.ws_messages import HEADER
+from sandkasten.api.websocket.exec_messages import HEADER
 from sandkasten.log import FORMATS
 from sandkasten.model import EventType, ExecSpec
 from sandkasten.security.attacks.workspaces import new_workspace

@@ -1,0 +1,130 @@
+"""Errors as HTTP answers: the one table from `errors.py` to status codes, and the one error body.
+
+An exception without a row is a bug: it becomes 500 INTERNAL_ERROR, logged with its traceback. Whatever has that code
+says nothing of its inside to the client; the log has it under the request's id.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from sandkasten import errors, logcontext
+from sandkasten.api.http.json import encode_json
+from sandkasten.errors import SandkastenError
+
+log = logging.getLogger(__name__)
+
+STATUS: dict[type[SandkastenError], int] = {
+    errors.InvalidRequest: 400,
+    errors.InvalidImage: 400,
+    errors.PathOutside: 400,
+    errors.Unauthorized: 401,
+    errors.PermissionDenied: 403,
+    errors.Forbidden: 403,
+    errors.RouteNotFound: 404,
+    errors.SessionNotFound: 404,
+    errors.ExecNotFound: 404,
+    errors.ShellNotFound: 404,
+    errors.TerminalNotFound: 404,
+    errors.FileNotFound: 404,
+    errors.WorkspaceNotFound: 404,
+    errors.MethodNotAllowed: 405,
+    errors.IsADirectory: 409,
+    errors.NotAFile: 409,
+    errors.NotADirectory: 409,
+    errors.NotEmpty: 409,
+    errors.WorkspaceBusy: 409,
+    errors.SessionPaused: 409,
+    errors.ShellBusy: 409,
+    errors.ShellFailed: 409,
+    errors.Conflict: 409,
+    errors.LimitInUse: 409,
+    errors.ExecIdsExhausted: 409,
+    errors.ExecEnded: 409,
+    errors.SessionExpired: 410,
+    errors.ExecGone: 410,
+    errors.CursorGone: 410,
+    errors.TooLarge: 413,
+    errors.QuotaExceeded: 429,
+    errors.BuildFailed: 500,
+    errors.RunnerLost: 500,
+    errors.RunnerProtocolError: 500,
+    errors.StoreFailed: 500,
+    errors.KeeperGone: 500,
+    errors.Capacity: 503,
+    errors.ActorGone: 503,
+    errors.ZygoteLost: 503,
+    errors.BuildInterrupted: 503,
+    errors.Overloaded: 503,
+    errors.ShuttingDown: 503,
+    errors.Draining: 503,
+    errors.CommandTimeout: 504,
+    errors.DiskFull: 507,
+    errors.DiskReserve: 507,
+    errors.StoreFull: 507,
+}
+
+MAX_HEADERS = 100
+INTERNAL_CODE = SandkastenError.code
+INTERNAL_MESSAGE = "the daemon failed to serve this request; its log says why under this request id"
+
+Headers = tuple[tuple[str, str], ...]
+
+
+@attrs.frozen
+class Answer:
+    """A whole answer: what every JSON route returns."""
+
+    status: int
+    body: bytes
+    headers: Headers = ()
+
+
+def json_answer(value: object, *, status: int = 200, headers: Headers = ()) -> Answer:
+    """Return `value` as a JSON answer."""
+    return Answer(status, encode_json(value), headers)
+
+
+def error_body(error: Exception) -> dict[str, Any]:  # JSON values
+    """Return the public view of an error. Logs what it hides, so call it once per error."""
+    body: dict[str, Any] = {"error_code": INTERNAL_CODE, "message": INTERNAL_MESSAGE}
+    is_retryable = False
+    if not isinstance(error, SandkastenError) or type(error) not in STATUS:
+        log.error("unexpected error: %s", error, exc_info=error)
+    elif error.code == INTERNAL_CODE:
+        log.error("%s: %s", type(error).__name__, error, extra=_internals(error))
+        is_retryable = error.retryable
+    else:
+        body = {"error_code": error.code, "message": error.message}
+        if error.details:
+            body["details"] = dict(error.details)
+        is_retryable = error.retryable
+    return body | {"retryable": is_retryable, "request_id": logcontext.origin.get().request_id}
+
+
+def error_answer(error: Exception) -> Answer:
+    """Return the answer for any exception."""
+    status = STATUS.get(type(error), 500) if isinstance(error, SandkastenError) else 500
+    headers: Headers = ()
+    if isinstance(error, errors.Capacity | errors.QuotaExceeded):
+        headers = (*headers, ("retry-after", str(error.retry_after_s)))
+    if isinstance(error, errors.MethodNotAllowed):
+        headers = (*headers, ("allow", str(error.details.get("allow", ""))))
+    if isinstance(error, errors.Unauthorized):
+        headers = (*headers, ("www-authenticate", "Bearer"))
+    return json_answer(error_body(error), status=status, headers=headers)
+
+
+def head_too_large(max_bytes: int) -> errors.TooLarge:
+    """Return the error of a request whose target and headers are over a limit."""
+    return errors.TooLarge("the request's head is too large", max_head_bytes=max_bytes, max_headers=MAX_HEADERS)
+
+
+def _internals(error: SandkastenError) -> Mapping[str, object]:
+    if isinstance(error, errors.BuildFailed):
+        return {"stage": error.stage, "path": error.path, "errno": error.errno}
+    return {}

@@ -1,0 +1,271 @@
+"""One HTTP request and its answer over raw ASGI: bounded bodies, deadlines on reading, an end when the client leaves.
+
+The one place that reads request bodies and starts answers; Quart's half gets its body through here, too. Decides
+nothing about routes, keys or errors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
+from urllib.parse import parse_qsl
+
+import trio
+
+from sandkasten.api.http.connection import ClientGone
+from sandkasten.api.http.errors import Answer, Headers
+from sandkasten.api.http.guard import App, Message, Receive, Scope, Send, has_body
+from sandkasten.api.http.jsonsize import check_value_count
+from sandkasten.api.http.key_scope import own_workspaces
+from sandkasten.api.http.measured import FrontMetrics
+from sandkasten.api.http.settings import ApiSettings
+from sandkasten.api.http.zstandard import Zstandard
+from sandkasten.errors import InvalidRequest, SandkastenError, TooLarge
+from sandkasten.keys import NOBODY
+from sandkasten.runtime.quotas import KeyShares
+from sandkasten.supervisor import Supervisor
+from sandkasten.supervisor_workspaces import WorkspaceSupervisor
+
+T = TypeVar("T")
+
+JSON = ("content-type", "application/json")
+MAX_QUERY_FIELDS = 32
+
+
+class Exchange:
+    """What a handler works with. `key` is the caller's, and without one nobody's. `session_id` (or `workspace_id`) and
+    `params`, the path's open segments, are set for routes beneath one, `route`, the pattern that matched, once it is
+    known, and `status` once it was sent."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        *,
+        supervisor: Supervisor,
+        settings: ApiSettings,
+        shares: KeyShares,
+        metrics: FrontMetrics,
+        zstandard: Zstandard,
+    ) -> None:
+        self.scope = scope
+        self.supervisor = supervisor
+        self.settings = settings
+        self.metrics = metrics
+        self.zstandard = zstandard
+        self.key = NOBODY
+        self.shares = shares
+        self.use = shares.ring.use()
+        self.route: str | None = None
+        self.session_id = ""
+        self.workspace_id = ""
+        self.params: Mapping[str, str] = {}
+        self.is_started = False
+        self.status = 0
+        self._receive = receive
+        self._send = send
+        self._is_body_done = False
+        self._body_bytes = 0
+        self._json_body: bytes | None = None
+
+    @property
+    def workspaces(self) -> WorkspaceSupervisor:
+        """The workspaces that exist for the caller's key. Handlers reach them in no other way."""
+        return own_workspaces(self.key, self.supervisor)
+
+    @property
+    def method(self) -> str:
+        return str(self.scope["method"])
+
+    def header(self, name: bytes) -> str | None:
+        """Return a header's value, or None if it is missing or there are several."""
+        return one_header(self.scope, name)
+
+    @functools.cached_property
+    def query(self) -> dict[str, str]:
+        """The query's fields, the last of a name.
+
+        Raises:
+            InvalidRequest: it is not UTF-8 or has too many fields.
+        """
+        return parse_query(self.scope["query_string"])
+
+    def query_all(self, name: str) -> list[str]:
+        """Return every value of a query's field, in order. Raises as `query`."""
+        return [value for field, value in query_fields(self.scope["query_string"]) if field == name]
+
+    # The request's body
+
+    async def read_chunk(self, *, limit_bytes: int) -> bytes:
+        """Return the next piece of the body, `b""` at its end.
+
+        Raises:
+            TooLarge: the body is, or says it is, longer than `limit_bytes`.
+            InvalidRequest: nothing came for `read_timeout_s`.
+            ClientGone: the client left.
+        """
+        if not self._body_bytes and (self._declared_bytes() or 0) > limit_bytes:
+            raise _too_large(limit_bytes)
+        while not self._is_body_done:
+            message = await self._receive_in_time()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            self._is_body_done = not message.get("more_body", False)
+            chunk = bytes(message.get("body", b""))
+            self._body_bytes += len(chunk)
+            if self._body_bytes > limit_bytes:
+                raise _too_large(limit_bytes)
+            if chunk:
+                return chunk
+        return b""
+
+    async def read_body(self, *, limit_bytes: int) -> bytes:
+        """Return the whole body; raises as `read_chunk`."""
+        body = bytearray()
+        while chunk := await self.read_chunk(limit_bytes=limit_bytes):
+            body += chunk
+        return bytes(body)
+
+    async def read_json_body(self, *, limit_bytes: int | None = None) -> bytes:
+        """Return a body that is meant to be JSON, not parsed yet; the second time the same one.
+
+        Up to `max_request_bytes` unless told otherwise. Without a key its type must be `application/json`: a web page
+        can't send that across origins unasked (Fetch standard, "CORS-safelisted request-header").
+
+        Raises:
+            InvalidRequest: its type is another one, or it has too many values.
+            TooLarge, InvalidRequest, ClientGone: as `read_chunk`.
+        """
+        if self._json_body is not None:
+            return self._json_body
+        body = await self.read_body(limit_bytes=limit_bytes or self.settings.max_request_bytes)
+        if body and self.settings.api_key is None and self.media_type != "application/json":
+            raise InvalidRequest("without an API key bodies must be application/json", content_type=self.media_type)
+        await check_value_count(body)
+        self._json_body = body
+        return body
+
+    @property
+    def media_type(self) -> str:
+        """The body's type without parameters, lower case; empty if there is none."""
+        return (self.header(b"content-type") or "").partition(";")[0].strip().lower()
+
+    def _declared_bytes(self) -> int | None:
+        declared = self.header(b"content-length")
+        return int(declared) if declared is not None and declared.isascii() and declared.isdigit() else None
+
+    async def _receive_in_time(self) -> Message:
+        with trio.move_on_after(self.settings.read_timeout_s):
+            return await self._receive()
+        raise InvalidRequest("the request body did not arrive in time", read_timeout_s=self.settings.read_timeout_s)
+
+    # The answer
+
+    async def start(self, status: int, headers: Headers) -> None:
+        """Send the head of an answer whose body follows in `write`s."""
+        encoded = [(name.encode("ascii"), value.encode("latin-1")) for name, value in headers]
+        await self._send_message({"type": "http.response.start", "status": status, "headers": encoded})
+
+    async def write(self, data: bytes) -> None:
+        """Send a part of the body; returns when the client's socket has taken it."""
+        await self._send_message({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def finish(self, data: bytes = b"") -> None:
+        """Send the last part of the body."""
+        await self._send_message({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def answer(self, answer: Answer) -> None:
+        """Send a whole answer."""
+        headers: Headers = (JSON, ("content-length", str(len(answer.body))), *answer.headers)
+        if not self._is_body_done and has_body(self.scope):
+            headers = (*headers, ("connection", "close"))  # what is left of the request can't be skipped
+        await self.start(answer.status, headers)
+        await self.finish(answer.body)
+
+    async def hand_over(self, app: App, *, limit_bytes: int) -> None:
+        """Let another ASGI application answer, after a body of up to `limit_bytes`.
+
+        It gets the body in one piece, since Quart would buffer it without bound, and isn't told when the client
+        leaves, since quart-trio would drop the answer of a client that only ended its own side.
+        """
+        bodies = [await self.read_json_body(limit_bytes=limit_bytes)]
+
+        async def receive() -> Message:
+            if not bodies:
+                await trio.sleep_forever()
+            return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+
+        await app(self.scope, receive, self._send_message)
+
+    async def _send_message(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.is_started = True
+            self.status = message["status"]
+        elif not message.get("more_body", False):
+            self.use.leave()  # a key that ends now ends nothing: the connection may be another's next
+        await self._send(message)
+
+    # The client
+
+    async def until_disconnect(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Run `work`, cancelled when the client leaves. Call it after the body has been read.
+
+        The end of the client's side is a leave: a socket that was closed looks the same as one that was half-closed
+        until something is written to it, and a command must not go on for nobody (RFC 9293 §3.6).
+
+        Raises:
+            ClientGone: it left first.
+            SandkastenError: what `work` raised.
+        """
+        results: list[T] = []
+        failure: SandkastenError | None = None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._cancel_on_disconnect, nursery.cancel_scope)
+            try:
+                try:
+                    results.append(await work())
+                except SandkastenError as error:  # not through the nursery, which would wrap it into a group
+                    failure = error
+            except* ClientGone:  # a write noticed it before the reader did
+                pass
+            nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+        if not results:
+            raise ClientGone
+        return results[0]
+
+    async def _cancel_on_disconnect(self, scope: trio.CancelScope) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        scope.cancel()
+
+
+def one_header(scope: Scope, name: bytes) -> str | None:
+    """Return a header's value, or None if it is missing or there are several."""
+    values = [value for key, value in scope["headers"] if key == name]
+    return bytes(values[0]).decode("latin-1") if len(values) == 1 else None
+
+
+def parse_query(query_string: bytes) -> dict[str, str]:
+    """Return a query's fields, the last of a name. Raises as `query_fields`."""
+    return dict(query_fields(query_string))
+
+
+def query_fields(query_string: bytes) -> list[tuple[str, str]]:
+    """Return a query's fields in order.
+
+    Raises:
+        InvalidRequest: it is not UTF-8 or has too many fields.
+    """
+    try:
+        text = query_string.decode("ascii")
+        return parse_qsl(text, keep_blank_values=True, errors="strict", max_num_fields=MAX_QUERY_FIELDS, separator="&")
+    except ValueError:
+        raise InvalidRequest("the query is not UTF-8 or has too many fields", query="malformed") from None
+
+
+def _too_large(limit_bytes: int) -> TooLarge:
+    return TooLarge(f"the request body is larger than {limit_bytes} bytes", max_body_bytes=limit_bytes)

@@ -1,0 +1,196 @@
+"""The accept loop: hypercorn's connection code behind a wall per connection, with a limit and a stop that ends.
+
+Owns sockets and connections. Knows no route and no session. hypercorn 0.18's own `serve` lets a connection's
+exception end the whole process and never returns while a client has stopped reading; here what a connection raises
+ends that connection, and after `graceful_timeout_s` whatever is left is aborted.
+
+`TCPServer`, `WorkerContext` and `ASGIWrapper` are importable but not documented: tests/api/test_hypercorn_parts.py
+holds what is relied upon.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import cast
+
+import orjson
+import trio
+from hypercorn.app_wrappers import ASGIWrapper
+from hypercorn.config import Config
+from hypercorn.trio.tcp_server import TCPServer
+from hypercorn.trio.worker_context import WorkerContext
+from hypercorn.typing import ASGIFramework, ConnectionState
+
+from sandkasten.api.http.connection import GuardedStream
+from sandkasten.api.http.guard import App, GuardedApp
+from sandkasten.api.http.held import Held
+from sandkasten.api.http.http1 import Http1
+from sandkasten.api.http.listen import open_listeners
+from sandkasten.api.http.settings import ApiSettings
+
+log = logging.getLogger(__name__)
+
+REFUSALS = 32
+"""How many connections over the limit are answered with 503 at the same time; further ones are just closed."""
+
+REFUSAL_S = 1.0
+KEEPALIVE_IDLE_S = 60
+
+
+async def serve(
+    app: App,
+    settings: ApiSettings,
+    *,
+    held: Held | None = None,
+    task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Serve `app` until cancelled, then stop within `graceful_timeout_s`. Starts with the bound addresses.
+
+    `held`: what listens already; `settings.listen` is then not looked at.
+
+    Raises:
+        ListenError: an address can't be served, or needs a key that isn't set.
+    """
+    if held is not None:
+        bound = held.bound()
+        try:
+            await _Server(app, settings).run(bound.listeners, bound.addresses, task_status)
+        finally:
+            for listener in bound.listeners:
+                listener.socket.close()
+        return
+    async with open_listeners(settings.listen, loopback_only=settings.api_key is None) as bound:
+        await _Server(app, settings).run(bound.listeners, bound.addresses, task_status)
+
+
+def hypercorn_config(settings: ApiSettings) -> Config:
+    """Return hypercorn's settings: ours, no access log, and keep-alive without a request count."""
+    config = Config()
+    config.accesslog = None
+    config.errorlog = logging.getLogger("sandkasten.api.hypercorn")
+    config.include_server_header = False
+    config.keep_alive_timeout = settings.keep_alive_timeout_s
+    config.keep_alive_max_requests = 2**62
+    config.h11_max_incomplete_size = settings.max_header_bytes
+    config.websocket_max_message_size = settings.max_message_bytes
+    config.websocket_ping_interval = settings.websocket_ping_s
+    return config
+
+
+class _Connection(TCPServer):
+    """hypercorn's connection, over when the client's side is: the original then sits out its keep-alive timer."""
+
+    async def _read_data(self) -> None:
+        Http1.install(self, on_refusal=self._expect_rest)
+        await super()._read_data()
+        await self.idle_task.stop()
+
+    def _expect_rest(self) -> None:
+        cast(GuardedStream, self.stream).has_unread_body = True  # what follows a malformed head is unread, too
+
+
+class _Server:
+    def __init__(self, app: App, settings: ApiSettings) -> None:
+        self._app = app
+        self._settings = settings
+        self._config = hypercorn_config(settings)
+        self._context = WorkerContext(None)
+        self._streams: set[GuardedStream] = set()
+        self._refusing = 0
+        self._stopping = trio.Event()
+        self._all_gone = trio.Event()
+
+    async def run(
+        self, listeners: list[trio.SocketListener], addresses: list[str], task_status: trio.TaskStatus[list[str]]
+    ) -> None:
+        async with trio.open_nursery() as nursery:
+            connections = await nursery.start(self._hold_connections)
+            task_status.started(addresses)
+            try:
+                await trio.serve_listeners(self._handle, listeners, handler_nursery=connections)
+            finally:
+                self._stopping.set()
+
+    async def _hold_connections(self, *, task_status: trio.TaskStatus[trio.Nursery]) -> None:
+        """Own the connections' tasks past the cancellation of `run`, by the graceful timeout and no longer."""
+        with trio.CancelScope(shield=True):
+            async with trio.open_nursery() as connections:
+                task_status.started(connections)
+                await self._stopping.wait()
+                await self._context.terminated.set()  # idle connections close, busy ones after their answer
+                with trio.move_on_after(self._settings.graceful_timeout_s):
+                    if self._streams:
+                        await self._all_gone.wait()
+                for stream in self._streams:
+                    stream.abort()  # hypercorn shields its writes: cancelling alone would wait for the client
+                connections.cancel_scope.cancel()
+
+    async def _handle(self, stream: trio.SocketStream) -> None:
+        """Serve one connection. Nothing it raises gets out; trio closes the socket afterwards."""
+        if len(self._streams) >= self._settings.max_connections:
+            await self._refuse(stream)
+            return
+        guarded = GuardedStream(stream, write_timeout_s=self._settings.write_timeout_s)
+        _probe_silent_peers(stream)
+        self._streams.add(guarded)
+        try:
+            await self._speak_http(guarded)
+            await guarded.linger()
+        except* Exception as group:
+            log.warning("a connection was dropped: %s", "; ".join(_leaves(group)))
+            log.debug("the dropped connection's error", exc_info=group)
+        finally:
+            self._streams.discard(guarded)
+            if self._stopping.is_set() and not self._streams:
+                self._all_gone.set()
+
+    async def _speak_http(self, stream: GuardedStream) -> None:
+        app = ASGIWrapper(cast(ASGIFramework, GuardedApp(self._app, stream)))
+        # TCPServer is typed for a TLS stream and uses the methods that GuardedStream has.
+        transport = cast("trio.SSLStream[trio.SocketStream]", stream)
+        state = ConnectionState({"stopping": self._stopping})
+        await _Connection(app, self._config, self._context, state, transport).run()
+
+    async def _refuse(self, stream: trio.SocketStream) -> None:
+        if self._refusing >= REFUSALS:
+            return
+        self._refusing += 1
+        try:
+            with trio.move_on_after(REFUSAL_S):
+                await stream.receive_some(64 * 1024)  # closing with unread bytes would reset the answer away
+                await stream.send_all(_REFUSAL)
+                await stream.send_eof()
+                while await stream.receive_some(64 * 1024):
+                    pass
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+        finally:
+            self._refusing -= 1
+
+
+def _probe_silent_peers(stream: trio.SocketStream) -> None:
+    """Let the kernel find out that a peer vanished while a long command runs (tcp(7), TCP_KEEPIDLE)."""
+    if stream.socket.family != socket.AF_UNIX:
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+
+
+def _leaves(error: BaseException) -> list[str]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for member in error.exceptions for leaf in _leaves(member)]
+    return [f"{type(error).__name__}: {error}"]
+
+
+def _refusal() -> bytes:
+    body = orjson.dumps(
+        {"error_code": "CAPACITY", "message": "too many connections", "retryable": True, "request_id": "refused"}
+    )
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
+        f"X-Request-ID: refused\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode("ascii") + body
+
+
+_REFUSAL = _refusal()

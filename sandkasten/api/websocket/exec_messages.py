@@ -1,0 +1,322 @@
+"""The messages of an exec WebSocket: what may be said, by whom, and how it is spelled. Sans-I/O.
+
+Text frames are JSON objects with a `type`; binary frames are a header and bytes of a stream. `CLIENT_MESSAGES` and
+`SERVER_MESSAGES` are the whole table; docs/websocket.md is compared with it. What is malformed raises `Refused`, which
+names the channel if the message did. As in request bodies, unknown fields are ignored.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import attrs
+
+from sandkasten.api.http.ws_frames import Opcode, encode_frame
+from sandkasten.api.resources.fields import Cells, ExecId, SignalNumber
+from sandkasten.api.resources.run_views import end_view
+from sandkasten.api.resources.schemas import ExecRequest, bad_fields
+from sandkasten.api.websocket.fields import (
+    KIB,
+    MAX_CHANNEL,
+    MAX_CREDIT_BYTES,
+    MAX_FRAME_BYTES,
+    Channel,
+    CreditBytes,
+    Fields,
+    FrameBytes,
+    Ping,
+    Pong,
+    Refused,
+    Sequence,
+    build,
+    encode_control,
+    named_channel,
+    parse_control,
+    present_fields,
+)
+from sandkasten.errors import InvalidRequest, SandkastenError
+from sandkasten.model import ExecEnd, Stream
+
+PROTOCOL = "sandkasten.exec.v1"
+
+MAX_CHANNELS = 64
+DEFAULT_FRAME_BYTES = 32 * KIB
+DEFAULT_CREDIT_BYTES = 1024 * KIB
+STDIN_CREDIT_BYTES = 256 * KIB
+
+HEADER = struct.Struct("!IBQ")
+"""Of a binary frame: channel, tag, sequence number (0 for input)."""
+
+MORE = 0x80
+"""Set in the tag when more of the same piece follows; its sequence number counts once the last part came."""
+
+
+class Tag(enum.IntEnum):
+    """Which stream the bytes of a binary frame belong to."""
+
+    STDIN = 0
+    STDOUT = 1
+    STDERR = 2
+
+
+_TAGS = {Stream.STDOUT: Tag.STDOUT, Stream.STDERR: Tag.STDERR}
+
+# What clients say -------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Start:
+    """Run a command; besides these fields those of `POST …/exec`."""
+
+    kind: ClassVar[str] = "start"
+    id: Channel
+    credit: CreditBytes | None = None
+    max_frame: FrameBytes | None = None
+
+
+@attrs.frozen
+class StartCommand(Start):
+    """A `start` with its command."""
+
+    request: ExecRequest = attrs.field(kw_only=True)
+
+
+@attrs.frozen
+class Attach:
+    """Follow a run that exists, behind the piece of output numbered `after`."""
+
+    kind: ClassVar[str] = "attach"
+    id: Channel
+    exec_id: ExecId
+    after: Sequence | None = None
+    credit: CreditBytes | None = None
+    max_frame: FrameBytes | None = None
+
+
+@attrs.frozen
+class Credit:
+    """Allow `bytes` more of output."""
+
+    kind: ClassVar[str] = "credit"
+    id: Channel
+    bytes: CreditBytes
+
+
+@attrs.frozen
+class CloseStdin:
+    """End the input."""
+
+    kind: ClassVar[str] = "close_stdin"
+    id: Channel
+
+
+@attrs.frozen
+class Signal:
+    kind: ClassVar[str] = "signal"
+    id: Channel
+    signal: SignalNumber
+
+
+@attrs.frozen
+class Resize:
+    kind: ClassVar[str] = "resize"
+    id: Channel
+    cols: Cells
+    rows: Cells
+
+
+@attrs.frozen
+class Cancel:
+    """End the run; `now`: without asking it first."""
+
+    kind: ClassVar[str] = "cancel"
+    id: Channel
+    now: bool | None = None
+
+
+@attrs.frozen
+class Detach:
+    """Leave the run to itself."""
+
+    kind: ClassVar[str] = "detach"
+    id: Channel
+
+
+@attrs.frozen
+class Input:
+    """A binary frame: bytes for the standard input of a run."""
+
+    kind: ClassVar[str] = "stdin"
+    id: int
+    data: bytes = attrs.field(repr=False)
+
+
+ClientMessage = StartCommand | Attach | Credit | CloseStdin | Signal | Resize | Cancel | Detach | Ping | Input
+
+CLIENT_MESSAGES: Mapping[str, type[Any]] = {  # attrs classes
+    cls.kind: cls for cls in (Start, Attach, Credit, CloseStdin, Signal, Resize, Cancel, Detach, Ping)
+}
+
+NOT_IN_START = ("raw_output", "encoding")
+"""Fields of `POST …/exec` that mean nothing here: output is bytes."""
+
+
+def wire_fields(cls: type[Any]) -> Mapping[str, bool]:  # an attrs class
+    """Return the fields a client message may have, and whether each is required."""
+    own = {field.name: field.default is attrs.NOTHING for field in attrs.fields(cls)}
+    if cls is not Start:
+        return own
+    return own | {field.name: False for field in attrs.fields(ExecRequest) if field.name not in NOT_IN_START}
+
+
+def parse_message(message: str | bytes) -> ClientMessage:
+    """Return what a client said.
+
+    Raises:
+        Refused: it is malformed.
+    """
+    return _parse_input(message) if isinstance(message, bytes) else _parse_text(message)
+
+
+def _parse_input(message: bytes) -> Input:
+    if len(message) < HEADER.size:
+        raise Refused(InvalidRequest("a malformed frame", binary="shorter than its header"))
+    channel, tag, sequence = HEADER.unpack_from(message)
+    if not 1 <= channel <= MAX_CHANNEL:
+        raise Refused(InvalidRequest("a binary frame names no channel", id=f"must be from 1 to {MAX_CHANNEL}"))
+    if tag != Tag.STDIN or sequence != 0:
+        error = InvalidRequest("a client's binary frames have tag 0 and sequence number 0", tag=tag, sequence=sequence)
+        raise Refused(error, channel=channel, kind=Input.kind)
+    return Input(channel, message[HEADER.size :])
+
+
+def _parse_text(message: str) -> ClientMessage:
+    cls, value = parse_control(message, CLIENT_MESSAGES)
+    try:
+        if cls is Start:
+            return _build_start(value)
+        built: ClientMessage = build(cls, value)
+    except SandkastenError as error:
+        raise Refused(error, channel=named_channel(value), kind=cls.kind) from None
+    return built
+
+
+def _build_start(value: Fields) -> StartCommand:
+    if meaningless := [name for name in NOT_IN_START if value.get(name) is not None]:
+        raise bad_fields(**dict.fromkeys(meaningless, "means nothing here: output is bytes"))
+    start: Start = build(Start, value)
+    return StartCommand(start.id, start.credit, start.max_frame, request=build(ExecRequest, value))
+
+
+# What the server says ---------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Hello:
+    """The first message: the key was right, if one is needed."""
+
+    kind: ClassVar[str] = "hello"
+    protocol: str
+    session_id: str
+    limits: Mapping[str, int]
+
+
+@attrs.frozen
+class Started:
+    """The run has its turn. What follows comes behind the piece numbered `seq`."""
+
+    kind: ClassVar[str] = "started"
+    id: int
+    seq: int
+    exec_id: str
+    attached: bool
+
+
+@attrs.frozen
+class Exit:
+    """The run has ended and its output was sent, whole pieces up to that numbered `seq`. The channel is free.
+
+    `omitted_bytes`: so much output behind it was dropped, because the client cancelled and gave no credit.
+    """
+
+    kind: ClassVar[str] = "exit"
+    id: int
+    seq: int
+    stdout_bytes: int
+    stderr_bytes: int
+    end: ExecEnd
+    omitted_bytes: int = 0
+
+    def view(self) -> dict[str, Any]:  # JSON values
+        """Return the message's fields: its own and those of every ending."""
+        counts = {"stdout_bytes": self.stdout_bytes, "stderr_bytes": self.stderr_bytes}
+        if self.omitted_bytes:
+            counts["omitted_bytes"] = self.omitted_bytes
+        return {"id": self.id, "seq": self.seq} | end_view(self.end) | counts
+
+
+@attrs.frozen
+class Detached:
+    """The run goes on without this channel, which is free. Everything up to `seq` was sent."""
+
+    kind: ClassVar[str] = "detached"
+    id: int
+    seq: int
+
+
+@attrs.frozen
+class Error:
+    """Something went wrong. Everything up to `seq` was sent. `final`: the channel has ended and is free; else only the
+    message named by `refused` was not taken. Of the connection as a whole neither `id` nor `seq` is told."""
+
+    kind: ClassVar[str] = "error"
+    error_code: str
+    message: str
+    retryable: bool
+    request_id: str | None = None
+    details: Mapping[str, Any] | None = None  # JSON values
+    id: int | None = None
+    seq: int | None = None
+    final: bool = False
+    refused: str | None = None
+
+
+@attrs.frozen
+class Granted:
+    """`bytes` more of input may be sent."""
+
+    kind: ClassVar[str] = "credit"
+    id: int
+    bytes: int
+
+
+ServerMessage = Hello | Started | Exit | Detached | Error | Granted | Pong
+
+SERVER_MESSAGES: Mapping[str, type[Any]] = {  # attrs classes
+    cls.kind: cls for cls in (Hello, Started, Exit, Detached, Error, Granted, Pong)
+}
+
+LIMITS: Mapping[str, int] = {
+    "channels": MAX_CHANNELS,
+    "credit_bytes": DEFAULT_CREDIT_BYTES,
+    "max_credit_bytes": MAX_CREDIT_BYTES,
+    "frame_bytes": DEFAULT_FRAME_BYTES,
+    "max_frame_bytes": MAX_FRAME_BYTES,
+    "stdin_credit_bytes": STDIN_CREDIT_BYTES,
+}
+"""What `hello` tells; it adds `message_bytes`, how large a message of the client's may be."""
+
+
+def encode_message(message: ServerMessage) -> bytes:
+    """Return a message as a text frame; what is None is left out."""
+    fields = message.view() if isinstance(message, Exit) else present_fields(message)
+    return encode_control(message.kind, fields)
+
+
+def encode_output(channel: int, stream: Stream, data: bytes | memoryview, sequence: int, *, more: bool) -> bytes:
+    """Return a part of a piece of output as a binary frame; `more`: another part of it follows."""
+    tag = _TAGS[stream] | (MORE if more else 0)
+    return encode_frame(Opcode.BINARY, HEADER.pack(channel, tag, sequence), data)

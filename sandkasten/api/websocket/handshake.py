@@ -1,0 +1,247 @@
+"""One WebSocket as a handler sees it, and the way in: origin, key, session, subprotocol.
+
+A client proves itself by the `Authorization` header before the connection is accepted, or, because browsers can't set
+headers, by a first message `{"type": "auth", "key": "…"}` behind it; nothing else is answered before. Whoever still has
+to prove themselves is counted and timed. Decides nothing about what is said on the connection.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+
+import attrs
+import orjson
+import trio
+
+from sandkasten import errors, logcontext
+from sandkasten.api.http.access import OPEN, Needs, admit
+from sandkasten.api.http.auth import Gate
+from sandkasten.api.http.errors import STATUS, error_body
+from sandkasten.api.http.exchange import parse_query
+from sandkasten.api.http.guard import Message, Receive, Scope, Send
+from sandkasten.api.http.json import encode_json
+from sandkasten.api.http.refusals import Refusals
+from sandkasten.api.http.settings import ApiSettings
+from sandkasten.api.http.ws_frames import CloseCode, Opcode, encode_frame
+from sandkasten.errors import SandkastenError
+from sandkasten.keys import NOBODY, ApiKey
+from sandkasten.lifecycle import LIVE, ended_error
+from sandkasten.model import SESSION_ID
+from sandkasten.runtime.quotas import KeyShares
+from sandkasten.supervisor import Supervisor
+
+MAX_UNPROVEN = 64
+"""Connections that may wait for their first message at the same time."""
+
+MAX_AUTH_CHARS = 4096
+
+MAX_UNPROVEN_BYTES = 8 * 1024
+"""What a client may send, pings and heads of frames included, until its proof has come."""
+
+
+class ConnectionOver(Exception):
+    """The connection was closed by us for a reason the client was told. Raised into a handler, caught at the edge."""
+
+
+@attrs.define
+class Doorman:
+    """What all connections of one front have in common: the keys, and how many have not shown one yet."""
+
+    gate: Gate
+    shares: KeyShares
+    refusals: Refusals = attrs.field(factory=Refusals)
+    unproven: int = 0
+
+    async def identify(self, scope: Scope, token: bytes | None = None) -> ApiKey:
+        """Return whose request that is, by its head or by the token that came later. Raises `Unauthorized`, late when
+        there are many."""
+        try:
+            return self.gate.check(scope) if token is None else self.gate.check_key(token)
+        except errors.Unauthorized as error:
+            refusal = error
+        await self.refusals.note(scope.get("client"))
+        raise refusal
+
+
+class WebSocketExchange:
+    """What a handler works with. `key` is the caller's, once it is known. `session_id` is set for routes beneath a
+    session; `code` once it was closed."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        *,
+        supervisor: Supervisor,
+        settings: ApiSettings,
+        doorman: Doorman,
+    ) -> None:
+        self.scope = scope
+        self.supervisor = supervisor
+        self.settings = settings
+        self.session_id = ""
+        self.key = NOBODY
+        self.route: str | None = None
+        self.needs_live_session = True
+        self.use = doorman.shares.ring.use()
+        self._needs = OPEN
+        self.is_accepted = False
+        self.code = 0
+        self._receive = receive
+        self._send = send
+        self._doorman = doorman
+        self._is_proven = False
+        self._may_prove = True
+        self._is_over = False
+
+    @functools.cached_property
+    def query(self) -> dict[str, str]:
+        """The query's fields, as `Exchange.query`."""
+        return parse_query(self.scope["query_string"])
+
+    # The way in
+
+    async def check(self, needs: Needs | None) -> None:
+        """Look at what is known before the connection is accepted. `needs` of the key; None: there is no such URL.
+
+        Raises:
+            PermissionDenied: a web page of an origin that may not.
+            Unauthorized: a wrong key, or without a configured key no proof of being local.
+            RouteNotFound: only for whoever has shown the key, as with other requests.
+            Capacity: too many connections wait for their proof.
+            Forbidden, SessionNotFound, SessionExpired: only for whoever has shown the key.
+        """
+        self._doorman.gate.check_origin(self.scope, allowed=self.settings.allowed_origins)
+        if needs is not None and self._doorman.gate.is_key_missing(self.scope):
+            if self._doorman.unproven >= MAX_UNPROVEN:
+                raise errors.Capacity("too many connections wait for their first message")
+            self._needs = needs
+            return
+        self._know(await self._doorman.identify(self.scope))
+        if needs is None:
+            raise errors.RouteNotFound("no such URL")
+        self._needs = needs
+        await self._admit()
+
+    async def accept(self, subprotocol: str) -> None:
+        """Accept the connection and, if no key was in the headers, wait for it.
+
+        Raises:
+            ConnectionOver: it was refused and closed, or the client left.
+        """
+        offered = self.scope["subprotocols"]
+        chosen = subprotocol if subprotocol in offered else None
+        await self._receive()  # ASGI: the first message is `websocket.connect`
+        self.is_accepted = True
+        accept: Message = {"type": "websocket.accept", "subprotocol": chosen, "headers": []}
+        if not self._is_proven:
+            accept["first_message_bytes"] = MAX_UNPROVEN_BYTES
+        await self._send(accept)
+        if offered and chosen is None:
+            await self.close(CloseCode.SUBPROTOCOL, f"only {subprotocol} is spoken here")
+            raise ConnectionOver
+        if not self._is_proven:
+            await self._wait_for_proof()
+            await self._admit()
+
+    async def _wait_for_proof(self) -> None:
+        if self._doorman.unproven >= MAX_UNPROVEN:
+            raise errors.Capacity("too many connections wait for their first message")
+        self._doorman.unproven += 1
+        try:
+            with trio.move_on_after(self.settings.websocket_auth_s):
+                message = await self._next()
+                if message is None:
+                    raise ConnectionOver
+                token = (_auth_key(message) or "").encode()
+                self._know(await self._doorman.identify(self.scope, token))
+                self._may_prove = False
+        finally:
+            self._doorman.unproven -= 1
+        if not self._is_proven:
+            raise errors.Unauthorized("no key came in time")
+
+    def _know(self, key: ApiKey) -> None:
+        self.key, self._is_proven = key, True
+        logcontext.set_key(key.id)
+        self.use.bind(key)
+        self._doorman.shares.take_request(key)
+
+    async def _admit(self) -> None:
+        await admit(self.key, self._needs, self.supervisor, session_id=self.session_id)
+        if not self.session_id:
+            return
+        if not SESSION_ID.match(self.session_id):
+            raise errors.SessionNotFound("no such session")
+        session = await self.supervisor.get(self.session_id)
+        if self.needs_live_session and session.status not in LIVE:
+            raise ended_error(session)
+
+    # Messages
+
+    async def receive(self) -> str | bytes | None:
+        """Return the next message, None at the end. A proof that nobody asked for is passed over."""
+        message = await self._next()
+        if self._may_prove:
+            self._may_prove = False
+            if message is not None and _auth_key(message) is not None:
+                return await self._next()
+        return message
+
+    async def send_text(self, text: str) -> None:
+        """Send a text message; returns when the client's socket has taken it. Raises `ClientGone`."""
+        await self.send_frames(encode_frame(Opcode.TEXT, text.encode()))
+
+    async def send_frames(self, frames: bytes) -> None:
+        """Send encoded messages at once; as `send_text`."""
+        await self._send({"type": "websocket.send", "frames": frames})
+
+    async def close(self, code: int = CloseCode.NORMAL, reason: str = "") -> None:
+        """Close the connection; `receive` then returns None. The first close counts."""
+        if self.code == 0:
+            self.code = int(code)
+            await self._send({"type": "websocket.close", "code": self.code, "reason": reason})
+
+    async def fail(self, error: Exception) -> None:
+        """Say what went wrong in an `error` message and close."""
+        body = {"type": "error"} | error_body(error)
+        await self.send_frames(encode_frame(Opcode.TEXT, encode_json(body)))
+        await self.close(close_code(error), body["message"])
+
+    async def _next(self) -> str | bytes | None:
+        if self._is_over:
+            return None
+        message = await self._receive()
+        if message["type"] != "websocket.receive":
+            self._is_over = True
+            self.code = self.code or int(message.get("code") or CloseCode.ABNORMAL)
+            return None
+        text = message.get("text")
+        return text if text is not None else bytes(message.get("bytes") or b"")
+
+
+WebSocketHandler = Callable[[WebSocketExchange], Awaitable[None]]
+
+
+def close_code(error: Exception) -> int:
+    """Return the code a connection is closed with for an error: 4000 plus its HTTP status, with two exceptions."""
+    if isinstance(error, errors.ShuttingDown):
+        return int(CloseCode.GOING_AWAY)
+    status = STATUS.get(type(error), 500) if isinstance(error, SandkastenError) else 500
+    return int(CloseCode.INTERNAL_ERROR) if status == 500 else 4000 + status
+
+
+def _auth_key(message: str | bytes) -> str | None:
+    """Return the key in an `auth` message, None if it is no such message."""
+    if not isinstance(message, str) or len(message) > MAX_AUTH_CHARS:
+        return None
+    try:
+        value = orjson.loads(message)
+    except orjson.JSONDecodeError:
+        return None
+    if not isinstance(value, dict) or value.get("type") != "auth":
+        return None
+    key = value.get("key")
+    return key if isinstance(key, str) else ""

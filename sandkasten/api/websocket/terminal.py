@@ -1,0 +1,268 @@
+"""GET /v1/sessions/{id}/terminal/ws: one viewer of a terminal, its bytes both ways and a few messages.
+
+What is typed waits in a bounded buffer while the program does not read, so that the task that receives never waits:
+a size, a ping and the end are always heard. What is sent keeps to the window the client asked for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import assert_never
+
+import trio
+
+from sandkasten.api.http.connection import ClientGone
+from sandkasten.api.http.errors import error_body
+from sandkasten.api.http.ws_frames import CloseCode, Opcode, encode_frame
+from sandkasten.api.websocket.fields import KIB, Ping, Pong, Refused, reason_of
+from sandkasten.api.websocket.handshake import WebSocketExchange, close_code
+from sandkasten.api.websocket.outbox import Lane, Outbox
+from sandkasten.api.websocket.terminal_messages import (
+    INPUT,
+    PROTOCOL,
+    Credit,
+    Error,
+    Exit,
+    GiveBack,
+    GivenBack,
+    Query,
+    Ready,
+    Resize,
+    ServerMessage,
+    Skipped,
+    TakenOver,
+    TakeOver,
+    encode_message,
+    parse_message,
+    parse_query,
+)
+from sandkasten.errors import ExecEnded, SandkastenError
+from sandkasten.model import TerminalSize
+from sandkasten.supervisor import TerminalViewer
+
+FRAME_BYTES = 32 * KIB
+MAX_TYPED_BYTES = 1024 * KIB
+"""Input that the terminal has not read; a client that sends more is told to leave."""
+
+MAX_TYPED = 1024
+PIECE_BYTES = 64 * KIB
+
+
+async def terminal_ws(ws: WebSocketExchange) -> None:
+    """Serve one viewer."""
+    await ws.accept(PROTOCOL)
+    query = parse_query(ws.query)
+    async with ws.supervisor.open_terminal(ws.session_id, query.to_spec()) as viewer:
+        await _Screen(ws, viewer, query).run()
+
+
+class _Screen:
+    def __init__(self, ws: WebSocketExchange, viewer: TerminalViewer, query: Query) -> None:
+        self._ws = ws
+        self._viewer = viewer
+        self._query = query
+        self._outbox = Outbox(ws.send_frames, on_overflow=self._overflow)
+        self._lane = Lane(self._outbox, on_end=lambda: None)
+        self._window_bytes: int | None = query.window
+        self._credit = trio.lowlevel.ParkingLot()
+        self._typed: deque[bytes | TakeOver | GiveBack] = deque()
+        self._typed_bytes = 0
+        self._size: TerminalSize | None = None
+        self._wanted = trio.lowlevel.ParkingLot()
+        self._size_wanted = trio.lowlevel.ParkingLot()
+        self._is_taken_over = viewer.is_taken_over
+        self._taking = trio.CancelScope()
+        """Around a wait for the shell, which `give_back` ends."""
+        self._skipped_bytes = 0
+        self._is_input_refused = False
+        self._quit = trio.Event()
+        self._reason: tuple[int, str] = (CloseCode.NORMAL, "")
+
+    async def run(self) -> None:
+        """Show and take until the terminal or the connection ends."""
+        info = self._viewer.info
+        size = info.terminal or self._query.size
+        self._tell(Ready(self._viewer.terminal_id, size.cols, size.rows, self._is_taken_over, self._query.read_only))
+        try:
+            async with trio.open_nursery() as nursery:
+                for task in (self._outbox.run, self._show, self._type, self._resize, self._close_when_told):
+                    nursery.start_soon(task)
+                while (message := await self._ws.receive()) is not None:
+                    self._take(message)
+                nursery.cancel_scope.cancel()
+        except* ClientGone:
+            pass
+
+    def _tell(self, message: ServerMessage) -> None:
+        self._outbox.put(encode_message(message))
+
+    # To the screen ----------------------------------------------------------------------------------------------
+
+    async def _show(self) -> None:
+        try:
+            async for data in self._viewer:
+                self._tell_changes()
+                await self._send(data)
+            self._lane.put(encode_message(Exit(await self._viewer.wait_end())))
+            self._close(CloseCode.NORMAL, "the terminal has ended")
+        except SandkastenError as error:
+            self._lane.put(encode_message(Error(**error_body(error))))
+            self._close(close_code(error), error.message)
+
+    async def _send(self, data: bytes) -> None:
+        position, view = 0, memoryview(data)
+        while position < len(data):
+            await self._lane.wait_for_room()
+            while self._window_bytes == 0:
+                await self._credit.park()
+            part = view[position : position + min(FRAME_BYTES, self._window_bytes or FRAME_BYTES)]
+            position += len(part)
+            if self._window_bytes is not None:
+                self._window_bytes -= len(part)
+            self._lane.put(encode_frame(Opcode.BINARY, part))
+
+    def _tell_changes(self) -> None:
+        """Say what changed since the last piece: what was lost, and whose hands the shell is in."""
+        if (skipped := self._viewer.skipped_bytes) > self._skipped_bytes:
+            self._lane.put(encode_message(Skipped(skipped - self._skipped_bytes)))
+            self._skipped_bytes = skipped
+        self._tell_hands()
+
+    def _tell_hands(self) -> None:
+        if self._viewer.is_taken_over != self._is_taken_over:
+            self._is_taken_over = self._viewer.is_taken_over
+            self._is_input_refused = False
+            self._lane.put(encode_message(TakenOver() if self._is_taken_over else GivenBack()))
+
+    # From the keyboard ------------------------------------------------------------------------------------------
+
+    def _take(self, message: str | bytes) -> None:
+        if isinstance(message, bytes):
+            self._queue(message)
+            return
+        try:
+            self._handle(message)
+        except Refused as refused:
+            if refused.kind is None:
+                self._close(CloseCode.INVALID, reason_of(refused.error))
+            else:
+                self._refuse(refused.error, refused.kind)
+
+    def _handle(self, message: str) -> None:
+        match parse_message(message):
+            case Resize(cols, rows):
+                self._size = TerminalSize(cols, rows)
+                self._size_wanted.unpark()
+            case TakeOver() as order:
+                self._queue(order)
+            case GiveBack() as order:
+                self._queue(order)
+                self._taking.cancel()
+            case Credit(size):
+                if self._window_bytes is not None:
+                    self._window_bytes = min(self._window_bytes + size, self._query.window or 0)
+                    self._credit.unpark_all()
+            case Ping(data):
+                self._tell(Pong(data))
+            case other:
+                assert_never(other)
+
+    def _queue(self, item: bytes | TakeOver | GiveBack) -> None:
+        """Add to what is typed; the orders about the shell keep their place in it."""
+        size = len(item) if isinstance(item, bytes) else 0
+        if self._typed_bytes + size > MAX_TYPED_BYTES or len(self._typed) >= MAX_TYPED:
+            self._close(CloseCode.TOO_MANY, "more is typed than is read")
+            return
+        self._typed_bytes += size
+        self._typed.append(item)
+        self._wanted.unpark()
+
+    async def _type(self) -> None:
+        while True:
+            while not self._typed:
+                await self._wanted.park()
+            item = self._typed.popleft()
+            if isinstance(item, bytes):
+                await self._type_bytes(self._gather(item))
+            else:
+                await self._change_hands(item)
+
+    def _gather(self, data: bytes) -> bytes:
+        """Return `data` with what else was typed in a row."""
+        pieces, size = [data], len(data)
+        while self._typed and size < PIECE_BYTES and isinstance(item := self._typed[0], bytes):
+            pieces.append(item)
+            size += len(item)
+            self._typed.popleft()
+        self._typed_bytes -= size
+        return b"".join(pieces)
+
+    async def _type_bytes(self, data: bytes) -> None:
+        try:
+            await self._viewer.send(data)
+        except ExecEnded:
+            pass  # the end is on its way
+        except SandkastenError as error:
+            self._tell_hands()
+            if not self._is_input_refused:  # say it once, not for every key
+                self._is_input_refused = True
+                self._lane.put(encode_message(Error(**error_body(error), refused=INPUT)))  # behind whose hands it is
+
+    async def _change_hands(self, order: TakeOver | GiveBack) -> None:
+        await self._lane.wait_for_room()  # the answers of who reads none are bounded
+        try:
+            if isinstance(order, TakeOver):
+                await self._take_over()
+            else:
+                await self._give_back()
+        except SandkastenError as error:
+            self._refuse(error, order.kind)
+
+    async def _take_over(self) -> None:
+        """Wait for the shell, but not longer than until it is given back."""
+        if GiveBack() in self._typed:
+            return
+        with trio.CancelScope() as self._taking:
+            await self._viewer.take_over()
+        self._tell_hands()
+
+    async def _give_back(self) -> None:
+        """Leave the shell. This has one answer, even if nothing was taken, or not yet; what the prompt shows at its
+        end may have brought it already."""
+        was_taken_over = self._is_taken_over
+        await self._viewer.give_back()
+        self._tell_hands()
+        if not was_taken_over:
+            self._lane.put(encode_message(GivenBack()))
+
+    async def _resize(self) -> None:
+        while True:
+            while self._size is None:
+                await self._size_wanted.park()
+            size, self._size = self._size, None
+            try:
+                await self._viewer.resize(size)
+            except ExecEnded:
+                pass  # the end is on its way
+            except SandkastenError as error:
+                self._refuse(error, Resize.kind)
+
+    def _refuse(self, error: SandkastenError, kind: str) -> None:
+        self._tell(Error(**error_body(error), refused=kind))
+
+    # The end ----------------------------------------------------------------------------------------------------
+
+    def _overflow(self) -> None:
+        self._close(CloseCode.TOO_MANY, "too many messages whose answers are not read")
+
+    def _close(self, code: int, reason: str) -> None:
+        if not self._quit.is_set():
+            self._reason = (code, reason)
+            self._quit.set()
+
+    async def _close_when_told(self) -> None:
+        await self._quit.wait()
+        if self._reason[0] != CloseCode.TOO_MANY:
+            with trio.move_on_after(self._ws.settings.write_timeout_s):
+                await self._outbox.wait_until_empty()
+        await self._ws.close(*self._reason)
