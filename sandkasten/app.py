@@ -18,10 +18,10 @@ import attrs
 import trio
 
 from nsinit.wire.protocol import SeccompProfile
-from sandkasten.actors.creating import Node
-from sandkasten.actors.heartbeat import keep_beating
-from sandkasten.actors.keys import KeyWatch
-from sandkasten.actors.supervisor import ChildSpec, ChildSupervisor
+from sandkasten.actors.node.creating import Node
+from sandkasten.actors.node.heartbeat import keep_beating
+from sandkasten.actors.services.keys import KeyWatch
+from sandkasten.actors.supervision import ChildSpec, ChildSupervisor
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config, ConfigError
 from sandkasten.images.catalog import Catalog

@@ -14,9 +14,9 @@ from pathlib import Path
 import attrs
 import trio
 
-from sandkasten.actors.actor import Ref
-from sandkasten.actors.directory import SessionDirectory
+from sandkasten.actors.core import Ref
 from sandkasten.actors.node_view import package_version
+from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.lifecycle import LIVE
 from sandkasten.measures import Family, Sample, gauge, single
 from sandkasten.model import Status

@@ -27,25 +27,27 @@ from functools import partial
 import trio
 
 from nsinit.wire.protocol import SeccompProfile
-from sandkasten.actors import events, images, reaper, sessions, store, workspaces, zygote
-from sandkasten.actors.actor import Ref
-from sandkasten.actors.attachments import Attachments
-from sandkasten.actors.attended import Attended
-from sandkasten.actors.creating import Node
-from sandkasten.actors.diagnosing import Diagnosing
-from sandkasten.actors.directory import Entry, SessionDirectory
-from sandkasten.actors.files import LocalFileReader, LocalFileWriter, open_reader, open_writer
-from sandkasten.actors.inventory import Inventory
-from sandkasten.actors.leftovers import Removal
-from sandkasten.actors.listing import find_sessions
-from sandkasten.actors.loss import judged
-from sandkasten.actors.session_messages import Borrow, Destroy, PauseSession, ResumeSession, Stats, Update
-from sandkasten.actors.shared import Shared
-from sandkasten.actors.supervisor import ChildSpec, GiveUp
+from sandkasten.actors.core import Ref
+from sandkasten.actors.diagnosis import Diagnosing
+from sandkasten.actors.node import reaper, sessions
+from sandkasten.actors.node.creating import Node
+from sandkasten.actors.node.in_flight import Attended
+from sandkasten.actors.node.inventory import Inventory
+from sandkasten.actors.node.leftovers import Removal
+from sandkasten.actors.node.listing import find_sessions
+from sandkasten.actors.services import events, images, nsinit, store
+from sandkasten.actors.services.directory import Entry, SessionDirectory
+from sandkasten.actors.services.shared import Shared
+from sandkasten.actors.session.loss import judged
+from sandkasten.actors.session.messages import Borrow, Destroy, PauseSession, ResumeSession, Stats, Update
+from sandkasten.actors.supervision import ChildSpec, GiveUp
 from sandkasten.actors.tree_node import WorkOfNode
 from sandkasten.actors.tree_work import WorkOfSessions
 from sandkasten.actors.tree_workspaces import WorkOfWorkspaces
 from sandkasten.actors.unwrap import unwrap
+from sandkasten.actors.workspaces import actor as workspaces
+from sandkasten.actors.workspaces.holds import Attachments
+from sandkasten.actors.workspaces.transfer import LocalFileReader, LocalFileWriter, open_reader, open_writer
 from sandkasten.config import Config
 from sandkasten.crash import Crash
 from sandkasten.errors import Capacity, KeeperGone, SandkastenError, SessionExpired, SessionNotFound
@@ -171,7 +173,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
 
     async def _start_zygote(self, *, task_status: trio.TaskStatus[Ref]) -> None:
         data_dir, disk = self._config.data_dir, self._config.disk.mode
-        actor = zygote.Zygote(
+        actor = nsinit.Zygote(
             self._zygote,
             data_dir,
             self._node.id,

@@ -10,14 +10,15 @@ from datetime import UTC, datetime
 import attrs
 import trio
 
-from sandkasten.actors import reaper, sessions, store
-from sandkasten.actors import zygote_messages as zygote
-from sandkasten.actors.actor import Ask, R, Ref
-from sandkasten.actors.creating import Node
-from sandkasten.actors.diagnosing import Diagnosing
+from sandkasten.actors.core import Ask, R, Ref
+from sandkasten.actors.diagnosis import Diagnosing
 from sandkasten.actors.measuring import Observed, measure
+from sandkasten.actors.node import reaper, sessions
+from sandkasten.actors.node.creating import Node
 from sandkasten.actors.node_view import NodeFacts, describe_capacity, describe_system
-from sandkasten.actors.shared import Shared
+from sandkasten.actors.services import nsinit_messages as zygote
+from sandkasten.actors.services import store
+from sandkasten.actors.services.shared import Shared
 from sandkasten.config import Config
 from sandkasten.diagnosis import Diagnosis
 from sandkasten.errors import SandkastenError, SessionNotFound

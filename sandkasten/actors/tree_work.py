@@ -12,15 +12,17 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import attrs
 import trio
 
-from sandkasten.actors.actor import Ref
-from sandkasten.actors.attended import Attended
-from sandkasten.actors.directory import Entry
-from sandkasten.actors.events import EventReader, open_reader
-from sandkasten.actors.loss import judged
-from sandkasten.actors.output import Collector
-from sandkasten.actors.run import Run
-from sandkasten.actors.run_reader import Hold, Joined, RunReader
-from sandkasten.actors.session_messages import (
+from sandkasten.actors.core import Ref
+from sandkasten.actors.node.in_flight import Attended
+from sandkasten.actors.runs.output import Collector
+from sandkasten.actors.runs.run import Run
+from sandkasten.actors.runs.run_reader import Hold, Joined, RunReader
+from sandkasten.actors.runs.terminals import Viewer
+from sandkasten.actors.runs.waiting import wait_for
+from sandkasten.actors.services.directory import Entry
+from sandkasten.actors.services.events import EventReader, open_reader
+from sandkasten.actors.session.loss import judged
+from sandkasten.actors.session.messages import (
     Attend,
     CloseShell,
     FindRun,
@@ -35,8 +37,6 @@ from sandkasten.actors.session_messages import (
     SignalRun,
     WatchPorts,
 )
-from sandkasten.actors.terminals import Viewer
-from sandkasten.actors.waiting import wait_for
 from sandkasten.config import Config
 from sandkasten.errors import InvalidRequest, TooLarge
 from sandkasten.model import (

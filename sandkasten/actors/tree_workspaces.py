@@ -13,11 +13,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import attrs
 import trio
 
-from sandkasten.actors import workspace_files as files
-from sandkasten.actors import workspace_messages as messages
-from sandkasten.actors.actor import Ref
-from sandkasten.actors.files import LocalFileReader, LocalFileWriter, open_reader, open_writer
-from sandkasten.actors.workspace_files import LocalArchiveReader
+from sandkasten.actors.core import Ref
+from sandkasten.actors.workspaces import files, messages
+from sandkasten.actors.workspaces.files import LocalArchiveReader
+from sandkasten.actors.workspaces.transfer import LocalFileReader, LocalFileWriter, open_reader, open_writer
 from sandkasten.config import MIB, Config
 from sandkasten.errors import (
     Capacity,

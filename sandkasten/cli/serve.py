@@ -25,7 +25,7 @@ import trio
 
 from nsinit.wire.protocol import SeccompProfile
 from sandkasten import app, log
-from sandkasten.actors.supervisor import GiveUp
+from sandkasten.actors.supervision import GiveUp
 from sandkasten.api.http.listen import ListenError
 from sandkasten.cli.key import make_data_dir, with_key
 from sandkasten.cli.main import Stop, load, require_root

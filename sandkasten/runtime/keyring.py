@@ -1,6 +1,6 @@
 """The API keys in force, and who is using them: finds a key by its token, and ends what goes on with one that is over.
 
-In memory alone; `keyfile.py` has the file, `actors/keys.py` brings changes of it here. Whoever is served on a key does
+In memory alone; `keyfile.py` has the file, `actors/services/keys.py` brings changes of it here. Whoever is served on a key does
 so within a `KeyUse`, which ends when the key is revoked, changed to give less, or expires. Logs nothing of a token.
 """
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import attrs
 import trio
 
-from sandkasten.actors.actor import Ask, R, Ref
-from sandkasten.actors.events import EventReader, Events, Flush, open_reader
-from sandkasten.actors.store import Store
+from sandkasten.actors.core import Ask, R, Ref
+from sandkasten.actors.services.events import EventReader, Events, Flush, open_reader
+from sandkasten.actors.services.store import Store
 from sandkasten.model import Event, EventType
 from sandkasten.runtime.journal import Journal
 from tests.waiting import PATIENCE_S

@@ -11,7 +11,7 @@ import trio
 import trio.testing
 
 from sandkasten import logcontext
-from sandkasten.actors.actor import MAILBOX_MESSAGES, Actor, Ask, Ref
+from sandkasten.actors.core import MAILBOX_MESSAGES, Actor, Ask, Ref
 from sandkasten.errors import ActorGone, Overloaded, SessionNotFound
 
 

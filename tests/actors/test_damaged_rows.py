@@ -12,8 +12,8 @@ import attrs
 import pytest
 import trio
 
-from sandkasten.actors.actor import Ref
-from sandkasten.actors.store import (
+from sandkasten.actors.core import Ref
+from sandkasten.actors.services.store import (
     AppendEvents,
     FindByKey,
     FindSessions,

@@ -9,8 +9,8 @@ import pytest
 import trio
 import trio.testing
 
-from sandkasten.actors.events import EventReader
-from sandkasten.actors.store import PurgeEvents
+from sandkasten.actors.services.events import EventReader
+from sandkasten.actors.services.store import PurgeEvents
 from sandkasten.errors import Capacity, CursorGone, InvalidRequest, ShuttingDown, StoreFailed
 from sandkasten.model import Event
 from sandkasten.runtime.journal import MAX_READERS, OLDEST

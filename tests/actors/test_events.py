@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import trio
 
-from sandkasten.actors import events as events_actor
-from sandkasten.actors.actor import Ref
-from sandkasten.actors.events import Events, Flush, open_reader
-from sandkasten.actors.store import AppendEvents, PurgeEvents, Store
+from sandkasten.actors.core import Ref
+from sandkasten.actors.services import events as events_actor
+from sandkasten.actors.services.events import Events, Flush, open_reader
+from sandkasten.actors.services.store import AppendEvents, PurgeEvents, Store
 from sandkasten.errors import CursorGone, StoreFailed
 from sandkasten.model import Event, EventType
 from sandkasten.runtime.journal import OLDEST, Journal

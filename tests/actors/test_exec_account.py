@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from runner.wire.protocol import ExecReply
-from sandkasten.actors.actor import Ref
-from sandkasten.actors.exec_account import Account, Accounts
-from sandkasten.actors.groups import Groups
-from sandkasten.actors.run import Run
-from sandkasten.actors.shells import Shell
+from sandkasten.actors.core import Ref
+from sandkasten.actors.runs.accounting import Account, Accounts
+from sandkasten.actors.runs.groups import Groups
+from sandkasten.actors.runs.run import Run
+from sandkasten.actors.runs.shells import Shell
 from sandkasten.model import DEFAULT_SHELL, Cause, ExecEnd, ExecSpec
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from sandkasten.runtime.spool_ledger import Account as SpoolAccount

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from runner.wire.protocol import Error, ErrorCode
-from sandkasten.actors.run_driver import refusal
+from sandkasten.actors.runs.driver import refusal
 from sandkasten.errors import InvalidRequest, SandboxError, ShellFailed
 
 

@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from runner.wire.protocol import ANSWERS, FROM_DAEMON, Error, FrameDecoder, HelloReply, Kind, Setup, encode_frame
-from sandkasten.actors.greeting import Greeting
+from sandkasten.actors.session.birth import Greeting
 from sandkasten.errors import InvalidRequest, RunnerLost
 from sandkasten.runtime.paths import RUNNER_SOCKET
 

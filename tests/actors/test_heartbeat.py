@@ -10,7 +10,7 @@ import pytest
 import trio
 import trio.testing
 
-from sandkasten.actors.heartbeat import keep_beating
+from sandkasten.actors.node.heartbeat import keep_beating
 from sandkasten.model import Readiness
 from sandkasten.runtime.notify import Notifier, open_notifier
 from tests.fakes.supervisor import FakeSupervisor

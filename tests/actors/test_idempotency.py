@@ -10,10 +10,10 @@ import pytest
 import trio
 import trio.testing
 
-from sandkasten.actors.actor import Ref
-from sandkasten.actors.directory import SessionDirectory
-from sandkasten.actors.idempotency import IdempotentCreates
-from sandkasten.actors.store import Put, Store
+from sandkasten.actors.core import Ref
+from sandkasten.actors.node.idempotency import IdempotentCreates
+from sandkasten.actors.services.directory import SessionDirectory
+from sandkasten.actors.services.store import Put, Store
 from sandkasten.errors import Conflict, SessionExpired
 from sandkasten.model import Session, SessionSpec, Status
 from sandkasten.runtime.plan import spec_digest

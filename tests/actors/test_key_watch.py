@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from sandkasten.actors.keys import LOOK_EVERY_S, KeyWatch
+from sandkasten.actors.services.keys import LOOK_EVERY_S, KeyWatch
 from sandkasten.runtime.keyfile import write_keys
 from sandkasten.runtime.keyring import KeyRing
 from tests.api.keys import READ, WRITE

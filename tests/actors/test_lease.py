@@ -6,7 +6,7 @@ import pytest
 import trio
 import trio.testing
 
-from sandkasten.actors.lease import WARNING_S, Lease
+from sandkasten.actors.session.lease import WARNING_S, Lease
 from sandkasten.model import FOREVER_S, EndReason
 
 

@@ -12,9 +12,9 @@ import attrs
 import pytest
 import trio
 
-from sandkasten.actors.creating import Node
-from sandkasten.actors.sessions import CONCURRENT_EXPIRIES
-from sandkasten.actors.supervisor import ChildSupervisor
+from sandkasten.actors.node.creating import Node
+from sandkasten.actors.node.sessions import CONCURRENT_EXPIRIES
+from sandkasten.actors.supervision import ChildSupervisor
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
 from sandkasten.images.catalog import Catalog

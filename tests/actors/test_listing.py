@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sandkasten.actors.listing import merge
+from sandkasten.actors.node.listing import merge
 from sandkasten.lifecycle import ENDED, LIVE
 from sandkasten.listing import LabelSelector, SessionPage, SessionQuery, page_of, parse_cursor, place_of
 from sandkasten.model import Session, Status

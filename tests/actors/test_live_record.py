@@ -10,11 +10,11 @@ import attrs
 import trio
 import trio.testing
 
-from sandkasten.actors.actor import Actor, Ref
-from sandkasten.actors.directory import SessionDirectory
-from sandkasten.actors.lease import Lease
-from sandkasten.actors.live_record import LiveRecord
-from sandkasten.actors.store import Put
+from sandkasten.actors.core import Actor, Ref
+from sandkasten.actors.services.directory import SessionDirectory
+from sandkasten.actors.services.store import Put
+from sandkasten.actors.session.lease import Lease
+from sandkasten.actors.session.record import LiveRecord
 from sandkasten.model import FOREVER_S, EndReason
 from sandkasten.store.sessions import Clocked, SessionRecord
 from tests.strategies import make_record

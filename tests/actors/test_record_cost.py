@@ -6,8 +6,8 @@ import gc
 import tracemalloc
 from pathlib import Path
 
-from sandkasten.actors.run import Run
-from sandkasten.actors.run_facts import facts_of, text_bytes
+from sandkasten.actors.runs.run import Run
+from sandkasten.actors.runs.run_facts import facts_of, text_bytes
 from sandkasten.model import Cause, ExecEnd, ExecSpec, Usage
 from sandkasten.runtime.run_records import facts_to_json
 from sandkasten.runtime.spool import RunLogs, Spool

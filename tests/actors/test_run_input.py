@@ -6,7 +6,7 @@ import pytest
 import trio
 import trio.testing
 
-from sandkasten.actors.run import MAX_STDIN_SENDERS, Run
+from sandkasten.actors.runs.run import MAX_STDIN_SENDERS, Run
 from sandkasten.errors import Capacity, ExecEnded, RunnerLost
 from sandkasten.model import ExecSpec
 

@@ -11,9 +11,9 @@ import pytest
 import trio
 
 from nsinit.wire.protocol import Identity, Victim
-from sandkasten.actors.actor import Actor, Ref
-from sandkasten.actors.sandbox_watch import SandboxWatch
-from sandkasten.actors.zygote_messages import FindKills, Sandbox
+from sandkasten.actors.core import Actor, Ref
+from sandkasten.actors.services.nsinit_messages import FindKills, Sandbox
+from sandkasten.actors.session.watch import SandboxWatch
 from sandkasten.runtime.cgroup_stats import CgroupStats
 from sandkasten.runtime.fds import OwnedFd
 

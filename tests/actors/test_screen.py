@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sandkasten.actors.run import Run
-from sandkasten.actors.screen import SCROLLBACK_BYTES, Screen
+from sandkasten.actors.runs.run import Run
+from sandkasten.actors.runs.screen import SCROLLBACK_BYTES, Screen
 from sandkasten.model import Cause, ExecEnd, ExecSpec, Output, Stream, Usage
 
 COMMAND = b"\x1b[2m$ make\x1b[0m\r\n"

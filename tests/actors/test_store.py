@@ -10,9 +10,9 @@ import attrs
 import pytest
 import trio
 
-from sandkasten.actors.actor import MAILBOX_MESSAGES, Ref
-from sandkasten.actors.forgetting import BATCH, forget_ended
-from sandkasten.actors.store import FindByKey, FindSessions, ForgetEnded, Get, LiveSessions, Put, Store
+from sandkasten.actors.core import MAILBOX_MESSAGES, Ref
+from sandkasten.actors.node.recovery import BATCH, forget_ended
+from sandkasten.actors.services.store import FindByKey, FindSessions, ForgetEnded, Get, LiveSessions, Put, Store
 from sandkasten.errors import StoreFailed
 from sandkasten.lifecycle import Event
 from sandkasten.listing import SessionQuery

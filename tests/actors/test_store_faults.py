@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from sandkasten.actors.actor import MAILBOX_MESSAGES, Ref, Reply
-from sandkasten.actors.store import LiveSessions, Ping, Put, Store, StoreBroken
+from sandkasten.actors.core import MAILBOX_MESSAGES, Ref, Reply
+from sandkasten.actors.services.store import LiveSessions, Ping, Put, Store, StoreBroken
 from sandkasten.errors import ActorGone, StoreFailed, StoreFull
 from sandkasten.store.database import open_database
 from sandkasten.store.sessions import SessionRecord

@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from sandkasten.actors.supervisor import ChildSpec, ChildSupervisor, GiveUp, RestartIntensityExceeded
+from sandkasten.actors.supervision import ChildSpec, ChildSupervisor, GiveUp, RestartIntensityExceeded
 
 
 class Journal:

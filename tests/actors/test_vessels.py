@@ -9,10 +9,10 @@ import attrs
 import pytest
 import trio
 
-from sandkasten.actors.actor import Actor, Ref
-from sandkasten.actors.directory import SessionDirectory
-from sandkasten.actors.vessels import Furnishing, Vessels
-from sandkasten.actors.zygote_messages import Furnish, Prepare
+from sandkasten.actors.core import Actor, Ref
+from sandkasten.actors.node.pool import Furnishing, Vessels
+from sandkasten.actors.services.directory import SessionDirectory
+from sandkasten.actors.services.nsinit_messages import Furnish, Prepare
 from sandkasten.config import Config
 from sandkasten.errors import BuildFailed
 from sandkasten.images.catalog import Image

@@ -10,9 +10,9 @@ import pytest
 import trio
 
 from nsinit.wire import protocol
-from sandkasten.actors.actor import Ref
+from sandkasten.actors.core import Ref
+from sandkasten.actors.services.nsinit import Zygote
 from sandkasten.actors.unwrap import unwrap
-from sandkasten.actors.zygote import Zygote
 from sandkasten.errors import BuildFailed
 from sandkasten.runtime.nsinit_process import NsinitProcess
 

@@ -12,7 +12,7 @@ import attrs
 import trio
 import trio_websocket
 
-from sandkasten.actors.events import EventReader
+from sandkasten.actors.services.events import EventReader
 from sandkasten.api.app import make_app
 from sandkasten.model import EventType, SessionSpec
 from tests.actors.event_node import EventNode, running_node

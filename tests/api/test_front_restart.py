@@ -8,7 +8,7 @@ from contextlib import closing
 import httpx
 import trio
 
-from sandkasten.actors.supervisor import ChildSpec, ChildSupervisor
+from sandkasten.actors.supervision import ChildSpec, ChildSupervisor
 from sandkasten.api.app import make_app
 from sandkasten.api.http.held import hold
 from sandkasten.api.http.server import serve

@@ -15,9 +15,17 @@ import trio
 import trio.testing
 
 from nsinit.wire.protocol import Ready
-from sandkasten.actors.actor import Ref
-from sandkasten.actors.zygote import Zygote
-from sandkasten.actors.zygote_messages import Build, FindVictim, MakeGroup, Node, RemoveGroup, SetLimits, Teardown
+from sandkasten.actors.core import Ref
+from sandkasten.actors.services.nsinit import Zygote
+from sandkasten.actors.services.nsinit_messages import (
+    Build,
+    FindVictim,
+    MakeGroup,
+    Node,
+    RemoveGroup,
+    SetLimits,
+    Teardown,
+)
 from sandkasten.errors import BuildFailed, BuildInterrupted
 from tests.kernel.harness import ROOMY, data_directory, host_plan
 

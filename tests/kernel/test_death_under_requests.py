@@ -11,7 +11,7 @@ import pytest
 import trio
 import trio.testing
 
-from sandkasten.actors import sessions
+from sandkasten.actors.node import sessions
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config

@@ -12,8 +12,8 @@ import attrs
 import pytest
 import trio
 
-from sandkasten.actors import diagnosing
-from sandkasten.actors.actor import Ref
+from sandkasten.actors import diagnosis as diagnosing
+from sandkasten.actors.core import Ref
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config

@@ -9,7 +9,7 @@ import attrs
 import pytest
 import trio
 
-from sandkasten.actors.events import EventReader
+from sandkasten.actors.services.events import EventReader
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config

@@ -13,7 +13,8 @@ import attrs
 import pytest
 import trio
 
-from sandkasten.actors import reaper, store
+from sandkasten.actors.node import reaper
+from sandkasten.actors.services import store
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, ConfigError, Server

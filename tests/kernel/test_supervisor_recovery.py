@@ -9,7 +9,8 @@ import attrs
 import pytest
 import trio
 
-from sandkasten.actors import reaper, store
+from sandkasten.actors.node import reaper
+from sandkasten.actors.services import store
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.lifecycle import Event
 from sandkasten.model import ExecSpec, SessionSpec, Status

@@ -10,8 +10,8 @@ import attrs
 import pytest
 import trio
 
-from sandkasten.actors.actor import Ask
-from sandkasten.actors.supervisor import GiveUp
+from sandkasten.actors.core import Ask
+from sandkasten.actors.supervision import GiveUp
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config

@@ -1,0 +1,90 @@
+"""What there is on disk, in the kernel and in the store, looked at and compared; and what is told of it.
+
+Looks and tells, decides nothing (`reconcile.py` does) and removes nothing. One for the tree: what a look leaves for the
+next one is kept here, and how many leftovers of each kind were found and removed since the start.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import trio
+
+from sandkasten.actors.services import nsinit_messages as zygote_actor
+from sandkasten.actors.services import store as store_actor
+from sandkasten.actors.services.shared import Shared
+from sandkasten.errors import SandkastenError
+from sandkasten.model import EventType
+from sandkasten.reconcile import SESSION, Leftover, Observed, Plan, Sightings, as_leftovers, plan_reconciliation
+from sandkasten.runtime.paths import DataPaths
+from sandkasten.runtime.spool_files import SpoolFile, list_spool
+
+log = logging.getLogger(__name__)
+
+
+class Inventory:
+    """See the module's docstring. `found` and `removed` count by kind."""
+
+    def __init__(self, data_dir: Path, boot_id: str, shared: Shared) -> None:
+        self._data_dir, self._boot_id = data_dir, boot_id
+        self._store, self._zygote, self._directory = shared.store, shared.zygote, shared.directory
+        self._journal, self._spool = shared.journal, shared.spool
+        self._seen: Sightings = frozenset()
+        self.found: Counter[str] = Counter()
+        self.removed: Counter[str] = Counter()
+
+    @property
+    def in_hand(self) -> int:
+        """For how many ids without an actor something is under way: ends to be finished, vessels."""
+        return len(self._directory.reserved)
+
+    async def look(self, *, is_start: bool = False) -> Plan:
+        """Return what is to be done now, and tell of what is new.
+
+        Records come first and owners last: what begins or ends meanwhile has an owner or is only watched.
+        """
+        records = await self._store.ask_again(store_actor.LiveSessions())
+        found = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Scan())
+        leftovers = await self._leftovers()
+        files = await self._unused_files()
+        seen = frozenset[str | Leftover]() if is_start else self._seen
+        plan = plan_reconciliation(
+            Observed(records, found, self._boot_id, leftovers, self._directory, seen, is_start, files)
+        )
+        self._seen = plan.seen
+        for each in plan.news:
+            self._tell(each)
+        return plan
+
+    async def _leftovers(self) -> Sequence[Leftover]:
+        """Return what is no session's; nothing when it can't be looked for, which must not hold up the rest."""
+        try:
+            return as_leftovers(await zygote_actor.ask_patiently(self._zygote, zygote_actor.Survey()))
+        except SandkastenError as error:
+            log.error("leftovers_not_looked_for", extra={"error": str(error)})
+            return []
+
+    async def _unused_files(self) -> Sequence[SpoolFile]:
+        """Return the spool's files that it does not use. It is asked last: what it begins to use it says before."""
+        try:
+            files = await trio.to_thread.run_sync(list_spool, DataPaths(self._data_dir).spool)
+        except OSError as error:
+            log.error("leftovers_not_looked_for", extra={"error": str(error)})
+            return []
+        return [each for each in files if not self._spool.uses(each.name)]
+
+    def _tell(self, leftover: Leftover) -> None:
+        self.found[leftover.kind] += 1
+        log.warning("leftover_found", extra={"kind": leftover.kind, "leftover": leftover.name})
+        session_id = leftover.name if leftover.kind == SESSION else ""
+        self._journal.emit(EventType.LEFTOVER_FOUND, session_id, kind=leftover.kind, name=leftover.name)
+
+    def note_removed(self, leftover: Leftover) -> None:
+        """Something that was told of is gone."""
+        self.removed[leftover.kind] += 1
+        log.warning("leftover_removed", extra={"kind": leftover.kind, "leftover": leftover.name})
+        session_id = leftover.name if leftover.kind == SESSION else ""
+        self._journal.emit(EventType.LEFTOVER_REMOVED, session_id, kind=leftover.kind, name=leftover.name)

@@ -1,0 +1,319 @@
+"""All sessions of the node: starts their actors, turns their exits into states.
+
+Owns the directory's entries. What a create takes is in `creating.py`, `idempotency.py` and `vessels.py`; what outlived
+the last daemon is `Reconciling`'s. Never awaits a slow start in its mailbox: creating, adopting and finishing run as
+child tasks. A session actor that dies of a bug takes nobody with it: its sandbox is torn down and its record says
+`crashed`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVarTuple, assert_never
+
+import attrs
+import trio
+
+from runner.wire.protocol import Graces
+from sandkasten.actors.core import Actor, Ask, Ref
+from sandkasten.actors.node.creating import Creating, Node
+from sandkasten.actors.node.idempotency import IdempotentCreates
+from sandkasten.actors.node.inventory import Inventory
+from sandkasten.actors.node.leftovers import Removal
+from sandkasten.actors.node.pool import Vessels
+from sandkasten.actors.node.reconciling import Reconciling
+from sandkasten.actors.services import nsinit_messages as zygote_actor
+from sandkasten.actors.services import store as store_actor
+from sandkasten.actors.services.shared import Shared
+from sandkasten.actors.session.actor import SessionActor
+from sandkasten.actors.session.messages import Destroy
+from sandkasten.actors.session.setup import Creation, Services
+from sandkasten.actors.unwrap import unwrap
+from sandkasten.actors.workspaces.holds import Attachments
+from sandkasten.config import Config
+from sandkasten.errors import SandkastenError
+from sandkasten.machine import Amounts
+from sandkasten.model import Session, SessionSpec
+from sandkasten.reconcile import Decision
+from sandkasten.runtime import capacity
+from sandkasten.runtime.budget import Budget, Machine
+from sandkasten.runtime.paths import DataPaths
+from sandkasten.store.sessions import SessionRecord
+
+log = logging.getLogger(__name__)
+
+_RUN_WRITERS = 2
+"""Threads that write down runs, of all sessions."""
+_RECOVERING = 4
+
+Ts = TypeVarTuple("Ts")
+
+CONCURRENT_EXPIRIES = 8
+_CONCURRENT_ADOPTIONS = 64
+_DRAIN_PAUSE_S = 0.02
+
+
+@attrs.frozen
+class Create(Ask[Session]):
+    """Make a session; answered when it runs."""
+
+    spec: SessionSpec
+
+
+@attrs.frozen
+class Forget(Ask[Session]):
+    """End a session that has no actor though its record says it lives; answers its final state."""
+
+    session_id: str
+
+
+@attrs.frozen
+class Settle(Ask[None]):
+    """Do what the reaper found must be done about a session without an actor; answered when it is."""
+
+    decision: Decision
+
+
+@attrs.frozen
+class DestroyAll(Ask[None]):
+    """Refuse new sessions and end all there are."""
+
+
+@attrs.frozen
+class LeaveAll(Ask[None]):
+    """End the actors of all sessions, and leave their sandboxes to the next start."""
+
+
+@attrs.frozen
+class Drain(Ask[None]):
+    """Take no new sessions from now on, over restarts; with `drained` false take them again."""
+
+    drained: bool
+
+
+@attrs.frozen
+class Refuse(Ask[None]):
+    """The daemon is stopping: take no new sessions; answered when what was under way is done with."""
+
+
+@attrs.frozen
+class Occupancy:
+    """What was admitted: how much, of how many sessions at most; whether new ones are refused, and how many wait."""
+
+    max_sessions: int
+    committed: Amounts
+    vessels: int
+    queued: int
+    is_draining: bool
+
+
+@attrs.frozen
+class Occupied(Ask[Occupancy]):
+    """What is taken."""
+
+
+Message = Create | Forget | Settle | Drain | Refuse | DestroyAll | LeaveAll | Occupied
+
+
+class Sessions(Actor):
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        ref: Ref,
+        config: Config,
+        node: Node,
+        shared: Shared,
+        *,
+        images: Ref,
+        attachments: Attachments,
+        inventory: Inventory,
+        removal: Removal,
+        vessels: int,
+    ) -> None:
+        super().__init__(ref)
+        self._config, self._node, self._shared = config, node, shared
+        self._store, self._zygote, self._directory = shared.store, shared.zygote, shared.directory
+        self._images, self._attachments = images, attachments
+        self._reconciling = Reconciling(self, shared, inventory=inventory, removal=removal)
+        self._vessels_wanted = vessels
+        self._drain_turn = trio.Lock()
+        self._leaving: set[trio.CancelScope] = set()
+
+    async def on_start(self) -> None:
+        self._directory.clear()
+        self._shared.shares.clear()
+        ready = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Node())
+        self._assemble(ready.cgroup_dirs)
+        self._creating.is_drained = await self._store.ask_again(store_actor.IsDrained())
+        if self._creating.is_drained:
+            log.warning("node_drained", extra={"advice": "it takes no new sessions until it is undrained"})
+        await self._reconciling.reconcile()
+        self._refill_vessels()
+
+    def _assemble(self, cgroup_dirs: Mapping[str, str]) -> None:
+        """Make the parts that need to know where nsinit makes cgroups."""
+        most = min(self._config.server.max_sessions, capacity.sessions_for_descriptors())
+        sight = Machine(self._config.data_dir, cgroup_dirs, self._directory.next_end)
+        self._budget = Budget(self._config.admission, most, sight, self._shared.shares)
+        self._vessels = Vessels(
+            self._zygote,
+            self._directory,
+            wanted=self._vessels_wanted,
+            limits=self._config.defaults.limits,
+            new_id=self._node.new_session_id,
+            reap=lambda session_id: self.start_task(self._reconciling.reap, session_id),
+        )
+        self._creating = Creating(
+            self._config,
+            self._node,
+            images=self._images,
+            workspaces=self._shared.workspaces,
+            attachments=self._attachments,
+            budget=self._budget,
+            vessels=self._vessels,
+            start=self._start_actor,
+            went_quiet=self._refill_vessels,
+        )
+        self._let_look()
+        self._creates = IdempotentCreates(self._store, self._directory, self._creating.create)
+        self._services = self._services_at(cgroup_dirs)
+
+    def _services_at(self, cgroup_dirs: Mapping[str, str]) -> Services:
+        runs = self._config.runs
+        return Services(
+            **attrs.asdict(self._shared, recurse=False),
+            paths=DataPaths(self._config.data_dir),
+            boot_id=self._node.boot_id,
+            cgroup_dirs=cgroup_dirs,
+            shell_queue_length=self._config.server.shell_queue_length,
+            max_exec_ids=runs.max_exec_ids,
+            maximum=self._config.maximum,
+            graces=Graces(
+                interrupt_ms=runs.interrupt_grace_ms,
+                terminate_ms=runs.terminate_grace_ms,
+                kill_ms=runs.kill_grace_ms,
+            ),
+            run_key=self._node.run_key,
+            writing=trio.CapacityLimiter(_RUN_WRITERS),
+            recovering=trio.CapacityLimiter(_RECOVERING),
+            disk=self._config.disk,
+            budget=self._budget,
+            expiries=trio.CapacityLimiter(CONCURRENT_EXPIRIES),
+            adoptions=trio.CapacityLimiter(_CONCURRENT_ADOPTIONS),
+        )
+
+    async def handle(self, message: Message) -> Any:
+        match message:
+            case Create(spec):
+                return self.defer(self._creates.create, spec)
+            case Forget(session_id):
+                return self.defer(self._reconciling.forget, session_id)
+            case Settle(decision):
+                return self.defer(self._reconciling.settle, decision)
+            case Drain(drained):
+                return self.defer(self._set_drained, drained)
+            case Refuse():
+                self._creating.is_stopping = True
+                return self.defer(self._creating.wait_done)
+            case DestroyAll():
+                self._creating.is_stopping = True
+                return self.defer(self._destroy_all)
+            case LeaveAll():
+                self._creating.is_stopping = True
+                return self.defer(self._leave_all)
+            case Occupied():
+                return self._occupancy()
+            case _:
+                assert_never(message)
+
+    def _let_look(self) -> None:
+        """Let the numbers of admission be seen by whoever measures."""
+        self._shared.metrics.look_at(
+            creates_queued=lambda: self._creating.queued,
+            vessels=lambda: len(self._vessels),
+            draining=lambda: self._creating.is_drained or self._creating.is_stopping,
+            sessions_max=lambda: self._budget.max_sessions,
+            sessions_committed_memory_bytes=lambda: self._budget.committed.memory_bytes or 0,
+            sessions_committed_cpu=lambda: self._budget.committed.cpu or 0,
+        )
+
+    def _occupancy(self) -> Occupancy:
+        return Occupancy(
+            max_sessions=self._budget.max_sessions,
+            committed=self._budget.committed,
+            vessels=len(self._vessels),
+            queued=self._creating.queued,
+            is_draining=self._creating.is_drained or self._creating.is_stopping,
+        )
+
+    async def _set_drained(self, drained: bool) -> None:
+        """Written down first: what was answered holds after a crash, too."""
+        async with self._drain_turn:
+            await self._store.ask_again(store_actor.SetDrained(drained))
+            self._creating.is_drained = drained
+        log.warning("node_drained" if drained else "node_undrained")
+        if not drained:
+            self._refill_vessels()
+
+    def _refill_vessels(self) -> None:
+        self._nursery.start_soon(self._vessels.refill, self._creating.is_quiet)
+
+    # Actors -----------------------------------------------------------------------------------------------------
+
+    def start_task(self, work: Callable[[*Ts], Awaitable[object]], *args: *Ts) -> None:
+        self._nursery.start_soon(work, *args)
+
+    def adopt(self, record: SessionRecord) -> SessionActor:
+        return self._start_actor(record, None)
+
+    def _start_actor(self, record: SessionRecord, creation: Creation | None) -> SessionActor:
+        ref = Ref(f"session {record.session.id}")
+        actor = SessionActor(ref, record, creation, self._services)
+        self._directory.add(record.session.id, ref, lambda: actor.session, actor.inspect, running=lambda: actor.running)
+        self._directory.reserved.discard(record.session.id)
+        self._budget.hold(record.session.id, record.session.limits, owner=record.session.key_id)
+        self._nursery.start_soon(self._keep, actor)
+        return actor
+
+    async def _keep(self, actor: SessionActor) -> None:
+        """Run one session actor to its end; a bug in it becomes the session's crash, never ours."""
+        session_id = actor.session.id
+        leaving = trio.CancelScope()
+        self._leaving.add(leaving)
+        try:
+            with leaving:
+                await actor.run()
+        except* Exception as bugs:
+            log.error("session_actor_failed", extra={"session_id": session_id}, exc_info=unwrap(bugs))
+            await self._reconciling.crash(actor.record)
+        finally:
+            self._leaving.discard(leaving)
+            self._budget.release(session_id)
+            self._directory.remove(session_id)
+
+    async def _leave_all(self) -> None:
+        for leaving in self._leaving:
+            leaving.cancel()
+        for entry in self._directory:
+            await entry.ended.wait()
+
+    async def _destroy_all(self) -> None:
+        """End all there are, those included whose creation was under way when the stop came, and what nobody owns."""
+        while self._creating.under_way or len(self._directory):
+            async with trio.open_nursery() as nursery:
+                for entry in self._directory:
+                    nursery.start_soon(self._destroy, entry.ref)
+            await trio.sleep(_DRAIN_PAUSE_S)
+        found = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Scan())
+        async with trio.open_nursery() as nursery:
+            for each in found:
+                nursery.start_soon(self._reconciling.reap, each.session_id)
+
+    async def _destroy(self, ref: Ref) -> None:
+        async with self._reconciling.ends:
+            try:
+                await ref.ask(Destroy("the daemon was stopped"))
+            except SandkastenError as error:  # it ended on its own meanwhile, or the reaper will find it
+                log.info("destroy_skipped", extra={"actor": ref.name, "error": str(error)})

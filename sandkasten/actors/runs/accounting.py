@@ -1,0 +1,250 @@
+"""What a run used, and what of the session's counters is its own: readings when its turn began and when it ended.
+
+A run's turn begins when it is begun (what waits for its shell uses nothing). Whoever is beside it at any time of its
+turn, if only waiting for the same shell, makes what the session did no sign of what the run did; see `cause.py`.
+CPU time of a shell's command is its shell's: a named shell is a cgroup, and the default shell is what is left of the
+session without the groups and, once others have work for it, PID 1. Reads counters, owns none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection
+from typing import NamedTuple
+
+import attrs
+
+from runner.wire.protocol import ExecReply
+from sandkasten.actors.runs.cause import Facts, find_cause, reader_of
+from sandkasten.actors.runs.groups import Groups
+from sandkasten.actors.runs.run import Run
+from sandkasten.model import DEFAULT_SHELL, Cause, ExecEnd, Usage
+from sandkasten.runtime.cgroup_stats import CgroupStats
+from sandkasten.runtime.group_stats import UNKNOWN
+
+_SIGKILL = 9
+_READINGS = 8
+
+
+class Reading(NamedTuple):
+    """The counters at one moment. `cpu_usec` is that of the run's shell."""
+
+    cpu_usec: int
+    memory_bytes: int
+    memory_peak_bytes: int
+    oom_kills: int
+    pids_refused: int
+
+
+@attrs.define
+class Account:
+    """One run's. `is_alone`: nothing else has been there. `is_clean`: nothing of earlier commands was left in its
+    shell. `init_usec`: PID 1's CPU time when others began to have work for it, -1 while there are none."""
+
+    opened: Reading
+    is_alone: bool
+    is_clean: bool
+    init_usec: int = UNKNOWN
+    closed: Reading | None = None
+    init_spent_usec: int = 0
+    was_sent_kill: bool = False
+    is_restored: bool = False
+
+    @classmethod
+    def of_numbers(cls, numbers: tuple[int, ...], *, is_alone: bool) -> Account | None:
+        """Return the account of a run that an earlier daemon began, None if `numbers` are none of ours."""
+        if len(numbers) != _READINGS:
+            return None
+        *opened, was_alone, is_clean, init_usec = numbers
+        return cls(Reading(*opened), bool(was_alone) and is_alone, bool(is_clean), init_usec, is_restored=True)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The same as numbers, to be written down."""
+        return (*self.opened, int(self.is_alone), int(self.is_clean), self.init_usec)
+
+
+class Accounts:
+    """The accounts of one session's runs; see the module's docstring."""
+
+    def __init__(
+        self,
+        stats: CgroupStats,
+        groups: Groups,
+        *,
+        active: Collection[Run],
+        count_shells: Callable[[], int],
+        note_change: Callable[[Run], None],
+    ) -> None:
+        """`active` are the runs that wait or run, as of whenever it is looked at."""
+        self._stats = stats
+        self._groups = groups
+        self._active = active
+        self._count_shells = count_shells
+        self._note_change = note_change
+
+    # Turns ------------------------------------------------------------------------------------------------------
+
+    def note_company(self) -> None:
+        """Something is done in the session beside whatever runs."""
+        init_usec = UNKNOWN
+        for run in self._active:
+            account = run.account
+            if account is not None and account.is_alone and account.closed is None:
+                init_usec = self._stats.read_init_cpu() if init_usec < 0 else init_usec
+                account.is_alone, account.init_usec = False, init_usec
+                self._write_down(run, account)
+
+    def enter(self, run: Run) -> None:
+        """One more waits or runs. A few microseconds when it is the only one."""
+        if len(self._active) > 1:
+            self.note_company()
+        if run.is_program or (run.shell is not None and run.shell.runs[:1] == [run]):
+            self._open(run, self._read(run))
+
+    def begun(self, run: Run) -> None:
+        """It has begun: what was before it in its shell is over, even if its output is still on its way."""
+        if run.account is not None or run.shell is None:
+            return
+        reading, run.shell.left_at = run.shell.left_at, None
+        for earlier in run.shell.runs[: run.shell.runs.index(run)]:
+            if earlier.account is not None and earlier.account.closed is None:
+                reading = self._close(earlier, earlier.account)
+        self._open(run, reading or self._read(run))
+        run.facts_json = None
+
+    def ended(self, run: Run, *, has_failed: bool) -> None:
+        """Its end is known."""
+        account, shell = run.account, run.shell
+        if account is None or account.closed is not None:
+            return
+        is_followed = shell is not None and len(shell.runs) > 1
+        reading = self._close(run, account, is_full=has_failed or is_followed)
+        if shell is not None:
+            shell.left_at = reading if is_followed else None
+
+    def restore(self, run: Run) -> None:
+        """Go on with a run that an earlier daemon began."""
+        run.account = Account.of_numbers(run.readings, is_alone=len(self._active) == 1)
+
+    def _open(self, run: Run, reading: Reading) -> None:
+        processes, idle = self._stats.read_processes(), 1 + self._count_shells()
+        is_quiet = 0 < processes <= idle
+        account = Account(reading, len(self._active) == 1 and is_quiet, is_quiet or self._is_clean(run))
+        if not account.is_alone:
+            account.init_usec = self._stats.read_init_cpu()
+        run.account, run.readings = account, account.numbers
+
+    def _write_down(self, run: Run, account: Account) -> None:
+        run.readings, run.facts_json = account.numbers, None
+        self._note_change(run)
+
+    def _is_clean(self, run: Run) -> bool:
+        """Whether its shell has nothing left of earlier commands. The default one shares its cgroup with PID 1."""
+        if run.shell is None:
+            return True
+        is_default = run.shell.name == DEFAULT_SHELL
+        return 0 < self._stats.groups.count_processes(run.shell.group) <= (2 if is_default else 1)
+
+    # Readings ---------------------------------------------------------------------------------------------------
+
+    def _read(self, run: Run) -> Reading:
+        return Reading(*self._read_usage(run), self._stats.read_oom_kills(), self._stats.read_pids_refused())
+
+    def _read_usage(self, run: Run) -> tuple[int, int, int]:
+        usage, shell = self._stats.read_usage(), run.shell
+        cpu_usec = usage.cpu_usec
+        if shell is not None and self._stats.groups.is_known:
+            cpu_usec = self._cpu_usec(shell.name, shell.group, cpu_usec)
+        return cpu_usec, usage.memory_bytes, usage.memory_peak_bytes
+
+    def _cpu_usec(self, shell: str, group: str | None, session_usec: int) -> int:
+        if shell == DEFAULT_SHELL:
+            return session_usec - self._groups.read_cpu()
+        return UNKNOWN if group is None else self._stats.groups.cpu_usec(group)
+
+    def _close(self, run: Run, account: Account, *, is_full: bool = True) -> Reading:
+        """Take the last reading. What explains a failure is read only where it `is_full`."""
+        opened = account.opened
+        account.closed = (
+            self._read(run) if is_full else Reading(*self._read_usage(run), opened.oom_kills, opened.pids_refused)
+        )
+        if account.init_usec >= 0 and run.shell is not None and run.shell.name == DEFAULT_SHELL:
+            account.init_spent_usec = max(0, self._stats.read_init_cpu() - account.init_usec)
+        return account.closed
+
+    # Ends -------------------------------------------------------------------------------------------------------
+
+    async def end_of(self, run: Run, reply: ExecReply, find_victim: Callable[[], Awaitable[str | None]]) -> ExecEnd:
+        """Return the end of the run that the runner reported. A victim is named when there can be no other."""
+        cause, is_named = Cause(reply.cause), False
+        if reply.exit_code != 0:
+            assert run.log is not None
+            facts = _facts(run.account)
+            cause = await find_cause(reply, facts, reader_of(run.log))
+            is_named = cause is Cause.OOM and (facts.is_alone or facts.kills == 1)
+        return ExecEnd(
+            exec_id=run.exec_id,
+            exit_code=reply.exit_code,
+            signal=reply.signal,
+            cause=cause,
+            cwd=reply.cwd,
+            duration_ms=round(reply.duration_us / 1000),
+            timeout_ms=run.timeout_ms,
+            shell_restarted=reply.shell_restarted,
+            usage=_own_usage(reply) if run.is_program else self._shell_usage(run, reply, cause),
+            victim=await find_victim() if is_named else None,
+        )
+
+    def _shell_usage(self, run: Run, reply: ExecReply, cause: Cause) -> Usage:
+        """The peak is exact when the session's highest mark rose meanwhile or the limit was hit; otherwise the higher
+        of the two readings is a lower bound."""
+        account = run.account
+        if account is None or account.closed is None:
+            return Usage(written_bytes=reply.written_bytes)
+        before, after = account.opened, account.closed
+        has_group = run.shell is not None and run.shell.group is not None
+        is_told_apart = self._stats.groups.is_known and (has_group or not account.is_restored)
+        cpu_usec = UNKNOWN
+        if min(before.cpu_usec, after.cpu_usec) >= 0 and (account.is_alone or is_told_apart):
+            cpu_usec = max(0, after.cpu_usec - before.cpu_usec - account.init_spent_usec)
+        is_exact = cause is Cause.OOM or after.memory_peak_bytes > before.memory_peak_bytes
+        peak = after.memory_peak_bytes if is_exact else max(before.memory_bytes, after.memory_bytes)
+        return Usage(_ms(cpu_usec), peak, reply.written_bytes)
+
+
+def _facts(account: Account | None) -> Facts:
+    if account is None or account.closed is None:
+        return Facts(0, 0, is_alone=False, is_clean=False, was_sent_kill=False)
+    before, after = account.opened, account.closed
+    return Facts(
+        kills=after.oom_kills - before.oom_kills,
+        refusals=after.pids_refused - before.pids_refused,
+        is_alone=account.is_alone,
+        is_clean=account.is_clean,
+        was_sent_kill=account.was_sent_kill,
+    )
+
+
+def cut_short(run: Run, cause: Cause, cwd: str) -> ExecEnd:
+    """Return the end of a run whose runner will never report it."""
+    return ExecEnd(
+        exec_id=run.exec_id,
+        exit_code=128 + _SIGKILL,
+        signal=_SIGKILL,
+        cause=cause,
+        cwd=cwd,
+        duration_ms=run.age_ms,
+        timeout_ms=run.timeout_ms,
+        shell_restarted=False,
+        usage=Usage(),
+    )
+
+
+def _own_usage(reply: ExecReply) -> Usage:
+    """Return what a program and the processes it waited for used."""
+    cpu_ms = reply.cpu_us // 1000 if reply.cpu_us >= 0 else -1
+    return Usage(cpu_ms=cpu_ms, peak_memory_bytes=reply.peak_bytes, written_bytes=reply.written_bytes)
+
+
+def _ms(usec: int) -> int:
+    return usec // 1000 if usec >= 0 else UNKNOWN

@@ -1,0 +1,429 @@
+"""The runs of one session: admits them, queues them per shell, drives them to their end and keeps them for a while.
+
+A repeated id joins the run that has it, or is refused, and never runs twice. Runs in one shell are served in order,
+all others beside each other; every number of them is bounded. Belongs to its session's actor and runs in its nursery.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import islice
+from signal import SIGKILL
+
+import attrs
+import trio
+
+from runner.wire import protocol
+from sandkasten.actors.core import Ref
+from sandkasten.actors.runs import run_events
+from sandkasten.actors.runs.accounting import Accounts, cut_short
+from sandkasten.actors.runs.driver import CONTROL_S, drive, drive_again
+from sandkasten.actors.runs.exec_ids import ExecIds, gone
+from sandkasten.actors.runs.groups import Groups
+from sandkasten.actors.runs.host import Host as Host
+from sandkasten.actors.runs.persistence import Keep, RunKeeping
+from sandkasten.actors.runs.run import Run
+from sandkasten.actors.runs.run_facts import text_bytes
+from sandkasten.actors.runs.run_reader import Hold
+from sandkasten.actors.runs.shells import Shells
+from sandkasten.errors import (
+    Capacity,
+    Conflict,
+    ExecEnded,
+    ExecNotFound,
+    InvalidRequest,
+    SandkastenError,
+    ShellBusy,
+    ShuttingDown,
+)
+from sandkasten.model import Cause, ExecEnd, ExecInfo, ExecKind, TerminalSize
+from sandkasten.runtime.cgroup_stats import CgroupStats
+from sandkasten.runtime.metrics import Metrics
+from sandkasten.runtime.spool import RunLogs
+
+MAX_ACTIVE = 80
+"""Runs of one session that wait or run; PID 1 takes 128 connections, file transfers and watching included."""
+
+_MAX_PROGRAMS = protocol.MAX_PROGRAMS
+_MAX_INPUT_BYTES = 64 * 1024 * 1024
+"""Input of runs that came with their requests, and is kept until they end."""
+
+_CANCEL_TRIES = 20
+_CANCEL_PAUSE_S = 0.05
+
+
+class Runs:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        host: Host,
+        *,
+        zygote: Ref,
+        stats: CgroupStats,
+        logs: RunLogs,
+        queue_length: int,
+        metrics: Metrics,
+        keep: Keep,
+    ) -> None:
+        self._host = host
+        self._logs = logs
+        self._queue_length = queue_length
+        self._known: OrderedDict[str, Run] = OrderedDict()
+        self.ids = ExecIds(keep.max_exec_ids)
+        self._active: dict[str, Run] = {}
+        self.groups = Groups(zygote, host.session_id, stats.groups)
+        self.shells = Shells(host, self.groups)
+        self.keeping = RunKeeping(host, keep, known=self._known.values, ids=self.ids)
+        self.accounts = Accounts(
+            stats,
+            self.groups,
+            active=self._active.values(),
+            count_shells=lambda: self.shells.count,
+            note_change=self.keeping.changed,
+        )
+        logs.on_gone = self._forget
+        self._metrics = metrics
+        metrics.queues.add(self)
+
+    # Admission --------------------------------------------------------------------------------------------------
+
+    def admit(self, hold: Hold) -> None:
+        """Begin the run of a hold, or let it hold the one that has its id already.
+
+        Raises:
+            Conflict: the id is that of another run.
+            ExecGone: the id was used, and its run is not kept any more.
+            ExecIdsExhausted: it could not be remembered that the id was used.
+            ShellNotFound, ShellBusy, Capacity.
+        """
+        wish = hold.run
+        known = self._known.get(wish.exec_id)
+        if known is None:
+            self.ids.check_new(wish)
+            self._start(wish)
+            hold.take(wish)
+        elif known.digest == wish.digest:
+            hold.take(known)
+        else:
+            raise Conflict("another run has this exec_id", exec_id=wish.exec_id, status=known.state.value)
+
+    @property
+    def under_way(self) -> int:
+        """How many run, or wait for their turn."""
+        return len(self._active)
+
+    def _start(self, run: Run) -> None:
+        self._host.check_run()
+        if len(self._active) >= MAX_ACTIVE:
+            raise Capacity("this session runs all it may at a time", max_active=MAX_ACTIVE)
+        run.shell = None if run.is_program else self.shells.get(run.spec.shell)
+        queue = self._programs() if run.shell is None else run.shell.runs
+        if sum(len(each.spec.stdin or b"") for each in (*self._active.values(), run)) > _MAX_INPUT_BYTES:
+            raise Capacity("too much input waits in this session", max_input_bytes=_MAX_INPUT_BYTES)
+        if run.is_program and len(queue) >= _MAX_PROGRAMS:
+            raise Capacity("this session runs all the programs it may at a time", max_programs=_MAX_PROGRAMS)
+        if not run.is_program and len(queue) >= self._queue_length:
+            raise _busy(queue, self._queue_length)
+        run.admit(self._logs.open(run.exec_id), self._request_cancel, ahead=() if run.is_program else queue)
+        run.on_begin = self._on_begin
+        self._known[run.exec_id] = run
+        self._enter(run)
+        if not run.is_program:
+            queue.append(run)
+        self.accounts.enter(run)
+        self.keeping.changed(run)
+        self._host.start_task(self._serve, run)
+
+    def _enter(self, run: Run) -> None:
+        """From here on it waits or runs."""
+        run.wake, run.keeping = self._host.wake, self.keeping
+        self._active[run.exec_id] = run
+        if _is_activity(run):
+            self._host.begin_activity()
+
+    def _programs(self) -> list[Run]:
+        return [run for run in self._active.values() if run.is_program]
+
+    def stop_clocks(self) -> None:
+        """The session is about to stand still."""
+        self.keeping.is_reachable = False
+        for run in self._active.values():
+            run.stop_clock()
+
+    def start_clocks(self) -> None:
+        """It goes on."""
+        self.keeping.is_reachable = True
+        for run in self._active.values():
+            run.start_clock()
+
+    @property
+    def running(self) -> int:
+        """How many run now."""
+        return sum(run.began_at is not None for run in self._active.values())
+
+    @property
+    def queued(self) -> int:
+        """How many wait for their turn."""
+        return len(self._active) - self.running
+
+    # What an earlier daemon left --------------------------------------------------------------------------------
+
+    def recover(self, run: Run) -> None:
+        """Take over a run that an earlier daemon had; it gets a log. One without an end is gone on with, or given up,
+        as soon as PID 1 has answered."""
+        run.admit(self._logs.open(run.exec_id), self._request_cancel, ahead=())
+        self._known[run.exec_id] = run
+        if not run.has_ended:
+            self._enter(run)
+        elif run.group is not None:
+            self.groups.adopt(run.group)
+
+    def recovered(self, run: Run) -> None:
+        """The log of an ended run holds again what is kept of it."""
+        self._logs.retire(run.exec_id, text_bytes=text_bytes(run))
+
+    def give_up(self, run: Run) -> None:
+        """It ran when its daemon ended, and is not found again."""
+        run.finish(cut_short(run, Cause.DAEMON_RESTARTED, self._host.cwd))
+        self._retire(run)
+
+    def resume(self, run: Run, *, is_orphan: bool) -> None:
+        """Go on with it: in its shell, if there still is one."""
+        shell = None if run.is_program else self.shells.find(run.spec.shell)
+        if shell is None and not run.is_program:
+            self.keeping.unwanted((run.exec_id,))
+            self.give_up(run)
+            return
+        run.shell = shell
+        if shell is not None:
+            shell.runs.append(run)
+        self._host.start_task(partial(self._serve_again, run, is_orphan=is_orphan))
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._active) >= MAX_ACTIVE
+
+    def is_used(self, exec_id: str) -> bool:
+        return exec_id in self._known or self.ids.is_remembered(exec_id)
+
+    @property
+    def active(self) -> Sequence[Run]:
+        """The runs that wait or run."""
+        return list(self._active.values())
+
+    # Looking up -------------------------------------------------------------------------------------------------
+
+    def find(self, exec_id: str) -> Run:
+        """Raises `ExecNotFound`, `ExecGone`."""
+        run = self._known.get(exec_id)
+        if run is not None:
+            return run
+        if self.ids.is_used(exec_id):
+            raise gone(exec_id)
+        raise ExecNotFound("no such run", exec_id=exec_id[:128])
+
+    @property
+    def known(self) -> int:
+        """How many there are of which something is kept."""
+        return len(self._known)
+
+    def newest(self, limit: int) -> Sequence[ExecInfo]:
+        """Return the newest that are known, oldest first."""
+        return [run.info for run in islice(reversed(self._known.values()), limit)][::-1]
+
+    def newest_first(self) -> Iterator[Run]:
+        """Yield all runs that are known."""
+        return reversed(self._known.values())
+
+    def infos(self) -> Sequence[ExecInfo]:
+        """Return all runs that are known, oldest first."""
+        return [run.info for run in self._known.values()]
+
+    def _forget(self, exec_id: str) -> None:
+        """Its output is not kept any more: remember the id alone, so that it is not run again."""
+        if self._known.pop(exec_id, None) is not None:
+            self.ids.note_gone(exec_id)
+            self.keeping.forget(exec_id)
+
+    # One run ----------------------------------------------------------------------------------------------------
+
+    async def _serve(self, run: Run) -> None:
+        group = None
+        try:
+            with run.scope:
+                if run.is_program:
+                    group = await self.groups.make()
+                    run.group = group.name
+                run.facts_json = None
+                reply = await drive(run, self._host.link, group)
+                await self._settle(run, reply)
+            if not run.has_ended:
+                run.finish(cut_short(run, Cause.CANCELLED, self._host.cwd))
+        except SandkastenError as error:
+            await self._judge(run, error)
+        finally:
+            self._leave(run)
+            if group is not None:
+                self.groups.release(group)
+                self._host.start_task(self.groups.discard, group.name)
+
+    async def _serve_again(self, run: Run, *, is_orphan: bool) -> None:
+        """See a run to its end that an earlier daemon began; PID 1 has it. One that has nobody is cancelled."""
+        try:
+            self.accounts.restore(run)
+            if is_orphan:
+                run.cancel()
+            with run.scope:
+                reply = await drive_again(run, self._host.link)
+                is_ours = is_orphan or run.began_at is None
+                cancelled = Cause.DAEMON_RESTARTED if is_ours else Cause.CANCELLED
+                await self._settle(run, reply, cancelled=cancelled)
+            if not run.has_ended:
+                run.finish(cut_short(run, Cause.CANCELLED, self._host.cwd))
+        except SandkastenError as error:
+            await self._judge(run, error, lost=Cause.DAEMON_RESTARTED)
+        finally:
+            self._leave(run)
+            if run.group is not None and not run.goes_on:
+                self.groups.adopt(run.group)
+                self._host.start_task(self.groups.discard, run.group)
+
+    def _leave(self, run: Run) -> None:
+        """It has ended, or this daemon has to leave it."""
+        if not run.has_ended:
+            cause = self._host.cause_of_stop
+            run.goes_on = cause is Cause.DAEMON_RESTARTED and self.keeping.gives_tickets and run.began_at is not None
+            if run.goes_on:
+                run.fail(ShuttingDown("the daemon stops; the run goes on, and the next daemon knows it by its id"))
+            else:
+                run.finish(cut_short(run, cause, self._host.cwd))
+        self._retire(run)
+
+    def _on_begin(self, run: Run) -> None:
+        self.accounts.begun(run)
+        event, facts = run_events.beginning(run)
+        self._host.emit(event, **facts)
+        if run.shell is not None and run.shell.screen is not None:
+            run.shell.screen.begin(run)
+
+    async def _settle(self, run: Run, reply: protocol.ExecReply, *, cancelled: Cause = Cause.CANCELLED) -> None:
+        self.accounts.ended(run, has_failed=reply.exit_code != 0)
+        end = await self.accounts.end_of(run, reply, self._host.find_victim)
+        if end.cause is Cause.CANCELLED:
+            end = attrs.evolve(end, cause=cancelled)
+        run.finish(end)
+        if run.shell is not None:
+            self.shells.note_cwd(run.shell, reply.cwd)
+
+    async def _judge(self, run: Run, error: SandkastenError, *, lost: Cause | None = None) -> None:
+        """A run failed below the shell: find out whether the sandbox is dead, hostile, or only said no. `lost` is the
+        end of a run that was there and is not found again."""
+        told = await self._host.judge(error)
+        if self._host.has_died.is_set() and run.began_at is not None:
+            run.finish(cut_short(run, Cause.SANDBOX_DIED, self._host.cwd))
+        elif lost is not None:
+            run.finish(cut_short(run, lost, self._host.cwd))
+        else:
+            run.fail(told)
+
+    def _retire(self, run: Run) -> None:
+        del self._active[run.exec_id]
+        run.account = None
+        if run.shell is not None:
+            run.shell.runs.remove(run)
+            if run.shell.screen is not None:
+                run.shell.screen.end(run)
+        if _is_activity(run):
+            self._host.end_activity()
+        if run.goes_on:
+            return
+        if run.end is None:  # refused: it may be tried again
+            self.keeping.discard(run.exec_id)
+            self._known.pop(run.exec_id, None)
+            self._logs.discard(run.exec_id)
+            return
+        self._logs.retire(run.exec_id, text_bytes=text_bytes(run))
+        self._measure(run, run.end)
+        event, facts = run_events.ending(run, run.end)
+        self._host.emit(event, **facts)
+
+    def _measure(self, run: Run, end: ExecEnd) -> None:
+        began, now = run.began_at, trio.current_time()
+        self._metrics.note_run(
+            run.kind.value,
+            end.cause.value,
+            waited_s=None if began is None else began - run.asked_at,
+            ran_s=None if began is None else now - began,
+            first_output_s=None if began is None or run.first_output_at is None else run.first_output_at - began,
+        )
+
+    # Reaching a run ---------------------------------------------------------------------------------------------
+
+    async def signal(self, run: Run, number: int) -> None:
+        """Send a signal to what the run started. Raises `ExecEnded`."""
+        if run.account is not None:
+            run.account.was_sent_kill |= number == SIGKILL
+        await self._control(run, protocol.Signal(run.exec_id, number))
+
+    async def resize(self, run: Run, size: TerminalSize) -> None:
+        """Change the size of the run's terminal. Raises `ExecEnded`, `InvalidRequest`."""
+        if run.size is None and not run.has_ended:
+            raise InvalidRequest("the run has no terminal", exec_id=run.exec_id)
+        await self._control(run, protocol.Resize(run.exec_id, protocol.TerminalSize(size.cols, size.rows)))
+        run.size = size
+
+    async def _control(self, run: Run, request: protocol.Signal | protocol.Resize) -> None:
+        if run.has_ended:
+            raise ExecEnded("the run has ended", exec_id=run.exec_id)
+        if run.began_at is None:
+            raise Conflict("the run has not begun; it can be cancelled", exec_id=run.exec_id, status=run.state.value)
+        await self._host.ask_runner(request, protocol.Done)
+
+    async def kill_rest(self, run: Run) -> None:
+        """Kill what an ended program left running."""
+        await run.ended.wait_done()
+        if run.group is not None:
+            await self.groups.kill(run.group)
+
+    def _request_cancel(self, run: Run, now: bool) -> None:
+        self._host.start_task(self._cancel, run, now)
+
+    async def _cancel(self, run: Run, now: bool) -> None:
+        """Ask PID 1, again while the run may still be on its way there. What can't be asked for is cancelled by closing
+        its connection; the driver waits so long for an end, and no longer."""
+        with trio.move_on_after(CONTROL_S):
+            await run.connected.wait()
+        for _ in range(_CANCEL_TRIES):
+            if run.has_ended:
+                return
+            try:
+                await self._host.ask_runner(protocol.Cancel(run.exec_id, now), protocol.Done)
+            except ExecEnded:
+                with trio.move_on_after(_CANCEL_PAUSE_S):
+                    await run.ended.wait_done()
+            except SandkastenError:
+                run.scope.cancel()
+                return
+            else:
+                return
+        if run.began_at is None:
+            run.scope.cancel()
+
+
+def _is_activity(run: Run) -> bool:
+    """Whether the run holds off the session's idle end. Terminals do by their viewers."""
+    return run.kind is ExecKind.COMMAND or run.keep_alive
+
+
+def _busy(queue: Sequence[Run], limit: int) -> ShellBusy:
+    running = queue[0]
+    return ShellBusy(
+        f"{len(queue)} commands are waiting for this shell",
+        exec_id=running.exec_id,
+        age_ms=running.age_ms,
+        last_line=running.last_line,
+        queue_length=limit,
+    )

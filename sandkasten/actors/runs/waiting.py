@@ -1,0 +1,141 @@
+"""Waiting for something a run does: its end, a port that opens, a line it writes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import trio
+
+from sandkasten.actors.runs.run import Run
+from sandkasten.errors import InvalidRequest
+from sandkasten.model import Output, Stream, Waited, WaitFor
+from sandkasten.runtime.spool import ReaderMode
+
+if TYPE_CHECKING:
+    from sandkasten.actors.runs.ports import Ports
+
+_QUIET_S = 0.1
+"""After this long without output an unfinished line is looked at as it is."""
+_MAX_LINE_BYTES = 4096
+_MAX_PATTERN_CHARS = 1000
+_PATTERN_BYTES = 256 * 1024
+"""What the matcher may use: a bound on how slow a pattern can be as well."""
+
+
+async def wait_for(
+    run: Run, condition: WaitFor, ports: Ports, *, timeout_s: float, matchers: trio.CapacityLimiter
+) -> Waited:
+    """Wait until the condition holds, the run has ended or the time is over. `matchers` bounds the threads that look at
+    output. Raises `InvalidRequest`."""
+    if sum((condition.exit, condition.port is not None, condition.pattern is not None)) != 1:
+        raise InvalidRequest("wait for exactly one thing", condition="exactly one of exit, port and pattern is needed")
+    outcome = Waited(happened=False, run=run.info)
+    with trio.move_on_after(timeout_s):
+        if condition.port is not None:
+            outcome = await _wait_port(run, ports, condition.port)
+        elif condition.pattern is not None:
+            outcome = await _wait_pattern(run, condition.pattern, matchers)
+        else:
+            await run.ended.wait_done()
+            outcome = Waited(happened=True, run=run.info)
+    return outcome if outcome.happened else Waited(happened=False, run=run.info)
+
+
+async def _wait_port(run: Run, ports: Ports, number: int) -> Waited:
+    happened = False
+    async with trio.open_nursery() as nursery:
+
+        async def end_with_run() -> None:
+            await run.ended.wait_done()
+            nursery.cancel_scope.cancel()
+
+        nursery.start_soon(end_with_run)
+        await ports.wait_open(number)
+        happened = True
+        nursery.cancel_scope.cancel()
+    return Waited(happened=happened, run=run.info)
+
+
+async def _wait_pattern(run: Run, text: str, matchers: trio.CapacityLimiter) -> Waited:
+    """Look at what is kept, then at what comes: line by line, and at a line without an end, a prompt, when nothing more
+    has come of it for a moment. One that is too long to be looked at whole is looked at in parts."""
+    import re2  # only who waits for a pattern pays for it
+
+    if len(text) > _MAX_PATTERN_CHARS:
+        raise InvalidRequest("the pattern is too long", pattern=f"must have at most {_MAX_PATTERN_CHARS} characters")
+    options = re2.Options()
+    options.max_mem = _PATTERN_BYTES
+    options.log_errors = False
+    try:
+        pattern = re2.compile(text, options)
+    except re2.error as error:
+        raise InvalidRequest("the pattern can't be used", pattern=_why(error)) from None
+    line = await _first_match(run, pattern.search, matchers)
+    return Waited(happened=line is not None, run=run.info, line=line)
+
+
+def _why(error: Exception) -> str:
+    """Return what RE2 says, which it says in bytes."""
+    (told,) = error.args or ("",)
+    return (told.decode("utf-8", "replace") if isinstance(told, bytes) else str(told))[:200]
+
+
+async def _first_match(run: Run, search: Callable[[str], object], matchers: trio.CapacityLimiter) -> str | None:
+    assert run.log is not None
+    lines = _Lines()
+    reader = run.log.reader(after=run.log.first_sequence - 1, mode=ReaderMode.FASTEST)
+    is_quiet = True
+    try:
+        while True:
+            with trio.move_on_after(math.inf if is_quiet else _QUIET_S) as pause:
+                try:
+                    piece = await anext(reader)
+                except StopAsyncIteration:
+                    break
+            is_quiet = pause.cancelled_caught
+            found = await _search(search, lines.rest() if is_quiet else lines.feed(piece), matchers)
+            if found is not None:
+                return found
+    finally:
+        reader.close()
+    return await _search(search, lines.rest(), matchers)
+
+
+async def _search(search: Callable[[str], object], lines: list[str], matchers: trio.CapacityLimiter) -> str | None:
+    """Look in a thread: a pattern is a client's, a line is a sandbox's, and together they may take their time."""
+    if not lines:
+        return None
+    return await trio.to_thread.run_sync(_find, search, lines, limiter=matchers, abandon_on_cancel=True)
+
+
+def _find(search: Callable[[str], object], lines: list[str]) -> str | None:
+    return next((line for line in lines if search(line) is not None), None)
+
+
+class _Lines:
+    """Puts the lines of both streams together again."""
+
+    def __init__(self) -> None:
+        self._rests = dict.fromkeys(Stream, b"")
+
+    def feed(self, piece: Output) -> list[str]:
+        *lines, rest = (self._rests[piece.stream] + piece.data).split(b"\n")
+        if len(rest) > _MAX_LINE_BYTES:
+            lines, rest = [*lines, rest], b""
+        self._rests[piece.stream] = rest
+        return [_text(part) for line in lines for part in _parts(line)]
+
+    def rest(self) -> list[str]:
+        return [_text(rest) for rest in self._rests.values() if rest]
+
+
+def _parts(line: bytes) -> Iterator[bytes]:
+    yield line[:_MAX_LINE_BYTES]
+    for start in range(_MAX_LINE_BYTES, len(line), _MAX_LINE_BYTES):
+        yield line[start : start + _MAX_LINE_BYTES]
+
+
+def _text(line: bytes) -> str:
+    return line.decode("utf-8", "replace").removesuffix("\r")

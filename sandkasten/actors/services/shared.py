@@ -1,0 +1,33 @@
+"""What several parts of the tree work with. Made once, before any of them runs; who is restarted finds it again.
+
+Declarations only. What a session is handed besides is in `session_setup.py`.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from sandkasten.actors.core import Ref
+from sandkasten.actors.services.directory import SessionDirectory
+from sandkasten.crash import Crash
+from sandkasten.runtime.journal import Journal
+from sandkasten.runtime.metrics import Metrics
+from sandkasten.runtime.quotas import KeyShares
+from sandkasten.runtime.run_archive import RunArchive
+from sandkasten.runtime.spool import Spool
+
+
+@attrs.frozen(kw_only=True)
+class Shared:
+    """See the module's docstring. `shares`: the API keys besides the configured one, and what each has."""
+
+    store: Ref
+    zygote: Ref
+    workspaces: Ref
+    directory: SessionDirectory
+    journal: Journal
+    spool: Spool
+    archive: RunArchive
+    metrics: Metrics
+    shares: KeyShares
+    crash: Crash

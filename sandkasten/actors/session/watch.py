@@ -1,0 +1,119 @@
+"""The signs of one sandbox's life: the death of its PID 1, and processes of it that the kernel killed for memory.
+
+Owns the descriptors that came with the sandbox. What a death means is the session's to say.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import trio
+
+from nsinit.wire.protocol import Victim
+from sandkasten.actors.core import Ask, Ref
+from sandkasten.actors.services import nsinit_messages as zygote_actor
+from sandkasten.errors import SandkastenError
+from sandkasten.runtime.cgroup_stats import CgroupStats
+from sandkasten.runtime.oom_event import OomEvent
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+_VICTIM_S = 2.0
+"""How long is waited for the victim's name."""
+
+_SAME_DEATH_S = 2.0
+"""A sandbox that dies this soon after the kernel killed in it for memory died of that, as far as the time tells."""
+
+_OOM_NEWS_S = 2.0
+_OOM_PAUSE_S = 0.005
+_OOM_REST_S = 0.5
+"""A sandbox that is killed in again and again is told of this often."""
+
+
+class SandboxWatch:
+    """See the module's docstring. `has_died` is set with PID 1's death, `news` also when nobody watches any more."""
+
+    def __init__(self, session_id: str, zygote: Ref, stats: CgroupStats) -> None:
+        self.has_died, self.news = trio.Event(), trio.Event()
+        self._session_id = session_id
+        self._zygote = zygote
+        self._stats = stats
+        self._sandbox: zygote_actor.Sandbox | None = None
+        self._oom: OomEvent | None = None
+        self._kills = 0
+        self._killed_at = self._died_at = -math.inf
+
+    def hold(self, sandbox: zygote_actor.Sandbox) -> None:
+        """Take over the descriptors."""
+        self._sandbox = sandbox
+        self._kills = self._stats.read_oom_kills()
+        if sandbox.oom_fd is not None:
+            self._oom = OomEvent(sandbox.oom_kind, sandbox.oom_fd)
+
+    def close(self) -> None:
+        self.news.set()
+        if self._sandbox is not None:
+            self._sandbox.pidfd.close()
+        if self._oom is not None:
+            self._oom.close()
+
+    async def watch_init(self, on_death: Callable[[], Awaitable[None]]) -> None:
+        """Wait for the death of PID 1 and tell it."""
+        assert self._sandbox is not None
+        await trio.lowlevel.wait_readable(self._sandbox.pidfd.fileno())
+        self._died_at = trio.current_time()
+        self.has_died.set()
+        self.news.set()
+        await on_death()
+
+    async def ran_out_of_memory(self, oom_kills: int) -> bool:
+        """Whether the kernel killed PID 1 for memory; `oom_kills`: how often it killed in the sandbox, counted after
+        PID 1's death. A kill long before that was survived and explains nothing. Of others the kernel's log tells whom
+        they hit; only where it does not tell of every one, as before Linux 5.5 when there are many, it is believed that
+        the last one did."""
+        is_recent = self._died_at - self._killed_at < _SAME_DEATH_S
+        is_new = oom_kills > max(self._kills, 0)
+        if not self.has_died.is_set() or not (is_new or (oom_kills > 0 and is_recent)):
+            return False
+        told = await self._find_kills()
+        if self._sandbox is None or told is None:
+            return True
+        return self._sandbox.identity.pid in told.pids or told.kills < oom_kills
+
+    async def watch_memory(self, on_kill: Callable[[int, str | None], None]) -> None:
+        """Tell each time that the kernel killed for memory: how many kills there were so far, and the last victim."""
+        while self._oom is not None:
+            await self._oom.wait()  # a v1 cgroup that is removed wakes us as well
+            kills = await self._await_kill(self._kills)
+            if kills > self._kills:
+                self._kills, self._killed_at = kills, trio.current_time()
+                log.warning("oom", extra={"session_id": self._session_id, "oom_kills": kills})
+                on_kill(kills, await self.find_victim())
+                await trio.sleep(_OOM_REST_S)
+
+    async def find_victim(self) -> str | None:
+        """Return the name of the process that was killed for memory last, if that can be known."""
+        return await self._ask_log(zygote_actor.FindVictim(self._session_id))
+
+    async def _find_kills(self) -> Victim | None:
+        return await self._ask_log(zygote_actor.FindKills(self._session_id))
+
+    async def _ask_log(self, question: Ask[T]) -> T | None:
+        try:
+            with trio.move_on_after(_VICTIM_S):
+                return await self._zygote.ask(question)
+        except SandkastenError as error:
+            log.info("victim_unknown", extra={"session_id": self._session_id, "error": str(error)})
+        return None
+
+    async def _await_kill(self, known: int) -> int:
+        """Return the kills so far. v1 notifies when memory is out, a moment before the kill that follows is counted."""
+        give_up_at = trio.current_time() + _OOM_NEWS_S
+        while (kills := self._stats.read_oom_kills()) <= known and trio.current_time() < give_up_at:  # noqa: ASYNC110
+            await trio.sleep(_OOM_PAUSE_S)
+        return kills
