@@ -26,10 +26,10 @@ from bench.streams import print_streams
 from bench.websocket import ExecSocket, WebSocket
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, Server
+from sandkasten.host import precheck
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.host import ensure_host_image
 from sandkasten.model import ExecSpec, SessionSpec
-from sandkasten.runtime import precheck
 from sandkasten.supervisor import Supervisor
 
 COMMANDS = {"builtin (:)": ":", "/bin/true": "/bin/true", "python3 -c pass": "python3 -c pass"}

@@ -18,8 +18,8 @@ import attrs
 from bench import measure
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, ConfigError, Server
-from sandkasten.errors import SandkastenError
 from sandkasten.model import SECCOMP_PROFILES, ExecSpec, SessionSpec
+from sandkasten.model.errors import SandkastenError
 from sandkasten.supervisor import Supervisor
 
 DEFAULT = "as configured by default"

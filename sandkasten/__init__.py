@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sandkasten.app import open_supervisor
     from sandkasten.config import Config, ConfigError, Defaults
-    from sandkasten.errors import SandkastenError
     from sandkasten.model import ExecSpec, Limits, SessionPatch, SessionSpec
+    from sandkasten.model.errors import SandkastenError
     from sandkasten.supervisor import Supervisor
 
 __all__ = [
@@ -36,7 +36,7 @@ _HOME = {
     "Defaults": "config",
     "ExecSpec": "model",
     "Limits": "model",
-    "SandkastenError": "errors",
+    "SandkastenError": "model.errors",
     "SessionPatch": "model",
     "SessionSpec": "model",
     "Supervisor": "supervisor",

@@ -24,18 +24,18 @@ from sandkasten.actors.services.keys import KeyWatch
 from sandkasten.actors.supervision import ChildSpec, ChildSupervisor
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config, ConfigError
+from sandkasten.config.seccomp import load_filters
+from sandkasten.host import precheck
+from sandkasten.host.account import ROOT
+from sandkasten.host.boot import read_boot_id
+from sandkasten.host.data_dir import hand_over, locked, make_data_dir
+from sandkasten.host.notify import Notifier
+from sandkasten.host.paths import DataPaths
+from sandkasten.host.protections import Situation, lacking, protections
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.host import ensure_host_image
-from sandkasten.machine import Machine, System
-from sandkasten.runtime import precheck
-from sandkasten.runtime.account import ROOT
-from sandkasten.runtime.boot import read_boot_id
-from sandkasten.runtime.data_dir import hand_over, locked, make_data_dir
-from sandkasten.runtime.notify import Notifier
-from sandkasten.runtime.nsinit_process import StartNsinit, start_as_child
-from sandkasten.runtime.paths import DataPaths
-from sandkasten.runtime.protections import Situation, lacking, protections
-from sandkasten.runtime.seccomp import load_filters
+from sandkasten.links.nsinit_process import StartNsinit, start_as_child
+from sandkasten.model.node import Machine, System
 from sandkasten.store import sessions as session_store
 from sandkasten.store.database import DatabaseTooNew, open_database
 from sandkasten.supervisor import Supervisor

@@ -14,10 +14,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from sandkasten.diagnosis import Diagnosis
-from sandkasten.listing import SessionPage, SessionQuery
-from sandkasten.machine import NodeCapacity, NodeInfo, System
-from sandkasten.measures import Family
 from sandkasten.model import (
     Event,
     ExecEnd,
@@ -30,7 +26,6 @@ from sandkasten.model import (
     PauseSpec,
     Port,
     ProcessSpec,
-    Readiness,
     Session,
     SessionPatch,
     SessionSpec,
@@ -44,6 +39,9 @@ from sandkasten.model import (
     Waited,
     WaitFor,
 )
+from sandkasten.model.listing import SessionPage, SessionQuery
+from sandkasten.model.measures import Family
+from sandkasten.model.node import Diagnosis, NodeCapacity, NodeInfo, Readiness, System
 from sandkasten.supervisor_workspaces import FileReader, FileWriter, WorkspaceSupervisor
 
 __all__ = ["FileReader", "FileWriter"]

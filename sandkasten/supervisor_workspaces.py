@@ -11,8 +11,16 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from sandkasten.model import FileHead
-from sandkasten.workspaces import FileInfo, FileListing, Packed, Within, Workspace, WorkspacePatch, WorkspaceSpec
+from sandkasten.model.workspace import (
+    FileHead,
+    FileInfo,
+    FileListing,
+    Packed,
+    Within,
+    Workspace,
+    WorkspacePatch,
+    WorkspaceSpec,
+)
 
 
 class FileReader(Protocol):

@@ -9,7 +9,7 @@ from pathlib import Path
 import trio
 
 from sandkasten.model import Output, Stream
-from sandkasten.runtime.spool import LogReader, OutputLog, RunLogs, Spool
+from sandkasten.output.spool import LogReader, OutputLog, RunLogs, Spool
 from tests.waiting import until
 
 KB = 1024

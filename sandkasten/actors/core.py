@@ -17,7 +17,7 @@ import attrs
 import trio
 
 from sandkasten import logcontext
-from sandkasten.errors import ActorGone, Overloaded, SandkastenError
+from sandkasten.model.errors import ActorGone, Overloaded, SandkastenError
 
 log = logging.getLogger(__name__)
 

@@ -23,11 +23,11 @@ from sandkasten.actors.services import store as store_actor
 from sandkasten.actors.services.directory import Entry
 from sandkasten.actors.services.shared import Shared
 from sandkasten.actors.session.inspection import Inspection
-from sandkasten.diagnosis import Diagnosis, Part, Unavailable
-from sandkasten.errors import SandkastenError, SessionNotFound, StoreFailed
-from sandkasten.lifecycle import WHOLE
+from sandkasten.counters.cgroup_raw import read_raw
 from sandkasten.model import Event, Session, Status
-from sandkasten.runtime.cgroup_raw import read_raw
+from sandkasten.model.errors import SandkastenError, SessionNotFound, StoreFailed
+from sandkasten.model.lifecycle import WHOLE
+from sandkasten.model.node import Diagnosis, Part, Unavailable
 from sandkasten.store.sessions import SessionRecord
 
 PART_S = 2.0

@@ -2,7 +2,7 @@
 
 Owns no state and asks nobody who could make it wait: mailboxes, queues and the spool are looked at from outside, since
 metrics are wanted most when somebody does not answer. What it reads of the machine comes from
-`runtime/node_readings.py`, in a worker thread.
+`counters/node_readings.py`, in a worker thread.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import trio
 from sandkasten.actors.core import Ref
 from sandkasten.actors.node_view import package_version
 from sandkasten.actors.services.directory import SessionDirectory
-from sandkasten.lifecycle import LIVE
-from sandkasten.measures import Family, Sample, gauge, single
+from sandkasten.counters.metrics import Metrics
+from sandkasten.counters.node_readings import read_node
+from sandkasten.journal.ring import Journal
 from sandkasten.model import Status
-from sandkasten.runtime.journal import Journal
-from sandkasten.runtime.metrics import Metrics
-from sandkasten.runtime.node_readings import read_node
-from sandkasten.runtime.spool import Spool
+from sandkasten.model.lifecycle import LIVE
+from sandkasten.model.measures import Family, Sample, gauge, single
+from sandkasten.output.spool import Spool
 
 _AT_ONCE = 100
 """Sessions that are looked at before other tasks get a turn."""

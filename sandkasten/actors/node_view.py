@@ -1,6 +1,6 @@
 """Assembles what `Supervisor.system()` and `.node()` answer, from the configuration, the machine and nsinit's word.
 
-Owns no state. What it reads itself comes from `runtime/capacity.py`, in a worker thread.
+Owns no state. What it reads itself comes from `counters/node.py`, in a worker thread.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import attrs
 import trio
 
 from nsinit.wire import protocol
+from sandkasten.admission.budget import promisable
 from sandkasten.config import Config
+from sandkasten.counters import node
+from sandkasten.host.protections import Situation, protections, with_needs
 from sandkasten.images.catalog import Catalog
-from sandkasten.machine import Amounts, Machine, NodeCapacity, System
 from sandkasten.model import LIMIT_BOUNDS, Session
-from sandkasten.runtime import capacity
-from sandkasten.runtime.budget import promisable
-from sandkasten.runtime.protections import Situation, protections, with_needs
+from sandkasten.model.node import Amounts, Machine, NodeCapacity, System
 
 
 def describe_system(config: Config, machine: Machine, ready: protocol.Ready) -> System:
@@ -102,15 +102,15 @@ async def describe_capacity(config: Config, catalog: Catalog, facts: NodeFacts) 
 
 def _read(config: Config, catalog: Catalog, facts: NodeFacts) -> NodeCapacity:
     dirs = facts.cgroup_dirs
-    bounds = capacity.read_bounds(dirs)
-    totals = capacity.read_totals(config.data_dir, bounds, max_sessions=facts.max_sessions)
+    bounds = node.read_bounds(dirs)
+    totals = node.read_totals(config.data_dir, bounds, max_sessions=facts.max_sessions)
     return NodeCapacity(
         status=facts.status,
         totals=totals,
         budget=promisable(config.admission, totals),
         committed=facts.committed,
-        used=capacity.read_used(config.data_dir, dirs, sessions=len(facts.sessions)),
-        free=capacity.read_free(config.data_dir, bounds),
+        used=node.read_used(config.data_dir, dirs, sessions=len(facts.sessions)),
+        free=node.read_free(config.data_dir, bounds),
         images=tuple(image.name for image in catalog.images()),
         sessions=dict(Counter(session.status.value for session in facts.sessions)),
         vessels=facts.vessels,

@@ -48,13 +48,16 @@ from sandkasten.actors.unwrap import unwrap
 from sandkasten.actors.workspaces import actor as workspaces
 from sandkasten.actors.workspaces.holds import Attachments
 from sandkasten.actors.workspaces.transfer import LocalFileReader, LocalFileWriter, open_reader, open_writer
+from sandkasten.admission.keyring import KeyRing
+from sandkasten.admission.quotas import KeyShares
 from sandkasten.config import Config
+from sandkasten.counters.metrics import Metrics, watch_loop
 from sandkasten.crash import Crash
-from sandkasten.errors import Capacity, KeeperGone, SandkastenError, SessionExpired, SessionNotFound
+from sandkasten.host.paths import DataPaths
 from sandkasten.images.catalog import Catalog
-from sandkasten.lifecycle import LIVE, ended_error
-from sandkasten.listing import SessionPage, SessionQuery
-from sandkasten.machine import Machine
+from sandkasten.journal.ring import Journal
+from sandkasten.links.nsinit_process import StartNsinit, start_as_child
+from sandkasten.links.runner import RunnerLink
 from sandkasten.model import (
     SESSION_ID,
     PauseSpec,
@@ -64,15 +67,12 @@ from sandkasten.model import (
     SessionStats,
     Status,
 )
-from sandkasten.runtime.journal import Journal
-from sandkasten.runtime.keyring import KeyRing
-from sandkasten.runtime.metrics import Metrics, watch_loop
-from sandkasten.runtime.nsinit_process import StartNsinit, start_as_child
-from sandkasten.runtime.paths import DataPaths
-from sandkasten.runtime.quotas import KeyShares
-from sandkasten.runtime.run_archive import RunArchive
-from sandkasten.runtime.runner_link import RunnerLink
-from sandkasten.runtime.spool import Spool
+from sandkasten.model.errors import Capacity, KeeperGone, SandkastenError, SessionExpired, SessionNotFound
+from sandkasten.model.lifecycle import LIVE, ended_error
+from sandkasten.model.listing import SessionPage, SessionQuery
+from sandkasten.model.node import Machine
+from sandkasten.output.run_archive import RunArchive
+from sandkasten.output.spool import Spool
 
 log = logging.getLogger(__name__)
 

@@ -20,12 +20,11 @@ from sandkasten.actors.services import nsinit_messages as zygote
 from sandkasten.actors.services import store
 from sandkasten.actors.services.shared import Shared
 from sandkasten.config import Config
-from sandkasten.diagnosis import Diagnosis
-from sandkasten.errors import SandkastenError, SessionNotFound
 from sandkasten.images.catalog import Catalog
-from sandkasten.machine import Machine, NodeCapacity, NodeInfo, System
-from sandkasten.measures import Family
-from sandkasten.model import SESSION_ID, Readiness
+from sandkasten.model import SESSION_ID
+from sandkasten.model.errors import SandkastenError, SessionNotFound
+from sandkasten.model.measures import Family
+from sandkasten.model.node import Diagnosis, Machine, NodeCapacity, NodeInfo, Readiness, System
 
 _METRICS_S = 1.0
 _READY_S = 5.0

@@ -38,7 +38,7 @@ from sandkasten.actors.session.messages import (
     WatchPorts,
 )
 from sandkasten.config import Config
-from sandkasten.errors import InvalidRequest, TooLarge
+from sandkasten.journal.ring import Journal
 from sandkasten.model import (
     EXEC_ID,
     ExecEnd,
@@ -59,7 +59,7 @@ from sandkasten.model import (
     Waited,
     WaitFor,
 )
-from sandkasten.runtime.journal import Journal
+from sandkasten.model.errors import InvalidRequest, TooLarge
 
 _MAX_READ_BYTES = 4 * 1024 * 1024
 _MAX_CELLS = 1000

@@ -17,8 +17,11 @@ from sandkasten.actors.core import Ref
 from sandkasten.actors.workspaces import files, messages
 from sandkasten.actors.workspaces.files import LocalArchiveReader
 from sandkasten.actors.workspaces.transfer import LocalFileReader, LocalFileWriter, open_reader, open_writer
+from sandkasten.admission import reserve
 from sandkasten.config import MIB, Config
-from sandkasten.errors import (
+from sandkasten.links.runner import RunnerLink
+from sandkasten.model import WORKSPACE_ID, Session
+from sandkasten.model.errors import (
     Capacity,
     InvalidRequest,
     RunnerLost,
@@ -27,11 +30,7 @@ from sandkasten.errors import (
     WorkspaceBusy,
     WorkspaceNotFound,
 )
-from sandkasten.model import WORKSPACE_ID, Session
-from sandkasten.runtime import reserve
-from sandkasten.runtime.runner_link import RunnerLink
-from sandkasten.supervisor_workspaces import WorkspaceSupervisor
-from sandkasten.workspaces import (
+from sandkasten.model.workspace import (
     EVERYWHERE,
     FileInfo,
     FileListing,
@@ -43,6 +42,7 @@ from sandkasten.workspaces import (
     WorkspaceUsage,
     is_within,
 )
+from sandkasten.supervisor_workspaces import WorkspaceSupervisor
 
 log = logging.getLogger(__name__)
 

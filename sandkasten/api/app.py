@@ -13,7 +13,9 @@ import time
 from collections.abc import Mapping
 from typing import cast
 
-from sandkasten import errors, logcontext, tracing
+from sandkasten import logcontext, tracing
+from sandkasten.admission.keyring import KeyRing
+from sandkasten.admission.quotas import KeyShares
 from sandkasten.api.http.access import admit
 from sandkasten.api.http.auth import Gate
 from sandkasten.api.http.connection import ClientGone
@@ -38,11 +40,9 @@ from sandkasten.api.routes import (
 )
 from sandkasten.api.websocket.handshake import ConnectionOver, Doorman, WebSocketExchange
 from sandkasten.api.ws_routes import SESSION_WEBSOCKETS, WEBSOCKETS
-from sandkasten.errors import InvalidRequest
-from sandkasten.keys import NOBODY
-from sandkasten.model import SESSION_ID, WORKSPACE_ID
-from sandkasten.runtime.keyring import KeyRing
-from sandkasten.runtime.quotas import KeyShares
+from sandkasten.model import SESSION_ID, WORKSPACE_ID, errors
+from sandkasten.model.errors import InvalidRequest
+from sandkasten.model.keys import NOBODY
 from sandkasten.supervisor import Supervisor
 
 log = logging.getLogger(__name__)

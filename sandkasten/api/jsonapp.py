@@ -13,12 +13,12 @@ from quart import Response, request
 from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
-from sandkasten import errors
 from sandkasten.api.http.access import admit
 from sandkasten.api.http.errors import Answer, error_answer
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.routes import JSON_ROUTES, JsonRoute
-from sandkasten.errors import SandkastenError
+from sandkasten.model import errors
+from sandkasten.model.errors import SandkastenError
 
 EXCHANGE_KEY = "sandkasten.exchange"
 

@@ -54,7 +54,7 @@ from sandkasten.api.resources.schemas import (
     WriteRequest,
 )
 from sandkasten.api.resources.upload import upload
-from sandkasten.stats import SessionStats
+from sandkasten.model import SessionStats
 
 _EVENTS = "text/event-stream"
 _SEGMENT = re.compile(r"\{(\w+)\}")

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
-from sandkasten.lifetime import EndReason
 from sandkasten.model import Cause, EventType, ExecKind, ExecState, Status
+from sandkasten.model.session import EndReason
 
 Schema = dict[str, Any]  # JSON values
 

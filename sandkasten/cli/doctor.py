@@ -14,15 +14,15 @@ from collections.abc import Sequence
 
 import attrs
 
+from sandkasten.cli.common import printable
 from sandkasten.cli.main import Stop, load
 from sandkasten.cli.notices import image_notices
-from sandkasten.cli.printable import printable
 from sandkasten.cli.remains import Remains, as_json, find_remains, lines_of
 from sandkasten.config import Config
-from sandkasten.machine import Check, Machine, Protection, State, Verdict
-from sandkasten.runtime import precheck
-from sandkasten.runtime.look import CantLook
-from sandkasten.runtime.protections import Situation, lacking, protections, with_needs
+from sandkasten.host import precheck
+from sandkasten.host.leftovers import CantLook
+from sandkasten.host.protections import Situation, lacking, protections, with_needs
+from sandkasten.model.node import Check, Machine, Protection, State, Verdict
 
 _MARKS = {
     Verdict.WORKS: "ok",

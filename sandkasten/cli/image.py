@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 
+from sandkasten.cli.common import printable_line
 from sandkasten.cli.key import make_data_dir
 from sandkasten.cli.main import Stop, load, require_root
-from sandkasten.cli.printable import printable_line
 from sandkasten.crash import Crash
-from sandkasten.errors import SandkastenError
-from sandkasten.images.archive import import_tar
 from sandkasten.images.catalog import Catalog
+from sandkasten.images.importing import import_tar
+from sandkasten.model.errors import SandkastenError
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from sandkasten.cli.key import make_data_dir, with_key
 from sandkasten.cli.main import Stop, load, require_root
 from sandkasten.config import Config
-from sandkasten.errors import SandkastenError
+from sandkasten.model.errors import SandkastenError
 
 _TEXT = """\
 # sandkasten's configuration; docs/configuration.md has every key. SANDKASTEN_<KEY> overrides each one.

@@ -10,7 +10,7 @@ import attrs
 
 from sandkasten.cli.main import Stop
 from sandkasten.config import Config
-from sandkasten.runtime import data_dir
+from sandkasten.host import data_dir
 
 _BYTES = 32
 

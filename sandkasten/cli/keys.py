@@ -16,11 +16,11 @@ from typing import Any
 
 import attrs
 
+from sandkasten.admission.keys import MAX_KEYS, KeyFileError, locked_for_change, read_keys, write_keys
 from sandkasten.cli.key import make_data_dir
 from sandkasten.cli.main import Stop, load
-from sandkasten.keys import KEY_ID, KEY_NAME, Access, ApiKey, Label, Quota, digest_of, make_token
-from sandkasten.runtime.keyfile import MAX_KEYS, KeyFileError, locked_for_change, read_keys, write_keys
-from sandkasten.runtime.paths import DataPaths
+from sandkasten.host.paths import DataPaths
+from sandkasten.model.keys import KEY_ID, KEY_NAME, Access, ApiKey, Label, Quota, digest_of, make_token
 
 _SPAN = re.compile(r"([1-9]\d{0,5})([smhdw])\Z")
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}

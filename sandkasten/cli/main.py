@@ -45,7 +45,7 @@ class _PrintVersion(argparse.Action):
 def load(arguments: argparse.Namespace) -> Config:
     """Read the configuration with what the command line says on top."""
     from sandkasten.config import ConfigError
-    from sandkasten.configfile import find_file, load_config
+    from sandkasten.config.files import find_file, load_config
 
     given = vars(arguments)
     overrides = {key: given.get(key) for key in ("data_dir", "listen")}

@@ -19,17 +19,17 @@ import trio
 
 from nsinit.wire.protocol import SeccompProfile
 from sandkasten import app, log
+from sandkasten.actors.node.reconcile import SESSION, Leftover
+from sandkasten.cli.common import printable
 from sandkasten.cli.main import Stop, require_root
-from sandkasten.cli.printable import printable
 from sandkasten.cli.privilege import Means, means
 from sandkasten.cli.remains import Remains, as_json, describe, find_remains
 from sandkasten.cli.serve import explain, look_at_machine
 from sandkasten.config import Config, ConfigError
-from sandkasten.machine import Machine
-from sandkasten.reconcile import SESSION, Leftover
-from sandkasten.runtime.data_dir import locked
-from sandkasten.runtime.look import CantLook, Sight, move_to
-from sandkasten.runtime.seccomp import load_filters
+from sandkasten.config.seccomp import load_filters
+from sandkasten.host.data_dir import locked
+from sandkasten.host.leftovers import CantLook, Sight, move_to
+from sandkasten.model.node import Machine
 
 _SWEEPS = 2
 """What is seen twice is removed; the start counts as a look."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from sandkasten.config import Config
 from sandkasten.images.catalog import Catalog
-from sandkasten.machine import Protection, State
+from sandkasten.model.node import Protection, State
 
 
 def protection_notices(found: Sequence[Protection]) -> list[str]:

@@ -21,12 +21,12 @@ from sandkasten.cli.key import make_data_dir
 from sandkasten.cli.main import Stop, load, require_root
 from sandkasten.cli.privilege import account_of, set_up
 from sandkasten.config import ConfigError
-from sandkasten.errors import SandkastenError
-from sandkasten.runtime import precheck
-from sandkasten.runtime.account import Account
-from sandkasten.runtime.machine_file import write_machine
-from sandkasten.runtime.notify import open_notifier
-from sandkasten.runtime.paths import DataPaths
+from sandkasten.host import precheck
+from sandkasten.host.account import Account
+from sandkasten.host.machine_file import write_machine
+from sandkasten.host.notify import open_notifier
+from sandkasten.host.paths import DataPaths
+from sandkasten.model.errors import SandkastenError
 
 _HIGH_FD = 64
 

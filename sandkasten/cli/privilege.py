@@ -23,12 +23,12 @@ from sandkasten import app
 from sandkasten.api.http.held import Held, hold
 from sandkasten.cli.main import Stop
 from sandkasten.config import Config, ConfigError
+from sandkasten.host.account import Account, find_account
+from sandkasten.host.data_dir import hand_over
+from sandkasten.host.paths import DataPaths
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.sharing import share_store
-from sandkasten.runtime.account import Account, find_account
-from sandkasten.runtime.data_dir import hand_over
-from sandkasten.runtime.nsinit_process import Keeper, StartNsinit, connect_to, open_keeper, start_as_child
-from sandkasten.runtime.paths import DataPaths
+from sandkasten.links.nsinit_process import Keeper, StartNsinit, connect_to, open_keeper, start_as_child
 
 log = logging.getLogger(__name__)
 

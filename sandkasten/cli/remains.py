@@ -13,9 +13,7 @@ from typing import Any
 
 import attrs
 
-from sandkasten.config import Config
-from sandkasten.model import Session
-from sandkasten.reconcile import (
+from sandkasten.actors.node.reconcile import (
     PLACE_MOUNT,
     SESSION,
     TRASH,
@@ -26,10 +24,12 @@ from sandkasten.reconcile import (
     as_leftovers,
     plan_reconciliation,
 )
-from sandkasten.runtime.boot import read_boot_id
-from sandkasten.runtime.look import CantLook, Sight, has_daemon, look
-from sandkasten.runtime.paths import DataPaths
-from sandkasten.runtime.spool_files import SpoolFile, is_segment, list_spool
+from sandkasten.config import Config
+from sandkasten.host.boot import read_boot_id
+from sandkasten.host.leftovers import CantLook, Sight, has_daemon, look
+from sandkasten.host.paths import DataPaths
+from sandkasten.model import Session
+from sandkasten.output.spool_files import SpoolFile, is_segment, list_spool
 from sandkasten.store import sessions as session_store
 from sandkasten.store.database import DatabaseTooNew
 from sandkasten.store.sessions import SessionRecord

@@ -13,9 +13,9 @@ import trio
 from sandkasten.cli.main import Stop, load, require_root
 from sandkasten.cli.serve import explain
 from sandkasten.config import Config
-from sandkasten.configfile import find_file
+from sandkasten.config.files import find_file
+from sandkasten.security.attacks.field import USERS
 from sandkasten.security.campaign import Result, attack
-from sandkasten.security.field import USERS
 from sandkasten.security.posture.check import find_weaknesses
 from sandkasten.security.posture.finding import Finding, Severity
 from sandkasten.security.report import HEADER, finding_json, finding_lines, result_json, result_line, summary

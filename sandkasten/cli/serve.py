@@ -32,14 +32,14 @@ from sandkasten.cli.main import Stop, load, require_root
 from sandkasten.cli.notices import image_notices, protection_notices
 from sandkasten.cli.privilege import Means, means
 from sandkasten.config import Config, ConfigError
-from sandkasten.errors import SandkastenError, ZygoteLost
-from sandkasten.machine import Machine, System
-from sandkasten.runtime import precheck
-from sandkasten.runtime.data_dir import locked
-from sandkasten.runtime.machine_file import read_machine
-from sandkasten.runtime.notify import Notifier, open_notifier
-from sandkasten.runtime.paths import DataPaths
-from sandkasten.runtime.seccomp import load_filters
+from sandkasten.config.seccomp import load_filters
+from sandkasten.host import precheck
+from sandkasten.host.data_dir import locked
+from sandkasten.host.machine_file import read_machine
+from sandkasten.host.notify import Notifier, open_notifier
+from sandkasten.host.paths import DataPaths
+from sandkasten.model.errors import SandkastenError, ZygoteLost
+from sandkasten.model.node import Machine, System
 
 logger = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ from typing import Literal
 
 import attrs
 
-from sandkasten.errors import InvalidImage
 from sandkasten.images import rootfs
 from sandkasten.images.removal import remove_tree
 from sandkasten.images.sharing import META, share_image
 from sandkasten.model import IMAGE_NAME
+from sandkasten.model.errors import InvalidImage
 
 HOST = "host"
 _RETIRED = ".retired"

@@ -19,9 +19,9 @@ import os
 import stat
 from pathlib import Path
 
-from sandkasten.errors import InvalidImage
 from sandkasten.images import rootfs
 from sandkasten.images.catalog import HOST, Catalog, Image, now
+from sandkasten.model.errors import InvalidImage
 
 RECIPE = 2
 """Raise it when the outcome of this module changes."""

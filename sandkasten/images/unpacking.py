@@ -17,7 +17,7 @@ from pathlib import Path
 
 from nsinit.spawn import spawn_nsinit
 from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, REQUESTS, Failed, ProtocolError, Unpacked, UnpackImage
-from sandkasten.errors import InvalidImage, ZygoteLost
+from sandkasten.model.errors import InvalidImage, ZygoteLost
 
 _END_S = 10.0
 _PIECE_BYTES = 65536

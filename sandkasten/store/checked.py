@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping
 
 import attrs
 
-from sandkasten.keys import MAKER_ID
-from sandkasten.lifecycle import Event
 from sandkasten.model import IMAGE_NAME, SESSION_ID, WORKSPACE_ID, EndReason, Limits, Pause, SessionOptions, Status
+from sandkasten.model.keys import MAKER_ID
+from sandkasten.model.lifecycle import Event
 
 log = logging.getLogger(__name__)
 

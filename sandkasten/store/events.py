@@ -1,6 +1,6 @@
 """SQL for the journal of events: append, read on from a cursor, purge the oldest. Synchronous, over an open connection.
 
-Cursors are made elsewhere (`runtime/journal.py`); here they are text whose order is that of the events. The *floor* is
+Cursors are made elsewhere (`journal/ring.py`); here they are text whose order is that of the events. The *floor* is
 the newest cursor behind which everything is still kept; it only ever rises.
 """
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import attrs
 
-from sandkasten.listing import LabelSelector, Place, SessionQuery, place_of
 from sandkasten.model import Status
+from sandkasten.model.listing import LabelSelector, Place, SessionQuery, place_of
 from sandkasten.store.sessions import SessionRecord, select_sessions
 
 MAX_LOOKED_AT = 5000

@@ -14,8 +14,8 @@ from typing import Any
 
 import attrs
 
-from sandkasten.lifecycle import LIVE, Event
 from sandkasten.model import FOREVER_S, EndReason, Limits, Pause, Session, SessionOptions, Status
+from sandkasten.model.lifecycle import LIVE, Event
 from sandkasten.store.checked import check_session, count_of, set_aside
 
 

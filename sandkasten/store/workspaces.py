@@ -14,9 +14,9 @@ from datetime import UTC, datetime
 
 import attrs
 
-from sandkasten.lifecycle import LIVE
 from sandkasten.model import WORKSPACE_ID
-from sandkasten.workspaces import Within, WorkspacePatch, WorkspaceQuota, is_within
+from sandkasten.model.lifecycle import LIVE
+from sandkasten.model.workspace import Within, WorkspacePatch, WorkspaceQuota, is_within
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ import trio
 from sandkasten.actors.core import Ask, R, Ref
 from sandkasten.actors.services.events import EventReader, Events, Flush, open_reader
 from sandkasten.actors.services.store import Store
+from sandkasten.journal.ring import Journal
 from sandkasten.model import Event, EventType
-from sandkasten.runtime.journal import Journal
 from tests.waiting import PATIENCE_S
 
 A, B = "a" * 24, "b" * 24

@@ -24,9 +24,9 @@ from sandkasten.actors.services.store import (
     ReadEvents,
     Store,
 )
-from sandkasten.lifecycle import Event
-from sandkasten.listing import LabelSelector, SessionQuery
 from sandkasten.model import FOREVER_S, EndReason, Limits, Pause, SessionOptions, Status
+from sandkasten.model.lifecycle import Event
+from sandkasten.model.listing import LabelSelector, SessionQuery
 from sandkasten.store.checked import _CHECKS, KEPT_ROWS
 from sandkasten.store.database import open_database
 from sandkasten.store.sessions import KernelIdentity, SessionRecord

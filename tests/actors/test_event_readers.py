@@ -11,9 +11,9 @@ import trio.testing
 
 from sandkasten.actors.services.events import EventReader
 from sandkasten.actors.services.store import PurgeEvents
-from sandkasten.errors import Capacity, CursorGone, InvalidRequest, ShuttingDown, StoreFailed
+from sandkasten.journal.ring import MAX_READERS, OLDEST
 from sandkasten.model import Event
-from sandkasten.runtime.journal import MAX_READERS, OLDEST
+from sandkasten.model.errors import Capacity, CursorGone, InvalidRequest, ShuttingDown, StoreFailed
 from tests.actors.event_node import A, B, EventNode, ports, running_node, take
 from tests.waiting import PATIENCE_S
 

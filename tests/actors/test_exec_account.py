@@ -15,11 +15,11 @@ from sandkasten.actors.runs.accounting import Account, Accounts
 from sandkasten.actors.runs.groups import Groups
 from sandkasten.actors.runs.run import Run
 from sandkasten.actors.runs.shells import Shell
+from sandkasten.counters.cgroup import CgroupStats
 from sandkasten.model import DEFAULT_SHELL, Cause, ExecEnd, ExecSpec
-from sandkasten.runtime.cgroup_stats import CgroupStats
-from sandkasten.runtime.spool_ledger import Account as SpoolAccount
-from sandkasten.runtime.spool_ledger import Ledger
-from sandkasten.runtime.spool_log import OutputLog
+from sandkasten.output.spool_ledger import Account as SpoolAccount
+from sandkasten.output.spool_ledger import Ledger
+from sandkasten.output.spool_log import OutputLog
 
 SESSION = "s" * 24
 

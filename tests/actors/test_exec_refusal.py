@@ -6,7 +6,7 @@ import pytest
 
 from runner.wire.protocol import Error, ErrorCode
 from sandkasten.actors.runs.driver import refusal
-from sandkasten.errors import InvalidRequest, SandboxError, ShellFailed
+from sandkasten.model.errors import InvalidRequest, SandboxError, ShellFailed
 
 
 def test_a_directory_that_can_not_be_entered_is_named() -> None:

@@ -11,8 +11,8 @@ import trio
 import trio.testing
 
 from sandkasten.actors.node.heartbeat import keep_beating
-from sandkasten.model import Readiness
-from sandkasten.runtime.notify import Notifier, open_notifier
+from sandkasten.host.notify import Notifier, open_notifier
+from sandkasten.model.node import Readiness
 from tests.fakes.supervisor import FakeSupervisor
 
 

@@ -14,9 +14,9 @@ from sandkasten.actors.core import Ref
 from sandkasten.actors.node.idempotency import IdempotentCreates
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.store import Put, Store
-from sandkasten.errors import Conflict, SessionExpired
+from sandkasten.admission.plan import spec_digest
 from sandkasten.model import Session, SessionSpec, Status
-from sandkasten.runtime.plan import spec_digest
+from sandkasten.model.errors import Conflict, SessionExpired
 from sandkasten.store.sessions import SessionRecord
 from tests.strategies import make_record
 from tests.waiting import PATIENCE_S

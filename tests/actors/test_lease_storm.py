@@ -17,12 +17,12 @@ from sandkasten.actors.node.sessions import CONCURRENT_EXPIRIES
 from sandkasten.actors.supervision import ChildSupervisor
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
+from sandkasten.host.boot import read_boot_id
+from sandkasten.host.data_dir import make_data_dir
 from sandkasten.images.catalog import Catalog
-from sandkasten.listing import SessionQuery
-from sandkasten.machine import Machine
 from sandkasten.model import EndReason, EventType, Status
-from sandkasten.runtime.boot import read_boot_id
-from sandkasten.runtime.data_dir import make_data_dir
+from sandkasten.model.listing import SessionQuery
+from sandkasten.model.node import Machine
 from sandkasten.store.database import open_database
 from sandkasten.store.sessions import KernelIdentity, put_session
 from tests.fakes.nsinit import FakeNsinit, identities_of

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandkasten.actors.node.listing import merge
-from sandkasten.lifecycle import ENDED, LIVE
-from sandkasten.listing import LabelSelector, SessionPage, SessionQuery, page_of, parse_cursor, place_of
 from sandkasten.model import Session, Status
+from sandkasten.model.lifecycle import ENDED, LIVE
+from sandkasten.model.listing import LabelSelector, SessionPage, SessionQuery, page_of, parse_cursor, place_of
 from sandkasten.store import listing as sql
 from sandkasten.store.database import open_database
 from sandkasten.store.sessions import put_session

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sandkasten.lifecycle import ENDED
 from sandkasten.model import FOREVER_S, EndReason, Session
+from sandkasten.model.lifecycle import ENDED
 from sandkasten.store.database import open_database
 from sandkasten.store.sessions import find_by_key, get_session, live_sessions
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from sandkasten.actors.runs.run import Run
 from sandkasten.actors.runs.run_facts import facts_of, text_bytes
 from sandkasten.model import Cause, ExecEnd, ExecSpec, Usage
-from sandkasten.runtime.run_records import facts_to_json
-from sandkasten.runtime.spool import RunLogs, Spool
+from sandkasten.output.run_records import facts_to_json
+from sandkasten.output.spool import RunLogs, Spool
 
 RUNS = 500
 USAGE = Usage(1000, 2000, 3000)

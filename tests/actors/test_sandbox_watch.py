@@ -14,8 +14,8 @@ from nsinit.wire.protocol import Identity, Victim
 from sandkasten.actors.core import Actor, Ref
 from sandkasten.actors.services.nsinit_messages import FindKills, Sandbox
 from sandkasten.actors.session.watch import SandboxWatch
-from sandkasten.runtime.cgroup_stats import CgroupStats
-from sandkasten.runtime.fds import OwnedFd
+from sandkasten.counters.cgroup import CgroupStats
+from sandkasten.links.fds import OwnedFd
 
 ID = "a" * 24
 

@@ -10,7 +10,7 @@ import trio
 import trio.testing
 
 from sandkasten.model import Stream
-from sandkasten.runtime.spool import OutputLog, RunLogs, Spool
+from sandkasten.output.spool import OutputLog, RunLogs, Spool
 
 
 @asynccontextmanager

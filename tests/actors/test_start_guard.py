@@ -7,8 +7,8 @@ import pytest
 
 from sandkasten.app import _guard
 from sandkasten.config import Config, ConfigError, Isolation
-from sandkasten.machine import Protection, State, System
-from sandkasten.runtime.protections import lacking
+from sandkasten.host.protections import lacking
+from sandkasten.model.node import Protection, State, System
 from tests.fakes.supervisor import FakeSupervisor
 
 CONFIG = Config(isolation=Isolation(required=("disk",)))

@@ -13,10 +13,10 @@ import trio
 from sandkasten.actors.core import MAILBOX_MESSAGES, Ref
 from sandkasten.actors.node.recovery import BATCH, forget_ended
 from sandkasten.actors.services.store import FindByKey, FindSessions, ForgetEnded, Get, LiveSessions, Put, Store
-from sandkasten.errors import StoreFailed
-from sandkasten.lifecycle import Event
-from sandkasten.listing import SessionQuery
 from sandkasten.model import EndReason, Status
+from sandkasten.model.errors import StoreFailed
+from sandkasten.model.lifecycle import Event
+from sandkasten.model.listing import SessionQuery
 from sandkasten.store.database import DatabaseTooNew, open_database
 from sandkasten.store.sessions import Clocked, KernelIdentity, SessionRecord, live_sessions
 from tests.strategies import make_record

@@ -11,7 +11,7 @@ import trio
 
 from sandkasten.actors.core import MAILBOX_MESSAGES, Ref, Reply
 from sandkasten.actors.services.store import LiveSessions, Ping, Put, Store, StoreBroken
-from sandkasten.errors import ActorGone, StoreFailed, StoreFull
+from sandkasten.model.errors import ActorGone, StoreFailed, StoreFull
 from sandkasten.store.database import open_database
 from sandkasten.store.sessions import SessionRecord
 from tests.strategies import make_record

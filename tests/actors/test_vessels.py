@@ -13,11 +13,11 @@ from sandkasten.actors.core import Actor, Ref
 from sandkasten.actors.node.pool import Furnishing, Vessels
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.nsinit_messages import Furnish, Prepare
+from sandkasten.admission.plan import resolve
 from sandkasten.config import Config
-from sandkasten.errors import BuildFailed
 from sandkasten.images.catalog import Image
 from sandkasten.model import Limits, SessionSpec
-from sandkasten.runtime.plan import resolve
+from sandkasten.model.errors import BuildFailed
 
 IMAGE = Image("python", "rootfs", "2026-01-02T03:04:05Z", "tests")
 

@@ -13,8 +13,8 @@ from nsinit.wire import protocol
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services.nsinit import Zygote
 from sandkasten.actors.unwrap import unwrap
-from sandkasten.errors import BuildFailed
-from sandkasten.runtime.nsinit_process import NsinitProcess
+from sandkasten.links.nsinit_process import NsinitProcess
+from sandkasten.model.errors import BuildFailed
 
 
 async def test_why_it_refused_is_not_lost_with_it(tmp_path: Path) -> None:

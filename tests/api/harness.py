@@ -13,12 +13,12 @@ import attrs
 import httpx
 import trio
 
+from sandkasten.admission.keyring import KeyRing
+from sandkasten.admission.quotas import KeyShares
 from sandkasten.api.app import make_app
 from sandkasten.api.http.guard import App
 from sandkasten.api.http.server import serve
 from sandkasten.api.http.settings import ApiSettings
-from sandkasten.runtime.keyring import KeyRing
-from sandkasten.runtime.quotas import KeyShares
 from tests.fakes.supervisor import FakeSupervisor
 
 KEY = "sk-test-key"

@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from sandkasten.keys import Access, ApiKey, Label, digest_of, make_token
+from sandkasten.model.keys import Access, ApiKey, Label, digest_of, make_token
 
 TEAM = Label("team", "a")
 

@@ -9,8 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from sandkasten import errors
-from sandkasten.model import ExecState, OnDisconnect, Stream
+from sandkasten.model import ExecState, OnDisconnect, Stream, errors
 from tests.api.harness import PATIENCE_S, Running, read_until, request_bytes, running_front
 from tests.api.test_exec import make_session
 from tests.api.test_stream import Event, EventReader, text_of

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sandkasten.workspaces import WorkspaceSpec
+from sandkasten.model.workspace import WorkspaceSpec
 from tests.api.harness import Running, running_front
 from tests.api.keys import ADMIN, CONFINED, CONFINED_READ, ISSUED
 from tests.api.test_access import ABOUT_WORKSPACES, Request, all_requests

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from sandkasten.journal.fields import MAX_DATA_BYTES
+from sandkasten.journal.ring import MAX_READERS
 from sandkasten.model import EventType
-from sandkasten.runtime.event_data import MAX_DATA_BYTES
-from sandkasten.runtime.journal import MAX_READERS
 from tests.api.event_front import Blocks, running_front
 from tests.api.harness import read_until, request_bytes
 from tests.waiting import until

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import trio
 
+from sandkasten.admission.keyring import KeyRing
+from sandkasten.admission.quotas import KeyShares
 from sandkasten.api.http.connection import ClientGone
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.guard import Message
 from sandkasten.api.http.measured import FrontMetrics
 from sandkasten.api.http.zstandard import Zstandard
-from sandkasten.errors import DiskFull
-from sandkasten.runtime.keyring import KeyRing
-from sandkasten.runtime.quotas import KeyShares
+from sandkasten.model.errors import DiskFull
 from tests.api.harness import make_settings
 from tests.fakes.supervisor import FakeSupervisor
 

@@ -8,8 +8,7 @@ from typing import Any
 import httpx
 import trio
 
-from sandkasten import errors
-from sandkasten.model import Cause, Stream
+from sandkasten.model import Cause, Stream, errors
 from tests.api.harness import PATIENCE_S, Running, read_to_end, request_bytes, running_front
 from tests.fakes.supervisor import Script
 

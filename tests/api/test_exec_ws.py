@@ -10,11 +10,10 @@ import pytest
 import trio
 import trio.testing
 
-from sandkasten import errors
 from sandkasten.api.websocket import outbox
 from sandkasten.api.websocket.exec import MAX_WAITING
 from sandkasten.api.websocket.exec_messages import MAX_CHANNELS, STDIN_CREDIT_BYTES
-from sandkasten.model import Cause, Stream
+from sandkasten.model import Cause, Stream, errors
 from tests.api.harness import PATIENCE_S, read_until, running_front
 from tests.api.ws_client import (
     Chunk,

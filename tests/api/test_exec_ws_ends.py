@@ -8,10 +8,9 @@ import pytest
 import trio
 import trio.testing
 
-from sandkasten import errors
 from sandkasten.api.websocket import exec
 from sandkasten.api.websocket.exec_messages import HEADER, MORE
-from sandkasten.model import ExecKind, ProcessSpec, Status, Stream
+from sandkasten.model import ExecKind, ProcessSpec, Status, Stream, errors
 from tests.api.harness import PATIENCE_S, running_front
 from tests.api.ws_client import (
     Chunk,

@@ -9,11 +9,11 @@ import httpx
 import trio
 
 from sandkasten.actors.supervision import ChildSpec, ChildSupervisor
+from sandkasten.admission.keyring import KeyRing
+from sandkasten.admission.quotas import KeyShares
 from sandkasten.api.app import make_app
 from sandkasten.api.http.held import hold
 from sandkasten.api.http.server import serve
-from sandkasten.runtime.keyring import KeyRing
-from sandkasten.runtime.quotas import KeyShares
 from tests.api.harness import KEY, make_settings
 from tests.fakes.supervisor import FakeSupervisor
 from tests.waiting import until

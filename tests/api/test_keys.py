@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from sandkasten.api.routes import SESSIONS
-from sandkasten.errors import QuotaExceeded
-from sandkasten.keys import Access, Quota
+from sandkasten.model.errors import QuotaExceeded
+from sandkasten.model.keys import Access, Quota
 from tests.api.harness import running_front
 from tests.api.keys import ADMIN, CONFINED, issue
 from tests.api.ws_client import talk

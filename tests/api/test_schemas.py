@@ -21,9 +21,17 @@ from sandkasten.api.resources.schemas import (
     parse,
 )
 from sandkasten.config import Defaults
-from sandkasten.errors import InvalidImage, InvalidRequest, TooLarge
-from sandkasten.filerules import FileRules
-from sandkasten.model import FOREVER_S, LIMIT_BOUNDS, ExecSpec, Limits, SessionPatch, SessionSpec, TerminalSize
+from sandkasten.model import (
+    FOREVER_S,
+    LIMIT_BOUNDS,
+    ExecSpec,
+    FileRules,
+    Limits,
+    SessionPatch,
+    SessionSpec,
+    TerminalSize,
+)
+from sandkasten.model.errors import InvalidImage, InvalidRequest, TooLarge
 
 CLASSES: tuple[type[Any], ...] = (
     CreateRequest,

@@ -13,8 +13,7 @@ import pytest
 import trio
 import trio.testing
 
-from sandkasten import errors
-from sandkasten.model import Cause, Stream
+from sandkasten.model import Cause, Stream, errors
 from tests.api.harness import PATIENCE_S, Running, read_until, request_bytes, running_front
 from tests.api.test_exec import make_session
 from tests.fakes.supervisor import Script

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sandkasten.machine import PROTECTIONS
 from sandkasten.model import SessionSpec
+from sandkasten.model.node import PROTECTIONS
 from tests.api.harness import running_front
 
 

@@ -6,8 +6,7 @@ import pytest
 import trio
 import trio.testing
 
-from sandkasten import errors
-from sandkasten.model import ShellSpec, Stream
+from sandkasten.model import ShellSpec, Stream, errors
 from tests.api.harness import read_until, running_front
 from tests.api.terminal_screen import screen, terminal
 from tests.api.ws_client import client_frame, handshake, make_session

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from backports.zstd import ZstdCompressor, compress, decompress
 
-from sandkasten.workspaces import WorkspaceSpec
+from sandkasten.model.workspace import WorkspaceSpec
 from tests.api.harness import Running, running_front
 from tests.fakes.workspaces import MemoryUnpacking
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import orjson
 import pytest
 
-from sandkasten import errors
 from sandkasten.api.http.errors import INTERNAL_CODE, STATUS, error_answer
-from sandkasten.errors import SandkastenError
+from sandkasten.model import errors
+from sandkasten.model.errors import SandkastenError
 
 PUBLISHED = {
     "INVALID_REQUEST": 400,

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from sandkasten.journal.fields import EVENT_FIELDS, MAX_DATA_BYTES
+from sandkasten.journal.ring import MAX_READERS, MEMORY_EVENTS
 from sandkasten.model import EventType
-from sandkasten.runtime.event_data import EVENT_FIELDS, MAX_DATA_BYTES
-from sandkasten.runtime.journal import MAX_READERS, MEMORY_EVENTS
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/events.md").read_text()

@@ -14,10 +14,8 @@ import attrs
 import pytest
 import trio
 
-from sandkasten import errors
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, Server
-from sandkasten.machine import PROTECTIONS, Need
 from sandkasten.model import (
     Cause,
     ExecKind,
@@ -31,7 +29,9 @@ from sandkasten.model import (
     Stream,
     TerminalSize,
     WaitFor,
+    errors,
 )
+from sandkasten.model.node import PROTECTIONS, Need
 from sandkasten.supervisor import Supervisor
 from tests.fakes.supervisor import FakeSupervisor, Script
 from tests.waiting import PATIENCE_S, until

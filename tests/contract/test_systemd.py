@@ -13,7 +13,7 @@ import pytest
 from nsinit.kernel import constants
 from nsinit.kernel.capabilities import START_CAPABILITIES
 from sandkasten.config import DEFAULT_DATA_DIR
-from sandkasten.runtime.account import NAME
+from sandkasten.host.account import NAME
 
 UNITS = Path(__file__).resolve().parents[2] / "config/systemd"
 PREFIX = "/opt/sandkasten/.venv/bin"

@@ -34,11 +34,11 @@ from nsinit.sandbox.crash_points import all_points
 from sandkasten import app, log
 from sandkasten.api import app as _front  # noqa: F401 - imported before the fork
 from sandkasten.config import Config, FaultTesting, Server
+from sandkasten.config.seccomp import load_filters
 from sandkasten.crash import Point
-from sandkasten.machine import Machine
-from sandkasten.runtime import precheck
-from sandkasten.runtime.data_dir import locked
-from sandkasten.runtime.seccomp import load_filters
+from sandkasten.host import precheck
+from sandkasten.host.data_dir import locked
+from sandkasten.model.node import Machine
 from tests.e2e.crashwalk_workspaces import CHECK, EXPECTED, KEPT, PREFIXES, WorkspaceTour
 from tests.e2e.daemon import KEY, SCRIPT
 from tests.ground import Ground

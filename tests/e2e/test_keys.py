@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from sandkasten.runtime.paths import DataPaths
+from sandkasten.host.paths import DataPaths
 from tests.e2e.daemon import SCRIPT, Daemon, running_daemon
 
 REVOKED_WITHIN_S = 2.0

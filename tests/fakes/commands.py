@@ -10,8 +10,6 @@ from contextlib import asynccontextmanager
 import attrs
 import trio
 
-from sandkasten import errors
-from sandkasten.execids import is_made
 from sandkasten.model import (
     DEFAULT_SHELL,
     EventType,
@@ -31,7 +29,9 @@ from sandkasten.model import (
     TerminalSpec,
     Waited,
     WaitFor,
+    errors,
 )
+from sandkasten.model.run import is_made
 from tests.fakes.readers import Reader, Viewer
 from tests.fakes.runs import KEPT_BYTES, Run, Script, wait_any
 from tests.fakes.sessions import FakeSessions

@@ -15,9 +15,9 @@ import trio
 
 from nsinit.wire import protocol
 from runner.wire import protocol as runner_protocol
-from sandkasten.runtime.fds import OwnedFd
-from sandkasten.runtime.nsinit_process import NsinitProcess
-from sandkasten.runtime.paths import RUNNER_SOCKET, DataPaths
+from sandkasten.host.paths import RUNNER_SOCKET, DataPaths
+from sandkasten.links.fds import OwnedFd
+from sandkasten.links.nsinit_process import NsinitProcess
 
 TEARDOWN_S = 0.005
 _SCAN = 64

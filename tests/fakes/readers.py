@@ -6,8 +6,7 @@ from types import TracebackType
 
 import trio
 
-from sandkasten import errors
-from sandkasten.model import ExecEnd, ExecInfo, Output, TerminalSize
+from sandkasten.model import ExecEnd, ExecInfo, Output, TerminalSize, errors
 from tests.fakes.runs import Run
 
 

@@ -14,8 +14,7 @@ from typing import Protocol
 import attrs
 import trio
 
-from sandkasten import errors, logcontext
-from sandkasten.execids import make_exec_id
+from sandkasten import logcontext
 from sandkasten.model import (
     Cause,
     ExecEnd,
@@ -29,7 +28,9 @@ from sandkasten.model import (
     Stream,
     TerminalSize,
     Usage,
+    errors,
 )
+from sandkasten.model.run import make_exec_id
 
 PIECE_BYTES = 64 * 1024
 KEPT_BYTES = 1024 * 1024

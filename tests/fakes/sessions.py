@@ -11,14 +11,11 @@ from datetime import UTC, datetime, timedelta
 import attrs
 import trio
 
-from sandkasten import errors
 from sandkasten.actors.node_view import defaults_in_force, limits_in_force
 from sandkasten.config import Config
-from sandkasten.diagnosis import Diagnosis, Part, Unavailable
-from sandkasten.lifecycle import LIVE, ended_error
-from sandkasten.listing import SessionPage, SessionQuery, page_of
-from sandkasten.machine import Amounts, Machine, NodeCapacity, NodeInfo, System
-from sandkasten.measures import Family
+from sandkasten.counters.node import committed
+from sandkasten.host.checks import works
+from sandkasten.host.protections import Situation, protections
 from sandkasten.model import (
     FOREVER_S,
     STATEFUL,
@@ -29,7 +26,6 @@ from sandkasten.model import (
     Pause,
     PauseSpec,
     Pressure,
-    Readiness,
     Session,
     SessionOptions,
     SessionPatch,
@@ -37,10 +33,22 @@ from sandkasten.model import (
     SessionStats,
     Stall,
     Status,
+    errors,
 )
-from sandkasten.runtime.capacity import committed
-from sandkasten.runtime.checks import works
-from sandkasten.runtime.protections import Situation, protections
+from sandkasten.model.lifecycle import LIVE, ended_error
+from sandkasten.model.listing import SessionPage, SessionQuery, page_of
+from sandkasten.model.measures import Family
+from sandkasten.model.node import (
+    Amounts,
+    Diagnosis,
+    Machine,
+    NodeCapacity,
+    NodeInfo,
+    Part,
+    Readiness,
+    System,
+    Unavailable,
+)
 
 DEFAULT_TTL_S = 1800.0
 

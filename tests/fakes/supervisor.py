@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 
 import trio
 
-from sandkasten import errors
-from sandkasten.model import FileHead
+from sandkasten.model import errors
+from sandkasten.model.workspace import FileHead
 from sandkasten.supervisor import Supervisor
 from tests.fakes.commands import FakeRuns
 from tests.fakes.runs import Run, Script

@@ -10,10 +10,10 @@ from datetime import UTC, datetime
 import attrs
 import trio
 
-from sandkasten import errors
-from sandkasten.model import WORKSPACE_ID, FileHead
-from sandkasten.workspaces import (
+from sandkasten.model import WORKSPACE_ID, errors
+from sandkasten.model.workspace import (
     EVERYWHERE,
+    FileHead,
     FileInfo,
     FileListing,
     Packed,

@@ -23,6 +23,7 @@ from runner.wire.protocol import (
     FrameDecoder,
     Kind,
 )
+from sandkasten.admission.keyring import KeyRing
 from sandkasten.api.http.auth import Gate
 from sandkasten.api.http.errors import error_answer
 from sandkasten.api.http.exchange import parse_query
@@ -33,10 +34,9 @@ from sandkasten.api.resources import runschemas, schemas
 from sandkasten.api.resources.upload import safe_name
 from sandkasten.api.websocket import exec_messages, terminal_messages
 from sandkasten.api.websocket.fields import Refused
-from sandkasten.errors import InvalidRequest, PermissionDenied, RunnerProtocolError, SandkastenError, Unauthorized
+from sandkasten.links.runner import decode_answer
 from sandkasten.model import Limits
-from sandkasten.runtime.keyring import KeyRing
-from sandkasten.runtime.runner_link import decode_answer
+from sandkasten.model.errors import InvalidRequest, PermissionDenied, RunnerProtocolError, SandkastenError, Unauthorized
 from tests.fuzz import grammar
 from tests.fuzz.grammar import Choices
 

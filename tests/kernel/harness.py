@@ -50,7 +50,7 @@ from nsinit.wire.protocol import (
 from runner.wire import protocol as runner_protocol
 from runner.wire.protocol import Exec, ExecReply, FrameDecoder, HelloReply, Kind, Setup, encode_frame
 from sandkasten import model
-from sandkasten.runtime.cgroup_stats import CgroupStats
+from sandkasten.counters.cgroup import CgroupStats
 from tests.leaks import descendants
 from tests.waiting import SLOWNESS
 

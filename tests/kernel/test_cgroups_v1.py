@@ -20,7 +20,7 @@ from nsinit.cgroup.tree import REQUIRED
 from nsinit.kernel.mountinfo import Mount, parse_mountinfo
 from nsinit.wire.protocol import Attach, Attached, Failed, FindVictim, Grouped, MakeGroup, Ok, Ready, RemoveGroup
 from runner.wire.protocol import ExecReply, Group, RunProgram
-from sandkasten.runtime.cgroup_stats import CgroupStats
+from sandkasten.counters.cgroup import CgroupStats
 from tests.kernel.harness import (
     FORK_UNTIL_REFUSED,
     PATIENCE_S,

@@ -26,7 +26,7 @@ from sandkasten.actors.services.nsinit_messages import (
     SetLimits,
     Teardown,
 )
-from sandkasten.errors import BuildFailed, BuildInterrupted
+from sandkasten.model.errors import BuildFailed, BuildInterrupted
 from tests.kernel.harness import ROOMY, data_directory, host_plan
 
 

@@ -9,12 +9,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 import trio
 
-from sandkasten import errors
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
-from sandkasten.model import SessionSpec
+from sandkasten.model import SessionSpec, errors
+from sandkasten.model.workspace import WorkspacePatch, WorkspaceSpec
 from sandkasten.supervisor_workspaces import WorkspaceSupervisor
-from sandkasten.workspaces import WorkspacePatch, WorkspaceSpec
 
 A, B = {"team": "a"}, {"team": "b"}
 WORKSPACE = "ws"

@@ -15,7 +15,6 @@ from sandkasten.actors.node import sessions
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config
-from sandkasten.errors import Capacity, SandkastenError, SessionExpired
 from sandkasten.model import (
     ExecSpec,
     OnDisconnect,
@@ -28,6 +27,7 @@ from sandkasten.model import (
     TerminalSpec,
     WaitFor,
 )
+from sandkasten.model.errors import Capacity, SandkastenError, SessionExpired
 from tests.kernel.processes import init_pid, init_pids
 from tests.waiting import until
 

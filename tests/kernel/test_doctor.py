@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from sandkasten.machine import PROTECTIONS, Need
-from sandkasten.runtime.checks import CATALOGUE
+from sandkasten.host.checks import CATALOGUE
+from sandkasten.model.node import PROTECTIONS, Need
 
 pytestmark = [pytest.mark.kernel, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 

@@ -6,9 +6,8 @@ import pytest
 
 from nsinit.kernel import landlock
 from sandkasten.actors.tree import LocalSupervisor
-from sandkasten.errors import InvalidRequest
-from sandkasten.filerules import FileRules
-from sandkasten.model import ExecSpec, SessionSpec
+from sandkasten.model import ExecSpec, FileRules, SessionSpec
+from sandkasten.model.errors import InvalidRequest
 
 ABI = landlock.probe_abi()
 needs_rules = pytest.mark.skipif(ABI < landlock.FILES_ABI, reason=f"needs Landlock ABI 3, not {ABI}")

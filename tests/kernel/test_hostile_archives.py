@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from sandkasten.errors import InvalidImage
-from sandkasten.images.archive import import_tar
 from sandkasten.images.catalog import Catalog
+from sandkasten.images.importing import import_tar
 from sandkasten.images.rootfs import MOUNT_POINTS
+from sandkasten.model.errors import InvalidImage
 from tests import canary
 
 Entries = list[tuple[tarfile.TarInfo, bytes]]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from sandkasten.actors.tree import LocalSupervisor
-from sandkasten.errors import RunnerProtocolError, SandkastenError
 from sandkasten.model import ExecSpec, SessionSpec, Status
+from sandkasten.model.errors import RunnerProtocolError, SandkastenError
 from sandkasten.security.attacks.runner import FILE_REPLIES, REPLIES, impostor
 from tests.waiting import until
 

@@ -24,9 +24,9 @@ from nsinit.tools.unpack import CAPABILITIES
 from nsinit.wire.grant import Grant
 from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, REQUESTS, Failed, Unpacked, UnpackImage
 from nsinit.wire.validate import MAX_BYTES, MAX_INODES
-from sandkasten.errors import ZygoteLost
-from sandkasten.images.archive import import_tar
 from sandkasten.images.catalog import Catalog
+from sandkasten.images.importing import import_tar
+from sandkasten.model.errors import ZygoteLost
 from tests.e2e.daemon import SCRIPT
 from tests.kernel.harness import Nsinit, wait_until
 from tests.leaks import children

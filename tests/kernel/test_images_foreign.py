@@ -13,10 +13,10 @@ import pytest
 
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
-from sandkasten.errors import InvalidImage
-from sandkasten.images.archive import import_tar
 from sandkasten.images.catalog import Catalog
+from sandkasten.images.importing import import_tar
 from sandkasten.model import Cause, ExecSpec, SessionSpec
+from sandkasten.model.errors import InvalidImage
 from tests import debian
 
 

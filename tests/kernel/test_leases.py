@@ -13,7 +13,6 @@ import trio
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, Maximum
-from sandkasten.errors import InvalidRequest
 from sandkasten.model import (
     FOREVER_S,
     EndReason,
@@ -26,6 +25,7 @@ from sandkasten.model import (
     TerminalSpec,
     WaitFor,
 )
+from sandkasten.model.errors import InvalidRequest
 from tests.waiting import until
 
 TTL_S = 0.5

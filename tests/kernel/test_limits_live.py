@@ -15,7 +15,7 @@ from nsinit.cgroup import limits as limit_files
 from nsinit.cgroup.session import SessionCgroup
 from nsinit.cgroup.tree import Tree
 from nsinit.wire.protocol import Failed, Limits, Ok, Ready, SetLimits
-from sandkasten.runtime.cgroup_stats import CgroupStats
+from sandkasten.counters.cgroup import CgroupStats
 from tests.kernel.harness import (
     FORK_UNTIL_REFUSED,
     PATIENCE_S,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sandkasten.machine import Verdict
-from sandkasten.runtime import precheck
+from sandkasten.host import precheck
+from sandkasten.model.node import Verdict
 
 pytestmark = [pytest.mark.kernel, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 

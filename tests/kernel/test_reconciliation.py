@@ -12,12 +12,12 @@ import attrs
 import pytest
 import trio
 
+from sandkasten.actors.node.reconcile import HOST_REBOOT
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config
+from sandkasten.host.paths import DataPaths
 from sandkasten.model import EndReason, ExecSpec, SessionSpec, Status
-from sandkasten.reconcile import HOST_REBOOT
-from sandkasten.runtime.paths import DataPaths
 from tests.waiting import until
 
 

@@ -13,7 +13,6 @@ from runner.wire.protocol import HelloReply, Kind, RunEntry, RunList, encode_fra
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config
-from sandkasten.errors import ExecGone, ExecNotFound, ShuttingDown
 from sandkasten.model import (
     Cause,
     ExecSpec,
@@ -25,7 +24,8 @@ from sandkasten.model import (
     Status,
     TerminalSpec,
 )
-from sandkasten.runtime.run_records import Seal, facts_to_json
+from sandkasten.model.errors import ExecGone, ExecNotFound, ShuttingDown
+from sandkasten.output.run_records import Seal, facts_to_json
 from sandkasten.security.attacks.runner import impostor
 from tests.unit.test_run_archive import FACTS
 from tests.waiting import until

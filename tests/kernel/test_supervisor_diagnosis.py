@@ -17,9 +17,9 @@ from sandkasten.actors.core import Ref
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config
-from sandkasten.diagnosis import Diagnosis, Unavailable
-from sandkasten.errors import SessionNotFound
 from sandkasten.model import ExecSpec, PauseSpec, SessionSpec, Status
+from sandkasten.model.errors import SessionNotFound
+from sandkasten.model.node import Diagnosis, Unavailable
 from tests.waiting import until
 
 SECRET = "hush-4711"

@@ -18,9 +18,9 @@ from sandkasten.actors.services import store
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, ConfigError, Server
-from sandkasten.errors import BuildInterrupted, Capacity, InvalidRequest, SandkastenError, StoreFailed
-from sandkasten.lifecycle import Event
 from sandkasten.model import ExecSpec, Limits, SessionPatch, SessionSpec, Status
+from sandkasten.model.errors import BuildInterrupted, Capacity, InvalidRequest, SandkastenError, StoreFailed
+from sandkasten.model.lifecycle import Event
 from tests.kernel.processes import init_pids, nsinit_pid
 from tests.strategies import make_record
 from tests.waiting import until

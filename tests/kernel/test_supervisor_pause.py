@@ -13,7 +13,6 @@ from sandkasten.actors.session import pausing
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config
-from sandkasten.errors import Conflict, SessionExpired, SessionPaused
 from sandkasten.model import (
     Cause,
     EventType,
@@ -27,6 +26,7 @@ from sandkasten.model import (
     TerminalSize,
     TerminalSpec,
 )
+from sandkasten.model.errors import Conflict, SessionExpired, SessionPaused
 from tests.waiting import PATIENCE_S, until
 
 STAYS = PauseSpec(auto_resume=False)

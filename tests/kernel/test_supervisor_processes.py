@@ -6,7 +6,6 @@ import pytest
 import trio
 
 from sandkasten.actors.tree import LocalSupervisor
-from sandkasten.errors import InvalidRequest
 from sandkasten.model import (
     Cause,
     EventType,
@@ -19,6 +18,7 @@ from sandkasten.model import (
     TerminalSize,
     WaitFor,
 )
+from sandkasten.model.errors import InvalidRequest
 from tests.waiting import until
 
 SERVER = "import socket, time; s = socket.create_server(('127.0.0.1', 8123)); print('up', flush=True); time.sleep(60)"

@@ -12,8 +12,8 @@ import trio
 from sandkasten.actors.node import reaper
 from sandkasten.actors.services import store
 from sandkasten.actors.tree import LocalSupervisor
-from sandkasten.lifecycle import Event
 from sandkasten.model import ExecSpec, SessionSpec, Status
+from sandkasten.model.lifecycle import Event
 from tests.kernel.processes import nsinit_pid
 from tests.strategies import make_record
 from tests.waiting import until

@@ -12,15 +12,6 @@ import trio
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, Runs
-from sandkasten.errors import (
-    Conflict,
-    ExecEnded,
-    ExecGone,
-    ExecNotFound,
-    InvalidRequest,
-    SandkastenError,
-    ShellBusy,
-)
 from sandkasten.model import (
     Cause,
     ExecSpec,
@@ -32,6 +23,15 @@ from sandkasten.model import (
     SessionSpec,
     ShellSpec,
     Stream,
+)
+from sandkasten.model.errors import (
+    Conflict,
+    ExecEnded,
+    ExecGone,
+    ExecNotFound,
+    InvalidRequest,
+    SandkastenError,
+    ShellBusy,
 )
 from sandkasten.supervisor import ExecStream
 from tests.waiting import until

@@ -13,15 +13,6 @@ import trio
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, ConfigError, Server
-from sandkasten.errors import (
-    Capacity,
-    Conflict,
-    InvalidImage,
-    InvalidRequest,
-    SandkastenError,
-    SessionExpired,
-    SessionNotFound,
-)
 from sandkasten.model import (
     Cause,
     EndReason,
@@ -33,6 +24,15 @@ from sandkasten.model import (
     SessionSpec,
     ShellSpec,
     Status,
+)
+from sandkasten.model.errors import (
+    Capacity,
+    Conflict,
+    InvalidImage,
+    InvalidRequest,
+    SandkastenError,
+    SessionExpired,
+    SessionNotFound,
 )
 from tests.kernel.processes import init_pid, nsinit_pid, oom_score
 from tests.waiting import until

@@ -8,9 +8,8 @@ import pytest
 import trio
 
 from sandkasten.actors.tree import LocalSupervisor
-from sandkasten.errors import Capacity, Conflict, InvalidRequest, SandboxError, ShellFailed, ShellNotFound
-from sandkasten.filerules import FileRules
-from sandkasten.model import Cause, ExecSpec, SessionSpec, ShellSpec, Status
+from sandkasten.model import Cause, ExecSpec, FileRules, SessionSpec, ShellSpec, Status
+from sandkasten.model.errors import Capacity, Conflict, InvalidRequest, SandboxError, ShellFailed, ShellNotFound
 from tests.waiting import until
 
 NAMES = ("default", "second")

@@ -15,10 +15,10 @@ import trio.testing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sandkasten import errors
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
-from sandkasten.workspaces import Packed
+from sandkasten.model import errors
+from sandkasten.model.workspace import Packed
 from tests.kernel.processes import nsinit_pid
 
 _NAME = st.binary(min_size=1, max_size=120).filter(lambda name: not set(name) & {0, 0x2F} and name not in (b".", b".."))

@@ -14,12 +14,11 @@ import trio
 import trio.testing
 
 from nsinit.sandbox.init_steps import NAME
-from sandkasten import errors
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
-from sandkasten.model import ExecSpec, SessionSpec, Status
-from sandkasten.runtime.fds import OwnedFd
-from sandkasten.workspaces import WorkspacePatch, WorkspaceSpec
+from sandkasten.links.fds import OwnedFd
+from sandkasten.model import ExecSpec, SessionSpec, Status, errors
+from sandkasten.model.workspace import WorkspacePatch, WorkspaceSpec
 from tests.kernel.processes import nsinit_pid
 from tests.leaks import descendants
 from tests.waiting import PATIENCE_S, until

@@ -9,7 +9,7 @@ import pytest
 from nsinit.wire.grant import Grant, parse_grant
 from nsinit.wire.validate import InvalidName
 from sandkasten.config import Config, ConfigError
-from sandkasten.runtime.account import FALLBACK_ID, NAME, ROOT, Account, find_account
+from sandkasten.host.account import FALLBACK_ID, NAME, ROOT, Account, find_account
 
 
 def test_root_is_said_by_name() -> None:

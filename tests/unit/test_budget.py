@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from sandkasten.admission.budget import FIRST_MB, Budget
 from sandkasten.config import MIB, Admission
-from sandkasten.errors import Capacity, InvalidRequest
-from sandkasten.machine import Amounts
 from sandkasten.model import Limits
-from sandkasten.runtime.budget import FIRST_MB, Budget
+from sandkasten.model.errors import Capacity, InvalidRequest
+from sandkasten.model.node import Amounts
 
 GIB = 1024 * MIB
 NO_RESERVE: dict[str, Any] = {"reserve_percent": 0.0, "reserve_memory_mb": 0}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from sandkasten.runtime import capacity
+from sandkasten.counters import node
 
 
 def cgroup(directory: Path, files: Mapping[str, str]) -> Path:
@@ -21,9 +21,9 @@ def test_the_least_limit_above_the_sessions_is_what_the_node_has(tmp_path: Path)
     cgroup(tmp_path / "unit", {"memory.max": "2000000\n", "memory.current": "1500000\n", "pids.max": "max\n"})
     (tmp_path / "unit/memory.stat").write_text("anon 5\ninactive_file 400000\n")
     inner = cgroup(tmp_path / "unit/inner", {"memory.max": "max\n", "pids.max": "100\n", "pids.current": "30\n"})
-    bounds = capacity.read_bounds({"memory": str(inner), "pids": str(inner)})
-    totals = capacity.read_totals(tmp_path, bounds, max_sessions=7)
-    free = capacity.read_free(tmp_path, bounds)
+    bounds = node.read_bounds({"memory": str(inner), "pids": str(inner)})
+    totals = node.read_totals(tmp_path, bounds, max_sessions=7)
+    free = node.read_free(tmp_path, bounds)
     assert (totals.sessions, totals.memory_bytes, totals.pids) == (7, 2_000_000, 100)
     assert (free.memory_bytes, free.pids) == (900_000, 70)
 
@@ -34,15 +34,15 @@ def test_the_names_and_the_no_limit_of_the_older_hierarchy_are_known(tmp_path: P
     files = {"memory.limit_in_bytes": "3000000", "memory.usage_in_bytes": "1000000", "memory.stat": stat}
     cgroup(tmp_path / "unit", files)
     inner = cgroup(tmp_path / "unit/inner", {"memory.limit_in_bytes": "9223372036854771712"})
-    bounds = capacity.read_bounds({"memory": str(inner)})
-    assert bounds == capacity.Bounds(memory=((str(tmp_path / "unit"), 3_000_000),))
-    assert capacity.read_free(tmp_path, bounds).memory_bytes == 2_300_000
+    bounds = node.read_bounds({"memory": str(inner)})
+    assert bounds == node.Bounds(memory=((str(tmp_path / "unit"), 3_000_000),))
+    assert node.read_free(tmp_path, bounds).memory_bytes == 2_300_000
 
 
 def test_without_such_a_limit_the_node_has_the_machine(tmp_path: Path) -> None:
     """Memory and process ids as the kernel tells them; less is free than there is."""
-    totals = capacity.read_totals(tmp_path, capacity.Bounds(), max_sessions=1)
-    free = capacity.read_free(tmp_path, capacity.Bounds())
+    totals = node.read_totals(tmp_path, node.Bounds(), max_sessions=1)
+    free = node.read_free(tmp_path, node.Bounds())
     names = Path("/proc/meminfo").read_text().split()
     assert totals.memory_bytes == int(names[names.index("MemTotal:") + 1]) * 1024
     assert totals.pids is not None

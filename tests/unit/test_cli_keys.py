@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from sandkasten.admission.keys import read_keys
 from sandkasten.cli.main import main
-from sandkasten.keys import Access, Label, Quota, is_token_of
-from sandkasten.runtime.keyfile import read_keys
+from sandkasten.model.keys import Access, Label, Quota, is_token_of
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sandkasten.config import Config, ConfigError, Defaults
-from sandkasten.configfile import KEYS, OLDER_SPELLINGS, SEARCH_PATH, env_name, find_file, load_config
+from sandkasten.config.files import KEYS, OLDER_SPELLINGS, SEARCH_PATH, env_name, find_file, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 

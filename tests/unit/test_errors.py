@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from sandkasten.runtime.zygote_link import is_passing
+from sandkasten.links.nsinit import is_passing
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from typing import Any
 import attrs
 import pytest
 
+from sandkasten.admission.fixed_limits import check_maximum, keep_fixed
+from sandkasten.admission.plan import plan_sandbox, resolve
 from sandkasten.config import Config, Defaults, Maximum
-from sandkasten.errors import InvalidRequest
 from sandkasten.model import FIXED_BOUNDS, Limits, SessionSpec
-from sandkasten.runtime.fixed_limits import check_maximum, keep_fixed
-from sandkasten.runtime.plan import plan_sandbox, resolve
+from sandkasten.model.errors import InvalidRequest
 
 
 def _resolved(limits: Limits | None, config: Config | None = None) -> Limits:

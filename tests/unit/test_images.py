@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from sandkasten.errors import InvalidImage
 from sandkasten.images import rootfs
 from sandkasten.images.catalog import Catalog, Image, now
 from sandkasten.images.removal import remove_tree
+from sandkasten.model.errors import InvalidImage
 
 
 def add(catalog: Catalog, name: str, *, replace: bool = False) -> Image:

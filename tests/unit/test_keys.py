@@ -13,10 +13,10 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sandkasten.errors import Unauthorized
-from sandkasten.keys import Access, ApiKey, Label, Quota, digest_of, id_of, is_token_of, make_token
-from sandkasten.runtime.keyfile import KeyFileError, read_keys, write_keys
-from sandkasten.runtime.keyring import KeyRing
+from sandkasten.admission.keyring import KeyRing
+from sandkasten.admission.keys import KeyFileError, read_keys, write_keys
+from sandkasten.model.errors import Unauthorized
+from sandkasten.model.keys import Access, ApiKey, Label, Quota, digest_of, id_of, is_token_of, make_token
 from tests.api.keys import READ, WRITE, issue
 
 FULL = ApiKey(

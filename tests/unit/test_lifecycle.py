@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandkasten.lifecycle import ENDED, LIVE, USABLE, Event, IllegalTransition, next_status
 from sandkasten.model import Status
+from sandkasten.model.lifecycle import ENDED, LIVE, USABLE, Event, IllegalTransition, next_status
 
 _STARTS_AN_END = (Event.DESTROY, Event.EXPIRE, Event.DIED, Event.BUILD_FAILED)
 

@@ -13,8 +13,8 @@ import pytest
 
 from nsinit.cgroup.tree import Located, Tree
 from nsinit.tools.look import tree_of
-from sandkasten.runtime.data_dir import locked
-from sandkasten.runtime.look import CantLook, has_daemon, holder_of, look
+from sandkasten.host.data_dir import locked
+from sandkasten.host.leftovers import CantLook, has_daemon, holder_of, look
 from sandkasten.store import sessions as session_store
 from sandkasten.store.database import open_database
 from sandkasten.store.snapshot import open_snapshot

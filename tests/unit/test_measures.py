@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandkasten.measures import MAX_SERIES, OVERFLOW, SECONDS, SHORT_SECONDS, Counter, Histogram, gauge, single
+from sandkasten.counters.metrics import Metrics
 from sandkasten.model import EndReason, EventType
-from sandkasten.runtime.metrics import Metrics
+from sandkasten.model.measures import MAX_SERIES, OVERFLOW, SECONDS, SHORT_SECONDS, Counter, Histogram, gauge, single
 
 
 def test_a_counter_without_labels_begins_at_zero() -> None:

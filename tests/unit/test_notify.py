@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sandkasten.runtime.notify import Notifier, open_notifier
+from sandkasten.host.notify import Notifier, open_notifier
 
 
 @pytest.fixture(params=["path", "abstract"])

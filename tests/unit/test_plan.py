@@ -8,11 +8,10 @@ import json
 import attrs
 import pytest
 
+from sandkasten.admission.plan import plan_sandbox, resolve, spec_digest
 from sandkasten.config import Config, Isolation
-from sandkasten.errors import InvalidRequest
-from sandkasten.filerules import FileRules
-from sandkasten.model import FOREVER_S, SessionOptions, SessionSpec
-from sandkasten.runtime.plan import plan_sandbox, resolve, spec_digest
+from sandkasten.model import FOREVER_S, FileRules, SessionOptions, SessionSpec
+from sandkasten.model.errors import InvalidRequest
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from sandkasten.machine import Verdict
-from sandkasten.runtime import host_checks
-from sandkasten.runtime.hardening import check_settings
-from sandkasten.runtime.host import Host, advise, read_host
+from sandkasten.host import examine
+from sandkasten.host.hardening import check_settings
+from sandkasten.host.surroundings import Host, advise, read_host
+from sandkasten.model.node import Verdict
 
 MOUNTINFO = """\
 21 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
@@ -27,7 +27,7 @@ MOUNTINFO = """\
 
 def test_a_windows_drive_is_refused_with_the_way_out() -> None:
     """In WSL /mnt/c can't hold a session's layer, and the sentence says where to go."""
-    check = host_checks.check_filesystem(Path("/mnt/c/Users/me/data"), MOUNTINFO)
+    check = examine.check_filesystem(Path("/mnt/c/Users/me/data"), MOUNTINFO)
     assert check.verdict is Verdict.MISSING
     assert "9p" in check.seen
     assert "not below /mnt/c" in check.seen
@@ -46,13 +46,13 @@ def test_a_windows_drive_is_refused_with_the_way_out() -> None:
 )
 def test_the_file_system_is_that_of_the_longest_and_last_mount(path: str, fstype: str) -> None:
     """Names are compared by component, escapes are undone, a mount over a mount wins."""
-    assert host_checks.find_filesystem(Path(path), MOUNTINFO)[1] == fstype
+    assert examine.find_filesystem(Path(path), MOUNTINFO)[1] == fstype
 
 
 @pytest.mark.parametrize(("path", "ok"), [("/var/lib/x", True), ("/mnt/with space/x", False), ("/gcs/x", False)])
 def test_only_file_systems_that_can_hold_a_layer_pass(path: str, ok: bool) -> None:
     """Disks pass; foreign and user space file systems don't."""
-    assert host_checks.check_filesystem(Path(path), MOUNTINFO).verdict is (Verdict.WORKS if ok else Verdict.MISSING)
+    assert examine.check_filesystem(Path(path), MOUNTINFO).verdict is (Verdict.WORKS if ok else Verdict.MISSING)
 
 
 @pytest.mark.parametrize(
@@ -68,28 +68,28 @@ def test_only_file_systems_that_can_hold_a_layer_pass(path: str, ok: bool) -> No
 )
 def test_kernels_are_judged_by_number(release: str, verdict: Verdict) -> None:
     """Too old stops the start, old is told, new enough passes."""
-    assert host_checks.check_kernel(release).verdict is verdict
+    assert examine.check_kernel(release).verdict is verdict
 
 
 def test_missing_capabilities_are_named() -> None:
     """Root in a container without SYS_ADMIN is told what is missing, and what to pass to the container."""
-    assert host_checks.check_capabilities("CapEff:\t000001ffffffffff\n", Host()).verdict is Verdict.WORKS
-    check = host_checks.check_capabilities("CapEff:\t00000000a80425fb\n", Host(container="docker"))
+    assert examine.check_capabilities("CapEff:\t000001ffffffffff\n", Host()).verdict is Verdict.WORKS
+    check = examine.check_capabilities("CapEff:\t00000000a80425fb\n", Host(container="docker"))
     assert check.verdict is Verdict.MISSING
     assert "CAP_SYS_ADMIN" in check.seen
     assert "docker run --privileged" in check.fix
-    assert host_checks.check_capabilities("", Host()).verdict is Verdict.MISSING
+    assert examine.check_capabilities("", Host()).verdict is Verdict.MISSING
 
 
 def test_a_capability_that_only_helps_is_no_reason_to_stop() -> None:
     """Without CAP_SYS_RESOURCE the check falls back."""
-    assert host_checks.check_sys_resource("CapEff:\t000001ffffffffff\n").verdict is Verdict.WORKS
-    assert host_checks.check_sys_resource("CapEff:\t000001fffeffffff\n").verdict is Verdict.FALLS_BACK
+    assert examine.check_sys_resource("CapEff:\t000001ffffffffff\n").verdict is Verdict.WORKS
+    assert examine.check_sys_resource("CapEff:\t000001fffeffffff\n").verdict is Verdict.FALLS_BACK
 
 
 def test_who_is_not_root_is_told_so() -> None:
     """The sentence says what to do."""
-    check = host_checks.check_root(1000)
+    check = examine.check_root(1000)
     assert (check.verdict, check.seen, check.fix) == (Verdict.MISSING, "runs as user 1000", "run this as root (sudo)")
 
 
@@ -120,10 +120,10 @@ def test_what_is_around_is_recognised(tmp_path: Path, name: str, container: str,
     """Containers by their marks, WSL by its kernel; each has a check that says what to do."""
     host = look_around(tmp_path, MACHINES[name])
     assert (host.container, host.is_wsl) == (container, is_wsl)
-    check = host_checks.check_wsl(host) if is_wsl else host_checks.check_container(host)
+    check = examine.check_wsl(host) if is_wsl else examine.check_container(host)
     assert check.verdict is Verdict.FALLS_BACK
     assert ("kernelCommandLine" if is_wsl else "--privileged") in check.fix
-    assert host_checks.check_wsl(Host()).verdict is host_checks.check_container(Host()).verdict is Verdict.WORKS
+    assert examine.check_wsl(Host()).verdict is examine.check_container(Host()).verdict is Verdict.WORKS
 
 
 def test_the_same_failure_has_another_cure_elsewhere(tmp_path: Path) -> None:
@@ -158,31 +158,31 @@ def test_settings_are_judged_and_come_with_the_line_that_sets_them(tmp_path: Pat
 
 def test_what_is_scarce_is_told() -> None:
     """Descriptors, inotify instances and a clock that stands before the installation."""
-    assert host_checks.check_descriptors(1024).verdict is Verdict.FALLS_BACK
-    assert host_checks.check_descriptors(1 << 20).verdict is Verdict.WORKS
-    assert "fs.inotify.max_user_instances" in host_checks.check_inotify("128\n").fix
-    assert host_checks.check_inotify("8192\n").verdict is Verdict.WORKS
-    assert host_checks.check_clock(0.0, 1e9).verdict is Verdict.FALLS_BACK
-    assert host_checks.check_clock(1e9, 1e9).verdict is Verdict.WORKS
-    assert "one byte" in host_checks.check_core_pattern("|/usr/lib/systemd/systemd-coredump %P\n").seen
+    assert examine.check_descriptors(1024).verdict is Verdict.FALLS_BACK
+    assert examine.check_descriptors(1 << 20).verdict is Verdict.WORKS
+    assert "fs.inotify.max_user_instances" in examine.check_inotify("128\n").fix
+    assert examine.check_inotify("8192\n").verdict is Verdict.WORKS
+    assert examine.check_clock(0.0, 1e9).verdict is Verdict.FALLS_BACK
+    assert examine.check_clock(1e9, 1e9).verdict is Verdict.WORKS
+    assert "one byte" in examine.check_core_pattern("|/usr/lib/systemd/systemd-coredump %P\n").seen
 
 
 def test_a_data_directory_that_others_may_write_is_told(tmp_path: Path) -> None:
     """With the line that closes it, quoted."""
     directory = tmp_path / "with space"
-    assert host_checks.check_mode(directory).verdict is Verdict.WORKS
+    assert examine.check_mode(directory).verdict is Verdict.WORKS
     directory.mkdir()
     directory.chmod(0o777)
-    check = host_checks.check_mode(directory)
+    check = examine.check_mode(directory)
     assert (check.verdict, check.fix) == (Verdict.FALLS_BACK, f"chmod go-w '{directory}'")
     directory.chmod(0o770)
-    assert host_checks.check_mode(directory).verdict is Verdict.FALLS_BACK
+    assert examine.check_mode(directory).verdict is Verdict.FALLS_BACK
     directory.chmod(0o1770)  # as a daemon with a user of its own needs it
-    assert host_checks.check_mode(directory).verdict is (Verdict.WORKS if os.geteuid() == 0 else Verdict.FALLS_BACK)
+    assert examine.check_mode(directory).verdict is (Verdict.WORKS if os.geteuid() == 0 else Verdict.FALLS_BACK)
 
 
 def test_space_is_measured_before_the_directory_exists(tmp_path: Path) -> None:
     """The file system of the nearest directory above is asked."""
-    check = host_checks.check_space(tmp_path / "not" / "there")
+    check = examine.check_space(tmp_path / "not" / "there")
     assert "GiB free" in check.seen
     assert check.protection == ""

@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 import pytest
 
 from sandkasten.config import Config, Isolation, Security
-from sandkasten.machine import PROTECTIONS, Check, Machine, Need, Protection, State, Verdict
-from sandkasten.runtime.checks import CATALOGUE, fails, works
-from sandkasten.runtime.protections import Situation, lacking, protections, with_needs
+from sandkasten.host.checks import CATALOGUE, fails, works
+from sandkasten.host.protections import Situation, lacking, protections, with_needs
+from sandkasten.model.node import PROTECTIONS, Check, Machine, Need, Protection, State, Verdict
 
 
 def machine(*bad: Check) -> Machine:

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sandkasten.errors import QuotaExceeded
-from sandkasten.keys import Access, ApiKey, Quota
+from sandkasten.admission.keyring import KeyRing
+from sandkasten.admission.quotas import KeyShares
 from sandkasten.model import Limits
-from sandkasten.runtime.keyring import KeyRing
-from sandkasten.runtime.quotas import KeyShares
+from sandkasten.model.errors import QuotaExceeded
+from sandkasten.model.keys import Access, ApiKey, Quota
 from tests.api.keys import issue
 
 

@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nsinit.wire.protocol import Found, Identity
-from sandkasten.lifecycle import ENDED, LIVE, Event
-from sandkasten.model import EndReason, Status
-from sandkasten.reconcile import (
+from sandkasten.actors.node.reconcile import (
     HOST_REBOOT,
     MAX_SPOOL_FILES,
     PLACE_MOUNT,
@@ -28,7 +26,9 @@ from sandkasten.reconcile import (
     Sightings,
     plan_reconciliation,
 )
-from sandkasten.runtime.spool_files import SpoolFile
+from sandkasten.model import EndReason, Status
+from sandkasten.model.lifecycle import ENDED, LIVE, Event
+from sandkasten.output.spool_files import SpoolFile
 from sandkasten.store.sessions import KernelIdentity, SessionRecord
 from tests.strategies import make_record
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from sandkasten.actors.node.reconcile import PLACE_MOUNT, SESSION, Leftover
 from sandkasten.cli.main import Stop
 from sandkasten.cli.mend import refuse_rivals
 from sandkasten.cli.remains import Remains, as_json, find_remains, lines_of
 from sandkasten.config import Config
-from sandkasten.reconcile import PLACE_MOUNT, SESSION, Leftover
-from sandkasten.runtime.look import Sight
+from sandkasten.host.leftovers import Sight
 
 ID, OTHER = "a" * 24, "b" * 24
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandkasten.model import Cause, ExecEnd, ExecKind, Output, Stream, TerminalSize, Usage
-from sandkasten.runtime import run_archive
-from sandkasten.runtime.run_archive import RunArchive, RunNews, SessionArchive, Written
-from sandkasten.runtime.run_records import (
+from sandkasten.output import run_archive
+from sandkasten.output.run_archive import RunArchive, RunNews, SessionArchive, Written
+from sandkasten.output.run_records import (
     BadRecord,
     RunFacts,
     RunState,
@@ -25,7 +25,7 @@ from sandkasten.runtime.run_records import (
     state_from_json,
     state_to_json,
 )
-from sandkasten.runtime.used_ids import digest_of
+from sandkasten.output.used_ids import digest_of
 from tests.unit.test_spool_segment import file_size_limit
 
 SESSION = "a" * 24

@@ -10,8 +10,8 @@ import trio
 import trio.testing
 
 from runner.wire.protocol import FROM_DAEMON, MAX_REQUEST_BYTES, FrameDecoder, Kind, encode_frame
-from sandkasten.errors import RunnerLost
-from sandkasten.runtime.runner_link import RunnerConnection
+from sandkasten.links.runner import RunnerConnection
+from sandkasten.model.errors import RunnerLost
 
 
 @pytest.fixture

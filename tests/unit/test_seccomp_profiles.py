@@ -17,11 +17,11 @@ from nsinit.kernel.seccomp.profile import ProfileError
 from nsinit.kernel.seccomp.profiles import BUILT_IN, OFF
 from nsinit.kernel.seccomp.table import NUMBERS
 from nsinit.wire.protocol import SeccompArgTest, SeccompProfile, SeccompRule
+from sandkasten.admission.plan import resolve
 from sandkasten.config import Config, ConfigError, Security
-from sandkasten.errors import InvalidRequest
+from sandkasten.config.seccomp import load_filters, parse_profile
 from sandkasten.model import SECCOMP_PROFILES, SessionSpec
-from sandkasten.runtime.plan import resolve
-from sandkasten.runtime.seccomp import load_filters, parse_profile
+from sandkasten.model.errors import InvalidRequest
 
 SHIPPED = Path(__file__).resolve().parents[2] / "config" / "seccomp"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sandkasten.api.http.ws_frames import Opcode, encode_frame
-from sandkasten.security.front import read_events, read_frames
+from sandkasten.security.attacks.http_front import read_events, read_frames
 
 
 def test_a_stream_is_read_as_its_standard_says() -> None:

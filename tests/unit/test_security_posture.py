@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sandkasten.config import Config, Defaults, Disk, Isolation, Runs, Security, Server
-from sandkasten.runtime.account import Account
+from sandkasten.host.account import Account
 from sandkasten.security.posture import machine, places, settings
 from sandkasten.security.posture.finding import Finding, Severity, high, in_order, low, medium
 

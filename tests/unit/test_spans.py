@@ -6,11 +6,11 @@ import math
 
 import pytest
 
+from sandkasten.admission.plan import resolve
+from sandkasten.admission.spans import check_spans
 from sandkasten.config import Config, Maximum
-from sandkasten.errors import InvalidRequest
 from sandkasten.model import FOREVER_S, MAX_SPAN_S, SessionSpec
-from sandkasten.runtime.plan import resolve
-from sandkasten.runtime.spans import check_spans
+from sandkasten.model.errors import InvalidRequest
 
 BOTH = ("idle_timeout_seconds", "max_lifetime_seconds")
 

@@ -9,9 +9,9 @@ import pytest
 import trio
 import trio.testing
 
-from sandkasten.errors import ExecGone
 from sandkasten.model import Stream
-from sandkasten.runtime.spool import ReaderMode
+from sandkasten.model.errors import ExecGone
+from sandkasten.output.spool import ReaderMode
 from tests.spools import (
     KB,
     MB,

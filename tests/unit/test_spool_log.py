@@ -8,9 +8,9 @@ import pytest
 import trio
 import trio.testing
 
-from sandkasten.errors import ExecGone
 from sandkasten.model import Output, Stream
-from sandkasten.runtime.spool import WINDOW_BYTES, OutputLog, ReaderMode, Spool
+from sandkasten.model.errors import ExecGone
+from sandkasten.output.spool import WINDOW_BYTES, OutputLog, ReaderMode, Spool
 from tests.spools import KB, PIECE, drain, fill, take
 
 OUT, ERR = Stream.STDOUT, Stream.STDERR

@@ -13,9 +13,9 @@ import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sandkasten.errors import ExecGone
 from sandkasten.model import Output, Stream
-from sandkasten.runtime.spool import LogReader, ReaderMode, Spool
+from sandkasten.model.errors import ExecGone
+from sandkasten.output.spool import LogReader, ReaderMode, Spool
 from tests.spools import KB, MB, open_spool
 
 _LAG_BYTES = 512 * KB

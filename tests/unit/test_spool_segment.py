@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandkasten.model import Output, Stream
-from sandkasten.runtime.spool_segment import (
+from sandkasten.output.spool_segment import (
     Segment,
     SegmentDamaged,
     clear_directory,

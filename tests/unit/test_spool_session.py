@@ -8,10 +8,10 @@ import pytest
 import trio
 import trio.testing
 
-from sandkasten.errors import ExecGone
 from sandkasten.model import Stream
-from sandkasten.runtime.spool import WINDOW_BYTES, OutputLog, RunLogs, Spool
-from sandkasten.runtime.spool_session import RECORD_BYTES
+from sandkasten.model.errors import ExecGone
+from sandkasten.output.spool import WINDOW_BYTES, OutputLog, RunLogs, Spool
+from sandkasten.output.spool_session import RECORD_BYTES
 from tests.spools import MB, PIECE, drain, fill, take
 
 OUT = Stream.STDOUT

@@ -10,8 +10,8 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sandkasten.execids import is_made, make_exec_id
-from sandkasten.runtime.used_ids import UsedIds, UsedIdsFile, digest_of
+from sandkasten.model.run import is_made, make_exec_id
+from sandkasten.output.used_ids import UsedIds, UsedIdsFile, digest_of
 
 ENTRY_BYTES = 12
 

@@ -25,15 +25,15 @@ from sandkasten.actors.session.record import expiry
 from sandkasten.actors.session.setup import VESSEL, Creation
 from sandkasten.actors.workspaces.holds import Attachments
 from sandkasten.actors.workspaces.messages import Admit
+from sandkasten.admission import reserve
+from sandkasten.admission.budget import Budget
+from sandkasten.admission.plan import Resolved, resolve
 from sandkasten.config import Config
-from sandkasten.errors import Draining, SandkastenError, SessionExpired
 from sandkasten.images.catalog import Image
 from sandkasten.model import Session, SessionSpec, Status
-from sandkasten.runtime import reserve
-from sandkasten.runtime.budget import Budget
-from sandkasten.runtime.plan import Resolved, resolve
+from sandkasten.model.errors import Draining, SandkastenError, SessionExpired
+from sandkasten.model.workspace import WorkspaceMode
 from sandkasten.store.sessions import SessionRecord
-from sandkasten.workspaces import WorkspaceMode
 
 WORKSPACE_DIR = "/workspace"
 

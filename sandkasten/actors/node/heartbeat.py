@@ -11,7 +11,7 @@ import logging
 
 import trio
 
-from sandkasten.runtime.notify import Notifier
+from sandkasten.host.notify import Notifier
 from sandkasten.supervisor import Supervisor
 
 log = logging.getLogger(__name__)

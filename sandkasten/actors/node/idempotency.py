@@ -13,10 +13,10 @@ import trio
 from sandkasten.actors.core import Ref, Reply
 from sandkasten.actors.services import store as store_actor
 from sandkasten.actors.services.directory import SessionDirectory
-from sandkasten.errors import ActorGone, Conflict, SandboxError, SandkastenError
-from sandkasten.lifecycle import WHOLE, ended_error
+from sandkasten.admission.plan import spec_digest
 from sandkasten.model import Session, SessionSpec, Status
-from sandkasten.runtime.plan import spec_digest
+from sandkasten.model.errors import ActorGone, Conflict, SandboxError, SandkastenError
+from sandkasten.model.lifecycle import WHOLE, ended_error
 from sandkasten.store.sessions import SessionRecord
 
 _UNDOING_S = 10.0

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import trio
 
-from sandkasten.errors import ShuttingDown
+from sandkasten.model.errors import ShuttingDown
 
 _RETRY_AFTER_S = 5
 

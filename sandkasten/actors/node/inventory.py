@@ -13,14 +13,22 @@ from pathlib import Path
 
 import trio
 
+from sandkasten.actors.node.reconcile import (
+    SESSION,
+    Leftover,
+    Observed,
+    Plan,
+    Sightings,
+    as_leftovers,
+    plan_reconciliation,
+)
 from sandkasten.actors.services import nsinit_messages as zygote_actor
 from sandkasten.actors.services import store as store_actor
 from sandkasten.actors.services.shared import Shared
-from sandkasten.errors import SandkastenError
+from sandkasten.host.paths import DataPaths
 from sandkasten.model import EventType
-from sandkasten.reconcile import SESSION, Leftover, Observed, Plan, Sightings, as_leftovers, plan_reconciliation
-from sandkasten.runtime.paths import DataPaths
-from sandkasten.runtime.spool_files import SpoolFile, list_spool
+from sandkasten.model.errors import SandkastenError
+from sandkasten.output.spool_files import SpoolFile, list_spool
 
 log = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ import trio
 
 from nsinit.wire.protocol import Stray
 from sandkasten.actors.node.inventory import Inventory
+from sandkasten.actors.node.reconcile import SPOOL_FILE, Leftover
 from sandkasten.actors.services import nsinit_messages as zygote_actor
 from sandkasten.actors.services.shared import Shared
-from sandkasten.errors import SandkastenError
-from sandkasten.reconcile import SPOOL_FILE, Leftover
-from sandkasten.runtime.spool_files import remove_spool_files, session_of
+from sandkasten.model.errors import SandkastenError
+from sandkasten.output.spool_files import remove_spool_files, session_of
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services import store as store_actor
 from sandkasten.actors.services.directory import SessionDirectory
-from sandkasten.lifecycle import ENDED, LIVE
-from sandkasten.listing import SessionPage, SessionQuery, page_of
 from sandkasten.model import Session
+from sandkasten.model.lifecycle import ENDED, LIVE
+from sandkasten.model.listing import SessionPage, SessionQuery, page_of
 from sandkasten.store.listing import Recorded
 
 

@@ -20,10 +20,10 @@ from nsinit.wire.protocol import SandboxPlan
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services import nsinit_messages as zygote_actor
 from sandkasten.actors.services.directory import SessionDirectory
-from sandkasten.errors import SandkastenError
+from sandkasten.admission.plan import Resolved, plan_disk, plan_limits, plan_sandbox
 from sandkasten.images.catalog import Image
 from sandkasten.model import Limits
-from sandkasten.runtime.plan import Resolved, plan_disk, plan_limits, plan_sandbox
+from sandkasten.model.errors import SandkastenError
 
 log = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from sandkasten.actors.core import Actor, Ask, Deferred, Ref
 from sandkasten.actors.node import sessions as sessions_actor
 from sandkasten.actors.node.inventory import Inventory
 from sandkasten.actors.node.leftovers import Removal
+from sandkasten.actors.node.reconcile import Action
 from sandkasten.actors.node.recovery import forget_ended
 from sandkasten.actors.services import store as store_actor
 from sandkasten.actors.services.shared import Shared
-from sandkasten.errors import SandkastenError
-from sandkasten.reconcile import Action
+from sandkasten.model.errors import SandkastenError
 
 log = logging.getLogger(__name__)
 

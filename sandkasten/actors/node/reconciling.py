@@ -16,16 +16,16 @@ import trio
 
 from sandkasten.actors.node.inventory import Inventory
 from sandkasten.actors.node.leftovers import Removal
+from sandkasten.actors.node.reconcile import SESSION, Action, Decision, Leftover
 from sandkasten.actors.services import nsinit_messages as zygote_actor
 from sandkasten.actors.services import store as store_actor
 from sandkasten.actors.services.shared import Shared
 from sandkasten.actors.session.actor import SessionActor
 from sandkasten.actors.session.ending import ENDINGS
 from sandkasten.actors.workspaces.actor import release_soon
-from sandkasten.errors import SandkastenError, SessionNotFound
-from sandkasten.lifecycle import END_REASONS, ENDED, LIVE, Event, next_status
 from sandkasten.model import EndReason, Session, Status
-from sandkasten.reconcile import SESSION, Action, Decision, Leftover
+from sandkasten.model.errors import SandkastenError, SessionNotFound
+from sandkasten.model.lifecycle import END_REASONS, ENDED, LIVE, Event, next_status
 from sandkasten.store.sessions import SessionRecord
 
 Ts = TypeVarTuple("Ts")

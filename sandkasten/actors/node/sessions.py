@@ -22,6 +22,7 @@ from sandkasten.actors.node.idempotency import IdempotentCreates
 from sandkasten.actors.node.inventory import Inventory
 from sandkasten.actors.node.leftovers import Removal
 from sandkasten.actors.node.pool import Vessels
+from sandkasten.actors.node.reconcile import Decision
 from sandkasten.actors.node.reconciling import Reconciling
 from sandkasten.actors.services import nsinit_messages as zygote_actor
 from sandkasten.actors.services import store as store_actor
@@ -31,14 +32,13 @@ from sandkasten.actors.session.messages import Destroy
 from sandkasten.actors.session.setup import Creation, Services
 from sandkasten.actors.unwrap import unwrap
 from sandkasten.actors.workspaces.holds import Attachments
+from sandkasten.admission.budget import Budget, Machine
 from sandkasten.config import Config
-from sandkasten.errors import SandkastenError
-from sandkasten.machine import Amounts
+from sandkasten.counters import node as capacity
+from sandkasten.host.paths import DataPaths
 from sandkasten.model import Session, SessionSpec
-from sandkasten.reconcile import Decision
-from sandkasten.runtime import capacity
-from sandkasten.runtime.budget import Budget, Machine
-from sandkasten.runtime.paths import DataPaths
+from sandkasten.model.errors import SandkastenError
+from sandkasten.model.node import Amounts
 from sandkasten.store.sessions import SessionRecord
 
 log = logging.getLogger(__name__)

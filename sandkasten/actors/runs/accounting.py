@@ -17,9 +17,9 @@ from runner.wire.protocol import ExecReply
 from sandkasten.actors.runs.cause import Facts, find_cause, reader_of
 from sandkasten.actors.runs.groups import Groups
 from sandkasten.actors.runs.run import Run
+from sandkasten.counters.cgroup import CgroupStats
+from sandkasten.counters.group_stats import UNKNOWN
 from sandkasten.model import DEFAULT_SHELL, Cause, ExecEnd, Usage
-from sandkasten.runtime.cgroup_stats import CgroupStats
-from sandkasten.runtime.group_stats import UNKNOWN
 
 _SIGKILL = 9
 _READINGS = 8

@@ -19,10 +19,10 @@ from sandkasten.actors.runs.persistence import Keep
 from sandkasten.actors.runs.run import Run
 from sandkasten.actors.runs.run_facts import age_s, is_orphan, restored
 from sandkasten.actors.runs.runs import Runs
-from sandkasten.errors import RunnerProtocolError
 from sandkasten.model import ExecKind
-from sandkasten.runtime.run_archive import Written, WrittenRun
-from sandkasten.runtime.run_records import BadRecord, RunFacts, RunState
+from sandkasten.model.errors import RunnerProtocolError
+from sandkasten.output.run_archive import Written, WrittenRun
+from sandkasten.output.run_records import BadRecord, RunFacts, RunState
 
 log = logging.getLogger(__name__)
 

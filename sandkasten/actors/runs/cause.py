@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable
 import attrs
 
 from runner.wire.protocol import ExecReply
-from sandkasten.errors import ExecGone
 from sandkasten.model import Cause, Stream
-from sandkasten.runtime.spool import OutputLog
+from sandkasten.model.errors import ExecGone
+from sandkasten.output.spool import OutputLog
 
 _SIGKILL = 9
 _KILLED_STATUS = 128 + _SIGKILL

@@ -15,7 +15,9 @@ from sandkasten.actors.runs.run import PATIENCE_S, Run
 from sandkasten.actors.runs.run_request import request_of
 from sandkasten.actors.services import nsinit_messages as zygote_actor
 from sandkasten.actors.unwrap import unwrap
-from sandkasten.errors import (
+from sandkasten.links.runner import RunnerConnection, RunnerLink, check_piece, decode_answer
+from sandkasten.model import Stream
+from sandkasten.model.errors import (
     Capacity,
     Conflict,
     ExecEnded,
@@ -26,8 +28,6 @@ from sandkasten.errors import (
     ShellFailed,
     ShellNotFound,
 )
-from sandkasten.model import Stream
-from sandkasten.runtime.runner_link import RunnerConnection, RunnerLink, check_piece, decode_answer
 
 _STREAMS = {Kind.STDOUT: Stream.STDOUT, Kind.STDERR: Stream.STDERR}
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from sandkasten.actors.runs.run import Run
-from sandkasten.errors import ExecGone, ExecIdsExhausted
-from sandkasten.execids import is_made
-from sandkasten.runtime.used_ids import UsedIds
+from sandkasten.model.errors import ExecGone, ExecIdsExhausted
+from sandkasten.model.run import is_made
+from sandkasten.output.used_ids import UsedIds
 
 
 class ExecIds:

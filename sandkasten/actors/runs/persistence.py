@@ -20,10 +20,10 @@ from runner.wire import protocol
 from sandkasten.actors.runs.exec_ids import ExecIds
 from sandkasten.actors.runs.run import Run
 from sandkasten.actors.runs.run_facts import facts_of, state_of
-from sandkasten.errors import RunnerLost, SandkastenError
 from sandkasten.model import Output, Stream
-from sandkasten.runtime.run_archive import RunNews, SessionArchive, Written
-from sandkasten.runtime.run_records import Seal, facts_to_json
+from sandkasten.model.errors import RunnerLost, SandkastenError
+from sandkasten.output.run_archive import RunNews, SessionArchive, Written
+from sandkasten.output.run_records import Seal, facts_to_json
 
 if TYPE_CHECKING:
     from sandkasten.actors.runs.runs import Host

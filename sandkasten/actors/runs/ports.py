@@ -13,9 +13,9 @@ import trio
 
 from runner.wire import protocol
 from runner.wire.protocol import Kind
-from sandkasten.errors import RunnerLost, RunnerProtocolError
+from sandkasten.links.runner import RunnerConnection, decode_answer
 from sandkasten.model import EventType, Port
-from sandkasten.runtime.runner_link import RunnerConnection, decode_answer
+from sandkasten.model.errors import RunnerLost, RunnerProtocolError
 
 if TYPE_CHECKING:
     from sandkasten.actors.runs.runs import Host

@@ -20,8 +20,7 @@ from runner.wire.protocol import CHUNK_BYTES, Kind
 from sandkasten import logcontext
 from sandkasten.actors.core import Reply
 from sandkasten.actors.runs.output import Collector
-from sandkasten.errors import Capacity, ExecEnded, InvalidRequest, RunnerLost, SandkastenError
-from sandkasten.execids import make_exec_id
+from sandkasten.links.runner import RunnerConnection
 from sandkasten.model import (
     ExecEnd,
     ExecInfo,
@@ -32,8 +31,9 @@ from sandkasten.model import (
     Output,
     Stream,
 )
-from sandkasten.runtime.runner_link import RunnerConnection
-from sandkasten.runtime.spool import OutputLog
+from sandkasten.model.errors import Capacity, ExecEnded, InvalidRequest, RunnerLost, SandkastenError
+from sandkasten.model.run import make_exec_id
+from sandkasten.output.spool import OutputLog
 
 if TYPE_CHECKING:
     from sandkasten.actors.runs.accounting import Account

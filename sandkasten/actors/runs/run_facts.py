@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from sandkasten.actors.runs.run import Run
 from sandkasten.model import DEFAULT_SHELL, ExecKind, ExecSpec, OnDisconnect
-from sandkasten.runtime.run_records import Input, RunFacts, RunState
+from sandkasten.output.run_records import Input, RunFacts, RunState
 
 
 def facts_of(run: Run) -> RunFacts:

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 import trio
 
 from sandkasten.actors.runs.run import Run
-from sandkasten.errors import SandkastenError
 from sandkasten.model import ExecEnd, ExecInfo, Output
-from sandkasten.runtime.spool import LogReader, ReaderMode
+from sandkasten.model.errors import SandkastenError
+from sandkasten.output.spool import LogReader, ReaderMode
 
 
 class Joined(SandkastenError):

@@ -28,7 +28,10 @@ from sandkasten.actors.runs.run import Run
 from sandkasten.actors.runs.run_facts import text_bytes
 from sandkasten.actors.runs.run_reader import Hold
 from sandkasten.actors.runs.shells import Shells
-from sandkasten.errors import (
+from sandkasten.counters.cgroup import CgroupStats
+from sandkasten.counters.metrics import Metrics
+from sandkasten.model import Cause, ExecEnd, ExecInfo, ExecKind, TerminalSize
+from sandkasten.model.errors import (
     Capacity,
     Conflict,
     ExecEnded,
@@ -38,10 +41,7 @@ from sandkasten.errors import (
     ShellBusy,
     ShuttingDown,
 )
-from sandkasten.model import Cause, ExecEnd, ExecInfo, ExecKind, TerminalSize
-from sandkasten.runtime.cgroup_stats import CgroupStats
-from sandkasten.runtime.metrics import Metrics
-from sandkasten.runtime.spool import RunLogs
+from sandkasten.output.spool import RunLogs
 
 MAX_ACTIVE = 80
 """Runs of one session that wait or run; PID 1 takes 128 connections, file transfers and watching included."""

@@ -13,7 +13,7 @@ import attrs
 from sandkasten.actors.runs.run import Run
 from sandkasten.actors.runs.screen import SCROLLBACK_BYTES
 from sandkasten.actors.runs.shells import Shell
-from sandkasten.errors import ExecGone
+from sandkasten.model.errors import ExecGone
 
 MAX_PAST_RUNS = 100
 _LINE_BYTES = 64

@@ -14,8 +14,8 @@ import attrs
 from runner.wire import protocol
 from sandkasten.actors.runs.groups import Groups
 from sandkasten.actors.runs.run import Run
-from sandkasten.errors import Capacity, Conflict, ExecEnded, InvalidRequest, ShellNotFound
 from sandkasten.model import DEFAULT_SHELL, SHELL_NAME, EventType, ShellInfo, ShellSpec
+from sandkasten.model.errors import Capacity, Conflict, ExecEnded, InvalidRequest, ShellNotFound
 
 if TYPE_CHECKING:
     from sandkasten.actors.runs.accounting import Reading

@@ -17,7 +17,6 @@ from sandkasten.actors.runs.run import Run
 from sandkasten.actors.runs.run_reader import Hold
 from sandkasten.actors.runs.screen import SCROLLBACK_BYTES, Screen, ScreenReader
 from sandkasten.actors.runs.shell_past import PastRun, past_of
-from sandkasten.errors import Capacity, ExecEnded, PermissionDenied, TerminalNotFound
 from sandkasten.model import (
     Cause,
     ExecEnd,
@@ -29,6 +28,7 @@ from sandkasten.model import (
     TerminalSize,
     TerminalSpec,
 )
+from sandkasten.model.errors import Capacity, ExecEnded, PermissionDenied, TerminalNotFound
 
 if TYPE_CHECKING:
     from sandkasten.actors.runs.runs import Host, Runs

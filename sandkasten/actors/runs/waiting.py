@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import trio
 
 from sandkasten.actors.runs.run import Run
-from sandkasten.errors import InvalidRequest
 from sandkasten.model import Output, Stream, Waited, WaitFor
-from sandkasten.runtime.spool import ReaderMode
+from sandkasten.model.errors import InvalidRequest
+from sandkasten.output.spool import ReaderMode
 
 if TYPE_CHECKING:
     from sandkasten.actors.runs.ports import Ports

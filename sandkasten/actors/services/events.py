@@ -19,9 +19,9 @@ import trio
 
 from sandkasten.actors.core import Actor, Ask, Deferred, Ref
 from sandkasten.actors.services import store as store_actor
-from sandkasten.errors import CursorGone, SandkastenError, ShuttingDown, StoreFailed
+from sandkasten.journal.ring import OLDEST, Journal
 from sandkasten.model import Event
-from sandkasten.runtime.journal import OLDEST, Journal
+from sandkasten.model.errors import CursorGone, SandkastenError, ShuttingDown, StoreFailed
 
 log = logging.getLogger(__name__)
 

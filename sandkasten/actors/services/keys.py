@@ -12,8 +12,8 @@ from pathlib import Path
 
 import trio
 
-from sandkasten.runtime.keyfile import KeyFileError, Stamp, read_keys, stamp_of
-from sandkasten.runtime.keyring import KeyRing
+from sandkasten.admission.keyring import KeyRing
+from sandkasten.admission.keys import KeyFileError, Stamp, read_keys, stamp_of
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The one connection to nsinit: gets one, forwards requests, forwards its log, ends when it dies.
 
-How one is got is `runtime/nsinit_process.py`'s matter. Its supervisor starts the next incarnation; running sandboxes
+How one is got is `links/nsinit_process.py`'s matter. Its supervisor starts the next incarnation; running sandboxes
 don't notice. An nsinit that does not answer a request in time is killed, which fails every waiting caller with
 `ZygoteLost`. Knows nothing of what a request is for.
 """
@@ -51,11 +51,11 @@ from sandkasten.actors.services.workspace_orders import (
     SyncWorkspace,
     workspace_request,
 )
-from sandkasten.errors import BuildFailed, BuildInterrupted, ZygoteLost
-from sandkasten.runtime.nsinit_log import forward_log
-from sandkasten.runtime.nsinit_process import NsinitProcess, StartNsinit, start_as_child
-from sandkasten.runtime.zygote_link import Answer, ZygoteLink, failure_text, is_passing
-from sandkasten.workspaces import WorkspaceQuota
+from sandkasten.links.nsinit import Answer, ZygoteLink, failure_text, is_passing
+from sandkasten.links.nsinit_log import forward_log
+from sandkasten.links.nsinit_process import NsinitProcess, StartNsinit, start_as_child
+from sandkasten.model.errors import BuildFailed, BuildInterrupted, ZygoteLost
+from sandkasten.model.workspace import WorkspaceQuota
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ import attrs
 from nsinit.wire import protocol
 from sandkasten.actors.core import Ask, R, Ref
 from sandkasten.actors.services.workspace_orders import AskQuota, WorkspaceOrder
-from sandkasten.errors import ZygoteLost
-from sandkasten.runtime.fds import OwnedFd
+from sandkasten.links.fds import OwnedFd
+from sandkasten.model.errors import ZygoteLost
 
 
 @attrs.frozen

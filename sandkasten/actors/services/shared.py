@@ -9,12 +9,12 @@ import attrs
 
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services.directory import SessionDirectory
+from sandkasten.admission.quotas import KeyShares
+from sandkasten.counters.metrics import Metrics
 from sandkasten.crash import Crash
-from sandkasten.runtime.journal import Journal
-from sandkasten.runtime.metrics import Metrics
-from sandkasten.runtime.quotas import KeyShares
-from sandkasten.runtime.run_archive import RunArchive
-from sandkasten.runtime.spool import Spool
+from sandkasten.journal.ring import Journal
+from sandkasten.output.run_archive import RunArchive
+from sandkasten.output.spool import Spool
 
 
 @attrs.frozen(kw_only=True)

@@ -23,10 +23,10 @@ import trio
 from sandkasten.actors.core import DEFERRED, Actor, Ask, Ref, Reply
 from sandkasten.actors.services.workspace_rows import WorkspaceMessage, workspace_work_of
 from sandkasten.actors.supervision import GiveUp
-from sandkasten.errors import SandkastenError, StoreFailed, StoreFull
-from sandkasten.listing import SessionQuery
+from sandkasten.counters.metrics import Metrics
 from sandkasten.model import Event
-from sandkasten.runtime.metrics import Metrics
+from sandkasten.model.errors import SandkastenError, StoreFailed, StoreFull
+from sandkasten.model.listing import SessionQuery
 from sandkasten.store import events as events_sql
 from sandkasten.store import sessions as sql
 from sandkasten.store.database import open_database

@@ -11,7 +11,7 @@ import attrs
 
 from nsinit.wire import protocol
 from sandkasten.actors.core import Ask
-from sandkasten.workspaces import WorkspaceQuota
+from sandkasten.model.workspace import WorkspaceQuota
 
 
 @attrs.frozen

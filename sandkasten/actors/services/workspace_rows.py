@@ -10,10 +10,10 @@ from typing import assert_never
 import attrs
 
 from sandkasten.actors.core import Ask
+from sandkasten.model.workspace import Within, WorkspacePatch, WorkspaceQuota
 from sandkasten.store import sessions, workspaces
 from sandkasten.store.sessions import SessionRecord
 from sandkasten.store.workspaces import Count, WorkspaceRecord
-from sandkasten.workspaces import Within, WorkspacePatch, WorkspaceQuota
 
 
 @attrs.frozen

@@ -53,8 +53,13 @@ from sandkasten.actors.session.setup import VESSEL, Creation, Services
 from sandkasten.actors.session.watch import SandboxWatch
 from sandkasten.actors.session.work import SessionWork
 from sandkasten.actors.unwrap import unwrap
+from sandkasten.admission.plan import plan_sandbox
+from sandkasten.admission.spans import check_spans
+from sandkasten.counters.cgroup import CgroupStats
 from sandkasten.crash import Point
-from sandkasten.errors import (
+from sandkasten.links.runner import RunnerLink
+from sandkasten.model import FOREVER_S, Cause, EndReason, EventType, Session, SessionPatch, SessionStats, Status
+from sandkasten.model.errors import (
     ActorGone,
     BuildFailed,
     BuildInterrupted,
@@ -64,12 +69,7 @@ from sandkasten.errors import (
     SandboxError,
     SandkastenError,
 )
-from sandkasten.lifecycle import ENDED, USABLE, WHOLE, Event, next_status
-from sandkasten.model import FOREVER_S, Cause, EndReason, EventType, Session, SessionPatch, SessionStats, Status
-from sandkasten.runtime.cgroup_stats import CgroupStats
-from sandkasten.runtime.plan import plan_sandbox
-from sandkasten.runtime.runner_link import RunnerLink
-from sandkasten.runtime.spans import check_spans
+from sandkasten.model.lifecycle import ENDED, USABLE, WHOLE, Event, next_status
 from sandkasten.store.sessions import KernelIdentity, SessionRecord
 from sandkasten.timestamps import rfc3339_or_none
 

@@ -14,8 +14,8 @@ import trio
 
 from runner.wire.protocol import Hello, HelloReply, Setup
 from sandkasten.actors.session.hello import accepted
-from sandkasten.errors import RunnerLost
-from sandkasten.runtime.runner_link import RunnerLink
+from sandkasten.links.runner import RunnerLink
+from sandkasten.model.errors import RunnerLost
 
 _HELLO_S = 10.0
 """How long PID 1 may take to answer once it serves."""

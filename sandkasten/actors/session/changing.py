@@ -13,8 +13,8 @@ from sandkasten.actors.runs.host import Host
 from sandkasten.actors.session.record import LiveRecord
 from sandkasten.actors.session.session_limits import change_limits
 from sandkasten.actors.session.setup import Services
-from sandkasten.errors import SandkastenError
 from sandkasten.model import SessionPatch
+from sandkasten.model.errors import SandkastenError
 
 
 async def change_session(host: Host, own: LiveRecord, patch: SessionPatch, *, services: Services) -> None:

@@ -18,9 +18,9 @@ from sandkasten.actors.session.setup import Services
 from sandkasten.actors.session.watch import SandboxWatch
 from sandkasten.actors.workspaces.actor import release_soon
 from sandkasten.crash import Point
-from sandkasten.errors import SandkastenError
-from sandkasten.lifecycle import END_REASONS, Event, next_status
 from sandkasten.model import EndReason, EventType, Status
+from sandkasten.model.errors import SandkastenError
+from sandkasten.model.lifecycle import END_REASONS, Event, next_status
 
 log = logging.getLogger(__name__)
 

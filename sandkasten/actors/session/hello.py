@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from runner.wire import protocol
 from sandkasten.actors.session.setup import Creation
-from sandkasten.errors import InvalidImage, InvalidRequest, RunnerProtocolError, SandboxError, SandkastenError
+from sandkasten.model.errors import InvalidImage, InvalidRequest, RunnerProtocolError, SandboxError, SandkastenError
 
 _VERSIONS = range(protocol.OLDEST_VERSION, protocol.PROTOCOL_VERSION + 1)
 """What PID 1 may speak: that of a sandbox is as old as the sandbox."""

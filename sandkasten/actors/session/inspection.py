@@ -15,8 +15,8 @@ import trio
 
 from sandkasten.actors.session.lease import Lease
 from sandkasten.actors.session.work import SessionWork
+from sandkasten.links.runner import RunnerLink
 from sandkasten.model import ExecInfo, ShellInfo
-from sandkasten.runtime.runner_link import RunnerLink
 from sandkasten.store.sessions import SessionRecord
 
 MAX_RUNS = 50

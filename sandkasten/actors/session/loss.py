@@ -16,7 +16,8 @@ import trio
 
 from sandkasten.actors.core import Ref
 from sandkasten.actors.session.watch import SandboxWatch
-from sandkasten.errors import (
+from sandkasten.model import Session, Status
+from sandkasten.model.errors import (
     ActorGone,
     ExecEnded,
     RunnerLost,
@@ -25,8 +26,7 @@ from sandkasten.errors import (
     SandkastenError,
     Unavailable,
 )
-from sandkasten.lifecycle import END_REASONS, ENDED, WHOLE, Event, ended_error, next_status
-from sandkasten.model import Session, Status
+from sandkasten.model.lifecycle import END_REASONS, ENDED, WHOLE, Event, ended_error, next_status
 
 INIT_ENDED = "its init process ended"
 

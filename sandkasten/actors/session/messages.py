@@ -12,6 +12,7 @@ from sandkasten.actors.runs.ports import Ports
 from sandkasten.actors.runs.run import Run
 from sandkasten.actors.runs.run_reader import Hold
 from sandkasten.actors.runs.terminals import Viewer
+from sandkasten.links.runner import RunnerLink
 from sandkasten.model import (
     ExecEnd,
     ExecInfo,
@@ -24,7 +25,6 @@ from sandkasten.model import (
     TerminalSize,
     TerminalSpec,
 )
-from sandkasten.runtime.runner_link import RunnerLink
 
 # Life -----------------------------------------------------------------------------------------------------------
 

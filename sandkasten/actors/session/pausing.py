@@ -19,9 +19,9 @@ from sandkasten.actors.services import nsinit_messages as zygote_actor
 from sandkasten.actors.session.lease import Lease
 from sandkasten.actors.session.record import LiveRecord
 from sandkasten.actors.session.work import SessionWork
-from sandkasten.errors import Conflict, RunnerLost, SandkastenError, SessionPaused
-from sandkasten.lifecycle import Event, next_status
 from sandkasten.model import EventType, Pause, PauseSpec, Status
+from sandkasten.model.errors import Conflict, RunnerLost, SandkastenError, SessionPaused
+from sandkasten.model.lifecycle import Event, next_status
 
 log = logging.getLogger(__name__)
 

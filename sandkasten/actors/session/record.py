@@ -19,8 +19,8 @@ from sandkasten.actors.core import Ref
 from sandkasten.actors.services import store as store_actor
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.session.lease import Lease
-from sandkasten.errors import SandkastenError
 from sandkasten.model import FOREVER_S, Session
+from sandkasten.model.errors import SandkastenError
 from sandkasten.store.sessions import Clocked, SessionRecord
 
 log = logging.getLogger(__name__)

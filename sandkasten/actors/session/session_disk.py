@@ -10,10 +10,10 @@ import logging
 
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services import nsinit_messages as zygote
+from sandkasten.admission.plan import check_disk_limits, plan_disk
 from sandkasten.config import Disk
-from sandkasten.errors import BuildFailed, InvalidRequest, Unavailable
 from sandkasten.model import Limits
-from sandkasten.runtime.plan import check_disk_limits, plan_disk
+from sandkasten.model.errors import BuildFailed, InvalidRequest, Unavailable
 
 log = logging.getLogger(__name__)
 

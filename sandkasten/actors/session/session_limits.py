@@ -11,10 +11,10 @@ from sandkasten.actors.core import Ref
 from sandkasten.actors.services import nsinit_messages as zygote
 from sandkasten.actors.session.session_disk import change_disk
 from sandkasten.actors.session.setup import Services
-from sandkasten.errors import BuildFailed, BuildInterrupted, InvalidRequest, LimitInUse, SandkastenError
+from sandkasten.admission.fixed_limits import check_maximum, keep_fixed
+from sandkasten.admission.plan import check_limits, plan_limits
 from sandkasten.model import Limits, Session
-from sandkasten.runtime.fixed_limits import check_maximum, keep_fixed
-from sandkasten.runtime.plan import check_limits, plan_limits
+from sandkasten.model.errors import BuildFailed, BuildInterrupted, InvalidRequest, LimitInUse, SandkastenError
 
 
 async def change_limits(services: Services, session: Session, wanted: Limits, *, is_undo: bool = False) -> Limits:

@@ -11,11 +11,11 @@ from nsinit.wire.protocol import ImageKind
 from runner.wire import protocol as runner_protocol
 from sandkasten.actors.runs.persistence import Keep
 from sandkasten.actors.services.shared import Shared
+from sandkasten.admission.budget import Budget
+from sandkasten.admission.plan import Resolved
 from sandkasten.config import Disk, Maximum
-from sandkasten.runtime.budget import Budget
-from sandkasten.runtime.paths import DataPaths
-from sandkasten.runtime.plan import Resolved
-from sandkasten.runtime.run_records import Seal
+from sandkasten.host.paths import DataPaths
+from sandkasten.output.run_records import Seal
 
 VESSEL = "vessel"
 """`acquire_detail` of a session that is made of a vessel."""

@@ -15,9 +15,9 @@ import trio
 from nsinit.wire.protocol import Victim
 from sandkasten.actors.core import Ask, Ref
 from sandkasten.actors.services import nsinit_messages as zygote_actor
-from sandkasten.errors import SandkastenError
-from sandkasten.runtime.cgroup_stats import CgroupStats
-from sandkasten.runtime.oom_event import OomEvent
+from sandkasten.counters.cgroup import CgroupStats
+from sandkasten.links.oom_event import OomEvent
+from sandkasten.model.errors import SandkastenError
 
 T = TypeVar("T")
 

@@ -34,9 +34,9 @@ from sandkasten.actors.session.messages import (
     WatchPorts,
     Work,
 )
-from sandkasten.errors import Capacity
-from sandkasten.runtime.runner_link import RunnerLink
-from sandkasten.runtime.spool import RunLogs
+from sandkasten.links.runner import RunnerLink
+from sandkasten.model.errors import Capacity
+from sandkasten.output.spool import RunLogs
 
 Ts = TypeVarTuple("Ts")
 

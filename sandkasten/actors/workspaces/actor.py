@@ -51,12 +51,11 @@ from sandkasten.actors.workspaces.records import busy, exists, explain, require_
 from sandkasten.actors.workspaces.workspace_claims import Claims
 from sandkasten.actors.workspaces.workspace_register import Register
 from sandkasten.crash import Crash, Point
-from sandkasten.errors import BuildFailed, SandkastenError, WorkspaceNotFound
-from sandkasten.lifecycle import ENDED
-from sandkasten.runtime.paths import DataPaths
-from sandkasten.runtime.runner_link import RunnerLink
-from sandkasten.store.sessions import SessionRecord
-from sandkasten.workspaces import (
+from sandkasten.host.paths import DataPaths
+from sandkasten.links.runner import RunnerLink
+from sandkasten.model.errors import BuildFailed, SandkastenError, WorkspaceNotFound
+from sandkasten.model.lifecycle import ENDED
+from sandkasten.model.workspace import (
     EVERYWHERE,
     Within,
     Workspace,
@@ -65,6 +64,7 @@ from sandkasten.workspaces import (
     WorkspaceSpec,
     is_within,
 )
+from sandkasten.store.sessions import SessionRecord
 
 Ts = TypeVarTuple("Ts")
 

@@ -16,9 +16,9 @@ import trio
 from runner.wire import protocol
 from runner.wire.protocol import CHUNK_BYTES, Kind
 from sandkasten.actors.workspaces.transfer import check_path, require
-from sandkasten.errors import RunnerProtocolError
-from sandkasten.runtime.runner_link import RunnerConnection, RunnerLink, check_piece, decode_answer
-from sandkasten.workspaces import FileInfo, FileListing, Packed, WorkspaceUsage
+from sandkasten.links.runner import RunnerConnection, RunnerLink, check_piece, decode_answer
+from sandkasten.model.errors import RunnerProtocolError
+from sandkasten.model.workspace import FileInfo, FileListing, Packed, WorkspaceUsage
 
 T = TypeVar("T")
 

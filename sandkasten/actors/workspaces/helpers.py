@@ -23,9 +23,9 @@ from sandkasten.actors.services import nsinit_messages as zygote_actor
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.workspaces.records import not_found
 from sandkasten.crash import Crash, Point
-from sandkasten.errors import BuildFailed, Capacity, RunnerLost, SandboxError, SandkastenError
-from sandkasten.runtime.paths import DataPaths
-from sandkasten.runtime.runner_link import RunnerLink
+from sandkasten.host.paths import DataPaths
+from sandkasten.links.runner import RunnerLink
+from sandkasten.model.errors import BuildFailed, Capacity, RunnerLost, SandboxError, SandkastenError
 
 Ts = TypeVarTuple("Ts")
 

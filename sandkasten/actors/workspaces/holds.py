@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from sandkasten.workspaces import EVERYWHERE, Within, WorkspaceMode
+from sandkasten.model.workspace import EVERYWHERE, Within, WorkspaceMode
 
 
 @attrs.frozen(eq=False)

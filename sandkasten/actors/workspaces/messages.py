@@ -9,8 +9,8 @@ import trio
 
 from sandkasten.actors.core import Ask
 from sandkasten.actors.workspaces.holds import Attachment
-from sandkasten.runtime.runner_link import RunnerLink
-from sandkasten.workspaces import EVERYWHERE, Within, Workspace, WorkspacePatch, WorkspaceSpec
+from sandkasten.links.runner import RunnerLink
+from sandkasten.model.workspace import EVERYWHERE, Within, Workspace, WorkspacePatch, WorkspaceSpec
 
 
 @attrs.frozen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Sequence
 
-from sandkasten.errors import (
+from sandkasten.model.errors import (
     BuildFailed,
     Conflict,
     DiskFull,
@@ -15,7 +15,7 @@ from sandkasten.errors import (
     WorkspaceBusy,
     WorkspaceNotFound,
 )
-from sandkasten.workspaces import Workspace
+from sandkasten.model.workspace import Workspace
 
 _NAMED_HOLDERS = 20
 _MOVE = "make another one with a quota, export this one, and import it there with replace=true"

@@ -14,7 +14,8 @@ import trio
 
 from runner.wire import protocol
 from runner.wire.protocol import CHUNK_BYTES, Kind
-from sandkasten.errors import (
+from sandkasten.links.runner import RunnerConnection, RunnerLink, check_piece, decode_answer
+from sandkasten.model.errors import (
     Capacity,
     DiskFull,
     FileNotFound,
@@ -30,8 +31,7 @@ from sandkasten.errors import (
     SandkastenError,
     TooLarge,
 )
-from sandkasten.model import FileHead
-from sandkasten.runtime.runner_link import RunnerConnection, RunnerLink, check_piece, decode_answer
+from sandkasten.model.workspace import FileHead
 
 T = TypeVar("T")
 

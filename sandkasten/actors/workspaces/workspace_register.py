@@ -16,8 +16,8 @@ from sandkasten.actors.services import nsinit_messages as zygote_actor
 from sandkasten.actors.services import workspace_rows as rows
 from sandkasten.actors.services.workspace_orders import AskQuota
 from sandkasten.actors.workspaces.records import not_found
+from sandkasten.model.workspace import Within, Workspace, WorkspacePatch, WorkspaceQuota, WorkspaceSpec, is_within
 from sandkasten.store.workspaces import Count, WorkspaceRecord
-from sandkasten.workspaces import Within, Workspace, WorkspacePatch, WorkspaceQuota, WorkspaceSpec, is_within
 
 log = logging.getLogger(__name__)
 

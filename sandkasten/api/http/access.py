@@ -11,9 +11,9 @@ from typing import assert_never
 
 import attrs
 
-from sandkasten.errors import Forbidden, SessionNotFound
-from sandkasten.keys import Access, ApiKey
 from sandkasten.model import SESSION_ID
+from sandkasten.model.errors import Forbidden, SessionNotFound
+from sandkasten.model.keys import Access, ApiKey
 from sandkasten.supervisor import Supervisor
 
 

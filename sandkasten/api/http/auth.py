@@ -1,6 +1,6 @@
 """Who asks: the owner of a key, and without one who proves that no web page is asking. Reads headers only.
 
-A key is the configured one or one of the ring's (`runtime/keyring.py`); what it may do is decided in `access.py`.
+A key is the configured one or one of the ring's (`admission/keyring.py`); what it may do is decided in `access.py`.
 
 Without a key the daemon is on loopback or a unix socket alone, where a browser the user runs can reach it too: a
 foreign page could post to it, or rebind its own name to 127.0.0.1. So `Host` must be a loopback name and `Origin`, if
@@ -12,10 +12,10 @@ from __future__ import annotations
 import hmac
 import ipaddress
 
+from sandkasten.admission.keyring import KeyRing
 from sandkasten.api.http.guard import Scope
-from sandkasten.errors import PermissionDenied, Unauthorized
-from sandkasten.keys import CONFIGURED, LOCAL, ApiKey, digest_of
-from sandkasten.runtime.keyring import KeyRing
+from sandkasten.model.errors import PermissionDenied, Unauthorized
+from sandkasten.model.keys import CONFIGURED, LOCAL, ApiKey, digest_of
 
 
 class Gate:

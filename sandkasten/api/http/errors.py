@@ -12,9 +12,10 @@ from typing import Any
 
 import attrs
 
-from sandkasten import errors, logcontext
+from sandkasten import logcontext
 from sandkasten.api.http.json import encode_json
-from sandkasten.errors import SandkastenError
+from sandkasten.model import errors
+from sandkasten.model.errors import SandkastenError
 
 log = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl
 
 import trio
 
+from sandkasten.admission.quotas import KeyShares
 from sandkasten.api.http.connection import ClientGone
 from sandkasten.api.http.errors import Answer, Headers
 from sandkasten.api.http.guard import App, Message, Receive, Scope, Send, has_body
@@ -21,9 +22,8 @@ from sandkasten.api.http.key_scope import own_workspaces
 from sandkasten.api.http.measured import FrontMetrics
 from sandkasten.api.http.settings import ApiSettings
 from sandkasten.api.http.zstandard import Zstandard
-from sandkasten.errors import InvalidRequest, SandkastenError, TooLarge
-from sandkasten.keys import NOBODY
-from sandkasten.runtime.quotas import KeyShares
+from sandkasten.model.errors import InvalidRequest, SandkastenError, TooLarge
+from sandkasten.model.keys import NOBODY
 from sandkasten.supervisor import Supervisor
 from sandkasten.supervisor_workspaces import WorkspaceSupervisor
 

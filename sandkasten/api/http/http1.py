@@ -22,9 +22,10 @@ from hypercorn.protocol.h11 import STREAM_ID, H11Protocol, H11WSConnection
 from hypercorn.protocol.ws_stream import Handshake, WSStream
 from hypercorn.trio.tcp_server import TCPServer
 
-from sandkasten import errors, logcontext
+from sandkasten import logcontext
 from sandkasten.api.http.errors import Answer, error_answer, head_too_large
 from sandkasten.api.http.websocket import WebSocketStream
+from sandkasten.model import errors
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from sandkasten.errors import InvalidRequest
+from sandkasten.model.errors import InvalidRequest
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 

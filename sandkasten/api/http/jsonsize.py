@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import trio
 
-from sandkasten.errors import InvalidRequest
+from sandkasten.model.errors import InvalidRequest
 
 MAX_VALUES = 128 * 1024
 """No request that means something has a tenth of them."""

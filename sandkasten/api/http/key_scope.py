@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping
 
 import attrs
 
-from sandkasten.errors import Forbidden, SessionNotFound
-from sandkasten.keys import CONFIGURED_ID, LOCAL_ID, ApiKey
-from sandkasten.lifecycle import ENDED
-from sandkasten.listing import LabelSelector, SessionQuery
 from sandkasten.model import Event, Session, SessionPatch, SessionSpec
+from sandkasten.model.errors import Forbidden, SessionNotFound
+from sandkasten.model.keys import CONFIGURED_ID, LOCAL_ID, ApiKey
+from sandkasten.model.lifecycle import ENDED
+from sandkasten.model.listing import LabelSelector, SessionQuery
+from sandkasten.model.workspace import EVERYWHERE, Within
 from sandkasten.supervisor import Supervisor
 from sandkasten.supervisor_workspaces import WorkspaceSupervisor
-from sandkasten.workspaces import EVERYWHERE, Within
 
 _BETWEEN = "\x1f"
 """Between an API key's id and an idempotency key; no client can send it in one."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import trio
 
 from sandkasten import log
-from sandkasten.measures import Counter, Family, Histogram, gauge, single
+from sandkasten.model.measures import Counter, Family, Histogram, gauge, single
 
 NOWHERE = "none"
 """In place of a route, for paths and methods that there are not."""

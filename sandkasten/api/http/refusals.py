@@ -13,7 +13,7 @@ import math
 
 import trio
 
-from sandkasten.runtime.token_bucket import TokenBucket
+from sandkasten.admission.token_bucket import TokenBucket
 
 log = logging.getLogger(__name__)
 

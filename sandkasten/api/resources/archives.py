@@ -12,7 +12,7 @@ from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.zstandard import MAGIC
 from sandkasten.api.resources.query import query_choice, query_flag
 from sandkasten.api.resources.workspaces import TOP, query_path
-from sandkasten.errors import InvalidRequest
+from sandkasten.model.errors import InvalidRequest
 from sandkasten.supervisor_workspaces import ArchiveWriter
 
 _TYPES = {"tar": "application/x-tar", "tar.zst": "application/zstd"}

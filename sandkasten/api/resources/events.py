@@ -23,8 +23,8 @@ from sandkasten.api.http.sse import SSE_HEADERS, event
 from sandkasten.api.http.ws_frames import CloseCode
 from sandkasten.api.resources.query import bad_query
 from sandkasten.api.websocket.handshake import WebSocketExchange
-from sandkasten.errors import SandkastenError
 from sandkasten.model import Event, EventType
+from sandkasten.model.errors import SandkastenError
 from sandkasten.supervisor import EventStream
 from sandkasten.timestamps import rfc3339
 

@@ -18,7 +18,7 @@ import cattrs
 from cattrs.gen import make_dict_structure_fn, override
 
 from sandkasten.model import EXEC_ID, FIXED_BOUNDS, LIMIT_BOUNDS, MAX_SPAN_S, SECCOMP_NAME, SHELL_NAME, WORKSPACE_ID
-from sandkasten.workspaces import QUOTA_BYTES_BOUNDS, QUOTA_FILES_BOUNDS
+from sandkasten.model.workspace import QUOTA_BYTES_BOUNDS, QUOTA_FILES_BOUNDS
 
 MAX_TTL_S = 86_400
 MAX_LIFETIME_S = int(MAX_SPAN_S)

@@ -14,7 +14,7 @@ from sandkasten.api.http.json import encode_json, scrub
 from sandkasten.api.resources.fields import check_path
 from sandkasten.api.resources.query import query_integer
 from sandkasten.api.resources.schemas import WriteRequest, parse
-from sandkasten.errors import InvalidRequest
+from sandkasten.model.errors import InvalidRequest
 from sandkasten.supervisor import FileReader, FileWriter
 
 PIECE_BYTES = 64 * 1024

@@ -8,7 +8,7 @@ import attrs
 
 from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange
-from sandkasten.keys import CONFIGURED, ApiKey, KeyUsage
+from sandkasten.model.keys import CONFIGURED, ApiKey, KeyUsage
 from sandkasten.timestamps import rfc3339_or_none
 
 

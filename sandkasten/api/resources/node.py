@@ -8,7 +8,7 @@ import attrs
 
 from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange
-from sandkasten.machine import Machine, NodeInfo, System
+from sandkasten.model.node import Machine, NodeInfo, System
 from sandkasten.timestamps import rfc3339
 
 _AMOUNTS = ("totals", "budget", "committed", "used", "free")

@@ -18,8 +18,8 @@ from sandkasten.api.resources.query import bad_query, query_flag
 from sandkasten.api.resources.run_views import process_view
 from sandkasten.api.resources.runschemas import ProcessRequest, WaitRequest
 from sandkasten.api.resources.schemas import clamp_timeout, parse
-from sandkasten.errors import ExecNotFound
 from sandkasten.model import ExecInfo, ExecKind
+from sandkasten.model.errors import ExecNotFound
 
 
 async def start(exchange: Exchange) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sandkasten.api.http.exchange import Exchange
-from sandkasten.errors import InvalidRequest
+from sandkasten.model.errors import InvalidRequest
 
 
 def query_integer(exchange: Exchange, name: str, *, default: int, low: int = 1, high: int) -> int:

@@ -18,8 +18,8 @@ from sandkasten.api.http.sse import PING, SSE_HEADERS, event, short_end
 from sandkasten.api.resources.run_views import end_view, is_timeout_error, timeout_error
 from sandkasten.api.resources.schemas import OutputFormat
 from sandkasten.api.resources.transcript import Transcript
-from sandkasten.errors import SandkastenError
 from sandkasten.model import ExecEnd, Output
+from sandkasten.model.errors import SandkastenError
 from sandkasten.supervisor import ExecStream
 
 QUEUED_PIECES = 8

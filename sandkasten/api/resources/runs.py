@@ -16,8 +16,8 @@ from sandkasten.api.resources.run_events import RunEvents
 from sandkasten.api.resources.run_views import end_view, is_timeout_error, output_view, timeout_error
 from sandkasten.api.resources.schemas import ExecRequest, bad_fields, parse
 from sandkasten.api.resources.transcript import Position, Transcript
-from sandkasten.execids import make_exec_id
 from sandkasten.model import ExecSpec, OnDisconnect
+from sandkasten.model.run import make_exec_id
 
 
 async def run(exchange: Exchange) -> None:

@@ -57,13 +57,12 @@ from sandkasten.api.resources.fields import (
     WorkspaceModeName,
     make_converter,
 )
-from sandkasten.errors import InvalidImage, InvalidRequest, TooLarge
-from sandkasten.filerules import FileRules
 from sandkasten.model import (
     DEFAULT_SHELL,
     FOREVER_S,
     IMAGE_NAME,
     ExecSpec,
+    FileRules,
     Limits,
     OnDisconnect,
     PauseSpec,
@@ -71,6 +70,7 @@ from sandkasten.model import (
     SessionSpec,
     TerminalSize,
 )
+from sandkasten.model.errors import InvalidImage, InvalidRequest, TooLarge
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import scrub
 from sandkasten.api.resources.fields import MAX_PATH_BYTES, check_path
 from sandkasten.api.resources.files import open_write
-from sandkasten.errors import InvalidRequest
+from sandkasten.model.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from io import BufferedRandom

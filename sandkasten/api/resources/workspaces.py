@@ -21,9 +21,9 @@ from sandkasten.api.http.key_scope import own_labels
 from sandkasten.api.resources import schemas
 from sandkasten.api.resources.fields import Labels, QuotaBytes, QuotaFiles, WorkspaceId, check_path
 from sandkasten.api.resources.query import bad_query, query_flag, query_integer
-from sandkasten.errors import Conflict, InvalidRequest
+from sandkasten.model.errors import Conflict, InvalidRequest
+from sandkasten.model.workspace import FileInfo, Workspace, WorkspacePatch, WorkspaceQuota, WorkspaceSpec
 from sandkasten.timestamps import rfc3339
-from sandkasten.workspaces import FileInfo, Workspace, WorkspacePatch, WorkspaceQuota, WorkspaceSpec
 
 _SAME_QUOTA = QuotaBytes(0)
 """Absent; null would take a quota away."""

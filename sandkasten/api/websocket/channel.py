@@ -33,8 +33,8 @@ from sandkasten.api.websocket.fields import MAX_CREDIT_BYTES
 from sandkasten.api.websocket.outbox import Lane, Outbox
 from sandkasten.api.websocket.ws_input import InputFeeder
 from sandkasten.api.websocket.ws_orders import Order, Orders
-from sandkasten.errors import InvalidRequest, SandkastenError
 from sandkasten.model import Cause, Output
+from sandkasten.model.errors import InvalidRequest, SandkastenError
 from sandkasten.supervisor import ExecStream
 
 Opener = AbstractAsyncContextManager[ExecStream]

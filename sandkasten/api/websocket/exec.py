@@ -41,10 +41,10 @@ from sandkasten.api.websocket.fields import Ping, Pong, Refused, reason_of
 from sandkasten.api.websocket.handshake import WebSocketExchange
 from sandkasten.api.websocket.outbox import Outbox
 from sandkasten.api.websocket.ws_orders import Order
-from sandkasten.errors import Capacity, Conflict, ExecNotFound, SandkastenError, SessionExpired
-from sandkasten.execids import make_exec_id
-from sandkasten.lifecycle import LIVE
 from sandkasten.model import OnDisconnect, TerminalSize
+from sandkasten.model.errors import Capacity, Conflict, ExecNotFound, SandkastenError, SessionExpired
+from sandkasten.model.lifecycle import LIVE
+from sandkasten.model.run import make_exec_id
 
 log = logging.getLogger(__name__)
 

@@ -37,8 +37,8 @@ from sandkasten.api.websocket.fields import (
     parse_control,
     present_fields,
 )
-from sandkasten.errors import InvalidRequest, SandkastenError
 from sandkasten.model import ExecEnd, Stream
+from sandkasten.model.errors import InvalidRequest, SandkastenError
 
 PROTOCOL = "sandkasten.exec.v1"
 

@@ -15,7 +15,7 @@ from sandkasten.api.http.json import encode_json
 from sandkasten.api.http.ws_frames import Opcode, encode_frame
 from sandkasten.api.resources.fields import make_converter
 from sandkasten.api.resources.schemas import structure
-from sandkasten.errors import InvalidRequest, SandkastenError
+from sandkasten.model.errors import InvalidRequest, SandkastenError
 
 KIB = 1024
 MAX_CHANNEL = 2**31

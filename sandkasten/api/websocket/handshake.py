@@ -14,7 +14,8 @@ import attrs
 import orjson
 import trio
 
-from sandkasten import errors, logcontext
+from sandkasten import logcontext
+from sandkasten.admission.quotas import KeyShares
 from sandkasten.api.http.access import OPEN, Needs, admit
 from sandkasten.api.http.auth import Gate
 from sandkasten.api.http.errors import STATUS, error_body
@@ -24,11 +25,10 @@ from sandkasten.api.http.json import encode_json
 from sandkasten.api.http.refusals import Refusals
 from sandkasten.api.http.settings import ApiSettings
 from sandkasten.api.http.ws_frames import CloseCode, Opcode, encode_frame
-from sandkasten.errors import SandkastenError
-from sandkasten.keys import NOBODY, ApiKey
-from sandkasten.lifecycle import LIVE, ended_error
-from sandkasten.model import SESSION_ID
-from sandkasten.runtime.quotas import KeyShares
+from sandkasten.model import SESSION_ID, errors
+from sandkasten.model.errors import SandkastenError
+from sandkasten.model.keys import NOBODY, ApiKey
+from sandkasten.model.lifecycle import LIVE, ended_error
 from sandkasten.supervisor import Supervisor
 
 MAX_UNPROVEN = 64

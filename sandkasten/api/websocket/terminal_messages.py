@@ -25,8 +25,8 @@ from sandkasten.api.websocket.fields import (
     parse_control,
     present_fields,
 )
-from sandkasten.errors import SandkastenError
 from sandkasten.model import ExecEnd, TerminalSize, TerminalSpec
+from sandkasten.model.errors import SandkastenError
 
 PROTOCOL = "sandkasten.terminal.v1"
 INPUT = "input"

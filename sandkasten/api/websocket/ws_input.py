@@ -10,7 +10,7 @@ from collections.abc import Callable
 import trio
 
 from sandkasten.api.websocket.exec_messages import STDIN_CREDIT_BYTES
-from sandkasten.errors import ExecEnded, InvalidRequest, SandkastenError
+from sandkasten.model.errors import ExecEnded, InvalidRequest, SandkastenError
 from sandkasten.supervisor import ExecStream
 
 PIECE_BYTES = 64 * 1024

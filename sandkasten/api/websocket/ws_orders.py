@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from sandkasten.errors import ExecNotFound, Overloaded, SandkastenError
+from sandkasten.model.errors import ExecNotFound, Overloaded, SandkastenError
 
 MAX_ORDERS = 32
 """Orders to one run that are not carried out yet."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import trio
 
 from sandkasten.model import Cause, ExecSpec, OnDisconnect
-from sandkasten.security.field import SMALL, Field
+from sandkasten.security.attacks.field import SMALL, Field
 from sandkasten.security.probes.attempt import Answers, attempt, collect
 
 _MIB = 1 << 20

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import trio
 
-from sandkasten.errors import SandkastenError
-from sandkasten.runtime.paths import DataPaths
-from sandkasten.security.field import Field
+from sandkasten.host.paths import DataPaths
+from sandkasten.model.errors import SandkastenError
+from sandkasten.security.attacks.field import Field
 from sandkasten.security.probes.attempt import CANARY, Answers, attempt, collect
 
 _MAX_BYTES = 1 << 20

@@ -20,9 +20,9 @@ import trio
 from sandkasten.api.websocket.exec_messages import HEADER
 from sandkasten.log import FORMATS
 from sandkasten.model import EventType, ExecSpec
+from sandkasten.security.attacks.field import SMALL, Field
+from sandkasten.security.attacks.http_front import BINARY, TEXT, Frame, Front, read_events
 from sandkasten.security.attacks.workspaces import new_workspace
-from sandkasten.security.field import SMALL, Field
-from sandkasten.security.front import BINARY, TEXT, Frame, Front, read_events
 from sandkasten.security.probes.attempt import Answers, attempt, collect
 
 _SESSIONS = "/v1/sessions"

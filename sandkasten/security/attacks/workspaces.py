@@ -16,10 +16,10 @@ from contextlib import asynccontextmanager
 
 import trio
 
-from sandkasten.errors import ClientError, PermissionDenied, SandboxError, SandkastenError
+from sandkasten.model.errors import ClientError, PermissionDenied, SandboxError, SandkastenError
 from sandkasten.security.attacks.archives import HOSTILE, Member, find_wrong, make_tar, tree
+from sandkasten.security.attacks.field import Field
 from sandkasten.security.attacks.files import EXCHANGE, changed
-from sandkasten.security.field import Field
 from sandkasten.security.probes.attempt import CANARY, Answers, Attempt, NotApplicable, attempt, collect
 
 _MAX_BYTES = 1 << 20

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sandkasten.config import Config, ConfigError
+from sandkasten.host.account import ROOT, Account, find_account
+from sandkasten.host.data_dir import SHARED_MODE
 from sandkasten.images.catalog import Catalog
-from sandkasten.runtime.account import ROOT, Account, find_account
-from sandkasten.runtime.data_dir import SHARED_MODE
 from sandkasten.security.posture.finding import Finding, high, low
 
 _MAX_ENTRIES = 200_000

@@ -1,0 +1,195 @@
+"""The file of API keys: read whole or not at all, and replaced in one step. Holds digests, never a key.
+
+The command line writes it, the daemon only reads it: where the daemon has a user of its own the file is root's, so that
+nothing that came in through the network can make a key. Whoever may read it learns no key; who may write it makes them,
+and so a file that others may write is not believed. A file that is damaged gives no key at all, rather than those that
+could be made out of it. Blocking. Sources: open(2) O_NOFOLLOW; rename(2); flock(2).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import attrs
+import orjson
+
+from sandkasten.model.keys import KEY_ID, KEY_NAME, Access, ApiKey, Label, Quota
+
+MAX_KEYS = 1000
+_MAX_BYTES = 1024 * 1024
+_VERSION = 1
+_MODE = 0o640
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_DIGEST = re.compile(r"[0-9a-f]{64}\Z")
+_LOCK_S = 5.0
+_LOCK_PAUSE_S = 0.05
+
+Stamp = tuple[int, ...]
+"""What differs when a file was replaced or written."""
+
+
+class KeyFileError(Exception):
+    """The file can't be believed or read; the message says why and holds nothing of it."""
+
+
+def stamp_of(path: Path) -> Stamp:
+    """Return what to compare to see a change; empty if there is no file. Raises `OSError`."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return ()
+    return found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
+
+
+def read_keys(path: Path) -> list[ApiKey]:
+    """Return the keys; none if there is no file.
+
+    Raises:
+        KeyFileError: it is not ours, or not what `write_keys` writes.
+        OSError: it can't be read.
+    """
+    try:
+        fd = os.open(path, _READ)
+    except FileNotFoundError:
+        return []
+    with open(fd, "rb") as file:
+        _check_owner(os.fstat(fd))
+        content = file.read(_MAX_BYTES + 1)
+    if not content:
+        return []
+    try:
+        return _decode(content)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise KeyFileError(f"it is damaged ({type(error).__name__})") from error
+
+
+def write_keys(path: Path, keys: Sequence[ApiKey]) -> None:
+    """Replace the file; the group that has the directory may read it. Raises `OSError`."""
+    content = orjson.dumps({"version": _VERSION, "keys": [_encode(key) for key in keys]}, option=orjson.OPT_INDENT_2)
+    new = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with open(fd, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fchown(fd, -1, os.stat(path.parent).st_gid)
+            os.fchmod(fd, _MODE)
+            os.fsync(fd)
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+    _sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def locked_for_change(path: Path) -> Iterator[None]:
+    """Keep other writers out between a read and a write.
+
+    Raises:
+        KeyFileError: another writer does not end.
+        OSError: the directory can't be opened.
+    """
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + _LOCK_S
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise KeyFileError("another command is changing it") from None
+                time.sleep(_LOCK_PAUSE_S)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _check_owner(status: os.stat_result) -> None:
+    """Root believes a file of the daemon's user, which can make keys for nobody but itself; others believe root's and
+    their own."""
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+        raise KeyFileError("it is no plain file")
+    if os.geteuid() not in (0, status.st_uid) and status.st_uid != 0:
+        raise KeyFileError("it belongs to somebody else")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise KeyFileError("others may write it; chmod 640 it after a look at what is in it")
+
+
+def _encode(key: ApiKey) -> dict[str, Any]:  # JSON values
+    return {
+        "id": key.id,
+        "name": key.name,
+        "access": key.access.name.lower(),
+        "label": None if key.label is None else attrs.asdict(key.label),
+        "quota": {name: value for name, value in attrs.asdict(key.quota).items() if value is not None},
+        "created_at": _text(key.created_at),
+        "expires_at": _text(key.expires_at),
+        "digest": key.digest.hex(),
+    }
+
+
+def _text(moment: datetime | None) -> str | None:
+    return None if moment is None else moment.isoformat()
+
+
+def _decode(content: bytes) -> list[ApiKey]:
+    """Raises ValueError, KeyError, TypeError or AttributeError unless `write_keys` could have written it."""
+    if len(content) > _MAX_BYTES:
+        raise ValueError("too long")
+    value = orjson.loads(content)
+    if value["version"] != _VERSION or len(value["keys"]) > MAX_KEYS:
+        raise ValueError("of another version, or too many keys")
+    keys = [_decode_key(each) for each in value["keys"]]
+    if len({key.id for key in keys}) != len(keys) or len({key.name for key in keys}) != len(keys):
+        raise ValueError("two keys have one id or one name")
+    return keys
+
+
+def _decode_key(value: Mapping[str, Any]) -> ApiKey:  # JSON values
+    if not (KEY_ID.match(value["id"]) and KEY_NAME.match(value["name"]) and _DIGEST.match(value["digest"])):
+        raise ValueError("id, name or digest is none")
+    if value["access"] not in ("read", "write", "admin"):
+        raise ValueError("no such access")
+    access = Access[value["access"].upper()]
+    label = None if value["label"] is None else Label(**value["label"])
+    if label is not None and (not isinstance(label.name, str) or not isinstance(label.value, str)):
+        raise ValueError("no label")
+    return ApiKey(
+        id=value["id"],
+        name=value["name"],
+        access=access,
+        label=label,
+        quota=Quota(**value["quota"]),
+        created_at=_moment(value["created_at"]),
+        expires_at=_moment(value["expires_at"]),
+        digest=bytes.fromhex(value["digest"]),
+    )
+
+
+def _moment(text: str | None) -> datetime | None:
+    if text is None:
+        return None
+    moment = datetime.fromisoformat(text)
+    if moment.tzinfo is None:
+        raise ValueError("a time without its zone")
+    return moment

@@ -1,0 +1,179 @@
+"""What a caller wants, made into what nsinit needs; pure. `SessionSpec + Config + image → Resolved → SandboxPlan`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import attrs
+
+from nsinit.wire import protocol
+from nsinit.wire.protocol import ImageKind, SandboxPlan
+from sandkasten.admission.fixed_limits import check_maximum, fill_fixed
+from sandkasten.admission.spans import check_spans
+from sandkasten.config import Config, Disk
+from sandkasten.model import (
+    EXEC_MODES,
+    FOREVER_S,
+    IMAGE_NAME,
+    LIMIT_BOUNDS,
+    SECCOMP_PROFILES,
+    WORKSPACE_ID,
+    Limits,
+    SessionOptions,
+    SessionSpec,
+)
+from sandkasten.model.errors import InvalidImage, InvalidRequest
+from sandkasten.model.workspace import WorkspaceMode
+
+_CPU_PERIOD_US = 100_000
+_MIN_CPU_QUOTA_US = 1_000
+_MIB = 1024 * 1024
+
+
+@attrs.frozen
+class Resolved:
+    """A session's settings with every default filled in. `image` is as asked for, an alias perhaps."""
+
+    image: str
+    ttl_s: float
+    max_lifetime_s: float
+    limits: Limits
+    readonly_rootfs: bool
+    shell: str
+    options: SessionOptions
+
+
+def resolve(spec: SessionSpec, config: Config) -> Resolved:
+    """Fill in defaults and refuse what is out of range.
+
+    Raises:
+        InvalidRequest: with the bad field in `details`.
+        InvalidImage: the name is malformed or not among the allowed ones.
+    """
+    image = spec.image or config.default_image
+    if not IMAGE_NAME.match(image):
+        raise InvalidImage("malformed image name", image=image[:64])
+    if config.allowed_images and image not in config.allowed_images:
+        raise InvalidImage(f"image {image} is not allowed", image=image)
+    if spec.workspace_id is not None:
+        if not config.workspace.enabled:
+            raise InvalidRequest("workspaces are switched off", workspace_id="not available")
+        if not WORKSPACE_ID.match(spec.workspace_id):
+            raise InvalidRequest("malformed workspace id", workspace_id="2 to 64 of a-z 0-9 . _ - (ends a-z 0-9)")
+    if spec.workspace_mode is not None:
+        if spec.workspace_mode not in set(WorkspaceMode):
+            raise InvalidRequest("no such mode", workspace_mode=f"must be one of {', '.join(WorkspaceMode)}")
+        if spec.workspace_id is None:
+            raise InvalidRequest("a mode needs a workspace", workspace_mode="without workspace_id")
+    check_spans(config.maximum, ttl_s=spec.ttl_s or None, max_lifetime_s=spec.max_lifetime_s)
+    exec_mode = spec.exec_mode or config.defaults.exec_mode
+    if exec_mode not in EXEC_MODES:
+        raise InvalidRequest("no such mode", exec_mode=f"must be one of {', '.join(EXEC_MODES)}")
+    limits = spec.limits or config.defaults.limits
+    check_limits(limits)
+    check_disk_limits(limits, config.disk)
+    limits = fill_fixed(limits, config.defaults)
+    check_maximum(limits, config.maximum)
+    return Resolved(
+        image=image,
+        ttl_s=spec.ttl_s or float(config.session_ttl_seconds),
+        max_lifetime_s=spec.max_lifetime_s or float(config.maximum.max_lifetime_seconds or FOREVER_S),
+        limits=limits,
+        readonly_rootfs=config.defaults.readonly_rootfs if spec.readonly_rootfs is None else spec.readonly_rootfs,
+        shell=spec.shell or config.defaults.shell_prefer,
+        options=_options(spec, config, exec_mode),
+    )
+
+
+def _options(spec: SessionSpec, config: Config, exec_mode: str) -> SessionOptions:
+    possible = config.isolation.root_inside
+    if spec.root_inside and not possible:
+        raise InvalidRequest("root inside is switched off here", root_inside="not available")
+    return SessionOptions(
+        exec_mode=exec_mode,
+        user=spec.user,
+        root_inside=possible if spec.root_inside is None else spec.root_inside,
+        filesystem=spec.filesystem,
+        seccomp=_seccomp(spec.seccomp, config),
+        workspace_mode=WorkspaceMode(spec.workspace_mode or WorkspaceMode.SHARED).value,
+    )
+
+
+def _seccomp(asked: str | None, config: Config) -> str:
+    """Return the filter: the configured one, one that sessions may ask for, or `strict`, which is the strictest."""
+    allowed = dict.fromkeys((config.security.seccomp, SECCOMP_PROFILES[0], *config.security.seccomp_allowed))
+    if asked is not None and asked not in allowed:
+        raise InvalidRequest(
+            "this system call filter is not allowed here",
+            seccomp=f"must be one of {', '.join(allowed)} (the operator may add to security.seccomp_allowed)",
+        )
+    return asked or config.security.seccomp
+
+
+def check_limits(limits: Limits) -> None:
+    """Refuse limits that no sandbox can live under. Raises `InvalidRequest` with each bad one in `details`."""
+    problems = {}
+    for name, (low, high) in LIMIT_BOUNDS.items():
+        value = getattr(limits, name)
+        kinds, what = ((int, float), "a number") if name == "cpu" else ((int,), "an integer")
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            problems[f"limits.{name}"] = f"must be {what}"
+        elif not low <= value <= high:  # written so that NaN fails, too
+            problems[f"limits.{name}"] = f"must be between {low} and {high}"
+    if problems:
+        raise InvalidRequest("limits out of range", **problems)
+
+
+def check_disk_limits(limits: Limits, disk: Disk) -> None:
+    """Refuse more disk than the configuration lets any session have. Raises `InvalidRequest`."""
+    if limits.disk_mb > disk.max_mb:
+        raise InvalidRequest("limits out of range", **{"limits.disk_mb": f"at most {disk.max_mb}"})
+    if limits.disk_inodes > disk.max_inodes:
+        raise InvalidRequest("limits out of range", **{"limits.disk_inodes": f"at most {disk.max_inodes}"})
+
+
+def plan_sandbox(
+    session_id: str, resolved: Resolved, *, workspace_id: str | None, image: str, image_kind: ImageKind
+) -> SandboxPlan:
+    """Return the plan for nsinit; `image` is the name that an alias stands for."""
+    limits = resolved.limits
+    return SandboxPlan(
+        session_id=session_id,
+        image=image,
+        image_kind=image_kind,
+        limits=plan_limits(resolved.limits),
+        workspace_id=workspace_id,
+        readonly_rootfs=resolved.readonly_rootfs,
+        seccomp=resolved.options.seccomp,
+        disk=plan_disk(resolved.limits),
+        tmp_bytes=(limits.tmp_mb or 0) * _MIB,
+        tmp_inodes=limits.tmp_inodes or 0,
+        shm_bytes=(limits.shm_mb or 0) * _MIB,
+        shm_inodes=limits.shm_inodes or 0,
+        open_files=limits.open_files or 0,
+        root_inside=resolved.options.root_inside,
+    )
+
+
+def plan_disk(limits: Limits) -> protocol.DiskLimits:
+    """Return the disk's part of the limits."""
+    return protocol.DiskLimits(size_bytes=limits.disk_mb * _MIB, inodes=limits.disk_inodes)
+
+
+def plan_limits(limits: Limits) -> protocol.Limits:
+    """Return the limits in the kernel's units."""
+    quota_us = max(round(limits.cpu * _CPU_PERIOD_US), _MIN_CPU_QUOTA_US)
+    return protocol.Limits(
+        memory_bytes=limits.memory_mb * _MIB, pids=limits.pids, cpu_quota_us=quota_us, cpu_period_us=_CPU_PERIOD_US
+    )
+
+
+def spec_digest(spec: SessionSpec) -> str:
+    """Return what tells one spec from another, for idempotency keys; irreversible, since `env` may hold secrets. Of
+    what is as by default nothing is said, so that a field which a later version adds makes no spec another one. Who
+    asks is part of the key."""
+    default = attrs.asdict(SessionSpec())
+    asked = attrs.asdict(attrs.evolve(spec, idempotency_key=None, key_id=None))
+    said = {name: value for name, value in asked.items() if value != default[name]}
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()

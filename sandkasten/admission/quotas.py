@@ -1,0 +1,164 @@
+"""What each API key has of its quota: its live sessions and their limits, what runs in them, how often it asked.
+
+Sums are kept by who made a session, whoever changes it later, and an adopted session counts again after a restart. What
+is over a quota is refused with what to wait for; what is there stays, also when a quota was made smaller. Rates are
+token buckets: a full one may be spent at once. Bookkeeping alone: no I/O, no task. The node's own limits: `budget.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable
+
+import attrs
+
+from sandkasten.admission.keyring import KeyRing
+from sandkasten.admission.token_bucket import TokenBucket
+from sandkasten.model import Limits
+from sandkasten.model.errors import QuotaExceeded
+from sandkasten.model.keys import ApiKey, KeyUsage, Quota
+
+_WHEN_FULL_S = 5
+"""When to ask again for what others of the key hold; nobody knows when they let go."""
+
+_NO_QUOTA = Quota()
+_SUMMED = ("cpu", "memory_mb", "disk_mb")
+"""Fields of a quota that bound the sum of the limits of that name."""
+
+
+@attrs.frozen
+class _Held:
+    owner: str
+    limits: Limits
+
+
+class KeyShares:
+    """See the module's docstring. Sessions are known by whatever the caller knows them by; `runs_of` counts what runs
+    in the sessions of a key."""
+
+    def __init__(
+        self,
+        ring: KeyRing,
+        *,
+        runs_of: Callable[[str], int] = lambda _key_id: 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.ring = ring
+        self._runs_of, self._clock = runs_of, clock
+        self._held: dict[Hashable, _Held] = {}
+        self._of: dict[str, dict[Hashable, Limits]] = {}
+        self._creates: dict[str, TokenBucket] = {}
+        self._requests: dict[str, TokenBucket] = {}
+
+    def usage(self, key: ApiKey) -> KeyUsage:
+        """Return what a key has now."""
+        held = self._of.get(key.id, {}).values()
+        return KeyUsage(
+            sessions=len(held),
+            cpu=round(sum(each.cpu for each in held), 3),
+            memory_mb=sum(each.memory_mb for each in held),
+            disk_mb=sum(each.disk_mb for each in held),
+            execs=self._runs_of(key.id),
+            last_used_at=self.ring.last_used.get(key.id),
+        )
+
+    # Sessions ---------------------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """There are no sessions; those that there are will be held again."""
+        self._held.clear()
+        self._of.clear()
+
+    def hold(self, session: Hashable, owner: str | None, limits: Limits) -> None:
+        """Count what is there, whether it fits or not."""
+        self.release(session)
+        if owner is not None:
+            self._held[session] = _Held(owner, limits)
+            self._of.setdefault(owner, {})[session] = limits
+
+    def owner_of(self, session: Hashable) -> str | None:
+        """Return the key that made a session that is held."""
+        held = self._held.get(session)
+        return None if held is None else held.owner
+
+    def release(self, session: Hashable) -> None:
+        """It is no more."""
+        held = self._held.pop(session, None)
+        if held is not None:
+            of_owner = self._of[held.owner]
+            del of_owner[session]
+            if not of_owner:
+                del self._of[held.owner]
+
+    def check_create(self, owner: str | None, limits: Limits) -> None:
+        """Raises `QuotaExceeded` unless one more session of these limits fits."""
+        quota = self._quota(owner)
+        have = len(self._of.get(owner or "", ()))
+        if quota.sessions is not None and have >= quota.sessions:
+            message = "this API key has all the sessions it may have"
+            raise _full("sessions", message, requested=1, used=have, total=quota.sessions)
+        self._check_sums(owner, quota, limits, None)
+
+    def check_change(self, session: Hashable, limits: Limits) -> None:
+        """Raises `QuotaExceeded` unless other limits fit; what does not grow always does."""
+        held = self._held.get(session)
+        if held is not None:
+            self._check_sums(held.owner, self._quota(held.owner), limits, held.limits)
+
+    def _check_sums(self, owner: str | None, quota: Quota, wanted: Limits, before: Limits | None) -> None:
+        held = self._of.get(owner or "", {}).values()
+        for name in _SUMMED:
+            most = getattr(quota, name)
+            new, old = getattr(wanted, name), 0 if before is None else getattr(before, name)
+            used = sum(getattr(each, name) for each in held)
+            if most is not None and new > old and used - old + new > most:
+                message = "the sessions of this API key have all that they may have together"
+                raise _full(name, message, requested=new - old, used=used, total=most)
+
+    # Rates and runs ---------------------------------------------------------------------------------------------
+
+    def take_create(self, owner: str | None) -> None:
+        """A session is about to be made. Raises `QuotaExceeded` when that comes too soon."""
+        per_minute = self._quota(owner).creates_per_minute
+        if owner is not None and per_minute is not None:
+            bucket = self._bucket(self._creates, owner, per_s=per_minute / 60, burst=per_minute)
+            _take(bucket, "creates_per_minute", per_minute)
+
+    def take_request(self, key: ApiKey) -> None:
+        """The key asks for something. Raises `QuotaExceeded` when that comes too soon."""
+        per_s = key.quota.requests_per_second
+        if per_s is not None:
+            bucket = self._bucket(self._requests, key.id, per_s=per_s, burst=per_s)
+            _take(bucket, "requests_per_second", per_s)
+
+    def check_run(self, owner: str | None) -> None:
+        """Raises `QuotaExceeded` unless one more command, process or terminal may run in the key's sessions."""
+        most = self._quota(owner).execs
+        if owner is not None and most is not None and (running := self._runs_of(owner)) >= most:
+            message = "the sessions of this API key run all that they may at a time"
+            raise _full("execs", message, requested=1, used=running, total=most)
+
+    def _bucket(self, buckets: dict[str, TokenBucket], owner: str, *, per_s: float, burst: float) -> TokenBucket:
+        bucket = buckets.get(owner)
+        if bucket is None or (bucket.per_s, bucket.burst) != (per_s, burst):
+            for gone in [key_id for key_id in buckets if key_id not in self.ring.keys]:
+                del buckets[gone]
+            bucket = buckets[owner] = TokenBucket(per_s=per_s, burst=burst, clock=self._clock)
+        return bucket
+
+    def _quota(self, owner: str | None) -> Quota:
+        key = self.ring.keys.get(owner or "")
+        return _NO_QUOTA if key is None else key.quota
+
+
+def _take(bucket: TokenBucket, name: str, total: float) -> None:
+    wait_s = bucket.take()
+    if wait_s:
+        message = "this API key asks more often than it may"
+        wait = math.ceil(wait_s) if math.isfinite(wait_s) else 3600
+        raise QuotaExceeded(message, retry_after_s=wait, quota=name, total=total)
+
+
+def _full(name: str, message: str, **details: float) -> QuotaExceeded:
+    return QuotaExceeded(message, retry_after_s=_WHEN_FULL_S, quota=name, **details)

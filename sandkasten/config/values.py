@@ -1,0 +1,434 @@
+"""The configuration as frozen values with their defaults and limits.
+
+Owns what a setting may be; `configfile.py` owns where settings come from. A value that asks for protection or
+behaviour this version does not have is refused here, never ignored. Knows no file and no environment.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import attrs
+
+from sandkasten.model import (
+    EXEC_MODES,
+    FIXED_BOUNDS,
+    IMAGE_NAME,
+    LIMIT_BOUNDS,
+    MAX_SPAN_S,
+    SECCOMP_NAME,
+    SECCOMP_PROFILES,
+    STATEFUL,
+    Limits,
+)
+from sandkasten.model.node import PROTECTIONS, Need
+
+DEFAULT_DATA_DIR = Path("/var/lib/sandkasten")
+MIB = 1024 * 1024
+
+
+class ConfigError(Exception):
+    """The configuration can't be used; the message has one line per problem."""
+
+
+Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]  # the shape attrs asks for
+
+
+def _between(low: float, high: float) -> Validator:
+    def check(_instance: object, attribute: attrs.Attribute[Any], value: float) -> None:
+        if not low <= value <= high:  # written so that NaN fails, too
+            raise ValueError(f"{attribute.name} must be between {low} and {high}, not {value}")
+
+    return check
+
+
+def _none_or(check: Validator) -> Validator:
+    def check_unless_none(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+        if value is not None:
+            check(instance, attribute, value)
+
+    return check_unless_none
+
+
+def _only(available: object, *later: object) -> Validator:
+    def check(_instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+        if value in later:
+            raise ValueError(f"{attribute.name}: {value!r} is not available; the one choice is {available!r}")
+        if value != available:
+            raise ValueError(f"{attribute.name} must be {available!r}, not {value!r}")
+
+    return check
+
+
+def _one_of(*choices: str) -> Validator:
+    def check(_instance: object, attribute: attrs.Attribute[Any], value: str) -> None:
+        if value not in choices:
+            raise ValueError(f"{attribute.name} must be one of {', '.join(choices)}, not {value!r}")
+
+    return check
+
+
+def _image_names(_instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    names = [value] if isinstance(value, str) else [*value, *value.values()] if isinstance(value, Mapping) else value
+    for name in names:  # type: ignore[attr-defined]  # every field that uses this is one of the three shapes
+        if not IMAGE_NAME.match(str(name)):
+            raise ValueError(f"{attribute.name}: {name!r} is not an image name")
+
+
+def _filters(_instance: object, attribute: attrs.Attribute[Any], value: str | tuple[str, ...]) -> None:
+    for name in (value,) if isinstance(value, str) else value:
+        if not SECCOMP_NAME.match(name):
+            raise ValueError(f"{attribute.name}: {name!r} is no name of a system call filter")
+
+
+def _absolute(value: str | Path) -> Path:
+    return Path(os.path.abspath(value))
+
+
+def _absolute_or_none(value: str | Path | None) -> Path | None:
+    return None if value is None else _absolute(value)
+
+
+def _strings(value: Iterable[str]) -> tuple[str, ...]:
+    return tuple(value)
+
+
+def _frozen_mapping(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    return MappingProxyType(dict(value))
+
+
+def _redact(value: object) -> str:
+    return "None" if value is None else "'***'"
+
+
+@attrs.frozen
+class Defaults:
+    """What a session gets when its creator does not say. `cpu_limit` is in cores; 0 inodes: one for each 4 KiB."""
+
+    cpu_limit: float = attrs.field(default=1.0, validator=_between(*LIMIT_BOUNDS["cpu"]))
+    mem_limit_mb: int = attrs.field(default=512, validator=_between(*LIMIT_BOUNDS["memory_mb"]))
+    pids_limit: int = attrs.field(default=256, validator=_between(*LIMIT_BOUNDS["pids"]))
+    disk_limit_mb: int = attrs.field(default=2048, validator=_between(*LIMIT_BOUNDS["disk_mb"]))
+    disk_inodes_limit: int = attrs.field(default=200_000, validator=_between(*LIMIT_BOUNDS["disk_inodes"]))
+    open_files_limit: int = attrs.field(default=65_536, validator=_between(*FIXED_BOUNDS["open_files"]), kw_only=True)
+    tmp_limit_mb: int = attrs.field(default=1024, validator=_between(*FIXED_BOUNDS["tmp_mb"]), kw_only=True)
+    tmp_inodes: int = attrs.field(default=0, validator=_between(0, FIXED_BOUNDS["tmp_inodes"][1]), kw_only=True)
+    shm_limit_mb: int = attrs.field(default=64, validator=_between(*FIXED_BOUNDS["shm_mb"]), kw_only=True)
+    shm_inodes: int = attrs.field(default=0, validator=_between(0, FIXED_BOUNDS["shm_inodes"][1]), kw_only=True)
+    max_exec_timeout_ms: int = attrs.field(default=120_000, validator=_between(1, 7 * 86_400_000))
+    network_mode: str = attrs.field(default="none", validator=_only("none", "proxy", "bridge", "host"))
+    readonly_rootfs: bool = False
+    exec_mode: str = attrs.field(default=STATEFUL, validator=_one_of(*EXEC_MODES))
+    shell_prefer: Literal["bash", "sh"] = attrs.field(default="bash", validator=_one_of("bash", "sh"))
+
+    @property
+    def limits(self) -> Limits:
+        """The limits as the model knows them."""
+        return Limits(
+            cpu=self.cpu_limit,
+            memory_mb=self.mem_limit_mb,
+            pids=self.pids_limit,
+            disk_mb=self.disk_limit_mb,
+            disk_inodes=self.disk_inodes_limit,
+        )
+
+
+@attrs.frozen
+class Maximum:
+    """The most that any session may ask for. A time of None: any, and also none at all."""
+
+    cpu_limit: float = attrs.field(default=LIMIT_BOUNDS["cpu"][1], validator=_between(*LIMIT_BOUNDS["cpu"]))
+    mem_limit_mb: int = attrs.field(default=16 * 2**20, validator=_between(*LIMIT_BOUNDS["memory_mb"]))
+    pids_limit: int = attrs.field(default=4 * 2**20, validator=_between(*LIMIT_BOUNDS["pids"]))
+    open_files_limit: int = attrs.field(default=2**20, validator=_between(*FIXED_BOUNDS["open_files"]))
+    tmp_limit_mb: int = attrs.field(default=8 * 2**20, validator=_between(*FIXED_BOUNDS["tmp_mb"]))
+    shm_limit_mb: int = attrs.field(default=4 * 2**20, validator=_between(*FIXED_BOUNDS["shm_mb"]))
+    idle_timeout_seconds: int | None = attrs.field(default=None, validator=_none_or(_between(1, MAX_SPAN_S)))
+    max_lifetime_seconds: int | None = attrs.field(default=None, validator=_none_or(_between(1, MAX_SPAN_S)))
+
+
+def _not_below_defaults(instance: Any, _attribute: attrs.Attribute[Any], maximum: Maximum) -> None:  # instance: Config
+    for name in attrs.fields_dict(Maximum).keys() & attrs.fields_dict(Defaults).keys():
+        default, most = getattr(instance.defaults, name), getattr(maximum, name)
+        if default > most:
+            raise ValueError(f"maximum.{name} is {most}, less than defaults.{name}, which is {default}")
+    idle, ttl = maximum.idle_timeout_seconds, instance.session_ttl_seconds
+    if idle is not None and ttl > idle:
+        raise ValueError(f"maximum.idle_timeout_seconds is {idle}, less than session_ttl_seconds, which is {ttl}")
+
+
+@attrs.frozen
+class Security:
+    """`seccomp` is the system call filter of sessions that ask for none, `seccomp_allowed` what they may ask for
+    besides; `seccomp_profiles` a directory of filters of the operator's own."""
+
+    seccomp: Literal["off"] | str = attrs.field(default="strict", validator=_filters)  # YAML reads `off` as false
+    seccomp_allowed: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_filters)
+    seccomp_profiles: Path | None = attrs.field(default=None, converter=_absolute_or_none)
+
+    def __attrs_post_init__(self) -> None:
+        own = [name for name in (self.seccomp, *self.seccomp_allowed) if name not in SECCOMP_PROFILES]
+        if own and self.seccomp_profiles is None:
+            raise ValueError(
+                f"seccomp: {own[0]!r} is none of {', '.join(SECCOMP_PROFILES)}; seccomp_profiles is not set"
+            )
+
+
+def _protections(_instance: object, attribute: attrs.Attribute[Any], value: tuple[str, ...]) -> None:
+    for name in value:
+        if name not in PROTECTIONS:
+            raise ValueError(f"{attribute.name}: {name!r} is no protection; there are {', '.join(PROTECTIONS)}")
+        if attribute.name == "allow_missing" and PROTECTIONS[name] is Need.ESSENTIAL:
+            raise ValueError(f"allow_missing: no sandbox can be made without {name}")
+
+
+@attrs.frozen
+class Isolation:
+    """By name: protections that must be fully on besides those that always must be there, and those that may be missing
+    though by default the start is refused without them. `root_inside`: commands may run as the session's root."""
+
+    root_inside: bool = True
+    required: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_protections)
+    allow_missing: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_protections)
+
+    def __attrs_post_init__(self) -> None:
+        for name in self.required:
+            if name in self.allow_missing:
+                raise ValueError(f"required and allow_missing both name {name}")
+
+
+@attrs.frozen
+class Disk:
+    """How sessions are kept to their disk limits, and what of the data directory's disk is kept free of them.
+
+    No session is created while less than `reserve_percent` of the bytes or inodes, or less than `reserve_mb`, is free.
+    """
+
+    mode: Literal["auto", "project", "btrfs", "loop", "tmpfs", "none"] = attrs.field(
+        default="auto", validator=_one_of("auto", "project", "btrfs", "loop", "tmpfs", "none")
+    )
+    max_mb: int = attrs.field(default=102_400, validator=_between(*LIMIT_BOUNDS["disk_mb"]))
+    max_inodes: int = attrs.field(default=10_000_000, validator=_between(*LIMIT_BOUNDS["disk_inodes"]))
+    reserve_percent: float = attrs.field(default=5.0, validator=_between(0, 90))
+    reserve_mb: int = attrs.field(default=256, validator=_between(0, MIB * MIB))
+
+
+@attrs.frozen
+class Admission:
+    """How much the node may promise to its sessions. A ratio says how many times what there is the limits of all live
+    sessions may be together; 0: not counted. No session is made while less than the reserve is free, either."""
+
+    cpu_overcommit: float = attrs.field(default=0.0, validator=_between(0, 100_000))
+    memory_overcommit: float = attrs.field(default=8.0, validator=_between(0, 100_000))
+    pids_overcommit: float = attrs.field(default=4.0, validator=_between(0, 100_000))
+    disk_overcommit: float = attrs.field(default=0.0, validator=_between(0, 100_000))
+    reserve_percent: float = attrs.field(default=5.0, validator=_between(0, 90))
+    reserve_memory_mb: int = attrs.field(default=128, validator=_between(0, MIB * MIB))
+
+
+@attrs.frozen
+class Pool:
+    """Warm sessions: image name to how many are kept."""
+
+    enabled: bool = False
+    images: Mapping[str, int] = attrs.field(factory=dict, converter=_frozen_mapping)
+
+
+@attrs.frozen
+class Workspace:
+    """Persistent workspaces. `max_import_mb`: how large the files of an imported archive may be, unpacked."""
+
+    enabled: bool = True
+    max_import_mb: int = attrs.field(default=10 * 1024, validator=_between(1, MIB * MIB))
+    persist_by_default: bool = attrs.field(default=False, validator=_only(False, True))
+
+
+@attrs.frozen
+class Dashboard:
+    enabled: bool = True
+
+
+@attrs.frozen
+class Server:
+    """Limits of the daemon itself. Sizes in bytes, durations in seconds; `vessels` are sandboxes made ahead."""
+
+    max_sessions: int = attrs.field(default=1000, validator=_between(1, 100_000))
+    max_connections: int = attrs.field(default=1000, validator=_between(1, 1_000_000))
+    max_command_bytes: int = attrs.field(default=MIB, validator=_between(1, MIB))
+    max_json_bytes: int = attrs.field(default=16 * MIB, validator=_between(1024, 256 * MIB))
+    max_upload_bytes: int = attrs.field(default=1024 * MIB, validator=_between(1024, MIB * MIB))
+    max_read_bytes: int = attrs.field(default=100 * MIB, validator=_between(1024, 1024 * MIB))
+    output_cap_bytes: int = attrs.field(default=5 * MIB, validator=_between(4096, 256 * MIB))
+    vessels: int = attrs.field(default=2, validator=_between(0, 64))
+    shell_queue_length: int = attrs.field(default=32, validator=_between(1, 10_000))
+    write_timeout_s: float = attrs.field(default=30.0, validator=_between(0.1, 3600))
+    keep_alive_timeout_s: float = attrs.field(default=75.0, validator=_between(0.1, 3600))
+    drain_timeout_s: float = attrs.field(default=30.0, validator=_between(0, 3600))
+    graceful_timeout_s: float = attrs.field(default=5.0, validator=_between(0.1, 600))
+    log_level: Literal["debug", "info", "warning", "error"] = attrs.field(
+        default="info", validator=_one_of("debug", "info", "warning", "error")
+    )
+    log_format: Literal["json", "text"] = attrs.field(default="json", validator=_one_of("json", "text"))
+
+
+@attrs.frozen
+class Runs:
+    """Commands, processes and terminals. The graces are how long each rung of the kill ladder waits for the one before.
+
+    What an ended run wrote and its record are kept for `keep_seconds`, or until what is newer in its session needs the
+    `keep_mb`, or all sessions together take `records_memory_mb` or `spool_disk_mb` and its own takes most. A session
+    remembers `max_exec_ids` ids that clients chose for runs that are not kept any more, and then takes no new ones.
+    `allow_unlimited`: a client may ask for a command without time limit. `pass_traceparent`: what runs finds the trace
+    of its request in the variable `TRACEPARENT`.
+    """
+
+    interrupt_grace_ms: int = attrs.field(default=200, validator=_between(0, 3_600_000))
+    terminate_grace_ms: int = attrs.field(default=300, validator=_between(0, 3_600_000))
+    kill_grace_ms: int = attrs.field(default=300, validator=_between(0, 3_600_000))
+    allow_unlimited: bool = False
+    keep_seconds: int = attrs.field(default=900, validator=_between(1, 7 * 86_400))
+    keep_mb: int = attrs.field(default=64, validator=_between(1, 1024 * 1024))
+    pass_traceparent: bool = False
+    spool_memory_mb: int = attrs.field(default=64, validator=_between(1, 1024 * 1024))
+    spool_disk_mb: int = attrs.field(default=4096, validator=_between(1, 1024 * 1024 * 1024))
+    records_memory_mb: int = attrs.field(default=256, validator=_between(1, 1024 * 1024))
+    max_exec_ids: int = attrs.field(default=1_000_000, validator=_between(1, 100_000_000))
+
+
+@attrs.frozen
+class Records:
+    """How long the record of an ended session is kept, and with it its idempotency key."""
+
+    keep_seconds: int = attrs.field(default=7 * 86_400, validator=_between(60, 3650 * 86_400))
+
+
+@attrs.frozen
+class Events:
+    """The journal: how many events the database keeps."""
+
+    keep: int = attrs.field(default=100_000, validator=_between(1000, 100_000_000))
+
+
+@attrs.frozen
+class FaultTesting:
+    """For tests of this program alone. `crash_at`: the point at which a process of it ends (see `crash.py`), refused
+    unless `crash_points` is set, too."""
+
+    crash_points: bool = False
+    crash_at: str = attrs.field(default="", validator=attrs.validators.matches_re(r"([a-z_.-]+(:[1-9][0-9]{0,5})?)?"))
+
+    def __attrs_post_init__(self) -> None:
+        if self.crash_at and not self.crash_points:
+            raise ValueError("crash_at: names a crash point, but crash_points is not set; never set it in production")
+
+
+_NAMED_PORT = re.compile(r"(?P<host>\[[0-9a-fA-F:.%]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})\Z")
+
+
+def _listen(_instance: object, _attribute: attrs.Attribute[Any], value: tuple[str, ...]) -> None:
+    if not value:
+        raise ValueError("listen must name at least one address")
+    for address in value:
+        if address.startswith("unix:"):
+            if not address.startswith("unix:/") or "\0" in address:
+                raise ValueError(f"listen: {address!r} must be unix: and an absolute path")
+            if len(os.fsencode(address)) > 5 + 107:  # unix(7): sun_path
+                raise ValueError(f"listen: the path of {address!r} is longer than 107 bytes")
+            continue
+        match = _NAMED_PORT.match(address)
+        if match is None or int(match["port"]) > 65535:
+            raise ValueError(f"listen: {address!r} is neither HOST:PORT nor unix:/PATH")
+        if match["host"].startswith("["):
+            try:
+                ipaddress.IPv6Address(match["host"][1:-1])
+            except ValueError:
+                raise ValueError(f"listen: {match['host']} is no IPv6 address") from None
+
+
+def _api_key(_instance: object, _attribute: attrs.Attribute[Any], value: str | None) -> None:
+    if value is not None and not re.fullmatch(r"[\x21-\x7e]+", value):
+        raise ValueError("api_key must be visible ASCII without spaces")
+
+
+def _is_local(address: str) -> bool:
+    """Whether only this machine can reach a listening address."""
+    host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    try:
+        return address.startswith("unix:") or host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _origins(_instance: object, _attribute: attrs.Attribute[Any], value: tuple[str, ...]) -> None:
+    for origin in value:
+        if not re.fullmatch(r"https?://[A-Za-z0-9.:\[\]_-]+", origin):
+            raise ValueError(f"allowed_origins: {origin!r} is no web origin such as https://example.org")
+
+
+def _user(_instance: object, _attribute: attrs.Attribute[Any], value: str) -> None:
+    if not re.fullmatch(r"[a-z_][a-z0-9_-]{0,31}|[0-9]{1,10}", value):
+        raise ValueError(f"user: {value!r} is neither an account's name nor a number, nor `auto` or `root`")
+
+
+@attrs.frozen
+class Config:
+    """Everything the daemon can be told. `api_key` None: none is checked (the command line always makes one)."""
+
+    listen: tuple[str, ...] = attrs.field(default=("127.0.0.1:8080",), converter=_strings, validator=_listen)
+    api_key: str | None = attrs.field(default=None, repr=_redact, validator=_api_key)
+    data_dir: Path = attrs.field(default=DEFAULT_DATA_DIR, converter=_absolute)
+    user: str = attrs.field(default="auto", validator=_user)
+    nsinit_socket: Path | None = attrs.field(default=None, converter=_absolute_or_none)
+    db_path: Path = attrs.field(
+        default=attrs.Factory(lambda self: self.data_dir / "sandkasten.db", takes_self=True), converter=_absolute
+    )
+    default_image: str = attrs.field(default="python", validator=_image_names)
+    allowed_images: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_image_names)
+    allowed_origins: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_origins)
+    image_aliases: Mapping[str, str] = attrs.field(
+        factory=lambda: {"python": "host", "base": "host"}, converter=_frozen_mapping, validator=_image_names
+    )
+    session_ttl_seconds: int = attrs.field(default=1800, validator=_between(1, 86_400))
+    sessions_on_stop: Literal["auto", "destroy", "keep"] = attrs.field(
+        default="auto", validator=_one_of("auto", "destroy", "keep")
+    )
+    defaults: Defaults = attrs.field(factory=Defaults)
+    maximum: Maximum = attrs.field(factory=Maximum, validator=_not_below_defaults)
+    security: Security = attrs.field(factory=Security)
+    isolation: Isolation = attrs.field(factory=Isolation)
+    disk: Disk = attrs.field(factory=Disk)
+    admission: Admission = attrs.field(factory=Admission)
+    pool: Pool = attrs.field(factory=Pool)
+    workspace: Workspace = attrs.field(factory=Workspace)
+    dashboard: Dashboard = attrs.field(factory=Dashboard)
+    runs: Runs = attrs.field(factory=Runs)
+    events: Events = attrs.field(factory=Events)
+    records: Records = attrs.field(factory=Records)
+    server: Server = attrs.field(factory=Server)
+    testing: FaultTesting = attrs.field(factory=FaultTesting)
+
+    def __attrs_post_init__(self) -> None:
+        if self.testing.crash_points and not all(_is_local(address) for address in self.listen):
+            raise ValueError("testing.crash_points: refused to a daemon that others can reach; listen on loopback only")
+
+    @property
+    def api_key_path(self) -> Path:
+        """Where a key that was made on first start lies."""
+        return self.data_dir / "api-key"
+
+    def notices(self) -> list[str]:
+        """Say which accepted settings have no effect in this version, one sentence each."""
+        notices = []
+        if self.user == "root":
+            notices.append("user: the daemon stays root, as configured; what breaks into it has the whole machine")
+        if self.testing.crash_points:
+            notices.append("testing.crash_points: this daemon may be made to crash; for tests only")
+        if self.pool.enabled:
+            notices.append("pool.enabled: there is no warm pool yet; every session starts cold")
+        return notices

@@ -1,0 +1,226 @@
+"""Reads the counters of one session's cgroup, in v2, hybrid and v1, and of its PID 1. Never writes: nsinit does.
+
+Files stay open for the session's life, so that a reading is one `pread` of a few microseconds each.
+
+Sources: Documentation/admin-guide/cgroup-v2.rst; Documentation/admin-guide/cgroup-v1/{memory,cpuacct,pids}.rst;
+Documentation/accounting/psi.rst; Documentation/scheduler/sched-stats.rst, "/proc/<pid>/schedstat".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Mapping
+
+import attrs
+
+from sandkasten.counters.group_stats import UNKNOWN, GroupStats
+from sandkasten.model import Limits, Pressure, SessionStats, Stall
+
+_MIB = 1024 * 1024
+_CPU_STEP = 1e-5
+"""A quota is whole microseconds of a period of 100 ms."""
+_V1_UNLIMITED = 1 << 62
+"""In v1 no limit is the highest number of whole pages."""
+
+_READ_BYTES = 4096
+
+
+@attrs.frozen
+class UsageReading:
+    """Counters at one moment: CPU time of the session's life in µs, memory now and at its highest in bytes."""
+
+    cpu_usec: int
+    memory_bytes: int
+    memory_peak_bytes: int
+
+
+class CgroupStats:
+    """Open counters of one session. `close` frees the descriptors."""
+
+    def __init__(self, dirs: Mapping[str, str], session_id: str) -> None:
+        """`dirs` maps `unified` and controllers to the directory that holds session cgroups (`Ready.cgroup_dirs`); a
+        controller whose directory is the unified one is a v2 controller."""
+        unified = dirs.get("unified")
+        v1 = {name: path for name, path in dirs.items() if name == "unified" or path != unified}
+        self._dirs = {name: f"{path}/{session_id}" for name, path in v1.items()}
+        self._fds: dict[tuple[str, str], int | None] = {}
+        self.groups = GroupStats(self._dirs.get("unified"))
+        self.init_pid = 0
+        """The session's PID 1, as seen from here; 0 while there is none."""
+
+    def read_usage(self) -> UsageReading:
+        """Return what an exec is charged by; cheap enough for the hot path."""
+        return UsageReading(self._cpu_usec(), self._memory(), self._memory_peak())
+
+    def read_init_cpu(self) -> int:
+        """Return what PID 1 itself has used of the CPU, in µs."""
+        try:
+            with open(f"/proc/{self.init_pid}/schedstat", "rb", buffering=0) as file:
+                return int(file.read(_READ_BYTES).split()[0]) // 1000
+        except (OSError, ValueError, IndexError):  # it has ended, or the kernel was built without SCHED_INFO
+            return UNKNOWN
+
+    def read_oom_kills(self) -> int:
+        """Return how many processes of the session the kernel killed for memory."""
+        if self._has_v2("memory"):
+            return self._field("unified", "memory.events", "oom_kill")
+        return self._field("memory", "memory.oom_control", "oom_kill")
+
+    def read_pids_refused(self) -> int:
+        """Return how many forks the pids limit refused.
+
+        In v1 the kernel counts them where the forking process was, which may be a group below the session.
+        """
+        session = self._field(self._home("pids"), "pids.events", "max")
+        is_flat = "unified" in self._dirs or session < 0  # there the groups are in the v2 tree
+        return session if is_flat else session + self._groups_refused()
+
+    def read_processes(self) -> int:
+        """Return how many processes and threads the session has, those included that wait to be reaped."""
+        return self._number(self._home("pids"), "pids.current")
+
+    def read_all(self) -> SessionStats:
+        """Return every counter."""
+        cpu, pids = self._home("cpu"), self._home("pids")
+        return SessionStats(
+            memory_bytes=_known(self._memory()),
+            memory_limit=_known(self._memory_limit()),
+            memory_peak_bytes=_known(self._memory_peak()),
+            oom_kills=_known(self.read_oom_kills()),
+            cpu_usage_usec=_known(self._cpu_usec()),
+            cpu_limit=self._cpu_limit(),
+            cpu_periods=_known(self._field(cpu, "cpu.stat", "nr_periods")),
+            cpu_throttled=_known(self._field(cpu, "cpu.stat", "nr_throttled")),
+            cpu_throttled_usec=_known(self._throttled_usec()),
+            pids=_known(self.read_processes()),
+            pids_limit=_known(self._number(pids, "pids.max")),
+            pids_peak=_known(self._number(pids, "pids.peak")),
+            pids_refused=_known(self.read_pids_refused()),
+            cpu_pressure=parse_pressure(self._read("unified", "cpu.pressure")),
+            memory_pressure=parse_pressure(self._read("unified", "memory.pressure")),
+            io_pressure=parse_pressure(self._read("unified", "io.pressure")),
+        )
+
+    def read_limits(self, recorded: Limits) -> Limits:
+        """Return the limits in force; `recorded` fills in what a cgroup does not know."""
+        memory, cpu, pids = self._memory_limit(), self._cpu_limit(), self._number(self._home("pids"), "pids.max")
+        return attrs.evolve(
+            recorded,
+            memory_mb=memory // _MIB if memory >= _MIB else recorded.memory_mb,
+            cpu=recorded.cpu if cpu is None or abs(cpu - recorded.cpu) < _CPU_STEP else cpu,
+            pids=pids if pids > 0 else recorded.pids,
+        )
+
+    def close(self) -> None:
+        self.groups.close()
+        for fd in self._fds.values():
+            if fd is not None:
+                os.close(fd)
+        self._fds.clear()
+
+    def _has_v2(self, controller: str) -> bool:
+        return controller not in self._dirs
+
+    def _home(self, controller: str) -> str:
+        return controller if controller in self._dirs else "unified"
+
+    def _memory(self) -> int:
+        if self._has_v2("memory"):
+            return self._number("unified", "memory.current")
+        return self._number("memory", "memory.usage_in_bytes")
+
+    def _memory_peak(self) -> int:
+        if self._has_v2("memory"):
+            return self._number("unified", "memory.peak")
+        return self._number("memory", "memory.max_usage_in_bytes")
+
+    def _memory_limit(self) -> int:
+        if self._has_v2("memory"):
+            return self._number("unified", "memory.max")
+        limit = self._number("memory", "memory.limit_in_bytes")
+        return limit if limit < _V1_UNLIMITED else UNKNOWN
+
+    def _cpu_limit(self) -> float | None:
+        """The quota in cores; None when there is none."""
+        if self._has_v2("cpu"):
+            quota, _, period = self._read("unified", "cpu.max").strip().partition(" ")
+        else:
+            quota, period = (self._read("cpu", f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
+        return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
+
+    def _throttled_usec(self) -> int:
+        if self._has_v2("cpu"):
+            return self._field("unified", "cpu.stat", "throttled_usec")
+        nanoseconds = self._field("cpu", "cpu.stat", "throttled_time")
+        return nanoseconds // 1000 if nanoseconds >= 0 else UNKNOWN
+
+    def _cpu_usec(self) -> int:
+        if "unified" in self._dirs:
+            return self._field("unified", "cpu.stat", "usage_usec")
+        nanoseconds = self._number("cpuacct", "cpuacct.usage")
+        return nanoseconds // 1000 if nanoseconds >= 0 else UNKNOWN
+
+    def _groups_refused(self) -> int:
+        """Groups come and go, so nothing of them is kept open."""
+        refused = 0
+        with contextlib.suppress(OSError), os.scandir(self._dirs["pids"]) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    with contextlib.suppress(OSError), open(f"{entry.path}/pids.events", "rb", buffering=0) as file:
+                        refused += max(0, _field_of(file.read(_READ_BYTES).decode("ascii"), "max"))
+        return refused
+
+    def _number(self, home: str, name: str) -> int:
+        text = self._read(home, name).strip()
+        return int(text) if text.isdigit() else UNKNOWN  # "max" is no limit
+
+    def _field(self, home: str, name: str, key: str) -> int:
+        return _field_of(self._read(home, name), key)
+
+    def _read(self, home: str, name: str) -> str:
+        fd = self._fds[home, name] if (home, name) in self._fds else self._open(home, name)
+        try:
+            return os.pread(fd, _READ_BYTES, 0).decode("ascii") if fd is not None else ""
+        except OSError:  # ENODEV: the cgroup is gone; EOPNOTSUPP: pressure is not accounted (kernel option psi=0)
+            return ""
+
+    def _open(self, home: str, name: str) -> int | None:
+        """Open a counter and remember it; None where the kernel has no such file."""
+        fd = None
+        if home in self._dirs:
+            try:
+                fd = os.open(f"{self._dirs[home]}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.EOPNOTSUPP):  # out of descriptors: another time perhaps
+                    return None
+        self._fds[home, name] = fd
+        return fd
+
+
+def parse_pressure(text: str) -> Pressure | None:
+    """Return what a pressure file says, None if there is none (Documentation/accounting/psi.rst)."""
+    kinds: dict[str, Stall] = {}
+    for line in text.splitlines():
+        kind, *fields = line.split()
+        values = dict(field.split("=", 1) for field in fields if "=" in field)
+        if kind in ("some", "full") and values.keys() >= _STALL_FIELDS:
+            ten, sixty, three_hundred = (float(values[name]) for name in ("avg10", "avg60", "avg300"))
+            kinds[kind] = Stall(ten, sixty, three_hundred, total_usec=int(values["total"]))
+    return Pressure(**kinds) if kinds else None
+
+
+_STALL_FIELDS = {"avg10", "avg60", "avg300", "total"}
+
+
+def _known(number: int) -> int | None:
+    return None if number == UNKNOWN else number
+
+
+def _field_of(text: str, key: str) -> int:
+    for line in text.splitlines():
+        label, _, value = line.partition(" ")
+        if label == key and value.isdigit():
+            return int(value)
+    return UNKNOWN

@@ -1,0 +1,169 @@
+"""What the node has in all, has promised to live sessions, and what those use. Reads /proc, statvfs and cgroup files.
+
+A limit of a cgroup above the sessions (the daemon's unit, a container) is a limit of the node. Blocking reads of a few
+microseconds; nothing is kept open. What the kernel does not tell is None, never 0.
+Sources: proc(5) meminfo, loadavg; Documentation/admin-guide/cgroup-v2.rst; cgroup-v1/memory.rst; statvfs(3).
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import attrs
+
+from sandkasten.model import Limits
+from sandkasten.model.node import Amounts
+
+_MIB = 1024 * 1024
+_NO_LIMIT = 2**62
+"""cgroup v1 writes no limit as the largest number of pages."""
+
+_FDS_PER_SESSION = 16
+_FDS_RESERVED = 200
+_MAX_LEVELS = 32
+_MAX_FILE_BYTES = 64 * 1024
+_MEMORY_LIMITS = ("memory.max", "memory.limit_in_bytes")
+_MEMORY_USES = ("memory.current", "memory.usage_in_bytes")
+
+
+@attrs.frozen
+class Bounds:
+    """The cgroups from the sessions' own upwards that limit memory or pids, with their limits."""
+
+    memory: Sequence[tuple[str, int]] = ()
+    pids: Sequence[tuple[str, int]] = ()
+
+
+def read_bounds(cgroup_dirs: Mapping[str, str]) -> Bounds:
+    """Return them. `cgroup_dirs`: where the sessions' cgroups are made, by controller."""
+    memory = tuple(_limits(cgroup_dirs.get("memory", ""), _MEMORY_LIMITS))
+    return Bounds(memory, tuple(_limits(cgroup_dirs.get("pids", ""), ("pids.max",))))
+
+
+def read_totals(data_dir: Path, bounds: Bounds, *, max_sessions: int) -> Amounts:
+    """Return what there is."""
+    space = os.statvfs(data_dir)
+    return Amounts(
+        sessions=max_sessions,
+        cpu=float(len(os.sched_getaffinity(0))),
+        memory_bytes=_least(_meminfo("MemTotal:"), *(limit for _, limit in bounds.memory)),
+        pids=_least(
+            _number("/proc/sys/kernel/pid_max"),
+            _number("/proc/sys/kernel/threads-max"),
+            *(limit for _, limit in bounds.pids),
+        ),
+        disk_bytes=space.f_blocks * space.f_frsize,
+    )
+
+
+def read_free(data_dir: Path, bounds: Bounds) -> Amounts:
+    """Return what can be had now, whoever has the rest. CPU is a rate and not among them."""
+    space = os.statvfs(data_dir)
+    memory = [
+        limit - (_first_number(directory, _MEMORY_USES) or 0) + _reclaimable(directory)
+        for directory, limit in bounds.memory
+    ]
+    pids = [limit - (_number(f"{directory}/pids.current") or 0) for directory, limit in bounds.pids]
+    return Amounts(
+        memory_bytes=_least(_meminfo("MemAvailable:"), *memory),
+        pids=_least(_free_pids(), *pids),
+        disk_bytes=space.f_bavail * space.f_frsize,
+    )
+
+
+def committed(limits: Iterable[Limits]) -> Amounts:
+    """Return the sum of what live sessions may use. Pure."""
+    each = list(limits)
+    return Amounts(
+        sessions=len(each),
+        cpu=round(sum(one.cpu for one in each), 3),
+        memory_bytes=sum(one.memory_mb for one in each) * _MIB,
+        pids=sum(one.pids for one in each),
+        disk_bytes=sum(one.disk_mb for one in each) * _MIB,
+    )
+
+
+def read_used(data_dir: Path, cgroup_dirs: Mapping[str, str], *, sessions: int) -> Amounts:
+    """Return what all sessions together use: memory and processes by the cgroup above them, disk of the data
+    directory's file system by whomever. CPU is a rate and not among them."""
+    space = os.statvfs(data_dir)
+    return Amounts(
+        sessions=sessions,
+        memory_bytes=_first_number(cgroup_dirs.get("memory", ""), _MEMORY_USES),
+        pids=_number(f"{cgroup_dirs.get('pids', '')}/pids.current"),
+        disk_bytes=(space.f_blocks - space.f_bfree) * space.f_frsize,
+    )
+
+
+def sessions_for_descriptors() -> int:
+    """Return how many sessions this process has file descriptors for."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max((soft - _FDS_RESERVED) // _FDS_PER_SESSION, 1)
+
+
+def _least(*amounts: int | None) -> int | None:
+    return min((amount for amount in amounts if amount is not None), default=None)
+
+
+def _limits(directory: str, names: Sequence[str]) -> Iterator[tuple[str, int]]:
+    for each in _upwards(directory):
+        limit = _first_number(each, names)
+        if limit is not None and limit < _NO_LIMIT:
+            yield each, limit
+
+
+def _upwards(directory: str) -> Iterator[str]:
+    for _ in range(_MAX_LEVELS):
+        if not directory or not os.path.exists(f"{directory}/cgroup.procs"):
+            return
+        yield directory
+        directory = os.path.dirname(directory)
+
+
+def _reclaimable(directory: str) -> int:
+    """Return how much of a cgroup's memory is pages of files that nobody used for a while."""
+    stat = dict(line.split(" ", 1) for line in _lines(f"{directory}/memory.stat") if " " in line)
+    value = stat.get("total_inactive_file", stat.get("inactive_file", ""))  # v1 has both, of which one counts children
+    return int(value) if value.isdigit() else 0
+
+
+def _free_pids() -> int | None:
+    """Return how many more threads the kernel has numbers for; the fourth field of loadavg ends with all there are."""
+    fields = next(iter(_lines("/proc/loadavg")), "").split()
+    most = _least(_number("/proc/sys/kernel/pid_max"), _number("/proc/sys/kernel/threads-max"))
+    if most is None or len(fields) < 4:
+        return None
+    threads = fields[3].partition("/")[2]
+    return most - int(threads) if threads.isdigit() else None
+
+
+def _meminfo(name: str) -> int | None:
+    for line in _lines("/proc/meminfo"):
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _first_number(directory: str, names: Iterable[str]) -> int | None:
+    return next((found for name in names if (found := _number(f"{directory}/{name}")) is not None), None)
+
+
+def _number(path: str) -> int | None:
+    text = "\n".join(_lines(path))
+    return int(text) if text.isdigit() else None
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return []
+    try:
+        return os.read(fd, _MAX_FILE_BYTES).decode("ascii", "replace").splitlines()
+    except OSError:
+        return []
+    finally:
+        os.close(fd)

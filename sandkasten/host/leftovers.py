@@ -1,0 +1,110 @@
+"""Looks from outside at what there is of a data directory's sessions and at leftovers, without touching it, as root.
+
+The looking is `nsinit/tools/look.py`'s, a program of its own; here is how it is asked, who is at work in the directory, and
+how a process gets where the sessions' cgroups are: an nsinit that is started elsewhere would not find them. Blocking.
+
+Sources: proc_locks(5); cgroups(7), "cgroup.procs"; cgroup-v2.rst, "No Internal Process Constraint" (EBUSY).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import attrs
+
+from nsinit.wire import protocol as nsinit_protocol
+from nsinit.wire.protocol import Found, Identity, Stray
+from sandkasten.host.paths import DataPaths
+
+_LOOK = Path(nsinit_protocol.__file__).parents[1] / "tools" / "look.py"
+_LOOK_S = 60
+_NO_PROCESSES = (errno.EBUSY, errno.EOPNOTSUPP)
+
+
+class CantLook(Exception):
+    """It can't be seen what there is; the text says why."""
+
+
+@attrs.frozen
+class Sight:
+    """What is there. `homes`: for each cgroup directory that the sessions live in, two files; the first that takes a
+    process puts it there. `rivals`: further directories in which recorded sessions run."""
+
+    found: Sequence[Found] = ()
+    strays: Sequence[Stray] = ()
+    homes: Sequence[tuple[str, str]] = ()
+    rivals: Sequence[str] = ()
+
+
+def look(data_dir: Path, node_id: str, recorded: Collection[str]) -> Sight:
+    """Return what is there of a node; `recorded` are the sessions that the database has as alive. Raises `CantLook`."""
+    command = [sys.executable, "-I", "-S", "-B", str(_LOOK), os.path.realpath(data_dir), node_id]
+    asked = json.dumps({"recorded": sorted(recorded), "nsinit": holder_of(data_dir / "run") or 0})
+    try:
+        done = subprocess.run(
+            command, input=asked.encode(), capture_output=True, cwd="/", env={"LANG": "C.UTF-8"}, timeout=_LOOK_S
+        )
+        answer = json.loads(done.stdout)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CantLook(str(error)) from error
+    except ValueError:
+        raise CantLook(done.stderr.decode(errors="replace").strip().rpartition("\n")[2]) from None
+    return Sight(
+        [Found(**each | {"identity": each["identity"] and Identity(**each["identity"])}) for each in answer["found"]],
+        [Stray(**each) for each in answer["strays"]],
+        [(first, second) for first, second in answer["homes"]],
+        answer["rivals"],
+    )
+
+
+def has_daemon(data_dir: Path) -> bool:
+    """Whether a daemon is at work in the directory. Raises `CantLook`."""
+    return holder_of(DataPaths(data_dir).lock) is not None
+
+
+def holder_of(path: Path) -> int | None:
+    """Return who holds a flock(2) on a file. Told by its inode alone, since some file systems tell two devices: who is
+    wrong about that is too careful. Taking the lock to see would keep a daemon from starting at that moment.
+
+    Raises:
+        CantLook: it can't be known.
+    """
+    try:
+        inode = path.stat().st_ino
+    except FileNotFoundError:
+        return None
+    try:
+        lines = Path("/proc/locks").read_text("ascii").splitlines()
+    except OSError as error:
+        raise CantLook(str(error)) from error
+    for fields in map(str.split, lines):
+        if fields[1] == "FLOCK" and int(fields[5].rpartition(":")[2]) == inode:
+            return int(fields[4])
+    return None
+
+
+def move_to(homes: Sequence[tuple[str, str]]) -> None:
+    """Move this process to where sessions live, so that an nsinit it starts finds them. Raises `OSError`."""
+    pid = f"{os.getpid()}\n".encode("ascii")
+    for beside, inside in homes:
+        try:
+            _put(beside, pid)
+        except OSError as error:
+            if error.errno not in _NO_PROCESSES:
+                raise
+            os.makedirs(os.path.dirname(inside), exist_ok=True)
+            _put(inside, pid)
+
+
+def _put(path: str, pid: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, pid)
+    finally:
+        os.close(fd)

@@ -1,0 +1,180 @@
+"""Which protections are in force: one entry each, drawn from the machine's checks, the configuration and nsinit.
+
+The one source of what `doctor`, the start messages, `/v1/system` and the refusal to start say. Pure: performs nothing.
+An entry per name of `machine.PROTECTIONS`; most rest on their checks alone, the others have a function in `_ENTRIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from sandkasten.config import Config
+from sandkasten.model.node import PROTECTIONS, Check, Machine, Need, Protection, State, Verdict
+
+_WORST_FIRST = (Verdict.MISSING, Verdict.NOT_TRIED, Verdict.FALLS_BACK, Verdict.WORKS)
+_STATES = {
+    Verdict.MISSING: State.MISSING,
+    Verdict.NOT_TRIED: State.UNKNOWN,
+    Verdict.FALLS_BACK: State.DEGRADED,
+    Verdict.WORKS: State.ON,
+}
+
+
+@attrs.frozen
+class Situation:
+    """What is known when the question is asked. `features` is nsinit's own word, empty before it has started;
+    `daemon_uid` is that of the running daemon, None before there is one."""
+
+    config: Config
+    machine: Machine
+    features: Mapping[str, Any] = attrs.field(factory=dict)  # JSON values
+    daemon_uid: int | None = None
+
+
+Entry = Callable[[Situation, Protection], Protection]
+"""Gets what the checks alone say and returns what is so."""
+
+
+def _seccomp(now: Situation, found: Protection) -> Protection:
+    profile = now.config.security.seccomp
+    if profile == "off":
+        return attrs.evolve(found, state=State.OFF, detail="security.seccomp is off", fix="")
+    if found.state is State.ON and profile == "mvp":
+        return attrs.evolve(
+            found, state=State.DEGRADED, detail="security.seccomp is mvp: only what it lists is refused"
+        )
+    return found
+
+
+def _landlock(now: Situation, found: Protection) -> Protection:
+    """What nsinit asked the kernel for, once it has; before, what the checks say."""
+    if "landlock_scopes" not in now.features:
+        return found
+    if now.features["landlock_scopes"]:
+        detail = "signals and abstract sockets stay inside; file rules by session"
+        return attrs.evolve(found, state=State.ON, detail=detail)
+    if now.features.get("landlock_files"):
+        detail = "file rules by session only: signals and abstract sockets can't be kept inside before Linux 6.12"
+        return attrs.evolve(found, state=State.DEGRADED, detail=detail)
+    return attrs.evolve(found, state=State.MISSING, detail="this kernel has neither scopes nor whole file rules")
+
+
+_DISK_MODES = {
+    "project": "a project quota for each session",
+    "btrfs": "a subvolume with a quota for each session",
+    "loop": "an ext4 image behind a loop device for each session",
+    "tmpfs": "a disk in memory for each session",
+}
+
+
+def _disk(now: Situation, found: Protection) -> Protection:
+    """nsinit tries the mechanisms when it starts; before that the checks say what it will find."""
+    if now.config.disk.mode == "none":
+        return attrs.evolve(found, state=State.OFF, detail="disk.mode is none")
+    mode = now.features.get("disk")
+    if mode is None:
+        return found
+    if mode == "none":
+        refused = "; ".join(f"{name}: {why}" for name, why in now.features["disk_refused"].items())
+        return attrs.evolve(found, state=State.MISSING, detail=f"no mechanism works here ({refused})")
+    return attrs.evolve(found, state=State.ON, detail=_DISK_MODES[mode])
+
+
+def _daemon_privilege(now: Situation, found: Protection) -> Protection:
+    if now.daemon_uid:
+        return attrs.evolve(found, state=State.ON, detail=f"the daemon is user {now.daemon_uid}, without capabilities")
+    if now.config.user == "root":
+        return attrs.evolve(found, state=State.OFF, detail="user is root, and so is the daemon", fix="")
+    if now.daemon_uid is None:
+        return attrs.evolve(
+            found, state=State.ON, detail=f"`serve` gives root away once it has begun (user: {now.config.user})"
+        )
+    return attrs.evolve(found, state=State.MISSING, detail="the program that embeds the supervisor is root")
+
+
+_ENTRIES: Mapping[str, Entry] = {
+    "seccomp": _seccomp,
+    "landlock": _landlock,
+    "disk": _disk,
+    "daemon_privilege": _daemon_privilege,
+}
+
+
+_TOLD_BY_NSINIT = frozenset({"disk", "landlock"})
+"""A start makes no trial of its own of these: nsinit does, and refuses or reports."""
+
+
+def protections(now: Situation) -> tuple[Protection, ...]:
+    """Return every protection as it is in force."""
+    found = ((name, _from_checks(now, name)) for name in PROTECTIONS)
+    return tuple(_ENTRIES[name](now, each) if name in _ENTRIES else each for name, each in found)
+
+
+def with_needs(config: Config, machine: Machine) -> Machine:
+    """Return the machine with each check's `required` as the configuration has it."""
+    checks = [
+        attrs.evolve(check, required=is_required(config, check.protection)) if check.protection else check
+        for check in machine.checks
+    ]
+    return attrs.evolve(machine, checks=checks)
+
+
+def is_required(config: Config, name: str) -> bool:
+    """Whether the daemon may not start without the protection."""
+    if PROTECTIONS[name] is Need.ESSENTIAL or name in config.isolation.required:
+        return True
+    if name == "seccomp" and config.security.seccomp == "off":
+        return False
+    return PROTECTIONS[name] is Need.PROMISED and name not in config.isolation.allow_missing
+
+
+def lacking(config: Config, found: Sequence[Protection], *, before_start: bool = False) -> list[str]:
+    """Return one sentence for each protection without which the start is refused; none: all is well.
+
+    What the configuration lists as required must be fully on; what is required by itself may fall back. `before_start`:
+    what only nsinit can tell, and has not yet, is no reason.
+    """
+    sentences = []
+    for each in found:
+        if before_start and each.name in _TOLD_BY_NSINIT and each.state is State.UNKNOWN:
+            continue
+        good = {State.ON} if each.name in config.isolation.required else {State.ON, State.DEGRADED}
+        if each.required and each.state not in good:
+            sentences.append(_sentence(each))
+    return sentences
+
+
+def _sentence(lack: Protection) -> str:
+    text = f"{lack.name} is required and {_WORDS[lack.state]}: {lack.detail}"
+    if lack.fix:
+        text += f"; {lack.fix}"
+    if PROTECTIONS[lack.name] is Need.ESSENTIAL:
+        return text
+    if PROTECTIONS[lack.name] is Need.PROMISED:
+        return f"{text} (or list {lack.name} in isolation.allow_missing)"
+    return f"{text} (or take {lack.name} out of isolation.required)"
+
+
+_WORDS = {State.MISSING: "missing", State.UNKNOWN: "unproven", State.OFF: "off", State.DEGRADED: "not complete"}
+
+
+def _checks_of(now: Situation, name: str) -> list[Check]:
+    return [check for check in now.machine.checks if check.protection == name]
+
+
+def _from_checks(now: Situation, name: str) -> Protection:
+    """The worst of the checks says how it is."""
+    required = is_required(now.config, name)
+    checks = _checks_of(now, name)
+    if not checks:
+        return Protection(name, State.UNKNOWN, "not examined", required)
+    worst = min(checks, key=lambda check: _WORST_FIRST.index(check.verdict))
+    if worst.verdict is Verdict.WORKS:
+        return Protection(name, State.ON, "; ".join(check.seen for check in checks), required)
+    bad = [check for check in checks if check.verdict is worst.verdict]
+    fixes = dict.fromkeys(check.fix for check in bad if check.fix)
+    detail = "; ".join(f"{check.title}: {check.seen}" for check in bad)
+    return Protection(name, _STATES[worst.verdict], detail, required, "; ".join(fixes))

@@ -1,0 +1,310 @@
+"""The daemon's end of the connections to one sandbox's PID 1: `runner.wire.protocol` on trio.
+
+Owns a directory descriptor (so that a long data directory never meets the 108-byte limit of socket addresses) and a
+few idle connections. One request runs on one connection at a time; a connection whose request did not end cleanly is
+closed, which cancels the request in the sandbox, unless it is a run that is kept there (`runner.wire.protocol`). Every byte
+received is hostile: anything that is no message of the contract raises `RunnerProtocolError` and the caller ends the
+session.
+
+Sources: unix(7), proc(5) on /proc/self/fd.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import math
+import os
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from runner.wire.protocol import (
+    ANSWERS,
+    CHUNK_BYTES,
+    FROM_RUNNER,
+    HEADER_BYTES,
+    MAX_FRAME_BYTES,
+    REQUESTS,
+    Error,
+    Frame,
+    FrameDecoder,
+    Kind,
+    ProtocolError,
+    encode_frame,
+)
+from sandkasten.host.paths import RUNNER_SOCKET
+from sandkasten.model.errors import Capacity, RunnerLost, RunnerProtocolError
+
+_MAX_IDLE = 4
+_FIRST_RECEIVE_BYTES = 16 * 1024
+_BULK_RECEIVE_BYTES = 4 * (CHUNK_BYTES + HEADER_BYTES)
+_FRAMES_PER_CHECKPOINT = 32
+"""What was received at once may be thousands of frames: after so many of them others have their turn."""
+_CONNECT_PAUSE_S = 0.01
+_CONNECT_PATIENCE_S = 10.0
+_MAX_NUMBER = 2**53
+_MAX_TEXT_BYTES = 8 * 1024
+
+
+class RunnerConnection:
+    """One connection to PID 1; carries one request at a time.
+
+    Works on the socket itself: trio's streams pass through the scheduler on every call, which on this path costs more
+    than the call.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        """`sock` is connected and non-blocking; owned from here on."""
+        self._socket = sock
+        self._decoder = FrameDecoder(FROM_RUNNER, max_body_bytes=MAX_FRAME_BYTES)
+        self._receive_bytes = _FIRST_RECEIVE_BYTES
+        self._frames_in_a_row = 0
+        self.is_idle = True
+        self._sending = 0
+        self._unsent = b""
+        self._patience: trio.CancelScope | None = None
+        self._send_lock = trio.Lock()
+
+    async def send_request(
+        self, request: Any, *, fd: int | None = None
+    ) -> None:  # a member of runner.protocol.REQUESTS
+        """Start a request; the connection is busy until its final frame was received. `fd` rides along and stays the
+        caller's."""
+        self.is_idle = False
+        if fd is None:
+            await self.send(Kind.REQUEST, REQUESTS.encode(request))
+            return
+        async with self._send_lock:
+            frame = self._unsent + encode_frame(Kind.REQUEST, REQUESTS.encode(request))
+            await self._send_all(memoryview(frame)[await self._send_first(frame, fd) :])
+
+    async def send(self, kind: Kind, body: bytes = b"") -> None:
+        """Send one frame, whole, whichever task it comes from. Raises `RunnerLost` when PID 1 is gone.
+
+        Cancelled in the middle of a frame it keeps the rest, which goes out before the next one.
+        """
+        self._sending += 1
+        try:
+            async with self._send_lock:
+                await self._send_all(memoryview(self._unsent + encode_frame(kind, body)))
+        finally:
+            self._sending -= 1
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether a frame is, or was left, half sent or waiting to be sent."""
+        return self._sending > 0 or bool(self._unsent)
+
+    def wait_until(self, deadline: float) -> None:
+        """Whoever waits for a frame waits until then, not until what it meant."""
+        if self._patience is not None:
+            self._patience.deadline = deadline
+
+    def hasten(self, deadline: float) -> None:
+        """Whoever waits for a frame waits no longer than until then."""
+        if self._patience is not None:
+            self._patience.deadline = min(self._patience.deadline, deadline)
+
+    async def receive(self, *, deadline: float = math.inf) -> Frame:
+        """Return the next frame; REPLY and ERROR make the connection idle again.
+
+        Raises:
+            RunnerLost: PID 1 closed the connection, is gone, or sent nothing until `deadline`.
+            RunnerProtocolError: it sent something that is no frame of the contract.
+        """
+        if self._frames_in_a_row == _FRAMES_PER_CHECKPOINT:
+            self._frames_in_a_row = 0
+            await trio.lowlevel.checkpoint()
+        while True:
+            try:
+                kind, body = next(self._decoder)
+                self._frames_in_a_row += 1
+            except StopIteration:
+                self._decoder.feed(await self._receive_some(deadline))
+                self._frames_in_a_row = 0
+                continue
+            except ProtocolError as error:
+                raise RunnerProtocolError(str(error)) from None
+            if kind in (Kind.REPLY, Kind.ERROR):
+                self.is_idle = True
+            return kind, body
+
+    async def receive_answer(self, *, deadline: float = math.inf) -> Any:  # a member of runner.protocol.ANSWERS
+        """Return the message of the next frame, which must carry one; `Error` messages are returned, too."""
+        kind, body = await self.receive(deadline=deadline)
+        if kind not in (Kind.STARTED, Kind.REPLY, Kind.ERROR, Kind.EVENT):
+            raise RunnerProtocolError(f"unexpected {kind.name} frame")
+        return decode_answer(kind, body)
+
+    def close(self) -> None:
+        """Close at once; what runs on it is cancelled in the sandbox, or kept there. Who waits gets `RunnerLost`."""
+        if self._socket.fileno() >= 0:
+            trio.lowlevel.notify_closing(self._socket)
+            self._socket.close()
+
+    async def _send_all(self, data: memoryview) -> None:
+        whole = len(data)
+        self._unsent = b""
+        try:
+            with _lost_on_error():
+                while data:
+                    try:
+                        data = data[self._socket.send(data) :]
+                        is_full = False
+                    except BlockingIOError:
+                        is_full = True
+                    if is_full:
+                        await trio.lowlevel.wait_writable(self._socket)
+        except trio.Cancelled:
+            self._unsent = bytes(data) if len(data) < whole else b""
+            raise
+
+    async def _send_first(self, data: bytes, fd: int) -> int:
+        """Send what the socket takes at once, at least one byte, and with it the descriptor; return how much."""
+        with _lost_on_error():
+            while True:
+                try:
+                    return socket.send_fds(self._socket, [data], [fd])
+                except BlockingIOError:
+                    pass
+                await trio.lowlevel.wait_writable(self._socket)
+
+    async def _receive_some(self, deadline: float) -> bytes:
+        """Return what has come, waiting for it if need be; always lets other tasks run."""
+        with _lost_on_error():
+            data = self._receive_nowait()
+            if data is None:
+                with trio.CancelScope(deadline=deadline) as self._patience:
+                    await trio.lowlevel.wait_readable(self._socket)
+                self._patience = None
+                data = self._receive_nowait()
+            else:
+                await trio.lowlevel.checkpoint()
+        if data is None:  # starved, or frozen: late is not hostile
+            raise RunnerLost("the sandbox's init did not answer in time")
+        if not data:
+            raise RunnerLost("the sandbox closed the connection")
+        if len(data) == self._receive_bytes:
+            self._receive_bytes = _BULK_RECEIVE_BYTES
+        return data
+
+    def _receive_nowait(self) -> bytes | None:
+        try:
+            return self._socket.recv(self._receive_bytes)
+        except BlockingIOError:
+            return None
+
+
+@contextmanager
+def _lost_on_error() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, trio.ClosedResourceError) as error:  # ValueError: the descriptor is closed
+        raise RunnerLost("the sandbox closed the connection") from error
+
+
+def check_piece(body: bytes, what: str) -> None:
+    """Refuse a piece of output or of a file that no runner sends: an empty one, of which there is no end, or a large
+    one. Raises `RunnerProtocolError`."""
+    if not 0 < len(body) <= CHUNK_BYTES:
+        raise RunnerProtocolError(f"a piece of {len(body)} bytes of {what}")
+
+
+def decode_answer(kind: Kind, body: bytes) -> Any:  # a member of runner.protocol.ANSWERS
+    """Return the message in the body of a STARTED, EVENT, REPLY or ERROR frame. Raises `RunnerProtocolError`."""
+    try:
+        message = ANSWERS.decode(body)
+    except ProtocolError as error:
+        raise RunnerProtocolError(str(error)) from None
+    if isinstance(message, Error) is not (kind is Kind.ERROR):
+        raise RunnerProtocolError(f"{type(message).__name__} in an {kind.name} frame")
+    _check_message(message)
+    return message
+
+
+def _check_message(message: Any) -> None:  # a dataclass of runner.protocol
+    for field in dataclasses.fields(message):
+        value = getattr(message, field.name)
+        if isinstance(value, tuple):
+            for each in value:
+                _check_message(each)
+        else:
+            _check_value(value)
+
+
+def _check_value(value: object) -> None:
+    """Refuse what JSON allows and nothing below here expects: huge values, surrogates that escape no byte."""
+    if isinstance(value, int) and abs(value) > _MAX_NUMBER:
+        raise RunnerProtocolError("a number out of range")
+    if isinstance(value, str):
+        try:
+            size = len(value.encode("utf-8", "surrogateescape"))
+        except UnicodeEncodeError:
+            raise RunnerProtocolError("a string that is no text") from None
+        if size > _MAX_TEXT_BYTES:
+            raise RunnerProtocolError("a string that is too long")
+
+
+class RunnerLink:
+    """All connections to one sandbox. `close` ends them."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._dir_fd = os.open(run_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._idle: list[RunnerConnection] = []
+        self._busy: set[RunnerConnection] = set()
+        self._closed = False
+
+    @property
+    def connections(self) -> dict[str, int]:
+        """How many there are that wait for a request, and that carry one."""
+        return {"connections_idle": len(self._idle), "connections_busy": len(self._busy)}
+
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[RunnerConnection]:
+        """Lend a connection for one request. Raises `RunnerLost` when the sandbox accepts none."""
+        connection = self._idle.pop() if self._idle else await self._connect()
+        self._busy.add(connection)
+        try:
+            yield connection
+        except BaseException:
+            connection.is_idle = False
+            raise
+        finally:
+            self._busy.discard(connection)
+            if connection.is_idle and not self._closed and len(self._idle) < _MAX_IDLE:
+                self._idle.append(connection)
+            else:
+                connection.close()
+
+    def close(self) -> None:
+        """Close every connection; requests still running end with `RunnerLost`."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._dir_fd)
+            for connection in (*self._idle, *self._busy):
+                connection.close()
+            self._idle.clear()
+
+    async def _connect(self) -> RunnerConnection:
+        give_up_at = trio.current_time() + _CONNECT_PATIENCE_S
+        while True:
+            if self._closed:
+                raise RunnerLost("the session has ended")
+            try:
+                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            except OSError as error:  # EMFILE
+                raise Capacity(f"no descriptor to be had: {os.strerror(error.errno or 0)}") from error
+            try:
+                sock.connect(f"/proc/self/fd/{self._dir_fd}/{RUNNER_SOCKET}")
+            except OSError as error:
+                sock.close()
+                if error.errno != errno.EAGAIN or trio.current_time() > give_up_at:  # EAGAIN: its backlog is full
+                    raise RunnerLost("the sandbox accepts no connection") from error
+                await trio.sleep(_CONNECT_PAUSE_S)
+            else:
+                return RunnerConnection(sock)

@@ -1,0 +1,104 @@
+"""Lists of sessions: what is asked for, where in the list one is, and one page of it. Pure.
+
+The order is newest first, by the moment of creation and then by id, and never changes for a session. So a place in it
+stays what it is whatever is made or ends meanwhile: a reader who goes on from a cursor sees nothing twice and misses
+nothing that was there before they began.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+
+import attrs
+
+from sandkasten.model.lifecycle import LIVE
+from sandkasten.model.session import SESSION_ID, Session, Status
+
+_CURSOR = re.compile(r"([0-9a-f]{15})-([0-9a-f]{16,32})\Z")
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
+_MAX_MICROSECONDS = 253_402_300_799 * 1_000_000
+"""The end of the year 9999."""
+
+
+@attrs.frozen
+class LabelSelector:
+    """Sessions that have a label of that name, and of that value unless it is None."""
+
+    name: str
+    value: str | None = None
+
+    def is_on(self, labels: Mapping[str, str]) -> bool:
+        """Whether something with these labels is meant."""
+        return self.name in labels and self.value in (None, labels[self.name])
+
+
+@attrs.frozen(order=True)
+class Place:
+    """A place in the list; the greater one is the newer and comes first."""
+
+    created_us: int
+    id: str
+
+    @property
+    def created_at(self) -> datetime:
+        return _EPOCH + self.created_us * _MICROSECOND
+
+    @property
+    def cursor(self) -> str:
+        """The place as clients have it, opaque to them."""
+        return f"{self.created_us:015x}-{self.id}"
+
+
+def place_of(session: Session) -> Place:
+    """Return where a session stands in every list."""
+    return Place((session.created_at - _EPOCH) // _MICROSECOND, session.id)
+
+
+def parse_cursor(text: str) -> Place:
+    """Return the place that a cursor names. Raises `ValueError` for what is none."""
+    match = _CURSOR.match(text)
+    if match is None or not SESSION_ID.match(match[2]) or int(match[1], 16) > _MAX_MICROSECONDS:
+        raise ValueError("is no cursor of this list")
+    return Place(int(match[1], 16), match[2])
+
+
+@attrs.frozen
+class SessionQuery:
+    """Sessions of these states that have all of these labels, behind `after`."""
+
+    statuses: frozenset[Status] = LIVE
+    labels: tuple[LabelSelector, ...] = ()
+    after: Place | None = None
+    limit: int = 1000
+
+    def matches(self, session: Session) -> bool:
+        """Whether a session belongs to the answer, wherever it stands."""
+        return session.status in self.statuses and all(label.is_on(session.labels) for label in self.labels)
+
+    def is_ahead(self, session: Session) -> bool:
+        """Whether a session stands behind the place to go on from."""
+        return self.after is None or place_of(session) < self.after
+
+
+@attrs.frozen
+class SessionPage:
+    """Part of a list. `next`: where to go on; None if nothing follows. A page may have fewer sessions than were asked
+    for, even none, and go on all the same: how much is looked at for one page is bounded."""
+
+    sessions: Sequence[Session]
+    next: Place | None = None
+
+
+def page_of(query: SessionQuery, found: Iterable[Session], *, seen_to: Place | None = None) -> SessionPage:
+    """Return a page of what was found. `seen_to`: what stands behind this place was not looked at, so it is not on the
+    page even if it was found."""
+    meant = (each for each in found if query.matches(each) and query.is_ahead(each))
+    ahead = sorted(meant, key=place_of, reverse=True)
+    if seen_to is not None:
+        ahead = [each for each in ahead if place_of(each) >= seen_to]
+    if len(ahead) > query.limit:
+        return SessionPage(ahead[: query.limit], place_of(ahead[query.limit - 1]))
+    return SessionPage(ahead, seen_to)

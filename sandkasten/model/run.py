@@ -1,0 +1,310 @@
+"""Values of a run: commands, processes and terminals as asked for, their output, their end, and ids of runs.
+
+Frozen and free of behaviour but for making ids. An id that the server makes has a form of its own (`run-` and 16
+hexadecimal digits), so an id of that form that no run has is known to have been used, without being remembered.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+import secrets
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Final
+
+import attrs
+
+from sandkasten.model.session import STATELESS, SessionOptions
+
+EXEC_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
+
+
+SHELL_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,31}\Z")
+
+
+DEFAULT_SHELL = "default"
+
+
+class Cause(enum.StrEnum):
+    """Why a command ended; a closed set."""
+
+    EXITED = "exited"
+    SIGNALLED = "signalled"
+    TIMED_OUT = "timed_out"
+    CANCELLED = "cancelled"
+    OOM = "oom"
+    PIDS_LIMIT = "pids_limit"
+    DISK_FULL = "disk_full"
+    SHELL_DIED = "shell_died"
+    SANDBOX_DIED = "sandbox_died"
+    DAEMON_RESTARTED = "daemon_restarted"
+
+
+class Stream(enum.StrEnum):
+    STDOUT = "stdout"
+    STDERR = "stderr"
+
+
+class ExecKind(enum.StrEnum):
+    """What a run is: a command (in a shell or beside one), a background process, or a terminal."""
+
+    COMMAND = "command"
+    PROCESS = "process"
+    TERMINAL = "terminal"
+
+
+class ExecState(enum.StrEnum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class OnDisconnect(enum.StrEnum):
+    """What becomes of a command whose caller leaves before its end."""
+
+    CANCEL = "cancel"
+    DETACH = "detach"
+
+
+@attrs.frozen
+class TerminalSize:
+    """Size of a terminal in character cells, each 1 to 1000."""
+
+    cols: int = 80
+    rows: int = 24
+
+
+@attrs.frozen
+class ExecSpec:
+    """What to run. Exactly one of `command` (a script for a shell) and `argv` (a program, no shell) is given.
+
+    A command runs in the persistent shell named `shell`, behind what that shell already has to do, unless `stateless`
+    (None: as the session's `exec_mode` says, and always in a shell that is not the default one): then, like `argv`, it
+    is a process of its own beside the shells, and may have another `user` (a name of the image's
+    `/etc/passwd` or `UID[:GID]`; root where the session may have it).
+    `timeout_ms` None or 0 means the configured maximum, `unlimited` none at all (where the configuration allows it).
+    `env` and `cwd` hold for this run only. `stdin` None is `/dev/null` unless `stdin_open`: then more may be sent until
+    it is closed. With `terminal` the streams are a terminal of that size and all output is `Stream.STDOUT`.
+    `exec_id` None lets the supervisor choose one; a chosen one makes a repeat attach instead of running twice, unless
+    it `has_new_id`: `make_exec_id` has just made it.
+    """
+
+    command: str | None = attrs.field(default=None, repr=False)
+    argv: tuple[str, ...] | None = attrs.field(default=None, repr=False)
+    shell: str = DEFAULT_SHELL
+    stateless: bool | None = None
+    timeout_ms: int | None = None
+    unlimited: bool = False
+    cwd: str | None = None
+    env: Mapping[str, str] = attrs.field(factory=dict, repr=False)
+    user: str | None = None
+    stdin: bytes | None = attrs.field(default=None, repr=False)
+    stdin_open: bool = False
+    terminal: TerminalSize | None = None
+    exec_id: str | None = None
+    has_new_id: bool = attrs.field(default=False, eq=False)
+
+    @property
+    def is_program(self) -> bool:
+        """Whether it runs beside the shells."""
+        return bool(self.stateless) or self.argv is not None
+
+    def in_session(self, options: SessionOptions) -> ExecSpec:
+        """Return the same with what it leaves to the session."""
+        if self.stateless is not None or self.argv is not None or self.shell != DEFAULT_SHELL:
+            return self
+        return attrs.evolve(self, stateless=True) if options.exec_mode == STATELESS else self
+
+
+@attrs.frozen
+class ProcessSpec:
+    """A background process: `argv`, or `command` for a fresh shell. It has no time limit and its standard input stays
+    open until it is closed. With `keep_alive` it holds off the session's idle end like a running command."""
+
+    command: str | None = attrs.field(default=None, repr=False)
+    argv: tuple[str, ...] | None = attrs.field(default=None, repr=False)
+    process_id: str | None = None
+    cwd: str | None = None
+    env: Mapping[str, str] = attrs.field(factory=dict, repr=False)
+    user: str | None = None
+    terminal: TerminalSize | None = None
+    keep_alive: bool = False
+
+
+@attrs.frozen
+class ShellSpec:
+    """One more persistent shell of a session. `shell` (`bash`, `sh`) and `user` are the session's own if None."""
+
+    name: str
+    shell: str | None = None
+    cwd: str | None = None
+    env: Mapping[str, str] = attrs.field(factory=dict, repr=False)
+    user: str | None = None
+
+
+@attrs.frozen
+class TerminalSpec:
+    """A terminal to open: of an interactive shell of its own, or onto the persistent shell named `shell`, which is
+    watched until `take_over`. `terminal_id` of an open terminal joins it as one more viewer."""
+
+    size: TerminalSize = attrs.field(factory=TerminalSize)
+    shell: str | None = None
+    terminal_id: str | None = None
+    read_only: bool = False
+    cwd: str | None = None
+    env: Mapping[str, str] = attrs.field(factory=dict, repr=False)
+    user: str | None = None
+
+
+@attrs.frozen
+class Output:
+    """One piece of a run's output, at most 64 KiB; `sequence` counts from 1 over both streams."""
+
+    stream: Stream
+    data: bytes
+    sequence: int
+
+
+@attrs.frozen
+class OutputSlice:
+    """A part of a run's output, by offset in bytes. `offset` is where `data` begins, `first_offset` where what is kept
+    begins, `total_bytes` what was written so far; `is_final`: nothing will follow `data`."""
+
+    data: bytes = attrs.field(repr=False)
+    offset: int
+    next_offset: int
+    first_offset: int
+    total_bytes: int
+    is_final: bool
+
+
+@attrs.frozen
+class Usage:
+    """What ran used; -1 = unknown.
+
+    For a command in a shell, `cpu_ms` is what its shell and all that was started there used while it ran, jobs of
+    earlier commands included, and `peak_memory_bytes` the session's while it ran: a lower bound when the session once
+    used more than it did during this command. For a program they are its own. `written_bytes` went to storage.
+    """
+
+    cpu_ms: int = -1
+    peak_memory_bytes: int = -1
+    written_bytes: int = -1
+
+
+@attrs.frozen
+class ExecEnd:
+    """How a run ended, without its output. `exit_code` is 128+n after signal n. `timeout_ms` None: it had none.
+    `victim` is the process that ran out of memory, by the name it gave itself."""
+
+    exec_id: str
+    exit_code: int
+    signal: int | None
+    cause: Cause
+    cwd: str
+    duration_ms: int
+    timeout_ms: int | None
+    shell_restarted: bool
+    usage: Usage
+    victim: str | None = None
+
+
+@attrs.frozen
+class ExecResult:
+    """A command's end and its output, capped with head and tail kept.
+
+    `output` is stdout and stderr in order of arrival. `bytes_total` counts what the command wrote on both streams,
+    `bytes_omitted` what the cap left out of `output`.
+    """
+
+    end: ExecEnd
+    output: bytes = attrs.field(repr=False)
+    stdout: bytes = attrs.field(repr=False)
+    stderr: bytes = attrs.field(repr=False)
+    bytes_total: int
+    bytes_omitted: int
+
+    @property
+    def truncated(self) -> bool:
+        """Whether anything is missing from `output`."""
+        return self.bytes_omitted > 0
+
+
+@attrs.frozen
+class ExecInfo:
+    """A run as it is at one moment. `command` is what runs, cut after 200 characters; `shell` None: beside the shells.
+
+    `end` is there once it ended. Output is kept from `first_sequence` on; `last_sequence` is that of the latest piece.
+    `trace_id` is the trace of the request that began it.
+    """
+
+    exec_id: str
+    kind: ExecKind
+    state: ExecState
+    command: str = attrs.field(repr=False)
+    created_at: datetime
+    shell: str | None = None
+    started_at: datetime | None = None
+    ended_at: datetime | None = None
+    pid: int | None = None
+    end: ExecEnd | None = None
+    stdout_bytes: int = 0
+    stderr_bytes: int = 0
+    first_sequence: int = 1
+    last_sequence: int = 0
+    last_line: str = ""
+    keep_alive: bool = False
+    terminal: TerminalSize | None = None
+    trace_id: str | None = None
+
+
+@attrs.frozen
+class ShellInfo:
+    """A persistent shell. `running` is the run it is busy with, `queued` the ids of those that wait for it."""
+
+    name: str
+    cwd: str
+    running: ExecInfo | None = None
+    queued: tuple[str, ...] = ()
+
+
+@attrs.frozen
+class Port:
+    """A TCP port that something inside listens on. `address` is `0.0.0.0` or `::` for all."""
+
+    port: int
+    address: str
+
+
+@attrs.frozen
+class WaitFor:
+    """What to wait for: exactly one of the end of the process, any listener on a port, a line of output in which
+    a regular expression (RE2 syntax: linear time, whatever the output) finds something."""
+
+    exit: bool = False
+    port: int | None = None
+    pattern: str | None = None
+
+
+@attrs.frozen
+class Waited:
+    """What came of waiting: whether it happened, the run as it was then, and the line that matched."""
+
+    happened: bool
+    run: ExecInfo
+    line: str | None = None
+
+
+_PREFIX: Final = "run-"
+_MADE: Final = re.compile(r"run-[0-9a-f]{16}\Z")
+
+
+def make_exec_id() -> str:
+    """Return a new id."""
+    return _PREFIX + secrets.token_hex(8)
+
+
+def is_made(exec_id: str) -> bool:
+    """Whether only the server makes such ids."""
+    return _MADE.match(exec_id) is not None

@@ -1,0 +1,304 @@
+"""Values of a session: what a caller asks for, how it is limited, what it is at one moment, and why it ended.
+
+Frozen and free of behaviour. Durations are seconds as floats, moments are aware UTC datetimes.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+
+FOREVER_S = math.inf
+"""A time to live or a lifetime without end. JSON and the database say null."""
+
+MAX_SPAN_S = 366 * 86_400.0
+"""The longest idle timeout or lifetime that is not without end."""
+
+
+class EndReason(enum.StrEnum):
+    """Why a session ended; a closed set. A session's `reason` says the same in words, and more of it."""
+
+    IDLE = "idle"
+    """Nothing was done with it for its time to live."""
+
+    MAX_LIFETIME = "max_lifetime"
+    """It was as old as it may become."""
+
+    USER = "user"
+    """By request: of a client, or of the operator who stopped the daemon."""
+
+    CRASHED = "crashed"
+    """Its PID 1 died, or could not be trusted any more."""
+
+    OOM = "oom"
+    """Its PID 1 died while the kernel killed in it for want of memory."""
+
+    HOST_REBOOT = "host_reboot"
+    """The machine went down under it."""
+
+    ERROR = "error"
+    """It could not be built, or the daemon failed it."""
+
+
+LIMIT_BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {
+        "cpu": (0.01, 1024),
+        "memory_mb": (16, 16 * 2**20),
+        "pids": (8, 4 * 2**20),
+        "disk_mb": (16, 16 * 2**20),
+        "disk_inodes": (256, 2**32),
+    }
+)
+"""Lowest and highest value of each field of `Limits`, for requests and for the configuration's defaults alike."""
+
+
+FIXED_BOUNDS: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {
+        "open_files": (1024, 2**20),
+        "tmp_mb": (1, 8 * 2**20),
+        "tmp_inodes": (64, 2**31),
+        "shm_mb": (1, 4 * 2**20),
+        "shm_inodes": (64, 2**31),
+    }
+)
+"""The same for those that are fixed when a session is made."""
+
+
+@attrs.frozen
+class Limits:
+    """What one session may use. `cpu` is in cores (0.5 = half of one); `disk_inodes` counts files and
+    directories.
+
+    The others are fixed when the session is made; None: the configured default then, and as it is in a change.
+    `open_files` is how far each process may raise its own limit (RLIMIT_NOFILE). `/tmp` and `/dev/shm` hold `_mb` and
+    `_inodes`; what is in them counts as memory.
+    """
+
+    cpu: float = 1.0
+    memory_mb: int = 512
+    pids: int = 256
+    disk_mb: int = 2048
+    disk_inodes: int = 200_000
+    open_files: int | None = None
+    tmp_mb: int | None = None
+    tmp_inodes: int | None = None
+    shm_mb: int | None = None
+    shm_inodes: int | None = None
+
+
+@attrs.frozen
+class Stall:
+    """How long tasks waited for a resource: per cent of the last 10, 60 and 300 seconds, and in all."""
+
+    avg10: float
+    avg60: float
+    avg300: float
+    total_usec: int
+
+
+@attrs.frozen
+class Pressure:
+    """`some`: at least one task waited; `full`: all of them did, so nothing got done."""
+
+    some: Stall | None = None
+    full: Stall | None = None
+
+
+@attrs.frozen
+class SessionStats:
+    """Counters of one session, None where the kernel offers none.
+
+    `memory_peak_bytes` and `pids_peak` are the highest ever. In `cpu_throttled` of `cpu_periods` the quota was used up,
+    for `cpu_throttled_usec` together; `cpu_limit` is in cores. `pids_refused` counts forks that failed. `spool_bytes`
+    is kept of the runs' output outside of the session, in memory and on disk.
+    """
+
+    memory_bytes: int | None = None
+    memory_limit: int | None = None
+    memory_peak_bytes: int | None = None
+    oom_kills: int | None = None
+    cpu_usage_usec: int | None = None
+    cpu_limit: float | None = None
+    cpu_periods: int | None = None
+    cpu_throttled: int | None = None
+    cpu_throttled_usec: int | None = None
+    pids: int | None = None
+    pids_limit: int | None = None
+    pids_peak: int | None = None
+    pids_refused: int | None = None
+    disk_bytes: int | None = None
+    disk_limit_bytes: int | None = None
+    disk_inodes: int | None = None
+    disk_inodes_limit: int | None = None
+    cpu_pressure: Pressure | None = None
+    memory_pressure: Pressure | None = None
+    io_pressure: Pressure | None = None
+    spool_bytes: int = 0
+
+
+def _strings(value: Iterable[str] | None) -> tuple[str, ...] | None:
+    return None if value is None else tuple(value)
+
+
+@attrs.frozen
+class FileRules:
+    """Where commands may read and execute, and where they may write: absolute paths inside, of what exists when the
+    session is made; None: wherever they otherwise could. What is writable is readable."""
+
+    readable: Sequence[str] | None = attrs.field(default=None, converter=_strings)
+    writable: Sequence[str] | None = attrs.field(default=None, converter=_strings)
+
+
+def file_rules(value: FileRules | Mapping[str, Any] | None) -> FileRules | None:  # Any: JSON
+    """Return the rules, from the form in which they are stored, too."""
+    return FileRules(**value) if isinstance(value, Mapping) else value
+
+
+SESSION_ID = re.compile(r"[0-9a-f]{16,32}\Z")
+"""What a session id looks like to us; clients treat it as opaque."""
+
+
+WORKSPACE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}[a-z0-9]\Z")
+
+
+STATEFUL, STATELESS = EXEC_MODES = ("stateful", "stateless")
+
+
+SECCOMP_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}\Z")
+
+
+SECCOMP_PROFILES = ("strict", "mvp", "debug", "off")
+"""System call filters that come along; an operator's own have other names."""
+
+
+IMAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}\Z")
+
+
+class Status(enum.StrEnum):
+    """Life-cycle states of a session; `lifecycle.py` has the table."""
+
+    CREATING = "creating"
+    RUNNING = "running"
+    PAUSED = "paused"
+    DESTROYING = "destroying"
+    DESTROYED = "destroyed"
+    EXPIRED = "expired"
+    CRASHED = "crashed"
+    LOST = "lost"
+
+
+@attrs.frozen
+class SessionOptions:
+    """What was chosen when the session was made and holds for its life. Kept with its record, so every field has a
+    default: older records lack the newer ones.
+
+    `exec_mode`: `stateful`, or `stateless`: a command that names no shell and no mode runs beside the shells.
+    `user` runs all that names no other, and file requests are made with its rights (None: the sandbox user).
+    `root_inside`: commands may run as root. `filesystem`: rules that bind every command.
+    `seccomp`: the system call filter; sessions of before there was one have none.
+    `workspace_mode`: `shared`, or `exclusive`: no other session has the workspace meanwhile.
+    """
+
+    exec_mode: str = STATEFUL
+    user: str | None = None
+    root_inside: bool = False
+    filesystem: FileRules | None = attrs.field(default=None, converter=file_rules)
+    seccomp: str = "off"
+    workspace_mode: str = "shared"
+
+
+@attrs.frozen
+class SessionSpec:
+    """What a caller wants. `None` means the configured default; `ttl_s` is an idle timeout, `max_lifetime_s` counts
+    from the session's creation, and either may be `FOREVER_S`, where the configuration allows it.
+
+    `env` reaches the sandbox only (never a log, an argv or nsinit). `idempotency_key`: the same key with the same spec
+    answers the same session, with another spec it is a `Conflict`. `key_id`: the API key that asks; a library has none.
+    `workspace_within`: labels that the workspace must have, or it is `WorkspaceNotFound`; one that is made gets them.
+    """
+
+    image: str | None = None
+    ttl_s: float | None = None
+    workspace_id: str | None = None
+    workspace_mode: str | None = None
+    workspace_within: Mapping[str, str] = attrs.field(factory=dict)
+    labels: Mapping[str, str] = attrs.field(factory=dict)
+    env: Mapping[str, str] = attrs.field(factory=dict, repr=False)
+    limits: Limits | None = None
+    max_lifetime_s: float | None = None
+    readonly_rootfs: bool | None = None
+    shell: str | None = None
+    exec_mode: str | None = None
+    user: str | None = None
+    root_inside: bool | None = None
+    filesystem: FileRules | None = None
+    seccomp: str | None = None
+    idempotency_key: str | None = None
+    key_id: str | None = None
+
+
+@attrs.frozen
+class SessionPatch:
+    """What may change on a live session; `None` leaves it as it is. In `env` a value of None removes the variable."""
+
+    ttl_s: float | None = None
+    max_lifetime_s: float | None = None
+    labels: Mapping[str, str] | None = None
+    limits: Limits | None = None
+    env: Mapping[str, str | None] | None = attrs.field(default=None, repr=False)
+
+
+@attrs.frozen
+class PauseSpec:
+    """How to pause. `auto_resume`: the next request that needs the session's processes makes them go on; otherwise it
+    is refused. `stop_lease`: the idle end comes no nearer meanwhile; the end of its whole life does."""
+
+    auto_resume: bool = True
+    stop_lease: bool = False
+
+
+@attrs.frozen
+class Pause:
+    """A pause under way, and since when; otherwise as `PauseSpec`."""
+
+    since: datetime
+    auto_resume: bool
+    stop_lease: bool
+
+
+@attrs.frozen
+class Session:
+    """A session as it was at one moment. `timings_ms` is in the answer to its create alone: the
+    phases in order, and behind the build's its steps as `build.…`. `expires_at` is when the
+    session ends if nothing is done with it from now on; None if it does not. While something
+    holds the idle end off, or a pause stopped it, that is what it would be from now on."""
+
+    id: str
+    image: str
+    status: Status
+    cwd: str
+    created_at: datetime
+    expires_at: datetime | None
+    last_activity: datetime
+    ttl_s: float
+    limits: Limits
+    max_lifetime_s: float = FOREVER_S
+    workspace_id: str | None = None
+    labels: Mapping[str, str] = attrs.field(factory=dict)
+    acquire_source: str = "cold"
+    acquire_detail: str | None = None
+    reason: str | None = None
+    end_reason: EndReason | None = None
+    epoch: int = 0
+    timings_ms: Mapping[str, float] = attrs.field(factory=dict)
+    options: SessionOptions = attrs.field(factory=SessionOptions)
+    pause: Pause | None = None
+    key_id: str | None = None
+    """The API key that made it, by its public id."""
