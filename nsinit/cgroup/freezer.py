@@ -11,7 +11,7 @@ import errno
 from collections.abc import Generator
 
 from nsinit.cgroup.session import SessionCgroup
-from nsinit.sandbox.network import write_file
+from nsinit.kernel.files import write_file
 from nsinit.scheduler import Wait
 from nsinit.steps import StepFailed
 

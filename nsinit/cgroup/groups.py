@@ -27,7 +27,7 @@ from nsinit.cgroup.session import MAX_GROUPS, SessionCgroup, kill_listed, read_p
 from nsinit.kernel import constants as k
 from nsinit.kernel import mounts
 from nsinit.kernel.capabilities import RUNNER_ID
-from nsinit.sandbox.network import write_file
+from nsinit.kernel.files import write_file
 from nsinit.scheduler import Wait
 
 Membership = Literal["clone", "join"]

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from nsinit.cgroup.session import SessionCgroup, number_in, read_file
 from nsinit.kernel import syscalls
+from nsinit.kernel.files import write_file
 from nsinit.log import log
-from nsinit.sandbox.network import write_file
 from nsinit.scheduler import Wait
 from nsinit.wire.protocol import Limits
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from nsinit.cgroup.tree import Tree
 from nsinit.kernel import syscalls
-from nsinit.sandbox.network import write_file
+from nsinit.kernel.files import write_file
 from nsinit.wire.protocol import EventKind
 
 MAX_GROUPS = 100

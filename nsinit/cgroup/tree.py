@@ -11,8 +11,8 @@ import os
 from dataclasses import dataclass
 
 from nsinit.cgroup.marks import set_mark
+from nsinit.kernel.files import write_file
 from nsinit.kernel.mountinfo import Mount, is_below
-from nsinit.sandbox.network import write_file
 from nsinit.wire.protocol import CgroupMode
 
 REQUIRED = ("memory", "cpu", "pids")

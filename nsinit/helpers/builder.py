@@ -18,11 +18,11 @@ from typing import Literal, NoReturn
 from nsinit.helpers.pool import Trade
 from nsinit.kernel import capabilities, syscalls
 from nsinit.kernel import constants as k
+from nsinit.kernel.files import keep_only
 from nsinit.kernel.seccomp.profile import ProfileError
 from nsinit.sandbox import build
 from nsinit.sandbox.builder_steps import JOINED, Box, Machine
 from nsinit.sandbox.crash_points import BUILDER, FILES
-from nsinit.sandbox.init_steps import keep_only
 from nsinit.steps import StepFailed, Steps
 from nsinit.wire import control
 from nsinit.wire.protocol import MAX_DATAGRAM_BYTES, DiskLimits, SandboxPlan

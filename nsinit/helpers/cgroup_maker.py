@@ -19,15 +19,14 @@ from nsinit.cgroup import groups, limits
 from nsinit.cgroup.session import SessionCgroup
 from nsinit.cgroup.tree import Located, Tree
 from nsinit.helpers.pool import Trade
-from nsinit.kernel import capabilities, syscalls
+from nsinit.kernel import capabilities, stage, syscalls
 from nsinit.kernel import constants as k
+from nsinit.kernel.files import keep_only
 from nsinit.kernel.mountinfo import is_below
 from nsinit.sandbox import build
 from nsinit.sandbox.builder_steps import Machine
 from nsinit.sandbox.crash_points import MAKER
-from nsinit.sandbox.init_steps import keep_only
 from nsinit.steps import StepFailed, Steps
-from nsinit.storage import stage
 from nsinit.wire import control
 from nsinit.wire.protocol import MAX_DATAGRAM_BYTES, Limits
 from nsinit.wire.validate import InvalidName, check_group_name, check_limits, check_session_id

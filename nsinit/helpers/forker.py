@@ -19,14 +19,13 @@ import struct
 from typing import NoReturn
 
 from nsinit.kernel import constants as k
-from nsinit.kernel import syscalls
+from nsinit.kernel import stage, syscalls
 from nsinit.log import log
 from nsinit.sandbox import child
 from nsinit.sandbox.builder_steps import Machine
 from nsinit.sandbox.crash_points import INIT
 from nsinit.sandbox.init_steps import Init
 from nsinit.steps import StepFailed, Steps
-from nsinit.storage import stage
 
 NAME = "nsinit-forker"
 """What `/proc/<pid>/comm` says."""

@@ -11,8 +11,7 @@ import os
 from dataclasses import dataclass
 
 from nsinit.kernel import constants as k
-from nsinit.kernel import syscalls
-from nsinit.storage import stage
+from nsinit.kernel import stage, syscalls
 
 NOSUID_NODEV = k.MOUNT_ATTR_NOSUID | k.MOUNT_ATTR_NODEV
 INERT = NOSUID_NODEV | k.MOUNT_ATTR_NOEXEC

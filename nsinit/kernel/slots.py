@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
-from nsinit.sandbox.network import write_file
+from nsinit.kernel.files import write_file
 
 SIZE = 65536
 FIRST_BASE, LAST_BASE = 524288, 1878982656

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from nsinit.crash import Crash
 from nsinit.kernel import capabilities, landlock, syscalls
 from nsinit.kernel import constants as k
+from nsinit.kernel.files import keep_only, write_file
 from nsinit.kernel.seccomp.filters import Filters
 from nsinit.kernel.syscalls import FilterProgram
-from nsinit.sandbox import network
 from nsinit.steps import Steps
 from nsinit.wire import control
 from nsinit.wire.validate import MAX_OPEN_FILES
@@ -100,7 +100,7 @@ def start_session(init: Init) -> None:
 def attach_cgroups(init: Init) -> None:
     """Before the cgroup namespace, so that the session sees itself at `/`."""
     for path in init.attach_files:
-        network.write_file(path, "0")
+        write_file(path, "0")
 
 
 def unshare_cgroups(init: Init) -> None:
@@ -214,13 +214,3 @@ def filter_system_calls(init: Init) -> None:
     """Last of all: no step before it needs a hole in the filter."""
     if init.filter is not None:
         syscalls.set_filter(init.filter)
-
-
-def keep_only(fds: set[int]) -> None:
-    """Close every descriptor that is not in `fds`."""
-    first = 0
-    for fd in sorted(fds):
-        if fd > first:
-            syscalls.close_range(first, fd - 1)
-        first = fd + 1
-    syscalls.close_range(first)

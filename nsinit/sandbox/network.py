@@ -7,11 +7,11 @@ Sources: netdevice(7); Documentation/networking/ip-sysctl.rst.
 from __future__ import annotations
 
 import fcntl
-import os
 import socket
 import struct
 
 from nsinit.kernel import constants as k
+from nsinit.kernel.files import write_file
 
 _SETTINGS = (
     ("ipv4/ip_unprivileged_port_start", "0"),
@@ -38,15 +38,3 @@ def loopback_up() -> None:
         request = fcntl.ioctl(probe, k.SIOCGIFFLAGS, _IFREQ.pack(b"lo", 0))
         flags = _IFREQ.unpack(request)[1] | k.IFF_UP
         fcntl.ioctl(probe, k.SIOCSIFFLAGS, _IFREQ.pack(b"lo", flags))
-
-
-def write_file(path: str, value: str) -> None:
-    """Write a kernel file in one `write`, naming the path in the error."""
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.write(fd, value.encode())
-    except OSError as error:
-        error.filename = path
-        raise
-    finally:
-        os.close(fd)

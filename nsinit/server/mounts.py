@@ -16,8 +16,8 @@ from typing import NoReturn
 
 from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
+from nsinit.kernel.files import keep_only
 from nsinit.log import log
-from nsinit.sandbox.init_steps import keep_only
 from nsinit.scheduler import Wait
 from nsinit.server.hand_mounts import HandMount, detach_at, finder, open_table
 

@@ -21,7 +21,7 @@ from nsinit.helpers import builder, cgroup_maker
 from nsinit.helpers.forker import Forker
 from nsinit.helpers.pool import Workers
 from nsinit.helpers.vessel import Foundry
-from nsinit.kernel import landlock, mounts, slots
+from nsinit.kernel import landlock, mounts, slots, stage
 from nsinit.kernel.capabilities import NSINIT_CAPABILITIES, keep_only, read_last_capability
 from nsinit.kernel.mountinfo import parse_mountinfo, parse_own_cgroups
 from nsinit.kernel.seccomp.filters import prepare
@@ -34,7 +34,7 @@ from nsinit.server.mounts import MachineMounts
 from nsinit.server.sessions import Sessions, scan
 from nsinit.server.strays import Strays, open_blocks
 from nsinit.steps import StepFailed, Steps
-from nsinit.storage import choose, stage
+from nsinit.storage import choose
 from nsinit.storage.paths import Layout
 from nsinit.storage.volumes import Volumes
 from nsinit.wire.grant import Grant

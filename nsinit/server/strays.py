@@ -19,8 +19,8 @@ from functools import partial
 from nsinit.cgroup.marks import mark_of, read_mark
 from nsinit.cgroup.session import SessionCgroup, kill_listed, read_file, read_processes, was_removed
 from nsinit.cgroup.tree import LEAF, Located, Tree
+from nsinit.kernel.files import write_file
 from nsinit.log import log
-from nsinit.sandbox.network import write_file
 from nsinit.scheduler import Wait
 from nsinit.server.hand_mounts import points_below
 from nsinit.server.mounts import MachineMounts

@@ -11,8 +11,8 @@ import os
 from typing import ClassVar
 
 from nsinit.kernel import constants as k
-from nsinit.kernel import mounts, syscalls
-from nsinit.storage import loop_device, stage
+from nsinit.kernel import mounts, stage, syscalls
+from nsinit.storage import loop_device
 from nsinit.storage.ext4_image import SUFFIX, Templates, name_of
 from nsinit.storage.mechanism import Mechanism, Place, make_layers
 from nsinit.storage.paths import Layout

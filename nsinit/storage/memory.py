@@ -10,8 +10,7 @@ import os
 from typing import ClassVar
 
 from nsinit.kernel import constants as k
-from nsinit.kernel import mounts, syscalls
-from nsinit.storage import stage
+from nsinit.kernel import mounts, stage, syscalls
 from nsinit.storage.mechanism import Mechanism, Place, make_layers
 from nsinit.wire.protocol import DiskLimits, DiskMode
 

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 
 from nsinit.crash import Crash, passing
 from nsinit.kernel import constants as k
-from nsinit.kernel import mounts, syscalls
+from nsinit.kernel import mounts, stage, syscalls
 from nsinit.kernel.slots import SANDBOX_ID
 from nsinit.log import log
 from nsinit.steps import StepFailed
-from nsinit.storage import choose, loop_device, stage
+from nsinit.storage import choose, loop_device
 from nsinit.storage.ext4_image import copy_sparse, enlarge, find_tool, make_image
 from nsinit.storage.loop import Loop
 from nsinit.storage.mechanism import Unavailable

@@ -20,8 +20,8 @@ from functools import partial
 from nsinit.crash import Crash, passing
 from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
+from nsinit.kernel.files import keep_only
 from nsinit.kernel.slots import SANDBOX_ID
-from nsinit.sandbox.init_steps import keep_only
 from nsinit.scheduler import Wait
 from nsinit.steps import StepFailed, failure_of
 from nsinit.storage.paths import Layout, sync_directory

@@ -11,7 +11,7 @@ from runner.loop.kernel import Kernel
 from runner.loop.loop import Loop
 from runner.loop.reaper import Reaper
 from runner.loop.registry import Registry
-from runner.shell.settings import Settings
+from runner.loop.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,11 @@ from runner.loop.context import Context
 from runner.loop.descriptor import Descriptor
 from runner.loop.identity import UserIdentity
 from runner.loop.kernel import AT_FDCWD, RESOLVE_NO_MAGICLINKS
+from runner.loop.settings import check_environment, is_argument
 from runner.process import users
 from runner.process.spawn import Membership
 from runner.programs.program import Plan, Program
 from runner.shell.execution import Sink
-from runner.shell.settings import check_environment, is_argument
 from runner.streams import pty
 from runner.streams.pipes import Leftovers
 from runner.wire.protocol import MAX_PROGRAMS, Error, ErrorCode, RunProgram

@@ -39,7 +39,6 @@ Sources: POSIX.1-2024 XCU 2.8.1 (consequences of shell errors), 2.15 (special bu
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
 ABANDON_SIGNAL = 50
@@ -141,8 +140,6 @@ PLAIN = "-"
 WITH_VARIABLES = "v"
 WITH_STDIN = "i"
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
-
 
 def driver_text(directory: str, revision: int, *, is_busybox: bool = False) -> str:
     """Return the program for a shell whose files are in `directory`, a path without shell metacharacters, and whose
@@ -159,16 +156,6 @@ def driver_text(directory: str, revision: int, *, is_busybox: bool = False) -> s
 def busybox_text(directory: str) -> str:
     """Return what runs one command in BusyBox sh."""
     return _RUN_FILE.replace("@DIR@", directory)
-
-
-def is_variable_name(name: str) -> bool:
-    """Return whether a shell can assign to `name`; the driver's own names are refused."""
-    return _NAME.match(name) is not None and not is_own(name)
-
-
-def is_own(name: str) -> bool:
-    """Return whether a variable or function of that name belongs to the driver."""
-    return name.startswith("__sk_")
 
 
 def quote(text: str) -> str:

@@ -10,10 +10,10 @@ import stat
 from collections import deque
 from collections.abc import Callable
 
+from runner.loop import settings
 from runner.loop.context import Context
 from runner.loop.identity import UserIdentity
 from runner.process.scope import GroupScope, TreeScope
-from runner.shell import settings
 from runner.shell.execution import Execution, Sink
 from runner.shell.ladder import Ladder
 from runner.shell.shell import Birth, Shell, ShellEvents

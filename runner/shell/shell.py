@@ -10,13 +10,10 @@ Sources: fifo(7) (opening O_RDWR never blocks and never gives end-of-file), `FIO
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import resource
 import signal
 import stat
-import struct
-import termios
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,11 +22,11 @@ from runner.loop.context import Context
 from runner.loop.identity import UserIdentity
 from runner.loop.loop import READ, Timer
 from runner.loop.private import open_fifo, open_private, remove_private
+from runner.loop.settings import Change
 from runner.process import oom_score, process_set
 from runner.process.spawn import Membership, spawn
 from runner.process.storage import WriteMeter
 from runner.shell import command_driver
-from runner.shell.settings import Change
 
 _MAX_FAILED_STARTS = 3
 _START_RETRY_S = 0.1
@@ -64,11 +61,6 @@ def find_shell(preferred: str) -> list[str] | None:
 def is_busybox(path: str) -> bool:
     """Return whether a shell is BusyBox's, by whatever name."""
     return os.path.basename(os.path.realpath(path)) == "busybox"
-
-
-def pending_bytes(fd: int) -> int:
-    """Return how many bytes a pipe holds now."""
-    return int(struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, b"\0\0\0\0"))[0])
 
 
 @dataclass(frozen=True, slots=True)

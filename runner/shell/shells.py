@@ -11,12 +11,13 @@ from __future__ import annotations
 import os
 import re
 
+from runner.loop import settings
 from runner.loop.context import Context
 from runner.loop.descriptor import Descriptor
 from runner.loop.identity import UserIdentity
 from runner.process import users
 from runner.process.spawn import Membership
-from runner.shell import command_driver, filerules, settings
+from runner.shell import filerules
 from runner.shell.execution import Execution, Sink
 from runner.shell.queue import Engine, check_request, may_enter
 from runner.shell.shell import Birth, find_shell
@@ -203,7 +204,7 @@ class Shells:
 
 
 def _can_be_set(name: str, value: str) -> bool:
-    return name != "" and "=" not in name and not command_driver.is_own(name) and settings.is_argument(name + value)
+    return name != "" and "=" not in name and not settings.is_own(name) and settings.is_argument(name + value)
 
 
 def _check(request: OpenShell) -> str | None:

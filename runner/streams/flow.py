@@ -15,8 +15,7 @@ from collections import deque
 from collections.abc import Callable
 
 from runner.loop.loop import READ, WRITE, Loop
-from runner.shell.shell import pending_bytes
-from runner.streams.pipes import Leftovers
+from runner.streams.pipes import Leftovers, pending_bytes
 from runner.wire.protocol import CHUNK_BYTES
 
 _LAST_TERMINAL_BYTES = 128 * 1024

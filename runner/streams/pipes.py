@@ -8,15 +8,17 @@ Sources: fifo(7); pipe(7) (a reader sees end-of-file when no writer is left, `FI
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
+import struct
+import termios
 from collections import OrderedDict
 from collections.abc import Callable
 
 from runner.loop.config import MAX_LEFTOVER_PIPES
 from runner.loop.loop import READ, Loop
 from runner.loop.private import open_fifo, remove_private
-from runner.shell.shell import pending_bytes
 from runner.wire.protocol import CHUNK_BYTES
 
 
@@ -162,3 +164,8 @@ class Leftovers:
             del self._fds[fd]
             self._loop.unwatch(fd)
             os.close(fd)
+
+
+def pending_bytes(fd: int) -> int:
+    """Return how many bytes a pipe holds now."""
+    return int(struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, b"\0\0\0\0"))[0])

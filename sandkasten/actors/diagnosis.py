@@ -20,9 +20,8 @@ from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.driver import ask_runner
 from sandkasten.actors.services import nsinit_messages as zygote_actor
 from sandkasten.actors.services import store as store_actor
-from sandkasten.actors.services.directory import Entry
+from sandkasten.actors.services.directory import Entry, Inspection
 from sandkasten.actors.services.shared import Shared
-from sandkasten.actors.session.inspection import Inspection
 from sandkasten.counters.cgroup_raw import read_raw
 from sandkasten.model import Event, Session, Status
 from sandkasten.model.errors import SandkastenError, SessionNotFound, StoreFailed

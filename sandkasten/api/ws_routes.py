@@ -8,7 +8,7 @@ import attrs
 
 from sandkasten.api.http.access import ACT, FIND, LOOK, Needs
 from sandkasten.api.http.routing import RouteTable
-from sandkasten.api.resources.events import events_ws
+from sandkasten.api.websocket.events import events_ws
 from sandkasten.api.websocket.exec import exec_ws
 from sandkasten.api.websocket.handshake import WebSocketHandler
 from sandkasten.api.websocket.terminal import terminal_ws

@@ -1,6 +1,17 @@
-"""What a terminal gets of texts that come from the machine: a path may hold anything, and must not drive it. Pure."""
+"""Parts that every subcommand shares: a refusal with one sentence, the configuration, root, and printable text.
+
+Imports nothing heavy, so that `--help` and `version` answer at once. Text that comes from the machine (a path may hold
+any byte) passes `printable` before a terminal gets it.
+"""
 
 from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sandkasten.config import Config
 
 
 def printable(text: str) -> str:
@@ -11,3 +22,27 @@ def printable(text: str) -> str:
 def printable_line(text: str) -> str:
     """Return a line with `?` in place of what is not printable."""
     return "".join(char if char.isprintable() else "?" for char in text)
+
+
+class Stop(Exception):
+    """Nothing more can be done; the message is what the person at the terminal should read."""
+
+
+def load(arguments: argparse.Namespace) -> Config:
+    """Read the configuration with what the command line says on top."""
+    from sandkasten.config import ConfigError
+    from sandkasten.config.files import find_file, load_config
+
+    given = vars(arguments)
+    overrides = {key: given.get(key) for key in ("data_dir", "listen")}
+    overrides["server.log_level"] = given.get("log_level")
+    try:
+        return load_config(find_file(arguments.config, os.environ), environ=os.environ, overrides=overrides)
+    except ConfigError as error:
+        raise Stop(str(error)) from None
+
+
+def require_root() -> None:
+    """Refuse to go on without the privilege to make sandboxes."""
+    if os.geteuid() != 0:
+        raise Stop("making sandboxes needs root: run this with sudo, or as root in a virtual machine")

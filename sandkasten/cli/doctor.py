@@ -14,8 +14,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from sandkasten.cli.common import printable
-from sandkasten.cli.main import Stop, load
+from sandkasten.cli.common import Stop, load, printable
 from sandkasten.cli.notices import image_notices
 from sandkasten.cli.remains import Remains, as_json, find_remains, lines_of
 from sandkasten.config import Config

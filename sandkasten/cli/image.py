@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from sandkasten.cli.common import printable_line
+from sandkasten.cli.common import Stop, load, printable_line, require_root
 from sandkasten.cli.key import make_data_dir
-from sandkasten.cli.main import Stop, load, require_root
 from sandkasten.crash import Crash
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.importing import import_tar

@@ -6,8 +6,8 @@ import argparse
 import os
 from pathlib import Path
 
+from sandkasten.cli.common import Stop, load, require_root
 from sandkasten.cli.key import make_data_dir, with_key
-from sandkasten.cli.main import Stop, load, require_root
 from sandkasten.config import Config
 from sandkasten.model.errors import SandkastenError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import attrs
 
-from sandkasten.cli.main import Stop
+from sandkasten.cli.common import Stop
 from sandkasten.config import Config
 from sandkasten.host import data_dir
 

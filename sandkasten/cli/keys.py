@@ -17,8 +17,8 @@ from typing import Any
 import attrs
 
 from sandkasten.admission.keys import MAX_KEYS, KeyFileError, locked_for_change, read_keys, write_keys
+from sandkasten.cli.common import Stop, load
 from sandkasten.cli.key import make_data_dir
-from sandkasten.cli.main import Stop, load
 from sandkasten.host.paths import DataPaths
 from sandkasten.model.keys import KEY_ID, KEY_NAME, Access, ApiKey, Label, Quota, digest_of, make_token
 

@@ -6,18 +6,11 @@ Imports nothing heavy: each subcommand loads what it needs, so `--help` and `ver
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from sandkasten.config import Config
-
-
-class Stop(Exception):
-    """Nothing more can be done; the message is what the person at the terminal should read."""
+from sandkasten.cli.common import Stop
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,26 +33,6 @@ class _PrintVersion(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_arguments: object) -> None:
         _version(argparse.Namespace())
         parser.exit()
-
-
-def load(arguments: argparse.Namespace) -> Config:
-    """Read the configuration with what the command line says on top."""
-    from sandkasten.config import ConfigError
-    from sandkasten.config.files import find_file, load_config
-
-    given = vars(arguments)
-    overrides = {key: given.get(key) for key in ("data_dir", "listen")}
-    overrides["server.log_level"] = given.get("log_level")
-    try:
-        return load_config(find_file(arguments.config, os.environ), environ=os.environ, overrides=overrides)
-    except ConfigError as error:
-        raise Stop(str(error)) from None
-
-
-def require_root() -> None:
-    """Refuse to go on without the privilege to make sandboxes."""
-    if os.geteuid() != 0:
-        raise Stop("making sandboxes needs root: run this with sudo, or as root in a virtual machine")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -20,8 +20,7 @@ import trio
 from nsinit.wire.protocol import SeccompProfile
 from sandkasten import app, log
 from sandkasten.actors.node.reconcile import SESSION, Leftover
-from sandkasten.cli.common import printable
-from sandkasten.cli.main import Stop, require_root
+from sandkasten.cli.common import Stop, printable, require_root
 from sandkasten.cli.privilege import Means, means
 from sandkasten.cli.remains import Remains, as_json, describe, find_remains
 from sandkasten.cli.serve import explain, look_at_machine

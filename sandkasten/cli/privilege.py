@@ -21,7 +21,7 @@ from nsinit.tools.drop import NotDropped, drop_privilege, undo_mounts
 from nsinit.wire.launching import KeepForParent
 from sandkasten import app
 from sandkasten.api.http.held import Held, hold
-from sandkasten.cli.main import Stop
+from sandkasten.cli.common import Stop
 from sandkasten.config import Config, ConfigError
 from sandkasten.host.account import Account, find_account
 from sandkasten.host.data_dir import hand_over

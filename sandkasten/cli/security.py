@@ -10,7 +10,7 @@ import time
 import orjson
 import trio
 
-from sandkasten.cli.main import Stop, load, require_root
+from sandkasten.cli.common import Stop, load, require_root
 from sandkasten.cli.serve import explain
 from sandkasten.config import Config
 from sandkasten.config.files import find_file

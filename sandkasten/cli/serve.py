@@ -27,8 +27,8 @@ from nsinit.wire.protocol import SeccompProfile
 from sandkasten import app, log
 from sandkasten.actors.supervision import GiveUp
 from sandkasten.api.http.listen import ListenError
+from sandkasten.cli.common import Stop, load, require_root
 from sandkasten.cli.key import make_data_dir, with_key
-from sandkasten.cli.main import Stop, load, require_root
 from sandkasten.cli.notices import image_notices, protection_notices
 from sandkasten.cli.privilege import Means, means
 from sandkasten.config import Config, ConfigError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import trio_websocket
 
-from sandkasten.api.resources.events import SUBPROTOCOL
+from sandkasten.api.websocket.events import SUBPROTOCOL
 from sandkasten.model import EventType, Status
 from tests.api.event_front import running_front
 from tests.api.harness import KEY

@@ -14,9 +14,9 @@ import pytest
 from sandkasten.api.http import websocket as ws_stream
 from sandkasten.api.http.settings import ApiSettings
 from sandkasten.api.http.ws_frames import CloseCode
-from sandkasten.api.resources.events import SUBPROTOCOL
 from sandkasten.api.websocket import exec_messages, handshake, terminal, terminal_messages, ws_orders
 from sandkasten.api.websocket import fields as ws_fields
+from sandkasten.api.websocket.events import SUBPROTOCOL
 from sandkasten.api.ws_routes import SESSION_WEBSOCKETS, WEBSOCKETS
 from sandkasten.model import Cause, ExecEnd, TerminalSize, Usage
 

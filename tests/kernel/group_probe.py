@@ -13,7 +13,7 @@ import sys
 from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
 from nsinit.kernel.capabilities import RUNNER_ID
-from nsinit.sandbox.network import write_file
+from nsinit.kernel.files import write_file
 
 
 def main() -> None:

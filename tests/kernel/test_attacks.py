@@ -23,8 +23,8 @@ import trio
 
 from sandkasten.config import Config, Disk, Security
 from sandkasten.security.attacks.field import USERS, open_field
+from sandkasten.security.attacks.package import pack_probes
 from sandkasten.security.campaign import Result, attack, catalogue, choose, make_all, show_controls
-from sandkasten.security.package import pack_probes
 from sandkasten.security.probes.attempt import BROKEN, HELD, NOT_APPLICABLE, Attempt, Target, judge
 from sandkasten.security.probes.inside import INSIDE
 

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from nsinit.kernel import constants as k
-from nsinit.kernel import mounts, syscalls
+from nsinit.kernel import mounts, stage, syscalls
 from nsinit.kernel.mounts import Features, Layers
 from nsinit.kernel.slots import FIRST_BASE, SIZE, make_user_namespace
 from nsinit.sandbox import rootfs
-from nsinit.storage import stage
 
 pytestmark = pytest.mark.cgroup_v2
 

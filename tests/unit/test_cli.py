@@ -16,7 +16,8 @@ import attrs
 import pytest
 
 from sandkasten.cli import key, serve
-from sandkasten.cli.main import Stop, main
+from sandkasten.cli.common import Stop
+from sandkasten.cli.main import main
 from sandkasten.cli.notices import image_notices
 from sandkasten.config import Config, ConfigError
 
@@ -266,7 +267,8 @@ def test_failures_an_operator_can_mend_are_sentences(error: Exception, words: st
 
 def test_a_repeated_listen_option_adds_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TCP and a unix socket at once, from the command line."""
-    from sandkasten.cli.main import _parser, load
+    from sandkasten.cli.common import load
+    from sandkasten.cli.main import _parser
 
     arguments = _parser().parse_args(["serve", "--listen", "127.0.0.1:0", "--listen", f"unix:{tmp_path}/s"])
     monkeypatch.setenv("SANDKASTEN_API_KEY", "from-environment")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sandkasten.actors.node.reconcile import PLACE_MOUNT, SESSION, Leftover
-from sandkasten.cli.main import Stop
+from sandkasten.cli.common import Stop
 from sandkasten.cli.mend import refuse_rivals
 from sandkasten.cli.remains import Remains, as_json, find_remains, lines_of
 from sandkasten.config import Config

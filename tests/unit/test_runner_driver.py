@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runner.loop.settings import is_variable_name
 from runner.shell import command_driver, repl, terminal_driver
 
 any_text = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
@@ -30,13 +31,13 @@ def test_a_quoted_word_means_itself(words: list[str]) -> None:
 @pytest.mark.parametrize("name", ["A", "_", "a1", "PATH", "LC_ALL"])
 def test_variable_names_are_taken(name: str) -> None:
     """What a shell can assign to."""
-    assert command_driver.is_variable_name(name)
+    assert is_variable_name(name)
 
 
 @pytest.mark.parametrize("name", ["", "1a", "a-b", "a b", "a\n", "é", "a=b", "$(x)", "__sk_r"])
 def test_other_names_are_refused(name: str) -> None:
     """Nothing that would be code, and not the driver's own variables."""
-    assert not command_driver.is_variable_name(name)
+    assert not is_variable_name(name)
 
 
 def test_the_driver_is_valid_in_every_shell() -> None:

@@ -21,8 +21,8 @@ from nsinit.cgroup import limits
 from nsinit.cgroup import tree as cgroup_tree
 from nsinit.cgroup.session import SessionCgroup
 from nsinit.kernel import syscalls
+from nsinit.kernel.files import write_file
 from nsinit.kernel.mountinfo import parse_mountinfo, parse_own_cgroups
-from nsinit.sandbox.network import write_file
 from nsinit.tools.trials.attempt import Answer, FallsBack, Room, Seen, Trial, answer_of
 from nsinit.wire.protocol import Limits
 

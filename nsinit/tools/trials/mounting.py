@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 
 from nsinit.kernel import constants as k
-from nsinit.kernel import mounts, slots, syscalls
-from nsinit.storage import stage
+from nsinit.kernel import mounts, slots, stage, syscalls
 from nsinit.tools.trials.attempt import FallsBack, Room, Seen
 
 

@@ -6,9 +6,9 @@ Sources: see the mechanisms (`nsinit/disk/`).
 from __future__ import annotations
 
 from nsinit.kernel import constants as k
-from nsinit.kernel import syscalls
+from nsinit.kernel import stage, syscalls
 from nsinit.steps import StepFailed
-from nsinit.storage import choose, stage
+from nsinit.storage import choose
 from nsinit.storage.mechanism import Mechanism
 from nsinit.storage.paths import Layout
 from nsinit.tools.trials.attempt import FallsBack, Room, Seen, Trial

@@ -6,22 +6,33 @@ The `sessions` actor adds and removes entries; an entry shows the session as its
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import Any
 
 import attrs
 import trio
 
 from sandkasten.actors.core import Ref
+from sandkasten.links.runner import RunnerLink
 from sandkasten.model import Session, SessionOptions
 from sandkasten.store.sessions import SessionRecord
 
-if TYPE_CHECKING:
-    from sandkasten.actors.session.inspection import Inspection
-
 MAX_SEEN = 256
 """Ended sessions of which it is remembered what was to be seen of them."""
+
+
+@attrs.frozen
+class Inspection:
+    """A session's inside at one moment. `link` is None before and after its sandbox lives."""
+
+    record: SessionRecord
+    create_ms: Mapping[str, float]
+    lease: Mapping[str, Any]
+    runs: Mapping[str, Any]
+    shells: Sequence[Mapping[str, Any]]
+    controls: Mapping[str, int]
+    link: RunnerLink | None
 
 
 @attrs.frozen

@@ -21,12 +21,13 @@ from sandkasten.actors.core import Actor, Ref, Reply
 from sandkasten.actors.runs.driver import ask_runner
 from sandkasten.actors.runs.runs import Runs
 from sandkasten.actors.services import nsinit_messages as zygote_actor
+from sandkasten.actors.services.directory import Inspection
 from sandkasten.actors.services.workspace_orders import MakeWorkspace
 from sandkasten.actors.session.birth import Greeting, greet
 from sandkasten.actors.session.changing import change_session
 from sandkasten.actors.session.ending import EXPIRIES, end_session
 from sandkasten.actors.session.hello import first_request
-from sandkasten.actors.session.inspection import Inspection, inspect
+from sandkasten.actors.session.inspection import inspect
 from sandkasten.actors.session.lease import Lease
 from sandkasten.actors.session.loss import INIT_ENDED, judge, last_word
 from sandkasten.actors.session.marks import Marks

@@ -7,12 +7,12 @@ of its steps. Reads only.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import attrs
 import trio
 
+from sandkasten.actors.services.directory import Inspection
 from sandkasten.actors.session.lease import Lease
 from sandkasten.actors.session.work import SessionWork
 from sandkasten.links.runner import RunnerLink
@@ -21,19 +21,6 @@ from sandkasten.store.sessions import SessionRecord
 
 MAX_RUNS = 50
 """The newest that are shown."""
-
-
-@attrs.frozen
-class Inspection:
-    """A session's inside at one moment. `link` is None before and after its sandbox lives."""
-
-    record: SessionRecord
-    create_ms: Mapping[str, float]
-    lease: Mapping[str, Any]
-    runs: Mapping[str, Any]
-    shells: Sequence[Mapping[str, Any]]
-    controls: Mapping[str, int]
-    link: RunnerLink | None
 
 
 def inspect(

@@ -20,15 +20,11 @@ from sandkasten.api.http.errors import error_body
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.key_scope import EventFilter
 from sandkasten.api.http.sse import SSE_HEADERS, event
-from sandkasten.api.http.ws_frames import CloseCode
 from sandkasten.api.resources.query import bad_query
-from sandkasten.api.websocket.handshake import WebSocketExchange
 from sandkasten.model import Event, EventType
 from sandkasten.model.errors import SandkastenError
 from sandkasten.supervisor import EventStream
 from sandkasten.timestamps import rfc3339
-
-SUBPROTOCOL = "sandkasten.events.v1"
 
 
 async def stream(exchange: Exchange) -> None:
@@ -55,40 +51,6 @@ async def _stream(exchange: Exchange) -> None:
         body = error_body(error)
         await exchange.write(event("error", body | {"error": body["message"]}))
         await exchange.finish()
-
-
-async def events_ws(ws: WebSocketExchange) -> None:
-    """The same as a WebSocket: one text message per event, `cursor` messages between."""
-    await ws.accept(SUBPROTOCOL)
-    failures: list[SandkastenError] = []
-
-    async def follow(scope: trio.CancelScope) -> None:
-        try:
-            await _follow(ws)
-        except SandkastenError as error:  # not through the nursery, which would wrap it into a group
-            failures.append(error)
-            scope.cancel()
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(follow, nursery.cancel_scope)
-        if await ws.receive() is not None:
-            await ws.close(CloseCode.INVALID, "this connection takes no messages")
-        nursery.cancel_scope.cancel()
-    if failures:
-        raise failures[0]
-
-
-async def _follow(ws: WebSocketExchange) -> None:
-    types = parse_types(ws.query)
-    async with ws.supervisor.events(session_id=ws.session_id or None, after=ws.query.get("cursor")) as events:
-        shown = EventFilter(ws.key, ws.supervisor)
-        follower = Follower(events, types, shown, silence_s=ws.settings.ping_interval_s)
-        while True:
-            item = await follower.next()
-            if isinstance(item, Event):
-                await ws.send_text(to_json(event_view(item)))
-            elif item.is_new:
-                await ws.send_text(to_json({"type": "cursor", "cursor": item.cursor}))
 
 
 @attrs.frozen

@@ -23,7 +23,7 @@ from sandkasten.app import open_supervisor
 from sandkasten.config import Config, Pool, Server
 from sandkasten.images.removal import remove_tree
 from sandkasten.model import ExecResult, ExecSpec, Limits, ProcessSpec, SessionSpec, WaitFor
-from sandkasten.security.package import pack_probes
+from sandkasten.security.attacks.package import pack_probes
 from sandkasten.security.probes.attempt import CANARY, Target
 from sandkasten.security.probes.neighbour import PLANTED
 

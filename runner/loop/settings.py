@@ -7,10 +7,10 @@ Sources: execve(2) "Limits on size of arguments and environment".
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from runner.loop.config import MAX_ENVIRONMENT_BYTES, RunnerConfig
-from runner.shell import command_driver
 from runner.wire.protocol import Graces
 
 Change = tuple[int, str, str | None]
@@ -66,7 +66,7 @@ class Settings:
 def check_environment(env: Mapping[str, str | None]) -> str | None:
     """Return what is wrong with names or values that no process could be given, or None."""
     for name, value in env.items():
-        if not command_driver.is_variable_name(name):
+        if not is_variable_name(name):
             return f"not a variable name: {name[:64]!r}"
         if value is not None and not is_argument(value):
             return f"not a value of a variable: {name[:64]!r}"
@@ -80,3 +80,16 @@ def is_argument(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return "\0" not in text
+
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+
+
+def is_variable_name(name: str) -> bool:
+    """Return whether a shell can assign to `name`; the driver's own names are refused."""
+    return _NAME.match(name) is not None and not is_own(name)
+
+
+def is_own(name: str) -> bool:
+    """Return whether a variable or function of that name belongs to the driver."""
+    return name.startswith("__sk_")
