@@ -17,7 +17,7 @@ import trio
 from sandkasten.api.http.guard import Message, Receive, Scope, Send
 from sandkasten.api.http.server import serve
 from sandkasten.api.http.settings import ApiSettings
-from sandkasten.api.http.ws_frames import Opcode, encode_frame
+from sandkasten.api.http.websocket import Opcode, encode_frame
 
 _FRAME = encode_frame(Opcode.BINARY, bytes(64 * 1024))
 _PORT = re.compile(r":(\d+)")

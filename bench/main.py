@@ -26,7 +26,7 @@ from bench.streams import print_streams
 from bench.websocket import ExecSocket, WebSocket
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, Server
-from sandkasten.host import precheck
+from sandkasten.host import examine
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.host import ensure_host_image
 from sandkasten.model import ExecSpec, SessionSpec
@@ -232,7 +232,7 @@ def _print_memory(pid: int, client: daemon.Client, sessions: int) -> None:
 
 
 def _print_header(scratch: Path, compared: list[rivals.Rival]) -> None:
-    cgroups = next((check.seen for check in precheck.probe(scratch).checks if check.id == "cgroups"), "unknown")
+    cgroups = next((check.seen for check in examine.probe(scratch).checks if check.id == "cgroups"), "unknown")
     print(f"date      {datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
     machine = f"Linux {platform.release()} {platform.machine()}"
     print(f"machine   {machine}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.2f}")

@@ -25,23 +25,22 @@ from sandkasten.actors.supervision import ChildSpec, ChildSupervisor
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config, ConfigError
 from sandkasten.config.seccomp import load_filters
-from sandkasten.host import precheck
+from sandkasten.host import examine
 from sandkasten.host.account import ROOT
-from sandkasten.host.boot import read_boot_id
 from sandkasten.host.data_dir import hand_over, locked, make_data_dir
 from sandkasten.host.notify import Notifier
-from sandkasten.host.paths import DataPaths
+from sandkasten.host.paths import DataPaths, read_boot_id
 from sandkasten.host.protections import Situation, lacking, protections
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.host import ensure_host_image
-from sandkasten.links.nsinit_process import StartNsinit, start_as_child
+from sandkasten.links.nsinit import StartNsinit, start_as_child
 from sandkasten.model.node import Machine, System
 from sandkasten.store import sessions as session_store
 from sandkasten.store.database import DatabaseTooNew, open_database
 from sandkasten.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from sandkasten.api.http.held import Held
+    from sandkasten.api.http.listen import Held
     from sandkasten.api.http.settings import ApiSettings
 
 log = logging.getLogger(__name__)
@@ -77,7 +76,7 @@ async def open_supervisor(config: Config) -> AsyncIterator[LocalSupervisor]:
     with locked(config.data_dir):
         if os.geteuid() == 0:
             hand_over(config, ROOT)  # a daemon of another user may have been here
-        machine = await trio.to_thread.run_sync(precheck.examine, config.data_dir)
+        machine = await trio.to_thread.run_sync(examine.examine, config.data_dir)
         require_protections(config, machine)
         profiles = await trio.to_thread.run_sync(load_filters, config.security)
         order = StopOrder(ends_sessions=config.sessions_on_stop != "keep")

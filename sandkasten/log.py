@@ -3,6 +3,10 @@
 Modules log an event's name with `logging.getLogger(__name__)` and put facts into `extra`; this module owns the format
 alone. Commands, their output and environments are not logged above DEBUG, secrets never: callers keep to that, nothing
 is filtered here. Lines are ASCII whatever is in them: no text can begin another line or drive a terminal.
+
+How moments are written for others: as RFC 3339 has it, in UTC, with milliseconds. Pure.
+
+Source: RFC 3339 §5.6.
 """
 
 from __future__ import annotations
@@ -21,7 +25,17 @@ from datetime import UTC, datetime
 from typing import TextIO
 
 from sandkasten import logcontext
-from sandkasten.timestamps import rfc3339
+
+
+def rfc3339(moment: datetime) -> str:
+    """Return an aware datetime in UTC with milliseconds and `Z`."""
+    return moment.astimezone(UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
+
+
+def rfc3339_or_none(moment: datetime | None) -> str | None:
+    """Return the same of a moment that there may not be."""
+    return None if moment is None else rfc3339(moment)
+
 
 QUEUE_LINES = 10_000
 QUEUE_BYTES = 16 * 1024 * 1024

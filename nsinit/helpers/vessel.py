@@ -15,9 +15,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from nsinit.cgroup.identity import read_identity
-from nsinit.cgroup.marks import mark_of
 from nsinit.cgroup.session import SessionCgroup
-from nsinit.cgroup.tree import Tree, restore
+from nsinit.cgroup.tree import Tree, mark_of, restore
 from nsinit.helpers.cgroup_maker import MakeCgroup
 from nsinit.helpers.forker import Forker
 from nsinit.helpers.pool import Workers

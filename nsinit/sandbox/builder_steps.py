@@ -12,12 +12,11 @@ import os
 import socket
 from dataclasses import dataclass
 
-from nsinit.crash import Crash
 from nsinit.kernel import capabilities, mounts, stage, syscalls
 from nsinit.kernel import constants as k
 from nsinit.kernel.seccomp.filters import Filters
 from nsinit.sandbox import rootfs
-from nsinit.steps import StepFailed
+from nsinit.steps import Crash, StepFailed
 from nsinit.storage.mechanism import Mechanism, Place
 from nsinit.storage.paths import Layout, open_directory, open_in_root
 from nsinit.storage.volumes import Volumes

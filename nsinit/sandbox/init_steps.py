@@ -15,13 +15,12 @@ import signal
 import sys
 from dataclasses import dataclass, field
 
-from nsinit.crash import Crash
 from nsinit.kernel import capabilities, landlock, syscalls
 from nsinit.kernel import constants as k
 from nsinit.kernel.files import keep_only, write_file
 from nsinit.kernel.seccomp.filters import Filters
 from nsinit.kernel.syscalls import FilterProgram
-from nsinit.steps import Steps
+from nsinit.steps import Crash, Steps
 from nsinit.wire import control
 from nsinit.wire.validate import MAX_OPEN_FILES
 

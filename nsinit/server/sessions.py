@@ -20,7 +20,6 @@ from nsinit.cgroup import freezer, groups, limits
 from nsinit.cgroup.identity import find_identity, open_verified, require_identity
 from nsinit.cgroup.session import Counters, SessionCgroup
 from nsinit.cgroup.tree import Tree
-from nsinit.crash import passing
 from nsinit.helpers.builder import Order, Stage
 from nsinit.helpers.cgroup_maker import MakeGroup, RaiseLimits
 from nsinit.helpers.pool import Outcome, Workers
@@ -29,7 +28,7 @@ from nsinit.kernel import syscalls
 from nsinit.log import log
 from nsinit.scheduler import Event, Job, Scheduler, Wait
 from nsinit.server.kmsg import KernelLog, Kills
-from nsinit.steps import StepFailed, failure_of
+from nsinit.steps import StepFailed, failure_of, passing
 from nsinit.storage import running, trash
 from nsinit.storage.mechanism import Usage
 from nsinit.storage.paths import Layout

@@ -15,8 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from nsinit.cgroup import tree as cgroup_tree
-from nsinit.cgroup.marks import mark_of, read_mark, set_mark
-from nsinit.crash import Crash
+from nsinit.cgroup.tree import mark_of, read_mark, set_mark
 from nsinit.helpers import builder, cgroup_maker
 from nsinit.helpers.forker import Forker
 from nsinit.helpers.pool import Workers
@@ -28,12 +27,11 @@ from nsinit.kernel.seccomp.filters import prepare
 from nsinit.sandbox import builder_steps, child
 from nsinit.sandbox.crash_points import all_points
 from nsinit.scheduler import Scheduler
-from nsinit.server.hand_mounts import points_below
 from nsinit.server.kmsg import KernelLog
-from nsinit.server.mounts import MachineMounts
+from nsinit.server.mounts import MachineMounts, points_below
 from nsinit.server.sessions import Sessions, scan
 from nsinit.server.strays import Strays, open_blocks
-from nsinit.steps import StepFailed, Steps
+from nsinit.steps import Crash, StepFailed, Steps
 from nsinit.storage import choose
 from nsinit.storage.paths import Layout
 from nsinit.storage.volumes import Volumes

@@ -16,14 +16,12 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from nsinit.cgroup.marks import mark_of, read_mark
 from nsinit.cgroup.session import SessionCgroup, kill_listed, read_file, read_processes, was_removed
-from nsinit.cgroup.tree import LEAF, Located, Tree
+from nsinit.cgroup.tree import LEAF, Located, Tree, mark_of, read_mark
 from nsinit.kernel.files import write_file
 from nsinit.log import log
 from nsinit.scheduler import Wait
-from nsinit.server.hand_mounts import points_below
-from nsinit.server.mounts import MachineMounts
+from nsinit.server.mounts import MachineMounts, points_below
 from nsinit.storage import loop_device, trash
 from nsinit.storage.paths import Layout
 from nsinit.wire.protocol import Stray

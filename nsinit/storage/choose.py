@@ -3,25 +3,79 @@
 A trial makes the disk of a session that never lives, in mount namespaces of its own and without the right to exceed
 quotas, and must be refused more room than it asked for. What a trial that is killed leaves is a session's directory,
 which the next start removes. Sources: fallocate(2); quotactl(2) (CAP_SYS_RESOURCE).
+
+Mode `tmpfs`: layers lie in memory, on a tmpfs in the session's mount namespace alone; they go with its PID 1.
+
+Pages are charged to the session, so the disk is never larger than half of its memory: a full one must be "no space
+left", not an out-of-memory kill. Sources: Documentation/filesystems/tmpfs.rst (size, nr_inodes).
+
+Mode `none`: layers are plain directories, and nothing limits them but the file system they are on.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+from typing import ClassVar
 
-from nsinit.kernel import capabilities, syscalls
+from nsinit.kernel import capabilities, mounts, stage, syscalls
 from nsinit.kernel import constants as k
 from nsinit.kernel.slots import FIRST_BASE
 from nsinit.steps import StepFailed
 from nsinit.storage.btrfs import Btrfs
 from nsinit.storage.loop import Loop
-from nsinit.storage.mechanism import LAYERS, Mechanism, Place, Unavailable
-from nsinit.storage.memory import Memory
+from nsinit.storage.mechanism import LAYERS, UNKNOWN, Mechanism, Place, Unavailable, Usage, make_layers
 from nsinit.storage.paths import Layout
-from nsinit.storage.plain import Plain
 from nsinit.storage.project import Project
-from nsinit.wire.protocol import DiskLimits, DiskWish
+from nsinit.wire.protocol import DiskLimits, DiskMode, DiskWish
+
+_POINT = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Memory(Mechanism):
+    """See the module's docstring."""
+
+    mode: ClassVar[DiskMode] = "tmpfs"
+
+    def make(self, place: Place, limits: DiskLimits) -> None:
+        """The session's directory stays empty; it is what a start after a crash finds."""
+        os.mkdir(place.directory, 0o700)
+        options: dict[str, str | int] = {"size": _size(place, limits), "nr_inodes": limits.inodes, "mode": "0700"}
+        mount_fd = mounts.filesystem("tmpfs", mounts.NOSUID_NODEV, **options)
+        mounts.attach(mount_fd, os.open(self.layers(place), _POINT))
+        make_layers(self.layers(place), place.base)
+
+    def fit(self, place: Place, limits: DiskLimits) -> None:
+        options = f"size={_size(place, limits)},nr_inodes={limits.inodes}"
+        flags = k.MS_REMOUNT | k.MS_NOSUID | k.MS_NODEV
+        syscalls.mount("sandkasten", self.layers(place), "tmpfs", flags, options)
+
+    def layers(self, place: Place) -> str:
+        return f"{place.layout.stage}/{stage.DISK}"
+
+
+def _size(place: Place, limits: DiskLimits) -> int:
+    return limits.size_bytes if place.memory_bytes is None else min(limits.size_bytes, place.memory_bytes // 2)
+
+
+class Plain(Mechanism):
+    """See the module's docstring."""
+
+    mode: ClassVar[DiskMode] = "none"
+
+    def make(self, place: Place, limits: DiskLimits) -> None:
+        os.mkdir(place.directory, 0o700)
+        make_layers(place.directory, place.base)
+
+    def fit(self, place: Place, limits: DiskLimits) -> None:
+        return
+
+    def change(self, place: Place, limits: DiskLimits) -> None:
+        return
+
+    def usage(self, place: Place, root_fd: int) -> Usage:
+        return UNKNOWN
+
 
 _TRIAL = DiskLimits(size_bytes=16 << 20, inodes=1024)
 _MAX_REASON_BYTES = 400

@@ -18,12 +18,11 @@ import struct
 import time
 from dataclasses import dataclass, field
 
-from nsinit.crash import Crash, passing
 from nsinit.kernel import constants as k
 from nsinit.kernel import mounts, stage, syscalls
 from nsinit.kernel.slots import SANDBOX_ID
 from nsinit.log import log
-from nsinit.steps import StepFailed
+from nsinit.steps import Crash, StepFailed, passing
 from nsinit.storage import choose, loop_device
 from nsinit.storage.ext4_image import copy_sparse, enlarge, find_tool, make_image
 from nsinit.storage.loop import Loop

@@ -17,13 +17,12 @@ import stat
 from collections.abc import Callable, Generator
 from functools import partial
 
-from nsinit.crash import Crash, passing
 from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
 from nsinit.kernel.files import keep_only
 from nsinit.kernel.slots import SANDBOX_ID
 from nsinit.scheduler import Wait
-from nsinit.steps import StepFailed, failure_of
+from nsinit.steps import Crash, StepFailed, failure_of, passing
 from nsinit.storage.paths import Layout, sync_directory
 from nsinit.storage.volumes import Volumes
 from nsinit.wire.protocol import GrowWorkspace, MakeWorkspace

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
 from nsinit.kernel.capabilities import drop_bounding_set, read_last_capability
-from nsinit.server.hand_mounts import detach_all
+from nsinit.server.mounts import detach_all
 
 _COVER = "mode=0755,size=64k,nr_inodes=64"
 _NOTHING = f"{0:016x}"

@@ -20,9 +20,19 @@ from typing import Any, TypeVar
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from nsinit.cgroup.marks import mark_of, read_mark
 from nsinit.cgroup.session import SessionCgroup
-from nsinit.cgroup.tree import LEAF, OPTIONAL, REQUIRED, WITHOUT_V2, Located, Tree, group_name, home_of
+from nsinit.cgroup.tree import (
+    LEAF,
+    OPTIONAL,
+    REQUIRED,
+    WITHOUT_V2,
+    Located,
+    Tree,
+    group_name,
+    home_of,
+    mark_of,
+    read_mark,
+)
 from nsinit.scheduler import Wait
 from nsinit.server.mounts import MachineMounts
 from nsinit.server.sessions import scan

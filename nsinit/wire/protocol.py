@@ -6,6 +6,10 @@ secret: session environment and the API key never come this way.
 
 Descriptors: `Built` and `Attached` carry [pidfd of PID 1, out-of-memory event fd or none]; see `EventKind`. `Grouped`
 carries one, for the sandbox's PID 1; `UnpackImage` one, an archive.
+
+The part of `protocol` about images that are made of an archive. Values only.
+
+The part of `protocol` about what belongs to no session. Values only.
 """
 
 from __future__ import annotations
@@ -16,9 +20,73 @@ from typing import Literal
 from nsinit.kernel.seccomp.profile import ArgTest as SeccompArgTest
 from nsinit.kernel.seccomp.profile import Profile as SeccompProfile
 from nsinit.kernel.seccomp.profile import Rule as SeccompRule
-from nsinit.wire.image_messages import Unpacked, UnpackImage
-from nsinit.wire.stray_messages import RemoveStray, Stray, StrayKind, Survey, Surveyed
 from runner.wire.codec import ProtocolError, Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class UnpackImage:
+    """First and only message to an nsinit that is not started: unpack the archive that comes along, a descriptor open
+    for reading, into the empty draft of an image, and end. Not for a daemon that is not root.
+
+    `draft_name`: the directory below `images` in which `rootfs` lies. More members, or bytes of files, than allowed end
+    it. Answer: `Unpacked`, or `Failed`: at the stage `unpack` in words about the archive. Whoever hangs up before that
+    ends it, too.
+    """
+
+    seq: int
+    data_dir: str
+    draft_name: str
+    max_members: int
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """How much came of it. `skipped`: members left out; `privileged`: files whose setuid or setgid bit was dropped."""
+
+    seq: int
+    members: int
+    size_bytes: int
+    skipped: int
+    privileged: int
+
+
+StrayKind = Literal[
+    "cgroup", "other_cgroup", "session_directory", "run_directory", "trash", "loop", "mount", "place_mount"
+]
+"""`cgroup`: among the sessions' and not one of a session. `other_cgroup`: a whole directory of sessions' cgroups that
+an earlier daemon made elsewhere. `loop`: a loop device with a file of a session that is no more. `mount`: made by hand
+below one of nsinit's places; `place_mount`: on such a place itself, which is never removed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stray:
+    """Something that is nobody's. `name` tells it from others of its kind and is no path to go by."""
+
+    kind: StrayKind
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """List what belongs to no session and lies where only sessions' things should. Answer: `Surveyed`."""
+
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveStray:
+    """Remove what a `Survey` found, if it is found again. Answer: `Ok` or `Failed` (`EBUSY`: some of it is left)."""
+
+    seq: int
+    stray: Stray
+
+
+@dataclass(frozen=True, slots=True)
+class Surveyed:
+    seq: int
+    strays: tuple[Stray, ...]
+
 
 __all__ = [
     "ProtocolError",

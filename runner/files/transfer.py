@@ -12,8 +12,8 @@ import errno
 import functools
 import os
 
-from runner.files.offshoot import Offshoot
 from runner.files.paths import FileRefused, Resolver, Target, check_regular, refusal
+from runner.files.worker import Offshoot
 from runner.loop.context import Context
 from runner.shell.execution import Sink
 from runner.wire.protocol import CHUNK_BYTES, Done, Error, FileInfo, Kind, ReadFile, WriteFile

@@ -4,15 +4,41 @@ It must not be held across anything but the calls that need it. Supplementary gr
 could not take again, so what only a group opens is the business of the process that has it.
 
 Sources: setfsuid(2); credentials(7); PTRACE_MODE_READ_FSCREDS in ptrace(2) (links below /proc/<pid> check these ids).
+
+A user of the image, as far as a process needs it. Values only.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from types import TracebackType
 
-from runner.loop.account import Account
+from runner.loop.config import RunnerConfig
 from runner.loop.kernel import Kernel
+
+ROOT_ID = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What a process of a user has: ids, supplementary groups, name and home directory."""
+
+    uid: int
+    gid: int
+    groups: tuple[int, ...]
+    name: str
+    home: str
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables that say who one is (environ(7))."""
+        return {"HOME": self.home, "USER": self.name, "LOGNAME": self.name}
+
+
+def sandbox_user(config: RunnerConfig) -> Account:
+    """Return the sandbox user's account, which is there whatever the image says."""
+    return Account(config.uid, config.gid, (), config.user, config.home)
 
 
 class UserIdentity:

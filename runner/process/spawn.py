@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from runner.loop.account import ROOT_ID, Account
+from runner.loop.identity import ROOT_ID, Account
 from runner.loop.kernel import FD_MAX, Kernel
 from runner.loop.reaper import unblock_signals
 

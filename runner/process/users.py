@@ -14,8 +14,8 @@ import re
 import stat
 from collections.abc import Callable, Iterator
 
-from runner.loop.account import ROOT_ID, Account
 from runner.loop.context import Context
+from runner.loop.identity import ROOT_ID, Account
 from runner.loop.kernel import AT_FDCWD, RESOLVE_NO_MAGICLINKS
 
 MAX_ID = 65534

@@ -18,14 +18,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from runner.loop.account import Account
 from runner.loop.config import STDIN_BUFFER_BYTES
 from runner.loop.context import Context
-from runner.loop.identity import UserIdentity
+from runner.loop.identity import Account, UserIdentity
 from runner.loop.loop import Timer
 from runner.process import oom_score, process_set, storage
-from runner.process.process_set import Process
-from runner.process.scope import CommandScope, GroupScope, Scope, TreeScope
+from runner.process.process_set import CommandScope, GroupScope, Process, Scope, TreeScope
 from runner.process.spawn import Membership, spawn
 from runner.shell.execution import EXIT_CANCELLED, EXIT_TIMED_OUT, Sink
 from runner.shell.ladder import Ladder

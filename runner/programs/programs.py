@@ -12,10 +12,9 @@ import os
 import re
 from collections.abc import Callable
 
-from runner.loop.account import Account
 from runner.loop.context import Context
 from runner.loop.descriptor import Descriptor
-from runner.loop.identity import UserIdentity
+from runner.loop.identity import Account, UserIdentity
 from runner.loop.kernel import AT_FDCWD, RESOLVE_NO_MAGICLINKS
 from runner.loop.settings import check_environment, is_argument
 from runner.process import users

@@ -16,10 +16,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from itertools import count, islice
 
-from runner.loop.sink import Job, Sink
-from runner.wire.kept_messages import MAX_LISTED_RUNS
+from runner.loop.context import Job, Sink
 from runner.wire.protocol import (
     KEPT_RUN_BYTES,
+    MAX_LISTED_RUNS,
     MAX_TICKET_CHARS,
     Attached,
     AttachRun,

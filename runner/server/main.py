@@ -15,12 +15,10 @@ from typing import Any, NoReturn
 from runner.files.transfer import FileReader, FileWriter
 from runner.files.worker import FileJobs
 from runner.loop.config import RunnerConfig
-from runner.loop.context import Context
+from runner.loop.context import Context, Job, Reachable, Sink
 from runner.loop.descriptor import Descriptor
 from runner.loop.kernel import Kernel
 from runner.loop.reaper import block_signals
-from runner.loop.registry import Reachable
-from runner.loop.sink import Job, Sink
 from runner.programs.programs import Programs
 from runner.server import rehearsal
 from runner.server.kept import KeptRuns

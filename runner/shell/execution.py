@@ -2,6 +2,18 @@
 
 It must not know how the shell runs it (`shell`, `driver`), what its bytes go through (`streams`) or how frames reach
 the client (`Sink`).
+
+The files through which a command reaches the shell's driver, and their removal.
+
+It must not open what the driver opens as streams (`streams`, `terminal`).
+
+Sources: `runner.shell.command_driver` says what each file is for.
+
+Making a shell leave the command it runs, as Ctrl-C would.
+
+It must not end a shell that does not obey: that is the ladder's, when somebody wants the command ended.
+
+Sources: signal(7) (which signals end a process by default); `runner.shell.command_driver` says when the shell misses one request.
 """
 
 from __future__ import annotations
@@ -13,19 +25,154 @@ from collections.abc import Callable
 
 from runner.loop.config import STDIN_BUFFER_BYTES
 from runner.loop.context import Context
-from runner.loop.loop import Timer
-from runner.loop.sink import Sink as Sink
+from runner.loop.context import Sink as Sink
+from runner.loop.loop import Loop, Timer
+from runner.loop.private import open_private, remove_private
 from runner.process import process_set, storage
-from runner.process.scope import CommandScope
-from runner.shell import command_driver, handover
-from runner.shell.interrupt import Interrupt, LineInterrupt, ends_by_default
+from runner.process.process_set import CommandScope, Process
+from runner.shell import command_driver, terminal_driver
+from runner.shell import terminal_driver as repl
 from runner.shell.ladder import Ladder
 from runner.shell.shell import Shell
 from runner.shell.terminal import TerminalStreams
-from runner.streams.pipes import Leftovers
-from runner.streams.stdin import StdinPipe
-from runner.streams.streams import NO_STREAMS, PipeStreams, Streams
+from runner.streams.pipes import NO_STREAMS, Leftovers, PipeStreams, StdinPipe, Streams
 from runner.wire.protocol import Cause, Error, ErrorCode, Exec, ExecReply, Kind, Started, TerminalSize
+
+
+def mode_of(request: Exec, *, has_news: bool) -> str:
+    """Return the mode word of a command's line on `ctl`; `has_news`: the shell is to be told something before it."""
+    if request.terminal is not None:
+        return command_driver.WITH_VARIABLES + command_driver.WITH_STDIN
+    has_variables = has_news or request.cwd is not None or bool(request.env)
+    letters = (command_driver.WITH_VARIABLES if has_variables else "") + (
+        command_driver.WITH_STDIN if request.stdin else ""
+    )
+    return letters or command_driver.PLAIN
+
+
+def write(shell: Shell, request: Exec, mode: str, *, workspace: str) -> None:
+    """Make the files of a command.
+
+    Raises:
+        OSError: the private directory is full, say.
+    """
+    text = repl.text(shell.directory, shell.argv) if request.interactive else request.command
+    _write_file(shell.file("cmd"), text)
+    if mode == command_driver.PLAIN:
+        return
+    cwd = None if request.cwd is None else os.path.join(workspace, request.cwd)
+    before, after = command_driver.prologue(cwd, request.env), command_driver.epilogue(cwd, request.env)
+    if request.terminal is not None:
+        before = terminal_driver.enter(shell.directory, interactive=request.interactive) + before
+        after += (repl.LEAVE if request.interactive else "") + terminal_driver.leave(shell.directory)
+    if shell.is_deaf:
+        before = terminal_driver.restore(shell.directory) + before
+    _write_file(shell.file("pre"), command_driver.news(shell.news()) + before)
+    _write_file(shell.file("post"), after)
+
+
+def remove(shell: Shell, mode: str) -> None:
+    """Remove what `write` made, as far as it is there."""
+    for name in ("cmd",) if mode == command_driver.PLAIN else ("cmd", "pre", "post"):
+        remove_private(shell.file(name))
+
+
+def _write_file(path: str, text: str) -> None:
+    content = os.fsencode(text)
+    fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        while content:
+            content = content[os.write(fd, content) :]
+    finally:
+        os.close(fd)
+
+
+_FIRST_REPEAT_S = 0.001
+_LAST_REPEAT_S = 0.5
+_YOUNG_TICKS = 3
+_LINE_DELAY_S = 0.005
+
+_HARMLESS = frozenset(
+    {
+        signal.SIGCHLD,
+        signal.SIGCONT,
+        signal.SIGURG,
+        signal.SIGWINCH,
+        signal.SIGSTOP,
+        signal.SIGTSTP,
+        signal.SIGTTIN,
+        signal.SIGTTOU,
+    }
+)
+
+
+def ends_by_default(number: int) -> bool:
+    """Return whether a process that does nothing about the signal is ended by it."""
+    return number not in _HARMLESS
+
+
+class Interrupt:
+    """Asks the shell, then signals what the command started; and both a few times more. The shell may be just before or
+    after the command and ignore it there; it may be about to start a program, or a program about to begin, which loses
+    the signal. A program older than that gets it once."""
+
+    def __init__(self, loop: Loop, shell: Shell, number: int, find: Callable[[], list[Process]]) -> None:
+        self._loop = loop
+        self._shell = shell
+        self._number = number
+        self._find = find
+        self._since = process_set.now().tick - _YOUNG_TICKS
+        self._signalled: set[Process] = set()
+        self._repeat_s = _FIRST_REPEAT_S
+        self._timer: Timer | None = None
+
+    def ask(self) -> None:
+        self._shell.abandon()  # first: it must not go on with the next program when this one ends
+        for process in self._find():
+            if process not in self._signalled or process.start_tick >= self._since:
+                self._signalled.add(process)
+                process_set.send_signal(process.pid, self._number)
+        if self._repeat_s <= _LAST_REPEAT_S:
+            self._timer = self._loop.call_later(self._repeat_s, self.ask, lambda _error: None)
+            self._repeat_s *= 2
+
+    def stop(self) -> None:
+        """The shell has left the command."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+class LineInterrupt:
+    """Asks a shell that reads lines to leave the one it runs: once the key that was typed has done its own work, for
+    bash can forget one of two traps that come together; and again while the shell computes. `on_over` is called when it
+    does not any more, or for too long: what was typed after the key is for the shell then, and no line of it is hit."""
+
+    def __init__(self, loop: Loop, shell: Shell, on_over: Callable[[], None]) -> None:
+        self._loop = loop
+        self._shell = shell
+        self._on_over = on_over
+        self._repeat_s = _LINE_DELAY_S
+        self._timer = loop.call_later(_LINE_DELAY_S, self._ask, lambda _error: on_over())
+
+    def stop(self) -> None:
+        """The shell reads no more lines, or another key was typed."""
+        self._timer.cancel()
+
+    def _ask(self) -> None:
+        self._shell.signal(repl.LINE_SIGNAL)
+        self._timer = self._loop.call_later(self._repeat_s, self._look, lambda _error: self._on_over())
+        self._repeat_s *= 4
+
+    def _look(self) -> None:
+        if (
+            self._repeat_s <= _LAST_REPEAT_S
+            and self._shell.pid is not None
+            and process_set.is_computing(self._shell.pid)
+        ):
+            self._ask()
+        else:
+            self._on_over()
+
 
 EXIT_TIMED_OUT = 124
 EXIT_CANCELLED = 130
@@ -91,8 +238,8 @@ class Execution:
         """
         is_first, self._has_begun = not self._has_begun, True
         self.is_taken_back = False
-        self._mode = handover.mode_of(self.request, has_news=self._shell.has_news)
-        handover.write(self._shell, self.request, self._mode, workspace=self._context.config.workspace)
+        self._mode = mode_of(self.request, has_news=self._shell.has_news)
+        write(self._shell, self.request, self._mode, workspace=self._context.config.workspace)
         self._streams.open(needs_input_file=self._mode != command_driver.PLAIN)
         self._began = process_set.now()
         self._shell.hand_over(number, self._mode, on_terminal=self.request.terminal is not None)
@@ -164,7 +311,7 @@ class Execution:
         self._streams.stop_input()
         self._streams.close()
         if self._has_begun:
-            handover.remove(self._shell, self._mode)
+            remove(self._shell, self._mode)
 
     def fail(self, code: ErrorCode, message: str) -> None:
         """Answer with an error instead of a result; the command is not running."""
@@ -307,7 +454,7 @@ class Execution:
         self.has_ended = True
         self._stop_clocks()
         self._streams.stop_input()
-        handover.remove(self._shell, self._mode)
+        remove(self._shell, self._mode)
         self._streams.finish(may_read=self._sink is None or not self._sink.is_full)
         self._context.config.passing("runner.exec.ended")
         if self._shell.is_ready:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from runner.loop.context import Context
 from runner.loop.loop import Timer
 from runner.process import process_set
-from runner.process.scope import Scope
+from runner.process.process_set import Scope
 from runner.shell.shell import Shell
 
 _FIRST_LOOK_S = 0.001

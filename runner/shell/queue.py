@@ -13,7 +13,7 @@ from collections.abc import Callable
 from runner.loop import settings
 from runner.loop.context import Context
 from runner.loop.identity import UserIdentity
-from runner.process.scope import GroupScope, TreeScope
+from runner.process.process_set import GroupScope, TreeScope
 from runner.shell.execution import Execution, Sink
 from runner.shell.ladder import Ladder
 from runner.shell.shell import Birth, Shell, ShellEvents

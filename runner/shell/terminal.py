@@ -21,8 +21,7 @@ from runner.loop.identity import UserIdentity
 from runner.loop.private import open_private, remove_private
 from runner.streams import pty
 from runner.streams.flow import Inflow, Outflow
-from runner.streams.pipes import Leftovers
-from runner.streams.streams import OnOutput
+from runner.streams.pipes import Leftovers, OnOutput
 from runner.wire.protocol import Kind, TerminalSize
 
 _NAMES = ("out", "err", "in")

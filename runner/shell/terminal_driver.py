@@ -14,11 +14,126 @@ Whether a user's trap is there is told by the shell's own list, which is written
 and is empty in dash. bash lists what it is asked for; others list all, and setting all of them again changes nothing.
 
 Sources: POSIX.1-2024 XCU 2.15 `trap`; tty_ioctl(4) "Controlling terminal"; `tty_signal_session_leader` in the kernel.
+
+The text that makes a persistent shell read its lines from a terminal: prompt, editing, more lines, Ctrl-C. Pure.
+
+It runs in the shell itself, in the place of a command, so directory, variables, functions and aliases are the ones of
+the commands before and after. Each line goes to the file `line` and is sourced, as the driver does with a command.
+
+- Prompt: PS1 if it was set (dash and BusyBox sh come with one), else `sandbox:<directory>$ `; PS2 or `> ` while a child
+  with `-n` says that the text ends too early. dash and BusyBox sh do not say it of a here-document, which
+  therefore ends with its first line.
+- Editing, history and completion: readline in bash (`read -e`); elsewhere what the terminal itself does.
+- Ctrl-C at the prompt drops the text; PID 1 adds a line end after it if readline reads, which would go on otherwise. A
+  readline that was left by force believes the terminal to be prepared until a read of its own times out (`__sk_y`).
+- Ctrl-C elsewhere leaves the line: see `terminal_driver` for what was running and died of it; a line that is busy in
+  the shell itself gets LINE_SIGNAL from PID 1, which sees the key and keeps back what is typed after it until the shell
+  has heeded that. In bash a trap on DEBUG unwinds functions and
+  sourced files above the depth of this text.
+- `exit`, `logout` and end-of-file leave the terminal and keep the shell. An `exit` inside a longer line ends the shell,
+  as in any command, and a `break` outside of a loop leaves the terminal.
+
+In BusyBox sh an error in a subshell of a line (`(: </nowhere)`) computes until Ctrl-C; `driver` has the reason.
+
+There is no job control (Ctrl-Z, fg, bg): in a shell not started as an interactive one bash takes a job that dies of
+Ctrl-C for a reason to end itself. A program run as `interactive` has it.
+
+Sources: bash(1) `read`, `history`, "PROMPTING"; POSIX.1-2024 XCU 2.8.1, `sh` option -n.
 """
 
 from __future__ import annotations
 
-from runner.shell import command_driver, repl
+from collections.abc import Sequence
+
+from runner.shell import command_driver
+from runner.shell.command_driver import FOREVER, quote
+
+LINE_SIGNAL = 51
+"""Asks the shell to leave the line it runs. A realtime signal, so no command expects it."""
+
+_UNWIND_BASH = r"""__sk_u=1
+trap "case \$__sk_q\$((\${#BASH_SOURCE[@]}>__sk_d)) in 11) return 130;; esac" DEBUG; set -T
+case $((${#BASH_SOURCE[@]}>__sk_d)) in 1) return 130;; esac"""
+
+_UNWIND = r"""__sk_u=1; { : "${__sk_unset?}"; } 2>/dev/null"""
+
+_REPL = r"""
+__sk_j=$? __sk_q=0 __sk_u= __sk_w= __sk_i=
+if command test -n "${BASH_VERSION-}"; then
+__sk_d=${#BASH_SOURCE[@]}
+trap 'case $__sk_q.$BASHPID in 1.$$) @UNWIND_BASH@;; esac' @SIGNAL@
+__sk_read() { __sk_y=1; IFS= command read -e -r -p "$1" __sk_v; }
+__sk_prompt() {
+case ${1:+x}$BASH_VERSION in x[0-3].*|x4.[0-3].*) __sk_p=$1;; x*) __sk_p=${1@P};; *) __sk_p="sandbox:$PWD\$ ";; esac
+}
+case ${__sk_y-} in 1) command read -e -t 0.01 __sk_v;; esac
+else
+trap 'case $__sk_q in 1) @UNWIND@;; *) case $__sk_i in i) ;; *) __sk_i=j;; esac;; esac' @SIGNAL@
+__sk_read() { command printf %s "$1" >&2; IFS= command read -r __sk_v; }
+__sk_prompt() { case $1 in ''|'$ '|'# '|'\w \$ ') __sk_p="sandbox:$PWD\$ ";; *) __sk_p=$1;; esac; }
+fi
+@FOREVER@ do
+case $__sk_i,$__sk_w in shown,*) __sk_p=;; *,) __sk_prompt "${PS1-}";; *) __sk_p=${PS2-> };; esac
+__sk_i= __sk_v=
+if __sk_read "$__sk_p"; then __sk_x=0; else __sk_x=$?; fi
+case $__sk_x$__sk_i,$__sk_v in
+*i,*) __sk_i= __sk_w=; case ${BASH_VERSION-} in '') command echo >&2;; esac; continue;;
+0*) ;;
+*j,*) __sk_i=shown; continue;;
+1,) case $__sk_w in '') break;; esac; __sk_w=; command echo >&2; continue;;
+1,*) ;;
+*) __sk_w=; command echo >&2; continue;;
+esac
+__sk_i=
+unset -v __sk_y
+__sk_w=$__sk_w$__sk_v
+case $__sk_w in
+exit|logout|exit\ [0-9]*) case $__sk_w in *[!a-z0-9\ ]*) ;; *) break;; esac;;
+*[!\ ]*) ;;
+*) __sk_w=; continue;;
+esac
+command printf '%s\n' "$__sk_w" >|@DIR@/line
+case $(LC_ALL=C @SHELL@ -n @DIR@/line 2>&1)$__sk_w in
+*'unexpected end of file'*|*'unexpected EOF'*|*'end of file unexpected'*|*nterminated*|*'EOF in'*|*issing*|\
+*here-document*|*[!\\]\\|\\)
+__sk_w="$__sk_w
+"
+continue;;
+esac
+case ${BASH_VERSION-} in '') ;; *) command history -s -- "$__sk_w";; esac
+__sk_w=
+command eval '__sk_q=1; \__sk_st "$__sk_j"; \command . @DIR@/line
+__sk_j=$? __sk_q=0'
+case $__sk_q in 1) __sk_j=130 __sk_q=0;; esac
+case $__sk_u${BASH_VERSION-} in 1) __sk_j=130;; 1*) __sk_j=130; trap - DEBUG; set +T;; esac
+__sk_u=
+done
+case $__sk_w in exit\ *) __sk_j=${__sk_w#exit };; esac
+unset -v __sk_y
+__sk_st "$__sk_j"
+"""
+
+LEAVE = f"""
+trap - {LINE_SIGNAL}
+unset -f __sk_read __sk_prompt
+unset -v __sk_d __sk_i __sk_j __sk_p __sk_q __sk_u __sk_v __sk_w __sk_x
+"""
+"""What comes after it, however it ended."""
+
+
+def text(directory: str, argv: Sequence[str]) -> str:
+    """Return what is sourced in the place of a command. `argv` starts such a shell."""
+    shell = " ".join(map(quote, argv))
+    text = _REPL.replace("@UNWIND_BASH@", _UNWIND_BASH.replace("'", "'\\''")).replace("@UNWIND@", _UNWIND)
+    text = text.replace("@FOREVER@", FOREVER)
+    return text.replace("@SIGNAL@", str(LINE_SIGNAL)).replace("@DIR@", directory).replace("@SHELL@", shell)
+
+
+def interrupt_action(*, bash: bool) -> str:
+    """Return what Ctrl-C does: a line is left if the last program it ran died of it, an unfinished text is dropped."""
+    unwind = _UNWIND_BASH if bash else _UNWIND
+    return f"case $?$__sk_q in 1301) {unwind};; *0) __sk_w= __sk_i=i;; esac"
+
 
 TERMINAL_TYPE = "xterm-256color"
 """What TERM says on a terminal, unless the shell's says something better than `dumb`."""
@@ -68,7 +183,7 @@ unset __sk_h
 def enter(directory: str, *, interactive: bool) -> str:
     """Return what comes before a command on a terminal."""
     if interactive:
-        on_interrupt = repl.interrupt_action(bash=True), repl.interrupt_action(bash=False)
+        on_interrupt = interrupt_action(bash=True), interrupt_action(bash=False)
     else:
         on_interrupt = _with_status(_LEAVE_COMMAND_BASH, 130), _with_status(_LEAVE_COMMAND, 130)
     on_quit = _with_status(_LEAVE_COMMAND_BASH, 131), _with_status(_LEAVE_COMMAND, 131)

@@ -5,6 +5,8 @@ bounded. A handler answers at once, hands its answer to a child task (`defer`), 
 On the way out every message in the mailbox and every deferred answer is failed, so no asker is left hanging.
 
 Asks go down the tree only; see docs/architecture.md. Vocabulary after Erlang/OTP's gen_server.
+
+Exception groups, taken apart where one actor's failure is judged.
 """
 
 from __future__ import annotations
@@ -316,3 +318,12 @@ class Actor:
 def _name_of(work: Callable[..., object]) -> str:
     """Return what to call it in the log; a `functools.partial` has no name of its own."""
     return str(getattr(work, "__name__", work))
+
+
+def unwrap(group: BaseExceptionGroup[Any]) -> BaseException:
+    """Return the first leaf of a group that is not a cancellation."""
+    for error in group.exceptions:
+        leaf = unwrap(error) if isinstance(error, BaseExceptionGroup) else error
+        if not isinstance(leaf, trio.Cancelled):
+            return leaf
+    return group

@@ -22,7 +22,7 @@ from sandkasten.actors.services import nsinit_messages as zygote_actor
 from sandkasten.actors.services import store as store_actor
 from sandkasten.actors.services.directory import Entry, Inspection
 from sandkasten.actors.services.shared import Shared
-from sandkasten.counters.cgroup_raw import read_raw
+from sandkasten.counters.cgroup import read_raw
 from sandkasten.model import Event, Session, Status
 from sandkasten.model.errors import SandkastenError, SessionNotFound, StoreFailed
 from sandkasten.model.lifecycle import WHOLE

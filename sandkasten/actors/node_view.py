@@ -1,6 +1,12 @@
 """Assembles what `Supervisor.system()` and `.node()` answer, from the configuration, the machine and nsinit's word.
 
 Owns no state. What it reads itself comes from `counters/node.py`, in a worker thread.
+
+Assembles what `Supervisor.metrics()` answers: what the tree counted, and what can be seen of it at that moment.
+
+Owns no state and asks nobody who could make it wait: mailboxes, queues and the spool are looked at from outside, since
+metrics are wanted most when somebody does not answer. What it reads of the machine comes from
+`counters/node.py`, in a worker thread.
 """
 
 from __future__ import annotations
@@ -11,19 +17,28 @@ import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import attrs
 import trio
 
 from nsinit.wire import protocol
+from sandkasten.actors.core import Ref
+from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.admission.budget import promisable
 from sandkasten.config import Config
 from sandkasten.counters import node
+from sandkasten.counters.metrics import Metrics
+from sandkasten.counters.node import read_node
 from sandkasten.host.protections import Situation, protections, with_needs
 from sandkasten.images.catalog import Catalog
-from sandkasten.model import LIMIT_BOUNDS, Session
+from sandkasten.journal.ring import Journal
+from sandkasten.model import LIMIT_BOUNDS, Session, Status
+from sandkasten.model.lifecycle import LIVE
+from sandkasten.model.measures import Family, Sample, gauge, single
 from sandkasten.model.node import Amounts, Machine, NodeCapacity, System
+from sandkasten.output.spool import Spool
 
 
 def describe_system(config: Config, machine: Machine, ready: protocol.Ready) -> System:
@@ -116,3 +131,106 @@ def _read(config: Config, catalog: Catalog, facts: NodeFacts) -> NodeCapacity:
         vessels=facts.vessels,
         queued=facts.queued,
     )
+
+
+_AT_ONCE = 100
+"""Sessions that are looked at before other tasks get a turn."""
+
+_LOOKS = {
+    "creates_queued": "Creates that wait for a builder.",
+    "vessels": "Sandboxes made ahead that are ready.",
+    "draining": "1 while no new sessions are taken.",
+    "sessions_max": "How many sessions there may be.",
+    "sessions_committed_memory_bytes": "What live sessions may use together.",
+    "sessions_committed_cpu": "The same in cores.",
+}
+"""What the part that makes sessions lets be looked at, and its help."""
+
+
+@attrs.frozen
+class Observed:
+    """What is looked at. `parts` are the actors there is one of; `cgroup_dirs` is empty as long as it is unknown."""
+
+    metrics: Metrics
+    directory: SessionDirectory
+    journal: Journal
+    spool: Spool
+    parts: Sequence[Ref]
+    zygote: Ref
+    data_dir: Path
+    cgroup_dirs: Mapping[str, str]
+    node_id: str
+
+
+async def measure(seen: Observed, *, limiter: trio.CapacityLimiter) -> Sequence[Family]:
+    """Return all numbers there are."""
+    statuses: Counter[Status] = Counter()
+    for start, entry in enumerate(seen.directory):
+        if start % _AT_ONCE == 0:
+            await trio.lowlevel.checkpoint()
+        statuses[entry.session.status] += 1
+    slow = await trio.to_thread.run_sync(_read_or_none, seen, limiter=limiter)
+    return [*seen.metrics.read(), *_of_tree(seen, statuses), *_of_storage(seen), *slow]
+
+
+def _read_or_none(seen: Observed) -> list[Family]:
+    info = Sample((seen.node_id, package_version()), 1.0)
+    return [
+        Family("sandkasten_build_info", "gauge", "What this is; always 1.", ("node", "version"), [info]),
+        *read_node(seen.data_dir, seen.cgroup_dirs),
+    ]
+
+
+def _of_tree(seen: Observed, statuses: Mapping[Status, int]) -> list[Family]:
+    entries = list(seen.directory)
+    queues = list(seen.metrics.queues)
+    running = sum(each.running for each in queues)
+    waiting = [entry.ref.waiting for entry in entries]
+    restarts = max(seen.zygote.incarnation - 1, 0)
+    return [
+        gauge(
+            "sandkasten_sessions",
+            "Sessions as they are now.",
+            {status.value: float(statuses.get(status, 0)) for status in sorted(LIVE)},
+            "status",
+        ),
+        gauge(
+            "sandkasten_runs",
+            "Runs as they are now; queued: they wait for their shell.",
+            {"running": running, "queued": sum(each.queued for each in queues)},
+            "state",
+        ),
+        gauge(
+            "sandkasten_mailbox_messages",
+            "Messages that wait for an actor; session: of all of them together.",
+            {**{ref.name: float(ref.waiting) for ref in seen.parts}, "session": sum(waiting)},
+            "actor",
+        ),
+        single("sandkasten_session_mailbox_messages_max", "Messages in the fullest one.", max(waiting, default=0)),
+        gauge(
+            "sandkasten_part_up",
+            "Whether an actor runs.",
+            {ref.name: float(ref.is_alive) for ref in seen.parts},
+            "actor",
+        ),
+        *(single(f"sandkasten_{name}", _LOOKS[name], look()) for name, look in seen.metrics.looks.items()),
+        single("sandkasten_trio_tasks", "Tasks of the event loop.", trio.lowlevel.current_statistics().tasks_living),
+        single("sandkasten_nsinit_restarts", "How often nsinit was started again.", restarts, kind="counter"),
+    ]
+
+
+def _of_storage(seen: Observed) -> list[Family]:
+    spool, journal = seen.spool, seen.journal
+    return [
+        gauge(
+            "sandkasten_spool_bytes",
+            "Output of runs that is kept.",
+            {"memory": spool.memory_bytes_used, "disk": spool.disk_bytes_used},
+            "place",
+        ),
+        single("sandkasten_spool_lost_bytes", "Output that the disk did not take.", spool.lost_bytes, kind="counter"),
+        single("sandkasten_journal_rows", "Events in the database.", journal.rows),
+        single("sandkasten_journal_unwritten", "Events that are not in the database yet.", journal.unwritten_count),
+        single("sandkasten_event_readers", "Readers of events.", journal.readers),
+        single("sandkasten_unwritten_records", "Sessions whose end was refused.", len(seen.directory.unwritten)),
+    ]

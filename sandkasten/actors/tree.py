@@ -27,28 +27,26 @@ from functools import partial
 import trio
 
 from nsinit.wire.protocol import SeccompProfile
-from sandkasten.actors.core import Ref
+from sandkasten.actors.core import Ref, unwrap
 from sandkasten.actors.diagnosis import Diagnosing
-from sandkasten.actors.node import reaper, sessions
+from sandkasten.actors.node import recovery, sessions
 from sandkasten.actors.node.creating import Node
 from sandkasten.actors.node.in_flight import Attended
-from sandkasten.actors.node.inventory import Inventory
-from sandkasten.actors.node.leftovers import Removal
-from sandkasten.actors.node.listing import find_sessions
+from sandkasten.actors.node.inventory import Inventory, Removal
+from sandkasten.actors.node.sessions import find_sessions
 from sandkasten.actors.services import events, images, nsinit, store
 from sandkasten.actors.services.directory import Entry, SessionDirectory
 from sandkasten.actors.services.shared import Shared
-from sandkasten.actors.session.loss import judged
 from sandkasten.actors.session.messages import Borrow, Destroy, PauseSession, ResumeSession, Stats, Update
+from sandkasten.actors.session.watch import judged
 from sandkasten.actors.supervision import ChildSpec, GiveUp
 from sandkasten.actors.tree_node import WorkOfNode
 from sandkasten.actors.tree_work import WorkOfSessions
 from sandkasten.actors.tree_workspaces import WorkOfWorkspaces
-from sandkasten.actors.unwrap import unwrap
 from sandkasten.actors.workspaces import actor as workspaces
 from sandkasten.actors.workspaces.holds import Attachments
 from sandkasten.actors.workspaces.transfer import LocalFileReader, LocalFileWriter, open_reader, open_writer
-from sandkasten.admission.keyring import KeyRing
+from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.quotas import KeyShares
 from sandkasten.config import Config
 from sandkasten.counters.metrics import Metrics, watch_loop
@@ -56,7 +54,7 @@ from sandkasten.crash import Crash
 from sandkasten.host.paths import DataPaths
 from sandkasten.images.catalog import Catalog
 from sandkasten.journal.ring import Journal
-from sandkasten.links.nsinit_process import StartNsinit, start_as_child
+from sandkasten.links.nsinit import StartNsinit, start_as_child
 from sandkasten.links.runner import RunnerLink
 from sandkasten.model import (
     SESSION_ID,
@@ -218,7 +216,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
         await actor.run(task_status=task_status)
 
     async def _start_reaper(self, *, task_status: trio.TaskStatus[Ref]) -> None:
-        actor = reaper.Reaper(
+        actor = recovery.Reaper(
             self._reaper,
             self._shared,
             sessions=self._sessions,

@@ -12,10 +12,9 @@ import trio
 
 from sandkasten.actors.core import Ask, R, Ref
 from sandkasten.actors.diagnosis import Diagnosing
-from sandkasten.actors.measuring import Observed, measure
-from sandkasten.actors.node import reaper, sessions
+from sandkasten.actors.node import recovery, sessions
 from sandkasten.actors.node.creating import Node
-from sandkasten.actors.node_view import NodeFacts, describe_capacity, describe_system
+from sandkasten.actors.node_view import NodeFacts, Observed, describe_capacity, describe_system, measure
 from sandkasten.actors.services import nsinit_messages as zygote
 from sandkasten.actors.services import store
 from sandkasten.actors.services.shared import Shared
@@ -123,7 +122,7 @@ class WorkOfNode:
 
     async def sweep(self) -> int:
         """Have the reaper sweep now; return what it tore down or finished."""
-        return await self._reaper.ask(reaper.Sweep())
+        return await self._reaper.ask(recovery.Sweep())
 
 
 async def _check(ref: Ref, message: Ask[R]) -> str:

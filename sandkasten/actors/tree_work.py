@@ -15,13 +15,11 @@ import trio
 from sandkasten.actors.core import Ref
 from sandkasten.actors.node.in_flight import Attended
 from sandkasten.actors.runs.output import Collector
-from sandkasten.actors.runs.run import Run
-from sandkasten.actors.runs.run_reader import Hold, Joined, RunReader
+from sandkasten.actors.runs.run import Hold, Joined, Run, RunReader
 from sandkasten.actors.runs.terminals import Viewer
 from sandkasten.actors.runs.waiting import wait_for
 from sandkasten.actors.services.directory import Entry
 from sandkasten.actors.services.events import EventReader, open_reader
-from sandkasten.actors.session.loss import judged
 from sandkasten.actors.session.messages import (
     Attend,
     CloseShell,
@@ -37,6 +35,7 @@ from sandkasten.actors.session.messages import (
     SignalRun,
     WatchPorts,
 )
+from sandkasten.actors.session.watch import judged
 from sandkasten.config import Config
 from sandkasten.journal.ring import Journal
 from sandkasten.model import (

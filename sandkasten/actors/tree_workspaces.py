@@ -17,7 +17,7 @@ from sandkasten.actors.core import Ref
 from sandkasten.actors.workspaces import files, messages
 from sandkasten.actors.workspaces.files import LocalArchiveReader
 from sandkasten.actors.workspaces.transfer import LocalFileReader, LocalFileWriter, open_reader, open_writer
-from sandkasten.admission import reserve
+from sandkasten.admission import budget
 from sandkasten.config import MIB, Config
 from sandkasten.links.runner import RunnerLink
 from sandkasten.model import WORKSPACE_ID, Session
@@ -42,7 +42,7 @@ from sandkasten.model.workspace import (
     WorkspaceUsage,
     is_within,
 )
-from sandkasten.supervisor_workspaces import WorkspaceSupervisor
+from sandkasten.supervisor import WorkspaceSupervisor
 
 log = logging.getLogger(__name__)
 
@@ -251,7 +251,7 @@ class WorkOfWorkspaces:
         self._require_enabled()
         if not WORKSPACE_ID.match(workspace_id):
             raise InvalidRequest("malformed workspace id", workspace_id="2 to 64 of a-z 0-9 . _ - (ends a-z 0-9)")
-        reserve.check(self._config.data_dir, self._config.disk)
+        budget.check(self._config.data_dir, self._config.disk)
 
     def _require_enabled(self) -> None:
         if not self._config.workspace.enabled:

@@ -1,4 +1,12 @@
-"""What a caller wants, made into what nsinit needs; pure. `SessionSpec + Config + image → Resolved → SandboxPlan`."""
+"""What a caller wants, made into what nsinit needs; pure. `SessionSpec + Config + image → Resolved → SandboxPlan`.
+
+Limits beyond the kernel's bounds: those fixed when a session is made, and the most the operator allows. Pure.
+
+Open files and the sizes of `/tmp` and `/dev/shm` can't change while a session lives: what runs has inherited or mounted
+them. `plan.check_limits` owns the bounds of those that can.
+
+Which times to live and lifetimes a session may have; pure.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +17,14 @@ import attrs
 
 from nsinit.wire import protocol
 from nsinit.wire.protocol import ImageKind, SandboxPlan
-from sandkasten.admission.fixed_limits import check_maximum, fill_fixed
-from sandkasten.admission.spans import check_spans
-from sandkasten.config import Config, Disk
+from sandkasten.config import Config, Defaults, Disk, Maximum
 from sandkasten.model import (
     EXEC_MODES,
+    FIXED_BOUNDS,
     FOREVER_S,
     IMAGE_NAME,
     LIMIT_BOUNDS,
+    MAX_SPAN_S,
     SECCOMP_PROFILES,
     WORKSPACE_ID,
     Limits,
@@ -26,9 +34,116 @@ from sandkasten.model import (
 from sandkasten.model.errors import InvalidImage, InvalidRequest
 from sandkasten.model.workspace import WorkspaceMode
 
+_BYTES_PER_INODE = 4096
+_MIB = 1024 * 1024
+_MIN_INODES = 1024
+_TMPFS_SHARES = {"tmp_mb": 2, "shm_mb": 4}
+"""Each may be at most one part of so many of the memory: a full one is "no space left", not a killed PID 1."""
+_MAXIMUM_OF = {
+    "cpu": "cpu_limit",
+    "memory_mb": "mem_limit_mb",
+    "pids": "pids_limit",
+    "open_files": "open_files_limit",
+    "tmp_mb": "tmp_limit_mb",
+    "shm_mb": "shm_limit_mb",
+}
+
+
+def fill_fixed(limits: Limits, defaults: Defaults) -> Limits:
+    """Return `limits`, of which the others were checked, with every fixed one filled in.
+
+    Raises:
+        InvalidRequest: one that was asked for is out of range, or more than its share of the memory.
+    """
+    problems = _bad_values(limits)
+    for name, parts in _TMPFS_SHARES.items():
+        asked = getattr(limits, name)
+        if f"limits.{name}" not in problems and asked is not None and asked * parts > limits.memory_mb:
+            problems[f"limits.{name}"] = f"must be at most 1/{parts} of memory_mb: what is in there counts as memory"
+    if problems:
+        raise InvalidRequest("limits out of range", **problems)
+    tmp_mb = limits.tmp_mb or min(defaults.tmp_limit_mb, limits.memory_mb // 2)
+    shm_mb = limits.shm_mb or min(defaults.shm_limit_mb, limits.memory_mb // 4)
+    return attrs.evolve(
+        limits,
+        open_files=limits.open_files or defaults.open_files_limit,
+        tmp_mb=tmp_mb,
+        tmp_inodes=limits.tmp_inodes or defaults.tmp_inodes or _usual_inodes(tmp_mb),
+        shm_mb=shm_mb,
+        shm_inodes=limits.shm_inodes or defaults.shm_inodes or _usual_inodes(shm_mb),
+    )
+
+
+def keep_fixed(limits: Limits, current: Limits) -> Limits:
+    """Return a change's `limits` with the fixed ones as they are. Raises `InvalidRequest` if it would change one."""
+    kept = {name: getattr(current, name) for name in FIXED_BOUNDS}
+    asked = {name: getattr(limits, name) for name in FIXED_BOUNDS}
+    problems = {
+        f"limits.{name}": "is fixed when the session is made"
+        for name, value in asked.items()
+        if value is not None and value != kept[name]
+    }
+    if problems:
+        raise InvalidRequest("these limits can't change", **problems)
+    return attrs.evolve(limits, **kept)
+
+
+def check_maximum(limits: Limits, maximum: Maximum) -> None:
+    """Refuse more than the operator allows. Raises `InvalidRequest`."""
+    most = {name: getattr(maximum, setting) for name, setting in _MAXIMUM_OF.items()}
+    asked = {name: getattr(limits, name) for name in most}
+    problems = {
+        f"limits.{name}": f"must be at most {most[name]} on this server"
+        for name, value in asked.items()
+        if value is not None and value > most[name]
+    }
+    if problems:
+        raise InvalidRequest("limits above this server's maximum", **problems)
+
+
+def _bad_values(limits: Limits) -> dict[str, str]:
+    problems = {}
+    for name, (low, high) in FIXED_BOUNDS.items():
+        value = getattr(limits, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            problems[f"limits.{name}"] = "must be an integer"
+        elif value is not None and not low <= value <= high:
+            problems[f"limits.{name}"] = f"must be between {low} and {high}"
+    return problems
+
+
+def _usual_inodes(size_mb: int) -> int:
+    return max(size_mb * _MIB // _BYTES_PER_INODE, _MIN_INODES)
+
+
+def check_spans(maximum: Maximum, *, ttl_s: float | None, max_lifetime_s: float | None) -> None:
+    """Refuse a time that no session may have or that the operator does not allow. None is not asked for.
+
+    Raises:
+        InvalidRequest: with each bad one in `details`.
+    """
+    asked = {
+        "idle_timeout_seconds": (ttl_s, maximum.idle_timeout_seconds),
+        "max_lifetime_seconds": (max_lifetime_s, maximum.max_lifetime_seconds),
+    }
+    found = {name: _problem(span_s, most_s) for name, (span_s, most_s) in asked.items() if span_s is not None}
+    problems = {name: problem for name, problem in found.items() if problem is not None}
+    if problems:
+        raise InvalidRequest("the session can't live as long as that", **problems)
+
+
+def _problem(span_s: float, most_s: int | None) -> str | None:
+    if span_s == FOREVER_S:
+        return None if most_s is None else f"must not be null on this server, and at most {most_s}"
+    if not 0 < span_s <= MAX_SPAN_S:  # written so that NaN fails, too
+        return f"must be more than 0 and at most {MAX_SPAN_S:.0f}"
+    if most_s is not None and span_s > most_s:
+        return f"must be at most {most_s} on this server"
+    return None
+
+
 _CPU_PERIOD_US = 100_000
 _MIN_CPU_QUOTA_US = 1_000
-_MIB = 1024 * 1024
 
 
 @attrs.frozen

@@ -3,6 +3,8 @@
 Sums are kept by who made a session, whoever changes it later, and an adopted session counts again after a restart. What
 is over a quota is refused with what to wait for; what is there stays, also when a quota was made smaller. Rates are
 token buckets: a full one may be spent at once. Bookkeeping alone: no I/O, no task. The node's own limits: `budget.py`.
+
+How often something may be done: so many times at once, then at a rate. Bookkeeping alone: nobody waits here.
 """
 
 from __future__ import annotations
@@ -13,11 +15,32 @@ from collections.abc import Callable, Hashable
 
 import attrs
 
-from sandkasten.admission.keyring import KeyRing
-from sandkasten.admission.token_bucket import TokenBucket
+from sandkasten.admission.keys import KeyRing
 from sandkasten.model import Limits
 from sandkasten.model.errors import QuotaExceeded
 from sandkasten.model.keys import ApiKey, KeyUsage, Quota
+
+
+class TokenBucket:
+    """`burst` may be taken at once, then `per_s`. `clock` in seconds; it is not looked at before the first is taken."""
+
+    def __init__(self, *, per_s: float, burst: float, clock: Callable[[], float]) -> None:
+        self.per_s, self.burst = per_s, burst
+        self._clock = clock
+        self._left = burst
+        self._at: float | None = None
+
+    def take(self) -> float:
+        """Take one, and return 0; or take none, and return in how many seconds there is one."""
+        now = self._clock()
+        if self._at is not None:
+            self._left = min(self.burst, self._left + (now - self._at) * self.per_s)
+        self._at = now
+        if self._left >= 1:
+            self._left -= 1
+            return 0
+        return (1 - self._left) / self.per_s if self.per_s else math.inf
+
 
 _WHEN_FULL_S = 5
 """When to ask again for what others of the key hold; nobody knows when they let go."""

@@ -13,11 +13,11 @@ import time
 from collections.abc import Mapping
 from typing import cast
 
-from sandkasten import logcontext, tracing
-from sandkasten.admission.keyring import KeyRing
+from sandkasten import logcontext
+from sandkasten import logcontext as tracing
+from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.quotas import KeyShares
-from sandkasten.api.http.access import admit
-from sandkasten.api.http.auth import Gate
+from sandkasten.api.http.auth import Gate, admit
 from sandkasten.api.http.connection import ClientGone
 from sandkasten.api.http.errors import MAX_HEADERS, error_answer, head_too_large
 from sandkasten.api.http.exchange import JSON, Exchange, one_header

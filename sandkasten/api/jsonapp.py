@@ -13,7 +13,7 @@ from quart import Response, request
 from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
-from sandkasten.api.http.access import admit
+from sandkasten.api.http.auth import admit
 from sandkasten.api.http.errors import Answer, error_answer
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.routes import JSON_ROUTES, JsonRoute

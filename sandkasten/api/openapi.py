@@ -17,26 +17,18 @@ from typing import Any
 
 import attrs
 
-from sandkasten.api.http.access import Needs, Reach
+from sandkasten.api.http.auth import Needs, Reach
 from sandkasten.api.http.errors import STATUS, Answer, json_answer
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.openapi_fields import schema_of
 from sandkasten.api.openapi_shapes import SHAPES, Schema, ref
-from sandkasten.api.resources import (
-    archives,
-    events,
-    execs,
-    files,
-    health,
-    keys,
-    metrics,
-    node,
-    processes,
-    sessions,
-    shells,
-    workspaces,
-)
+from sandkasten.api.resources import events, execs, files, keys, node, processes, sessions, workspaces
+from sandkasten.api.resources import node as health
+from sandkasten.api.resources import node as metrics
+from sandkasten.api.resources import processes as shells
 from sandkasten.api.resources import runs as commands
+from sandkasten.api.resources import workspaces as archives
+from sandkasten.api.resources.files import upload
 from sandkasten.api.resources.runschemas import (
     CancelRequest,
     ProcessRequest,
@@ -53,7 +45,6 @@ from sandkasten.api.resources.schemas import (
     TerminalRequest,
     WriteRequest,
 )
-from sandkasten.api.resources.upload import upload
 from sandkasten.model import SessionStats
 
 _EVENTS = "text/event-stream"

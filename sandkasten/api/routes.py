@@ -12,26 +12,17 @@ from collections.abc import Awaitable, Callable, Mapping
 import attrs
 
 from sandkasten.api import openapi
-from sandkasten.api.http.access import ACT, FIND, LOOK, MAKE, OPEN, RULE_NODE, SEE_NODE, Needs
+from sandkasten.api.http.auth import ACT, FIND, LOOK, MAKE, OPEN, RULE_NODE, SEE_NODE, Needs
 from sandkasten.api.http.errors import Answer
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.routing import RouteTable
-from sandkasten.api.resources import (
-    archives,
-    events,
-    execs,
-    files,
-    health,
-    keys,
-    metrics,
-    node,
-    processes,
-    sessions,
-    shells,
-    workspaces,
-)
+from sandkasten.api.resources import events, execs, files, keys, node, processes, sessions, workspaces
+from sandkasten.api.resources import node as health
+from sandkasten.api.resources import node as metrics
+from sandkasten.api.resources import processes as shells
 from sandkasten.api.resources import runs as commands
-from sandkasten.api.resources.upload import upload
+from sandkasten.api.resources import workspaces as archives
+from sandkasten.api.resources.files import upload
 
 JsonHandler = Callable[[Exchange], Awaitable[Answer]]
 RawHandler = Callable[[Exchange], Awaitable[None]]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import attrs
 
-from sandkasten.api.http.access import ACT, FIND, LOOK, Needs
+from sandkasten.api.http.auth import ACT, FIND, LOOK, Needs
 from sandkasten.api.http.routing import RouteTable
 from sandkasten.api.websocket.events import events_ws
 from sandkasten.api.websocket.exec import exec_ws

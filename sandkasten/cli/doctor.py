@@ -18,7 +18,7 @@ from sandkasten.cli.common import Stop, load, printable
 from sandkasten.cli.notices import image_notices
 from sandkasten.cli.remains import Remains, as_json, find_remains, lines_of
 from sandkasten.config import Config
-from sandkasten.host import precheck
+from sandkasten.host import examine
 from sandkasten.host.leftovers import CantLook
 from sandkasten.host.protections import Situation, lacking, protections, with_needs
 from sandkasten.model.node import Check, Machine, Protection, State, Verdict
@@ -43,7 +43,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         from sandkasten.cli.mend import mend
 
         return mend(config, is_json=arguments.json)
-    machine = with_needs(config, precheck.examine(config.data_dir, thorough=True))
+    machine = with_needs(config, examine.examine(config.data_dir, thorough=True))
     found = protections(Situation(config, machine))
     lacks = lacking(config, found)
     if arguments.json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from sandkasten.cli.common import Stop, load, printable_line, require_root
-from sandkasten.cli.key import make_data_dir
+from sandkasten.cli.keys import make_data_dir
 from sandkasten.crash import Crash
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.importing import import_tar

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from sandkasten.cli.common import Stop, load, require_root
-from sandkasten.cli.key import make_data_dir, with_key
+from sandkasten.cli.keys import make_data_dir, with_key
 from sandkasten.config import Config
 from sandkasten.model.errors import SandkastenError
 

@@ -18,10 +18,10 @@ from nsinit.wire.launching import NOTIFY_FD, KeepForUser
 from sandkasten import app
 from sandkasten.api.http.listen import ListenError, bind_unix
 from sandkasten.cli.common import Stop, load, require_root
-from sandkasten.cli.key import make_data_dir
+from sandkasten.cli.keys import make_data_dir
 from sandkasten.cli.privilege import account_of, set_up
 from sandkasten.config import ConfigError
-from sandkasten.host import precheck
+from sandkasten.host import examine
 from sandkasten.host.account import Account
 from sandkasten.host.machine_file import write_machine
 from sandkasten.host.notify import open_notifier
@@ -43,7 +43,7 @@ def nsinit(arguments: argparse.Namespace) -> int:
     if account.is_root:
         raise Stop("user: root needs no service apart; name an account for the daemon")
     make_data_dir(config.data_dir)
-    machine = precheck.examine(config.data_dir)
+    machine = examine.examine(config.data_dir)
     try:
         app.require_protections(config, machine)
         set_up(config, account)

@@ -20,15 +20,14 @@ import sandkasten
 from nsinit.tools.drop import NotDropped, drop_privilege, undo_mounts
 from nsinit.wire.launching import KeepForParent
 from sandkasten import app
-from sandkasten.api.http.held import Held, hold
+from sandkasten.api.http.listen import Held, hold
 from sandkasten.cli.common import Stop
 from sandkasten.config import Config, ConfigError
 from sandkasten.host.account import Account, find_account
 from sandkasten.host.data_dir import hand_over
 from sandkasten.host.paths import DataPaths
-from sandkasten.images.catalog import Catalog
-from sandkasten.images.sharing import share_store
-from sandkasten.links.nsinit_process import Keeper, StartNsinit, connect_to, open_keeper, start_as_child
+from sandkasten.images.catalog import Catalog, share_store
+from sandkasten.links.nsinit import Keeper, StartNsinit, connect_to, open_keeper, start_as_child
 
 log = logging.getLogger(__name__)
 

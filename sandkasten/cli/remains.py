@@ -25,15 +25,13 @@ from sandkasten.actors.node.reconcile import (
     plan_reconciliation,
 )
 from sandkasten.config import Config
-from sandkasten.host.boot import read_boot_id
 from sandkasten.host.leftovers import CantLook, Sight, has_daemon, look
-from sandkasten.host.paths import DataPaths
+from sandkasten.host.paths import DataPaths, read_boot_id
 from sandkasten.model import Session
 from sandkasten.output.spool_files import SpoolFile, is_segment, list_spool
 from sandkasten.store import sessions as session_store
-from sandkasten.store.database import DatabaseTooNew
+from sandkasten.store.database import DatabaseTooNew, open_snapshot
 from sandkasten.store.sessions import SessionRecord
-from sandkasten.store.snapshot import open_snapshot
 
 _MOMENT_S = 1.0
 """Longer than a daemon takes from one step of removing something to the next."""

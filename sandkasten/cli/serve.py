@@ -28,12 +28,12 @@ from sandkasten import app, log
 from sandkasten.actors.supervision import GiveUp
 from sandkasten.api.http.listen import ListenError
 from sandkasten.cli.common import Stop, load, require_root
-from sandkasten.cli.key import make_data_dir, with_key
+from sandkasten.cli.keys import make_data_dir, with_key
 from sandkasten.cli.notices import image_notices, protection_notices
 from sandkasten.cli.privilege import Means, means
 from sandkasten.config import Config, ConfigError
 from sandkasten.config.seccomp import load_filters
-from sandkasten.host import precheck
+from sandkasten.host import examine
 from sandkasten.host.data_dir import locked
 from sandkasten.host.machine_file import read_machine
 from sandkasten.host.notify import Notifier, open_notifier
@@ -74,7 +74,7 @@ def look_at_machine(config: Config) -> Machine:
     else:
         require_root()
         make_data_dir(config.data_dir)
-        machine = precheck.examine(config.data_dir)
+        machine = examine.examine(config.data_dir)
     try:
         app.require_protections(config, machine)
     except ConfigError as lacks:

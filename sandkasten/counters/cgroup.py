@@ -4,6 +4,19 @@ Files stay open for the session's life, so that a reading is one `pread` of a fe
 
 Sources: Documentation/admin-guide/cgroup-v2.rst; Documentation/admin-guide/cgroup-v1/{memory,cpuacct,pids}.rst;
 Documentation/accounting/psi.rst; Documentation/scheduler/sched-stats.rst, "/proc/<pid>/schedstat".
+
+Reads what the groups of one session say: the CPU time of each, and how many processes are in it.
+
+A group is a cgroup below the session's, one for each program and named shell (`nsinit/cgroup/groups.py`). It has no controller
+of its own, but in a v2 hierarchy, mounted alone or beside v1, the kernel keeps its CPU time all the same; v1 does not.
+One file of each group that is asked for stays open until it is forgotten. Never writes, never raises.
+
+Sources: Documentation/admin-guide/cgroup-v2.rst, "cpu.stat" (there whether the controller is enabled or not).
+
+The counters of a session's cgroup as the kernel writes them, for whoever has to look closely. Blocking; no owner.
+
+Opens what is there and reads a few KiB of each; what there is depends on the machine (v2, hybrid, v1) and is told under
+the kernel's own names. Sources: Documentation/admin-guide/cgroup-v2.rst; cgroup-v1/{memory,cpuacct,pids}.rst.
 """
 
 from __future__ import annotations
@@ -15,8 +28,76 @@ from collections.abc import Mapping
 
 import attrs
 
-from sandkasten.counters.group_stats import UNKNOWN, GroupStats
 from sandkasten.model import Limits, Pressure, SessionStats, Stall
+
+UNKNOWN = -1
+_CPU_BYTES = 512
+_MEMBERS_BYTES = 4096
+_USAGE = b"usage_usec "
+
+
+class GroupStats:
+    """`directory` is the session's in the v2 hierarchy; None where there is none, and then nothing is known."""
+
+    def __init__(self, directory: str | None) -> None:
+        self._directory = directory
+        self._fds: dict[str, int] = {}
+
+    @property
+    def is_known(self) -> bool:
+        """Whether CPU time is told apart at all."""
+        return self._directory is not None
+
+    def list(self) -> list[str]:
+        """Return the names of the groups there are."""
+        if self._directory is None:
+            return []
+        try:
+            with os.scandir(self._directory) as entries:
+                return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        except OSError:
+            return []
+
+    def cpu_usec(self, name: str) -> int:
+        """Return the CPU time that was ever used in a group, in µs; `UNKNOWN` when there is no such group."""
+        try:
+            _, found, rest = os.pread(self._open(name), _CPU_BYTES, 0).partition(_USAGE)
+        except OSError:
+            return UNKNOWN
+        digits = rest.partition(b"\n")[0]
+        return int(digits) if found and digits.isdigit() else UNKNOWN
+
+    def count_processes(self, name: str | None) -> int:
+        """Return how many processes are in a group, or with None in no group of the session; some hundred at most."""
+        place = "cgroup.procs" if name is None else f"{name}/cgroup.procs"
+        try:
+            with open(self._path(place), "rb", buffering=0) as file:
+                content = file.read(_MEMBERS_BYTES) or b""
+        except OSError:
+            return UNKNOWN
+        return content.count(b"\n") if content else UNKNOWN
+
+    def forget(self, name: str) -> None:
+        """The group is gone, or nothing is asked of it any more."""
+        fd = self._fds.pop(name, None)
+        if fd is not None:
+            os.close(fd)
+
+    def close(self) -> None:
+        for name in list(self._fds):
+            self.forget(name)
+
+    def _open(self, name: str) -> int:
+        fd = self._fds.get(name)
+        if fd is None:
+            fd = self._fds[name] = os.open(self._path(f"{name}/cpu.stat"), os.O_RDONLY | os.O_CLOEXEC)
+        return fd
+
+    def _path(self, path: str) -> str:
+        if self._directory is None:
+            raise FileNotFoundError(errno.ENOENT, "no v2 hierarchy")
+        return f"{self._directory}/{path}"
+
 
 _MIB = 1024 * 1024
 _CPU_STEP = 1e-5
@@ -224,3 +305,51 @@ def _field_of(text: str, key: str) -> int:
         if label == key and value.isdigit():
             return int(value)
     return UNKNOWN
+
+
+FILES: Mapping[str, tuple[str, ...]] = {
+    "unified": (
+        *("cgroup.events", "cgroup.freeze", "cpu.stat", "cpu.max", "cpu.weight"),
+        *("memory.current", "memory.peak", "memory.max", "memory.events", "pids.current", "pids.peak", "pids.max"),
+        *("pids.events", "cpu.pressure", "memory.pressure", "io.pressure"),
+    ),
+    "memory": ("memory.usage_in_bytes", "memory.max_usage_in_bytes", "memory.limit_in_bytes", "memory.oom_control"),
+    "cpu": ("cpu.stat", "cpu.cfs_quota_us", "cpu.cfs_period_us"),
+    "cpuacct": ("cpuacct.usage",),
+    "pids": ("pids.current", "pids.max", "pids.events"),
+    "freezer": ("freezer.state",),
+}
+"""Which files are worth reading, by hierarchy."""
+
+
+def read_raw(dirs: Mapping[str, str], session_id: str) -> dict[str, str | int | dict[str, str | int]]:
+    """Return the counters by file; empty when no cgroup of that session is there."""
+    found: dict[str, str | int | dict[str, str | int]] = {}
+    unified = dirs.get("unified")
+    for hierarchy, path in dirs.items():
+        if hierarchy == "unified" or path != unified:
+            for name in FILES.get(hierarchy, ()):
+                text = _read(f"{path}/{session_id}/{name}")
+                if text is not None and name not in found:
+                    found[name] = _parse(text)
+    return found
+
+
+def _parse(text: str) -> str | int | dict[str, str | int]:
+    """Return one value, or those of a file with a key on each line."""
+    lines = [line.partition(" ") for line in text.splitlines()]
+    if lines and all(rest and not key.lstrip("-").isdigit() for key, _, rest in lines):
+        return {key: _number(rest) for key, _, rest in lines}
+    return _number(text.strip())
+
+
+def _number(text: str) -> str | int:
+    return int(text) if text.lstrip("-").isdecimal() else text
+
+
+def _read(path: str) -> str | None:
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.read(_READ_BYTES).decode("ascii", "replace")
+    except OSError:
+        return None

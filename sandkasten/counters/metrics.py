@@ -2,7 +2,7 @@
 
 Owns the instruments and their names, decides nothing and keeps nothing of a session: no label has an id, a path or a
 name that a client chose. What can be looked at when somebody asks (queues, memory) is not counted here, see
-`actors/measuring.py`. Names after Prometheus, "Metric and label naming": base units, `_total` is appended on the way
+`actors/node_view.py`. Names after Prometheus, "Metric and label naming": base units, `_total` is appended on the way
 out.
 """
 

@@ -4,7 +4,7 @@ The directory is root's and sticky, and the daemon's group may write in it: so t
 own (`DataPaths`: database, key, lock, spool), and can't rename or remove what nsinit and the image store have there.
 The API keys are root's to write and the daemon's to read (`keyfile.py`).
 What an earlier start left to another owner is handed over here, by descriptor, never through a link. nsinit's own
-directories are its own matter (`nsinit/storage/paths.py`), images that of `images/sharing.py`.
+directories are its own matter (`nsinit/storage/paths.py`), images that of `images/catalog.py`.
 Sources: inode(7) sticky bit; open(2) O_NOFOLLOW; proc_sys_fs(5) protected_regular.
 """
 

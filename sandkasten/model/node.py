@@ -2,7 +2,7 @@
 
 Owns the names of the protections and which of them may be given up. A check is something that was performed; a
 protection is what a session gets, and rests on checks, configuration and what nsinit said. Frozen values, free of HTTP;
-times are aware UTC datetimes. Performs nothing (`host/precheck.py`) and decides nothing (`host/protections.py`).
+times are aware UTC datetimes. Performs nothing (`host/examine.py`) and decides nothing (`host/protections.py`).
 """
 
 from __future__ import annotations

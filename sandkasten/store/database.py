@@ -3,12 +3,27 @@
 Sources: sqlite.org/wal.html, sqlite.org/pragma.html#pragma_user_version. `synchronous=NORMAL` in WAL mode survives a
 crash of the process at any instruction; a power cut may lose the last transactions but never corrupts, and what is
 lost then is found again in the kernel, which is empty after a power cut.
+
+Whether an error says that the database is of no use any more, or only that something can't be written now.
+
+Sources: sqlite.org/rescode.html; statvfs(3).
+
+Reads the database without touching it, whether a daemon works with it or none does, by a copy.
+
+What is copied is brought to this version's schema, the original is not. Beside a daemon SQLite makes the copy; without
+one the files are copied, since even a reader of a database in WAL mode writes beside it.
+Sources: sqlite.org/backup.html; sqlite.org/wal.html, "Read-Only Databases".
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import shutil
 import sqlite3
+import tempfile
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 
@@ -65,3 +80,70 @@ def _migrations() -> dict[int, str]:
         if match:
             found[int(match[1])] = entry.read_text("utf-8")
     return found
+
+
+_PRIMARY = 0xFF
+"""The bits of a result code that say what kind it is."""
+
+_BROKEN = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM})
+_BROKEN_UNLESS_FULL = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN})
+"""What a disk without room for the log or its index leads to, as well as one that fails."""
+
+_FULL_BYTES = 1024 * 1024
+
+
+def is_broken(error: BaseException | None, path: Path) -> bool:
+    """Whether the database at `path` is damaged, gone, or can't be written for another reason than a full disk."""
+    if not isinstance(error, sqlite3.Error):
+        return False
+    code = _code_of(error)
+    return code in _BROKEN or (code in _BROKEN_UNLESS_FULL and not _is_full(path.parent))
+
+
+def lacks_room(error: BaseException) -> bool:
+    """Whether a write failed for want of room."""
+    return isinstance(error, sqlite3.Error) and _code_of(error) == sqlite3.SQLITE_FULL
+
+
+def _code_of(error: sqlite3.Error) -> int:
+    return getattr(error, "sqlite_errorcode", 0) & _PRIMARY  # errors of the module itself have none
+
+
+def _is_full(directory: Path) -> bool:
+    space = os.statvfs(directory)
+    return space.f_bavail * space.f_frsize < _FULL_BYTES
+
+
+_BUSY_S = 5.0
+
+
+@contextlib.contextmanager
+def open_snapshot(path: Path, *, is_in_use: bool) -> Iterator[sqlite3.Connection | None]:
+    """Yield a connection to a copy of the database, None if there is no database. Blocking.
+
+    Raises:
+        sqlite3.Error, DatabaseTooNew, OSError: it can't be read.
+    """
+    if not path.exists():
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="sandkasten-") as directory:
+        copy = Path(directory) / "copy.db"
+        if is_in_use:
+            _back_up(path, copy)
+        else:
+            _copy_files(path, copy)
+        with contextlib.closing(open_database(copy)) as database:
+            yield database
+
+
+def _back_up(path: Path, copy: Path) -> None:
+    source = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=_BUSY_S)
+    with contextlib.closing(source), contextlib.closing(sqlite3.connect(copy)) as target:
+        source.backup(target)
+
+
+def _copy_files(path: Path, copy: Path) -> None:
+    shutil.copyfile(path, copy)
+    if os.path.exists(f"{path}-wal"):
+        shutil.copyfile(f"{path}-wal", f"{copy}-wal")

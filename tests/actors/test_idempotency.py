@@ -11,7 +11,7 @@ import trio
 import trio.testing
 
 from sandkasten.actors.core import Ref
-from sandkasten.actors.node.idempotency import IdempotentCreates
+from sandkasten.actors.node.sessions import IdempotentCreates
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.store import Put, Store
 from sandkasten.admission.plan import spec_digest

@@ -9,8 +9,7 @@ import pytest
 import trio
 
 from sandkasten.actors.services.keys import LOOK_EVERY_S, KeyWatch
-from sandkasten.admission.keyring import KeyRing
-from sandkasten.admission.keys import write_keys
+from sandkasten.admission.keys import KeyRing, write_keys
 from tests.api.keys import READ, WRITE
 from tests.waiting import until
 

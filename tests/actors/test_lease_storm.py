@@ -17,8 +17,8 @@ from sandkasten.actors.node.sessions import CONCURRENT_EXPIRIES
 from sandkasten.actors.supervision import ChildSupervisor
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
-from sandkasten.host.boot import read_boot_id
 from sandkasten.host.data_dir import make_data_dir
+from sandkasten.host.paths import read_boot_id
 from sandkasten.images.catalog import Catalog
 from sandkasten.model import EndReason, EventType, Status
 from sandkasten.model.listing import SessionQuery

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sandkasten.actors.node.listing import merge
+from sandkasten.actors.node.sessions import merge
 from sandkasten.model import Session, Status
 from sandkasten.model.lifecycle import ENDED, LIVE
 from sandkasten.model.listing import LabelSelector, SessionPage, SessionQuery, page_of, parse_cursor, place_of
-from sandkasten.store import listing as sql
+from sandkasten.store import sessions as sql
 from sandkasten.store.database import open_database
 from sandkasten.store.sessions import put_session
 from tests.strategies import make_record

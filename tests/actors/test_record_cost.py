@@ -6,8 +6,8 @@ import gc
 import tracemalloc
 from pathlib import Path
 
+from sandkasten.actors.runs.persistence import facts_of, text_bytes
 from sandkasten.actors.runs.run import Run
-from sandkasten.actors.runs.run_facts import facts_of, text_bytes
 from sandkasten.model import Cause, ExecEnd, ExecSpec, Usage
 from sandkasten.output.run_records import facts_to_json
 from sandkasten.output.spool import RunLogs, Spool

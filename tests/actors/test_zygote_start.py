@@ -10,10 +10,9 @@ import pytest
 import trio
 
 from nsinit.wire import protocol
-from sandkasten.actors.core import Ref
+from sandkasten.actors.core import Ref, unwrap
 from sandkasten.actors.services.nsinit import Zygote
-from sandkasten.actors.unwrap import unwrap
-from sandkasten.links.nsinit_process import NsinitProcess
+from sandkasten.links.nsinit import NsinitProcess
 from sandkasten.model.errors import BuildFailed
 
 

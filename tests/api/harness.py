@@ -13,7 +13,7 @@ import attrs
 import httpx
 import trio
 
-from sandkasten.admission.keyring import KeyRing
+from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.quotas import KeyShares
 from sandkasten.api.app import make_app
 from sandkasten.api.http.guard import App

@@ -8,7 +8,7 @@ import json
 import pytest
 import trio
 
-from sandkasten.api.http.jsonsize import MAX_VALUES, SLICE_BYTES, check_value_count
+from sandkasten.api.http.json import MAX_VALUES, SLICE_BYTES, check_value_count
 from sandkasten.api.http.settings import MIB, ApiSettings
 from sandkasten.model import ProcessSpec, SessionSpec
 from sandkasten.model.errors import InvalidRequest

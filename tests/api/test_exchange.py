@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import trio
 
-from sandkasten.admission.keyring import KeyRing
+from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.quotas import KeyShares
 from sandkasten.api.http.connection import ClientGone
 from sandkasten.api.http.exchange import Exchange

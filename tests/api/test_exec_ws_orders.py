@@ -8,7 +8,8 @@ import pytest
 import trio
 import trio.testing
 
-from sandkasten.api.websocket import exec, ws_orders
+from sandkasten.api.websocket import channel as ws_orders
+from sandkasten.api.websocket import exec
 from sandkasten.model import Stream, TerminalSize
 from tests.api.harness import PATIENCE_S, running_front
 from tests.api.ws_client import (

@@ -9,10 +9,10 @@ import httpx
 import trio
 
 from sandkasten.actors.supervision import ChildSpec, ChildSupervisor
-from sandkasten.admission.keyring import KeyRing
+from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.quotas import KeyShares
 from sandkasten.api.app import make_app
-from sandkasten.api.http.held import hold
+from sandkasten.api.http.listen import hold
 from sandkasten.api.http.server import serve
 from tests.api.harness import KEY, make_settings
 from tests.fakes.supervisor import FakeSupervisor

@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from sandkasten.api.resources.metrics import OPENMETRICS, TEXT, render
+from sandkasten.api.resources.node import OPENMETRICS, TEXT, render
 from sandkasten.model import SessionSpec
 from sandkasten.model.measures import Counter, Family, Histogram, Sample, gauge
 from tests.api.harness import KEY, parse_answer, read_until, request_bytes, running_front, send_and_read

@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from sandkasten.api.http.refusals import AT_ONCE, LOG_EVERY_S, PAUSE_S, PER_S, Refusals
+from sandkasten.api.http.auth import AT_ONCE, LOG_EVERY_S, PAUSE_S, PER_S, Refusals
 from sandkasten.api.routes import SESSIONS
 from tests.api.harness import PATIENCE_S, read_until, request_bytes, running_front
 from tests.api.keys import READ

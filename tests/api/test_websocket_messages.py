@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandkasten.api.http.ws_frames import MAX_REASON_BYTES, Opcode, cut_reason, encode_frame
+from sandkasten.api.http.websocket import MAX_REASON_BYTES, Opcode, cut_reason, encode_frame
 from sandkasten.api.websocket import exec_messages as execs
 from sandkasten.api.websocket import terminal_messages as terminals
 from sandkasten.api.websocket.fields import MAX_CHANNEL, Refused

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from nsinit.crash import Crash
 from nsinit.sandbox import build, crash_points
 from nsinit.server.start import _crash
+from nsinit.steps import Crash
 from nsinit.wire.grant import Grant
 from nsinit.wire.validate import InvalidName
 from sandkasten.config import Config, FaultTesting

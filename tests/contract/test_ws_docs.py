@@ -13,8 +13,8 @@ import pytest
 
 from sandkasten.api.http import websocket as ws_stream
 from sandkasten.api.http.settings import ApiSettings
-from sandkasten.api.http.ws_frames import CloseCode
-from sandkasten.api.websocket import exec_messages, handshake, terminal, terminal_messages, ws_orders
+from sandkasten.api.http.websocket import CloseCode
+from sandkasten.api.websocket import channel, exec_messages, handshake, terminal, terminal_messages
 from sandkasten.api.websocket import fields as ws_fields
 from sandkasten.api.websocket.events import SUBPROTOCOL
 from sandkasten.api.ws_routes import SESSION_WEBSOCKETS, WEBSOCKETS
@@ -147,7 +147,7 @@ def test_the_query_of_a_terminal_is_documented() -> None:
         f"the first {handshake.MAX_UNPROVEN_BYTES // 1024} KiB that are sent",
         f"in at most {ws_stream.MAX_PARTS} parts",
         f"{ws_stream.MAX_CONTROL_FRAMES} pings and pongs within a second",
-        f"at most {ws_orders.MAX_ORDERS} of a run may wait",
+        f"at most {channel.MAX_ORDERS} of a run may wait",
     ],
 )
 def test_the_limits_are_those_of_the_code(sentence: str) -> None:

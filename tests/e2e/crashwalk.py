@@ -36,7 +36,7 @@ from sandkasten.api import app as _front  # noqa: F401 - imported before the for
 from sandkasten.config import Config, FaultTesting, Server
 from sandkasten.config.seccomp import load_filters
 from sandkasten.crash import Point
-from sandkasten.host import precheck
+from sandkasten.host import examine
 from sandkasten.host.data_dir import locked
 from sandkasten.model.node import Machine
 from tests.e2e.crashwalk_workspaces import CHECK, EXPECTED, KEPT, PREFIXES, WorkspaceTour
@@ -137,7 +137,7 @@ class Walk:
         self.data_dir = data_dir
         self.tar = data_dir.with_name(f"{data_dir.name}.tar")
         self.log = data_dir.with_name(f"{data_dir.name}.log")
-        self._machine = precheck.examine(data_dir)
+        self._machine = examine.examine(data_dir)
         self._config = Config(data_dir=data_dir, listen=("127.0.0.1:0",), api_key=KEY, sessions_on_stop="keep")
         self.kept = ""
         self.workspaces = WorkspaceTour(data_dir)

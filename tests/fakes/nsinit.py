@@ -17,7 +17,7 @@ from nsinit.wire import protocol
 from runner.wire import protocol as runner_protocol
 from sandkasten.host.paths import RUNNER_SOCKET, DataPaths
 from sandkasten.links.fds import OwnedFd
-from sandkasten.links.nsinit_process import NsinitProcess
+from sandkasten.links.nsinit import NsinitProcess
 
 TEARDOWN_S = 0.005
 _SCAN = 64

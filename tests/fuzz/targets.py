@@ -23,15 +23,15 @@ from runner.wire.protocol import (
     FrameDecoder,
     Kind,
 )
-from sandkasten.admission.keyring import KeyRing
+from sandkasten.admission.keys import KeyRing
 from sandkasten.api.http.auth import Gate
 from sandkasten.api.http.errors import error_answer
 from sandkasten.api.http.exchange import parse_query
-from sandkasten.api.http.jsonsize import check_value_count
+from sandkasten.api.http.json import check_value_count
 from sandkasten.api.http.routing import parse_target
 from sandkasten.api.http.settings import ApiSettings
 from sandkasten.api.resources import runschemas, schemas
-from sandkasten.api.resources.upload import safe_name
+from sandkasten.api.resources.files import safe_name
 from sandkasten.api.websocket import exec_messages, terminal_messages
 from sandkasten.api.websocket.fields import Refused
 from sandkasten.links.runner import decode_answer

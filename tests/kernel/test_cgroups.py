@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nsinit.cgroup.marks import read_mark
+from nsinit.cgroup.tree import read_mark
 from nsinit.wire.protocol import Attach, Ok, Prepare, Ready, SetLimits
 from tests.kernel.harness import (
     FORK_UNTIL_REFUSED,

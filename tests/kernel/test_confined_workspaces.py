@@ -13,7 +13,7 @@ from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
 from sandkasten.model import SessionSpec, errors
 from sandkasten.model.workspace import WorkspacePatch, WorkspaceSpec
-from sandkasten.supervisor_workspaces import WorkspaceSupervisor
+from sandkasten.supervisor import WorkspaceSupervisor
 
 A, B = {"team": "a"}, {"team": "b"}
 WORKSPACE = "ws"

@@ -22,7 +22,7 @@ from nsinit.helpers.builder import NAME as BUILDER
 from nsinit.helpers.cgroup_maker import NAME as CGROUP_MAKER
 from nsinit.helpers.forker import NAME as FORKER
 from nsinit.scheduler import Wait
-from nsinit.server import hand_mounts
+from nsinit.server import mounts as hand_mounts
 from nsinit.server.mounts import MachineMounts
 from nsinit.server.strays import shown
 from nsinit.wire.protocol import Failed, RemoveStray, Stray, Survey, Surveyed

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nsinit.cgroup.marks import mark_of, set_mark
-from nsinit.cgroup.tree import Located
+from nsinit.cgroup.tree import Located, mark_of, set_mark
 from nsinit.storage.paths import Layout
 from nsinit.tools.look import choose_homes
 from tests.ground import Ground

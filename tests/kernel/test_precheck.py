@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sandkasten.host import precheck
+from sandkasten.host import examine
 from sandkasten.model.node import Verdict
 
 pytestmark = [pytest.mark.kernel, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.kernel, pytest.mark.skipif(os.geteuid() != 0, reason="
 @pytest.mark.cgroup_v2
 def test_the_probe_tries_every_step_and_leaves_nothing(tmp_path: Path) -> None:
     """All steps answer, and the data directory is as empty as before."""
-    checks = {check.id: check for check in precheck.examine(tmp_path).checks}
+    checks = {check.id: check for check in examine.examine(tmp_path).checks}
     assert {"cgroups", "openat2", "clone3", "mounts", "overlay"} <= checks.keys()
     assert [check.id for check in checks.values() if check.verdict is Verdict.MISSING] == []
     assert os.listdir(tmp_path) == []
@@ -27,7 +27,7 @@ def test_the_probe_tries_every_step_and_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.cgroup_v2
 def test_before_the_first_start_the_probe_runs_where_the_data_directory_will_be(tmp_path: Path) -> None:
     """Nothing is skipped, the directory is not made, and nothing stays."""
-    checks = {check.id: check for check in precheck.examine(tmp_path / "not/there", thorough=True).checks}
+    checks = {check.id: check for check in examine.examine(tmp_path / "not/there", thorough=True).checks}
     assert {"cgroups", "memory_limit", "overlay", "nftables"} <= checks.keys()
     assert [check.id for check in checks.values() if check.verdict is Verdict.MISSING] == []
     assert os.listdir(tmp_path) == []
@@ -36,7 +36,7 @@ def test_before_the_first_start_the_probe_runs_where_the_data_directory_will_be(
 def test_a_place_where_no_directory_can_be_made_is_a_finding(tmp_path: Path) -> None:
     """The sentence names the place and the reason."""
     (tmp_path / "file").touch()
-    (check,) = precheck.probe(tmp_path / "file").checks
+    (check,) = examine.probe(tmp_path / "file").checks
     assert check.verdict is Verdict.MISSING
     assert check.seen.startswith(f"nothing can be tried in {tmp_path / 'file'}: NotADirectoryError")
 

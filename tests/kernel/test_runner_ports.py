@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from runner.server.listeners import MAX_LISTENERS
+from runner.server.ports import MAX_LISTENERS
 from runner.wire.protocol import ANSWERS, Done, Kind, PortClosed, PortOpened, RunProgram, Setup, Watch
 from tests.kernel.harness import Sandbox, data_directory, host_plan, running, wait_until
 from tests.kernel.harness import connect as connect_to

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nsinit.cgroup.marks import mark_of, set_mark
 from nsinit.cgroup.session import kill_listed
+from nsinit.cgroup.tree import mark_of, set_mark
 from nsinit.server.strays import shown
 from nsinit.wire.protocol import Failed, Ok, Ready, RemoveStray, Stray, Survey, Surveyed
 from tests.kernel.harness import Nsinit, data_directory, host_plan, running, wait_until

@@ -13,7 +13,7 @@ import attrs
 import pytest
 import trio
 
-from sandkasten.actors.node import reaper
+from sandkasten.actors.node import recovery
 from sandkasten.actors.services import store
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
@@ -63,7 +63,7 @@ async def test_a_full_database_disk_stops_no_teardown_and_the_state_is_written_l
         assert (await supervisor.get(session.id)).status is Status.DESTROYED
         assert (await supervisor.readiness()).checks["disk"] != "ok"
         filler.unlink()
-        await supervisor._reaper.ask(reaper.Sweep())
+        await supervisor._reaper.ask(recovery.Sweep())
         assert supervisor._directory.unwritten == {}
         assert (await supervisor.get(session.id)).status is Status.DESTROYED
 

@@ -9,7 +9,7 @@ import attrs
 import pytest
 import trio
 
-from sandkasten.actors.node import reaper
+from sandkasten.actors.node import recovery
 from sandkasten.actors.services import store
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.model import ExecSpec, SessionSpec, Status
@@ -76,10 +76,10 @@ async def test_the_reaper_finishes_what_nobody_works_on(supervisor: LocalSupervi
     claimed = make_record("b" * 24, status=Status.RUNNING)
     for record in (begun, claimed):
         await supervisor._store.ask(store.Put(record))
-    await supervisor._reaper.ask(reaper.Sweep())
+    await supervisor._reaper.ask(recovery.Sweep())
     assert (await supervisor.get("a" * 24)).status is Status.EXPIRED
     assert (await supervisor.get("b" * 24)).status is Status.RUNNING
-    await supervisor._reaper.ask(reaper.Sweep())
+    await supervisor._reaper.ask(recovery.Sweep())
     assert (await supervisor.get("b" * 24)).status is Status.LOST
 
 

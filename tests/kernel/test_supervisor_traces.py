@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import attrs
 import pytest
 
-from sandkasten import logcontext, tracing
+from sandkasten import logcontext
+from sandkasten import logcontext as tracing
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, Runs

@@ -9,7 +9,7 @@ import pytest
 
 from runner.wire.protocol import Cause as Reported
 from runner.wire.protocol import ExecReply
-from sandkasten.actors.runs.cause import Facts, find_cause
+from sandkasten.actors.runs.accounting import Facts, find_cause
 from sandkasten.model import Cause, Stream
 
 ALONE = Facts(kills=0, refusals=0, is_alone=True, is_clean=True, was_sent_kill=False)

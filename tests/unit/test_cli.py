@@ -15,7 +15,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from sandkasten.cli import key, serve
+from sandkasten.cli import keys, serve
 from sandkasten.cli.common import Stop
 from sandkasten.cli.main import main
 from sandkasten.cli.notices import image_notices
@@ -191,10 +191,10 @@ def test_a_key_is_made_once_and_for_root_alone(tmp_path: Path) -> None:
     config = Config(data_dir=tmp_path / "data")
     before = os.umask(0)
     try:
-        first = key.with_key(config)
+        first = keys.with_key(config)
     finally:
         os.umask(before)
-    assert first.api_key == key.with_key(config).api_key
+    assert first.api_key == keys.with_key(config).api_key
     assert len(first.api_key or "") >= 40
     assert stat.S_IMODE(config.api_key_path.stat().st_mode) == 0o600
     assert stat.S_IMODE(config.data_dir.stat().st_mode) == 0o700
@@ -203,17 +203,17 @@ def test_a_key_is_made_once_and_for_root_alone(tmp_path: Path) -> None:
 def test_a_configured_key_makes_no_file(tmp_path: Path) -> None:
     """Who brings a key decides where it is kept."""
     config = Config(data_dir=tmp_path / "data", api_key="given")
-    assert key.with_key(config) == config
+    assert keys.with_key(config) == config
     assert not config.data_dir.exists()
 
 
 def test_a_key_that_others_may_read_is_refused(tmp_path: Path) -> None:
     """A copied or restored key file with an open mode is noticed."""
     config = Config(data_dir=tmp_path)
-    key.with_key(config)
+    keys.with_key(config)
     config.api_key_path.chmod(0o644)
     with pytest.raises(Stop, match="may be read by others"):
-        key.with_key(config)
+        keys.with_key(config)
 
 
 def test_a_link_in_place_of_the_key_is_not_followed(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_a_link_in_place_of_the_key_is_not_followed(tmp_path: Path) -> None:
     config.data_dir.mkdir()
     config.api_key_path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="symbolic link"):
-        key.with_key(config)
+        keys.with_key(config)
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -231,12 +231,12 @@ def test_an_empty_key_file_is_refused(tmp_path: Path) -> None:
     config = Config(data_dir=tmp_path)
     config.api_key_path.touch(0o600)
     with pytest.raises(Stop, match="visible ASCII"):
-        key.with_key(config)
+        keys.with_key(config)
 
 
 def test_the_line_to_paste_does_not_hold_the_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It reads the key where it is, over TCP or a unix socket, with quoted paths."""
-    config = key.with_key(Config(data_dir=tmp_path / "my data"))
+    config = keys.with_key(Config(data_dir=tmp_path / "my data"))
     serve.greet(config, ["http://127.0.0.1:8080"], key_is_given=False)
     output = capsys.readouterr().out
     assert config.api_key is not None

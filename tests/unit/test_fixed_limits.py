@@ -7,8 +7,7 @@ from typing import Any
 import attrs
 import pytest
 
-from sandkasten.admission.fixed_limits import check_maximum, keep_fixed
-from sandkasten.admission.plan import plan_sandbox, resolve
+from sandkasten.admission.plan import check_maximum, keep_fixed, plan_sandbox, resolve
 from sandkasten.config import Config, Defaults, Maximum
 from sandkasten.model import FIXED_BOUNDS, Limits, SessionSpec
 from sandkasten.model.errors import InvalidRequest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nsinit.server.hand_mounts import HandMount, find_hand_mounts, points_below
+from nsinit.server.mounts import HandMount, find_hand_mounts, points_below
 
 INFO = r"""
 22 1 8:1 / / rw - ext4 /dev/sda rw

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from sandkasten import log, logcontext
-from sandkasten.tracing import Trace
+from sandkasten.logcontext import Trace
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -16,8 +16,7 @@ from nsinit.tools.look import tree_of
 from sandkasten.host.data_dir import locked
 from sandkasten.host.leftovers import CantLook, has_daemon, holder_of, look
 from sandkasten.store import sessions as session_store
-from sandkasten.store.database import open_database
-from sandkasten.store.snapshot import open_snapshot
+from sandkasten.store.database import open_database, open_snapshot
 from tests.strategies import make_record
 
 ID = "a" * 24

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sandkasten.host import examine
-from sandkasten.host.hardening import check_settings
+from sandkasten.host.checks import check_settings
 from sandkasten.host.surroundings import Host, advise, read_host
 from sandkasten.model.node import Verdict
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.loop.settings import is_variable_name
-from runner.shell import command_driver, repl, terminal_driver
+from runner.shell import command_driver, terminal_driver
+from runner.shell import terminal_driver as repl
 
 any_text = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
 

@@ -8,10 +8,20 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from runner.loop.sink import Job, Sink
+from runner.loop.context import Job, Sink
 from runner.server.kept import MAX_ENDED_BYTES, MAX_KEPT_BYTES, KeptRuns
-from runner.wire.kept_messages import KEPT_RUN_BYTES
-from runner.wire.protocol import Attached, AttachRun, Error, Exec, ExecReply, ForgetRuns, Kind, ListRuns, Started
+from runner.wire.protocol import (
+    KEPT_RUN_BYTES,
+    Attached,
+    AttachRun,
+    Error,
+    Exec,
+    ExecReply,
+    ForgetRuns,
+    Kind,
+    ListRuns,
+    Started,
+)
 
 _PIECE_BYTES = 64 * 1024
 _FULL_BYTES = 256 * 1024

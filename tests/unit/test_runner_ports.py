@@ -11,8 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.server.listeners import NoAnswer, encode_request, parse_answer, parse_table, read_listeners, read_table
-from runner.server.ports import Watcher, pause_s
+from runner.server.ports import (
+    NoAnswer,
+    Watcher,
+    encode_request,
+    parse_answer,
+    parse_table,
+    pause_s,
+    read_listeners,
+    read_table,
+)
 from runner.wire.protocol import ANSWERS, Kind, PortClosed, PortOpened
 
 FAMILIES = st.sampled_from([socket.AF_INET, socket.AF_INET6])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.loop.account import Account
+from runner.loop.identity import Account
 from runner.process.users import MAX_FILE_BYTES, MAX_GROUPS, MAX_ID, resolve
 
 PASSWD = b"""\

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sandkasten.api.http.ws_frames import Opcode, encode_frame
+from sandkasten.api.http.websocket import Opcode, encode_frame
 from sandkasten.security.attacks.http_front import read_events, read_frames
 
 

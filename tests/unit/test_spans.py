@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from sandkasten.admission.plan import resolve
-from sandkasten.admission.spans import check_spans
+from sandkasten.admission.plan import check_spans, resolve
 from sandkasten.config import Config, Maximum
 from sandkasten.model import FOREVER_S, MAX_SPAN_S, SessionSpec
 from sandkasten.model.errors import InvalidRequest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta, timezone
 
-from sandkasten.timestamps import rfc3339, rfc3339_or_none
+from sandkasten.log import rfc3339, rfc3339_or_none
 
 
 def test_times_are_rfc_3339_in_utc() -> None:

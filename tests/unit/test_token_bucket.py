@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sandkasten.admission.token_bucket import TokenBucket
+from sandkasten.admission.quotas import TokenBucket
 
 
 def test_a_bucket_gives_its_burst_and_then_its_rate() -> None:

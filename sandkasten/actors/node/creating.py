@@ -25,7 +25,7 @@ from sandkasten.actors.session.record import expiry
 from sandkasten.actors.session.setup import VESSEL, Creation
 from sandkasten.actors.workspaces.holds import Attachments
 from sandkasten.actors.workspaces.messages import Admit
-from sandkasten.admission import reserve
+from sandkasten.admission import budget as reserve
 from sandkasten.admission.budget import Budget
 from sandkasten.admission.plan import Resolved, resolve
 from sandkasten.config import Config

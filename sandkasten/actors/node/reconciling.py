@@ -14,8 +14,7 @@ from typing import Protocol, TypeVarTuple
 import attrs
 import trio
 
-from sandkasten.actors.node.inventory import Inventory
-from sandkasten.actors.node.leftovers import Removal
+from sandkasten.actors.node.inventory import Inventory, Removal
 from sandkasten.actors.node.reconcile import SESSION, Action, Decision, Leftover
 from sandkasten.actors.services import nsinit_messages as zygote_actor
 from sandkasten.actors.services import store as store_actor

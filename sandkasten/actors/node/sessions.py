@@ -4,42 +4,128 @@ Owns the directory's entries. What a create takes is in `creating.py`, `idempote
 the last daemon is `Reconciling`'s. Never awaits a slow start in its mailbox: creating, adopting and finishing run as
 child tasks. A session actor that dies of a bug takes nobody with it: its sandbox is torn down and its record says
 `crashed`.
+
+Creates that carry an idempotency key: the same key and request is the same session, whenever it is repeated.
+
+Owns the keys whose session is being made; those of sessions that were made are in their records. Makes no session.
+
+One page of the list of sessions, from what lives and what is recorded.
+
+The directory is the truth about sessions that live, the database about those that ended; what the database refused to
+take is in neither and is asked for, too. Ended ones are read only when they are wanted. Runs in the caller's task.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVarTuple, assert_never
 
 import attrs
 import trio
 
 from runner.wire.protocol import Graces
-from sandkasten.actors.core import Actor, Ask, Ref
+from sandkasten.actors.core import Actor, Ask, Ref, Reply, unwrap
 from sandkasten.actors.node.creating import Creating, Node
-from sandkasten.actors.node.idempotency import IdempotentCreates
-from sandkasten.actors.node.inventory import Inventory
-from sandkasten.actors.node.leftovers import Removal
+from sandkasten.actors.node.inventory import Inventory, Removal
 from sandkasten.actors.node.pool import Vessels
 from sandkasten.actors.node.reconcile import Decision
 from sandkasten.actors.node.reconciling import Reconciling
 from sandkasten.actors.services import nsinit_messages as zygote_actor
 from sandkasten.actors.services import store as store_actor
+from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.shared import Shared
 from sandkasten.actors.session.actor import SessionActor
 from sandkasten.actors.session.messages import Destroy
 from sandkasten.actors.session.setup import Creation, Services
-from sandkasten.actors.unwrap import unwrap
 from sandkasten.actors.workspaces.holds import Attachments
 from sandkasten.admission.budget import Budget, Machine
+from sandkasten.admission.plan import spec_digest
 from sandkasten.config import Config
 from sandkasten.counters import node as capacity
 from sandkasten.host.paths import DataPaths
-from sandkasten.model import Session, SessionSpec
-from sandkasten.model.errors import SandkastenError
+from sandkasten.model import Session, SessionSpec, Status
+from sandkasten.model.errors import ActorGone, Conflict, SandboxError, SandkastenError
+from sandkasten.model.lifecycle import ENDED, LIVE, WHOLE, ended_error
+from sandkasten.model.listing import SessionPage, SessionQuery, page_of
 from sandkasten.model.node import Amounts
-from sandkasten.store.sessions import SessionRecord
+from sandkasten.store.sessions import Recorded, SessionRecord
+
+_UNDOING_S = 10.0
+"""How long a create may wait until what an earlier daemon had begun for its key is undone."""
+
+_PAUSE_S = 0.05
+
+
+@attrs.frozen
+class _KeyInUse:
+    """An idempotency key whose session is being made."""
+
+    digest: str
+    reply: Reply[Session] = attrs.field(factory=Reply)
+
+
+class IdempotentCreates:
+    """See the module's docstring. `create` makes a session of a spec with that digest."""
+
+    def __init__(
+        self, store: Ref, directory: SessionDirectory, create: Callable[[SessionSpec, str], Awaitable[Session]]
+    ) -> None:
+        self._store, self._directory, self._create = store, directory, create
+        self._keys: dict[str, _KeyInUse] = {}
+
+    async def create(self, spec: SessionSpec) -> Session:
+        """Create, or answer the session that this idempotency key made before."""
+        key, digest = spec.idempotency_key, spec_digest(spec)
+        if key is None:
+            return await self._create(spec, digest)
+        if key in self._keys:
+            return await self._join(self._keys[key], digest)
+        use = self._keys[key] = _KeyInUse(digest)
+        try:
+            session = await self._made_before(key, digest) or await self._create(spec, digest)
+            use.reply.set(session)
+            return session
+        except SandkastenError as error:
+            use.reply.fail(error)
+            raise
+        finally:
+            use.reply.fail(SandboxError("the session was not created"))  # no effect when it was answered
+            del self._keys[key]
+
+    async def _made_before(self, key: str, digest: str) -> Session | None:
+        """Return the session that the key made, None if it made none.
+
+        One that an earlier daemon did not live to finish is being undone at the moment, which frees the key: nobody was
+        told of it, and nobody is. Raises `Conflict`, `SessionExpired`, or `ActorGone` when that takes too long.
+        """
+        give_up_at = trio.current_time() + _UNDOING_S
+        while (known := await self._store.ask_again(store_actor.FindByKey(key))) is not None:
+            _require_same(known.spec_digest, digest)
+            session = self._latest(known)
+            if session.status in WHOLE:
+                return session
+            if session.status is not Status.CREATING:
+                raise ended_error(session)
+            if trio.current_time() > give_up_at:
+                raise ActorGone("what was begun with this idempotency key is being undone", session_id=session.id)
+            await trio.sleep(_PAUSE_S)
+        return None
+
+    async def _join(self, use: _KeyInUse, digest: str) -> Session:
+        _require_same(use.digest, digest)
+        return await use.reply.wait()
+
+    def _latest(self, record: SessionRecord) -> Session:
+        entry = self._directory.get(record.session.id)
+        latest = self._directory.unwritten.get(record.session.id, record)
+        return entry.session if entry else latest.session
+
+
+def _require_same(before: str, digest: str) -> None:
+    if before != digest:
+        raise Conflict("the idempotency key was used with another request")
+
 
 log = logging.getLogger(__name__)
 
@@ -317,3 +403,22 @@ class Sessions(Actor):
                 await ref.ask(Destroy("the daemon was stopped"))
             except SandkastenError as error:  # it ended on its own meanwhile, or the reaper will find it
                 log.info("destroy_skipped", extra={"actor": ref.name, "error": str(error)})
+
+
+async def find_sessions(query: SessionQuery, *, directory: SessionDirectory, store: Ref) -> SessionPage:
+    """Return the sessions that are asked for, newest first."""
+    if not query.statuses & ENDED:
+        return page_of(query, (entry.session for entry in directory))
+    recorded = await store.ask(store_actor.FindSessions(query))
+    unwritten = [record.session for record in directory.unwritten.values()]
+    return merge(query, recorded, [*unwritten, *(entry.session for entry in directory)])
+
+
+def merge(query: SessionQuery, recorded: Recorded, known: Iterable[Session]) -> SessionPage:
+    """Return a page of both; what is known is later than what is recorded, except of a session that just ended."""
+    found = {record.session.id: record.session for record in recorded.records}
+    for session in known:
+        before = found.get(session.id)
+        if before is None or before.status in LIVE:
+            found[session.id] = session
+    return page_of(query, found.values(), seen_to=recorded.seen_to)

@@ -15,9 +15,8 @@ import trio
 
 from runner.wire import protocol
 from sandkasten.actors.runs.host import Host
-from sandkasten.actors.runs.persistence import Keep
+from sandkasten.actors.runs.persistence import Keep, age_s, is_orphan, restored
 from sandkasten.actors.runs.run import Run
-from sandkasten.actors.runs.run_facts import age_s, is_orphan, restored
 from sandkasten.actors.runs.runs import Runs
 from sandkasten.model import ExecKind
 from sandkasten.model.errors import RunnerProtocolError

@@ -14,7 +14,7 @@ import trio
 
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services import nsinit_messages as zygote_actor
-from sandkasten.counters.group_stats import GroupStats
+from sandkasten.counters.cgroup import GroupStats
 from sandkasten.model.errors import BuildFailed, Capacity, SandkastenError
 
 log = logging.getLogger(__name__)

@@ -4,12 +4,22 @@ wrote and ended with, and lets PID 1 forget what is written.
 Nothing here is waited for by a run, but that one which writes faster than the disk takes it is held up: PID 1 keeps a
 bounded part of each run's newest output, and what a daemon received and did not write must be within that. A disk that
 fails costs the next daemon's knowledge, never a run.
+
+Which ids may not be used again in a session: those that clients chose for runs that are not kept any more.
+
+None is ever forgotten while the session lives, by this daemon or the next. When there are as many as may be, or nobody
+knows any more which there were, the session takes no new id from a client: nothing is run twice for want of memory.
+Ids that the server makes need no place here: a client that sends one can only mean a run that there was.
+
+A run as it is written down, and a run made again from that. Knows `run_records`' values and `Run`, no file.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
@@ -17,16 +27,162 @@ import attrs
 import trio
 
 from runner.wire import protocol
-from sandkasten.actors.runs.exec_ids import ExecIds
 from sandkasten.actors.runs.run import Run
-from sandkasten.actors.runs.run_facts import facts_of, state_of
-from sandkasten.model import Output, Stream
-from sandkasten.model.errors import RunnerLost, SandkastenError
+from sandkasten.model import DEFAULT_SHELL, ExecKind, ExecSpec, OnDisconnect, Output, Stream
+from sandkasten.model.errors import ExecGone, ExecIdsExhausted, RunnerLost, SandkastenError
+from sandkasten.model.run import is_made
 from sandkasten.output.run_archive import RunNews, SessionArchive, Written
-from sandkasten.output.run_records import Seal, facts_to_json
+from sandkasten.output.run_records import Input, RunFacts, RunState, Seal, facts_to_json
+from sandkasten.output.used_ids import UsedIds
 
 if TYPE_CHECKING:
     from sandkasten.actors.runs.runs import Host
+
+
+class ExecIds:
+    """See the module's docstring. The ids of runs that are kept are not in here."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._used = UsedIds()
+        self._unwritten: list[int] = []
+
+    def check_new(self, run: Run) -> None:
+        """Refuse a run of which nothing is kept, if its id was used or can't be remembered.
+
+        Raises: ExecGone, ExecIdsExhausted.
+        """
+        if run.has_new_id:
+            return
+        if self.is_used(run.exec_id):
+            raise gone(run.exec_id)
+        if not self._used.is_whole:
+            raise ExecIdsExhausted(
+                "what this session had run was damaged on disk; it takes no exec_id any more, as it may have been used"
+            )
+        if len(self._used) >= self._limit:
+            raise ExecIdsExhausted("this session remembers as many exec_ids as it may", max_exec_ids=self._limit)
+
+    def is_used(self, exec_id: str) -> bool:
+        """Whether a run had it of which nothing is kept, or may have had it."""
+        return is_made(exec_id) or exec_id in self._used
+
+    def is_remembered(self, exec_id: str) -> bool:
+        """Whether a client chose it for a run of which nothing is kept."""
+        return exec_id in self._used
+
+    def note_gone(self, exec_id: str) -> None:
+        """Nothing is kept any more of the run that had it."""
+        digest = None if is_made(exec_id) else self._used.add(exec_id)
+        if digest is not None:
+            self._unwritten.append(digest)
+
+    def recover(self, used: UsedIds, gone: Iterable[str]) -> None:
+        """These are what earlier daemons wrote down."""
+        self._used = used
+        for exec_id in gone:
+            self.note_gone(exec_id)
+
+    # Writing them down
+
+    def take_unwritten(self) -> Sequence[int]:
+        """Return the digests to write down now; `not_written` gives them back."""
+        taken, self._unwritten = self._unwritten, []
+        return taken
+
+    def not_written(self, digests: Sequence[int]) -> None:
+        self._unwritten[:0] = digests
+
+
+def gone(exec_id: str) -> ExecGone:
+    return ExecGone("this run is not kept any more", exec_id=exec_id[:128])
+
+
+def facts_of(run: Run) -> RunFacts:
+    """Return what is known of a run before it begins."""
+    return RunFacts(
+        exec_id=run.exec_id,
+        kind=run.kind,
+        shell=None if run.is_program else run.spec.shell,
+        digest=run.digest,
+        command=run.command,
+        created_at=run.created_at,
+        timeout_ms=run.timeout_ms,
+        is_detached=run.is_detached,
+        keep_alive=run.keep_alive,
+        is_interactive=run.interactive,
+        size=run.size,
+        input=_input_of(run),
+        group=run.group,
+        readings=run.readings,
+    )
+
+
+def state_of(run: Run) -> RunState:
+    """Return what became of a run by now."""
+    info = run.info
+    return RunState(
+        started_at=info.started_at,
+        pid=info.pid,
+        end=run.end,
+        ended_at=info.ended_at,
+        last_sequence=info.last_sequence,
+        stdout_bytes=info.stdout_bytes,
+        stderr_bytes=info.stderr_bytes,
+    )
+
+
+def restored(facts: RunFacts, state: RunState) -> Run:
+    """Return the run that an earlier daemon wrote down, without its log."""
+    spec = ExecSpec(
+        command="",
+        shell=facts.shell or DEFAULT_SHELL,
+        stateless=facts.shell is None,
+        stdin_open=facts.input == "open",
+        terminal=facts.size,
+        exec_id=facts.exec_id,
+    )
+    run = Run(
+        spec,
+        timeout_ms=facts.timeout_ms,
+        kind=facts.kind,
+        on_disconnect=OnDisconnect.DETACH if facts.is_detached else OnDisconnect.CANCEL,
+        interactive=facts.is_interactive,
+        keep_alive=facts.keep_alive,
+    )
+    run.digest, run.command, run.created_at = facts.digest, facts.command, facts.created_at
+    run.group, run.readings = facts.group, facts.readings
+    run.recover(started_at=state.started_at, ended_at=state.ended_at, pid=state.pid, end=state.end)
+    return run
+
+
+def is_orphan(run: Run, facts: RunFacts, *, input_ended: bool) -> bool:
+    """Whether a run has nobody any more it could go on for: its caller or those who sat at its prompt went with their
+    daemon, or the rest of its input did."""
+    is_prompt = facts.kind is ExecKind.TERMINAL and not run.is_program
+    return not run.is_detached or is_prompt or (facts.input == "given" and not input_ended)
+
+
+def text_bytes(run: Run) -> int:
+    """Return what the texts of an ended run take in memory, as long as its record is kept."""
+    spec = run.spec
+    texts = [run.exec_id, run.command, spec.command, *(spec.argv or ()), *spec.env.values()]
+    if run.end is not None:
+        texts += (run.end.cwd, run.end.victim)
+    return sum(sys.getsizeof(text) for text in texts if text is not None) + sys.getsizeof(run.facts_json)
+
+
+def age_s(run: Run) -> float:
+    """Return how long ago it ended."""
+    ended_at = run.info.ended_at
+    return 0.0 if ended_at is None else (datetime.now(UTC) - ended_at).total_seconds()
+
+
+def _input_of(run: Run) -> Input:
+    if run.spec.stdin_open:
+        return "open"
+    return "none" if run.spec.stdin is None else "given"
+
 
 log = logging.getLogger(__name__)
 

@@ -3,13 +3,15 @@
 The session's `Runs` own every run and drive it; whoever asked holds it, and may leave. A run is cancelled when its last
 holder leaves before the end, unless it was to be detached or never had one. Its output goes to its log, which readers
 follow and from which it is read long after. Does not know shells, leases or HTTP.
+
+What a caller holds of a run: its claim on it, and its place in the output. It gives back what it holds.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -33,7 +35,7 @@ from sandkasten.model import (
 )
 from sandkasten.model.errors import Capacity, ExecEnded, InvalidRequest, RunnerLost, SandkastenError
 from sandkasten.model.run import make_exec_id
-from sandkasten.output.spool import OutputLog
+from sandkasten.output.spool import LogReader, OutputLog, ReaderMode
 
 if TYPE_CHECKING:
     from sandkasten.actors.runs.accounting import Account
@@ -418,3 +420,80 @@ def _shown(spec: ExecSpec, *, interactive: bool) -> str:
         return "(interactive)"
     text = " ".join(spec.argv) if spec.argv is not None else spec.command or ""
     return text[:_COMMAND_CHARS]
+
+
+class Joined(SandkastenError):
+    """Another run has the id: to be waited for by who asked. Never leaves this package."""
+
+
+class Hold:
+    """One caller's claim on a run: on the one it asked for, or on the one that had its id already."""
+
+    def __init__(self, wish: Run) -> None:
+        self.run = wish
+        self._is_owner = False
+        self._is_taken = False
+        self._is_left = False
+
+    def take(self, run: Run) -> None:
+        """Hold that run; a caller who has left meanwhile leaves it at once."""
+        self._is_owner = run is self.run
+        self.run, self._is_taken = run, True
+        run.hold()
+        if self._is_left:
+            run.leave(as_owner=self._is_owner)
+
+    def leave(self) -> None:
+        """Care no more; never blocks, never raises, and more than once is fine."""
+        if not self._is_left:
+            self._is_left = True
+            if self._is_taken:
+                self.run.leave(as_owner=self._is_owner)
+
+
+class RunReader:
+    """A reader of one run; implements `supervisor.ExecStream`."""
+
+    def __init__(self, run: Run, *, after: int = 0, is_joined: bool = True) -> None:
+        """Raises `ExecGone` when what follows `after` is not kept any more."""
+        assert run.log is not None
+        self._run = run
+        self.is_joined = is_joined
+        self._pieces: LogReader = run.log.reader(after=after, mode=ReaderMode.HOLDING)
+
+    @property
+    def exec_id(self) -> str:
+        return self._run.exec_id
+
+    @property
+    def info(self) -> ExecInfo:
+        return self._run.info
+
+    def __aiter__(self) -> AsyncIterator[Output]:
+        return self._pieces.__aiter__()
+
+    async def wait_end(self) -> ExecEnd:
+        """See `supervisor.ExecStream`."""
+        self._pieces.close()
+        return await self._run.ended.wait()
+
+    def detach(self) -> None:
+        """See `supervisor.ExecStream`."""
+        self._run.detach()
+
+    async def cancel(self) -> None:
+        """See `supervisor.ExecStream`."""
+        self._run.cancel()
+        await trio.lowlevel.checkpoint()
+
+    async def send_stdin(self, data: bytes) -> None:
+        """See `supervisor.ExecStream`."""
+        await self._run.send_stdin(data)
+
+    async def close_stdin(self) -> None:
+        """See `supervisor.ExecStream`."""
+        await self._run.send_stdin(b"", close=True)
+
+    def close(self) -> None:
+        """Stop holding the run up."""
+        self._pieces.close()

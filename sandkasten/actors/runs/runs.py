@@ -2,6 +2,8 @@
 
 A repeated id joins the run that has it, or is refused, and never runs twice. Runs in one shell are served in order,
 all others beside each other; every number of them is bounded. Belongs to its session's actor and runs in its nursery.
+
+What the journal is told of runs: which event, and its fields; never a command, its output or an environment.
 """
 
 from __future__ import annotations
@@ -11,26 +13,23 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
 from signal import SIGKILL
+from typing import Any
 
 import attrs
 import trio
 
 from runner.wire import protocol
 from sandkasten.actors.core import Ref
-from sandkasten.actors.runs import run_events
 from sandkasten.actors.runs.accounting import Accounts, cut_short
 from sandkasten.actors.runs.driver import CONTROL_S, drive, drive_again
-from sandkasten.actors.runs.exec_ids import ExecIds, gone
 from sandkasten.actors.runs.groups import Groups
 from sandkasten.actors.runs.host import Host as Host
-from sandkasten.actors.runs.persistence import Keep, RunKeeping
-from sandkasten.actors.runs.run import Run
-from sandkasten.actors.runs.run_facts import text_bytes
-from sandkasten.actors.runs.run_reader import Hold
+from sandkasten.actors.runs.persistence import ExecIds, Keep, RunKeeping, gone, text_bytes
+from sandkasten.actors.runs.run import Hold, Run
 from sandkasten.actors.runs.shells import Shells
 from sandkasten.counters.cgroup import CgroupStats
 from sandkasten.counters.metrics import Metrics
-from sandkasten.model import Cause, ExecEnd, ExecInfo, ExecKind, TerminalSize
+from sandkasten.model import Cause, EventType, ExecEnd, ExecInfo, ExecKind, TerminalSize
 from sandkasten.model.errors import (
     Capacity,
     Conflict,
@@ -42,6 +41,59 @@ from sandkasten.model.errors import (
     ShuttingDown,
 )
 from sandkasten.output.spool import RunLogs
+
+_BEGINNINGS = {
+    ExecKind.COMMAND: EventType.EXEC_STARTED,
+    ExecKind.PROCESS: EventType.PROCESS_STARTED,
+    ExecKind.TERMINAL: EventType.TERMINAL_OPENED,
+}
+_ENDINGS = {
+    ExecKind.COMMAND: EventType.EXEC_ENDED,
+    ExecKind.PROCESS: EventType.PROCESS_EXITED,
+    ExecKind.TERMINAL: EventType.TERMINAL_CLOSED,
+}
+
+
+def beginning(run: Run) -> tuple[EventType, dict[str, Any]]:  # JSON values
+    """Return the event of a run that has begun."""
+    facts: dict[str, Any] = {"exec_id": run.exec_id}
+    match run.kind:
+        case ExecKind.COMMAND:
+            facts |= {"shell": _shell(run), "timeout_ms": run.timeout_ms}
+        case ExecKind.PROCESS:
+            facts |= {"pid": run.pid, "keep_alive": run.keep_alive}
+        case ExecKind.TERMINAL:
+            size = run.size
+            facts |= {"shell": _shell(run), "cols": size.cols if size else None, "rows": size.rows if size else None}
+    return _BEGINNINGS[run.kind], facts
+
+
+def ending(run: Run, end: ExecEnd) -> tuple[EventType, dict[str, Any]]:  # JSON values
+    """Return the event of a run that has ended."""
+    facts: dict[str, Any] = {
+        "exec_id": run.exec_id,
+        "exit_code": end.exit_code,
+        "signal": end.signal,
+        "cause": end.cause.value,
+        "duration_ms": end.duration_ms,
+        "victim": end.victim,
+    }
+    if run.kind is not ExecKind.TERMINAL and run.log is not None:
+        facts |= {
+            "cpu_ms": end.usage.cpu_ms,
+            "peak_memory_bytes": end.usage.peak_memory_bytes,
+            "written_bytes": end.usage.written_bytes,
+            "stdout_bytes": run.log.stdout_bytes,
+            "stderr_bytes": run.log.stderr_bytes,
+        }
+    if run.kind is ExecKind.COMMAND:
+        facts |= {"shell": _shell(run), "shell_restarted": end.shell_restarted}
+    return _ENDINGS[run.kind], facts
+
+
+def _shell(run: Run) -> str | None:
+    return None if run.is_program else run.spec.shell
+
 
 MAX_ACTIVE = 80
 """Runs of one session that wait or run; PID 1 takes 128 connections, file transfers and watching included."""
@@ -304,7 +356,7 @@ class Runs:
 
     def _on_begin(self, run: Run) -> None:
         self.accounts.begun(run)
-        event, facts = run_events.beginning(run)
+        event, facts = beginning(run)
         self._host.emit(event, **facts)
         if run.shell is not None and run.shell.screen is not None:
             run.shell.screen.begin(run)
@@ -347,7 +399,7 @@ class Runs:
             return
         self._logs.retire(run.exec_id, text_bytes=text_bytes(run))
         self._measure(run, run.end)
-        event, facts = run_events.ending(run, run.end)
+        event, facts = ending(run, run.end)
         self._host.emit(event, **facts)
 
     def _measure(self, run: Run, end: ExecEnd) -> None:

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import trio
 
-from sandkasten.admission.keyring import KeyRing
-from sandkasten.admission.keys import KeyFileError, Stamp, read_keys, stamp_of
+from sandkasten.admission.keys import KeyFileError, KeyRing, Stamp, read_keys, stamp_of
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The one connection to nsinit: gets one, forwards requests, forwards its log, ends when it dies.
 
-How one is got is `links/nsinit_process.py`'s matter. Its supervisor starts the next incarnation; running sandboxes
+How one is got is `links/nsinit.py`'s matter. Its supervisor starts the next incarnation; running sandboxes
 don't notice. An nsinit that does not answer a request in time is killed, which fails every waiting caller with
 `ZygoteLost`. Knows nothing of what a request is for.
 """
@@ -20,18 +20,23 @@ from nsinit.wire import protocol
 from sandkasten.actors.core import Actor, Ref
 from sandkasten.actors.services.nsinit_messages import (
     AskDisk,
+    AskQuota,
     Attach,
     Build,
+    DiscardWorkspace,
     FindKills,
     FindVictim,
     Furnish,
     GroupHandle,
+    GrowWorkspace,
     ListWorkspaces,
     MakeGroup,
+    MakeWorkspace,
     Message,
     Node,
     Ping,
     Prepare,
+    PublishWorkspace,
     RemoveGroup,
     RemoveStray,
     Sandbox,
@@ -40,20 +45,20 @@ from sandkasten.actors.services.nsinit_messages import (
     SetFrozen,
     SetLimits,
     Survey,
-    Teardown,
-)
-from sandkasten.actors.services.workspace_orders import (
-    AskQuota,
-    DiscardWorkspace,
-    GrowWorkspace,
-    MakeWorkspace,
-    PublishWorkspace,
     SyncWorkspace,
+    Teardown,
     workspace_request,
 )
-from sandkasten.links.nsinit import Answer, ZygoteLink, failure_text, is_passing
-from sandkasten.links.nsinit_log import forward_log
-from sandkasten.links.nsinit_process import NsinitProcess, StartNsinit, start_as_child
+from sandkasten.links.nsinit import (
+    Answer,
+    NsinitProcess,
+    StartNsinit,
+    ZygoteLink,
+    failure_text,
+    forward_log,
+    is_passing,
+    start_as_child,
+)
 from sandkasten.model.errors import BuildFailed, BuildInterrupted, ZygoteLost
 from sandkasten.model.workspace import WorkspaceQuota
 

@@ -29,11 +29,9 @@ from sandkasten.model.errors import SandkastenError, StoreFailed, StoreFull
 from sandkasten.model.listing import SessionQuery
 from sandkasten.store import events as events_sql
 from sandkasten.store import sessions as sql
-from sandkasten.store.database import open_database
+from sandkasten.store.database import is_broken, lacks_room, open_database
 from sandkasten.store.events import EventPage, JournalState, Purged
-from sandkasten.store.health import is_broken, lacks_room
-from sandkasten.store.listing import Recorded, find_sessions
-from sandkasten.store.sessions import SessionRecord
+from sandkasten.store.sessions import Recorded, SessionRecord, find_sessions
 
 log = logging.getLogger(__name__)
 

@@ -17,20 +17,17 @@ import trio
 
 from runner.wire import protocol as runner_protocol
 from sandkasten import logcontext
-from sandkasten.actors.core import Actor, Ref, Reply
+from sandkasten.actors.core import Actor, Ref, Reply, unwrap
 from sandkasten.actors.runs.driver import ask_runner
 from sandkasten.actors.runs.runs import Runs
 from sandkasten.actors.services import nsinit_messages as zygote_actor
 from sandkasten.actors.services.directory import Inspection
-from sandkasten.actors.services.workspace_orders import MakeWorkspace
-from sandkasten.actors.session.birth import Greeting, greet
-from sandkasten.actors.session.changing import change_session
+from sandkasten.actors.services.nsinit_messages import MakeWorkspace
+from sandkasten.actors.session.birth import Greeting, Marks, first_request, greet
+from sandkasten.actors.session.changing import change_session, read_disk
 from sandkasten.actors.session.ending import EXPIRIES, end_session
-from sandkasten.actors.session.hello import first_request
 from sandkasten.actors.session.inspection import inspect
 from sandkasten.actors.session.lease import Lease
-from sandkasten.actors.session.loss import INIT_ENDED, judge, last_word
-from sandkasten.actors.session.marks import Marks
 from sandkasten.actors.session.messages import (
     Destroy,
     Died,
@@ -49,16 +46,14 @@ from sandkasten.actors.session.messages import (
 )
 from sandkasten.actors.session.pausing import Pausing
 from sandkasten.actors.session.record import LiveRecord
-from sandkasten.actors.session.session_disk import read_disk
 from sandkasten.actors.session.setup import VESSEL, Creation, Services
-from sandkasten.actors.session.watch import SandboxWatch
+from sandkasten.actors.session.watch import INIT_ENDED, SandboxWatch, judge, last_word
 from sandkasten.actors.session.work import SessionWork
-from sandkasten.actors.unwrap import unwrap
-from sandkasten.admission.plan import plan_sandbox
-from sandkasten.admission.spans import check_spans
+from sandkasten.admission.plan import check_spans, plan_sandbox
 from sandkasten.counters.cgroup import CgroupStats
 from sandkasten.crash import Point
 from sandkasten.links.runner import RunnerLink
+from sandkasten.log import rfc3339_or_none
 from sandkasten.model import FOREVER_S, Cause, EndReason, EventType, Session, SessionPatch, SessionStats, Status
 from sandkasten.model.errors import (
     ActorGone,
@@ -72,7 +67,6 @@ from sandkasten.model.errors import (
 )
 from sandkasten.model.lifecycle import ENDED, USABLE, WHOLE, Event, next_status
 from sandkasten.store.sessions import KernelIdentity, SessionRecord
-from sandkasten.timestamps import rfc3339_or_none
 
 log = logging.getLogger(__name__)
 

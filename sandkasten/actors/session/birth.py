@@ -3,19 +3,91 @@
 A vessel's PID 1 has its socket long before it serves. What is sent while the sandbox is still being furnished it reads
 as soon as it can, and not only when nsinit has told the daemon and the daemon has come back. A vessel may have died
 with its nsinit, and the greeting with it; then the sandbox that was made in its place is greeted as any other.
+
+What PID 1 of a new sandbox is asked first, and what its answer means to whoever made the session.
+
+Pure: `greeting.py` asks.
+
+How long each phase of a create took.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import trio
 
+from runner.wire import protocol
 from runner.wire.protocol import Hello, HelloReply, Setup
-from sandkasten.actors.session.hello import accepted
+from sandkasten.actors.session.setup import Creation
 from sandkasten.links.runner import RunnerLink
-from sandkasten.model.errors import RunnerLost
+from sandkasten.model.errors import (
+    InvalidImage,
+    InvalidRequest,
+    RunnerLost,
+    RunnerProtocolError,
+    SandboxError,
+    SandkastenError,
+)
+
+_VERSIONS = range(protocol.OLDEST_VERSION, protocol.PROTOCOL_VERSION + 1)
+"""What PID 1 may speak: that of a sandbox is as old as the sandbox."""
+
+
+def first_request(creation: Creation, graces: protocol.Graces) -> protocol.Setup:
+    """Return what PID 1 of the new sandbox is asked first."""
+    options = creation.resolved.options
+    rules = options.filesystem
+    return protocol.Setup(
+        env=dict(creation.env),
+        shell=creation.resolved.shell,
+        graces=graces,
+        user=options.user,
+        files=None if rules is None else protocol.FileRules(_listed(rules.readable), _listed(rules.writable)),
+    )
+
+
+def accepted(answer: object) -> protocol.HelloReply:
+    """Return the answer if it is what it should be.
+
+    Raises:
+        SandboxError: it speaks another version, or was never set up: then nobody was told of the session.
+        InvalidRequest, InvalidImage: it refused what the session's creator asked for.
+        RunnerProtocolError: it is no answer to that.
+    """
+    match answer:
+        case protocol.HelloReply(shell="", version=version) if version in _VERSIONS:
+            raise SandboxError("the daemon stopped before the session was set up")
+        case protocol.HelloReply(version=version) if version in _VERSIONS:
+            return answer
+        case protocol.HelloReply():
+            raise SandboxError(f"the sandbox's init speaks protocol {answer.version}")
+        case protocol.Error():
+            raise _refused(answer)
+        case _:
+            raise RunnerProtocolError(f"{type(answer).__name__} to the first request")
+
+
+def _refused(error: protocol.Error) -> SandkastenError:
+    """Return what it means to the creator that PID 1 refused that."""
+    match error.code:
+        case "NO_SUCH_USER":
+            return InvalidRequest(error.message, user="can't be used")
+        case "BAD_REQUEST":
+            return InvalidRequest(error.message, env="can't be set")
+        case "INVALID_PATH":
+            return InvalidRequest(error.message, filesystem="can't be kept here")
+        case "NO_SHELL":
+            return InvalidImage(error.message)
+        case _:
+            return SandboxError(f"the sandbox could not start: {error.message}")
+
+
+def _listed(paths: Sequence[str] | None) -> tuple[str, ...] | None:
+    return None if paths is None else tuple(paths)
+
 
 _HELLO_S = 10.0
 """How long PID 1 may take to answer once it serves."""
@@ -83,3 +155,21 @@ async def _ask(link: RunnerLink, request: Setup | Hello) -> Any:  # a member of 
 
 def _silence() -> RunnerLost:
     return RunnerLost("the sandbox's init does not answer")
+
+
+class Marks:
+    """Phases of a create and how long each took, in milliseconds."""
+
+    def __init__(self) -> None:
+        self._last = trio.current_time()
+        self.phases: dict[str, float] = {}
+
+    def mark(self, phase: str) -> None:
+        now = trio.current_time()
+        self.phases[phase] = round((now - self._last) * 1000, 3)
+        self._last = now
+
+    def mark_steps(self, phase: str, steps_us: Mapping[str, int]) -> None:
+        """End a phase of which the steps are known: they follow it as `phase.step`, and overlap where they may."""
+        self.mark(phase)
+        self.phases |= {f"{phase}.{step}": took_us / 1000 for step, took_us in steps_us.items()}

@@ -2,19 +2,129 @@
 
 Its limits are in force in the kernel, its environment in PID 1, the rest in its record alone. In which state a session
 must be for that, and its lease, are its actor's to see to.
+
+The disk of a running session as its actor sees it: how full it is, and other limits for it. Asks nsinit for both.
+
+Knows no record: what the session's actor does with the answer is its own.
+
+Changes the limits of a running session through nsinit, and says in the caller's terms why that was refused.
+
+Knows no record and no lease: what the session's actor does with the answer is its own.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 from collections.abc import Mapping
 
 from runner.wire import protocol
+from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.host import Host
+from sandkasten.actors.services import nsinit_messages as zygote
 from sandkasten.actors.session.record import LiveRecord
-from sandkasten.actors.session.session_limits import change_limits
 from sandkasten.actors.session.setup import Services
-from sandkasten.model import SessionPatch
-from sandkasten.model.errors import SandkastenError
+from sandkasten.admission.plan import check_disk_limits, check_limits, check_maximum, keep_fixed, plan_disk, plan_limits
+from sandkasten.config import Disk
+from sandkasten.model import Limits, Session, SessionPatch
+from sandkasten.model.errors import (
+    BuildFailed,
+    BuildInterrupted,
+    InvalidRequest,
+    LimitInUse,
+    SandkastenError,
+    Unavailable,
+)
+
+log = logging.getLogger(__name__)
+
+
+async def change_disk(ref: Ref, session_id: str, *, before: Limits, after: Limits, allowed: Disk) -> None:
+    """Let the disk limits of `after` hold; nothing is asked of nsinit if they are those of `before`.
+
+    Raises:
+        InvalidRequest: more than any session may have, or disks keep their size here.
+    """
+    if plan_disk(before) == plan_disk(after):
+        return
+    check_disk_limits(after, allowed)
+    try:
+        await ref.ask(zygote.SetDisk(session_id, plan_disk(after)))
+    except BuildFailed as error:
+        if error.errno == errno.EOPNOTSUPP:
+            message = "the disk of a running session keeps its size on this node"
+            raise InvalidRequest(message, limits="disk_mb and disk_inodes can't change") from error
+        raise
+
+
+async def read_disk(ref: Ref, session_id: str) -> dict[str, int]:
+    """Return what is known of the disk for a session's statistics; nothing while nsinit can't be asked."""
+    try:
+        use = await ref.ask(zygote.AskDisk(session_id))
+    except (BuildFailed, Unavailable) as error:
+        log.info("disk_not_read", extra={"session_id": session_id, "error": str(error)})
+        return {}
+    numbers = {
+        "disk_bytes": use.used_bytes,
+        "disk_limit_bytes": use.limit_bytes,
+        "disk_inodes": use.used_inodes,
+        "disk_inodes_limit": use.limit_inodes,
+    }
+    return {name: number for name, number in numbers.items() if number >= 0}
+
+
+async def change_limits(services: Services, session: Session, wanted: Limits, *, is_undo: bool = False) -> Limits:
+    """Put `wanted` into force, all or none, and return the limits that the session has then. To undo a change is
+    nothing that the node could be too full for.
+
+    Raises:
+        LimitInUse: the session uses more memory than that.
+        InvalidRequest: out of range, above the operator's maximum, fixed, or not what the kernel takes here.
+        Capacity: the node can't promise so much now.
+        BuildFailed: the session has no cgroup any more.
+        BuildInterrupted: worth another try; until then either limits may be in force.
+    """
+    check_limits(wanted)
+    limits = keep_fixed(wanted, session.limits)
+    check_maximum(limits, services.maximum)
+    before = session.limits
+    if is_undo:
+        services.budget.hold(session.id, limits)
+    else:
+        services.budget.change(session.id, limits)
+    try:
+        await _put_into_force(services, session.id, before, limits)
+    except BaseException:
+        services.budget.hold(session.id, before)
+        raise
+    return limits
+
+
+async def _put_into_force(services: Services, session_id: str, before: Limits, limits: Limits) -> None:
+    ref = services.zygote
+    await change_disk(ref, session_id, before=before, after=limits, allowed=services.disk)
+    refusal = await _set_limits(ref, session_id, limits)
+    if refusal is not None:
+        await change_disk(ref, session_id, before=limits, after=before, allowed=services.disk)
+        raise refusal
+
+
+async def _set_limits(ref: Ref, session_id: str, limits: Limits) -> SandkastenError | None:
+    """Ask nsinit; return why it did not."""
+    try:
+        await ref.ask(zygote.SetLimits(session_id, plan_limits(limits)))
+    except BuildFailed as error:
+        match error.errno:
+            case errno.EBUSY:
+                return LimitInUse("the session uses more memory than that", memory_mb=limits.memory_mb)
+            case errno.ETIMEDOUT:
+                return LimitInUse("the session's memory can't be reclaimed", memory_mb=limits.memory_mb)
+            case errno.EINVAL | errno.ERANGE:
+                return InvalidRequest("the kernel refuses these limits", limits="not possible on this node")
+        return error
+    except BuildInterrupted as error:
+        return error
+    return None
 
 
 async def change_session(host: Host, own: LiveRecord, patch: SessionPatch, *, services: Services) -> None:

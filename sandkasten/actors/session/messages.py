@@ -9,8 +9,7 @@ import trio
 
 from sandkasten.actors.core import Ask
 from sandkasten.actors.runs.ports import Ports
-from sandkasten.actors.runs.run import Run
-from sandkasten.actors.runs.run_reader import Hold
+from sandkasten.actors.runs.run import Hold, Run
 from sandkasten.actors.runs.terminals import Viewer
 from sandkasten.links.runner import RunnerLink
 from sandkasten.model import (

@@ -14,7 +14,7 @@ from sandkasten.actors.core import DEFERRED, Deferred
 from sandkasten.actors.runs.adoption import RunAdoption
 from sandkasten.actors.runs.persistence import Keep
 from sandkasten.actors.runs.ports import Ports
-from sandkasten.actors.runs.run_reader import Hold, Joined
+from sandkasten.actors.runs.run import Hold, Joined
 from sandkasten.actors.runs.runs import Host, Runs
 from sandkasten.actors.runs.terminals import Terminals
 from sandkasten.actors.session.messages import (

@@ -19,7 +19,7 @@ from sandkasten.actors.core import Actor, Ask, Deferred, Ref
 from sandkasten.actors.services import nsinit_messages as zygote_actor
 from sandkasten.actors.services import workspace_rows as rows
 from sandkasten.actors.services.directory import SessionDirectory
-from sandkasten.actors.services.workspace_orders import (
+from sandkasten.actors.services.nsinit_messages import (
     DiscardWorkspace,
     GrowWorkspace,
     MakeWorkspace,
@@ -27,7 +27,7 @@ from sandkasten.actors.services.workspace_orders import (
     SyncWorkspace,
 )
 from sandkasten.actors.workspaces.helpers import IDLE_S, Helpers
-from sandkasten.actors.workspaces.holds import Attachment, Attachments
+from sandkasten.actors.workspaces.holds import Attachment, Attachments, Claims
 from sandkasten.actors.workspaces.messages import (
     Admit,
     Begin,
@@ -47,9 +47,7 @@ from sandkasten.actors.workspaces.messages import (
     Remove,
     Unclaim,
 )
-from sandkasten.actors.workspaces.records import busy, exists, explain, require_growth
-from sandkasten.actors.workspaces.workspace_claims import Claims
-from sandkasten.actors.workspaces.workspace_register import Register
+from sandkasten.actors.workspaces.records import Register, busy, exists, explain, require_growth
 from sandkasten.crash import Crash, Point
 from sandkasten.host.paths import DataPaths
 from sandkasten.links.runner import RunnerLink

@@ -1,21 +1,43 @@
 """Who asks: the owner of a key, and without one who proves that no web page is asking. Reads headers only.
 
-A key is the configured one or one of the ring's (`admission/keyring.py`); what it may do is decided in `access.py`.
+A key is the configured one or one of the ring's (`admission/keys.py`); what it may do is decided in `access.py`.
 
 Without a key the daemon is on loopback or a unix socket alone, where a browser the user runs can reach it too: a
 foreign page could post to it, or rebind its own name to 127.0.0.1. So `Host` must be a loopback name and `Origin`, if
 sent, our own (RFC 6454 §7; unix sockets are out of a browser's reach).
+
+Who may do what: the one decision before any handler, from what a route needs and what a key gives.
+
+Every route says in its table what it needs; there is no default, so one that says nothing is no route. What a confined
+key can't reach does not exist for it: 404, as for an id that nobody ever had. Reads no header (`auth.py`).
+
+What becomes of those who don't know a key: told so at once, and slowly when there are many; the log hears of it now
+and then.
+
+A token has too many bits to be found by trying. What is bounded here is the work and the log lines that strangers
+cause: each refusal over the rate waits, and holds nothing but its own connection, of which there are `max_connections`.
+Whoever knows a key never waits. Knows no address to lock out: behind a proxy all have the same.
 """
 
 from __future__ import annotations
 
+import enum
 import hmac
 import ipaddress
+import logging
+import math
+from typing import assert_never
 
-from sandkasten.admission.keyring import KeyRing
+import attrs
+import trio
+
+from sandkasten.admission.keys import KeyRing
+from sandkasten.admission.quotas import TokenBucket
 from sandkasten.api.http.guard import Scope
-from sandkasten.model.errors import PermissionDenied, Unauthorized
-from sandkasten.model.keys import CONFIGURED, LOCAL, ApiKey, digest_of
+from sandkasten.model import SESSION_ID
+from sandkasten.model.errors import Forbidden, PermissionDenied, SessionNotFound, Unauthorized
+from sandkasten.model.keys import CONFIGURED, LOCAL, Access, ApiKey, digest_of
+from sandkasten.supervisor import Supervisor
 
 
 class Gate:
@@ -101,3 +123,99 @@ def is_loopback_host(host: str) -> bool:
         return ipaddress.ip_address(name.removeprefix("[").removesuffix("]")).is_loopback
     except ValueError:
         return False
+
+
+class Reach(enum.Enum):
+    """What a route touches, and so who sees to it that a confined key stays within its label.
+
+    SESSION: the session in the path, which is looked at here. FILTERED: whatever the handler finds or makes, and the
+    handler asks the key. NODE: everything there is; no confined key gets there. PUBLIC: nothing; no key is needed.
+    """
+
+    SESSION = enum.auto()
+    FILTERED = enum.auto()
+    NODE = enum.auto()
+    PUBLIC = enum.auto()
+
+
+@attrs.frozen
+class Needs:
+    """What a route needs of the key."""
+
+    access: Access
+    reach: Reach
+
+
+LOOK = Needs(Access.READ, Reach.SESSION)
+ACT = Needs(Access.WRITE, Reach.SESSION)
+FIND = Needs(Access.READ, Reach.FILTERED)
+MAKE = Needs(Access.WRITE, Reach.FILTERED)
+SEE_NODE = Needs(Access.READ, Reach.NODE)
+RULE_NODE = Needs(Access.ADMIN, Reach.NODE)
+OPEN = Needs(Access.NONE, Reach.PUBLIC)
+
+
+async def admit(key: ApiKey, needs: Needs, supervisor: Supervisor, *, session_id: str) -> None:
+    """Let a request of that key pass, or raise.
+
+    Raises:
+        Forbidden: the key does not give what the route needs.
+        SessionNotFound: there is no such session, or none that this key reaches.
+    """
+    if key.access < needs.access:
+        raise Forbidden("this API key may not do that", needs=needs.access.name.lower(), has=key.access.name.lower())
+    if key.label is None:
+        return
+    match needs.reach:
+        case Reach.SESSION:
+            await _require_session(key, supervisor, session_id)
+        case Reach.NODE:
+            raise Forbidden("this API key is confined to a label, and this is about the whole node", needs="no label")
+        case Reach.FILTERED | Reach.PUBLIC:
+            return
+        case _:
+            assert_never(needs.reach)
+
+
+async def _require_session(key: ApiKey, supervisor: Supervisor, session_id: str) -> None:
+    missing = SessionNotFound("no such session", session_id=session_id[:64])
+    if not SESSION_ID.match(session_id):
+        raise missing
+    try:
+        session = await supervisor.get(session_id)
+    except SessionNotFound:
+        raise missing from None
+    if not key.reaches(session.labels):
+        raise missing
+
+
+log = logging.getLogger(__name__)
+
+AT_ONCE = 50
+PER_S = 20.0
+PAUSE_S = 1.0
+LOG_EVERY_S = 10.0
+
+
+class Refusals:
+    """Counts refusals of one front."""
+
+    def __init__(self) -> None:
+        self._bucket = TokenBucket(per_s=PER_S, burst=AT_ONCE, clock=trio.current_time)
+        self._logged_at = -math.inf
+        self._unlogged = 0
+
+    async def note(self, peer: object) -> None:
+        """Somebody is about to be refused; returns when that may be said. `peer` is for the log."""
+        now = trio.current_time()
+        self._unlogged += 1
+        if now - self._logged_at >= LOG_EVERY_S:
+            log.warning("auth_failed", extra={"count": self._unlogged, "last_peer": _text(peer)})
+            self._logged_at, self._unlogged = now, 0
+        if self._bucket.take():
+            await trio.sleep(PAUSE_S)
+
+
+def _text(peer: object) -> str:
+    """Return the address of an ASGI scope's `client`, which a unix socket lacks."""
+    return str(peer[0]) if isinstance(peer, list | tuple) and peer else "unix socket"

@@ -17,15 +17,14 @@ from sandkasten.admission.quotas import KeyShares
 from sandkasten.api.http.connection import ClientGone
 from sandkasten.api.http.errors import Answer, Headers
 from sandkasten.api.http.guard import App, Message, Receive, Scope, Send, has_body
-from sandkasten.api.http.jsonsize import check_value_count
+from sandkasten.api.http.json import check_value_count
 from sandkasten.api.http.key_scope import own_workspaces
 from sandkasten.api.http.measured import FrontMetrics
 from sandkasten.api.http.settings import ApiSettings
 from sandkasten.api.http.zstandard import Zstandard
 from sandkasten.model.errors import InvalidRequest, SandkastenError, TooLarge
 from sandkasten.model.keys import NOBODY
-from sandkasten.supervisor import Supervisor
-from sandkasten.supervisor_workspaces import WorkspaceSupervisor
+from sandkasten.supervisor import Supervisor, WorkspaceSupervisor
 
 T = TypeVar("T")
 

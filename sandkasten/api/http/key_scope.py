@@ -15,8 +15,7 @@ from sandkasten.model.keys import CONFIGURED_ID, LOCAL_ID, ApiKey
 from sandkasten.model.lifecycle import ENDED
 from sandkasten.model.listing import LabelSelector, SessionQuery
 from sandkasten.model.workspace import EVERYWHERE, Within
-from sandkasten.supervisor import Supervisor
-from sandkasten.supervisor_workspaces import WorkspaceSupervisor
+from sandkasten.supervisor import Supervisor, WorkspaceSupervisor
 
 _BETWEEN = "\x1f"
 """Between an API key's id and an idempotency key; no client can send it in one."""

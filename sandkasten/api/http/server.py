@@ -24,9 +24,8 @@ from hypercorn.typing import ASGIFramework, ConnectionState
 
 from sandkasten.api.http.connection import GuardedStream
 from sandkasten.api.http.guard import App, GuardedApp
-from sandkasten.api.http.held import Held
 from sandkasten.api.http.http1 import Http1
-from sandkasten.api.http.listen import open_listeners
+from sandkasten.api.http.listen import Held, open_listeners
 from sandkasten.api.http.settings import ApiSettings
 
 log = logging.getLogger(__name__)

@@ -20,11 +20,11 @@ from sandkasten.api.http.errors import error_body
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.key_scope import EventFilter
 from sandkasten.api.http.sse import SSE_HEADERS, event
-from sandkasten.api.resources.query import bad_query
+from sandkasten.api.resources.fields import bad_query
+from sandkasten.log import rfc3339
 from sandkasten.model import Event, EventType
 from sandkasten.model.errors import SandkastenError
 from sandkasten.supervisor import EventStream
-from sandkasten.timestamps import rfc3339
 
 
 async def stream(exchange: Exchange) -> None:

@@ -14,14 +14,13 @@ import trio
 
 from sandkasten.api.http.errors import json_answer
 from sandkasten.api.http.exchange import Exchange
+from sandkasten.api.resources.fields import bad_query, query_choice, query_flag, query_integer
 from sandkasten.api.resources.output import answer_output
-from sandkasten.api.resources.query import bad_query, query_choice, query_flag, query_integer
-from sandkasten.api.resources.run_events import RunEvents
+from sandkasten.api.resources.run_events import Position, RunEvents, Transcript
 from sandkasten.api.resources.run_views import run_view
 from sandkasten.api.resources.runs import last_event_id
 from sandkasten.api.resources.runschemas import CancelRequest, SignalRequest, StdinRequest
 from sandkasten.api.resources.schemas import OutputFormat, TerminalRequest, parse
-from sandkasten.api.resources.transcript import Position, Transcript
 from sandkasten.model import ExecInfo, ExecKind, ExecState, Stream
 
 DEFAULT_LIST = 1000

@@ -1,21 +1,40 @@
 """Read and write files in a session, or in a workspace without one. Raw ASGI: contents pass through in pieces.
 
 Paths are handed on as they are: only the sandbox's own view of its filesystem decides what they mean.
+
+Upload files as multipart/form-data, piece by piece: memory is bounded whatever is sent.
+
+A file is streamed into the sandbox if the field `path` came before it. One that comes first waits in a spool file on
+the daemon's disk, because the form's order is the client's choice. `max_upload_bytes` bounds the whole body.
+
+Sources: RFC 7578 (multipart/form-data; §4.2 on file names), RFC 2046 §5.1.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
+import tempfile
 from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING
+
+import trio
+from werkzeug.exceptions import RequestEntityTooLarge
+from werkzeug.http import parse_options_header
+from werkzeug.sansio.multipart import Data, Epilogue, Event, Field, File, MultipartDecoder, NeedData
 
 from sandkasten.api.http.errors import json_answer
 from sandkasten.api.http.exchange import JSON, Exchange
 from sandkasten.api.http.json import encode_json, scrub
-from sandkasten.api.resources.fields import check_path
-from sandkasten.api.resources.query import query_integer
+from sandkasten.api.resources.fields import MAX_PATH_BYTES, check_path, query_integer
 from sandkasten.api.resources.schemas import WriteRequest, parse
 from sandkasten.model.errors import InvalidRequest
 from sandkasten.supervisor import FileReader, FileWriter
+
+if TYPE_CHECKING:
+    from io import BufferedRandom
+
+    from trio._file_io import AsyncIOWrapper  # the type of trio.wrap_file's value has no public name
 
 PIECE_BYTES = 64 * 1024
 
@@ -78,3 +97,154 @@ async def _send_file(exchange: Exchange, path: str, max_bytes: int) -> None:
                 if whole:
                     await exchange.write(base64.b64encode(data[:whole]))
     await exchange.finish(base64.b64encode(rest) + b'"}')
+
+
+DEFAULT_DIRECTORY = "/workspace"
+FILE_PARTS = frozenset({"file", "files"})
+MAX_PARTS = 256
+MAX_NAME_BYTES = 255
+DECODER_BYTES = 256 * 1024
+"""What the decoder may hold: one received chunk and what of the last one it could not decide."""
+
+SPOOL_READ_BYTES = 64 * 1024
+
+
+async def upload(exchange: Exchange) -> None:
+    """POST /v1/sessions/{id}/fs/upload, /v1/workspaces/{id}/fs/upload"""
+    async with contextlib.AsyncExitStack() as stack:
+        paths = await _Upload(exchange, stack).run()
+    await exchange.answer(json_answer({"ok": True, "paths": [scrub(path) for path in paths]}))
+
+
+def safe_name(filename: str) -> str:
+    """Return the last component of a client's file name, whatever system it comes from.
+
+    Raises:
+        InvalidRequest: nothing usable is left.
+    """
+    name = filename.replace("\\", "/").rpartition("/")[2]
+    if name in ("", ".", "..") or "\0" in name or len(name.encode("utf-8", "replace")) > MAX_NAME_BYTES:
+        raise InvalidRequest("the form has bad fields", file="has no usable file name")
+    return name
+
+
+class _Parts:
+    """The form as decoder events, pulled from the request's body."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        media_type, options = parse_options_header(exchange.header(b"content-type") or "")
+        boundary = options.get("boundary", "")
+        if media_type != "multipart/form-data" or not boundary or len(boundary) > 200 or not boundary.isascii():
+            raise InvalidRequest("send the files as multipart/form-data", content_type="must name a boundary")
+        self._exchange = exchange
+        self._decoder = MultipartDecoder(boundary.encode(), DECODER_BYTES, max_parts=MAX_PARTS)
+
+    async def next(self) -> Event:
+        """Return the next event, `Epilogue` last.
+
+        Raises:
+            InvalidRequest: the body is no form, or has too many parts or too long a head. And what `read_chunk` raises.
+        """
+        while True:
+            try:
+                event = self._decoder.next_event()
+                if not isinstance(event, NeedData):
+                    return event
+                chunk = await self._exchange.read_chunk(limit_bytes=self._exchange.settings.max_upload_bytes)
+                self._decoder.receive_data(chunk or None)
+            except (ValueError, RequestEntityTooLarge):
+                raise InvalidRequest("the form can't be read", body="is not valid multipart/form-data") from None
+
+    async def data(self) -> Data:
+        """Return the next piece of the current part; `more_data` is false on its last one."""
+        event = await self.next()
+        assert isinstance(event, Data)  # the decoder gives each part's head exactly one run of data
+        return event
+
+
+class _Upload:
+    """One form being stored. `stack` closes the spool."""
+
+    def __init__(self, exchange: Exchange, stack: contextlib.AsyncExitStack) -> None:
+        self._exchange = exchange
+        self._stack = stack
+        self._parts = _Parts(exchange)
+        self._directory: str | None = None
+        self._spool: AsyncIOWrapper[BufferedRandom] | None = None
+        self._waiting: list[tuple[str, int]] = []  # name and size, in the spool's order
+        self._paths: list[str] = []
+
+    async def run(self) -> list[str]:
+        """Store every file and return their resolved paths, in the form's order."""
+        while not isinstance(event := await self._parts.next(), Epilogue):
+            if isinstance(event, File) and event.name in FILE_PARTS:
+                await self._take_file(safe_name(event.filename))
+            elif isinstance(event, Field) and event.name in FILE_PARTS:
+                raise InvalidRequest("the form has bad fields", **{event.name: "has no file name"})
+            elif isinstance(event, Field) and event.name == "path":
+                self._directory = await self._read_directory()
+                await self._store_waiting()
+            elif isinstance(event, Field | File):
+                while (await self._parts.data()).more_data:
+                    pass
+        await self._store_waiting()
+        if not self._paths:
+            raise InvalidRequest("the form has no file", file="is required")
+        return self._paths
+
+    async def _read_directory(self) -> str:
+        text = bytearray()
+        is_open = True
+        while is_open:
+            data = await self._parts.data()
+            text += data.data
+            is_open = data.more_data
+            if len(text) > MAX_PATH_BYTES:
+                raise InvalidRequest("the form has bad fields", path=f"must have at most {MAX_PATH_BYTES} bytes")
+        try:
+            return check_path(text.decode())
+        except ValueError as error:
+            raise InvalidRequest("the form has bad fields", path=str(error)) from None
+
+    async def _take_file(self, name: str) -> None:
+        if self._directory is None:
+            await self._spool_file(name)
+            return
+        async with open_write(self._exchange, self._target(name)) as writer:
+            is_open = True
+            while is_open:
+                data = await self._parts.data()
+                if data.data:
+                    await writer.send(data.data)
+                is_open = data.more_data
+            self._paths.append(await writer.commit())
+
+    async def _spool_file(self, name: str) -> None:
+        if self._spool is None:
+            file = tempfile.TemporaryFile(dir=self._exchange.settings.spool_dir)  # noqa: SIM115  # the stack closes it
+            self._spool = trio.wrap_file(self._stack.enter_context(file))
+        size, is_open = 0, True
+        while is_open:
+            data = await self._parts.data()
+            size += len(data.data)
+            await self._spool.write(data.data)
+            is_open = data.more_data
+        self._waiting.append((name, size))
+
+    async def _store_waiting(self) -> None:
+        if self._spool is None:
+            return
+        await self._spool.seek(0)
+        for name, size in self._waiting:
+            async with open_write(self._exchange, self._target(name)) as writer:
+                while size:
+                    data = await self._spool.read(min(size, SPOOL_READ_BYTES))
+                    await writer.send(data)
+                    size -= len(data)
+                self._paths.append(await writer.commit())
+        self._waiting.clear()
+        self._spool = None
+
+    def _target(self, name: str) -> str:
+        directory = self._directory or DEFAULT_DIRECTORY
+        return f"{directory.rstrip('/')}/{name}"

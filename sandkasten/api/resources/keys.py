@@ -8,8 +8,8 @@ import attrs
 
 from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange
+from sandkasten.log import rfc3339_or_none
 from sandkasten.model.keys import CONFIGURED, ApiKey, KeyUsage
-from sandkasten.timestamps import rfc3339_or_none
 
 
 async def list_keys(exchange: Exchange) -> Answer:

@@ -14,7 +14,7 @@ import trio
 
 from sandkasten.api.http.errors import Headers, json_answer
 from sandkasten.api.http.exchange import Exchange
-from sandkasten.api.resources.query import query_choice, query_integer
+from sandkasten.api.resources.fields import query_choice, query_integer
 from sandkasten.model import OutputSlice, Stream
 
 DEFAULT_BYTES = 1024 * 1024

@@ -1,6 +1,8 @@
 """Background processes of a session: start, look, read and follow logs, reach into, wait, kill; and listening ports.
 
 A process is a run with its own names in the URL: what `execs.py` does to runs is done here to processes only.
+
+Named persistent shells of a session: open, list, close.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ from sandkasten.api.http.errors import json_answer
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.resources import execs
 from sandkasten.api.resources.execs import exec_id, find_runs, views_of
+from sandkasten.api.resources.fields import bad_query, query_flag
 from sandkasten.api.resources.output import answer_output
-from sandkasten.api.resources.query import bad_query, query_flag
-from sandkasten.api.resources.run_views import process_view
-from sandkasten.api.resources.runschemas import ProcessRequest, WaitRequest
+from sandkasten.api.resources.run_views import process_view, shell_view
+from sandkasten.api.resources.runschemas import ProcessRequest, ShellRequest, WaitRequest
 from sandkasten.api.resources.schemas import clamp_timeout, parse
 from sandkasten.model import ExecInfo, ExecKind
 from sandkasten.model.errors import ExecNotFound
@@ -106,3 +108,22 @@ async def _process(exchange: Exchange) -> ExecInfo:
     if run.kind is not ExecKind.PROCESS:
         raise ExecNotFound("no such process", process_id=run.exec_id)
     return run
+
+
+async def open_shell(exchange: Exchange) -> None:
+    """POST /v1/sessions/{id}/shells"""
+    request = parse(await exchange.read_json_body(), ShellRequest)
+    shell = await exchange.supervisor.open_shell(exchange.session_id, request.to_spec())
+    await exchange.answer(json_answer(shell_view(shell), status=201))
+
+
+async def list_shells(exchange: Exchange) -> None:
+    """GET /v1/sessions/{id}/shells; the default one first."""
+    shells = await exchange.supervisor.shells(exchange.session_id)
+    await exchange.answer(json_answer({"shells": [shell_view(shell) for shell in shells]}))
+
+
+async def close_shell(exchange: Exchange) -> None:
+    """DELETE /v1/sessions/{id}/shells/{name}"""
+    await exchange.supervisor.close_shell(exchange.session_id, exchange.params["name"])
+    await exchange.answer(json_answer({"ok": True}))

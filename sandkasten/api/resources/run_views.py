@@ -11,9 +11,9 @@ import trio
 from sandkasten.api.http.json import scrub
 from sandkasten.api.resources.schemas import OutputFormat
 from sandkasten.api.resources.text import OutputText
+from sandkasten.log import rfc3339, rfc3339_or_none
 from sandkasten.model import Cause, ExecEnd, ExecInfo, ExecResult, ShellInfo
 from sandkasten.model.errors import CommandTimeout
-from sandkasten.timestamps import rfc3339, rfc3339_or_none
 
 SLICE_BYTES = 64 * 1024
 """How much output is turned into text before other tasks get a turn."""

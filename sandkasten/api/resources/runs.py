@@ -12,10 +12,9 @@ import attrs
 
 from sandkasten.api.http.errors import json_answer
 from sandkasten.api.http.exchange import Exchange
-from sandkasten.api.resources.run_events import RunEvents
+from sandkasten.api.resources.run_events import Position, RunEvents, Transcript
 from sandkasten.api.resources.run_views import end_view, is_timeout_error, output_view, timeout_error
 from sandkasten.api.resources.schemas import ExecRequest, bad_fields, parse
-from sandkasten.api.resources.transcript import Position, Transcript
 from sandkasten.model import ExecSpec, OnDisconnect
 from sandkasten.model.run import make_exec_id
 

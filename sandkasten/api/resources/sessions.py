@@ -14,12 +14,12 @@ from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import scrub
 from sandkasten.api.http.key_scope import owned_patch, owned_query, owned_spec, within_reach
 from sandkasten.api.resources import schemas
-from sandkasten.api.resources.query import bad_query, query_integer
+from sandkasten.api.resources.fields import bad_query, query_integer
+from sandkasten.log import rfc3339, rfc3339_or_none
 from sandkasten.model import FOREVER_S, Pause, Session, SessionPatch, Status
 from sandkasten.model.lifecycle import LIVE
 from sandkasten.model.listing import LabelSelector, Place, SessionQuery, parse_cursor
 from sandkasten.model.node import Part, Unavailable
-from sandkasten.timestamps import rfc3339, rfc3339_or_none
 
 MAX_LIST = 10_000
 DEFAULT_LIST = 1000

@@ -3,11 +3,21 @@
 A channel that has no credit stops reading its run, which stops the run's pipe and nothing else. Input is fed in
 `ws_input.py`, orders are carried out in `ws_orders.py`; both are over when the channel is. Knows no other channel and
 no socket.
+
+The input of one run: what a client has sent waits here, as much as was granted, until the run reads it.
+
+Nothing of it outlives `stop`. Knows no message.
+
+The orders that a client gives to one run: signals and sizes one after the other, cancellations beside them.
+
+A cancellation lasts until the run has ended, so it holds up no other order: a second one (`now`) or a signal comes
+through while the first still gives the run time. Bounded; nothing of it outlives `settle`. Knows no message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 
 import trio
@@ -17,6 +27,7 @@ from sandkasten.api.resources.run_views import end_view, timeout_error
 from sandkasten.api.websocket.exec_messages import (
     DEFAULT_CREDIT_BYTES,
     DEFAULT_FRAME_BYTES,
+    STDIN_CREDIT_BYTES,
     Attach,
     Cancel,
     Detached,
@@ -31,11 +42,203 @@ from sandkasten.api.websocket.exec_messages import (
 )
 from sandkasten.api.websocket.fields import MAX_CREDIT_BYTES
 from sandkasten.api.websocket.outbox import Lane, Outbox
-from sandkasten.api.websocket.ws_input import InputFeeder
-from sandkasten.api.websocket.ws_orders import Order, Orders
 from sandkasten.model import Cause, Output
-from sandkasten.model.errors import InvalidRequest, SandkastenError
+from sandkasten.model.errors import ExecEnded, ExecNotFound, InvalidRequest, Overloaded, SandkastenError
 from sandkasten.supervisor import ExecStream
+
+PIECE_BYTES = 64 * 1024
+
+GRANT_BYTES = STDIN_CREDIT_BYTES // 4
+"""Input is granted anew in pieces of at least this size."""
+
+
+class InputFeeder:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        nursery: trio.Nursery,
+        *,
+        grant: Callable[[int], None],
+        refuse: Callable[[SandkastenError], None],
+    ) -> None:
+        """`grant` is told how many bytes more may come; `refuse`, once, why the run takes none."""
+        self._nursery = nursery
+        self._tell_grant = grant
+        self._tell_refusal = refuse
+        self._run: ExecStream | None = None
+        self._waiting = bytearray()
+        self._news = trio.lowlevel.ParkingLot()
+        self._granted_bytes = STDIN_CREDIT_BYTES
+        self._read_bytes = 0
+        """What was read and is not granted anew yet."""
+        self._is_closed = False
+        self._is_end_waiting = False
+        self._is_feeding = False
+        self._is_refused = False
+        self._is_stopped = False
+        self._scope = trio.CancelScope()
+
+    def open(self, run: ExecStream) -> None:
+        """Begin to hand on; what came before has waited."""
+        self._run = run
+        self._wake()
+
+    def add(self, data: bytes) -> None:
+        """Take bytes; those behind the end are refused. Raises `InvalidRequest` when it is more than was granted."""
+        if self._is_stopped:
+            return
+        if self._is_closed:
+            self._refuse(InvalidRequest("the input was closed", stdin="was closed"))
+            return
+        if len(data) > self._granted_bytes:
+            raise InvalidRequest("more input than was granted", granted_bytes=self._granted_bytes)
+        self._granted_bytes -= len(data)
+        self._waiting += data
+        self._wake()
+
+    def close(self) -> None:
+        """End the run's input behind what was sent."""
+        if not self._is_closed:
+            self._is_closed = self._is_end_waiting = True
+            self._wake()
+
+    def stop(self) -> None:
+        """Drop what waits: nothing is handed on, granted or refused any more."""
+        self._is_stopped = True
+        self._waiting.clear()
+        self._scope.cancel()
+
+    def _wake(self) -> None:
+        if self._run is None or self._is_stopped:
+            return
+        if not self._is_feeding and (self._waiting or self._is_end_waiting):
+            self._is_feeding = True
+            self._nursery.start_soon(self._feed, self._run)
+        self._news.unpark()
+
+    async def _feed(self, run: ExecStream) -> None:
+        with self._scope:
+            while not self._is_stopped:
+                try:
+                    if self._waiting:
+                        await self._feed_piece(run)
+                    elif self._is_end_waiting:
+                        self._is_end_waiting = False
+                        await run.close_stdin()
+                    else:
+                        await self._news.park()
+                except ExecEnded:
+                    return  # the end is on its way
+                except SandkastenError as error:
+                    self._refuse(error)
+
+    async def _feed_piece(self, run: ExecStream) -> None:
+        piece = bytes(self._waiting[:PIECE_BYTES])
+        del self._waiting[:PIECE_BYTES]
+        try:
+            await run.send_stdin(piece)
+        finally:
+            self._grant(len(piece))
+
+    def _grant(self, size: int) -> None:
+        self._read_bytes += size
+        if self._read_bytes >= GRANT_BYTES and not self._is_stopped:
+            self._granted_bytes += self._read_bytes
+            self._tell_grant(self._read_bytes)
+            self._read_bytes = 0
+
+    def _refuse(self, error: SandkastenError) -> None:
+        if not self._is_refused and not self._is_stopped:
+            self._is_refused = True
+            self._tell_refusal(error)
+
+
+MAX_ORDERS = 32
+"""Orders to one run that are not carried out yet."""
+
+UNKNOWN_S = 0.02
+"""How often an order for a run that is being started is tried."""
+
+LAST_ORDERS_S = 1.0
+"""How long orders may take that were given before the channel's end."""
+
+Order = Callable[[], Awaitable[object]]
+_Queue = deque[tuple[str, Order]]
+
+
+class Orders:
+    """See the module's docstring. `known` is set once the supervisor knows the run, or never will."""
+
+    def __init__(
+        self, nursery: trio.Nursery, known: trio.Event, *, refuse: Callable[[SandkastenError, str], None]
+    ) -> None:
+        """`refuse(error, kind)` is called for an order that was not carried out."""
+        self._nursery = nursery
+        self._known = known
+        self._refuse = refuse
+        self._queue: _Queue = deque()
+        self._scopes: set[trio.CancelScope] = set()
+        self._pending = 0
+        self._done = trio.lowlevel.ParkingLot()
+        self._is_stopped = False
+
+    def add(self, kind: str, order: Order, *, lasts: bool = False) -> bool:
+        """Have something done to the run, behind what was ordered before, or, if it `lasts`, beside that.
+
+        Never waits. Returns whether it was taken.
+        """
+        if self._pending >= MAX_ORDERS:
+            self._refuse(Overloaded("too many orders wait"), kind)
+            return False
+        self._pending += 1
+        queue: _Queue = deque() if lasts else self._queue
+        queue.append((kind, order))
+        if len(queue) == 1:  # what is being carried out is still in it
+            self._nursery.start_soon(self._obey_all, queue)
+        return True
+
+    async def settle(self) -> None:
+        """Let what was ordered be done, within `LAST_ORDERS_S`, and leave the rest; nothing is refused any more."""
+        with trio.move_on_after(LAST_ORDERS_S):
+            while self._pending:
+                await self._done.park()
+        self._is_stopped = True
+        for scope in self._scopes:
+            scope.cancel()
+
+    async def _obey_all(self, queue: _Queue) -> None:
+        if self._is_stopped:
+            return
+        with trio.CancelScope() as scope:
+            self._scopes.add(scope)
+            while queue:
+                kind, order = queue[0]
+                try:
+                    await self._obey(order)
+                except SandkastenError as error:
+                    self._tell(error, kind)
+                queue.popleft()
+                self._pending -= 1
+                self._done.unpark_all()
+        self._scopes.discard(scope)
+
+    async def _obey(self, order: Order) -> None:
+        """Carry out an order that may come before the supervisor has heard of the run."""
+        while True:
+            try:
+                await order()
+                return
+            except ExecNotFound:
+                if self._known.is_set():
+                    raise
+            with trio.move_on_after(UNKNOWN_S):
+                await self._known.wait()
+
+    def _tell(self, error: SandkastenError, kind: str) -> None:
+        if not self._is_stopped:
+            self._refuse(error, kind)
+
 
 Opener = AbstractAsyncContextManager[ExecStream]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import trio
 
 from sandkasten.api.http.key_scope import EventFilter
-from sandkasten.api.http.ws_frames import CloseCode
+from sandkasten.api.http.websocket import CloseCode
 from sandkasten.api.resources.events import Follower, event_view, parse_types, to_json
 from sandkasten.api.websocket.handshake import WebSocketExchange
 from sandkasten.model import Event

@@ -16,8 +16,8 @@ import trio
 
 from sandkasten.api.http.connection import ClientGone
 from sandkasten.api.http.errors import error_body
-from sandkasten.api.http.ws_frames import CloseCode
-from sandkasten.api.websocket.channel import Channel, Opener
+from sandkasten.api.http.websocket import CloseCode
+from sandkasten.api.websocket.channel import Channel, Opener, Order
 from sandkasten.api.websocket.exec_messages import (
     LIMITS,
     MAX_CHANNELS,
@@ -40,7 +40,6 @@ from sandkasten.api.websocket.exec_messages import (
 from sandkasten.api.websocket.fields import Ping, Pong, Refused, reason_of
 from sandkasten.api.websocket.handshake import WebSocketExchange
 from sandkasten.api.websocket.outbox import Outbox
-from sandkasten.api.websocket.ws_orders import Order
 from sandkasten.model import OnDisconnect, TerminalSize
 from sandkasten.model.errors import Capacity, Conflict, ExecNotFound, SandkastenError, SessionExpired
 from sandkasten.model.lifecycle import LIVE

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import attrs
 
-from sandkasten.api.http.ws_frames import Opcode, encode_frame
+from sandkasten.api.http.websocket import Opcode, encode_frame
 from sandkasten.api.resources.fields import Cells, ExecId, SignalNumber
 from sandkasten.api.resources.run_views import end_view
 from sandkasten.api.resources.schemas import ExecRequest, bad_fields

@@ -12,7 +12,7 @@ import attrs
 import orjson
 
 from sandkasten.api.http.json import encode_json
-from sandkasten.api.http.ws_frames import Opcode, encode_frame
+from sandkasten.api.http.websocket import Opcode, encode_frame
 from sandkasten.api.resources.fields import make_converter
 from sandkasten.api.resources.schemas import structure
 from sandkasten.model.errors import InvalidRequest, SandkastenError

@@ -16,15 +16,13 @@ import trio
 
 from sandkasten import logcontext
 from sandkasten.admission.quotas import KeyShares
-from sandkasten.api.http.access import OPEN, Needs, admit
-from sandkasten.api.http.auth import Gate
+from sandkasten.api.http.auth import OPEN, Gate, Needs, Refusals, admit
 from sandkasten.api.http.errors import STATUS, error_body
 from sandkasten.api.http.exchange import parse_query
 from sandkasten.api.http.guard import Message, Receive, Scope, Send
 from sandkasten.api.http.json import encode_json
-from sandkasten.api.http.refusals import Refusals
 from sandkasten.api.http.settings import ApiSettings
-from sandkasten.api.http.ws_frames import CloseCode, Opcode, encode_frame
+from sandkasten.api.http.websocket import CloseCode, Opcode, encode_frame
 from sandkasten.model import SESSION_ID, errors
 from sandkasten.model.errors import SandkastenError
 from sandkasten.model.keys import NOBODY, ApiKey

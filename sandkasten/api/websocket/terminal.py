@@ -13,7 +13,7 @@ import trio
 
 from sandkasten.api.http.connection import ClientGone
 from sandkasten.api.http.errors import error_body
-from sandkasten.api.http.ws_frames import CloseCode, Opcode, encode_frame
+from sandkasten.api.http.websocket import CloseCode, Opcode, encode_frame
 from sandkasten.api.websocket.fields import KIB, Ping, Pong, Refused, reason_of
 from sandkasten.api.websocket.handshake import WebSocketExchange, close_code
 from sandkasten.api.websocket.outbox import Lane, Outbox
