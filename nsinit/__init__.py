@@ -1,0 +1,6 @@
+"""The fork server: the privileged process that makes and removes sandboxes for the daemon. Standard library only.
+
+Single-threaded, holds no secret, and trusts neither the daemon nor any byte of a sandbox. `wire` is the contract with
+the daemon, `sandbox/build.py` the order in which a sandbox is built, `server` the process itself. Packages in order,
+each importing those before it: `kernel`, `wire`, `cgroup`, `storage`, `sandbox`, `helpers`, `server`, `tools`.
+"""

@@ -1,0 +1,4 @@
+"""The fork server's own process: one connection to the daemon, one thread, requests carried out as jobs.
+
+Imports every other package but `tools`. Begin with `server.py`, then `sessions.py`.
+"""

@@ -1,7 +1,7 @@
 """The system calls PID 1 needs and the standard library has not, as one protocol. Pure declaration: no I/O, no ctypes.
 
-`nsinit` implements it on its own bindings and hands the object to `runner.server.main.run`, so that the code which lives next
-to hostile programs never loads a library.
+`nsinit` implements it on its own bindings and hands the object to `runner.server.main.run`, so that the code which
+lives next to hostile programs never loads a library.
 
 Sources: credentials(7), setfsuid(2), capset(2), PR_SET_CHILD_SUBREAPER(2const), openat2(2),
 close_range(2), clone(2) CLONE_INTO_CGROUP.

@@ -13,7 +13,8 @@ Making a shell leave the command it runs, as Ctrl-C would.
 
 It must not end a shell that does not obey: that is the ladder's, when somebody wants the command ended.
 
-Sources: signal(7) (which signals end a process by default); `runner.shell.command_driver` says when the shell misses one request.
+Sources: signal(7) (which signals end a process by default); `runner.shell.command_driver` says when the shell misses
+one request.
 """
 
 from __future__ import annotations

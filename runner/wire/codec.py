@@ -4,8 +4,8 @@ Owns the one rule for turning a message into JSON and back: every field present 
 class, every field without a default must be present, and every value must have exactly the annotated type (a bool is
 not an int, an int is not a float). It rejects and never repairs. It does no I/O.
 
-Both wire contracts (`runner.wire.protocol`, `nsinit.wire.protocol`) stand on it; it lives in the lowest trust domain so that all
-may import it. Stdlib only: PID 1 of every sandbox carries this module in memory.
+Both wire contracts (`runner.wire.protocol`, `nsinit.wire.protocol`) stand on it; it lives in the lowest trust domain so
+that all may import it. Stdlib only: PID 1 of every sandbox carries this module in memory.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ could be made out of it. Blocking. Sources: open(2) O_NOFOLLOW; rename(2); flock
 
 The API keys in force, and who is using them: finds a key by its token, and ends what goes on with one that is over.
 
-In memory alone; `keyfile.py` has the file, `actors/services/keys.py` brings changes of it here. Whoever is served on a key does
-so within a `KeyUse`, which ends when the key is revoked, changed to give less, or expires. Logs nothing of a token.
+In memory alone; `keyfile.py` has the file, `actors/services/keys.py` brings changes of it here. Whoever is served on a
+key does so within a `KeyUse`, which ends when the key is revoked, changed to give less, or expires. Logs nothing of a
+token.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ Documentation/accounting/psi.rst; Documentation/scheduler/sched-stats.rst, "/pro
 
 Reads what the groups of one session say: the CPU time of each, and how many processes are in it.
 
-A group is a cgroup below the session's, one for each program and named shell (`nsinit/cgroup/groups.py`). It has no controller
-of its own, but in a v2 hierarchy, mounted alone or beside v1, the kernel keeps its CPU time all the same; v1 does not.
-One file of each group that is asked for stays open until it is forgotten. Never writes, never raises.
+A group is a cgroup below the session's, one for each program and named shell (`nsinit/cgroup/groups.py`). It has no
+controller of its own, but in a v2 hierarchy, mounted alone or beside v1, the kernel keeps its CPU time all the same; v1
+does not. One file of each group that is asked for stays open until it is forgotten. Never writes, never raises.
 
 Sources: Documentation/admin-guide/cgroup-v2.rst, "cpu.stat" (there whether the controller is enabled or not).
 

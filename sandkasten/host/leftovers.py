@@ -1,7 +1,8 @@
 """Looks from outside at what there is of a data directory's sessions and at leftovers, without touching it, as root.
 
-The looking is `nsinit/tools/look.py`'s, a program of its own; here is how it is asked, who is at work in the directory, and
-how a process gets where the sessions' cgroups are: an nsinit that is started elsewhere would not find them. Blocking.
+The looking is `nsinit/tools/look.py`'s, a program of its own; here is how it is asked, who is at work in the directory,
+and how a process gets where the sessions' cgroups are: an nsinit that is started elsewhere would not find them.
+Blocking.
 
 Sources: proc_locks(5); cgroups(7), "cgroup.procs"; cgroup-v2.rst, "No Internal Process Constraint" (EBUSY).
 """

@@ -1,7 +1,7 @@
 """Every path under the data directory that the daemon uses, in one place. Does no I/O.
 
-nsinit builds its own paths from the same layout (`nsinit/storage/paths.py`); what only nsinit touches (session overlays,
-workspaces, trash) is not named here, so the daemon can't reach it by accident.
+nsinit builds its own paths from the same layout (`nsinit/storage/paths.py`); what only nsinit touches (session
+overlays, workspaces, trash) is not named here, so the daemon can't reach it by accident.
 
 Which boot of the machine this is. A pid and a start time mean a process only within one boot.
 

@@ -1,7 +1,8 @@
 """Import an image from a tar archive: unpack it in a jail, look it over, give it its name.
 
-Never parses the archive itself: nsinit has that done in a process that sees only the new image (`nsinit/tools/unpack.py`),
-and bounds what that answers. A failed import leaves nothing. Blocking: call it from a thread.
+Never parses the archive itself: nsinit has that done in a process that sees only the new image
+(`nsinit/tools/unpack.py`), and bounds what that answers. A failed import leaves nothing. Blocking: call it from a
+thread.
 
 Has an archive unpacked by an nsinit of our own, which lives for that: beside a running daemon's, or without one.
 

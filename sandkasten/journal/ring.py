@@ -1,8 +1,8 @@
 """The journal of events in memory: numbers them, keeps the newest, and says what is not written yet and who waits.
 
 `emit` is called on the way of every command: it does a bounded, small amount of work, waits for nothing and never
-refuses. What leaves memory must have been written by then (`actors/services/events.py` does that); if the database refused for
-too long, the *floor* rises: nobody can read on from below it. Owns no task and does no I/O.
+refuses. What leaves memory must have been written by then (`actors/services/events.py` does that); if the database
+refused for too long, the *floor* rises: nobody can read on from below it. Owns no task and does no I/O.
 
 A cursor is `EPOCH-NUMBER` in fixed-width hexadecimal, ordered as text. Each start of the daemon has an epoch of its
 own, so a cursor never comes again, whatever was lost with the last process.

@@ -1,13 +1,13 @@
 """The daemon's end of the connection to nsinit: sends requests, pairs answers by `seq`.
 
-Speaks `nsinit.wire.protocol` over `AF_UNIX SOCK_SEQPACKET`; descriptors arrive by SCM_RIGHTS and are owned by whoever gets
-the answer. Where the process comes from is `nsinit_process.py`. Sources: unix(7).
+Speaks `nsinit.wire.protocol` over `AF_UNIX SOCK_SEQPACKET`; descriptors arrive by SCM_RIGHTS and are owned by whoever
+gets the answer. Where the process comes from is `nsinit_process.py`. Sources: unix(7).
 
 How the daemon comes by an nsinit: as its own child, from its keeper, or at a socket of a service apart.
 
 Each way is a `StartNsinit`; what it returns is the daemon's end of the connection and what can be done about the
-process. Nothing here restarts anything (`actors/services/nsinit.py` does) or speaks to nsinit (`zygote_link.py` does). nsinit
-stays free of secrets whichever way: an empty environment, no descriptor but /dev/null, its log and its socket.
+process. Nothing here restarts anything (`actors/services/nsinit.py` does) or speaks to nsinit (`zygote_link.py` does).
+nsinit stays free of secrets whichever way: an empty environment, no descriptor but /dev/null, its log and its socket.
 
 Sources: unix(7), posix_spawn(3), pidfd_open(2); nsinit/tools/launcher.py.
 

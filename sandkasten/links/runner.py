@@ -1,10 +1,10 @@
 """The daemon's end of the connections to one sandbox's PID 1: `runner.wire.protocol` on trio.
 
-Owns a directory descriptor (so that a long data directory never meets the 108-byte limit of socket addresses) and a
-few idle connections. One request runs on one connection at a time; a connection whose request did not end cleanly is
-closed, which cancels the request in the sandbox, unless it is a run that is kept there (`runner.wire.protocol`). Every byte
-received is hostile: anything that is no message of the contract raises `RunnerProtocolError` and the caller ends the
-session.
+Owns a directory descriptor (so that a long data directory never meets the 108-byte limit of socket addresses) and a few
+idle connections. One request runs on one connection at a time; a connection whose request did not end cleanly is
+closed, which cancels the request in the sandbox, unless it is a run that is kept there (`runner.wire.protocol`). Every
+byte received is hostile: anything that is no message of the contract raises `RunnerProtocolError` and the caller ends
+the session.
 
 Sources: unix(7), proc(5) on /proc/self/fd.
 """

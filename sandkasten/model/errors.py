@@ -1,7 +1,8 @@
 """The error taxonomy: one base, families by whose doing it is, one leaf per thing a caller can react to.
 
-Knows no HTTP: `api/http/errors.py` maps leaves to status codes in one table. `details` is public: it goes to the client as
-it is, so it never holds a host path, a traceback or a secret. Unmapped exceptions are bugs, not members of this tree.
+Knows no HTTP: `api/http/errors.py` maps leaves to status codes in one table. `details` is public: it goes to the client
+as it is, so it never holds a host path, a traceback or a secret. Unmapped exceptions are bugs, not members of this
+tree.
 """
 
 from __future__ import annotations

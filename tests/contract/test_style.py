@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("sandkasten", "nsinit", "runner", "tests", "bench")
-MAX_LINES = 500
+MAX_LINES = 800
 
 ASYNC_RULES = ",".join(
     f"ASYNC{number}"
