@@ -306,7 +306,7 @@ class SessionActor(Actor):
         self._link = link
         self._own.change(cwd=hello.cwd)
         self._work.runs.shells.adopt(hello)
-        self._work.runs.keeping.gives_tickets = hello.version >= runner_protocol.KEPT_RUNS_VERSION
+        self._work.runs.persistence.note_version(gives_tickets=hello.version >= runner_protocol.KEPT_RUNS_VERSION)
 
     async def resume_runs(self) -> None:
         await self._work.adoption.resume()

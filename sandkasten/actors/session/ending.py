@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 import trio
 
-from sandkasten.actors.runs.host import Host
+from sandkasten.actors.runs.session_services import SessionServices
 from sandkasten.actors.services import nsinit_messages as zygote_actor
 from sandkasten.actors.session.record import LiveRecord
 from sandkasten.actors.session.setup import Services
@@ -40,7 +40,7 @@ EXPIRIES = {
 
 
 async def end_session(
-    host: Host,
+    host: SessionServices,
     own: LiveRecord,
     watch: SandboxWatch,
     services: Services,

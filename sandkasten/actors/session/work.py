@@ -15,7 +15,8 @@ from sandkasten.actors.runs.adoption import RunAdoption
 from sandkasten.actors.runs.persistence import Keep
 from sandkasten.actors.runs.ports import Ports
 from sandkasten.actors.runs.run import Hold, Joined
-from sandkasten.actors.runs.runs import Host, Runs
+from sandkasten.actors.runs.runs import Runs
+from sandkasten.actors.runs.session_services import SessionServices
 from sandkasten.actors.runs.terminals import Terminals
 from sandkasten.actors.session.messages import (
     Attend,
@@ -46,7 +47,7 @@ _MAX_LOANS = 32
 _MAX_ATTENDANTS = 1024
 
 
-class WorkHost(Host, Protocol):
+class WorkHost(SessionServices, Protocol):
     """A session as its work sees it."""
 
     def defer(self, work: Callable[[*Ts], Awaitable[object]], *args: *Ts) -> Deferred: ...
@@ -87,7 +88,7 @@ class SessionWork:
             case ListShells():
                 return self.runs.shells.infos()
             case CloseShell(name):
-                return self._host.defer(self.runs.shells.close, name)
+                return self._host.defer(self._close_shell, name)
             case OpenTerminal(spec):
                 self.ports.ensure_watched()
                 return self._terminals.join(spec)
@@ -117,8 +118,11 @@ class SessionWork:
         """The session's actor ends. Nothing is kept of an ended session; of another one what the next daemon needs."""
         self._terminals.close()
         self._logs.close()
-        keeping = self.runs.keeping
-        await (keeping.destroy() if has_ended else keeping.write())
+        persistence = self.runs.persistence
+        await (persistence.destroy() if has_ended else persistence.write())
+
+    async def _close_shell(self, name: str) -> None:
+        self._terminals.close_view(await self.runs.shells.close(name))
 
     def _open_run(self, hold: Hold) -> None:
         self.ports.ensure_watched()

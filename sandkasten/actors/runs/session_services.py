@@ -15,7 +15,7 @@ A = TypeVar("A")
 Ts = TypeVarTuple("Ts")
 
 
-class Host(Protocol):
+class SessionServices(Protocol):
     """What a session offers to what works in it."""
 
     @property
