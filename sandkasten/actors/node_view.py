@@ -38,7 +38,7 @@ from sandkasten.model import LIMIT_BOUNDS, Session, Status
 from sandkasten.model.lifecycle import LIVE
 from sandkasten.model.measures import Family, Sample, gauge, single
 from sandkasten.model.node import Amounts, Machine, NodeCapacity, System
-from sandkasten.output.spool import Spool
+from sandkasten.output.store import OutputStore
 
 
 def describe_system(config: Config, machine: Machine, ready: protocol.Ready) -> System:
@@ -154,7 +154,7 @@ class Observed:
     metrics: Metrics
     directory: SessionDirectory
     journal: Journal
-    spool: Spool
+    spool: OutputStore
     parts: Sequence[Ref]
     zygote: Ref
     data_dir: Path

@@ -3,7 +3,7 @@
     supervisor     one_for_one; children start in this order and stop in reverse
     ├── store      the one SQLite writer
     ├── events     the journal's way to disk
-    ├── spool      output that is kept for a while
+    ├── spool      output and records of runs
     ├── zygote     the one connection to nsinit
     ├── images     the image store
     ├── workspaces who has which, and their files without a session
@@ -69,14 +69,12 @@ from sandkasten.model.errors import Capacity, KeeperGone, SandkastenError, Sessi
 from sandkasten.model.lifecycle import LIVE, ended_error
 from sandkasten.model.listing import SessionPage, SessionQuery
 from sandkasten.model.node import Machine
-from sandkasten.output.run_archive import RunArchive
-from sandkasten.output.spool import Spool
+from sandkasten.output.store import OutputStore
 
 log = logging.getLogger(__name__)
 
 _MATCHERS = 2
 _OBSERVERS = 2
-_SPOOL_STOP_S = 5.0
 
 
 class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
@@ -107,8 +105,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
             workspaces=self._workspaces,
             directory=directory,
             journal=Journal(),
-            spool=Spool.configured(spool_dir, config.runs),
-            archive=RunArchive.configured(spool_dir, config.runs),
+            output=OutputStore.configured(spool_dir, config.runs),
             metrics=Metrics(),
             shares=KeyShares(KeyRing(), runs_of=directory.runs_of),
             crash=Crash(config.testing.crash_at),
@@ -157,16 +154,14 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
 
     async def _start_spool(self, *, task_status: trio.TaskStatus[None]) -> None:
         if not self._is_spool_open:  # a restart after a bug keeps what there is
-            await self._shared.spool.open()
             live = {each.session.id for each in await self._store.ask_again(store.LiveSessions())}
-            await trio.to_thread.run_sync(self._shared.archive.open, live)
+            await self._shared.output.open(live)
             self._is_spool_open = True
         task_status.started()
         try:
-            await self._shared.spool.run()
+            await self._shared.output.run()
         except trio.Cancelled:
-            with trio.move_on_after(_SPOOL_STOP_S, shield=True):
-                await self._shared.spool.close()
+            self._shared.output.close()
             raise
 
     async def _start_zygote(self, *, task_status: trio.TaskStatus[Ref]) -> None:

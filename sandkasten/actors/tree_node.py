@@ -111,7 +111,7 @@ class WorkOfNode:
             metrics=self._shared.metrics,
             directory=self._shared.directory,
             journal=self._shared.journal,
-            spool=self._shared.spool,
+            spool=self._shared.output,
             parts=(self._store, self._writer, self._zygote, self._images, self._sessions, self._reaper),
             zygote=self._zygote,
             data_dir=self._config.data_dir,

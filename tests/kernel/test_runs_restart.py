@@ -25,9 +25,9 @@ from sandkasten.model import (
     TerminalSpec,
 )
 from sandkasten.model.errors import ExecGone, ExecNotFound, ShuttingDown
-from sandkasten.output.run_records import Seal, facts_to_json
+from sandkasten.output.records import Seal, facts_to_json
 from sandkasten.security.attacks.runner import impostor
-from tests.unit.test_run_archive import FACTS
+from tests.unit.test_output_disk import FACTS
 from tests.waiting import until
 
 WAITING = ExecSpec("echo one; until [ -e /tmp/go ]; do sleep 0.02; done; echo two; exit 4", exec_id="waiting")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from sandkasten.output.spool_files import SpoolFile, list_spool, remove_spool_files, session_of
+from sandkasten.output.disk import SpoolFile, list_spool, remove_spool_files, session_of
 
 ID = "a" * 24
 RUNS = f"{ID}.00000001.runs"

@@ -34,7 +34,7 @@ from sandkasten.actors.services.shared import Shared
 from sandkasten.host.paths import DataPaths
 from sandkasten.model import EventType
 from sandkasten.model.errors import SandkastenError
-from sandkasten.output.spool_files import SpoolFile, list_spool, remove_spool_files, session_of
+from sandkasten.output.disk import SpoolFile, list_spool, remove_spool_files, session_of
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Inventory:
     def __init__(self, data_dir: Path, boot_id: str, shared: Shared) -> None:
         self._data_dir, self._boot_id = data_dir, boot_id
         self._store, self._zygote, self._directory = shared.store, shared.zygote, shared.directory
-        self._journal, self._spool = shared.journal, shared.spool
+        self._journal, self._output = shared.journal, shared.output
         self._seen: Sightings = frozenset()
         self.found: Counter[str] = Counter()
         self.removed: Counter[str] = Counter()
@@ -88,7 +88,7 @@ class Inventory:
         except OSError as error:
             log.error("leftovers_not_looked_for", extra={"error": str(error)})
             return []
-        return [each for each in files if not self._spool.uses(each.name)]
+        return [each for each in files if not self._output.uses(each.name)]
 
     def _tell(self, leftover: Leftover) -> None:
         self.found[leftover.kind] += 1

@@ -20,7 +20,7 @@ import attrs
 from nsinit.wire.protocol import Found, Stray
 from sandkasten.model import EndReason, Status
 from sandkasten.model.lifecycle import Event
-from sandkasten.output.spool_files import SpoolFile
+from sandkasten.output.disk import SpoolFile
 from sandkasten.store.sessions import SessionRecord
 
 HOST_REBOOT = "the machine was restarted"

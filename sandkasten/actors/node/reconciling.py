@@ -48,7 +48,7 @@ class Reconciling:
     def __init__(self, host: Host, shared: Shared, *, inventory: Inventory, removal: Removal) -> None:
         self._host = host
         self._store, self._zygote, self._workspaces = shared.store, shared.zygote, shared.workspaces
-        self._directory, self._journal, self._archive = shared.directory, shared.journal, shared.archive
+        self._directory, self._journal, self._output = shared.directory, shared.journal, shared.output
         self._inventory, self._removal = inventory, removal
         self.ends = trio.CapacityLimiter(_CONCURRENT_ENDS)
 
@@ -136,7 +136,7 @@ class Reconciling:
                     record, session=session, ending=event, ended_at=datetime.now(UTC), idempotency_key=key
                 )
                 await store_actor.put_or_keep(self._store, self._directory.unwritten, ended)
-                await trio.to_thread.run_sync(self._archive.session(session.id).discard)
+                await self._output.discard(session.id)
                 release_soon(self._workspaces, session.workspace_id)
                 why = {"reason": session.reason, "end_reason": session.end_reason}
                 self._journal.emit(ENDINGS[session.status], session.id, **why)

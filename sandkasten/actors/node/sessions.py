@@ -129,10 +129,6 @@ def _require_same(before: str, digest: str) -> None:
 
 log = logging.getLogger(__name__)
 
-_RUN_WRITERS = 2
-"""Threads that write down runs, of all sessions."""
-_RECOVERING = 4
-
 Ts = TypeVarTuple("Ts")
 
 CONCURRENT_EXPIRIES = 8
@@ -282,8 +278,6 @@ class Sessions(Actor):
                 kill_ms=runs.kill_grace_ms,
             ),
             run_key=self._node.run_key,
-            writing=trio.CapacityLimiter(_RUN_WRITERS),
-            recovering=trio.CapacityLimiter(_RECOVERING),
             disk=self._config.disk,
             budget=self._budget,
             expiries=trio.CapacityLimiter(CONCURRENT_EXPIRIES),

@@ -40,7 +40,7 @@ from sandkasten.model.errors import (
     ShellBusy,
     ShuttingDown,
 )
-from sandkasten.output.spool import RunLogs
+from sandkasten.output.store import SessionOutput
 
 _BEGINNINGS = {
     ExecKind.COMMAND: EventType.EXEC_STARTED,
@@ -113,24 +113,25 @@ class Runs(RunObserver):
         *,
         zygote: Ref,
         stats: CgroupStats,
-        logs: RunLogs,
+        output: SessionOutput,
         queue_length: int,
         metrics: Metrics,
         keep: Keep,
     ) -> None:
         self._host = host
-        self._logs = logs
+        self._output = output
         self._queue_length = queue_length
         self._known: OrderedDict[str, Run] = OrderedDict()
-        self.ids = ExecIds(keep.max_exec_ids)
+        self.ids = ExecIds(output, keep.max_exec_ids)
         self._active: dict[str, Run] = {}
         self.cgroups = RunCgroups(zygote, host.session_id, stats.groups)
         self.shells = Shells(host, self.cgroups)
         self.persistence = RunPersistence(
             host,
             keep,
-            known=self._known.values,
-            ids=self.ids,
+            output,
+            find=self._known.get,
+            active=self._active.values(),
             readings_of=lambda run: self.accounts.readings_of(run),
         )
         self.accounts = Accounts(
@@ -141,7 +142,7 @@ class Runs(RunObserver):
             note_change=self.persistence.changed,
         )
         self._observers: tuple[RunObserver, ...] = (self.accounts, self.persistence, self)
-        logs.when_gone(self._forget)
+        output.when_gone(self._forget)
         self._metrics = metrics
         metrics.queues.add(self)
 
@@ -191,7 +192,7 @@ class Runs(RunObserver):
 
     def _take(self, run: Run) -> None:
         """Make a run one of this session; it waits or runs unless it has ended."""
-        log = self._logs.open(run.exec_id)
+        log = self._output.open(run.exec_id)
         observers = () if run.has_ended else self._observers
         run.join(log, observers, cancel=self._request_cancel, wake=self._host.wake)
         self._known[run.exec_id] = run
@@ -238,7 +239,7 @@ class Runs(RunObserver):
 
     def recovered(self, run: Run) -> None:
         """The log of an ended run holds again what is kept of it."""
-        self._logs.retire(run.exec_id, text_bytes=text_bytes(run))
+        self._output.retire(run.exec_id, text_bytes=text_bytes(run))
 
     def give_up(self, run: Run) -> None:
         """It ran when its daemon ended, and is not found again."""
@@ -300,7 +301,6 @@ class Runs(RunObserver):
     def _forget(self, exec_id: str) -> None:
         """Its output is not kept any more: remember the id alone, so that it is not run again."""
         if self._known.pop(exec_id, None) is not None:
-            self.ids.note_gone(exec_id)
             self.persistence.forget(exec_id)
 
     # One run ----------------------------------------------------------------------------------------------------
@@ -393,9 +393,9 @@ class Runs(RunObserver):
         if run.end is None:  # refused: it may be tried again
             self.persistence.discard(run.exec_id)
             self._known.pop(run.exec_id, None)
-            self._logs.discard(run.exec_id)
+            self._output.discard(run.exec_id)
             return
-        self._logs.retire(run.exec_id, text_bytes=text_bytes(run))
+        self._output.retire(run.exec_id, text_bytes=text_bytes(run))
         self._measure(run, run.end)
         event, facts = ending(run, run.end)
         self._host.emit(event, **facts)

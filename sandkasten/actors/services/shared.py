@@ -13,8 +13,7 @@ from sandkasten.admission.quotas import KeyShares
 from sandkasten.counters.metrics import Metrics
 from sandkasten.crash import Crash
 from sandkasten.journal.ring import Journal
-from sandkasten.output.run_archive import RunArchive
-from sandkasten.output.spool import Spool
+from sandkasten.output.store import OutputStore
 
 
 @attrs.frozen(kw_only=True)
@@ -26,8 +25,7 @@ class Shared:
     workspaces: Ref
     directory: SessionDirectory
     journal: Journal
-    spool: Spool
-    archive: RunArchive
+    output: OutputStore
     metrics: Metrics
     shares: KeyShares
     crash: Crash

@@ -98,17 +98,17 @@ class SessionActor(Actor):
         self._create_ms: Mapping[str, float] = {}
         self._controls = trio.CapacityLimiter(_MAX_CONTROLS)
         self._watch = SandboxWatch(record.session.id, services.zygote, self._stats)
-        logs, keep = services.spool.session(record.session.id), services.keep(record.session.id)
+        output, keep = services.output.session(record.session.id), services.keep(record.session.id)
         runs = Runs(
             self,
             zygote=services.zygote,
             stats=self._stats,
-            logs=logs,
+            output=output,
             queue_length=services.shell_queue_length,
             metrics=services.metrics,
             keep=keep,
         )
-        self._work = SessionWork(self, runs, logs=logs, keep=keep)
+        self._work = SessionWork(self, runs, output=output, keep=keep)
         self._pausing = Pausing(self, self._own, zygote=services.zygote, lease=self._lease, work=self._work)
 
     @property

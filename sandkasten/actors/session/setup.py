@@ -15,7 +15,7 @@ from sandkasten.admission.budget import Budget
 from sandkasten.admission.plan import Resolved
 from sandkasten.config import Disk, Maximum
 from sandkasten.host.paths import DataPaths
-from sandkasten.output.run_records import Seal
+from sandkasten.output.records import Seal
 
 VESSEL = "vessel"
 """`acquire_detail` of a session that is made of a vessel."""
@@ -35,8 +35,6 @@ class Services(Shared):
     maximum: Maximum
     graces: runner_protocol.Graces
     run_key: bytes = attrs.field(repr=False)
-    writing: trio.CapacityLimiter
-    recovering: trio.CapacityLimiter
     disk: Disk
     budget: Budget
     expiries: trio.CapacityLimiter
@@ -45,11 +43,8 @@ class Services(Shared):
     def keep(self, session_id: str) -> Keep:
         """Return what keeps the runs of one session."""
         return Keep(
-            archive=self.archive.session(session_id),
             seal=Seal(self.run_key, session_id),
-            writing=self.writing,
-            recovering=self.recovering,
-            retention_s=self.spool.retention_s,
+            retention_s=self.output.retention_s,
             max_exec_ids=self.max_exec_ids,
         )
 

@@ -37,7 +37,7 @@ from sandkasten.actors.session.messages import (
 )
 from sandkasten.links.runner import RunnerLink
 from sandkasten.model.errors import Capacity
-from sandkasten.output.spool import RunLogs
+from sandkasten.output.store import SessionOutput
 
 Ts = TypeVarTuple("Ts")
 
@@ -56,15 +56,15 @@ class WorkHost(SessionServices, Protocol):
 class SessionWork:
     """See the module's docstring."""
 
-    def __init__(self, host: WorkHost, runs: Runs, *, logs: RunLogs, keep: Keep) -> None:
+    def __init__(self, host: WorkHost, runs: Runs, *, output: SessionOutput, keep: Keep) -> None:
         self._host = host
-        self._logs = logs
+        self._output = output
         self._loans = self._attendants = 0
         self._returned = trio.Event()
         self.runs = runs
         self.ports = Ports(host)
         self._terminals = Terminals(host, self.runs)
-        self.adoption = RunAdoption(host, self.runs, keep, on_terminal=self._terminals.adopt)
+        self.adoption = RunAdoption(host, self.runs, keep, output, on_terminal=self._terminals.adopt)
 
     def handle(self, message: Work) -> Any:  # each message names its answer
         match message:
@@ -112,14 +112,18 @@ class SessionWork:
     @property
     def kept_bytes(self) -> int:
         """What the output of the session's runs costs, in memory or on disk."""
-        return self._logs.bytes_used
+        return self._output.bytes_used
 
     async def close(self, *, has_ended: bool) -> None:
         """The session's actor ends. Nothing is kept of an ended session; of another one what the next daemon needs."""
         self._terminals.close()
-        self._logs.close()
-        persistence = self.runs.persistence
-        await (persistence.destroy() if has_ended else persistence.write())
+        if has_ended:
+            await self._output.destroy()
+            return
+        try:
+            await self.runs.persistence.write(is_last=True)
+        finally:
+            self._output.close()
 
     async def _close_shell(self, name: str) -> None:
         self._terminals.close_view(await self.runs.shells.close(name))

@@ -10,8 +10,9 @@ import trio
 import trio.testing
 
 from sandkasten.model import Stream
-from sandkasten.output.spool import OutputLog, RunLogs, Spool
-from tests.spools import (
+from sandkasten.output.log import OutputLog
+from sandkasten.output.store import OutputStore, SessionOutput
+from tests.stores import (
     KB,
     MB,
     PIECE,
@@ -29,9 +30,10 @@ from tests.spools import (
 from tests.waiting import until
 
 OUT = Stream.STDOUT
+SESSION = "a" * 24
 
 
-async def ended_with(logs: RunLogs, exec_id: str, data: bytes) -> None:
+async def ended_with(logs: SessionOutput, exec_id: str, data: bytes) -> None:
     await logs.open(exec_id).append(OUT, data)
     logs.retire(exec_id)
 
@@ -50,7 +52,7 @@ async def test_short_runs_touch_no_file(tmp_path: Path) -> None:
 async def test_ended_runs_go_to_disk_first_and_are_read_from_there(tmp_path: Path) -> None:
     """What memory has no room for is read back exactly, from any number and any offset."""
     async with open_spool(tmp_path, memory_bytes=4 * MB) as spool:
-        logs = spool.session("../evil\n/session")
+        logs = spool.session(SESSION)
         old = await ended(logs, "../../../../etc/passwd", pieces=40)
         running = logs.open("/dev/null")
         await fill(running, 40)
@@ -58,7 +60,7 @@ async def test_ended_runs_go_to_disk_first_and_are_read_from_there(tmp_path: Pat
         assert old.kept.memory_bytes < MB
         assert running.kept.memory_bytes > 40 * len(PIECE)
         assert spool.disk_bytes_used == disk_bytes(tmp_path) > MB
-        assert all(re.fullmatch(r"[0-9a-f]{16}\.spool", path.name) for path in files(tmp_path))
+        assert all(re.fullmatch(r"a{24}\.[0-9a-f]{8}\.runs", path.name) for path in files(tmp_path))
         assert [numbered_piece(number) for number in range(40)] == [piece.data async for piece in old.reader()]
         assert [numbered_piece(number) for number in range(7, 40)] == [
             piece.data async for piece in old.reader(after=7)
@@ -143,7 +145,7 @@ async def test_many_streams_at_once_share_the_memory(tmp_path: Path) -> None:
 
 async def test_a_writer_waits_for_the_disk(tmp_path: Path, nursery: trio.Nursery) -> None:
     """When memory is full and nothing is written, a writer stands still instead of filling it."""
-    spool = Spool(tmp_path / "spool", memory_bytes=MB)
+    spool = OutputStore(tmp_path / "spool", memory_bytes=MB)
     await spool.open()
     log = spool.session("session").open("a")
     nursery.start_soon(fill, log, 100)
@@ -153,14 +155,14 @@ async def test_a_writer_waits_for_the_disk(tmp_path: Path, nursery: trio.Nursery
     nursery.start_soon(spool.run)
     assert b"".join([piece.data for piece in await take(log.reader(), 100)]) == 100 * PIECE
     nursery.cancel_scope.cancel()
-    await spool.close()
+    spool.close()
 
 
 async def test_a_small_writer_does_not_wait_for_those_that_fill_the_memory(
     tmp_path: Path, nursery: trio.Nursery
 ) -> None:
     """Each log has its share, whatever the others hold."""
-    spool = Spool(tmp_path / "spool", memory_bytes=MB)
+    spool = OutputStore(tmp_path / "spool", memory_bytes=MB)
     logs = spool.session("session")
     for name in "abc":
         nursery.start_soon(fill, logs.open(name), 100)
@@ -199,8 +201,8 @@ async def test_sessions_go_to_disk_in_turn(tmp_path: Path) -> None:
     async with open_spool(tmp_path, memory_bytes=4 * MB) as spool:
         logs = [await ended(spool.session(name), "a", pieces=38) for name in ("first", "second")]
         await wait_memory_below(spool, 4 * MB)
-        assert all(log.kept.blocks[0].segment is not None for log in logs)
-        assert all(log.kept.blocks[-1].segment is None for log in logs)
+        assert all(log.kept.blocks[0].pieces is None for log in logs)
+        assert all(log.kept.blocks[-1].pieces is not None for log in logs)
 
 
 async def test_sessions_share_no_file(tmp_path: Path) -> None:
@@ -275,7 +277,7 @@ async def test_the_disk_limit_holds_over_all_sessions(tmp_path: Path) -> None:
         gone: list[str] = []
         for number in range(5):
             logs = spool.session(str(number))
-            logs.on_gone = gone.append
+            logs.when_gone(gone.append)
             await ended(logs, str(number), pieces=32)
             await wait_memory_below(spool, MB)
             assert spool.disk_bytes_used <= 4 * MB
@@ -294,7 +296,7 @@ async def test_the_disk_limit_holds_over_all_sessions(tmp_path: Path) -> None:
 async def test_what_an_earlier_daemon_left_is_removed(tmp_path: Path) -> None:
     """Nothing refers to it any more."""
     root = tmp_path / "spool"
-    left = Spool(root, memory_bytes=KB)
+    left = OutputStore(root, memory_bytes=KB)
     await left.open()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(left.run)

@@ -11,11 +11,12 @@ import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sandkasten.output.run_archive import RunArchive, RunNews, SessionArchive, Written
+from sandkasten.output.used_ids import digest_of
 
 from sandkasten.model import Cause, ExecEnd, ExecKind, Output, Stream, TerminalSize, Usage
 from sandkasten.output import run_archive
-from sandkasten.output.run_archive import RunArchive, RunNews, SessionArchive, Written
-from sandkasten.output.run_records import (
+from sandkasten.output.records import (
     BadRecord,
     RunFacts,
     RunState,
@@ -25,8 +26,7 @@ from sandkasten.output.run_records import (
     state_from_json,
     state_to_json,
 )
-from sandkasten.output.used_ids import digest_of
-from tests.unit.test_spool_segment import file_size_limit
+from tests.stores import file_size_limit
 
 SESSION = "a" * 24
 OTHER = "b" * 24

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from sandkasten.model import Output, Stream
 from sandkasten.model.errors import ExecGone
-from sandkasten.output.spool import LogReader, ReaderMode, Spool
-from tests.spools import KB, MB, open_spool
+from sandkasten.output.log import LogReader, ReaderMode
+from sandkasten.output.store import OutputStore
+from tests.stores import KB, MB, open_spool
 
 _LAG_BYTES = 512 * KB
 _LAG_PIECES = 2000
@@ -95,7 +96,7 @@ _steps = st.lists(
 class Model:
     """What was written, and what every reader got; checks the spool against it at each step."""
 
-    def __init__(self, spool: Spool) -> None:
+    def __init__(self, spool: OutputStore) -> None:
         self._logs = [spool.session("session").open(str(number)) for number in range(_LOGS)]
         self._written: list[list[Output]] = [[] for _ in range(_LOGS)]
         self._readers: list[tuple[int, LogReader]] = []

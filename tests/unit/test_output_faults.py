@@ -11,14 +11,15 @@ import trio.testing
 
 from sandkasten.model import Stream
 from sandkasten.model.errors import ExecGone
-from sandkasten.output.spool import ReaderMode
-from tests.spools import (
+from sandkasten.output.log import ReaderMode
+from tests.stores import (
     KB,
     MB,
     PIECE,
     disk_bytes,
     drain,
     ended,
+    file_size_limit,
     files,
     fill,
     numbered_piece,
@@ -26,7 +27,6 @@ from tests.spools import (
     take,
     wait_memory_below,
 )
-from tests.unit.test_spool_segment import file_size_limit
 from tests.waiting import until
 
 OUT = Stream.STDOUT
@@ -81,7 +81,7 @@ async def test_files_that_were_damaged_are_gone(tmp_path: Path) -> None:
         log = await ended(spool.session("session"), "a", pieces=60)
         await wait_memory_below(spool, MB)
         viewer, reader = log.reader(mode=ReaderMode.FASTEST), log.reader()
-        on_disk = len([block for block in log.kept.blocks if block.segment is not None])
+        on_disk = len([block for block in log.kept.blocks if block.pieces is None])
         assert on_disk > 4
         for path in files(tmp_path):
             path.write_bytes(path.read_bytes()[:-1])
@@ -102,9 +102,9 @@ async def test_a_slice_ends_where_the_disk_fails(tmp_path: Path) -> None:
     async with open_spool(tmp_path, memory_bytes=MB) as spool:
         log = await ended(spool.session("session"), "a", pieces=60)
         await wait_memory_below(spool, MB)
-        second = next(block for block in log.kept.blocks if block.segment is not log.kept.blocks[0].segment)
-        assert second.segment is not None
-        second.segment.path.unlink()
+        first_file = log.kept.blocks[0].parts[0].file
+        second = next(block for block in log.kept.blocks if block.parts[0].file is not first_file)
+        second.parts[0].file.path.unlink()
         part = await log.read(None, 0, 4 * MB)
         assert second.offset == len(part.data) == part.next_offset
         with pytest.raises(ExecGone):

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sandkasten.output.used_ids import UsedIds, UsedIdsFile, digest_of
 
 from sandkasten.model.run import is_made, make_exec_id
-from sandkasten.output.used_ids import UsedIds, UsedIdsFile, digest_of
 
 ENTRY_BYTES = 12
 
