@@ -306,7 +306,6 @@ class SessionFiles:
             except OSError:
                 if news.statement is not None:
                     self._files.remove(file)
-                    _unlink(file)
                 raise
             self._is_open = True
             if news.statement is not None:
@@ -355,7 +354,10 @@ class SessionFiles:
                 while view:
                     view = view[os.write(fd, view) :]
         except OSError:
-            os.ftruncate(fd, file.size_bytes)
+            if file.size_bytes:
+                os.ftruncate(fd, file.size_bytes)
+            else:
+                _unlink(file)
             raise
         finally:
             os.close(fd)

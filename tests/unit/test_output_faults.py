@@ -131,7 +131,7 @@ async def test_a_file_that_goes_before_it_is_read_is_no_failure(
             nursery.start_soon(read)
             await trio.testing.wait_all_tasks_blocked()
             assert reading.statistics().tasks_waiting == 1
-            logs.close()
+            await logs.destroy()
 
             async def is_removed() -> bool:
                 return files(tmp_path) == []

@@ -179,19 +179,20 @@ async def test_what_is_dropped_while_it_is_written_leaves_no_file(tmp_path: Path
     """A file nobody needs any more when it is there is removed at once."""
     async with open_spool(tmp_path, memory_bytes=MB) as spool:
         logs = spool.session("session")
+        spool._writing.total_tokens = 1
         async with spool._writing:  # the thread that writes can't begin
             await ended(logs, "a", pieces=15)
             await ended(logs, "b", pieces=5)
             await trio.testing.wait_all_tasks_blocked()
             assert spool._writing.statistics().tasks_waiting == 1
             logs.close()
+        await logs.destroy()
+        await trio.testing.wait_all_tasks_blocked()
 
-        async def is_written() -> bool:
+        async def is_at_rest() -> bool:
             return spool._writing.statistics().borrowed_tokens == 0
 
-        await until(is_written)
-        await trio.testing.wait_all_tasks_blocked()
-        await until(is_written)
+        await until(is_at_rest)
         assert files(tmp_path) == []
         assert (spool.memory_bytes_used, spool.disk_bytes_used, spool.lost_bytes) == (0, 0, 0)
 
@@ -214,13 +215,13 @@ async def test_sessions_share_no_file(tmp_path: Path) -> None:
             await ended_with(second, str(number), b"y" * 3000)
         await wait_memory_below(spool, MB)
         assert 2 <= len(files(tmp_path)) <= 6
-        second.close()
+        await second.destroy()
 
         async def only_the_others_are_left() -> bool:
             return {content[-1:] for content in contents(tmp_path)} == {b"x"}
 
         await until(only_the_others_are_left)
-        assert not any(b"y" in content for content in contents(tmp_path))
+        assert not any(b"y" * 100 in content for content in contents(tmp_path))
         assert all(first.get(str(number)) for number in range(500))
 
 
@@ -232,7 +233,7 @@ async def test_files_go_when_what_they_hold_goes(tmp_path: Path) -> None:
         await ended(second, "b", pieces=40)
         await wait_memory_below(spool, MB)
         both = spool.disk_bytes_used
-        first.close()
+        await first.destroy()
 
         async def is_removed() -> bool:
             return spool.disk_bytes_used == disk_bytes(tmp_path) < both
@@ -241,7 +242,7 @@ async def test_files_go_when_what_they_hold_goes(tmp_path: Path) -> None:
         log = second.get("b")
         assert log is not None
         assert 40 * len(PIECE) == len(await drain(log.reader()))
-        second.close()
+        await second.destroy()
 
         async def is_empty() -> bool:
             return spool.disk_bytes_used == 0 and files(tmp_path) == []
@@ -260,7 +261,7 @@ async def test_a_tail_on_disk_is_kept_for_a_reader_close_behind(tmp_path: Path) 
             await log.append(OUT, numbered_piece(number))
         logs.retire("a")
         await wait_memory_below(spool, 512 * KB)
-        logs.close()
+        await logs.destroy()
         assert b"".join(numbered_piece(number) for number in range(16)) == await drain(reader)
 
         async def is_empty() -> bool:
@@ -278,7 +279,7 @@ async def test_the_disk_limit_holds_over_all_sessions(tmp_path: Path) -> None:
         for number in range(5):
             logs = spool.session(str(number))
             logs.when_gone(gone.append)
-            await ended(logs, str(number), pieces=32)
+            await ended(logs, str(number), pieces=28)
             await wait_memory_below(spool, MB)
             assert spool.disk_bytes_used <= 4 * MB
         assert gone == ["0", "1", "2"]
@@ -293,24 +294,8 @@ async def test_the_disk_limit_holds_over_all_sessions(tmp_path: Path) -> None:
         assert spool.lost_bytes > 0
 
 
-async def test_what_an_earlier_daemon_left_is_removed(tmp_path: Path) -> None:
-    """Nothing refers to it any more."""
-    root = tmp_path / "spool"
-    left = OutputStore(root, memory_bytes=KB)
-    await left.open()
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(left.run)
-        await ended(left.session("session"), "a", pieces=4)
-        await wait_memory_below(left, KB)
-        nursery.cancel_scope.cancel()
-    assert files(root) != []
-    async with open_spool(root) as spool:
-        assert files(root) == []
-        assert spool.disk_bytes_used == 0
-
-
-async def test_closing_removes_everything_and_frees_everyone(tmp_path: Path) -> None:
-    """At the stop of the daemon no file stays, and nobody waits."""
+async def test_closing_frees_everyone(tmp_path: Path) -> None:
+    """At the stop of the daemon nobody waits, and files stay for the next one."""
     root = tmp_path / "spool"
     async with trio.open_nursery() as nursery, open_spool(root, memory_bytes=MB) as spool:
         log = spool.session("session").open("a")
@@ -318,6 +303,6 @@ async def test_closing_removes_everything_and_frees_everyone(tmp_path: Path) -> 
         nursery.start_soon(fill, log, 100)
         await trio.testing.wait_all_tasks_blocked()
         await wait_memory_below(spool, MB)
-    assert files(root) == []
+    assert files(root) != []
     assert log.is_closed
     reader.close()

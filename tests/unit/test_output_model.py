@@ -205,7 +205,7 @@ async def _run(steps: Sequence[Step_], *, memory_bytes: int, session_bytes: int)
                 await model.perform(step)
             await model.finish()
             assert spool.lost_bytes == 0
-            spool.session("session").close()
+            await spool.session("session").destroy()
             assert spool.memory_bytes_used == 0
             with trio.fail_after(10):
                 while spool.disk_bytes_used or os.listdir(root):
