@@ -373,7 +373,7 @@ class Runs(RunObserver):
     async def _judge(self, run: Run, error: SandkastenError, *, lost: Cause | None = None) -> None:
         """A run failed below the shell: find out whether the sandbox is dead, hostile, or only said no. `lost` is the
         end of a run that was there and is not found again."""
-        told = await self._host.judge(error)
+        told = await self._host.translate(error)
         if self._host.has_died.is_set() and run.has_begun:
             run.finish(cut_short(run, Cause.SANDBOX_DIED, self._host.cwd))
         elif lost is not None:

@@ -22,8 +22,8 @@ from runner.wire import protocol
 from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.session_services import SessionServices
 from sandkasten.actors.services import nsinit_messages as zygote
+from sandkasten.actors.session.birth import Services
 from sandkasten.actors.session.record import LiveRecord
-from sandkasten.actors.session.setup import Services
 from sandkasten.admission.plan import check_disk_limits, check_limits, check_maximum, keep_fixed, plan_disk, plan_limits
 from sandkasten.config import Disk
 from sandkasten.model import Limits, Session, SessionPatch

@@ -13,8 +13,8 @@ import trio
 
 from sandkasten.actors.runs.session_services import SessionServices
 from sandkasten.actors.services import nsinit_messages as zygote_actor
+from sandkasten.actors.session.birth import Services
 from sandkasten.actors.session.record import LiveRecord
-from sandkasten.actors.session.setup import Services
 from sandkasten.actors.session.watch import SandboxWatch
 from sandkasten.actors.workspaces.actor import release_soon
 from sandkasten.crash import Point
