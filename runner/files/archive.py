@@ -1,4 +1,4 @@
-"""A directory tree as a tar archive, and back. Runs in an offshoot as the sandbox user; may block.
+"""A directory tree as a tar archive, and back. Runs in a file worker as the sandbox user; may block.
 
 What is written is pax (POSIX.1-2001): names of any bytes and length, times to the nanosecond, permission bits, hard
 links. Owners are not kept: on the way back everything belongs to the sandbox user. An archive to unpack is hostile: its

@@ -1,4 +1,4 @@
-"""What each request for files (`fileprotocol`) means. Runs in an offshoot as the sandbox user; may block.
+"""What each request for files means. Runs in a file worker as the sandbox user; may block.
 
 Which place a path means is `paths`' matter: the kernel decides, and what leads outside is refused. From there on
 everything goes by descriptors.

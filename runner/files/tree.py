@@ -1,7 +1,7 @@
 """Walking a directory tree that somebody else may be changing, and describing what is in it.
 
 Every step is one name below an open directory, so no link is ever followed and nothing outside is reached. What has
-vanished meanwhile is passed over. Runs in an offshoot as the sandbox user; may block.
+vanished meanwhile is passed over. Runs in a file worker as the sandbox user; may block.
 
 Sources: openat(2) O_NOFOLLOW; readlink(2); stat(2).
 """

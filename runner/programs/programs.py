@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable
 
-from runner.loop.context import Context
+from runner.loop.context import Context, Sink
 from runner.loop.descriptor import Descriptor
 from runner.loop.identity import Account, UserIdentity
 from runner.loop.kernel import AT_FDCWD, RESOLVE_NO_MAGICLINKS
@@ -20,9 +20,8 @@ from runner.loop.settings import check_environment, is_argument
 from runner.process import users
 from runner.process.spawn import Membership
 from runner.programs.program import Plan, Program
-from runner.shell.execution import Sink
 from runner.streams import pty
-from runner.streams.pipes import Leftovers
+from runner.streams.flow import Leftovers
 from runner.wire.protocol import MAX_PROGRAMS, Error, ErrorCode, RunProgram
 
 _GROUP_NAME = re.compile(r"[a-z0-9-]{1,32}")
