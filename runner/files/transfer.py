@@ -12,9 +12,9 @@ import errno
 import functools
 import os
 
-from runner.files.paths import FileRefused, Resolver, Target, check_regular, refusal
+from runner.files.paths import Resolver, Target, check_regular, refusal
 from runner.files.worker import FileWorker
-from runner.loop.context import Context, Sink
+from runner.loop.context import Context, Refused, Sink
 from runner.wire.protocol import CHUNK_BYTES, Done, Error, FileInfo, Kind, ReadFile, WriteFile
 
 _NEW_FILE_MODE = 0o644
@@ -37,8 +37,8 @@ class FileReader:
             return
         try:
             self._open(request.path)
-        except FileRefused as refused:
-            sink.finish(Error(refused.code, str(refused)))
+        except Refused as refused:
+            sink.finish(refused.error)
             return
         self._sink = sink
         size = os.fstat(self._fd).st_size
@@ -130,7 +130,7 @@ class FileWriter:
         self._syncs = request.sync
         try:
             self._open(request.path)
-        except FileRefused as refused:
+        except Refused as refused:
             self._fail(refused)
 
     def _open(self, path: str) -> None:
@@ -183,7 +183,7 @@ class FileWriter:
             sink.finish(answer)
 
     def on_cancel(self) -> None:
-        self._fail(FileRefused("IO_ERROR", "cancelled"))
+        self._fail(Refused("IO_ERROR", "cancelled"))
 
     def on_close(self) -> None:
         """The client left before END: the old file stays as it was. If it left after that, either may be there."""
@@ -205,11 +205,11 @@ class FileWriter:
     def wants_input(self) -> bool:
         return True
 
-    def _fail(self, refused: FileRefused) -> None:
+    def _fail(self, refused: Refused) -> None:
         sink = self._sink
         self.on_close()
         if sink is not None:
-            sink.finish(Error(refused.code, str(refused)))
+            sink.finish(refused.error)
 
     def _forget(self) -> None:
         self._sink = None

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from runner.files.operations import Request, perform
-from runner.files.paths import FileRefused, Resolver, refusal
-from runner.loop.context import Context, Sink
+from runner.files.paths import Resolver, refusal
+from runner.loop.context import Context, Refused, Sink
 from runner.loop.kernel import FD_MAX, Kernel
 from runner.loop.loop import READ
 from runner.loop.reaper import unblock_signals
@@ -28,7 +28,7 @@ from runner.streams.streams import NO_STREAMS, ClientSide, Streams
 from runner.wire.protocol import ANSWERS, CHUNK_BYTES, MAX_FRAME_BYTES, Error, Kind, Pack, ProtocolError, Unpack
 
 Work = Callable[[], object]
-"""Runs in the worker and returns the answer. Raises `FileRefused` or `OSError`."""
+"""Runs in the worker and returns the answer. Raises `Refused` or `OSError`."""
 
 _CUT_SHORT = Error("IO_ERROR", "the work was cut short")
 
@@ -107,11 +107,11 @@ def _live(context: Context, work: Work, answer_fd: int, kept: tuple[int, ...]) -
         try:
             _become_user(context, kept)
             answer = work()
-        except FileRefused as refused:
-            answer = Error(refused.code, str(refused))
+        except Refused as refused:
+            answer = refused.error
         except OSError as error:
             failure = refusal(error, os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else "")
-            answer = Error(failure.code, str(failure))
+            answer = failure.error
         except Exception as error:  # noqa: BLE001 - the last frame of the process
             answer = Error("IO_ERROR", f"the work failed ({type(error).__name__})")
         data = memoryview(ANSWERS.encode(answer))

@@ -16,15 +16,17 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import termios
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from runner.loop.context import Context
+from runner.loop.context import Context, Descriptor, Refused
 from runner.loop.identity import ROOT_ID, Account, UserIdentity
 from runner.loop.kernel import FD_MAX, Kernel
 from runner.loop.reaper import unblock_signals
+from runner.wire.protocol import Group
 
 START_FAILED_STATUS = 125
 NOT_EXECUTABLE_STATUS = 126
@@ -34,6 +36,26 @@ _NOT_FOUND = (errno.ENOENT, errno.ENOTDIR)
 Membership = tuple[str, int]
 """How a program comes into its cgroup, and the descriptor for it: ("clone", a cgroup v2 directory) or ("join", a v1
 `tasks` file open for writing)."""
+
+_GROUP_NAME = re.compile(r"[a-z0-9-]{1,32}")
+
+
+def check_group(group: Group | None) -> str | None:
+    """Return what is wrong with the cgroup that a request names, or None."""
+    return None if group is None or _GROUP_NAME.fullmatch(group.name) else "not a name of a group"
+
+
+def membership_of(group: Group | None, descriptor: Descriptor) -> Membership | None:
+    """Return how the cgroup of a request is entered, by the descriptor that came with the request.
+
+    Raises:
+        Refused: there came none.
+    """
+    if group is None or group.membership == "none":
+        return None
+    if descriptor.fd < 0:
+        raise Refused("BAD_REQUEST", "the descriptor of the group is missing")
+    return group.membership, descriptor.fd
 
 
 @dataclass(slots=True)

@@ -9,14 +9,12 @@ Sources: `runner.wire.protocol` says what each request means.
 from __future__ import annotations
 
 import os
-import re
 
 from runner.loop import settings
-from runner.loop.context import Context, Sink
-from runner.loop.descriptor import Descriptor
+from runner.loop.context import Context, Descriptor, Refused, Sink
 from runner.loop.identity import UserIdentity
 from runner.process import users
-from runner.process.spawn import Membership
+from runner.process.spawn import check_group, membership_of
 from runner.shell import filerules
 from runner.shell.execution import Execution
 from runner.shell.queue import CommandQueue, check_request, may_enter
@@ -29,7 +27,6 @@ from runner.wire.protocol import (
     CloseShell,
     Done,
     Error,
-    ErrorCode,
     Exec,
     FileRules,
     HelloReply,
@@ -39,15 +36,6 @@ from runner.wire.protocol import (
 )
 
 _MAX_NAME_LENGTH = 64
-_GROUP_NAME = re.compile(r"[a-z0-9-]{1,32}")
-
-
-class Refused(Exception):
-    """A request is answered with an error."""
-
-    def __init__(self, code: ErrorCode, message: str) -> None:
-        super().__init__(message)
-        self.error = Error(code, message)
 
 
 class Shells:
@@ -115,19 +103,13 @@ class Shells:
     def _identity(self, request: Setup | OpenShell) -> UserIdentity:
         if request.user is None:
             return self._context.as_user
-        try:
-            return self._context.as_user.of(users.look_up(self._context, request.user))
-        except users.NoSuchUser as error:
-            raise Refused("NO_SUCH_USER", str(error)) from None
+        return self._context.as_user.of(users.look_up(self._context, request.user))
 
     def _file_rules(self, rules: FileRules) -> int:
         problem = filerules.check(rules)
         if problem is not None:
             raise Refused("INVALID_PATH", problem)
-        try:
-            return filerules.make(self._context, rules)
-        except filerules.BadRules as error:
-            raise Refused("INVALID_PATH", str(error)) from None
+        return filerules.make(self._context, rules)
 
     def open(self, request: OpenShell, descriptor: Descriptor, sink: Sink) -> None:
         """Start one more shell and answer."""
@@ -158,15 +140,15 @@ class Shells:
         self._opened += 1
         directory = f"{self._context.config.private_dir}/{self._opened}"
         group = request.group.name if request.group is not None else None
-        membership = _take_membership(request, descriptor)
+        membership = membership_of(request.group, descriptor)
+        env = request.env if request.user is None else {**identity.account.variables, **request.env}
+        birth = Birth(argv, env, cwd, identity, membership, group)
         try:
-            env = request.env if request.user is None else {**identity.account.variables, **request.env}
-            birth = Birth(argv, env, cwd, identity, membership, group)
             queue = CommandQueue(self._context, self._leftovers, directory=directory, birth=birth)
         except OSError as error:
-            if membership is not None:
-                os.close(membership[1])
             raise Refused("SHELL_FAILED", f"cannot make a shell: {os.strerror(error.errno or 0)}") from error
+        if membership is not None:
+            descriptor.take()  # the shell's from now on
         self._queues[request.name] = queue
         return queue
 
@@ -212,15 +194,4 @@ def _check(request: OpenShell) -> str | None:
         return f"a shell's name has 1 to {_MAX_NAME_LENGTH} characters"
     if not settings.is_argument(request.shell + (request.cwd or "") + (request.user or "")):
         return "a shell, directory or user cannot hold a NUL character or a lone surrogate"
-    if request.group is not None and not _GROUP_NAME.fullmatch(request.group.name):
-        return "not a name of a group"
-    return settings.check_environment(request.env)
-
-
-def _take_membership(request: OpenShell, descriptor: Descriptor) -> Membership | None:
-    if request.group is None or request.group.membership == "none":
-        return None
-    fd = descriptor.take()
-    if fd is None:
-        raise Refused("BAD_REQUEST", "the descriptor of the group is missing")
-    return request.group.membership, fd
+    return check_group(request.group) or settings.check_environment(request.env)
