@@ -3,7 +3,7 @@
 Speaks `nsinit.wire.protocol` over `AF_UNIX SOCK_SEQPACKET`; descriptors arrive by SCM_RIGHTS and are owned by whoever
 gets the answer. Where the process comes from is `nsinit_process.py`. Sources: unix(7).
 
-How the daemon comes by an nsinit: as its own child, from its keeper, or at a socket of a service apart.
+How the daemon comes by an nsinit: as its own child, from its launcher, or at a socket of a service apart.
 
 Each way is a `StartNsinit`; what it returns is the daemon's end of the connection and what can be done about the
 process. Nothing here restarts anything (`actors/services/nsinit.py` does) or speaks to nsinit (`zygote_link.py` does).
@@ -33,11 +33,11 @@ from typing import Any
 import attrs
 import trio
 
-from nsinit.spawn import spawn_keeper, spawn_nsinit
-from nsinit.wire.launching import FAILED, KILL, MAX_WORD_BYTES, READY, START, KeepForParent
+from nsinit.spawn import spawn_launcher, spawn_nsinit
+from nsinit.wire.launching import FAILED, KILL, MAX_WORD_BYTES, READY, START, LaunchForParent
 from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, MAX_FDS, REQUESTS, Failed, ProtocolError
 from sandkasten.links.fds import OwnedFd
-from sandkasten.model.errors import KeeperGone, ZygoteLost
+from sandkasten.model.errors import LauncherGone, ZygoteLost
 
 _FD_SIZE = array.array("i").itemsize
 
@@ -168,7 +168,7 @@ def is_passing(stage: str, number: int) -> bool:
 
 
 _START_S = 20.0
-"""Longer than the keeper waits for the end of an nsinit that hangs, and than a service takes to restart."""
+"""Longer than the launcher waits for the end of an nsinit that hangs, and than a service takes to restart."""
 
 _KEEPER_START_S = 10.0
 _KEEPER_STOP_S = 20.0
@@ -241,8 +241,8 @@ def _kill(pidfd: OwnedFd) -> None:
         pass
 
 
-class Keeper:
-    """The daemon's way to its keeper: a child that stayed root. `close` ends it."""
+class Launcher:
+    """The daemon's way to its launcher: a child that stayed root. `close` ends it."""
 
     def __init__(self, sock: socket.socket, pid: int) -> None:
         self._socket, self._pid = sock, pid
@@ -256,8 +256,8 @@ class Keeper:
         """Have an nsinit started, after the end of the one before.
 
         Raises:
-            KeeperGone: nobody else can.
-            ZygoteLost: the keeper can't.
+            LauncherGone: nobody else can.
+            ZygoteLost: the launcher can't.
         """
         with _Ends() as ends, trio.move_on_after(_START_S):
             try:
@@ -266,20 +266,20 @@ class Keeper:
                 await trio.lowlevel.wait_readable(self._socket)
                 word, fds, _flags, _address = socket.recv_fds(self._socket, MAX_WORD_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
             except OSError as error:
-                raise KeeperGone(f"the keeper of the fork server is gone: {error.strerror}") from error
+                raise LauncherGone(f"the launcher of the fork server is gone: {error.strerror}") from error
             if not word:
-                raise KeeperGone("the keeper of the fork server is gone")
+                raise LauncherGone("the launcher of the fork server is gone")
             if word == FAILED or len(fds) != 1:
                 raise ZygoteLost("the fork server can't be started")
             return ends.give(int(word), fds[0], kill=self._kill_nsinit)
-        raise ZygoteLost("the keeper of the fork server does not answer")
+        raise ZygoteLost("the launcher of the fork server does not answer")
 
     async def wait_ended(self) -> None:
-        """Wait until the keeper has ended."""
+        """Wait until the launcher has ended."""
         await trio.lowlevel.wait_readable(self.pidfd.fileno())
 
     def close(self) -> None:
-        """End the keeper, which waits for nsinit, and reap it."""
+        """End the launcher, which waits for nsinit, and reap it."""
         self._socket.close()
         if select.select([self.pidfd.fileno()], [], [], _KEEPER_STOP_S)[0]:
             os.waitpid(self._pid, 0)
@@ -304,25 +304,25 @@ class Keeper:
             return
 
 
-def open_keeper(what: KeepForParent) -> Keeper:
-    """Start the keeper, as root. Blocking.
+def open_launcher(what: LaunchForParent) -> Launcher:
+    """Start the launcher, as root. Blocking.
 
     Raises:
         ZygoteLost: it did not start.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        pid = spawn_keeper(theirs.fileno(), _STANDARD_ERROR, what.encode())
-    keeper = Keeper(ours, pid)
+        pid = spawn_launcher(theirs.fileno(), _STANDARD_ERROR, what.encode())
+    launcher = Launcher(ours, pid)
     ours.settimeout(_KEEPER_START_S)
     try:
         if ours.recv(MAX_WORD_BYTES) != READY:
-            raise ZygoteLost("the keeper of the fork server did not start")
+            raise ZygoteLost("the launcher of the fork server did not start")
     except BaseException:
-        keeper.close()
+        launcher.close()
         raise
     ours.setblocking(False)
-    return keeper
+    return launcher
 
 
 def connect_to(path: Path) -> StartNsinit:
