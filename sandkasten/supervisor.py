@@ -20,6 +20,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+from prometheus_client.metrics_core import Metric
+
 from sandkasten.model import (
     Event,
     ExecEnd,
@@ -46,7 +48,6 @@ from sandkasten.model import (
     WaitFor,
 )
 from sandkasten.model.listing import SessionPage, SessionQuery
-from sandkasten.model.measures import Family
 from sandkasten.model.node import Diagnosis, NodeCapacity, NodeInfo, Readiness, System
 from sandkasten.model.workspace import (
     FileHead,
@@ -529,6 +530,6 @@ class Supervisor(WorkspaceSupervisor, Protocol):
         wakes it nor counts as activity. Raises `SessionNotFound`."""
         ...
 
-    async def metrics(self) -> Sequence[Family]:
+    async def metrics(self) -> Sequence[Metric]:
         """Return what was counted since the start, and what can be seen now. Waits for no part of the tree."""
         ...

@@ -18,10 +18,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from sandkasten.counters.cgroup import CgroupStats, parse_pressure
+from sandkasten.counters.metrics import gauge
 from sandkasten.model import Limits, Pressure
-from sandkasten.model.measures import Family, Sample, gauge, single
 from sandkasten.model.node import Amounts
 
 _MIB = 1024 * 1024
@@ -183,7 +184,7 @@ _RESOURCES = ("cpu", "memory", "io")
 _USEC = 1_000_000
 
 
-def read_node(data_dir: Path, cgroup_dirs: Mapping[str, str]) -> list[Family]:
+def read_node(data_dir: Path, cgroup_dirs: Mapping[str, str]) -> list[Metric]:
     """Return what there is to tell. Without `cgroup_dirs` nothing of the sessions is known."""
     families = [*_of_sessions(cgroup_dirs)] if cgroup_dirs else []
     memory = _memory_lines()
@@ -212,34 +213,33 @@ def read_node(data_dir: Path, cgroup_dirs: Mapping[str, str]) -> list[Family]:
     ]
 
 
-def _of_sessions(cgroup_dirs: Mapping[str, str]) -> Iterator[Family]:
+def _of_sessions(cgroup_dirs: Mapping[str, str]) -> Iterator[Metric]:
     counters = CgroupStats(cgroup_dirs, _ABOVE_ALL)
     try:
         found = counters.read_all()
     finally:
         counters.close()
     cpu = found.cpu_usage_usec
-    yield single("sandkasten_sessions_memory_bytes", "Memory of all sessions together.", found.memory_bytes)
-    yield single("sandkasten_sessions_pids", "Processes and threads of all sessions together.", found.pids)
-    yield single(
+    yield GaugeMetricFamily("sandkasten_sessions_memory_bytes", "Memory of all sessions together.", found.memory_bytes)
+    yield GaugeMetricFamily("sandkasten_sessions_pids", "Processes and threads of all sessions together.", found.pids)
+    yield CounterMetricFamily(
         "sandkasten_sessions_cpu_seconds",
         "Processor time of all sessions, ended ones included.",
         None if cpu is None else cpu / _USEC,
-        kind="counter",
     )
     pressures = {name: getattr(found, f"{name}_pressure") for name in _RESOURCES}
     yield _pressure("sandkasten_sessions_pressure_seconds", "tasks of sessions", pressures)
 
 
-def _pressure(name: str, whose: str, found: Mapping[str, Pressure | None]) -> Family:
-    samples = []
+def _pressure(name: str, whose: str, found: Mapping[str, Pressure | None]) -> Metric:
+    help = f"How long some or all {whose} waited for a resource."
+    family = CounterMetricFamily(name, help, labels=["resource", "kind"])
     for resource_name, pressure in found.items():
         for kind in ("some", "full"):
             stall = None if pressure is None else getattr(pressure, kind)
             if stall is not None:
-                samples.append(Sample((resource_name, kind), stall.total_usec / _USEC))
-    help = f"How long some or all {whose} waited for a resource."
-    return Family(name, "counter", help, ("resource", "kind"), samples)
+                family.add_metric([resource_name, kind], stall.total_usec / _USEC)
+    return family
 
 
 def _node_pressure() -> dict[str, Pressure | None]:
