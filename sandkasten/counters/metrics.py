@@ -11,7 +11,7 @@ Sources: Prometheus, "Metric types" and "Metric and label naming": base units; c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, cast
 from weakref import WeakSet
 
 import trio
@@ -61,7 +61,7 @@ class Series(Generic[T]):
         if child is None:
             if len(self._children) >= MAX_SERIES:
                 labels = (OVERFLOW,) * len(labels)
-            child = self._children[labels] = self._instrument.labels(*labels)
+            child = self._children[labels] = cast(T, self._instrument.labels(*labels))
         return child
 
 
