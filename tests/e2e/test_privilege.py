@@ -182,7 +182,7 @@ def test_a_killed_keeper_is_missed_only_when_nsinit_ends(data_dir: Path) -> None
         assert other.status_code == 201
         os.kill(nsinit, signal.SIGKILL)
         assert first.process.wait(30) == 1
-        assert any("keeper of the fork server is gone" in line for line in first.log if not line.startswith("{"))
+        assert any("launcher of the fork server is gone" in line for line in first.log if not line.startswith("{"))
     with running_daemon(data_dir) as second, second.client() as client:
         assert client.post(f"/v1/sessions/{session}/exec", json={"cmd": "echo on"}).json()["output"] == "on\n"
         assert second.stop() == 0
