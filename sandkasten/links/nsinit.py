@@ -28,19 +28,19 @@ from typing import Any
 import attrs
 import trio
 
-from nsinit.spawn import spawn_keeper, spawn_nsinit
-from nsinit.wire.launching import FAILED, KILL, MAX_WORD_BYTES, READY, START, KeepForParent
+from nsinit.spawn import spawn_launcher, spawn_nsinit
+from nsinit.wire.launching import FAILED, KILL, MAX_WORD_BYTES, READY, START, LaunchForParent
 from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, MAX_FDS, REQUESTS, Failed, ProtocolError
 from sandkasten.links.fds import OwnedFd
-from sandkasten.model.errors import KeeperGone, ZygoteLost
+from sandkasten.model.errors import LauncherGone, ZygoteLost
 
 log = logging.getLogger(__name__)
 _FD_SIZE = array.array("i").itemsize
 _START_S = 20.0
 """Longer than the launcher waits for the end of an nsinit that hangs, and than a service takes to restart."""
 
-_KEEPER_START_S = 10.0
-_KEEPER_STOP_S = 20.0
+_LAUNCHER_START_S = 10.0
+_LAUNCHER_STOP_S = 20.0
 _CONNECT_PAUSE_S = 0.1
 _STANDARD_ERROR = 2
 
@@ -114,7 +114,7 @@ def _kill(pidfd: OwnedFd) -> None:
         pass
 
 
-class Keeper:
+class Launcher:
     """The daemon's way to its launcher, a child that stayed root. `close` ends the launcher."""
 
     def __init__(self, sock: socket.socket, pid: int) -> None:
@@ -129,7 +129,7 @@ class Keeper:
         """Have an nsinit started, after the end of the one before.
 
         Raises:
-            KeeperGone: the launcher has ended, and no nsinit can be started any more.
+            LauncherGone: the launcher has ended, and no nsinit can be started any more.
             ZygoteLost: the launcher failed to start an nsinit.
         """
         with _Ends() as ends, trio.move_on_after(_START_S):
@@ -139,9 +139,9 @@ class Keeper:
                 await trio.lowlevel.wait_readable(self._socket)
                 word, fds, _flags, _address = socket.recv_fds(self._socket, MAX_WORD_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
             except OSError as error:
-                raise KeeperGone(f"the launcher of the fork server is gone: {error.strerror}") from error
+                raise LauncherGone(f"the launcher of the fork server is gone: {error.strerror}") from error
             if not word:
-                raise KeeperGone("the launcher of the fork server is gone")
+                raise LauncherGone("the launcher of the fork server is gone")
             if word == FAILED or len(fds) != 1:
                 raise ZygoteLost("the fork server can't be started")
             return ends.give(int(word), fds[0], kill=self._kill_nsinit)
@@ -154,7 +154,7 @@ class Keeper:
     def close(self) -> None:
         """End the launcher, which waits for nsinit, and reap it."""
         self._socket.close()
-        if select.select([self.pidfd.fileno()], [], [], _KEEPER_STOP_S)[0]:
+        if select.select([self.pidfd.fileno()], [], [], _LAUNCHER_STOP_S)[0]:
             os.waitpid(self._pid, 0)
         self.pidfd.close()
 
@@ -177,7 +177,7 @@ class Keeper:
             return
 
 
-def open_keeper(what: KeepForParent) -> Keeper:
+def open_launcher(what: LaunchForParent) -> Launcher:
     """Start the launcher, as root. Blocking.
 
     Raises:
@@ -185,17 +185,17 @@ def open_keeper(what: KeepForParent) -> Keeper:
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        pid = spawn_keeper(theirs.fileno(), _STANDARD_ERROR, what.encode())
-    keeper = Keeper(ours, pid)
-    ours.settimeout(_KEEPER_START_S)
+        pid = spawn_launcher(theirs.fileno(), _STANDARD_ERROR, what.encode())
+    launcher = Launcher(ours, pid)
+    ours.settimeout(_LAUNCHER_START_S)
     try:
         if ours.recv(MAX_WORD_BYTES) != READY:
             raise ZygoteLost("the launcher of the fork server did not start")
     except BaseException:
-        keeper.close()
+        launcher.close()
         raise
     ours.setblocking(False)
-    return keeper
+    return launcher
 
 
 def connect_to(path: Path) -> StartNsinit:

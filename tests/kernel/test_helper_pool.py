@@ -13,8 +13,8 @@ from typing import NoReturn
 
 import pytest
 
-from nsinit.helpers import pool as workers
-from nsinit.helpers.pool import Outcome, Trade, Workers
+from nsinit.helpers import pool as helpers
+from nsinit.helpers.pool import HelperKind, HelperPool, Outcome
 from nsinit.scheduler import Job, Scheduler, Wait
 from nsinit.steps import StepFailed
 from nsinit.wire import control
@@ -26,7 +26,7 @@ from tests.waiting import SLOWNESS
 
 @dataclass(frozen=True)
 class Task:
-    """What these workers are told."""
+    """What these helpers are told."""
 
     word: str
 
@@ -58,15 +58,15 @@ def _obey(channel: socket.socket, _parent_pid: int) -> NoReturn:
                 break
             if word == "hang":
                 time.sleep(PATIENCE_S)
-            channel.sendall(control.STATUS.encode(control.Furnished({word: 1})))
+            channel.sendall(control.STATUS.encode(control.Done({word: 1})))
     finally:
         os._exit(1)
 
 
 @contextmanager
-def _pool(live: object, count: int = 2) -> Iterator[tuple[Workers, Scheduler]]:
+def _pool(live: object, count: int = 2) -> Iterator[tuple[HelperPool, Scheduler]]:
     scheduler = Scheduler()
-    pool = Workers(Trade("digger", count, ORDERS, live), scheduler)  # type: ignore[arg-type]
+    pool = HelperPool(HelperKind("digger", count, ORDERS, live), scheduler)  # type: ignore[arg-type]
     try:
         yield pool, scheduler
     finally:
@@ -74,7 +74,7 @@ def _pool(live: object, count: int = 2) -> Iterator[tuple[Workers, Scheduler]]:
         scheduler.close()
 
 
-def _outcomes(pool: Workers, scheduler: Scheduler, *words: str) -> dict[str, Outcome]:
+def _outcomes(pool: HelperPool, scheduler: Scheduler, *words: str) -> dict[str, Outcome]:
     """Have several things done at a time."""
     found: dict[str, Outcome] = {}
 
@@ -92,12 +92,12 @@ def _outcomes(pool: Workers, scheduler: Scheduler, *words: str) -> dict[str, Out
     return found
 
 
-def _outcome(pool: Workers, scheduler: Scheduler, word: str) -> Outcome:
+def _outcome(pool: HelperPool, scheduler: Scheduler, word: str) -> Outcome:
     """Have something done, as a job of nsinit's has."""
     return _outcomes(pool, scheduler, word)[word]
 
 
-def test_a_start_says_why_a_worker_cannot_work() -> None:
+def test_a_start_says_why_a_helper_cannot_work() -> None:
     """So that nsinit does not start and fail every session after that."""
     with _pool(_refuse) as (pool, _), pytest.raises(StepFailed, match="no room") as refused:
         pool.start()
@@ -107,20 +107,20 @@ def test_a_start_says_why_a_worker_cannot_work() -> None:
 
 
 def test_a_start_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a worker that says nothing."""
-    monkeypatch.setattr(workers, "ORDER_DEADLINE_S", 0.05)
+    """For a helper that says nothing."""
+    monkeypatch.setattr(helpers, "ORDER_DEADLINE_S", 0.05)
     with _pool(_say_nothing) as (pool, _), pytest.raises(StepFailed, match="not ready after"):
         pool.start()
 
 
 def test_an_order_that_kills_or_takes_too_long_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker is replaced, and the next order is carried out."""
+    """The helper is replaced, and the next order is carried out."""
     with _pool(_obey) as (pool, scheduler):
         pool.start()
         assert _outcome(pool, scheduler, "well").result() == {"well": 1}
         with pytest.raises(StepFailed, match="the digger died"):
             _outcome(pool, scheduler, "die").result()
-        monkeypatch.setattr(workers, "ORDER_DEADLINE_S", 0.5 * SLOWNESS)
+        monkeypatch.setattr(helpers, "ORDER_DEADLINE_S", 0.5 * SLOWNESS)
         with pytest.raises(StepFailed, match="not done after"):
             _outcome(pool, scheduler, "hang").result()
         for _ in range(4):
@@ -131,13 +131,13 @@ def test_who_waits_behind_an_order_that_takes_too_long_is_served(monkeypatch: py
     """By the successor of the one that hangs, though they have waited all the time."""
     with _pool(_obey, count=1) as (pool, scheduler):
         pool.start()
-        monkeypatch.setattr(workers, "ORDER_DEADLINE_S", 1.0 * SLOWNESS)
+        monkeypatch.setattr(helpers, "ORDER_DEADLINE_S", 1.0 * SLOWNESS)
         found = _outcomes(pool, scheduler, "hang", "well", "again")
         assert {word: each.has_died for word, each in found.items()} == {"hang": True, "well": False, "again": False}
         assert (found["well"].result(), found["again"].result()) == ({"well": 1}, {"again": 1})
 
 
-def test_workers_that_cannot_work_are_tried_less_and_less_often() -> None:
+def test_helpers_that_cannot_work_are_tried_less_and_less_often() -> None:
     """Or a machine that has no room for one fills its log."""
     attempts = os.pipe()
     is_started = False
@@ -161,8 +161,8 @@ def test_workers_that_cannot_work_are_tried_less_and_less_often() -> None:
 
 
 def test_nobody_is_told_of_an_end_that_has_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a worker that took too long was at may be half done; it is undone when nobody is at it any more."""
-    monkeypatch.setattr(workers, "ORDER_DEADLINE_S", 0.5 * SLOWNESS)
+    """What a helper that took too long was at may be half done; it is undone when nobody is at it any more."""
+    monkeypatch.setattr(helpers, "ORDER_DEADLINE_S", 0.5 * SLOWNESS)
     before = children(os.getpid())
     with _pool(_obey, count=1) as (pool, scheduler):
         pool.start()
@@ -182,7 +182,7 @@ def test_nobody_is_told_of_an_end_that_has_not_come(monkeypatch: pytest.MonkeyPa
         assert is_gone == [True]
 
 
-def test_a_worker_that_can_work_no_more_is_tried_anew() -> None:
+def test_a_helper_that_can_work_no_more_is_tried_anew() -> None:
     """What comes in its place may not be ready at once; orders wait for one that is."""
     attempts = os.pipe()
 

@@ -23,7 +23,7 @@ from collections.abc import Generator
 from functools import partial
 from typing import Literal
 
-from nsinit.cgroup.session import MAX_GROUPS, SessionCgroup, kill_listed, read_processes, was_removed
+from nsinit.cgroup.session import MAX_RUN_CGROUPS, SessionCgroup, kill_listed, read_processes, was_removed
 from nsinit.kernel import constants as k
 from nsinit.kernel import mounts
 from nsinit.kernel.capabilities import RUNNER_ID
@@ -42,13 +42,13 @@ def make(cgroup: SessionCgroup, name: str, base_uid: int) -> None:
     Raises:
         OSError: nothing of it is left. FileExistsError: there is one; BlockingIOError: there are too many.
     """
-    if len(cgroup.group_directories()) >= MAX_GROUPS:
-        raise BlockingIOError(errno.EAGAIN, f"the session has {MAX_GROUPS} groups", cgroup.group_parent)
-    directory = f"{cgroup.group_parent}/{name}"
+    if len(cgroup.run_cgroup_directories()) >= MAX_RUN_CGROUPS:
+        raise BlockingIOError(errno.EAGAIN, f"the session has {MAX_RUN_CGROUPS} groups", cgroup.run_cgroup_parent)
+    directory = f"{cgroup.run_cgroup_parent}/{name}"
     os.mkdir(directory, 0o755)
     try:
         if cgroup.tree.mode != "v1":
-            for each in (cgroup.group_parent, directory):
+            for each in (cgroup.run_cgroup_parent, directory):
                 os.chown(f"{each}/cgroup.procs", base_uid + RUNNER_ID, -1)
     except OSError:
         os.rmdir(directory)
@@ -57,7 +57,7 @@ def make(cgroup: SessionCgroup, name: str, base_uid: int) -> None:
 
 def unmake(cgroup: SessionCgroup, name: str) -> None:
     """Remove a group that nobody was given yet, if there is one."""
-    was_removed(f"{cgroup.group_parent}/{name}")
+    was_removed(f"{cgroup.run_cgroup_parent}/{name}")
 
 
 def open_membership(cgroup: SessionCgroup, name: str) -> tuple[Membership, int]:
@@ -66,7 +66,7 @@ def open_membership(cgroup: SessionCgroup, name: str) -> tuple[Membership, int]:
     Raises:
         OSError: the group is gone.
     """
-    directory = f"{cgroup.group_parent}/{name}"
+    directory = f"{cgroup.run_cgroup_parent}/{name}"
     try:
         if cgroup.tree.mode == "v1":
             return "join", os.open(f"{directory}/tasks", os.O_WRONLY | os.O_CLOEXEC)
@@ -81,7 +81,7 @@ def remove(cgroup: SessionCgroup, name: str, *, kill: bool) -> Generator[Wait, b
 
     A group just emptied is busy for a moment, and so is one whose processes are on their way out of the kernel.
     """
-    directory = f"{cgroup.group_parent}/{name}"
+    directory = f"{cgroup.run_cgroup_parent}/{name}"
     for pause_s in _REMOVAL_BACKOFF_S:
         if kill:
             _kill(cgroup, directory)
