@@ -65,7 +65,7 @@ from sandkasten.model import (
     SessionStats,
     Status,
 )
-from sandkasten.model.errors import Capacity, KeeperGone, SandkastenError, SessionExpired, SessionNotFound
+from sandkasten.model.errors import Capacity, LauncherGone, SandkastenError, SessionExpired, SessionNotFound
 from sandkasten.model.lifecycle import LIVE, ended_error
 from sandkasten.model.listing import SessionPage, SessionQuery
 from sandkasten.model.node import Machine
@@ -182,7 +182,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
         )
         try:
             await actor.run(task_status=task_status)
-        except* KeeperGone as gone:  # who is not root any more can't start another
+        except* LauncherGone as gone:  # who is not root any more can't start another
             raise GiveUp(str(unwrap(gone))) from None
 
     async def _start_images(self, *, task_status: trio.TaskStatus[Ref]) -> None:
