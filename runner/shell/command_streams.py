@@ -73,7 +73,7 @@ class FifoOutflow(Outflow):
         super().close(None if self._is_clean else leftovers)
 
     def _has_writer(self) -> bool:
-        """Return whether somebody has the empty FIFO open for writing; what is written at this instant is lost."""
+        """Return whether a process has the empty FIFO open for writing. Output of this very instant is lost."""
         try:
             return bool(os.read(self._fd, CHUNK_BYTES))
         except BlockingIOError:
@@ -139,7 +139,7 @@ _NAMES = ("out", "err", "in")
 _WRITTEN = ("traps", "line")
 """Files the shell writes for itself (`runner.shell.terminal_driver`)."""
 _LOCAL_FLAGS, _CHARACTERS = 3, 6
-"""Indices of what termios.tcgetattr returns."""
+"""Indices in the list of termios.tcgetattr."""
 _NO_KEY = b"\0"
 _SIGNAL_KEYS = ((termios.VINTR, signal.SIGINT), (termios.VQUIT, signal.SIGQUIT))
 
@@ -148,8 +148,8 @@ class TerminalOwner(FlowOwner, Protocol):
     """The owner of a terminal."""
 
     def on_key(self, number: int, is_raw: bool, release: Callable[[], None]) -> bytes | None:
-        """A key that stands for a signal is about to be typed. Return what is typed right after it; None: what comes
-        later waits until `release` is called. `is_raw`: no line is edited by the terminal itself."""
+        """Return the bytes to type right after a key that stands for a signal, which is about to be typed. None: all
+        later input waits until `release` is called. `is_raw`: the terminal does not edit lines."""
 
 
 class CommandTerminal(Streams):
@@ -201,7 +201,7 @@ class CommandTerminal(Streams):
             self._feed_early(self.feed)
 
     def feed(self, data: bytes) -> None:
-        """Type. What is typed before the command has begun waits: the terminal would give it to the shell's driver."""
+        """Type. Input from before the command has begun waits: the terminal would give it to the shell's driver."""
         found = self._find_key(data) if self._inflow is not None else None
         if self._inflow is None or (found is None and self._is_held):
             self._early.append(data)

@@ -30,7 +30,7 @@ class FlowOwner(Protocol):
     """The owner of flows."""
 
     def on_output(self, kind: Kind, chunk: bytes) -> None:
-        """Take what the run has written."""
+        """Take output of the run."""
 
     def on_output_done(self) -> None:
         """One flow has given its last output."""
@@ -139,8 +139,9 @@ class Outflow:
 
 
 class Inflow:
-    """Input of a run. Owns the descriptor, non-blocking. Buffers until there is one (`connect`), and what the run does
-    not take yet. When nobody reads any more, input is dropped, as if the run had ignored SIGPIPE for the client."""
+    """Input of a run. Owns the descriptor, non-blocking. Buffers all until there is one (`connect`), and afterwards the
+    bytes that the run does not take yet. When nobody reads any more, input is dropped, as if the run had ignored
+    SIGPIPE for the client."""
 
     def __init__(self, loop: Loop, owner: FlowOwner, fd: int = -1) -> None:
         self._loop = loop
@@ -172,7 +173,7 @@ class Inflow:
         self._flush()
 
     def close(self) -> None:
-        """Close the descriptor and drop what was not taken. Without a descriptor, what was fed waits for one."""
+        """Close the descriptor and drop all that was not taken. Before there is a descriptor this does nothing."""
         if self._fd >= 0:
             self._loop.unwatch(self._fd)
             os.close(self._fd)

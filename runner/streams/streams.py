@@ -35,8 +35,8 @@ class Streams:
     # Opening: streams of a command only -----------------------------------------------------------------------------
 
     def open(self, *, needs_input_file: bool) -> None:
-        """Make what the shell opens; again after `close`, for another shell. `needs_input_file`: it opens `in`, even if
-        the command has no standard input.
+        """Make the files that the shell opens; again after `close`, for another shell. `needs_input_file`: it opens
+        `in`, even if the command has no standard input.
 
         Raises:
             OSError
@@ -92,7 +92,7 @@ class Streams:
             outflow.finish(may_read=may_read)
 
     def close(self, leftovers: Leftovers | None) -> None:
-        """Give every descriptor up; what somebody still writes is thrown away."""
+        """Give every descriptor up. Output that comes later is thrown away."""
         if self._inflow is not None:
             self._inflow.close()
         for outflow in self._outflows:

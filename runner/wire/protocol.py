@@ -27,19 +27,19 @@ from typing import Literal
 from runner.wire.codec import ProtocolError, Vocabulary
 
 PROTOCOL_VERSION = 3
-"""What is spoken here. A sandbox may outlive several daemons: they serve any PID 1 from `OLDEST_VERSION` on, and
-ask of it what its version knows."""
+"""Version of this contract. A sandbox may outlive several daemons: they serve any PID 1 from `OLDEST_VERSION` on, and
+ask of it only what its version knows."""
 
 OLDEST_VERSION = 2
 KEPT_RUNS_VERSION = 3
-"""Since when runs have tickets and outlive their connection."""
+"""First version with tickets, by which runs outlive their connection."""
 
 DEFAULT_SHELL = "default"
-"""The name of the shell that `Setup` starts."""
+"""Name of the shell that `Setup` starts."""
 
 MAX_SHELLS = 16
 MAX_PROGRAMS = 64
-"""How many shells, and programs beside them, one sandbox runs at a time."""
+"""Most shells, and programs beside them, that one sandbox runs at a time."""
 
 MAX_REQUEST_BYTES = 8 * 1024 * 1024
 """Largest frame body the runner accepts: a 1 MiB command, JSON-escaped at its worst."""
@@ -48,14 +48,14 @@ MAX_FRAME_BYTES = 256 * 1024
 """Largest frame body the daemon accepts from a runner. Output and file data come in pieces of at most 64 KiB."""
 
 CHUNK_BYTES = 64 * 1024
-"""What the runner reads from a pipe or file at once, and so the largest DATA, STDOUT or STDERR body it sends."""
+"""Most that the runner reads from a pipe or file at once, and so the largest DATA, STDOUT or STDERR body it sends."""
 
 _HEADER = struct.Struct(">IB")
 HEADER_BYTES = _HEADER.size
 
 
 class Kind(enum.IntEnum):
-    """What a frame's body is."""
+    """Kind of a frame's body."""
 
     REQUEST = 0x01
     DATA = 0x02
@@ -86,9 +86,9 @@ def encode_frame(kind: Kind, body: bytes = b"") -> bytes:
 
 
 class FrameDecoder:
-    """Split a byte stream into frames; an iterator that stops when the buffered bytes hold no whole frame.
+    """Splits a byte stream into frames; an iterator that stops when the buffered bytes hold no whole frame.
 
-    After a `ProtocolError` it stays in error: every later `feed` or `next` raises again.
+    After a `ProtocolError` the decoder stays in error: every later `feed` or `next` raises again.
     """
 
     def __init__(self, allowed: frozenset[Kind], *, max_body_bytes: int) -> None:
@@ -141,14 +141,14 @@ class FrameDecoder:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Ask who answers. Sent once on a new link and again at adoption. Answer: `HelloReply`."""
+    """Ask for version and shells. Sent once on a new link and again at adoption. Answer: `HelloReply`."""
 
     version: int = PROTOCOL_VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class Graces:
-    """How long each rung of the kill ladder waits for the one before it: interrupt, terminate, kill."""
+    """Milliseconds that each rung of the kill ladder is given before the next: interrupt, terminate, kill."""
 
     interrupt_ms: int = 200
     terminate_ms: int = 300
@@ -164,13 +164,13 @@ class TerminalSize:
 
 
 Membership = Literal["none", "clone", "join"]
-"""What the descriptor of a request is: there is none; a cgroup v2 directory, for CLONE_INTO_CGROUP; an open v1 `tasks`
-file, to which the new process writes `0` before anything else."""
+"""Kind of a request's descriptor: none; a cgroup v2 directory, for CLONE_INTO_CGROUP; an open v1 `tasks` file, to which
+the new process writes `0` before anything else."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The cgroup of its own that a program or shell is born in. `name` is the last component of its path, by which
+    """Cgroup of one program or shell, which is born in it. `name` is the last component of the cgroup's path, by which
     the runner finds the members in `/proc/<pid>/cgroup`."""
 
     name: str
@@ -179,8 +179,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class FileRules:
-    """Where commands may read and execute, and where they may write; null: wherever they otherwise could. Absolute
-    paths of what exists; what is writable is readable, and devices, `/proc` and the runner's own files always are."""
+    """Paths that commands may read and execute, and paths that they may write; None: any that they otherwise could.
+    Paths are absolute and exist. A writable path is readable; devices, `/proc` and the runner's own files are always
+    both."""
 
     readable: tuple[str, ...] | None = None
     writable: tuple[str, ...] | None = None
@@ -327,7 +328,7 @@ class Watch:
 # Answers ----------------------------------------------------------------------------------------------------------
 
 Cause = Literal["exited", "signalled", "timed_out", "cancelled", "shell_died"]
-"""How a command ended as far as PID 1 can see; the daemon refines it (out of memory, pids limit, sandbox died)."""
+"""Cause of a run's end as far as PID 1 can see. The daemon refines it (out of memory, pids limit, sandbox died)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +345,7 @@ class ShellInfo:
 @dataclass(frozen=True, slots=True)
 class HelloReply:
     """`shell` is the absolute path of the default shell inside the sandbox; empty before `Setup`. `shells` are the
-    others there are. `version` is what PID 1 speaks: one that doesn't say it is the oldest."""
+    others there are. `version` is PID 1's; without the field it is the oldest."""
 
     shell: str
     cwd: str
@@ -387,7 +388,7 @@ class ExecReply:
 
 @dataclass(frozen=True, slots=True)
 class PortOpened:
-    """Something inside listens on a TCP port. `address` is what it is bound to, `0.0.0.0` or `::` for all."""
+    """A process inside listens on a TCP port. `address` is the one it is bound to, `0.0.0.0` or `::` for all."""
 
     port: int
     address: str
@@ -395,7 +396,7 @@ class PortOpened:
 
 @dataclass(frozen=True, slots=True)
 class PortClosed:
-    """Nothing listens there any more."""
+    """No process listens there any more."""
 
     port: int
     address: str
@@ -403,7 +404,7 @@ class PortClosed:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The request was done; for a file request on this resolved path."""
+    """The request was performed; for a file request `path` is the resolved path."""
 
     path: str = ""
 
@@ -469,7 +470,7 @@ class WriteFile:
 
 @dataclass(frozen=True, slots=True)
 class ListFiles:
-    """List a directory, in the order of the names' bytes, those behind `after`. Answer: `Listing`."""
+    """List the files of a directory behind `after`, in the order of the names' bytes. Answer: `Listing`."""
 
     path: str
     after: str = ""
@@ -478,14 +479,14 @@ class ListFiles:
 
 @dataclass(frozen=True, slots=True)
 class StatFile:
-    """Look at what is at a path, a link itself included. Answer: `FileEntry`."""
+    """Describe the file at a path; a link itself, not its target. Answer: `FileEntry`."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class RemoveFile:
-    """Remove what is at a path, a link itself included; a directory with something in it only if `recursive`.
+    """Remove the file at a path; a link itself, not its target; a directory that is not empty only if `recursive`.
 
     Answer: `Done`."""
 
@@ -495,7 +496,7 @@ class RemoveFile:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Count what is below a directory, until `max_entries` or `max_ms` are reached. Answer: `Measured`."""
+    """Count the files below a directory, until `max_entries` or `max_ms` are reached. Answer: `Measured`."""
 
     path: str
     max_entries: int
@@ -504,8 +505,8 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Make a tar archive (pax) of what is below a directory. Answer: DATA*, then `Packed`. What can't be read is an
-    error before the first DATA; sockets, FIFOs and devices are left out and counted."""
+    """Make a tar archive (pax) of the files below a directory. Answer: DATA*, then `Packed`. A file that can't be read
+    is an error before the first DATA; sockets, FIFOs and devices are left out and counted."""
 
     path: str
 
@@ -513,7 +514,8 @@ class Pack:
 @dataclass(frozen=True, slots=True)
 class Unpack:
     """Unpack the tar archive in the DATA frames up to END into the workspace. Answer: `Packed`. Only directories,
-    regular files and links are made, the rest is left out and counted. What fails leaves what was unpacked by then."""
+    regular files and links are made, the rest is left out and counted. After an error the files unpacked by then
+    stay."""
 
     max_entries: int
     max_bytes: int
@@ -551,7 +553,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Entries in order; `more`: ask again for those behind the last one."""
+    """Entries in order. `more`: there are more behind the last one."""
 
     path: str
     entries: tuple[FileEntry, ...]
@@ -560,8 +562,8 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """`entries` counts all there are below, `files` the regular files, `size_bytes` what those hold, `disk_bytes` what
-    they take; a file with several names counts once. `complete`: nothing was left uncounted."""
+    """`entries` counts all files below, `files` the regular ones; `size_bytes` is the sum of their sizes, `disk_bytes`
+    of the blocks they take. A file with several names counts once. `complete`: nothing was left uncounted."""
 
     entries: int
     files: int
@@ -572,7 +574,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What went into or came out of an archive."""
+    """Contents of an archive that was packed or unpacked."""
 
     entries: int
     size_bytes: int
@@ -584,25 +586,25 @@ class Packed:
 
 MAX_TICKET_CHARS = 4096
 MAX_LISTED_RUNS = 32
-"""Runs in one `RunList`: with tickets of the greatest length they still fit into one frame."""
+"""Most runs in one `RunList`: with tickets of the greatest length they still fit into one frame."""
 
 KEPT_RUN_BYTES = 3 * 1024 * 1024
-"""Output of one run that PID 1 keeps. More than can be on its way: unsent, in the socket, and with a daemon that has
-received but not stored it."""
+"""Most output of one run that PID 1 keeps. More than can be on its way: unsent, in the socket, and received by the
+daemon but not stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListRuns:
-    """Tell the kept runs with a number above `after`, in order. Answer: `RunList`."""
+    """List the kept runs with a number above `after`, in order. Answer: `RunList`."""
 
     after: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class AttachRun:
-    """Go on with a kept run: this connection takes the place of the one it was begun on. The first bytes of its streams
-    are known. Answer: STARTED with `Attached`, output frames, then `ExecReply`; errors `NOT_RUNNING` (there is no such
-    run), `BAD_REQUEST` (it has not written that much)."""
+    """Go on with a kept run: this connection takes the place of the one that the run was begun on. The peer knows the
+    streams up to the offsets. Answer: STARTED with `Attached`, output frames, then `ExecReply`; errors `NOT_RUNNING`
+    (there is no such run), `BAD_REQUEST` (the run has not written that much)."""
 
     exec_id: str
     stdout_offset: int = 0
@@ -611,8 +613,7 @@ class AttachRun:
 
 @dataclass(frozen=True, slots=True)
 class ForgetRuns:
-    """The daemon is done with these runs: their ends are forgotten, and what still runs is cancelled. Answer:
-    `Done`."""
+    """Forget the ends of runs; one that still goes on is cancelled. Answer: `Done`."""
 
     exec_ids: tuple[str, ...]
 
@@ -631,7 +632,7 @@ class RunEntry:
 
 @dataclass(frozen=True, slots=True)
 class RunList:
-    """`more`: ask again after the last one's number."""
+    """One page of kept runs. `more`: there are more after the last number."""
 
     runs: tuple[RunEntry, ...]
     more: bool
@@ -639,8 +640,8 @@ class RunList:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """What follows begins at these offsets: as asked for, or later when what was there is not kept any more. `age_us`
-    counts from the beginning of the run, 0 before it; `pid` as in `Started`."""
+    """Offsets at which the output that follows begins: those asked for, or later ones when output before them is not
+    kept any more. `age_us` counts from the beginning of the run, 0 before it; `pid` as in `Started`."""
 
     exec_id: str
     stdout_offset: int
