@@ -17,7 +17,7 @@ from pathlib import Path
 
 import trio
 
-from nsinit.wire.protocol import Stray
+from nsinit.wire import protocol
 from sandkasten.actors.node.reconcile import (
     SESSION,
     SPOOL_FILE,
@@ -122,7 +122,7 @@ class Removal:
         return removed
 
     async def _remove_stray(self, leftover: Leftover) -> bool:
-        stray = Stray(leftover.kind, leftover.name)  # type: ignore[arg-type]  # that is where its kind is from
+        stray = protocol.Leftover(leftover.kind, leftover.name)  # type: ignore[arg-type]  # that is where its kind is from
         try:
             await self._zygote.ask(zygote_actor.RemoveStray(stray))
         except SandkastenError as error:

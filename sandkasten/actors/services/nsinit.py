@@ -163,7 +163,7 @@ class Zygote(Actor):
             case Survey():
                 return self.defer(self._survey)
             case RemoveStray(stray):
-                return self.defer(self._ok, protocol.RemoveStray(self._link.next_seq(), stray))
+                return self.defer(self._ok, protocol.RemoveLeftover(self._link.next_seq(), stray))
             case SetLimits(session_id, limits):
                 return self.defer(self._set_limits, session_id, limits)
             case SetFrozen(session_id, frozen):
@@ -220,9 +220,9 @@ class Zygote(Actor):
             if not scanned.more or not scanned.sessions:
                 return found
 
-    async def _survey(self) -> Sequence[protocol.Stray]:
-        answer = _expect(await self._request(protocol.Survey(self._link.next_seq())), protocol.Surveyed)
-        strays: Sequence[protocol.Stray] = answer.message.strays
+    async def _survey(self) -> Sequence[protocol.Leftover]:
+        answer = _expect(await self._request(protocol.FindLeftovers(self._link.next_seq())), protocol.LeftoversFound)
+        strays: Sequence[protocol.Leftover] = answer.message.leftovers
         return strays
 
     async def _list_workspaces(self) -> Sequence[str]:

@@ -140,7 +140,7 @@ class Scan(Ask[Sequence[protocol.Found]]):
 
 
 @attrs.frozen
-class Survey(Ask[Sequence[protocol.Stray]]):
+class Survey(Ask[Sequence[protocol.Leftover]]):
     """What is nobody's in nsinit's places."""
 
 
@@ -148,7 +148,7 @@ class Survey(Ask[Sequence[protocol.Stray]]):
 class RemoveStray(Ask[None]):
     """Remove what a survey found; raises `BuildFailed` when something of it is left."""
 
-    stray: protocol.Stray
+    stray: protocol.Leftover
 
 
 @attrs.frozen
