@@ -23,7 +23,7 @@ from sandkasten.cli.privilege import account_of, set_up
 from sandkasten.config import ConfigError
 from sandkasten.host import examine
 from sandkasten.host.account import Account
-from sandkasten.host.machine_file import write_machine
+from sandkasten.host.examine import write_machine
 from sandkasten.host.notify import open_notifier
 from sandkasten.host.paths import DataPaths
 from sandkasten.model.errors import SandkastenError

@@ -35,7 +35,7 @@ from sandkasten.config import Config, ConfigError
 from sandkasten.config.seccomp import load_filters
 from sandkasten.host import examine
 from sandkasten.host.data_dir import locked
-from sandkasten.host.machine_file import read_machine
+from sandkasten.host.examine import read_machine
 from sandkasten.host.notify import Notifier, open_notifier
 from sandkasten.host.paths import DataPaths
 from sandkasten.model.errors import SandkastenError, ZygoteLost
