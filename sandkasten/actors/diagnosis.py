@@ -19,15 +19,16 @@ from runner.wire import protocol as runner_protocol
 from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.driver import ask_runner
 from sandkasten.actors.services import nsinit_messages as zygote_actor
-from sandkasten.actors.services import store as store_actor
 from sandkasten.actors.services.directory import Entry, Inspection
 from sandkasten.actors.services.shared import Shared
+from sandkasten.actors.services.store import do
 from sandkasten.counters.cgroup import read_raw
 from sandkasten.model import Event, Session, Status
 from sandkasten.model.errors import SandkastenError, SessionNotFound, StoreFailed
 from sandkasten.model.lifecycle import WHOLE
 from sandkasten.model.node import Diagnosis, Part, Unavailable
-from sandkasten.store.sessions import SessionRecord
+from sandkasten.store.events import last_events
+from sandkasten.store.sessions import SessionRecord, get_session
 
 PART_S = 2.0
 """How long each part may take; they are had at the same time."""
@@ -72,14 +73,14 @@ class Diagnosing:
         if (kept := self._directory.unwritten.get(session_id)) is not None:
             return kept
         with trio.move_on_after(PART_S):
-            record = await self._store.ask(store_actor.Get(session_id))
+            record = await self._store.ask(do(get_session, session_id))
             if record is None:
                 raise SessionNotFound("no such session", session_id=session_id)
             return record
         raise StoreFailed("the database does not answer")
 
     async def _record(self, record: SessionRecord, *, is_live: bool) -> Part:
-        written = await self._store.ask(store_actor.Get(record.session.id))
+        written = await self._store.ask(do(get_session, record.session.id))
         return {
             "incarnation": record.incarnation,
             "init": None if record.identity is None else attrs.asdict(record.identity),
@@ -94,7 +95,7 @@ class Diagnosing:
     async def _events(self, session_id: str) -> Part:
         known = {event.cursor: event for event in self._journal.recent(session_id, limit=EVENTS)}
         try:
-            stored = await self._store.ask(store_actor.LastEvents(session_id, EVENTS))
+            stored = await self._store.ask(do(last_events, session_id=session_id, limit=EVENTS))
         except SandkastenError:  # memory has the newest, and they matter most
             stored = ()
         known |= {event.cursor: event for event in stored}

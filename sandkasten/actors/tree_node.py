@@ -16,14 +16,15 @@ from sandkasten.actors.node import recovery, sessions
 from sandkasten.actors.node.creating import Node
 from sandkasten.actors.node_view import NodeFacts, Observed, describe_capacity, describe_system, measure
 from sandkasten.actors.services import nsinit_messages as zygote
-from sandkasten.actors.services import store
 from sandkasten.actors.services.shared import Shared
+from sandkasten.actors.services.store import do
 from sandkasten.config import Config
 from sandkasten.images.catalog import Catalog
 from sandkasten.model import SESSION_ID
 from sandkasten.model.errors import SandkastenError, SessionNotFound
 from sandkasten.model.measures import Family
 from sandkasten.model.node import Diagnosis, Machine, NodeCapacity, NodeInfo, Readiness, System
+from sandkasten.store.database import ping
 
 _METRICS_S = 1.0
 _READY_S = 5.0
@@ -51,7 +52,7 @@ class WorkOfNode:
 
     async def readiness(self) -> Readiness:
         checks = {
-            "store": await _check(self._store, store.Ping()),
+            "store": await _check(self._store, do(ping)),
             "zygote": await _check(self._zygote, zygote.Ping()),
             "sessions": "ok" if self._sessions.is_alive else "not running",
             "disk": await trio.to_thread.run_sync(_check_disk, self._config),

@@ -82,6 +82,11 @@ def _migrations() -> dict[int, str]:
     return found
 
 
+def ping(database: sqlite3.Connection) -> None:
+    """Read something, so that a caller knows that the database answers."""
+    database.execute("SELECT 1 FROM node LIMIT 1").fetchone()
+
+
 _PRIMARY = 0xFF
 """The bits of a result code that say what kind it is."""
 

@@ -29,12 +29,13 @@ from sandkasten.actors.node.reconcile import (
     plan_reconciliation,
 )
 from sandkasten.actors.services import nsinit_messages as zygote_actor
-from sandkasten.actors.services import store as store_actor
 from sandkasten.actors.services.shared import Shared
+from sandkasten.actors.services.store import do
 from sandkasten.host.paths import DataPaths
 from sandkasten.model import EventType
 from sandkasten.model.errors import SandkastenError
 from sandkasten.output.spool_files import SpoolFile, list_spool, remove_spool_files, session_of
+from sandkasten.store.sessions import live_sessions
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class Inventory:
 
         Records come first and owners last: what begins or ends meanwhile has an owner or is only watched.
         """
-        records = await self._store.ask_again(store_actor.LiveSessions())
+        records = await self._store.ask_again(do(live_sessions))
         found = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Scan())
         leftovers = await self._leftovers()
         files = await self._unused_files()

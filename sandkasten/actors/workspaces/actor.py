@@ -17,7 +17,6 @@ import attrs
 
 from sandkasten.actors.core import Actor, Ask, Deferred, Ref
 from sandkasten.actors.services import nsinit_messages as zygote_actor
-from sandkasten.actors.services import workspace_rows as rows
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.nsinit_messages import (
     DiscardWorkspace,
@@ -26,6 +25,7 @@ from sandkasten.actors.services.nsinit_messages import (
     PublishWorkspace,
     SyncWorkspace,
 )
+from sandkasten.actors.services.store import do
 from sandkasten.actors.workspaces.helpers import IDLE_S, Helpers
 from sandkasten.actors.workspaces.holds import Attachment, Attachments, Claims
 from sandkasten.actors.workspaces.messages import (
@@ -62,7 +62,7 @@ from sandkasten.model.workspace import (
     WorkspaceSpec,
     is_within,
 )
-from sandkasten.store.sessions import SessionRecord
+from sandkasten.store.sessions import SessionRecord, live_sessions_of
 
 Ts = TypeVarTuple("Ts")
 
@@ -185,7 +185,7 @@ class Workspaces(Actor):
     async def _records(self, workspace_id: str) -> Sequence[SessionRecord]:
         """Return the records of sessions that may have it; one whose end was not written yet has not."""
         unwritten = self._directory.unwritten
-        records = await self._store.ask_again(rows.HoldersOf(workspace_id))
+        records = await self._store.ask_again(do(live_sessions_of, workspace_id))
         return [
             each
             for each in records
