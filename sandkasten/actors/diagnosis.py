@@ -15,11 +15,12 @@ from typing import Any
 import attrs
 import trio
 
+from nsinit.wire.protocol import AskDisk
 from runner.wire import protocol as runner_protocol
 from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.driver import ask_runner
-from sandkasten.actors.services import nsinit_messages as zygote_actor
 from sandkasten.actors.services.directory import Entry, Inspection
+from sandkasten.actors.services.nsinit import Describe, call
 from sandkasten.actors.services.shared import Shared
 from sandkasten.actors.services.store import do
 from sandkasten.counters.cgroup import read_raw
@@ -102,15 +103,15 @@ class Diagnosing:
         return {"newest": [_event(known[cursor]) for cursor in sorted(known)[-EVENTS:]]}
 
     async def _cgroup(self, session_id: str) -> Part:
-        dirs = (await self._zygote.ask(zygote_actor.Node())).cgroup_dirs
+        dirs = (await self._zygote.ask(Describe())).cgroup_dirs
         found = await trio.to_thread.run_sync(read_raw, dirs, session_id, limiter=self._threads, abandon_on_cancel=True)
         return found or Unavailable("there is no cgroup of this session")
 
     async def _disk(self, session: Session) -> Part:
-        mode = (await self._zygote.ask(zygote_actor.Node())).disk
+        mode = (await self._zygote.ask(Describe())).disk
         if session.status not in WHOLE:
             return {"mode": mode}
-        use = await self._zygote.ask(zygote_actor.AskDisk(session.id))
+        use = await self._zygote.ask(call(AskDisk, session.id))
         return {"mode": mode, **{field.name: getattr(use, field.name) for field in _fields(use)}}
 
     async def _runner(self, session: Session, inside: Inspection | None, *, is_live: bool) -> Part:

@@ -173,7 +173,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
 
     async def _start_zygote(self, *, task_status: trio.TaskStatus[Ref]) -> None:
         data_dir, disk = self._config.data_dir, self._config.disk.mode
-        actor = nsinit.Zygote(
+        actor = nsinit.NsinitClient(
             self._zygote,
             data_dir,
             self._node.id,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import trio
 
-from nsinit.wire.protocol import Stray
+from nsinit.wire.protocol import RemoveStray, Stray, Survey
 from sandkasten.actors.node.reconcile import (
     SESSION,
     SPOOL_FILE,
@@ -28,7 +28,7 @@ from sandkasten.actors.node.reconcile import (
     as_leftovers,
     plan_reconciliation,
 )
-from sandkasten.actors.services import nsinit_messages as zygote_actor
+from sandkasten.actors.services.nsinit import ask_patiently, call, scan
 from sandkasten.actors.services.shared import Shared
 from sandkasten.actors.services.store import do
 from sandkasten.host.paths import DataPaths
@@ -62,7 +62,7 @@ class Inventory:
         Records come first and owners last: what begins or ends meanwhile has an owner or is only watched.
         """
         records = await self._store.ask_again(do(live_sessions))
-        found = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Scan())
+        found = await scan(self._zygote)
         leftovers = await self._leftovers()
         files = await self._unused_files()
         seen = frozenset[str | Leftover]() if is_start else self._seen
@@ -77,7 +77,7 @@ class Inventory:
     async def _leftovers(self) -> Sequence[Leftover]:
         """Return what is no session's; nothing when it can't be looked for, which must not hold up the rest."""
         try:
-            return as_leftovers(await zygote_actor.ask_patiently(self._zygote, zygote_actor.Survey()))
+            return as_leftovers((await ask_patiently(self._zygote, call(Survey))).strays)
         except SandkastenError as error:
             log.error("leftovers_not_looked_for", extra={"error": str(error)})
             return []
@@ -125,7 +125,7 @@ class Removal:
     async def _remove_stray(self, leftover: Leftover) -> bool:
         stray = Stray(leftover.kind, leftover.name)  # type: ignore[arg-type]  # that is where its kind is from
         try:
-            await self._zygote.ask(zygote_actor.RemoveStray(stray))
+            await self._zygote.ask(call(RemoveStray, stray))
         except SandkastenError as error:
             self._not_removed(leftover, str(error))
             return False

@@ -16,8 +16,8 @@ import trio
 
 from sandkasten.actors.node.inventory import Inventory, Removal
 from sandkasten.actors.node.reconcile import SESSION, Action, Decision, Leftover
-from sandkasten.actors.services import nsinit_messages as zygote_actor
 from sandkasten.actors.services import store as store_actor
+from sandkasten.actors.services.nsinit import ask_patiently, teardown
 from sandkasten.actors.services.shared import Shared
 from sandkasten.actors.services.store import do
 from sandkasten.actors.session.actor import SessionActor
@@ -118,8 +118,7 @@ class Reconciling:
         record says already, or what is given, or what the event usually means."""
         try:
             async with self.ends:
-                teardown = zygote_actor.Teardown(record.session.id)
-                await zygote_actor.ask_patiently(self._zygote, teardown)
+                await ask_patiently(self._zygote, teardown(record.session.id))
                 if event is Event.NOT_FOUND:
                     status = next_status(record.session.status, event)
                 else:
@@ -151,7 +150,7 @@ class Reconciling:
         """Remove what there is of an id that is nobody's; False if that must be tried again."""
         try:
             async with self.ends:
-                torn_down = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Teardown(session_id))
+                torn_down = await ask_patiently(self._zygote, teardown(session_id))
                 return not torn_down.leftovers
         except SandkastenError as error:
             log.error("reap_deferred", extra={"session_id": session_id, "error": str(error)})

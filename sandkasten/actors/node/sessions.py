@@ -31,8 +31,8 @@ from sandkasten.actors.node.inventory import Inventory, Removal
 from sandkasten.actors.node.pool import Vessels
 from sandkasten.actors.node.reconcile import Decision
 from sandkasten.actors.node.reconciling import Reconciling
-from sandkasten.actors.services import nsinit_messages as zygote_actor
 from sandkasten.actors.services.directory import SessionDirectory
+from sandkasten.actors.services.nsinit import Describe, ask_patiently, scan
 from sandkasten.actors.services.shared import Shared
 from sandkasten.actors.services.store import do
 from sandkasten.actors.session.actor import SessionActor
@@ -230,7 +230,7 @@ class Sessions(Actor):
     async def on_start(self) -> None:
         self._directory.clear()
         self._shared.shares.clear()
-        ready = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Node())
+        ready = await ask_patiently(self._zygote, Describe())
         self._assemble(ready.cgroup_dirs)
         self._creating.is_drained = await self._store.ask_again(do(read_drained))
         if self._creating.is_drained:
@@ -392,7 +392,7 @@ class Sessions(Actor):
                 for entry in self._directory:
                     nursery.start_soon(self._destroy, entry.ref)
             await trio.sleep(_DRAIN_PAUSE_S)
-        found = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Scan())
+        found = await scan(self._zygote)
         async with trio.open_nursery() as nursery:
             for each in found:
                 nursery.start_soon(self._reconciling.reap, each.session_id)

@@ -15,7 +15,7 @@ from runner.wire import protocol
 from runner.wire.protocol import Kind
 from sandkasten.actors.core import unwrap
 from sandkasten.actors.runs.run import PATIENCE_S, TRACEPARENT, Run
-from sandkasten.actors.services import nsinit_messages as zygote_actor
+from sandkasten.actors.services.nsinit import GroupHandle
 from sandkasten.links.runner import RunnerConnection, RunnerLink, check_piece, decode_answer
 from sandkasten.model import Stream
 from sandkasten.model.errors import (
@@ -80,7 +80,7 @@ CONTROL_S = 10.0
 """How long PID 1 may take to answer a request that asks for nothing to wait for."""
 
 
-async def drive(run: Run, link: RunnerLink, group: zygote_actor.GroupHandle | None) -> protocol.ExecReply:
+async def drive(run: Run, link: RunnerLink, group: GroupHandle | None) -> protocol.ExecReply:
     """Run it to its end and return how it ended. `group` is where a program is born; it stays the caller's.
 
     Raises:

@@ -14,9 +14,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
+from nsinit.wire.protocol import AskQuota
 from sandkasten.actors.core import Ref
-from sandkasten.actors.services import nsinit_messages as zygote_actor
-from sandkasten.actors.services.nsinit_messages import AskQuota
+from sandkasten.actors.services.nsinit import ask_patiently, call
+from sandkasten.actors.services.nsinit import list_workspaces as list_directories
 from sandkasten.actors.services.store import do
 from sandkasten.model.errors import (
     BuildFailed,
@@ -109,7 +110,7 @@ class Register:
 
     async def names(self) -> frozenset[str]:
         """Return the workspaces that have a directory."""
-        return frozenset(await zygote_actor.ask_patiently(self._zygote, zygote_actor.ListWorkspaces()))
+        return frozenset(await list_directories(self._zygote))
 
     async def list(self) -> Sequence[Workspace]:
         """Return all of them, by id."""
@@ -198,8 +199,12 @@ class Register:
         """Note that it is in use. What is remembered anew has the quota that it has on the disk: the database it was
         remembered in may have been lost."""
         known = await self._store.ask_again(do(get_workspace, workspace_id))
-        quota = None if known else await zygote_actor.ask_patiently(self._zygote, AskQuota(workspace_id))
+        quota = None if known else await self._quota_on_disk(workspace_id)
         return await self._store.ask_again(do(adopt_workspace, workspace_id, datetime.now(UTC), labels, quota))
+
+    async def _quota_on_disk(self, workspace_id: str) -> WorkspaceQuota | None:
+        found = (await ask_patiently(self._zygote, call(AskQuota, workspace_id))).quota
+        return None if found is None else WorkspaceQuota(found.size_bytes, found.inodes)
 
 
 def _view(record: WorkspaceRecord, names: frozenset[str], counts: Mapping[str, Count]) -> Workspace:
