@@ -14,13 +14,15 @@ import trio
 
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services.store import Store, do
+from sandkasten.host.paths import read_boot_id
 from sandkasten.model import FOREVER_S, EndReason, Limits, Pause, SessionOptions, Status
 from sandkasten.model.lifecycle import Event
 from sandkasten.model.listing import LabelSelector, SessionQuery
-from sandkasten.store.checked import _CHECKS, KEPT_ROWS
 from sandkasten.store.database import open_database
 from sandkasten.store.events import append_events, open_journal, read_events
+from sandkasten.store.rows import KEPT_ROWS
 from sandkasten.store.sessions import (
+    _COLUMNS,
     KernelIdentity,
     SessionRecord,
     find_by_key,
@@ -32,6 +34,7 @@ from sandkasten.store.sessions import (
 from tests.strategies import make_record
 
 OPTIONAL_LIMITS = [each.name for each in attrs.fields(Limits) if each.default is None]
+IDENTITY = KernelIdentity(1, 2, 3, read_boot_id())
 VICTIM, WITNESS = "a" * 24, "b" * 24
 
 DAMAGE: dict[str, tuple[str, object]] = {
@@ -84,7 +87,7 @@ DAMAGE: dict[str, tuple[str, object]] = {
 async def store(tmp_path: Path, nursery: trio.Nursery) -> Ref:
     ref: Ref = await nursery.start(Store(Ref("store"), tmp_path / "test.db").run)
     for name in (VICTIM, WITNESS):
-        await ref.ask(do(put_session, make_record(name, identity=KernelIdentity(1, 2, 3), idempotency_key=name)))
+        await ref.ask(do(put_session, make_record(name, identity=IDENTITY, idempotency_key=name)))
     return ref
 
 
@@ -100,7 +103,7 @@ def _set_aside(path: Path) -> list[tuple[str, str]]:
 
 
 FULL = attrs.evolve(
-    make_record(VICTIM, idempotency_key="key", max_lifetime_s=1.5, identity=KernelIdentity(1, 2, 3)),
+    make_record(VICTIM, idempotency_key="key", max_lifetime_s=1.5, identity=IDENTITY),
     is_busy=True,
     ending=Event.EXPIRE,
     ended_at=datetime.fromtimestamp(2e9, UTC),
@@ -130,7 +133,7 @@ async def test_what_this_program_wrote_is_believed(store: Ref, tmp_path: Path, r
     found = await store.ask(do(get_session, VICTIM))
     assert found is not None
     assert attrs.evolve(found.session, cwd="") == attrs.evolve(record.session, cwd="")
-    assert _judged(tmp_path / "test.db") == set(_CHECKS)
+    assert _judged(tmp_path / "test.db") == set(_COLUMNS)
 
 
 def _judged(path: Path) -> set[str]:

@@ -13,6 +13,7 @@ import trio
 from sandkasten.actors.core import MAILBOX_MESSAGES, Ref
 from sandkasten.actors.node.recovery import BATCH, forget_old
 from sandkasten.actors.services.store import Store, do
+from sandkasten.host.paths import read_boot_id
 from sandkasten.model import EndReason, Status
 from sandkasten.model.errors import StoreFailed
 from sandkasten.model.lifecycle import Event
@@ -43,7 +44,7 @@ async def test_a_record_comes_back_as_it_was_put(store: Ref) -> None:
     record = make_record(
         "a" * 24,
         status=Status.DESTROYING,
-        identity=KernelIdentity(12, 34, 56),
+        identity=KernelIdentity(12, 34, 56, read_boot_id()),
         ending=Event.EXPIRE,
         ended_at=datetime.now(UTC),
         idempotency_key="key",
