@@ -18,7 +18,7 @@ from nsinit.kernel import syscalls
 from nsinit.kernel.files import write_file
 from nsinit.wire.protocol import EventKind
 
-MAX_GROUPS = 100
+MAX_RUN_CGROUPS = 100
 """How many cgroups of their own programs and shells of one session may have."""
 BUILDING_SHARE = 100
 """What is built goes before what runs: no foreign code is in it yet, and somebody waits for it. When many are built at
@@ -52,14 +52,14 @@ class SessionCgroup:
         return tuple(f"{directory}/{self.session_id}" for directory in self.tree.unique)
 
     @property
-    def group_parent(self) -> str:
+    def run_cgroup_parent(self) -> str:
         """The session's directory in the one hierarchy that its groups are made in."""
         return self.birth_directory or self.directory("pids")
 
-    def group_directories(self) -> tuple[str, ...]:
+    def run_cgroup_directories(self) -> tuple[str, ...]:
         """The groups there are; none when the session has no cgroup."""
         try:
-            with os.scandir(self.group_parent) as entries:
+            with os.scandir(self.run_cgroup_parent) as entries:
                 return tuple(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
         except FileNotFoundError:
             return ()
@@ -97,7 +97,7 @@ class SessionCgroup:
                 os.rmdir(directory)
             raise
         if self.tree.mode == "v2":
-            write_file(f"{self.directory('unified')}/cgroup.max.descendants", str(MAX_GROUPS))
+            write_file(f"{self.directory('unified')}/cgroup.max.descendants", str(MAX_RUN_CGROUPS))
 
     def exists(self) -> bool:
         """Whether any of the directories is there."""
@@ -111,7 +111,7 @@ class SessionCgroup:
     def processes(self) -> tuple[int, ...]:
         """Host pids of every process in any of the directories, and in the groups."""
         pids: set[int] = set()
-        for directory in (*self.directories, *self.group_directories()):
+        for directory in (*self.directories, *self.run_cgroup_directories()):
             pids.update(read_processes(directory))
         return tuple(pids)
 
@@ -127,7 +127,7 @@ class SessionCgroup:
 
     def remove(self) -> tuple[str, ...]:
         """Remove what can be removed; return the directories that are still there (busy for a moment after an exit)."""
-        return tuple(each for each in (*self.group_directories(), *self.directories) if not was_removed(each))
+        return tuple(each for each in (*self.run_cgroup_directories(), *self.directories) if not was_removed(each))
 
     def counters(self) -> Counters:
         """Read the counters; works as long as the directories are there."""

@@ -60,56 +60,53 @@ class Unpacked:
     privileged: int
 
 
-StrayKind = Literal[
-    "cgroup", "other_cgroup", "session_directory", "run_directory", "trash", "loop", "mount", "place_mount"
-]
-"""`cgroup`: among the sessions' and not one of a session. `other_cgroup`: a whole directory of sessions' cgroups that
-an earlier daemon made elsewhere. `loop`: a loop device with a file of a session that is no more. `mount`: made by hand
-below one of nsinit's places; `place_mount`: on such a place itself, which is never removed."""
+LeftoverKind = Literal["cgroup", "other_cgroup", "session_directory", "run_directory", "trash", "loop", "mount"]
+"""`cgroup`: a cgroup among those of sessions that can't be one. `other_cgroup`: a node's directory that an earlier
+nsinit of the data directory made in another part of the tree. `session_directory`, `run_directory`: an entry of
+`sessions/` or `run/` that can't be a session's. `trash`: an entry of `trash/`. `loop`: a loop device with a file of a
+session that is gone. `mount`: a mount that a person made on or below one of the places of sessions."""
+
+TOLD_ONLY: frozenset[LeftoverKind] = frozenset({"mount", "other_cgroup"})
+"""Kinds that are told of and never removed: a person may need them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stray:
-    """Something that is nobody's. `name` tells it from others of its kind and is no path to go by."""
+class Leftover:
+    """A thing in nsinit's places that belongs to no session. `name` tells it from others of its kind; it is no path."""
 
-    kind: StrayKind
+    kind: LeftoverKind
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Survey(Request["Surveyed"]):
-    """List what belongs to no session and lies where only sessions' things should. Answer: `Surveyed`."""
+class FindLeftovers(Request["LeftoversFound"]):
+    """List the leftovers. Answer: `LeftoversFound`."""
 
     seq: int
 
 
 @dataclass(frozen=True, slots=True)
-class RemoveStray(Request["Ok"]):
-    """Remove what a `Survey` found, if it is found again. Answer: `Ok` or `Failed` (`EBUSY`: some of it is left)."""
+class RemoveLeftover(Request["Ok"]):
+    """Remove a leftover if it is found again. Answer: `Ok` or `Failed` (`EBUSY`: some of it is left, or its kind is one
+    of `TOLD_ONLY`)."""
 
     seq: int
-    stray: Stray
+    leftover: Leftover
 
 
 @dataclass(frozen=True, slots=True)
-class Surveyed:
+class LeftoversFound:
     seq: int
-    strays: tuple[Stray, ...]
+    leftovers: tuple[Leftover, ...]
 
 
 __all__ = [
     "ProtocolError",
-    "RemoveStray",
     "SeccompArgTest",
     "SeccompProfile",
     "SeccompRule",
-    "Stray",
-    "StrayKind",
-    "Survey",
-    "Surveyed",
-    "UnpackImage",
-    "Unpacked",
 ]
+"""Names of other modules that are part of the contract."""
 
 MAX_DATAGRAM_BYTES = 64 * 1024
 MAX_FDS = 2
@@ -186,7 +183,7 @@ class SandboxPlan:
     root_inside: bool = False
 
     @property
-    def furnishing(self) -> tuple[object, ...]:
+    def image_key(self) -> tuple[object, ...]:
         """What decides how an image is mounted. Plans in which that is the same differ only in what comes after it."""
         sizes = self.tmp_bytes, self.tmp_inodes, self.shm_bytes, self.shm_inodes
         return self.image, self.image_kind, self.disk, self.limits.memory_bytes, *sizes
@@ -232,7 +229,7 @@ class Prepare(Request["Ok"]):
 class Furnish(Request["Ok"]):
     """Mount the image in a blank vessel, on the guess that its session will have it.
 
-    The `Build` of that id must have the same `SandboxPlan.furnishing` then, or it is refused. Answer: `Ok` or `Failed`;
+    The `Build` of that id must have the same `SandboxPlan.image_key`, or it is refused. Answer: `Ok` or `Failed`;
     after `Failed` nothing of the vessel is left.
     """
 
@@ -561,10 +558,22 @@ class Failed:
 REQUESTS = Vocabulary(
     *(Start, Prepare, Furnish, Build, Attach, Scan, SetLimits, SetFrozen, Teardown),
     *(MakeWorkspace, GrowWorkspace, AskQuota, ListWorkspaces, DiscardWorkspace, PublishWorkspace, SyncWorkspace),
-    *(MakeGroup, RemoveGroup, FindVictim, AskDisk, SetDisk, Survey, RemoveStray, UnpackImage),
+    *(MakeGroup, RemoveGroup, FindVictim, AskDisk, SetDisk, FindLeftovers, RemoveLeftover, UnpackImage),
 )
 ANSWERS = Vocabulary(
-    *(Ready, Built, Attached, Scanned, TornDown, Grouped, Victim, DiskUse, Surveyed, WorkspacesListed, QuotaFound),
+    *(
+        Ready,
+        Built,
+        Attached,
+        Scanned,
+        TornDown,
+        Grouped,
+        Victim,
+        DiskUse,
+        LeftoversFound,
+        WorkspacesListed,
+        QuotaFound,
+    ),
     *(Unpacked, Ok, Failed),
 )
 

@@ -39,7 +39,7 @@ from sandkasten.actors.services.directory import Entry, SessionDirectory
 from sandkasten.actors.services.shared import Shared
 from sandkasten.actors.services.store import do
 from sandkasten.actors.session.messages import Borrow, Destroy, PauseSession, ResumeSession, Stats, Update
-from sandkasten.actors.session.watch import judged
+from sandkasten.actors.session.watch import translating_death
 from sandkasten.actors.supervision import ChildSpec, GiveUp
 from sandkasten.actors.tree_node import WorkOfNode
 from sandkasten.actors.tree_work import WorkOfSessions
@@ -66,7 +66,7 @@ from sandkasten.model import (
     SessionStats,
     Status,
 )
-from sandkasten.model.errors import Capacity, KeeperGone, SandkastenError, SessionExpired, SessionNotFound
+from sandkasten.model.errors import Capacity, LauncherGone, SandkastenError, SessionExpired, SessionNotFound
 from sandkasten.model.lifecycle import LIVE, ended_error
 from sandkasten.model.listing import SessionPage, SessionQuery
 from sandkasten.model.node import Machine
@@ -184,7 +184,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
         )
         try:
             await actor.run(task_status=task_status)
-        except* KeeperGone as gone:  # who is not root any more can't start another
+        except* LauncherGone as gone:  # who is not root any more can't start another
             raise GiveUp(str(unwrap(gone))) from None
 
     async def _start_images(self, *, task_status: trio.TaskStatus[Ref]) -> None:
@@ -344,7 +344,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
             entry = await self._live(session_id)
             done = trio.Event()
             try:
-                async with judged(entry.ref):
+                async with translating_death(entry.ref):
                     yield await entry.ref.ask(Borrow(done))
             finally:
                 done.set()

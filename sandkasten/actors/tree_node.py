@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 
 import attrs
 import trio
+from prometheus_client.metrics_core import Metric
 
 from sandkasten.actors.core import Ask, R, Ref
 from sandkasten.actors.diagnosis import Diagnosing
@@ -23,7 +24,6 @@ from sandkasten.config import Config
 from sandkasten.images.catalog import Catalog
 from sandkasten.model import SESSION_ID
 from sandkasten.model.errors import SandkastenError, SessionNotFound
-from sandkasten.model.measures import Family
 from sandkasten.model.node import Diagnosis, Machine, NodeCapacity, NodeInfo, Readiness, System
 from sandkasten.store.database import ping
 
@@ -105,7 +105,7 @@ class WorkOfNode:
             raise SessionNotFound("no such session", session_id=session_id[:64])
         return await self._diagnosing.diagnose(session_id)
 
-    async def metrics(self) -> Sequence[Family]:
+    async def metrics(self) -> Sequence[Metric]:
         if not self._cgroup_dirs:
             with trio.move_on_after(_METRICS_S), suppress(SandkastenError):
                 self._cgroup_dirs = (await self._zygote.ask(Describe())).cgroup_dirs

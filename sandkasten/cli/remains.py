@@ -13,8 +13,8 @@ from typing import Any
 
 import attrs
 
+from nsinit.wire.protocol import TOLD_ONLY
 from sandkasten.actors.node.reconcile import (
-    PLACE_MOUNT,
     SESSION,
     TRASH,
     Action,
@@ -86,8 +86,8 @@ def lines_of(remains: Remains) -> Sequence[str]:
     lines += [f"{'left':<9} {each.kind:<17} {describe(each, remains)}" for each in remains.left]
     if not remains.left and not remains.unfinished:
         return [*lines, f"{'left':<9} {'nothing':<17}".rstrip()]
-    if not remains.unfinished and all(each.kind == PLACE_MOUNT for each in remains.left):
-        how = "`umount` it, if it is no disk for the data directory"
+    if not remains.unfinished and all(each.kind in TOLD_ONLY for each in remains.left):
+        how = "left to you: `umount` a mount; end what runs in a cgroup"
     elif remains.is_served:
         how = "the daemon removes it within two minutes"
     else:
@@ -97,8 +97,8 @@ def lines_of(remains: Remains) -> Sequence[str]:
 
 def describe(leftover: Leftover, remains: Remains) -> str:
     """Return what is to be said of one."""
-    if leftover.kind == PLACE_MOUNT:
-        return f"{leftover.name}: made by hand, and left to you: it may be a disk for it"
+    if leftover.kind in TOLD_ONLY:
+        return f"{leftover.name}: left to you"
     if leftover.kind != SESSION:
         return leftover.name
     return f"{leftover.name}: {'runs' if leftover.name in remains.running else 'remains'}, and the database has it not"
@@ -115,12 +115,12 @@ def _look(config: Config, is_served: bool, ask_for: Collection[str]) -> Remains:
     live = {each.session.id for each in known.records}
     sight = look(config.data_dir, node_id, live) if node_id else Sight()
     plan = _plan(config, known.records, sight, files, is_served=is_served)
-    strays = [] if is_served else [each for each in as_leftovers(sight.strays) if each.kind == TRASH]
+    trash = [] if is_served else [each for each in as_leftovers(sight.leftovers) if each.kind == TRASH]
     return Remains(
         is_served=is_served,
         live=[each.session_id for each in plan.of(Action.ADOPT)],
         unfinished={each.session_id: each.reason or f"{each.event}" for each in plan.of(Action.FINISH)},
-        left=[*plan.news, *strays],
+        left=[*plan.news, *trash],
         running=frozenset(each.session_id for each in sight.found if each.identity is not None),
         sight=sight,
         ended=[each for each in known.asked if each.id not in live],
@@ -153,7 +153,7 @@ def _plan(
     if is_served:
         owned = frozenset({each.session_id for each in sight.found} | {each.session.id for each in records})
         files = [each for each in files if not is_segment(each.name)]
-    leftovers = as_leftovers(sight.strays)
+    leftovers = as_leftovers(sight.leftovers)
     return plan_reconciliation(
         Observed(records, sight.found, read_boot_id(), leftovers, owned, is_start=True, spool=files)
     )

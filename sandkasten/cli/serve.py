@@ -35,7 +35,7 @@ from sandkasten.config import Config, ConfigError
 from sandkasten.config.seccomp import load_filters
 from sandkasten.host import examine
 from sandkasten.host.data_dir import locked
-from sandkasten.host.machine_file import read_machine
+from sandkasten.host.examine import read_machine
 from sandkasten.host.notify import Notifier, open_notifier
 from sandkasten.host.paths import DataPaths
 from sandkasten.model.errors import SandkastenError, ZygoteLost
@@ -119,7 +119,7 @@ async def _run(config: Config, serve_all: Callable[..., Awaitable[None]], at_han
     with trio.open_signal_receiver(*numbers) as signals:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(partial(serve_all, order=order))
-            nursery.start_soon(_watch_keeper, at_hand)
+            nursery.start_soon(_watch_launcher, at_hand)
             async for number in signals:
                 how = stop_order(config, signal.Signals(number))
                 order.ends_sessions, order.drain_s = how.ends_sessions, how.drain_s
@@ -134,10 +134,10 @@ async def _run(config: Config, serve_all: Callable[..., Awaitable[None]], at_han
                 signal.signal(number, signal.SIG_DFL)
 
 
-async def _watch_keeper(at_hand: Means) -> None:
-    """Everything goes on without the keeper, until nsinit should be started again; better to know before."""
-    if at_hand.keeper is not None:
-        await at_hand.keeper.wait_ended()
+async def _watch_launcher(at_hand: Means) -> None:
+    """Everything goes on without the launcher, until nsinit should be started again; better to know before."""
+    if at_hand.launcher is not None:
+        await at_hand.launcher.wait_ended()
         logger.error("keeper_lost", extra={"advice": "restart the daemon: a fork server that ends can't be replaced"})
 
 

@@ -1,8 +1,7 @@
 """Looks from outside at what there is of a data directory's sessions and at leftovers, without touching it, as root.
 
-The looking is `nsinit/tools/look.py`'s, a program of its own; here is how it is asked, who is at work in the directory,
-and how a process gets where the sessions' cgroups are: an nsinit that is started elsewhere would not find them.
-Blocking.
+`nsinit/tools/leftovers.py`, a program of its own, looks; here is how it is asked, who is at work in the directory, and
+how a process gets where the sessions' cgroups are: an nsinit that is started elsewhere would not find them. Blocking.
 
 Sources: proc_locks(5); cgroups(7), "cgroup.procs"; cgroup-v2.rst, "No Internal Process Constraint" (EBUSY).
 """
@@ -20,10 +19,10 @@ from pathlib import Path
 import attrs
 
 from nsinit.wire import protocol as nsinit_protocol
-from nsinit.wire.protocol import Found, Identity, Stray
+from nsinit.wire.protocol import Found, Identity, Leftover
 from sandkasten.host.paths import DataPaths
 
-_LOOK = Path(nsinit_protocol.__file__).parents[1] / "tools" / "look.py"
+_LOOK = Path(nsinit_protocol.__file__).parents[1] / "tools" / "leftovers.py"
 _LOOK_S = 60
 _NO_PROCESSES = (errno.EBUSY, errno.EOPNOTSUPP)
 
@@ -38,7 +37,7 @@ class Sight:
     process puts it there. `rivals`: further directories in which recorded sessions run."""
 
     found: Sequence[Found] = ()
-    strays: Sequence[Stray] = ()
+    leftovers: Sequence[Leftover] = ()
     homes: Sequence[tuple[str, str]] = ()
     rivals: Sequence[str] = ()
 
@@ -58,7 +57,7 @@ def look(data_dir: Path, node_id: str, recorded: Collection[str]) -> Sight:
         raise CantLook(done.stderr.decode(errors="replace").strip().rpartition("\n")[2]) from None
     return Sight(
         [Found(**each | {"identity": each["identity"] and Identity(**each["identity"])}) for each in answer["found"]],
-        [Stray(**each) for each in answer["strays"]],
+        [Leftover(**each) for each in answer["leftovers"]],
         [(first, second) for first, second in answer["homes"]],
         answer["rivals"],
     )

@@ -1,13 +1,12 @@
 """The image store: `<data_dir>/images/<name>/{meta.json,rootfs/}`, names, aliases, set-aside images.
 
-Owns what an image is called and when its files may go. An image that was replaced or deleted may be the lower layer of
-a running session, so it is renamed into `images/.retired/` and removed only when `<data_dir>/sessions` is empty. New
-images are built in `images/.new-*` and appear by rename(2), whole or not at all. Blocking: call it from a thread.
+Owns the names of images and decides when their files may go. An image that was replaced or deleted may be the lower
+layer of a running session, so it is renamed into `images/.retired/` and removed only when `<data_dir>/sessions` is
+empty. New images are built in `images/.new-*` and appear by rename(2), whole or not at all.
 
-Lets the daemon's group read what there is to know of images: their names and `meta.json`. The files stay root's.
-
-Runs as root, on what only root may change. Opens no link. Who makes an image calls `share_image` before it gets its
-name; a start calls `share_store` for those that are there already.
+`share_store` and `share_image` let the daemon's group read names and `meta.json`; the files of images stay root's. They
+run as root, on directories that only root may change, and open no link. The maker of an image calls `share_image`
+before the image gets its name; a start calls `share_store` for those there are. Blocking: call it from a thread.
 """
 
 from __future__ import annotations
@@ -32,7 +31,199 @@ from sandkasten.model import IMAGE_NAME
 from sandkasten.model.errors import InvalidImage
 
 META = "meta.json"
+HOST = "host"
+_RETIRED = ".retired"
+_NEW = ".new-"
 _DIRECTORY = os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC
+Stamp = tuple[tuple[int, int] | None, tuple[int, int] | None]
+"""Modification time and inode of `meta.json`, of the image of a name and of the image it is an alias of."""
+
+
+@attrs.frozen
+class Image:
+    """One image of the store. `kind` host: the machine's own `/usr` belongs below it."""
+
+    name: str
+    kind: Literal["host", "rootfs"]
+    created_at: str
+    source: str
+    fingerprint: str = ""
+    members: int = 0
+    size_bytes: int = 0
+
+
+class Catalog:
+    """The images of one data directory."""
+
+    def __init__(
+        self, data_dir: Path, *, aliases: Mapping[str, str] | None = None, allowed: Sequence[str] = ()
+    ) -> None:
+        self._directory = data_dir / "images"
+        self._sessions = data_dir / "sessions"
+        self._aliases = dict(aliases or {})
+        self._allowed = frozenset(allowed)
+
+    def rootfs_path(self, name: str) -> Path:
+        """Return the directory of an image's files."""
+        return self._directory / name / "rootfs"
+
+    def images(self) -> list[Image]:
+        """Return all images, by name. A directory without a readable `meta.json` is no image."""
+        if not self._directory.is_dir():
+            return []
+        found = (self._read(name) for name in sorted(os.listdir(self._directory)) if IMAGE_NAME.match(name))
+        return [image for image in found if image is not None]
+
+    def aliases_of(self, name: str) -> list[str]:
+        """Return the aliases of an image; an image of the same name hides an alias."""
+        return sorted(each for each, target in self._aliases.items() if target == name and self._read(each) is None)
+
+    def get(self, name: str) -> Image:
+        """Return the image of that name, or else the image that the name is an alias of.
+
+        Raises:
+            InvalidImage: malformed, not present, or neither the name nor its target is allowed.
+        """
+        if not IMAGE_NAME.match(name):
+            raise InvalidImage("image name is malformed", image=name[:64])
+        image = self._read(name)
+        if image is None and name in self._aliases:
+            image = self._read(self._aliases[name])
+        if image is None:
+            raise InvalidImage(f"there is no image {name!r}", image=name)
+        if self._allowed and not self._allowed & {name, image.name}:
+            raise InvalidImage(f"image {name!r} is not allowed", image=name)
+        return image
+
+    def unknown(self, names: Iterable[str]) -> list[str]:
+        """Return the names that lead to no image; `host`, which every start makes, counts as present."""
+        return [each for each in names if not self._leads_somewhere(each)]
+
+    def _leads_somewhere(self, name: str) -> bool:
+        return any(each == HOST or self._read(each) is not None for each in (name, self._aliases.get(name, name)))
+
+    def stamp(self, name: str) -> Stamp:
+        """Return a value that changes when the answer of `get(name)` does; two stat(2) calls, no reading."""
+        return self._stat(name), self._stat(self._aliases.get(name, ""))
+
+    def _stat(self, name: str) -> tuple[int, int] | None:
+        if not IMAGE_NAME.match(name):
+            return None
+        try:
+            found = os.stat(self._directory / name / META)
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_ino
+
+    def validate(self, name: str) -> list[str]:
+        """Return the faults of an image's files, one sentence each; none means that the image can be used."""
+        image = self.get(name)
+        return rootfs.find_problems(str(self.rootfs_path(image.name)), usr="/usr" if image.kind == "host" else None)
+
+    def delete(self, name: str) -> bool:
+        """Take an image out of the store; return whether its files are gone (else: at the next start without sessions).
+
+        Raises:
+            InvalidImage: there is no image of that name; for an alias the message names the image.
+        """
+        image = self.get(name)
+        if image.name != name:
+            raise InvalidImage(f"{name!r} is an alias of image {image.name!r}; delete the image", image=name)
+        self._retire(name)
+        return self.sweep()
+
+    @contextlib.contextmanager
+    def building(self, name: str) -> Iterator[Path]:
+        """Open a directory to build an image in; leaving it without `publish` removes it."""
+        if not IMAGE_NAME.match(name):
+            raise InvalidImage("image name is malformed", image=name[:64])
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory = self._directory / f"{_NEW}{secrets.token_hex(8)}"
+        directory.mkdir(mode=0o700)
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH)  # keeps a sweep away; nsinit may hold a lock here, too
+            (directory / "rootfs").mkdir()
+            (directory / "rootfs").chmod(0o755)
+            yield directory
+        finally:
+            os.close(fd)
+            self._remove(directory)
+
+    def publish(self, directory: Path, image: Image, *, replace: bool = False) -> Image:
+        """Give a built directory its name.
+
+        Raises:
+            InvalidImage: the name is taken, and `replace` is not set.
+        """
+        (directory / META).write_text(json.dumps(attrs.asdict(image), indent=1) + "\n")
+        self._share(directory)
+        target = self._directory / image.name
+        if replace:
+            self._retire(image.name)
+        try:
+            directory.rename(target)
+        except OSError as error:  # ENOTEMPTY, EEXIST: rename(2) replaces an empty directory only
+            raise InvalidImage(f"there is an image {image.name!r} already", image=image.name) from error
+        return image
+
+    def sweep(self) -> bool:
+        """Remove aborted builds and, unless a session exists, set-aside images; return whether the latter went."""
+        has_sessions = self._sessions.is_dir() and any(self._sessions.iterdir())
+        retired = [] if has_sessions else [*(self._directory / _RETIRED).glob("*")]
+        for directory in [*retired, *self._directory.glob(f"{_NEW}*")]:
+            if not _is_locked(directory):
+                self._remove(directory)
+        return not has_sessions
+
+    def _share(self, directory: Path) -> None:
+        """Give the store's group read access to this image's description."""
+        store_fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            share_image(store_fd, directory.name, os.fstat(store_fd).st_gid)
+        finally:
+            os.close(store_fd)
+
+    def _retire(self, name: str) -> None:
+        retired = self._directory / _RETIRED
+        retired.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            (self._directory / name).rename(retired / f"{name}-{secrets.token_hex(8)}")
+
+    def _remove(self, directory: Path) -> None:
+        if not directory.exists():
+            return
+        parent_fd = os.open(directory.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            remove_tree(parent_fd, directory.name)
+        finally:
+            os.close(parent_fd)
+
+    def _read(self, name: str) -> Image | None:
+        try:
+            fields = json.loads((self._directory / name / META).read_bytes())
+            return Image(**fields | {"name": name})
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+def _is_locked(directory: Path) -> bool:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def now() -> str:
+    """Return the present time in the form of `Image.created_at`."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+# Access for the daemon's group
 
 
 def share_store(images: Path, gid: int) -> None:
@@ -78,196 +269,3 @@ def share_image(store_fd: int, name: str, gid: int) -> None:
 def _let_read(directory_fd: int, gid: int) -> None:
     os.fchown(directory_fd, -1, gid)
     os.fchmod(directory_fd, 0o750 if gid else 0o700)
-
-
-HOST = "host"
-_RETIRED = ".retired"
-_NEW = ".new-"
-
-
-Stamp = tuple[tuple[int, int] | None, tuple[int, int] | None]
-"""Modification time and inode of an image's `meta.json`, for the name and for what its alias stands for."""
-
-
-@attrs.frozen
-class Image:
-    """One image of the store. `kind` host: the machine's own `/usr` belongs below it."""
-
-    name: str
-    kind: Literal["host", "rootfs"]
-    created_at: str
-    source: str
-    fingerprint: str = ""
-    members: int = 0
-    size_bytes: int = 0
-
-
-class Catalog:
-    """The images of one data directory."""
-
-    def __init__(
-        self, data_dir: Path, *, aliases: Mapping[str, str] | None = None, allowed: Sequence[str] = ()
-    ) -> None:
-        self._directory = data_dir / "images"
-        self._sessions = data_dir / "sessions"
-        self._aliases = dict(aliases or {})
-        self._allowed = frozenset(allowed)
-
-    def rootfs_path(self, name: str) -> Path:
-        """Where the files of an image lie."""
-        return self._directory / name / "rootfs"
-
-    def images(self) -> list[Image]:
-        """Return all images, by name. A directory without a readable `meta.json` is no image."""
-        if not self._directory.is_dir():
-            return []
-        found = (self._read(name) for name in sorted(os.listdir(self._directory)) if IMAGE_NAME.match(name))
-        return [image for image in found if image is not None]
-
-    def aliases_of(self, name: str) -> list[str]:
-        """Return the aliases that lead to an image; one with an image of its own name is none."""
-        return sorted(each for each, target in self._aliases.items() if target == name and self._read(each) is None)
-
-    def get(self, name: str) -> Image:
-        """Return the image of that name, or else the one its alias stands for.
-
-        Raises:
-            InvalidImage: malformed, not present, or neither the name nor its target is allowed.
-        """
-        if not IMAGE_NAME.match(name):
-            raise InvalidImage("image name is malformed", image=name[:64])
-        image = self._read(name)
-        if image is None and name in self._aliases:
-            image = self._read(self._aliases[name])
-        if image is None:
-            raise InvalidImage(f"there is no image {name!r}", image=name)
-        if self._allowed and not self._allowed & {name, image.name}:
-            raise InvalidImage(f"image {name!r} is not allowed", image=name)
-        return image
-
-    def unknown(self, names: Iterable[str]) -> list[str]:
-        """Return those that lead to no image; `host`, which every start makes, counts as present."""
-        return [each for each in names if not self._leads_somewhere(each)]
-
-    def _leads_somewhere(self, name: str) -> bool:
-        return any(each == HOST or self._read(each) is not None for each in (name, self._aliases.get(name, name)))
-
-    def stamp(self, name: str) -> Stamp:
-        """Return what changes when `get(name)` would answer otherwise; two stat(2) calls, no reading."""
-        return self._stat(name), self._stat(self._aliases.get(name, ""))
-
-    def _stat(self, name: str) -> tuple[int, int] | None:
-        if not IMAGE_NAME.match(name):
-            return None
-        try:
-            found = os.stat(self._directory / name / META)
-        except OSError:
-            return None
-        return found.st_mtime_ns, found.st_ino
-
-    def validate(self, name: str) -> list[str]:
-        """Return what is wrong with an image's files, one sentence each; none means it can be used."""
-        image = self.get(name)
-        return rootfs.find_problems(str(self.rootfs_path(image.name)), usr="/usr" if image.kind == "host" else None)
-
-    def delete(self, name: str) -> bool:
-        """Take an image out of the store; return whether its files are gone (else: at the next start without sessions).
-
-        Raises:
-            InvalidImage: there is no image of that name; for an alias the message names the image.
-        """
-        image = self.get(name)
-        if image.name != name:
-            raise InvalidImage(f"{name!r} is an alias of image {image.name!r}; delete that one", image=name)
-        self._retire(name)
-        return self.sweep()
-
-    @contextlib.contextmanager
-    def building(self, name: str) -> Iterator[Path]:
-        """Open a directory to build an image in; leaving it without `publish` removes it."""
-        if not IMAGE_NAME.match(name):
-            raise InvalidImage("image name is malformed", image=name[:64])
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        directory = self._directory / f"{_NEW}{secrets.token_hex(8)}"
-        directory.mkdir(mode=0o700)
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH)  # tells a sweep that somebody is at work here; nsinit may be, too
-            (directory / "rootfs").mkdir()
-            (directory / "rootfs").chmod(0o755)
-            yield directory
-        finally:
-            os.close(fd)
-            self._remove(directory)
-
-    def publish(self, directory: Path, image: Image, *, replace: bool = False) -> Image:
-        """Give a built directory its name.
-
-        Raises:
-            InvalidImage: the name is taken, and `replace` is not set.
-        """
-        (directory / META).write_text(json.dumps(attrs.asdict(image), indent=1) + "\n")
-        self._share(directory)
-        target = self._directory / image.name
-        if replace:
-            self._retire(image.name)
-        try:
-            directory.rename(target)
-        except OSError as error:  # ENOTEMPTY, EEXIST: rename(2) replaces an empty directory only
-            raise InvalidImage(f"there is an image {image.name!r} already", image=image.name) from error
-        return image
-
-    def sweep(self) -> bool:
-        """Remove builds that were cut short and, unless a session exists, set-aside images; say whether those went."""
-        has_sessions = self._sessions.is_dir() and any(self._sessions.iterdir())
-        retired = [] if has_sessions else [*(self._directory / _RETIRED).glob("*")]
-        for directory in [*retired, *self._directory.glob(f"{_NEW}*")]:
-            if not _is_locked(directory):
-                self._remove(directory)
-        return not has_sessions
-
-    def _share(self, directory: Path) -> None:
-        """Let whoever may read the store read this image's description, too."""
-        store_fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            share_image(store_fd, directory.name, os.fstat(store_fd).st_gid)
-        finally:
-            os.close(store_fd)
-
-    def _retire(self, name: str) -> None:
-        retired = self._directory / _RETIRED
-        retired.mkdir(mode=0o700, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            (self._directory / name).rename(retired / f"{name}-{secrets.token_hex(8)}")
-
-    def _remove(self, directory: Path) -> None:
-        if not directory.exists():
-            return
-        parent_fd = os.open(directory.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            remove_tree(parent_fd, directory.name)
-        finally:
-            os.close(parent_fd)
-
-    def _read(self, name: str) -> Image | None:
-        try:
-            fields = json.loads((self._directory / name / META).read_bytes())
-            return Image(**fields | {"name": name})
-        except (OSError, ValueError, TypeError):
-            return None
-
-
-def _is_locked(directory: Path) -> bool:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
-
-
-def now() -> str:
-    """The present, as `Image.created_at` has it."""
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,12 +1,12 @@
 """The `host` image: a made `/` over the machine's own `/usr`, with no download.
 
-Owns the recipe. The rule for `/etc`: a list says what may be looked at, and of that only what every user of the machine
-may read is copied; nothing else of the machine gets in, whatever it is called. No file with a private key in it, no
-`/root`, `/home`, `/var`, `/opt`. Files of accounts are written here, not copied; nsinit writes those of host names for
-each session, the faster as there are none to replace.
+Owns the recipe. The rule for `/etc`: of the entries in a list, only files that every user of the machine may read are
+copied, and no file with a private key in it. Nothing of `/root`, `/home`, `/var` or `/opt` is copied. Files of accounts
+are written here, not copied; nsinit writes those of host names for each session, which is faster without files to
+replace.
 
-The image's own `/usr` lies over the machine's in a session. All it holds is a `python` command where the machine has
-`python3` alone: scripts and people ask for it by that name.
+The image's own `/usr` lies over the machine's in a session. It holds a `python` command where the machine has only
+`python3`, since scripts and people ask for `python`, and else nothing.
 
 A finished image is kept until the recipe, the linker's cache or that command changes (`fingerprint`), then made anew at
 a start.

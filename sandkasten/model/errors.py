@@ -301,7 +301,7 @@ class BuildFailed(SandboxError):
         self.stage, self.path, self.errno = stage, path, errno
 
 
-class KeeperGone(SandboxError):
+class LauncherGone(SandboxError):
     """nsinit died, and so did who alone could start another: the daemon ends."""
 
     scope = "node"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import attrs
 
 from sandkasten.security.campaign import Result
-from sandkasten.security.posture.finding import Finding
+from sandkasten.security.posture import Finding
 from sandkasten.security.probes.attempt import BROKEN, HELD, NOT_APPLICABLE
 
 _ID, _USER, _STANDS_FOR, _EXPECTED, _SEEN = 31, 7, 35, 30, 48

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from nsinit.cgroup.session import MAX_GROUPS
+from nsinit.cgroup.session import MAX_RUN_CGROUPS
 from nsinit.wire.protocol import (
     Attach,
     Attached,
@@ -187,7 +187,7 @@ def test_a_group_is_refused_twice_and_in_a_session_that_is_not_there(server: Nsi
 def test_groups_of_one_session_are_bounded(server: Nsinit) -> None:
     """One too many is refused; when one went there is room again; the teardown takes all of them."""
     box = server.build(host_plan())
-    for number in range(MAX_GROUPS):
+    for number in range(MAX_RUN_CGROUPS):
         with _group(server, box.session_id, f"p-{number}"):
             pass
     assert os.strerror(_refused(server, box.session_id, "one-more").errno) == "Resource temporarily unavailable"

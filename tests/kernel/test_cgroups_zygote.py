@@ -94,7 +94,7 @@ async def test_a_refusal_says_why() -> None:
         (await ref.ask(make_group(session_id, "twice"))).close_unused()
         with pytest.raises(BuildFailed, match="File exists"):
             await ref.ask(make_group(session_id, "twice"))
-        with pytest.raises(BuildFailed, match="invalid group name"):
+        with pytest.raises(BuildFailed, match="invalid name of a run cgroup"):
             await ref.ask(make_group(session_id, "../x"))
 
 

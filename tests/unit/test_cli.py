@@ -156,7 +156,7 @@ def test_images_are_looked_after_from_the_command_line(tmp_path: Path, capsys: p
     assert "this machine (also base, python)" in captured.out
     assert "python: ok" in captured.out
     assert captured.err.splitlines() == [
-        "sandkasten: 'python' is an alias of image 'host'; delete that one",
+        "sandkasten: 'python' is an alias of image 'host'; delete the image",
         "sandkasten: there is no image 'host'",
         f"sandkasten: {tmp_path / 'none.tar'}: No such file or directory",
     ]

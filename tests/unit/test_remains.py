@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sandkasten.actors.node.reconcile import PLACE_MOUNT, SESSION, Leftover
+from sandkasten.actors.node.reconcile import SESSION, Leftover
 from sandkasten.cli.common import Stop
 from sandkasten.cli.mend import refuse_rivals
 from sandkasten.cli.remains import Remains, as_json, find_remains, lines_of
@@ -19,19 +19,19 @@ ID, OTHER = "a" * 24, "b" * 24
 def test_nothing_is_said_in_one_line_and_everything_else_has_one_of_its_own() -> None:
     """What runs unknown is told from what only remains, and who removes what."""
     assert [line.split()[0] for line in lines_of(Remains(live=[ID]))] == ["live", "left"]
-    left = [Leftover(SESSION, ID), Leftover(SESSION, OTHER), Leftover(PLACE_MOUNT, "/x"), Leftover("loop", "0 /y")]
+    left = [Leftover(SESSION, ID), Leftover(SESSION, OTHER), Leftover("mount", "/x"), Leftover("loop", "0 /y")]
     lines = lines_of(Remains(left=left, running={ID}, unfinished={"c" * 24: "gone"}))
     assert lines[1].split(maxsplit=2) == ["unended", "session", f"{'c' * 24}: gone"]
     assert [line.split(maxsplit=2)[2] for line in lines[2:6]] == [
         f"{ID}: runs, and the database has it not",
         f"{OTHER}: remains, and the database has it not",
-        "/x: made by hand, and left to you: it may be a disk for it",
+        "/x: left to you",
         "0 /y",
     ]
     assert lines[6].strip() == "fix: `sandkasten doctor --fix` removes it"
     assert lines_of(Remains(is_served=True, left=left))[-1].strip() == "fix: the daemon removes it within two minutes"
     only_disk = lines_of(Remains(is_served=True, left=left[2:3]))
-    assert only_disk[-1].strip() == "fix: `umount` it, if it is no disk for the data directory"
+    assert only_disk[-1].strip() == "fix: left to you: `umount` a mount; end what runs in a cgroup"
 
 
 def test_a_data_directory_that_is_not_there_has_no_remains(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import trio
 
-from nsinit.wire.protocol import RemoveStray, Stray, Survey
+from nsinit.wire import protocol
 from sandkasten.actors.node.reconcile import (
     SESSION,
     SPOOL_FILE,
@@ -77,7 +77,7 @@ class Inventory:
     async def _leftovers(self) -> Sequence[Leftover]:
         """Return what is no session's; nothing when it can't be looked for, which must not hold up the rest."""
         try:
-            return as_leftovers((await ask_patiently(self._zygote, call(Survey))).strays)
+            return as_leftovers((await ask_patiently(self._zygote, call(protocol.FindLeftovers))).leftovers)
         except SandkastenError as error:
             log.error("leftovers_not_looked_for", extra={"error": str(error)})
             return []
@@ -123,9 +123,9 @@ class Removal:
         return removed
 
     async def _remove_stray(self, leftover: Leftover) -> bool:
-        stray = Stray(leftover.kind, leftover.name)  # type: ignore[arg-type]  # that is where its kind is from
+        stray = protocol.Leftover(leftover.kind, leftover.name)  # type: ignore[arg-type]  # that is where its kind is from
         try:
-            await self._zygote.ask(call(RemoveStray, stray))
+            await self._zygote.ask(call(protocol.RemoveLeftover, stray))
         except SandkastenError as error:
             self._not_removed(leftover, str(error))
             return False

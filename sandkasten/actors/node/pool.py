@@ -45,7 +45,7 @@ class Furnishing:
 
     def fits(self, other: Furnishing) -> bool:
         """Return whether what was furnished for this will do for the other."""
-        return self.image == other.image and self.plan.furnishing == other.plan.furnishing
+        return self.image == other.image and self.plan.image_key == other.plan.image_key
 
 
 @attrs.frozen

@@ -95,7 +95,7 @@ class Reaper(Actor):
             try:
                 await self._sweep()
             except SandkastenError as error:
-                self._metrics.sweeps.add("failed")
+                self._metrics.sweeps("failed").inc()
                 log.warning("sweep_failed", extra={"error": str(error)})
 
     async def _sweep(self) -> int:
@@ -109,10 +109,10 @@ class Reaper(Actor):
                 failures += await _failure_of(self._sessions.ask, sessions_actor.Settle(decision))
             removed = await self._removal.remove(plan.remove)
             failures += await _failure_of(self._forget)
-            self._metrics.swept.add(by=len(due) + removed)
+            self._metrics.swept.inc(len(due) + removed)
             if failures:
                 raise failures[0]
-            self._metrics.sweeps.add("ok")
+            self._metrics.sweeps("ok").inc()
             return len(due) + removed
 
     async def _forget(self) -> None:

@@ -36,8 +36,8 @@ from sandkasten.actors.services.nsinit import Describe, ask_patiently, scan
 from sandkasten.actors.services.shared import Shared
 from sandkasten.actors.services.store import do
 from sandkasten.actors.session.actor import SessionActor
+from sandkasten.actors.session.birth import Creation, Services
 from sandkasten.actors.session.messages import Destroy
-from sandkasten.actors.session.setup import Creation, Services
 from sandkasten.actors.workspaces.holds import Attachments
 from sandkasten.admission.budget import Budget, Machine
 from sandkasten.admission.plan import spec_digest
