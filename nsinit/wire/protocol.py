@@ -15,16 +15,25 @@ The part of `protocol` about what belongs to no session. Values only.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 from nsinit.kernel.seccomp.profile import ArgTest as SeccompArgTest
 from nsinit.kernel.seccomp.profile import Profile as SeccompProfile
 from nsinit.kernel.seccomp.profile import Rule as SeccompRule
 from runner.wire.codec import ProtocolError, Vocabulary
 
+A = TypeVar("A")
+A_co = TypeVar("A_co", covariant=True)
+
+
+class Request(Generic[A_co]):
+    """A message to nsinit. Its class names the class of the answer, in place of which `Failed` may come."""
+
+    __slots__ = ()
+
 
 @dataclass(frozen=True, slots=True)
-class UnpackImage:
+class UnpackImage(Request["Unpacked"]):
     """First and only message to an nsinit that is not started: unpack the archive that comes along, a descriptor open
     for reading, into the empty draft of an image, and end. Not for a daemon that is not root.
 
@@ -70,14 +79,14 @@ class Leftover:
 
 
 @dataclass(frozen=True, slots=True)
-class FindLeftovers:
+class FindLeftovers(Request["LeftoversFound"]):
     """List the leftovers. Answer: `LeftoversFound`."""
 
     seq: int
 
 
 @dataclass(frozen=True, slots=True)
-class RemoveLeftover:
+class RemoveLeftover(Request["Ok"]):
     """Remove a leftover if it is found again. Answer: `Ok` or `Failed` (`EBUSY`: some of it is left, or its kind is one
     of `TOLD_ONLY`)."""
 
@@ -184,7 +193,7 @@ class SandboxPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class Start(Request["Ready"]):
     """First message, unless that is `UnpackImage`. `cgroup_parent`: `auto`, or the directory below every hierarchy's
     mount point to build in. `seccomp_profiles`: an operator's own, beside those that come along. `crash_at`: end at
     this point (`crash_points`); for tests, and only from a daemon that is root.
@@ -202,7 +211,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepare:
+class Prepare(Request["Ok"]):
     """Make a blank vessel for a session id to come: cloned, in its cgroup, nothing of an image mounted yet.
 
     A later `Build` of that id starts from it; a `Teardown` discards it. It dies with nsinit. `limits`, in force before
@@ -217,7 +226,7 @@ class Prepare:
 
 
 @dataclass(frozen=True, slots=True)
-class Furnish:
+class Furnish(Request["Ok"]):
     """Mount the image in a blank vessel, on the guess that its session will have it.
 
     The `Build` of that id must have the same `SandboxPlan.image_key`, or it is refused. Answer: `Ok` or `Failed`;
@@ -229,7 +238,7 @@ class Furnish:
 
 
 @dataclass(frozen=True, slots=True)
-class Build:
+class Build(Request["Built"]):
     """Build a sandbox. Answer: `Built` (2 descriptors) or `Failed`; after `Failed` nothing of it is left."""
 
     seq: int
@@ -237,7 +246,7 @@ class Build:
 
 
 @dataclass(frozen=True, slots=True)
-class Attach:
+class Attach(Request["Attached"]):
     """Find the running sandbox of a session again, after a restart. Answer: `Attached` or `Failed`."""
 
     seq: int
@@ -245,7 +254,7 @@ class Attach:
 
 
 @dataclass(frozen=True, slots=True)
-class Scan:
+class Scan(Request["Scanned"]):
     """List sessions that have a cgroup, a run or a session directory, those after an id. Answer: `Scanned`."""
 
     seq: int
@@ -253,7 +262,7 @@ class Scan:
 
 
 @dataclass(frozen=True, slots=True)
-class SetLimits:
+class SetLimits(Request["Ok"]):
     """Change the limits of a running sandbox's cgroup. Answer: `Ok` or `Failed`."""
 
     seq: int
@@ -262,7 +271,7 @@ class SetLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class SetDisk:
+class SetDisk(Request["Ok"]):
     """Change the limits of a running sandbox's disk. Answer: `Ok` or `Failed` (`EOPNOTSUPP`: disks of this mode keep
     their size)."""
 
@@ -272,7 +281,7 @@ class SetDisk:
 
 
 @dataclass(frozen=True, slots=True)
-class AskDisk:
+class AskDisk(Request["DiskUse"]):
     """Ask how full the disk of a running sandbox is. Answer: `DiskUse` or `Failed`."""
 
     seq: int
@@ -280,7 +289,7 @@ class AskDisk:
 
 
 @dataclass(frozen=True, slots=True)
-class SetFrozen:
+class SetFrozen(Request["Ok"]):
     """Stop, or let go on, all processes of a session at once, PID 1 included. Idempotent.
 
     Answer: `Ok`, when it is so, or `Failed` (`ETIMEDOUT`: not all would stop, and all go on; `ENOTSUP`: no freezer).
@@ -292,7 +301,7 @@ class SetFrozen:
 
 
 @dataclass(frozen=True, slots=True)
-class Teardown:
+class Teardown(Request["TornDown"]):
     """Kill a sandbox and remove all of it; idempotent, and right for half-built ones. Answer: `TornDown`."""
 
     seq: int
@@ -300,7 +309,7 @@ class Teardown:
 
 
 @dataclass(frozen=True, slots=True)
-class MakeWorkspace:
+class MakeWorkspace(Request["Ok"]):
     """Make the directory of a persistent workspace if there is none, or with `draft` one beside it that becomes the
     workspace when it is published. With a `quota` it is made so that no more can be written to it; a draft of one that
     has a quota has it, too. Answer: `Ok` or `Failed` (`EOPNOTSUPP`: no quota can be had here; `EXDEV`: there is one
@@ -313,7 +322,7 @@ class MakeWorkspace:
 
 
 @dataclass(frozen=True, slots=True)
-class GrowWorkspace:
+class GrowWorkspace(Request["Ok"]):
     """Let a workspace with a quota that nobody has be this large; the number of its files grows along. Answer: `Ok` or
     `Failed` (`EINVAL`: it is larger; `EBUSY`: somebody has it; `ENOENT`: there is none with a quota)."""
 
@@ -323,7 +332,7 @@ class GrowWorkspace:
 
 
 @dataclass(frozen=True, slots=True)
-class AskQuota:
+class AskQuota(Request["QuotaFound"]):
     """Ask what a workspace may hold. Answer: `QuotaFound` or `Failed` (`EUCLEAN`: its image is damaged)."""
 
     seq: int
@@ -331,7 +340,7 @@ class AskQuota:
 
 
 @dataclass(frozen=True, slots=True)
-class ListWorkspaces:
+class ListWorkspaces(Request["WorkspacesListed"]):
     """List the workspaces that have a directory, those after a name. Answer: `WorkspacesListed`."""
 
     seq: int
@@ -339,7 +348,7 @@ class ListWorkspaces:
 
 
 @dataclass(frozen=True, slots=True)
-class DiscardWorkspace:
+class DiscardWorkspace(Request["Ok"]):
     """Move a workspace (or draft) out of the way in one step, and delete it then; idempotent. Answer: `Ok` or
     `Failed`. Who has it mounted keeps what is not deleted yet, so nobody should."""
 
@@ -349,7 +358,7 @@ class DiscardWorkspace:
 
 
 @dataclass(frozen=True, slots=True)
-class PublishWorkspace:
+class PublishWorkspace(Request["Ok"]):
     """Make a draft the workspace of its name, in one step, after all of it is on the disk. With `replace` it takes the
     place of the one that is there, which is deleted. Answer: `Ok` or `Failed` (`EEXIST`: there is one)."""
 
@@ -359,7 +368,7 @@ class PublishWorkspace:
 
 
 @dataclass(frozen=True, slots=True)
-class SyncWorkspace:
+class SyncWorkspace(Request["Ok"]):
     """Have everything that was written to a workspace on the disk. Answer: `Ok` or `Failed`."""
 
     seq: int
@@ -367,7 +376,7 @@ class SyncWorkspace:
 
 
 @dataclass(frozen=True, slots=True)
-class MakeGroup:
+class MakeGroup(Request["Grouped"]):
     """Make a cgroup of its own for a program or shell inside a session's; it shares the session's limits.
 
     `name` is 1 to 32 of a-z, 0-9 and `-`. It goes with the session at the latest. Answer: `Grouped` (1 descriptor) or
@@ -380,7 +389,7 @@ class MakeGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class RemoveGroup:
+class RemoveGroup(Request["Ok"]):
     """Kill what is left in a group, if `kill`, and remove it. Idempotent.
 
     Answer: `Ok` (it is gone) or `Failed` (`EBUSY`: something in it lives on, so it stays).
@@ -393,7 +402,7 @@ class RemoveGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class FindVictim:
+class FindVictim(Request["Victim"]):
     """Ask whom the kernel's out-of-memory killer ended in a session. Answer: `Victim`."""
 
     seq: int
@@ -567,3 +576,12 @@ ANSWERS = Vocabulary(
     ),
     *(Unpacked, Ok, Failed),
 )
+
+_ANSWER_CLASSES: dict[str, type] = {each.__name__: each for each in ANSWERS.classes}
+
+
+def answer_class(request: type[Request[A]]) -> type[A]:
+    """Return the class of the answer that a class of requests names."""
+    (base,) = request.__orig_bases__  # type: ignore[attr-defined]  # set for every class with a generic base
+    found: type[Any] = _ANSWER_CLASSES[get_args(base)[0].__forward_arg__]
+    return found

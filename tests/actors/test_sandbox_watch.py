@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import trio
 
-from nsinit.wire.protocol import Identity, Victim
+from nsinit.wire.protocol import FindVictim, Identity, Victim
 from sandkasten.actors.core import Actor, Ref
-from sandkasten.actors.services.nsinit_messages import FindKills, Sandbox
+from sandkasten.actors.services.nsinit import Call, Sandbox
 from sandkasten.actors.session.watch import SandboxWatch
 from sandkasten.counters.cgroup import CgroupStats
 from sandkasten.links.fds import OwnedFd
@@ -51,8 +51,8 @@ class _Log(Actor):
         super().__init__(ref)
         self._told = told
 
-    async def handle(self, message: FindKills) -> Victim:
-        assert message.session_id == ID
+    async def handle(self, message: Call[Victim]) -> Victim:
+        assert message.request == FindVictim(0, ID)
         return self._told
 
 

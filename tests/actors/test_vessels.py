@@ -9,10 +9,11 @@ import attrs
 import pytest
 import trio
 
+from nsinit.wire.protocol import Furnish, Prepare
 from sandkasten.actors.core import Actor, Ref
 from sandkasten.actors.node.pool import Furnishing, Vessels
 from sandkasten.actors.services.directory import SessionDirectory
-from sandkasten.actors.services.nsinit_messages import Furnish, Prepare
+from sandkasten.actors.services.nsinit import Call
 from sandkasten.admission.plan import resolve
 from sandkasten.config import Config
 from sandkasten.images.catalog import Image
@@ -30,9 +31,9 @@ class Zygote(Actor):
         self.told: list[str] = []
         self.refused: set[type] = set()
 
-    async def handle(self, message: Any) -> None:
-        self.told.append(type(message).__name__)
-        if type(message) in self.refused:
+    async def handle(self, message: Call[Any]) -> None:
+        self.told.append(type(message.request).__name__)
+        if type(message.request) in self.refused:
             raise BuildFailed("no", stage="overlay root")
 
 
