@@ -89,7 +89,7 @@ def prepare(node: Node, request: p.Prepare) -> Work:
     return p.Ok(request.seq), []
 
 
-def mount_image(node: Node, request: p.Furnish) -> Work:
+def mount_image(node: Node, request: p.MountImage) -> Work:
     yield from node.sessions.mount_image(request.plan)
     return p.Ok(request.seq), []
 
@@ -257,7 +257,7 @@ def _of_session(request: OfSession) -> str:
     return request.session_id
 
 
-def _of_plan(request: p.Furnish | p.Build) -> str:
+def _of_plan(request: p.MountImage | p.Build) -> str:
     return request.plan.session_id
 
 
@@ -278,7 +278,7 @@ _LIMITS, _DISK, _PLAN, _AFTER = (
 _ROWS: tuple[Row[Any], ...] = (
     # request (which names its answer), checks, ordered by, work
     Row(p.Prepare, {**_SESSION, **_LIMITS, **_DISK}, _of_session, prepare),
-    Row(p.Furnish, _PLAN, _of_plan, mount_image),
+    Row(p.MountImage, _PLAN, _of_plan, mount_image),
     Row(p.Build, _PLAN, _of_plan, build),
     Row(p.Attach, _SESSION, _of_session, attach),
     Row(p.Teardown, _SESSION, _of_session, tear_down, on_arrival=abort_build),

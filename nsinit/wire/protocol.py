@@ -226,7 +226,7 @@ class Prepare(Request["Ok"]):
 
 
 @dataclass(frozen=True, slots=True)
-class Furnish(Request["Ok"]):
+class MountImage(Request["Ok"]):
     """Mount the image in a blank vessel, on the guess that its session will have it.
 
     The `Build` of that id must have the same `SandboxPlan.image_key`, or it is refused. Answer: `Ok` or `Failed`;
@@ -556,7 +556,7 @@ class Failed:
 
 
 REQUESTS = Vocabulary(
-    *(Start, Prepare, Furnish, Build, Attach, Scan, SetLimits, SetFrozen, Teardown),
+    *(Start, Prepare, MountImage, Build, Attach, Scan, SetLimits, SetFrozen, Teardown),
     *(MakeWorkspace, GrowWorkspace, AskQuota, ListWorkspaces, DiscardWorkspace, PublishWorkspace, SyncWorkspace),
     *(MakeGroup, RemoveGroup, FindVictim, AskDisk, SetDisk, FindLeftovers, RemoveLeftover, UnpackImage),
 )

@@ -18,9 +18,9 @@ from nsinit.wire.protocol import (
     Build,
     DiskLimits,
     Failed,
-    Furnish,
     Limits,
     MakeWorkspace,
+    MountImage,
     Ok,
     Prepare,
     SandboxPlan,
@@ -252,16 +252,16 @@ def test_a_pool_sandbox_with_an_image_is_no_sandbox_of_another_plan(server: Nsin
 def test_only_a_blank_pool_sandbox_gets_an_image(server: Nsinit) -> None:
     """Not one that is already, not a session that runs, which lives on; and one whose image is missing is gone."""
     plan = _imaged(server)
-    answer, _ = server.ask(Furnish, plan=plan)
+    answer, _ = server.ask(MountImage, plan=plan)
     assert (answer.stage, answer.errno) == ("pool", errno.ENOENT)
     sandbox = server.build(plan)
-    answer, _ = server.ask(Furnish, plan=plan)
+    answer, _ = server.ask(MountImage, plan=plan)
     assert (answer.stage, answer.errno) == ("pool", errno.ENOENT)
     assert sandbox.run("echo lives").out == "lives\n"
     sandbox.teardown()
     missing = host_plan(new_id(), image="missing")
     server.ask(Prepare, session_id=missing.session_id, limits=ROOMY)
-    answer, _ = server.ask(Furnish, plan=missing)
+    answer, _ = server.ask(MountImage, plan=missing)
     assert answer.stage == "overlay root"
     _assert_nothing_left(server, missing.session_id)
 
@@ -269,7 +269,7 @@ def test_only_a_blank_pool_sandbox_gets_an_image(server: Nsinit) -> None:
 def _imaged(server: Nsinit) -> SandboxPlan:
     plan = host_plan(new_id())
     server.ask(Prepare, session_id=plan.session_id, limits=ROOMY)
-    answer, _ = server.ask(Furnish, plan=plan)
+    answer, _ = server.ask(MountImage, plan=plan)
     assert isinstance(answer, Ok), answer
     return plan
 

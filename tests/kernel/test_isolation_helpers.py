@@ -28,9 +28,9 @@ from nsinit.wire.protocol import (
     Build,
     Built,
     Failed,
-    Furnish,
     Grouped,
     MakeGroup,
+    MountImage,
     Ok,
     Prepare,
     SandboxPlan,
@@ -140,7 +140,7 @@ def test_helpers_keep_nothing_of_a_session(server: Nsinit) -> None:
     prepared = new_id()
     server.ask(Prepare, session_id=prepared, limits=ROOMY)
     assert _all_holdings(server) == before
-    server.ask(Furnish, plan=host_plan(prepared))
+    server.ask(MountImage, plan=host_plan(prepared))
     assert _all_holdings(server) == before
     for sandbox in sandboxes:
         assert all(
