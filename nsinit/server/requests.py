@@ -147,7 +147,7 @@ def ask_disk(node: Node, request: p.AskDisk) -> Answer:
     return p.DiskUse(request.seq, *node.sessions.disk_usage(request.session_id)), []
 
 
-def make_run_cgroup(node: Node, request: p.MakeGroup) -> Work:
+def make_run_cgroup(node: Node, request: p.MakeRunCgroup) -> Work:
     membership, fd = yield from node.sessions.make_run_cgroup(request.session_id, request.name)
     return p.Grouped(request.seq, membership), [fd]
 
@@ -287,7 +287,7 @@ _ROWS: tuple[Row[Any], ...] = (
     Row(p.SetFrozen, _SESSION, _of_session, set_frozen),
     Row(p.SetDisk, {**_SESSION, **_DISK}, _of_session, set_disk),
     Row(p.AskDisk, _SESSION, None, ask_disk),
-    Row(p.MakeGroup, _RUN_CGROUP, _of_session, make_run_cgroup),
+    Row(p.MakeRunCgroup, _RUN_CGROUP, _of_session, make_run_cgroup),
     Row(p.RemoveGroup, _RUN_CGROUP, _of_session, remove_run_cgroup),
     Row(p.FindVictim, _SESSION, None, find_victim),
     Row(p.MakeWorkspace, {**_WORKSPACE, "quota": _quota}, _of_workspace, make_workspace),

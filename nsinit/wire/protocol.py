@@ -376,7 +376,7 @@ class SyncWorkspace(Request["Ok"]):
 
 
 @dataclass(frozen=True, slots=True)
-class MakeGroup(Request["Grouped"]):
+class MakeRunCgroup(Request["Grouped"]):
     """Make a cgroup of its own for a program or shell inside a session's; it shares the session's limits.
 
     `name` is 1 to 32 of a-z, 0-9 and `-`. It goes with the session at the latest. Answer: `Grouped` (1 descriptor) or
@@ -558,7 +558,7 @@ class Failed:
 REQUESTS = Vocabulary(
     *(Start, Prepare, MountImage, Build, Attach, Scan, SetLimits, SetFrozen, Teardown),
     *(MakeWorkspace, GrowWorkspace, AskQuota, ListWorkspaces, DiscardWorkspace, PublishWorkspace, SyncWorkspace),
-    *(MakeGroup, RemoveGroup, FindVictim, AskDisk, SetDisk, FindLeftovers, RemoveLeftover, UnpackImage),
+    *(MakeRunCgroup, RemoveGroup, FindVictim, AskDisk, SetDisk, FindLeftovers, RemoveLeftover, UnpackImage),
 )
 ANSWERS = Vocabulary(
     *(

@@ -21,7 +21,7 @@ from nsinit.wire.protocol import (
     Failed,
     FindVictim,
     Grouped,
-    MakeGroup,
+    MakeRunCgroup,
     Ok,
     Ready,
     RemoveGroup,
@@ -55,7 +55,7 @@ def _session_directory(server: Nsinit, session_id: str) -> Path:
 @contextmanager
 def _group(server: Nsinit, session_id: str, name: str) -> Iterator[int]:
     """Make a group and hold its descriptor."""
-    answer, fds = server.ask(MakeGroup, session_id=session_id, name=name)
+    answer, fds = server.ask(MakeRunCgroup, session_id=session_id, name=name)
     assert isinstance(answer, Grouped), answer
     assert answer.membership == "clone"
     (fd,) = fds
@@ -66,7 +66,7 @@ def _group(server: Nsinit, session_id: str, name: str) -> Iterator[int]:
 
 
 def _refused(server: Nsinit, session_id: str, name: str) -> Failed:
-    answer, fds = server.ask(MakeGroup, session_id=session_id, name=name)
+    answer, fds = server.ask(MakeRunCgroup, session_id=session_id, name=name)
     assert isinstance(answer, Failed), answer
     assert fds == []
     return answer

@@ -18,7 +18,7 @@ import pytest
 
 from nsinit.cgroup.tree import REQUIRED
 from nsinit.kernel.mountinfo import Mount, parse_mountinfo
-from nsinit.wire.protocol import Attach, Attached, Failed, FindVictim, Grouped, MakeGroup, Ok, Ready, RemoveGroup
+from nsinit.wire.protocol import Attach, Attached, Failed, FindVictim, Grouped, MakeRunCgroup, Ok, Ready, RemoveGroup
 from runner.wire.protocol import ExecReply, Group, RunProgram
 from sandkasten.counters.cgroup import CgroupStats
 from tests.kernel.harness import (
@@ -157,7 +157,7 @@ def test_the_counters_the_daemon_reads_are_there(server: Nsinit) -> None:
 
 def _group(server: Nsinit, session_id: str, name: str) -> int:
     """Make a group and return its descriptor."""
-    answer, fds = server.ask(MakeGroup, session_id=session_id, name=name)
+    answer, fds = server.ask(MakeRunCgroup, session_id=session_id, name=name)
     assert isinstance(answer, Grouped), answer
     assert answer.membership == "join"
     (fd,) = fds

@@ -29,7 +29,7 @@ from nsinit.wire.protocol import (
     Built,
     Failed,
     Grouped,
-    MakeGroup,
+    MakeRunCgroup,
     MountImage,
     Ok,
     Prepare,
@@ -278,7 +278,7 @@ def test_a_cgroup_maker_that_dies_over_a_running_session_is_not_missed(server: N
     for order in ({"limits": raised}, {"name": "p-1"}):
         (pid,) = server.helpers(CGROUP_MAKER)
         os.kill(pid, signal.SIGSTOP)
-        server.send(MakeGroup if "name" in order else SetLimits, session_id=sandbox.session_id, **order)
+        server.send(MakeRunCgroup if "name" in order else SetLimits, session_id=sandbox.session_id, **order)
         if "name" in order:  # as one that dies before it has told of it
             (_group_parent(server, sandbox.session_id) / "p-1").mkdir()
         server.scan()  # when that is answered, the order has been handed over
@@ -319,7 +319,7 @@ def test_a_cgroup_maker_that_hangs_costs_time_and_nothing_else(server: Nsinit) -
     sandbox, plan = server.build(host_plan()), host_plan()
     (pid,) = server.helpers(CGROUP_MAKER)
     os.kill(pid, signal.SIGSTOP)
-    server.send(MakeGroup, session_id=sandbox.session_id, name="p-1")
+    server.send(MakeRunCgroup, session_id=sandbox.session_id, name="p-1")
     server.send(Build, plan=plan)
     answers = [server.receive(), server.receive()]
     for answer, fds in answers:

@@ -16,7 +16,7 @@ import pytest
 
 from nsinit.cgroup.tree import Located, locate
 from nsinit.kernel.mountinfo import parse_mountinfo, parse_own_cgroups
-from nsinit.wire.protocol import Grouped, MakeGroup, RemoveGroup
+from nsinit.wire.protocol import Grouped, MakeRunCgroup, RemoveGroup
 from runner.wire.protocol import (
     REQUESTS,
     Cancel,
@@ -328,7 +328,7 @@ def test_a_powerless_pid_1_starts_programs_in_groups() -> None:
     """In a real sandbox: nsinit makes the group, PID 1 has no capability over cgroups, the program is born in it."""
     with harness.data_directory() as data_dir, harness.running(data_dir) as server:
         box = server.build(harness.host_plan())
-        answer, (fd,) = server.ask(MakeGroup, session_id=box.session_id, name="g1")
+        answer, (fd,) = server.ask(MakeRunCgroup, session_id=box.session_id, name="g1")
         assert isinstance(answer, Grouped)
         group = OpenGroup(Group("g1", answer.membership), fd)
         client = Client(harness.connect(data_dir, box.session_id))

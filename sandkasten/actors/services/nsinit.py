@@ -150,7 +150,7 @@ def make_group(session_id: str, name: str) -> Call[GroupHandle]:
             raise _wrong_descriptors(answer)
         return GroupHandle(name, answer.message.membership, answer.fds[0])
 
-    return Call(protocol.MakeGroup(_UNSENT, session_id, name), read, is_retriable=True)
+    return Call(protocol.MakeRunCgroup(_UNSENT, session_id, name), read, is_retriable=True)
 
 
 def ping() -> Call[protocol.Scanned]:
