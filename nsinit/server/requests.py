@@ -152,7 +152,7 @@ def make_run_cgroup(node: Node, request: p.MakeRunCgroup) -> Work:
     return p.Grouped(request.seq, membership), [fd]
 
 
-def remove_run_cgroup(node: Node, request: p.RemoveGroup) -> Work:
+def remove_run_cgroup(node: Node, request: p.RemoveRunCgroup) -> Work:
     if (yield from node.sessions.remove_run_cgroup(request.session_id, request.name, kill=request.kill)):
         return p.Ok(request.seq), []
     return p.Failed(request.seq, "group", request.name, errno.EBUSY, "a process in the run cgroup lives on"), []
@@ -288,7 +288,7 @@ _ROWS: tuple[Row[Any], ...] = (
     Row(p.SetDisk, {**_SESSION, **_DISK}, _of_session, set_disk),
     Row(p.AskDisk, _SESSION, None, ask_disk),
     Row(p.MakeRunCgroup, _RUN_CGROUP, _of_session, make_run_cgroup),
-    Row(p.RemoveGroup, _RUN_CGROUP, _of_session, remove_run_cgroup),
+    Row(p.RemoveRunCgroup, _RUN_CGROUP, _of_session, remove_run_cgroup),
     Row(p.FindVictim, _SESSION, None, find_victim),
     Row(p.MakeWorkspace, {**_WORKSPACE, "quota": _quota}, _of_workspace, make_workspace),
     Row(p.GrowWorkspace, {**_WORKSPACE, "size_bytes": _size}, _of_workspace, grow_workspace),

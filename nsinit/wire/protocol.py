@@ -389,7 +389,7 @@ class MakeRunCgroup(Request["Grouped"]):
 
 
 @dataclass(frozen=True, slots=True)
-class RemoveGroup(Request["Ok"]):
+class RemoveRunCgroup(Request["Ok"]):
     """Kill what is left in a group, if `kill`, and remove it. Idempotent.
 
     Answer: `Ok` (it is gone) or `Failed` (`EBUSY`: something in it lives on, so it stays).
@@ -558,7 +558,7 @@ class Failed:
 REQUESTS = Vocabulary(
     *(Start, Prepare, MountImage, Build, Attach, Scan, SetLimits, SetFrozen, Teardown),
     *(MakeWorkspace, GrowWorkspace, AskQuota, ListWorkspaces, DiscardWorkspace, PublishWorkspace, SyncWorkspace),
-    *(MakeRunCgroup, RemoveGroup, FindVictim, AskDisk, SetDisk, FindLeftovers, RemoveLeftover, UnpackImage),
+    *(MakeRunCgroup, RemoveRunCgroup, FindVictim, AskDisk, SetDisk, FindLeftovers, RemoveLeftover, UnpackImage),
 )
 ANSWERS = Vocabulary(
     *(

@@ -24,7 +24,7 @@ from nsinit.wire.protocol import (
     MakeRunCgroup,
     Ok,
     Ready,
-    RemoveGroup,
+    RemoveRunCgroup,
     Victim,
 )
 from runner.wire.protocol import ExecReply, Group, RunProgram
@@ -73,7 +73,7 @@ def _refused(server: Nsinit, session_id: str, name: str) -> Failed:
 
 
 def _remove(server: Nsinit, session_id: str, name: str, *, kill: bool = False) -> None:
-    answer, _ = server.ask(RemoveGroup, session_id=session_id, name=name, kill=kill)
+    answer, _ = server.ask(RemoveRunCgroup, session_id=session_id, name=name, kill=kill)
     assert isinstance(answer, Ok), answer
 
 
@@ -170,7 +170,7 @@ def test_a_name_that_is_no_plain_one_is_refused(server: Nsinit, name: str) -> No
     """Nothing but a-z, 0-9 and `-` gets near a path."""
     session_id = server.build(host_plan()).session_id
     assert _refused(server, session_id, name).stage == "validate"
-    answer, _ = server.ask(RemoveGroup, session_id=session_id, name=name)
+    answer, _ = server.ask(RemoveRunCgroup, session_id=session_id, name=name)
     assert isinstance(answer, Failed)
     assert [each.name for each in _session_directory(server, session_id).iterdir() if each.is_dir()] == []
 
@@ -220,7 +220,7 @@ def test_a_group_that_is_not_empty_stays_unless_killing_was_asked_for(server: Ns
     box = server.build(host_plan())
     directory = _session_directory(server, box.session_id) / "a"
     with _group(server, box.session_id, "a"), sleeper_in(directory) as member:
-        answer, _ = server.ask(RemoveGroup, session_id=box.session_id, name="a")
+        answer, _ = server.ask(RemoveRunCgroup, session_id=box.session_id, name="a")
         assert isinstance(answer, Failed)
         assert os.strerror(answer.errno) == "Device or resource busy"
         assert directory.exists()

@@ -16,7 +16,7 @@ import pytest
 
 from nsinit.cgroup.tree import Located, locate
 from nsinit.kernel.mountinfo import parse_mountinfo, parse_own_cgroups
-from nsinit.wire.protocol import Grouped, MakeRunCgroup, RemoveGroup
+from nsinit.wire.protocol import Grouped, MakeRunCgroup, RemoveRunCgroup
 from runner.wire.protocol import (
     REQUESTS,
     Cancel,
@@ -335,6 +335,6 @@ def test_a_powerless_pid_1_starts_programs_in_groups() -> None:
         assert b"/g1\n" in group.run(client, "cat /proc/self/cgroup").stdout
         assert group.run(client, "setsid sleep 1234 & sleep 1235", timeout_ms=100).reply.cause == "timed_out"
         os.close(fd)
-        server.ask(RemoveGroup, session_id=box.session_id, name="g1")
+        server.ask(RemoveRunCgroup, session_id=box.session_id, name="g1")
         client.sock.close()
         box.teardown()

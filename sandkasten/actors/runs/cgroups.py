@@ -12,7 +12,7 @@ import secrets
 
 import trio
 
-from nsinit.wire.protocol import RemoveGroup
+from nsinit.wire.protocol import RemoveRunCgroup
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services.nsinit import GroupHandle, call, make_group
 from sandkasten.counters.cgroup import GroupStats
@@ -120,7 +120,7 @@ class RunCgroups:
 
     async def _try_remove(self, name: str, *, kill: bool) -> bool:
         try:
-            await self._zygote.ask(call(RemoveGroup, self._session_id, name, kill))
+            await self._zygote.ask(call(RemoveRunCgroup, self._session_id, name, kill))
         except BuildFailed:  # something in it lives on
             return False
         except SandkastenError as error:
