@@ -149,7 +149,7 @@ def ask_disk(node: Node, request: p.AskDisk) -> Answer:
 
 def make_run_cgroup(node: Node, request: p.MakeRunCgroup) -> Work:
     membership, fd = yield from node.sessions.make_run_cgroup(request.session_id, request.name)
-    return p.Grouped(request.seq, membership), [fd]
+    return p.RunCgroupMade(request.seq, membership), [fd]
 
 
 def remove_run_cgroup(node: Node, request: p.RemoveRunCgroup) -> Work:

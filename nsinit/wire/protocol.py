@@ -4,7 +4,7 @@
 never sends a path: nsinit builds every path from `data_dir` and a validated name (`validate.py`). No message carries a
 secret: session environment and the API key never come this way.
 
-Descriptors: `Built` and `Attached` carry [pidfd of PID 1, out-of-memory event fd or none]; see `EventKind`. `Grouped`
+Descriptors: `Built` and `Attached` carry [pidfd of PID 1, out-of-memory event fd or none]; see `EventKind`. `RunCgroupMade`
 carries one, for the sandbox's PID 1; `UnpackImage` one, an archive.
 
 The part of `protocol` about images that are made of an archive. Values only.
@@ -376,10 +376,10 @@ class SyncWorkspace(Request["Ok"]):
 
 
 @dataclass(frozen=True, slots=True)
-class MakeRunCgroup(Request["Grouped"]):
+class MakeRunCgroup(Request["RunCgroupMade"]):
     """Make a cgroup of its own for a program or shell inside a session's; it shares the session's limits.
 
-    `name` is 1 to 32 of a-z, 0-9 and `-`. It goes with the session at the latest. Answer: `Grouped` (1 descriptor) or
+    `name` is 1 to 32 of a-z, 0-9 and `-`. It goes with the session at the latest. Answer: `RunCgroupMade` (1 descriptor) or
     `Failed` (`EEXIST`; `EAGAIN` when the session has as many as it may have).
     """
 
@@ -490,7 +490,7 @@ class TornDown:
 
 
 @dataclass(frozen=True, slots=True)
-class Grouped:
+class RunCgroupMade:
     """The group is there. `membership` says what the descriptor is: `clone`, the group's directory in a cgroup v2
     tree, for CLONE_INTO_CGROUP by the session's PID 1; `join`, its v1 `tasks` file open for writing."""
 
@@ -567,7 +567,7 @@ ANSWERS = Vocabulary(
         Attached,
         Scanned,
         TornDown,
-        Grouped,
+        RunCgroupMade,
         Victim,
         DiskUse,
         LeftoversFound,

@@ -20,11 +20,11 @@ from nsinit.wire.protocol import (
     Attached,
     Failed,
     FindVictim,
-    Grouped,
     MakeRunCgroup,
     Ok,
     Ready,
     RemoveRunCgroup,
+    RunCgroupMade,
     Victim,
 )
 from runner.wire.protocol import ExecReply, Group, RunProgram
@@ -56,7 +56,7 @@ def _session_directory(server: Nsinit, session_id: str) -> Path:
 def _group(server: Nsinit, session_id: str, name: str) -> Iterator[int]:
     """Make a group and hold its descriptor."""
     answer, fds = server.ask(MakeRunCgroup, session_id=session_id, name=name)
-    assert isinstance(answer, Grouped), answer
+    assert isinstance(answer, RunCgroupMade), answer
     assert answer.membership == "clone"
     (fd,) = fds
     try:

@@ -23,11 +23,11 @@ from nsinit.wire.protocol import (
     Attached,
     Failed,
     FindVictim,
-    Grouped,
     MakeRunCgroup,
     Ok,
     Ready,
     RemoveRunCgroup,
+    RunCgroupMade,
 )
 from runner.wire.protocol import ExecReply, Group, RunProgram
 from sandkasten.counters.cgroup import CgroupStats
@@ -168,7 +168,7 @@ def test_the_counters_the_daemon_reads_are_there(server: Nsinit) -> None:
 def _group(server: Nsinit, session_id: str, name: str) -> int:
     """Make a group and return its descriptor."""
     answer, fds = server.ask(MakeRunCgroup, session_id=session_id, name=name)
-    assert isinstance(answer, Grouped), answer
+    assert isinstance(answer, RunCgroupMade), answer
     assert answer.membership == "join"
     (fd,) = fds
     return fd

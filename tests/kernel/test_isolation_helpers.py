@@ -28,11 +28,11 @@ from nsinit.wire.protocol import (
     Build,
     Built,
     Failed,
-    Grouped,
     MakeRunCgroup,
     MountImage,
     Ok,
     Prepare,
+    RunCgroupMade,
     SandboxPlan,
     SetLimits,
     Teardown,
@@ -284,7 +284,7 @@ def test_a_cgroup_maker_that_dies_over_a_running_session_is_not_missed(server: N
         server.scan()  # when that is answered, the order has been handed over
         os.kill(pid, signal.SIGKILL)
         answer, fds = server.receive()
-        assert isinstance(answer, Ok | Grouped), answer
+        assert isinstance(answer, Ok | RunCgroupMade), answer
         for fd in fds:
             os.close(fd)
     directory = server.ready.cgroup_dirs["memory"]
@@ -323,7 +323,7 @@ def test_a_cgroup_maker_that_hangs_costs_time_and_nothing_else(server: Nsinit) -
     server.send(Build, plan=plan)
     answers = [server.receive(), server.receive()]
     for answer, fds in answers:
-        assert isinstance(answer, Grouped | Built), answer
+        assert isinstance(answer, RunCgroupMade | Built), answer
         for fd in fds:
             os.close(fd)
     assert not _is_alive(pid)
