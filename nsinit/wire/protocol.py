@@ -402,7 +402,7 @@ class RemoveRunCgroup(Request["Ok"]):
 
 
 @dataclass(frozen=True, slots=True)
-class FindVictim(Request["Victim"]):
+class FindOomKills(Request["Victim"]):
     """Ask whom the kernel's out-of-memory killer ended in a session. Answer: `Victim`."""
 
     seq: int
@@ -558,7 +558,7 @@ class Failed:
 REQUESTS = Vocabulary(
     *(Start, Prepare, MountImage, Build, Attach, Scan, SetLimits, SetFrozen, Teardown),
     *(MakeWorkspace, GrowWorkspace, AskQuota, ListWorkspaces, DiscardWorkspace, PublishWorkspace, SyncWorkspace),
-    *(MakeRunCgroup, RemoveRunCgroup, FindVictim, AskDisk, SetDisk, FindLeftovers, RemoveLeftover, UnpackImage),
+    *(MakeRunCgroup, RemoveRunCgroup, FindOomKills, AskDisk, SetDisk, FindLeftovers, RemoveLeftover, UnpackImage),
 )
 ANSWERS = Vocabulary(
     *(

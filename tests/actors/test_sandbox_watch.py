@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from nsinit.wire.protocol import FindVictim, Identity, Victim
+from nsinit.wire.protocol import FindOomKills, Identity, Victim
 from sandkasten.actors.core import Actor, Ref
 from sandkasten.actors.services.nsinit import Call, Sandbox
 from sandkasten.actors.session.watch import SandboxWatch
@@ -52,7 +52,7 @@ class _Log(Actor):
         self._told = told
 
     async def handle(self, message: Call[Victim]) -> Victim:
-        assert message.request == FindVictim(0, ID)
+        assert message.request == FindOomKills(0, ID)
         return self._told
 
 

@@ -19,7 +19,7 @@ from nsinit.wire.protocol import (
     Attach,
     Attached,
     Failed,
-    FindVictim,
+    FindOomKills,
     MakeRunCgroup,
     Ok,
     Ready,
@@ -302,11 +302,11 @@ def test_victims_are_named_when_the_kernel_says_less_of_each(server: Nsinit) -> 
     box, other = server.build(host_plan(limits=SMALL)), server.build(host_plan())
     assert box.run(f'python3 -c "{HOGS}"').out == "9\n" * KILLS
     box.teardown()
-    victim, _ = server.ask(FindVictim, session_id=box.session_id)
+    victim, _ = server.ask(FindOomKills, session_id=box.session_id)
     assert isinstance(victim, Victim)
     assert victim.name == f"hog-{KILLS - 1}"
     assert victim.kills == KILLS or not victim.pids
-    assert server.ask(FindVictim, session_id=other.session_id)[0].name == ""
+    assert server.ask(FindOomKills, session_id=other.session_id)[0].name == ""
     other.teardown()
 
 
@@ -315,11 +315,11 @@ def test_the_victim_of_the_oom_killer_is_named(server: Nsinit) -> None:
     box, other = server.build(host_plan(limits=SMALL)), server.build(host_plan())
     script = "open('/proc/self/comm', 'w').write('x,task=y,pid=1'); held = [bytearray(1 << 20) for _ in range(400)]"
     assert box.run(f'python3 -c "{script}"').code == 137
-    victim, _ = server.ask(FindVictim, session_id=box.session_id)
+    victim, _ = server.ask(FindOomKills, session_id=box.session_id)
     assert isinstance(victim, Victim)
     assert victim.name == "x,task=y,pid=1"
     assert 0 <= victim.age_s < 5
-    assert server.ask(FindVictim, session_id=box.session_id)[0].name == victim.name
-    assert server.ask(FindVictim, session_id=other.session_id)[0].name == ""
+    assert server.ask(FindOomKills, session_id=box.session_id)[0].name == victim.name
+    assert server.ask(FindOomKills, session_id=other.session_id)[0].name == ""
     box.teardown()
     other.teardown()

@@ -22,7 +22,7 @@ from nsinit.wire.protocol import (
     Attach,
     Attached,
     Failed,
-    FindVictim,
+    FindOomKills,
     MakeRunCgroup,
     Ok,
     Ready,
@@ -265,5 +265,5 @@ def test_the_victim_of_the_oom_killer_is_named(server: Nsinit) -> None:
     """From the path of a v1 memory cgroup."""
     box = server.build(host_plan(limits=SMALL))
     assert box.run(f'python3 -c "{HOG}"').code == 137
-    assert server.ask(FindVictim, session_id=box.session_id)[0].name == "python3"
+    assert server.ask(FindOomKills, session_id=box.session_id)[0].name == "python3"
     box.teardown()

@@ -14,7 +14,7 @@ import pytest
 import trio
 import trio.testing
 
-from nsinit.wire.protocol import FindVictim, Ready, RemoveRunCgroup
+from nsinit.wire.protocol import FindOomKills, Ready, RemoveRunCgroup
 from sandkasten.actors.core import Ask, Ref
 from sandkasten.actors.services.nsinit import (
     Describe,
@@ -132,4 +132,4 @@ async def test_a_group_nobody_waits_for_any_more_leaves_no_descriptor() -> None:
 async def test_without_a_kill_there_is_no_victim() -> None:
     """An answer, not an error."""
     async with _started() as (ref, _), _session(ref) as session_id:
-        assert recent_name(await ref.ask(call(FindVictim, session_id))) is None
+        assert recent_name(await ref.ask(call(FindOomKills, session_id))) is None

@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 import attrs
 import trio
 
-from nsinit.wire.protocol import FindVictim, Victim
+from nsinit.wire.protocol import FindOomKills, Victim
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services.nsinit import Sandbox, call, recent_name
 from sandkasten.counters.cgroup import CgroupStats
@@ -122,7 +122,7 @@ class SandboxWatch:
     async def _find_kills(self) -> Victim | None:
         try:
             with trio.move_on_after(_VICTIM_S):
-                return await self._zygote.ask(call(FindVictim, self._session_id))
+                return await self._zygote.ask(call(FindOomKills, self._session_id))
         except SandkastenError as error:
             log.info("victim_unknown", extra={"session_id": self._session_id, "error": str(error)})
         return None
