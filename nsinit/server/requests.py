@@ -161,11 +161,11 @@ def remove_run_cgroup(node: Node, request: p.RemoveRunCgroup) -> Work:
 def find_victim(node: Node, request: p.FindOomKills) -> Work:
     kills = yield from node.sessions.find_kills(request.session_id)
     if not kills.last:
-        return p.Victim(request.seq, ""), []
+        return p.OomKills(request.seq, ""), []
     newest = kills.last[-1]
     # In a container the log's pids are the machine's, and mean other processes here.
     count, pids = (kills.count, kills.pids) if node.kernel_log.has_our_pids else (0, ())
-    return p.Victim(request.seq, newest.name, kmsg.age_s(newest), count, pids), []
+    return p.OomKills(request.seq, newest.name, kmsg.age_s(newest), count, pids), []
 
 
 # Workspaces -------------------------------------------------------------------------------------------------------

@@ -402,8 +402,8 @@ class RemoveRunCgroup(Request["Ok"]):
 
 
 @dataclass(frozen=True, slots=True)
-class FindOomKills(Request["Victim"]):
-    """Ask whom the kernel's out-of-memory killer ended in a session. Answer: `Victim`."""
+class FindOomKills(Request["OomKills"]):
+    """Ask whom the kernel's out-of-memory killer ended in a session. Answer: `OomKills`."""
 
     seq: int
     session_id: str
@@ -499,7 +499,7 @@ class RunCgroupMade:
 
 
 @dataclass(frozen=True, slots=True)
-class Victim:
+class OomKills:
     """The victim's name as the kernel logged it (chosen by the sandbox: at most 15 bytes of anything printable), empty
     when unknown, and how many seconds ago it was. `kills`: of how many the log tells, and `pids`: who the last of them
     were, as everybody here counts pids; 0 and none where the log has other pids than ours."""
@@ -568,7 +568,7 @@ ANSWERS = Vocabulary(
         Scanned,
         TornDown,
         RunCgroupMade,
-        Victim,
+        OomKills,
         DiskUse,
         LeftoversFound,
         WorkspacesListed,

@@ -22,10 +22,10 @@ from nsinit.wire.protocol import (
     FindOomKills,
     MakeRunCgroup,
     Ok,
+    OomKills,
     Ready,
     RemoveRunCgroup,
     RunCgroupMade,
-    Victim,
 )
 from runner.wire.protocol import ExecReply, Group, RunProgram
 from tests.kernel.harness import (
@@ -303,7 +303,7 @@ def test_victims_are_named_when_the_kernel_says_less_of_each(server: Nsinit) -> 
     assert box.run(f'python3 -c "{HOGS}"').out == "9\n" * KILLS
     box.teardown()
     victim, _ = server.ask(FindOomKills, session_id=box.session_id)
-    assert isinstance(victim, Victim)
+    assert isinstance(victim, OomKills)
     assert victim.name == f"hog-{KILLS - 1}"
     assert victim.kills == KILLS or not victim.pids
     assert server.ask(FindOomKills, session_id=other.session_id)[0].name == ""
@@ -316,7 +316,7 @@ def test_the_victim_of_the_oom_killer_is_named(server: Nsinit) -> None:
     script = "open('/proc/self/comm', 'w').write('x,task=y,pid=1'); held = [bytearray(1 << 20) for _ in range(400)]"
     assert box.run(f'python3 -c "{script}"').code == 137
     victim, _ = server.ask(FindOomKills, session_id=box.session_id)
-    assert isinstance(victim, Victim)
+    assert isinstance(victim, OomKills)
     assert victim.name == "x,task=y,pid=1"
     assert 0 <= victim.age_s < 5
     assert server.ask(FindOomKills, session_id=box.session_id)[0].name == victim.name

@@ -218,7 +218,7 @@ async def list_workspaces(nsinit: Ref) -> Sequence[str]:
             return names
 
 
-def recent_name(victim: protocol.Victim) -> str | None:
+def recent_name(victim: protocol.OomKills) -> str | None:
     """Return the name of a process that the kernel killed for memory just now; None when that can't be known."""
     return victim.name if victim.name and victim.age_s < _VICTIM_AGE_S else None
 

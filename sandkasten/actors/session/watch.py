@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 import attrs
 import trio
 
-from nsinit.wire.protocol import FindOomKills, Victim
+from nsinit.wire.protocol import FindOomKills, OomKills
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services.nsinit import Sandbox, call, recent_name
 from sandkasten.counters.cgroup import CgroupStats
@@ -119,7 +119,7 @@ class SandboxWatch:
         victim = await self._find_kills()
         return None if victim is None else recent_name(victim)
 
-    async def _find_kills(self) -> Victim | None:
+    async def _find_kills(self) -> OomKills | None:
         try:
             with trio.move_on_after(_VICTIM_S):
                 return await self._zygote.ask(call(FindOomKills, self._session_id))
