@@ -158,8 +158,8 @@ def remove_run_cgroup(node: Node, request: p.RemoveRunCgroup) -> Work:
     return p.Failed(request.seq, "group", request.name, errno.EBUSY, "a process in the run cgroup lives on"), []
 
 
-def find_victim(node: Node, request: p.FindOomKills) -> Work:
-    kills = yield from node.sessions.find_kills(request.session_id)
+def find_oom_kills(node: Node, request: p.FindOomKills) -> Work:
+    kills = yield from node.sessions.find_oom_kills(request.session_id)
     if not kills.last:
         return p.OomKills(request.seq, ""), []
     newest = kills.last[-1]
@@ -289,7 +289,7 @@ _ROWS: tuple[Row[Any], ...] = (
     Row(p.AskDisk, _SESSION, None, ask_disk),
     Row(p.MakeRunCgroup, _RUN_CGROUP, _of_session, make_run_cgroup),
     Row(p.RemoveRunCgroup, _RUN_CGROUP, _of_session, remove_run_cgroup),
-    Row(p.FindOomKills, _SESSION, None, find_victim),
+    Row(p.FindOomKills, _SESSION, None, find_oom_kills),
     Row(p.MakeWorkspace, {**_WORKSPACE, "quota": _quota}, _of_workspace, make_workspace),
     Row(p.GrowWorkspace, {**_WORKSPACE, "size_bytes": _size}, _of_workspace, grow_workspace),
     Row(p.PublishWorkspace, _WORKSPACE, _of_workspace, publish_workspace),

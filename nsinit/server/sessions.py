@@ -212,14 +212,14 @@ class Sessions:
         except OSError as error:
             raise failure_of(CHANGE, error) from error
 
-    def find_kills(self, session_id: str) -> Generator[Wait, bool, Kills]:
+    def find_oom_kills(self, session_id: str) -> Generator[Wait, bool, Kills]:
         """Return the processes of a session that the kernel killed for memory."""
         base: int | None = None
         if (process := self.processes.get(session_id)) is not None:
             base = process.slot.base
         elif (identity := find_identity(self._cgroup(session_id))) is not None:
             base = identity.base_uid
-        return (yield from self.kernel_log.find_kills(session_id, base))
+        return (yield from self.kernel_log.find_oom_kills(session_id, base))
 
     def make_run_cgroup(self, session_id: str, name: str) -> Generator[Wait, bool, tuple[run_cgroups.Membership, int]]:
         """Make a run cgroup in a running session; return the use of its descriptor, and that. Raises `StepFailed`."""
@@ -396,7 +396,7 @@ class Sessions:
 
         Kills in the kernel's log that have these ids are counted for this session before another one gets them."""
         process = self.processes.get(session_id)
-        yield from self.kernel_log.find_kills(session_id, base if process is None else process.slot.base)
+        yield from self.kernel_log.find_oom_kills(session_id, base if process is None else process.slot.base)
         if process is not None:
             del self.processes[session_id]
             process.released.set()

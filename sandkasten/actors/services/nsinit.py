@@ -102,8 +102,8 @@ class Sandbox:
 
 @attrs.frozen
 class GroupHandle:
-    """A run cgroup that was made, and the descriptor for the sandbox's PID 1 (see `nsinit.wire.protocol.RunCgroupMade` for
-    `membership`). The receiver owns the descriptor, and closes it once it was sent."""
+    """A run cgroup that was made, and the descriptor for the sandbox's PID 1 (`membership`: see `protocol.RunCgroupMade`).
+    The receiver owns the descriptor, and closes it once it was sent."""
 
     name: str
     membership: Literal["clone", "join"]
