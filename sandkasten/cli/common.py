@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,3 +47,13 @@ def require_root() -> None:
     """Refuse to go on without the privilege to make sandboxes."""
     if os.geteuid() != 0:
         raise Stop("making sandboxes needs root: run this with sudo, or as root in a virtual machine")
+
+
+def make_data_dir(path: Path) -> None:
+    """Make the data directory, closed to other users, also if it was open before."""
+    from sandkasten.host import data_dir
+
+    try:
+        data_dir.make_data_dir(path)
+    except OSError as error:
+        raise Stop(f"can't use {path} as data directory: {error.strerror}") from None

@@ -6,8 +6,8 @@ import argparse
 import os
 from pathlib import Path
 
-from sandkasten.cli.common import Stop, load, require_root
-from sandkasten.cli.keys import make_data_dir, with_key
+from sandkasten.cli.common import Stop, load, make_data_dir, require_root
+from sandkasten.cli.keys import with_key
 from sandkasten.config import Config
 from sandkasten.model.errors import SandkastenError
 

@@ -21,9 +21,8 @@ from typing import Any
 import attrs
 
 from sandkasten.admission.keys import MAX_KEYS, KeyFileError, locked_for_change, read_keys, write_keys
-from sandkasten.cli.common import Stop, load
+from sandkasten.cli.common import Stop, load, make_data_dir
 from sandkasten.config import Config
-from sandkasten.host import data_dir
 from sandkasten.host.paths import DataPaths
 from sandkasten.model.keys import KEY_ID, KEY_NAME, Access, ApiKey, Label, Quota, digest_of, make_token
 
@@ -45,14 +44,6 @@ def with_key(config: Config) -> Config:
         key = secrets.token_urlsafe(_BYTES)
         file.write(f"{key}\n")
     return _with(config, key)
-
-
-def make_data_dir(path: Path) -> None:
-    """Make the data directory, closed to everybody else, also if it was open before."""
-    try:
-        data_dir.make_data_dir(path)
-    except OSError as error:
-        raise Stop(f"can't use {path} as data directory: {error.strerror}") from None
 
 
 def _read(path: Path) -> str:

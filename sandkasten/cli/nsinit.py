@@ -17,8 +17,7 @@ from nsinit.spawn import CHANNEL_FD, ENVIRONMENT, launcher_command
 from nsinit.wire.launching import NOTIFY_FD, LaunchForUser
 from sandkasten import app
 from sandkasten.api.http.listen import ListenError, bind_unix
-from sandkasten.cli.common import Stop, load, require_root
-from sandkasten.cli.keys import make_data_dir
+from sandkasten.cli.common import Stop, load, make_data_dir, require_root
 from sandkasten.cli.privilege import account_of, set_up
 from sandkasten.config import ConfigError
 from sandkasten.host import examine

@@ -27,9 +27,9 @@ from nsinit.wire.protocol import SeccompProfile
 from sandkasten import app, log
 from sandkasten.actors.supervision import GiveUp
 from sandkasten.api.http.listen import ListenError
-from sandkasten.cli.common import Stop, load, require_root
-from sandkasten.cli.keys import make_data_dir, with_key
-from sandkasten.cli.notices import image_notices, protection_notices
+from sandkasten.cli.common import Stop, load, make_data_dir, require_root
+from sandkasten.cli.image import image_notices
+from sandkasten.cli.keys import with_key
 from sandkasten.cli.privilege import Means, means
 from sandkasten.config import Config, ConfigError
 from sandkasten.config.seccomp import load_filters
@@ -39,7 +39,7 @@ from sandkasten.host.examine import read_machine
 from sandkasten.host.notify import Notifier, open_notifier
 from sandkasten.host.paths import DataPaths
 from sandkasten.model.errors import SandkastenError, ZygoteLost
-from sandkasten.model.node import Machine, System
+from sandkasten.model.node import Machine, State, System
 
 logger = logging.getLogger(__name__)
 
@@ -155,8 +155,9 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def _tell(system: System) -> None:
-    for notice in protection_notices(system.protections):
-        print(f"note: {notice}")
+    for each in system.protections:
+        if each.state is not State.ON:
+            print(f"note: {each.name} is {each.state}: {each.detail}")
 
 
 def greet(config: Config, addresses: Sequence[str], *, key_is_given: bool) -> None:
