@@ -38,7 +38,7 @@ BIRTH_STEPS: tuple[tuple[str, Callable[[init_steps.Init], object]], ...] = (
     ("oom score", init_steps.set_oom_score),
     ("rlimits", init_steps.set_limits),
 )
-"""PID 1; then it rehearses what it will serve (`runner.server.rehearsal`), and waits for the builder's word."""
+"""PID 1; then it rehearses what it will serve (`runner.server.main.rehearse`), and waits for the builder's word."""
 
 JOIN_STEPS: tuple[tuple[str, Callable[[SandboxBuild], object]], ...] = (
     ("join namespaces", builder_steps.join_namespaces),

@@ -49,7 +49,7 @@ def live(init: Init, runner: Runner) -> NoReturn:
 
 
 def _touch_power_steps() -> None:
-    """Count a reference to what the steps to come will count references to: see `runner.server.rehearsal`."""
+    """Count a reference to what the steps to come will count references to: see `runner.server.main.rehearse`."""
     for _name, step in build.POWER_STEPS:
         code = getattr(step, "__code__", None)
         if code is not None:

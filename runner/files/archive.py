@@ -1,4 +1,4 @@
-"""A directory tree as a tar archive, and back. Runs in an offshoot as the sandbox user; may block.
+"""A directory tree as a tar archive, and back. Runs in a file worker as the sandbox user; may block.
 
 What is written is pax (POSIX.1-2001): names of any bytes and length, times to the nanosecond, permission bits, hard
 links. Owners are not kept: on the way back everything belongs to the sandbox user. An archive to unpack is hostile: its
@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO
 
-from runner.files.paths import FileRefused
 from runner.files.tree import Found, Walk
+from runner.loop.context import Refused
 from runner.loop.kernel import RESOLVE_BENEATH, RESOLVE_NO_MAGICLINKS, RESOLVE_NO_SYMLINKS, Kernel
 from runner.wire.protocol import CHUNK_BYTES, Packed
 from runner.wire.tarheaders import StrictHeader
@@ -44,10 +44,10 @@ _TIME = re.compile(r"(-?)([0-9]{1,12})(?:\.([0-9]{1,9})[0-9]*)?\Z")
 
 
 def check_readable(top_fd: int) -> None:
-    """Raise `FileRefused` unless everything that `pack` would pack can be read."""
+    """Raise `Refused` unless everything that `pack` would pack can be read."""
     for found in Walk(top_fd):
         if stat.S_ISREG(found.status.st_mode) and not os.access(found.name, os.R_OK, dir_fd=found.parent_fd):
-            raise FileRefused("PERMISSION_DENIED", f"can't be read: {os.fsdecode(found.path)[:200]}")
+            raise Refused("PERMISSION_DENIED", f"can't be read: {os.fsdecode(found.path)[:200]}")
 
 
 def pack(top_fd: int, out: IO[bytes]) -> Packed:
@@ -141,7 +141,7 @@ def unpack(top_fd: int, source: IO[bytes], kernel: Kernel, *, max_entries: int, 
     """Unpack an archive below a directory.
 
     Raises:
-        FileRefused: BAD_ARCHIVE, TOO_LARGE.
+        Refused: BAD_ARCHIVE, TOO_LARGE.
         OSError: the disk is full, say.
     """
     unpacker = _Unpacker(top_fd, kernel, max_entries, max_bytes)
@@ -151,9 +151,9 @@ def unpack(top_fd: int, source: IO[bytes], kernel: Kernel, *, max_entries: int, 
                 archive.members = []  # type: ignore[attr-defined]  # or tarfile keeps every header in memory
                 unpacker.take(archive, member)
     except tarfile.TarError:
-        raise FileRefused("BAD_ARCHIVE", "this is no tar archive, or a broken one") from None
+        raise Refused("BAD_ARCHIVE", "this is no tar archive, or a broken one") from None
     except (ValueError, MemoryError, KeyError, IndexError, OverflowError) as error:
-        raise FileRefused("BAD_ARCHIVE", f"the archive is broken ({type(error).__name__})") from None
+        raise Refused("BAD_ARCHIVE", f"the archive is broken ({type(error).__name__})") from None
     unpacker.finish()
     return Packed(unpacker.entries, unpacker.size, unpacker.skipped)
 
@@ -169,7 +169,7 @@ class _Unpacker:
     def take(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
         self.entries += 1
         if self.entries > self._max_entries:
-            raise FileRefused("TOO_LARGE", f"more than {self._max_entries} members")
+            raise Refused("TOO_LARGE", f"more than {self._max_entries} members")
         path = _path_of(member.name)
         if not path:
             return
@@ -182,7 +182,7 @@ class _Unpacker:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
                 raise
             reason = "leads through a link" if error.errno == errno.ELOOP else str(error.strerror).lower()
-            raise FileRefused("BAD_ARCHIVE", f"{reason}: {member.name[:200]}") from None
+            raise Refused("BAD_ARCHIVE", f"{reason}: {member.name[:200]}") from None
 
     def finish(self) -> None:
         """Give directories their modes and times: before, a closed one would have kept its own files out. What was
@@ -231,7 +231,7 @@ class _Unpacker:
     def _note_written(self, size_bytes: int) -> None:
         self.size += size_bytes
         if self.size > self._max_bytes:
-            raise FileRefused("TOO_LARGE", f"more than {self._max_bytes} bytes of files")
+            raise Refused("TOO_LARGE", f"more than {self._max_bytes} bytes of files")
         self._unsynced_bytes += size_bytes
         if self._unsynced_bytes > _UNSYNCED_BYTES:
             self._kernel.syncfs(self._top_fd)
@@ -269,7 +269,7 @@ def _path_of(name: str) -> bytes:
     """Return where a member goes. A leading `/` means nothing; `..` and NUL are no names here."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if ".." in parts or "\0" in name or len(parts) > _MAX_PARTS:
-        raise FileRefused("BAD_ARCHIVE", f"not a plain path: {name[:200]}")
+        raise Refused("BAD_ARCHIVE", f"not a plain path: {name[:200]}")
     return os.fsencode("/".join(parts))
 
 

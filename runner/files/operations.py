@@ -1,4 +1,4 @@
-"""What each request for files (`fileprotocol`) means. Runs in an offshoot as the sandbox user; may block.
+"""What each request for files means. Runs in a file worker as the sandbox user; may block.
 
 Which place a path means is `paths`' matter: the kernel decides, and what leads outside is refused. From there on
 everything goes by descriptors.
@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from runner.files import archive
-from runner.files.paths import FileRefused, Resolver, refusal
+from runner.files.paths import Resolver, refusal
 from runner.files.tree import Walk, describe, open_directory
+from runner.loop.context import Refused
 from runner.loop.kernel import Kernel
 from runner.wire.protocol import (
     CHUNK_BYTES,
@@ -47,7 +48,7 @@ def perform(request: Request, resolver: Resolver, kernel: Kernel, *, input_fd: i
     """Do what is asked and return the answer.
 
     Raises:
-        FileRefused, OSError
+        Refused, OSError
     """
     match request:
         case ListFiles():
@@ -78,7 +79,7 @@ def _directory(path: str, resolver: Resolver) -> Iterator[tuple[int, bytes]]:
         raise refusal(error, path) from None
     try:
         if not stat.S_ISDIR(os.fstat(path_fd).st_mode):
-            raise FileRefused("NOT_A_DIRECTORY", f"no directory: {path[:200]}")
+            raise Refused("NOT_A_DIRECTORY", f"no directory: {path[:200]}")
         fd = open_directory(path_fd, b".")
     except OSError as error:
         raise refusal(error, path) from None
@@ -134,7 +135,7 @@ def _list(request: ListFiles, resolver: Resolver) -> Listing:
 def _remove(path: str, resolver: Resolver, *, recursive: bool) -> Done:
     with _parent_of(path, resolver) as (parent_fd, name, real):
         if name == b".":
-            raise FileRefused("PERMISSION_DENIED", "this directory itself can't be removed by its own name")
+            raise Refused("PERMISSION_DENIED", "this directory itself can't be removed by its own name")
         status = os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
         if not stat.S_ISDIR(status.st_mode):
             os.unlink(name, dir_fd=parent_fd)
@@ -150,7 +151,7 @@ def _remove_directory(name: bytes, parent_fd: int) -> None:
         os.rmdir(name, dir_fd=parent_fd)
     except OSError as error:
         if error.errno == errno.ENOTEMPTY:
-            raise FileRefused("NOT_EMPTY", f"the directory is not empty: {os.fsdecode(name)[:200]}") from None
+            raise Refused("NOT_EMPTY", f"the directory is not empty: {os.fsdecode(name)[:200]}") from None
         raise
 
 

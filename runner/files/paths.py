@@ -15,6 +15,7 @@ import stat
 from dataclasses import dataclass
 
 from runner.loop.config import RunnerConfig
+from runner.loop.context import Refused
 from runner.loop.kernel import RESOLVE_NO_MAGICLINKS, Kernel
 from runner.wire.protocol import ErrorCode
 
@@ -37,18 +38,10 @@ _CODES: dict[int, ErrorCode] = {
 }
 
 
-class FileRefused(Exception):
-    """A file request fails with this code."""
-
-    def __init__(self, code: ErrorCode, message: str) -> None:
-        super().__init__(message)
-        self.code: ErrorCode = code
-
-
-def refusal(error: OSError, path: str) -> FileRefused:
+def refusal(error: OSError, path: str) -> Refused:
     """Return the refusal that says what the kernel said."""
     number = error.errno or 0
-    return FileRefused(_CODES.get(number, "IO_ERROR"), f"{os.strerror(number).lower()}: {path[:200]}")
+    return Refused(_CODES.get(number, "IO_ERROR"), f"{os.strerror(number).lower()}: {path[:200]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +71,14 @@ class Resolver:
         """Return the absolute path a request means.
 
         Raises:
-            FileRefused: INVALID_PATH.
+            Refused: INVALID_PATH.
         """
         try:
             encoded = os.fsencode(path)
         except UnicodeEncodeError:
-            raise FileRefused("INVALID_PATH", "the path holds a lone surrogate") from None
+            raise Refused("INVALID_PATH", "the path holds a lone surrogate") from None
         if not encoded or b"\0" in encoded:
-            raise FileRefused("INVALID_PATH", "the path is empty or holds a NUL character")
+            raise Refused("INVALID_PATH", "the path is empty or holds a NUL character")
         return os.path.join(self._workspace, encoded)
 
     def is_root(self, path: bytes) -> bool:
@@ -96,7 +89,7 @@ class Resolver:
         """Return an O_PATH descriptor (the caller's) of what `path` leads to, links followed, and its real path.
 
         Raises:
-            FileRefused: PATH_OUTSIDE.
+            Refused: PATH_OUTSIDE.
             OSError: as open(2).
         """
         fd = self._open_path(os.open("/", _O_PATH | os.O_DIRECTORY), path, 0)
@@ -110,27 +103,27 @@ class Resolver:
         """Return the real path of an open descriptor.
 
         Raises:
-            FileRefused: it is not below an allowed root, or was deleted.
+            Refused: it is not below an allowed root, or was deleted.
         """
         path = os.readlink(b"/proc/self/fd/%d" % fd)
         if not any(path == root or path.startswith(root + b"/") for root in self._roots):
             roots = ", ".join(os.fsdecode(root) for root in self._roots)
-            raise FileRefused("PATH_OUTSIDE", f"the path leads outside of {roots}")
+            raise Refused("PATH_OUTSIDE", f"the path leads outside of {roots}")
         if os.fstat(fd).st_nlink == 0:
-            raise FileRefused("FILE_NOT_FOUND", "the file was deleted")
+            raise Refused("FILE_NOT_FOUND", "the file was deleted")
         return path
 
     def target_for_writing(self, path: bytes) -> Target:
         """Return where writing to `path` puts the file, making the directories that are missing.
 
         Raises:
-            FileRefused, OSError
+            Refused, OSError
         """
         self._refuse_directory(path)
         for _ in range(_MAX_LINKS):
             directory, name = os.path.split(path)
             if name in (b"", b".", b".."):
-                raise FileRefused("IS_DIRECTORY", "the path names a directory")
+                raise Refused("IS_DIRECTORY", "the path names a directory")
             directory_fd = self._make_directories(directory)
             try:
                 real = self.check_inside(directory_fd)
@@ -142,7 +135,7 @@ class Resolver:
                 raise
             os.close(directory_fd)
             path = os.path.join(real, link)
-        raise FileRefused("PATH_OUTSIDE", "too many symbolic links")
+        raise Refused("PATH_OUTSIDE", "too many symbolic links")
 
     def _refuse_directory(self, path: bytes) -> None:
         """Raise what reading would raise of a directory, the allowed roots themselves included, or of what is outside.
@@ -155,7 +148,7 @@ class Resolver:
             return
         try:
             if stat.S_ISDIR(os.fstat(fd).st_mode):
-                raise FileRefused("IS_DIRECTORY", "the path names a directory")
+                raise Refused("IS_DIRECTORY", "the path names a directory")
         finally:
             os.close(fd)
 
@@ -173,7 +166,7 @@ class Resolver:
                     os.mkdir(name, _NEW_DIRECTORY_MODE, dir_fd=fd)
                     next_fd = self._open_path(os.dup(fd), name, os.O_DIRECTORY)
                 except FileExistsError:  # a dangling link
-                    raise FileRefused("FILE_NOT_FOUND", "a link on the way leads nowhere") from None
+                    raise Refused("FILE_NOT_FOUND", "a link on the way leads nowhere") from None
                 finally:
                     os.close(fd)
             except BaseException:
@@ -212,9 +205,9 @@ def _mode_of_file(name: bytes, directory_fd: int) -> int | None:
 
 def check_regular(status: os.stat_result) -> None:
     """Raises:
-    FileRefused: what was opened is a directory, FIFO, socket or device, which PID 1 must never block on.
+    Refused: what was opened is a directory, FIFO, socket or device, which PID 1 must never block on.
     """
     if stat.S_ISDIR(status.st_mode):
-        raise FileRefused("IS_DIRECTORY", "the path names a directory")
+        raise Refused("IS_DIRECTORY", "the path names a directory")
     if not stat.S_ISREG(status.st_mode):
-        raise FileRefused("NOT_A_FILE", "the path names something that is not a regular file")
+        raise Refused("NOT_A_FILE", "the path names something that is not a regular file")

@@ -12,10 +12,9 @@ import errno
 import functools
 import os
 
-from runner.files.paths import FileRefused, Resolver, Target, check_regular, refusal
-from runner.files.worker import Offshoot
-from runner.loop.context import Context
-from runner.shell.execution import Sink
+from runner.files.paths import Resolver, Target, check_regular, refusal
+from runner.files.worker import FileWorker
+from runner.loop.context import Context, Refused, Sink
 from runner.wire.protocol import CHUNK_BYTES, Done, Error, FileInfo, Kind, ReadFile, WriteFile
 
 _NEW_FILE_MODE = 0o644
@@ -38,8 +37,8 @@ class FileReader:
             return
         try:
             self._open(request.path)
-        except FileRefused as refused:
-            sink.finish(Error(refused.code, str(refused)))
+        except Refused as refused:
+            sink.finish(refused.error)
             return
         self._sink = sink
         size = os.fstat(self._fd).st_size
@@ -124,14 +123,14 @@ class FileWriter:
         self._target: Target | None = None
         self._fd = -1
         self._syncs = False
-        self._offshoot: Offshoot | None = None
+        self._worker: FileWorker | None = None
 
     def begin(self, request: WriteFile, sink: Sink) -> None:
         self._sink = sink
         self._syncs = request.sync
         try:
             self._open(request.path)
-        except FileRefused as refused:
+        except Refused as refused:
             self._fail(refused)
 
     def _open(self, path: str) -> None:
@@ -158,7 +157,7 @@ class FileWriter:
         try:
             if self._syncs:  # the disk may take its time
                 work = functools.partial(self._place_durably, fd, temporary, target)
-                self._offshoot = Offshoot(self._context, work, self._on_answer, kept=(fd, target.directory_fd))
+                self._worker = FileWorker(self._context, work, self._on_answer, kept=(fd, target.directory_fd))
                 return
             with self._context.as_user:
                 answer = _put_in_place(fd, temporary, target, syncs=False)
@@ -168,14 +167,14 @@ class FileWriter:
             self._on_answer(answer)
 
     def _place_durably(self, fd: int, temporary: bytes, target: Target) -> Done:
-        """The offshoot's work."""
+        """Work of a file worker: put the file in place when it is on the disk."""
         os.fsync(fd)
         self._context.config.passing("runner.files.synced")
         return _put_in_place(fd, temporary, target, syncs=True)
 
     def _on_answer(self, answer: object) -> None:
         self._context.config.passing("runner.files.placed")
-        sink, self._offshoot = self._sink, None
+        sink, self._worker = self._sink, None
         if isinstance(answer, Error):
             self.on_close()
         else:
@@ -184,13 +183,13 @@ class FileWriter:
             sink.finish(answer)
 
     def on_cancel(self) -> None:
-        self._fail(FileRefused("IO_ERROR", "cancelled"))
+        self._fail(Refused("IO_ERROR", "cancelled"))
 
     def on_close(self) -> None:
         """The client left before END: the old file stays as it was. If it left after that, either may be there."""
-        if self._offshoot is not None:
-            self._offshoot.kill()
-            self._offshoot = None
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker = None
         if self._fd >= 0 and self._target is not None:
             try:
                 with self._context.as_user:
@@ -206,11 +205,11 @@ class FileWriter:
     def wants_input(self) -> bool:
         return True
 
-    def _fail(self, refused: FileRefused) -> None:
+    def _fail(self, refused: Refused) -> None:
         sink = self._sink
         self.on_close()
         if sink is not None:
-            sink.finish(Error(refused.code, str(refused)))
+            sink.finish(refused.error)
 
     def _forget(self) -> None:
         self._sink = None

@@ -1,7 +1,7 @@
 """Walking a directory tree that somebody else may be changing, and describing what is in it.
 
 Every step is one name below an open directory, so no link is ever followed and nothing outside is reached. What has
-vanished meanwhile is passed over. Runs in an offshoot as the sandbox user; may block.
+vanished meanwhile is passed over. Runs in a file worker as the sandbox user; may block.
 
 Sources: openat(2) O_NOFOLLOW; readlink(2); stat(2).
 """
@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from runner.files.paths import FileRefused
+from runner.loop.context import Refused
 from runner.wire.protocol import FileEntry, FileKind
 
 MAX_DEPTH = 4096
@@ -71,7 +71,7 @@ class Walk:
 
     def _enter(self, found: Found, depth: int) -> int:
         if depth >= MAX_DEPTH:
-            raise FileRefused("INVALID_PATH", f"directories are nested more than {MAX_DEPTH} deep")
+            raise Refused("INVALID_PATH", f"directories are nested more than {MAX_DEPTH} deep")
         try:
             return open_directory(found.parent_fd, found.name)
         except (FileNotFoundError, NotADirectoryError):  # removed or replaced meanwhile
@@ -80,7 +80,7 @@ class Walk:
             self.denied += 1
             if self._passes_denied:
                 return -1
-            raise FileRefused("PERMISSION_DENIED", f"can't be read: {os.fsdecode(found.path)[:200]}") from None
+            raise Refused("PERMISSION_DENIED", f"can't be read: {os.fsdecode(found.path)[:200]}") from None
 
 
 def open_directory(parent_fd: int, name: bytes) -> int:

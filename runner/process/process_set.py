@@ -207,7 +207,7 @@ def kill_all(find: Callable[[], list[Process]]) -> None:
 _MEMBERSHIP_BYTES = 65536
 
 
-class Scope(Protocol):
+class ProcessSet(Protocol):
     """A set of processes that only the kernel knows."""
 
     def find(self) -> list[Process]:
@@ -217,7 +217,7 @@ class Scope(Protocol):
         """SIGKILL all of them, a fork bomb included; what was born meanwhile is found by the next `find`."""
 
 
-class CommandScope:
+class CommandSet:
     """What a command of a shell, or a program without a group, has started since `began`.
 
     `root` tells the pid of the shell now, or None between two; `leaders` the pids of all shells and programs.
@@ -253,7 +253,7 @@ class CommandScope:
         return read_membership(orphan_pid) == read_membership(os.getpid())
 
 
-class GroupScope:
+class GroupSet:
     """Every process in the cgroup whose path ends in `name`."""
 
     def __init__(self, name: str) -> None:
@@ -271,7 +271,7 @@ class GroupScope:
         kill_all(self.find)
 
 
-class TreeScope:
+class TreeSet:
     """One process and all below it: a shell or program that has no group of its own."""
 
     def __init__(self, root: Callable[[], int | None]) -> None:
@@ -281,6 +281,21 @@ class TreeScope:
         root = self._root()
         table = scan()
         return [each for each in table.values() if not each.is_dead and hangs_below(each, root, table)]
+
+    def kill(self) -> None:
+        kill_all(self.find)
+
+
+class ProgramSet:
+    """A program without a group: the program, all below it, and orphans that began after it and are no other run's.
+    Make it before the program starts."""
+
+    def __init__(self, pid: Callable[[], int | None], leaders: Callable[[], frozenset[int]]) -> None:
+        self._tree = TreeSet(pid)
+        self._orphans = CommandSet(now(), pid, leaders=leaders)
+
+    def find(self) -> list[Process]:
+        return list(dict.fromkeys([*self._tree.find(), *self._orphans.find()]))
 
     def kill(self) -> None:
         kill_all(self.find)

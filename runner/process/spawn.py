@@ -16,14 +16,17 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import termios
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from runner.loop.identity import ROOT_ID, Account
+from runner.loop.context import Context, Descriptor, Refused
+from runner.loop.identity import ROOT_ID, Account, UserIdentity
 from runner.loop.kernel import FD_MAX, Kernel
 from runner.loop.reaper import unblock_signals
+from runner.wire.protocol import Group
 
 START_FAILED_STATUS = 125
 NOT_EXECUTABLE_STATUS = 126
@@ -33,6 +36,26 @@ _NOT_FOUND = (errno.ENOENT, errno.ENOTDIR)
 Membership = tuple[str, int]
 """How a program comes into its cgroup, and the descriptor for it: ("clone", a cgroup v2 directory) or ("join", a v1
 `tasks` file open for writing)."""
+
+_GROUP_NAME = re.compile(r"[a-z0-9-]{1,32}")
+
+
+def check_group(group: Group | None) -> str | None:
+    """Return what is wrong with the cgroup that a request names, or None."""
+    return None if group is None or _GROUP_NAME.fullmatch(group.name) else "not a name of a group"
+
+
+def membership_of(group: Group | None, descriptor: Descriptor) -> Membership | None:
+    """Return how the cgroup of a request is entered, by the descriptor that came with the request.
+
+    Raises:
+        Refused: there came none.
+    """
+    if group is None or group.membership == "none":
+        return None
+    if descriptor.fd < 0:
+        raise Refused("BAD_REQUEST", "the descriptor of the group is missing")
+    return group.membership, descriptor.fd
 
 
 @dataclass(slots=True)
@@ -95,8 +118,8 @@ def fork(kernel: Kernel, membership: Membership | None = None) -> int:
 
     The child is the out-of-memory killer's first choice, so that a memory hog does not end the sandbox. It could not
     become that by itself: `/proc/self` is closed to what is not dumpable, and were a fork of PID 1 dumpable for just a
-    moment, the sandbox's root could read PID 1's memory in it. `victims` sees to it that PID 1 is not the first choice
-    itself meanwhile.
+    moment, the sandbox's root could read PID 1's memory in it. PID 1 has the score of its forks for that long; programs
+    have a higher one (`offer`), so that PID 1 is not the first choice itself.
     """
     kind, group_fd = membership or ("none", -1)
     kernel.be_first_victim(True)
@@ -207,3 +230,45 @@ def _fail(status: int, what: str, error: OSError) -> NoReturn:
         os.write(2, os.fsencode(f"sandkasten: {what}: {os.strerror(error.errno or 0)}\n"))
     finally:
         os._exit(status)
+
+
+# Out of memory ------------------------------------------------------------------------------------------------------
+
+_SCORE = b"1000"
+"""Of a program. A fork has a lower one: PID 1 has the score of a command while it forks (`fork`), and where all else is
+small it would be the largest process of that score."""
+_FIRST_OFFER_S = 0.001
+_LAST_OFFER_S = 2.0
+_OFFER_FACTOR = 1.5
+"""How long to wait for a fork to become a program: it takes a millisecond or two."""
+
+
+def offer(identity: UserIdentity, pid: int) -> bool:
+    """Have the out-of-memory killer end a user's program before PID 1; return False if it is no program yet."""
+    try:
+        with identity:  # after execve(2) the directory is its user's; a fork of PID 1 is not dumpable, and it is root's
+            fd = os.open(f"/proc/{pid}/oom_score_adj", os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except PermissionError:
+        return False
+    except OSError:
+        return True  # it ended this instant
+    try:
+        os.write(fd, _SCORE)
+    except OSError:
+        pass  # the score that it has is a fair one
+    finally:
+        os.close(fd)
+    return True
+
+
+def offer_soon(
+    context: Context, identity: UserIdentity, find_pid: Callable[[], int | None], *, after_s: float = _FIRST_OFFER_S
+) -> None:
+    """The same as soon as a fork has become a program; `find_pid` returns None once it has ended."""
+
+    def look() -> None:
+        pid = find_pid()
+        if pid is not None and not offer(identity, pid) and after_s < _LAST_OFFER_S:
+            offer_soon(context, identity, find_pid, after_s=after_s * _OFFER_FACTOR)
+
+    context.loop.call_later(after_s, look, lambda _error: None)

@@ -14,7 +14,7 @@ import re
 import stat
 from collections.abc import Callable, Iterator
 
-from runner.loop.context import Context
+from runner.loop.context import Context, Refused
 from runner.loop.identity import ROOT_ID, Account
 from runner.loop.kernel import AT_FDCWD, RESOLVE_NO_MAGICLINKS
 
@@ -30,21 +30,17 @@ _PASSWD_FIELDS = 7
 _GROUP_FIELDS = 4
 
 
-class NoSuchUser(Exception):
-    """Nobody may run as that; the message says why."""
-
-
 def look_up(context: Context, user: str) -> Account:
     """Return the account that `user` means in this image.
 
     Raises:
-        NoSuchUser
+        Refused: NO_SUCH_USER, nobody may run as that.
     """
     account = resolve(user, _read(context, b"/etc/passwd"), _read(context, b"/etc/group"))
     if account is None:
-        raise NoSuchUser(f"no user a program may run as: {user[:64]!r}")
+        raise Refused("NO_SUCH_USER", f"no user a program may run as: {user[:64]!r}")
     if account.uid == ROOT_ID and not context.config.root_inside:
-        raise NoSuchUser(f"this session was built without root: {user[:64]!r}")
+        raise Refused("NO_SUCH_USER", f"this session was built without root: {user[:64]!r}")
     return account
 
 

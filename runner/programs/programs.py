@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from collections.abc import Callable
 
-from runner.loop.context import Context
-from runner.loop.descriptor import Descriptor
+from runner.loop.context import Context, Descriptor, Refused, Sink
 from runner.loop.identity import Account, UserIdentity
 from runner.loop.kernel import AT_FDCWD, RESOLVE_NO_MAGICLINKS
 from runner.loop.settings import check_environment, is_argument
 from runner.process import users
-from runner.process.spawn import Membership
+from runner.process.spawn import check_group, membership_of
 from runner.programs.program import Plan, Program
-from runner.shell.execution import Sink
 from runner.streams import pty
-from runner.streams.pipes import Leftovers
-from runner.wire.protocol import MAX_PROGRAMS, Error, ErrorCode, RunProgram
+from runner.streams.flow import Leftovers
+from runner.wire.protocol import MAX_PROGRAMS, Error, RunProgram
 
-_GROUP_NAME = re.compile(r"[a-z0-9-]{1,32}")
 _MAX_TIMEOUT_MS = 2**31
 _TERMINAL = "xterm-256color"
 _DUMB = "dumb"
@@ -34,14 +30,6 @@ _PROMPT = "$USER:$PWD$ "
 
 ShellArgv = Callable[[], list[str] | None]
 """Tells how the session's shell is started, None if it has none: its absolute path, and for BusyBox the applet."""
-
-
-class Refused(Exception):
-    """A program is not started."""
-
-    def __init__(self, code: ErrorCode, message: str) -> None:
-        super().__init__(message)
-        self.error = Error(code, message)
 
 
 class Programs:
@@ -56,23 +44,19 @@ class Programs:
     def run(self, request: RunProgram, sink: Sink, descriptor: Descriptor) -> Program | None:
         """Start a program; return it, or None when the request was answered with an error."""
         program = Program(self._context, request, sink, self._leftovers, on_over=self._programs.discard)
-        fd = descriptor.take()
         try:
-            program.begin(self._plan(request, fd))
+            program.begin(self._plan(request, descriptor))
         except Refused as refused:
             sink.finish(refused.error)
             return None
         except OSError as error:
             sink.finish(Error("IO_ERROR", f"cannot start the program: {os.strerror(error.errno or 0)}"))
             return None
-        finally:
-            if fd is not None:
-                os.close(fd)
         self._programs.add(program)
         self._context.config.passing("runner.exec.program_started")
         return program
 
-    def _plan(self, request: RunProgram, fd: int | None) -> Plan:
+    def _plan(self, request: RunProgram, descriptor: Descriptor) -> Plan:
         problem = _check(request)
         if problem is not None:
             raise Refused("BAD_REQUEST", problem)
@@ -83,15 +67,12 @@ class Programs:
         cwd = self._directory(request, identity, account)
         file, argv = self._argv(request)
         env = self._environment(request, account, cwd, file)
-        return Plan(file, argv, env, cwd, account, identity, _membership(request, fd))
+        return Plan(file, argv, env, cwd, account, identity, membership_of(request.group, descriptor))
 
     def _account(self, request: RunProgram) -> Account:
         if request.user is None:
             return self._context.as_user.account
-        try:
-            return users.look_up(self._context, request.user)
-        except users.NoSuchUser as error:
-            raise Refused("NO_SUCH_USER", str(error)) from None
+        return users.look_up(self._context, request.user)
 
     def _directory(self, request: RunProgram, identity: UserIdentity, account: Account) -> bytes:
         """Return the real path of the directory to start in: the wanted one, or the first there is."""
@@ -146,19 +127,11 @@ def _check(request: RunProgram) -> str | None:
         return "an interactive shell takes a terminal and nothing to run"
     if request.timeout_ms is not None and not 0 < request.timeout_ms <= _MAX_TIMEOUT_MS:
         return "timeout_ms is out of range"
-    if request.group is not None and not _GROUP_NAME.fullmatch(request.group.name):
-        return "not a name of a group"
+    if (problem := check_group(request.group)) is not None:
+        return problem
     if request.terminal is not None and (problem := pty.check_size(request.terminal)) is not None:
         return problem
     return check_environment(request.env)
-
-
-def _membership(request: RunProgram, fd: int | None) -> Membership | None:
-    if request.group is None or request.group.membership == "none":
-        return None
-    if fd is None:
-        raise Refused("BAD_REQUEST", "the descriptor of the group is missing")
-    return request.group.membership, fd
 
 
 def _real_directory(context: Context, path: bytes) -> bytes:

@@ -9,24 +9,25 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from runner.files.transfer import FileReader, FileWriter
 from runner.files.worker import FileJobs
 from runner.loop.config import RunnerConfig
-from runner.loop.context import Context, Job, Reachable, Sink
-from runner.loop.descriptor import Descriptor
+from runner.loop.context import Context, Descriptor, Job, Reachable, Sink
 from runner.loop.kernel import Kernel
 from runner.loop.reaper import block_signals
 from runner.programs.programs import Programs
-from runner.server import rehearsal
 from runner.server.kept import KeptRuns
 from runner.server.ports import Ports
-from runner.server.server import Server
+from runner.server.server import Connection, Server
 from runner.shell.shells import Shells
 from runner.streams import pty
 from runner.wire.protocol import (
+    MAX_REQUEST_BYTES,
+    REQUESTS,
     AttachRun,
     Cancel,
     CloseShell,
@@ -35,6 +36,7 @@ from runner.wire.protocol import (
     Exec,
     ForgetRuns,
     Hello,
+    Kind,
     ListFiles,
     ListRuns,
     Measure,
@@ -52,9 +54,12 @@ from runner.wire.protocol import (
     Unpack,
     Watch,
     WriteFile,
+    encode_frame,
 )
 
 _FOR_FILES = (Hello, Thawed, ReadFile, WriteFile, ListFiles, StatFile, RemoveFile, Measure, Pack, Unpack)
+
+_NO_VERSION = -1
 
 
 class Service:
@@ -169,8 +174,28 @@ def _act_on(target: Reachable, request: Signal | Cancel | Resize) -> bool:
 
 
 def rehearse(kernel: Kernel, config: RunnerConfig) -> None:
-    """Serve a request that is refused; for a PID 1 that has nothing to do yet."""
-    rehearsal.rehearse(kernel, config, lambda context: Service(context).dispatch)
+    """Serve one request, which is refused, on a loop of its own; for a PID 1 that waits for its sandbox to be built.
+    Signals are blocked afterwards, as the runner blocks them itself.
+
+    PID 1 is a fork, and the kernel copies every page it writes to (fork(2), copy-on-write); in Python a write is the
+    reference count of everything a piece of code names. The first request writes to hundreds of such pages. After a
+    rehearsal most of them are PID 1's own before somebody waits for the session, and no more of them than without.
+
+    The file system is not the sandbox's yet, and is not touched. Descriptors stay open: the caller closes all that are
+    not its own.
+    """
+    block_signals()
+    context = Context.open(config, kernel)
+    ours, theirs = socket.socketpair()
+    with ours:
+        theirs.setblocking(False)
+        connection = Connection(context.loop, theirs, Service(context).dispatch, lambda _connection: None)
+        ours.sendall(encode_frame(Kind.REQUEST, REQUESTS.encode(Setup(version=_NO_VERSION))))
+        context.loop.run_once()
+        ours.recv(MAX_REQUEST_BYTES, socket.MSG_DONTWAIT)
+        connection.close()
+    signal.set_wakeup_fd(-1)
+    context.loop.close()
 
 
 def run(

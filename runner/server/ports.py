@@ -25,10 +25,9 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 
-from runner.loop.context import Context
+from runner.loop.context import Context, Sink
 from runner.loop.loop import Timer
 from runner.process import process_set
-from runner.shell.execution import Sink
 from runner.wire.protocol import ANSWERS, Done, Kind, PortClosed, PortOpened, Started
 
 MAX_LISTENERS = 256

@@ -17,8 +17,7 @@ from itertools import islice
 from typing import Any
 
 from runner.loop.config import MAX_CONNECTIONS, OUT_BUFFER_BYTES
-from runner.loop.context import Context, Job, Sink
-from runner.loop.descriptor import Descriptor
+from runner.loop.context import Context, Descriptor, Job, Sink
 from runner.loop.loop import HANG_UP, READ, WRITE, Loop, Timer
 from runner.wire.protocol import (
     ANSWERS,

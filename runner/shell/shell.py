@@ -21,12 +21,12 @@ from typing import Any
 from runner.loop.context import Context
 from runner.loop.identity import UserIdentity
 from runner.loop.loop import READ, Timer
-from runner.loop.private import open_fifo, open_private, remove_private
 from runner.loop.settings import Change
-from runner.process import oom_score, process_set
-from runner.process.spawn import Membership, spawn
+from runner.process import process_set
+from runner.process.spawn import Membership, offer, spawn
 from runner.process.storage import WriteMeter
 from runner.shell import command_driver
+from runner.shell.files import open_fifo, open_private, remove_private
 
 _MAX_FAILED_STARTS = 3
 _START_RETRY_S = 0.1
@@ -325,7 +325,7 @@ class Shell:
         self._was_ready = self.is_ready = True
         self._failed_starts = 0
         if self.pid is not None:
-            oom_score.offer(self.identity, self.pid)
+            offer(self.identity, self.pid)
         self._look()
         self._events.on_ready()
 

@@ -38,7 +38,7 @@ from sandkasten.actors.services import events, images, nsinit, store
 from sandkasten.actors.services.directory import Entry, SessionDirectory
 from sandkasten.actors.services.shared import Shared
 from sandkasten.actors.session.messages import Borrow, Destroy, PauseSession, ResumeSession, Stats, Update
-from sandkasten.actors.session.watch import judged
+from sandkasten.actors.session.watch import translating_death
 from sandkasten.actors.supervision import ChildSpec, GiveUp
 from sandkasten.actors.tree_node import WorkOfNode
 from sandkasten.actors.tree_work import WorkOfSessions
@@ -342,7 +342,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
             entry = await self._live(session_id)
             done = trio.Event()
             try:
-                async with judged(entry.ref):
+                async with translating_death(entry.ref):
                     yield await entry.ref.ask(Borrow(done))
             finally:
                 done.set()

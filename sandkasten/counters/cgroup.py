@@ -53,8 +53,11 @@ class CgroupStats:
         self._dirs = {name: f"{path}/{session_id}" for name, path in v1.items()}
         self._fds: dict[tuple[str, str], int | None] = {}
         self.groups = GroupStats(self._dirs.get("unified"))
-        self.init_pid = 0
-        """The session's PID 1, as seen from here; 0 while there is none."""
+        self._init_pid = 0
+
+    def follow_init(self, pid: int) -> None:
+        """Read the CPU time of that process as PID 1's; `pid` is as the daemon sees it."""
+        self._init_pid = pid
 
     def read_usage(self) -> UsageReading:
         """Return the counters that a run is charged by; cheap enough for the hot path."""
@@ -63,7 +66,7 @@ class CgroupStats:
     def read_init_cpu(self) -> int:
         """Return the CPU time of PID 1 itself, in µs."""
         try:
-            with open(f"/proc/{self.init_pid}/schedstat", "rb", buffering=0) as file:
+            with open(f"/proc/{self._init_pid}/schedstat", "rb", buffering=0) as file:
                 return int(file.read(_READ_BYTES).split()[0]) // 1000
         except (OSError, ValueError, IndexError):  # it has ended, or the kernel was built without SCHED_INFO
             return UNKNOWN

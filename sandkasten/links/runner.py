@@ -100,6 +100,11 @@ class RunnerConnection:
         """Whether a frame is, or was left, half sent or waiting to be sent."""
         return self._sending > 0 or bool(self._unsent)
 
+    def spend_if_sending(self) -> None:
+        """Carry no other request if a frame is half sent or waits to be sent."""
+        if self._sending > 0 or self._unsent:
+            self.is_idle = False
+
     def wait_until(self, deadline: float) -> None:
         """Whoever waits for a frame waits until then, not until what it meant."""
         if self._patience is not None:

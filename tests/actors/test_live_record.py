@@ -41,12 +41,12 @@ class _Session:
         self.own = LiveRecord(record, self.lease, store=notes.ref, directory=SessionDirectory())
 
     def begin(self) -> None:
-        self.lease.active += 1
+        self.lease.begin_activity()
         self.own.renew()
         self.own.put_lease()
 
     def end(self) -> None:
-        self.lease.active -= 1
+        self.lease.end_activity()
         self.own.renew()
         self.own.put_lease()
 
@@ -162,7 +162,7 @@ async def test_a_clock_that_is_set_moves_no_lease(nursery: trio.Nursery) -> None
         view = after.own.session
         assert view.expires_at is not None
         assert abs(view.expires_at - now - timedelta(seconds=60)) < timedelta(seconds=0.5)
-        after.lease.active += 1
+        after.lease.begin_activity()
         assert abs(after.lease.end - trio.current_time() - 600) < 0.5
 
 
@@ -178,7 +178,7 @@ async def test_what_is_written_goes_on_where_it_was(
     after = _Session(notes.written[-1][1], notes)
     after.own.restore_lease()
     assert abs(after.lease.end - trio.current_time() - 40) < 0.5
-    after.lease.active += 1
+    after.lease.begin_activity()
     assert abs(after.lease.end - trio.current_time() - 580) < 0.5
 
 

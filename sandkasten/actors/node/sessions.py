@@ -36,8 +36,8 @@ from sandkasten.actors.services import store as store_actor
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.shared import Shared
 from sandkasten.actors.session.actor import SessionActor
+from sandkasten.actors.session.birth import Creation, Services
 from sandkasten.actors.session.messages import Destroy
-from sandkasten.actors.session.setup import Creation, Services
 from sandkasten.actors.workspaces.holds import Attachments
 from sandkasten.admission.budget import Budget, Machine
 from sandkasten.admission.plan import spec_digest

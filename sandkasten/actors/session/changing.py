@@ -20,10 +20,10 @@ from collections.abc import Mapping
 
 from runner.wire import protocol
 from sandkasten.actors.core import Ref
-from sandkasten.actors.runs.host import Host
+from sandkasten.actors.runs.session_services import SessionServices
 from sandkasten.actors.services import nsinit_messages as zygote
+from sandkasten.actors.session.birth import Services
 from sandkasten.actors.session.record import LiveRecord
-from sandkasten.actors.session.setup import Services
 from sandkasten.admission.plan import check_disk_limits, check_limits, check_maximum, keep_fixed, plan_disk, plan_limits
 from sandkasten.config import Disk
 from sandkasten.model import Limits, Session, SessionPatch
@@ -127,7 +127,7 @@ async def _set_limits(ref: Ref, session_id: str, limits: Limits) -> SandkastenEr
     return None
 
 
-async def change_session(host: Host, own: LiveRecord, patch: SessionPatch, *, services: Services) -> None:
+async def change_session(host: SessionServices, own: LiveRecord, patch: SessionPatch, *, services: Services) -> None:
     """Carry out a patch whose times were checked. Raises as `change_limits`, and what PID 1 refused with."""
     before = own.session.limits
     if patch.limits is not None:
@@ -143,7 +143,7 @@ async def change_session(host: Host, own: LiveRecord, patch: SessionPatch, *, se
     own.change(**{name: value for name, value in asked.items() if value is not None})
 
 
-async def _change_environment(host: Host, env: Mapping[str, str | None]) -> SandkastenError | None:
+async def _change_environment(host: SessionServices, env: Mapping[str, str | None]) -> SandkastenError | None:
     """Have PID 1 change it; return why it did not."""
     try:
         await host.ask_runner(protocol.SetEnv(dict(env)), protocol.Done)

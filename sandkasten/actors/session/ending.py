@@ -11,10 +11,10 @@ from datetime import UTC, datetime
 
 import trio
 
-from sandkasten.actors.runs.host import Host
+from sandkasten.actors.runs.session_services import SessionServices
 from sandkasten.actors.services import nsinit_messages as zygote_actor
+from sandkasten.actors.session.birth import Services
 from sandkasten.actors.session.record import LiveRecord
-from sandkasten.actors.session.setup import Services
 from sandkasten.actors.session.watch import SandboxWatch
 from sandkasten.actors.workspaces.actor import release_soon
 from sandkasten.crash import Point
@@ -40,7 +40,7 @@ EXPIRIES = {
 
 
 async def end_session(
-    host: Host,
+    host: SessionServices,
     own: LiveRecord,
     watch: SandboxWatch,
     services: Services,

@@ -158,7 +158,7 @@ class Losable(Protocol):
     def distrust(self, error: RunnerProtocolError) -> None: ...
 
 
-async def judge(error: SandkastenError, of: Losable, watch: SandboxWatch) -> SandkastenError:
+async def translate_death(error: SandkastenError, of: Losable, watch: SandboxWatch) -> SandkastenError:
     """Return what to answer instead of `error`, which came of work in that session; waits a while for the news. Without
     any, whoever asks again will hear it."""
     if isinstance(error, RunnerProtocolError):
@@ -174,7 +174,7 @@ async def judge(error: SandkastenError, of: Losable, watch: SandboxWatch) -> San
     return error
 
 
-def last_word(session: Session, *, has_died: bool) -> SandkastenError | None:
+def end_error(session: Session, *, has_died: bool) -> SandkastenError | None:
     """Return what is said of a session that has ended, or is about to; None of one that lives."""
     if session.status in ENDED or session.status is Status.DESTROYING:
         return ended_error(session)
@@ -185,7 +185,7 @@ def last_word(session: Session, *, has_died: bool) -> SandkastenError | None:
 
 
 @asynccontextmanager
-async def judged(ref: Ref) -> AsyncIterator[None]:
+async def translating_death(ref: Ref) -> AsyncIterator[None]:
     """Work done with what that actor lent, in the caller's own task: errors are judged as the actor judges its own."""
     failure: SandkastenError | None = None
     try:
@@ -193,7 +193,7 @@ async def judged(ref: Ref) -> AsyncIterator[None]:
     except SandkastenError as error:
         failure = error
     if failure is not None:
-        told = await ref.judge(failure)
+        told = await ref.translate(failure)
         if told is failure:
             raise failure
         raise told from failure

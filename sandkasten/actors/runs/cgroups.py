@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 _NAME = re.compile(r"g[0-9a-f]{12}\Z")
 
 
-class Groups:
+class RunCgroups:
     """See the module's docstring. Names are never used twice."""
 
     def __init__(self, zygote: Ref, session_id: str, stats: GroupStats) -> None:

@@ -15,7 +15,7 @@ A = TypeVar("A")
 Ts = TypeVarTuple("Ts")
 
 
-class Host(Protocol):
+class SessionServices(Protocol):
     """What a session offers to what works in it."""
 
     @property
@@ -61,8 +61,8 @@ class Host(Protocol):
         """The default shell is in that directory now."""
         ...
 
-    async def judge(self, error: SandkastenError) -> SandkastenError:
-        """Return what `error` means to whoever asked; see `loss`."""
+    async def translate(self, error: SandkastenError) -> SandkastenError:
+        """Return the error of a request that failed with `error`, perhaps because the session has ended."""
         ...
 
     async def wake(self) -> None:

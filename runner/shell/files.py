@@ -1,7 +1,10 @@
-"""Opening files of the private directory, in which the sandbox's root can put whatever it likes.
+"""Opening, and removing, a file of a shell's directory.
 
-It must not follow a link: PID 1 would open it with its own rights, and `/proc/self` is PID 1's own then. The two
-directories above the last one are mount points, which nobody inside can replace.
+The directory is `<private directory>/<number of the shell>`. The sandbox's root can put anything there, a link in the
+place of a file included; PID 1 would follow the link with its own rights, and `/proc/self` is PID 1's own then. So no
+link is followed. The two directories above the last one are mount points, which nobody inside can replace.
+
+`runner.shell.command_driver` says what each file is for.
 
 Sources: open(2) O_NOFOLLOW, fifo(7).
 """
@@ -41,7 +44,7 @@ def open_fifo(path: str, flags: int) -> int:
     """Open a FIFO as `open_private` does, never waiting.
 
     Raises:
-        OSError: as open(2), or it is something else.
+        OSError: as open(2), or EINVAL: it is no FIFO.
     """
     fd = open_private(path, flags | os.O_NONBLOCK)
     if not stat.S_ISFIFO(os.fstat(fd).st_mode):
