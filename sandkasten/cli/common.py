@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 
 def printable(text: str) -> str:
-    """Return a text with `?` in place of what is neither printable nor a line break."""
+    """Return a text with `?` in place of unprintable characters other than line breaks."""
     return "\n".join(map(printable_line, text.split("\n")))
 
 
 def printable_line(text: str) -> str:
-    """Return a line with `?` in place of what is not printable."""
+    """Return a line with `?` in place of unprintable characters."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
 class Stop(Exception):
-    """Nothing more can be done; the message is what the person at the terminal should read."""
+    """End of the command; the message is for the person at the terminal."""
 
 
 def load(arguments: argparse.Namespace) -> Config:
-    """Read the configuration with what the command line says on top."""
+    """Read the configuration and apply the command line to it."""
     from sandkasten.config import ConfigError
     from sandkasten.config.files import find_file, load_config
 

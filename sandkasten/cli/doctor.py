@@ -1,7 +1,8 @@
-"""`sandkasten doctor`: everything that was tried on this machine, and what is left over, as a table or as JSON.
+"""`sandkasten doctor`: the checks of this machine, the protections they add up to, and leftovers, as a table or as
+JSON.
 
-Exit status 0: all that is required works; 1: something required is missing; 2: wrong arguments or configuration. Needs
-no root, but can try and see less without. With `--fix` it is about what is left over alone; see `leftovers.py`.
+Exit status 0: every required protection works; 1: one is missing; 2: wrong arguments or configuration. Needs no root,
+but tries and sees less without. `--fix` makes no checks and removes leftovers; see `leftovers.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _MARKS = {
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Print every check and what they add up to; 0 if sandboxes can be made here."""
+    """Print all checks and protections; return 0 if sandboxes can be made here."""
     try:
         config = load(arguments)
     except Stop as mistakes:
@@ -53,7 +54,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def _look(config: Config) -> Leftovers | str:
-    """Return what is left over, or why nobody looked."""
+    """Return the leftovers, or the reason why they were not looked for."""
     if os.geteuid() != 0:
         return "takes root"
     try:

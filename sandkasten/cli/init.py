@@ -1,4 +1,4 @@
-"""`sandkasten init`: configuration, key and default image where there are none; what is there stays as it is."""
+"""`sandkasten init`: makes configuration, key and default image if missing, and changes no existing one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ data_dir: {data_dir}
 
 
 def init(arguments: argparse.Namespace) -> int:
-    """Make what is missing and say where everything is."""
+    """Make the missing parts and print their places."""
     require_root()
     made_file = arguments.config is not None and not arguments.config.exists()
     path, arguments.config = arguments.config, None if made_file else arguments.config

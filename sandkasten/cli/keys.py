@@ -1,9 +1,8 @@
-"""`sandkasten key create | list | revoke`: works on the file of keys directly, with or without a daemon.
+"""API keys on disk: the configured key's file, and `sandkasten key create | list | revoke`.
 
-A daemon that runs sees the change within a second. The token of a new key is on stdout and nowhere else, once: what is
-kept of it is a digest.
-
-The API key on disk: made once, readable for the daemon's user and root alone, told to nobody.
+`with_key` makes the first key, once, in a file that the daemon's user and root alone can read. The subcommand works on
+the file of further keys directly, with or without a daemon; a running daemon sees the change within a second. The token
+of a new key is printed on stdout once; only its digest is kept.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ QUOTAS = {
     "creates_per_minute": "creates_per_minute",
     "requests_per_second": "requests_per_second",
 }
-"""Options of `create`, and what they are in a quota."""
+"""Options of `create` and the fields of `Quota` they set."""
 
 
 def run(arguments: argparse.Namespace) -> int:

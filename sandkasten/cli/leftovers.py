@@ -1,12 +1,12 @@
 """Sessions and leftovers of a data directory: told by `sandkasten doctor`, put right by `doctor --fix`.
 
 `find_leftovers` makes the plan that a start makes, from outside, and does not carry it out. It works beside a daemon:
-whatever may be that daemon's counts as the daemon's own, and a leftover that the daemon may be about to remove is told
-only if it is still there a moment later.
+everything that may be the daemon's counts as the daemon's own, and a leftover that the daemon may be about to remove is
+told only if it is still there a moment later.
 
 `fix_leftovers` holds the data directory and does now what a start and the minutes after it would do, without serving. A
 fork of this process is a daemon without a front, started as `serve` starts one, where the sessions' cgroups are: it
-adopts, finishes and removes, leaves live sessions running and ends. The report compares what was seen from outside
+adopts, finishes and removes, leaves live sessions running and ends. The report compares the state seen from outside
 before and after.
 """
 
