@@ -56,7 +56,7 @@ class Series(Generic[T]):
         self._children: dict[tuple[str, ...], T] = {}
 
     def __call__(self, *labels: str) -> T:
-        """Return the child to count in; `labels` in the order of their names. Raises `ValueError` for a wrong number."""
+        """Return the child to count in; `labels` in the order of their names. Raises `ValueError` for a wrong count."""
         child = self._children.get(labels)
         if child is None:
             if len(self._children) >= MAX_SERIES:
