@@ -44,9 +44,12 @@ def to_plain(value: object) -> Any:  # JSON values
     return _converter.unstructure(value)
 
 
-def _object_hook(cls: type) -> Callable[[object], Mapping[str, object]]:
-    spell = make_dict_unstructure_fn(cls, _converter, _cattrs_use_linecache=False)
-    optional = [field.name for field in attrs.fields(cls) if is_optional(field)] if issubclass(cls, Body) else []
+def _object_hook(cls: type[Any]) -> Callable[[object], Mapping[str, object]]:
+    spell: Callable[[object], dict[str, object]] = make_dict_unstructure_fn(
+        cls, _converter, _cattrs_use_linecache=False
+    )
+    is_body = issubclass(cls, Body)
+    optional = [field.name for field in attrs.fields(cls) if is_body and is_optional(field)]
 
     def spell_body(value: object) -> Mapping[str, object]:
         members = spell(value)

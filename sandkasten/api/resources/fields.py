@@ -57,6 +57,8 @@ MAX_SIGNAL = 64
 MAX_LIST = 10_000
 MAX_FILES = 1000
 MAX_OUTPUT_BYTES = 4 * 1024 * 1024
+MIN_WINDOW_BYTES = 1024
+MAX_WINDOW_BYTES = 16 * 1024 * 1024
 TOP = "/workspace"
 """The directory of a workspace, as a session sees it."""
 
@@ -110,6 +112,7 @@ OutputBytes = NewType("OutputBytes", int)
 PathBelow = NewType("PathBelow", str)
 PathInWorkspace = NewType("PathInWorkspace", str)
 ArchiveFormat = NewType("ArchiveFormat", str)
+WindowBytes = NewType("WindowBytes", int)
 
 
 @attrs.frozen
@@ -388,6 +391,7 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     PathBelow: _path_below,
     PathInWorkspace: _path_in_workspace,
     ArchiveFormat: Choice(("tar", "tar.zst")),
+    WindowBytes: Between(MIN_WINDOW_BYTES, MAX_WINDOW_BYTES),
     Stream: _member(Stream),
     ExecKind: _member(ExecKind),
     ExecState: _member(ExecState),

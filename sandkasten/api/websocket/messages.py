@@ -15,7 +15,7 @@ import orjson
 from sandkasten.api.http.errors import ErrorBody, error_body
 from sandkasten.api.http.json import Body, encode_json, to_plain
 from sandkasten.api.http.websocket import Opcode, encode_frame
-from sandkasten.api.resources.fields import Cells, make_converter, structure
+from sandkasten.api.resources.fields import MAX_WINDOW_BYTES, MIN_WINDOW_BYTES, Cells, make_converter, structure
 from sandkasten.api.resources.run_output import EndBody, end_fields
 from sandkasten.model import ExecEnd
 from sandkasten.model.errors import InvalidRequest, SandkastenError
@@ -23,15 +23,14 @@ from sandkasten.model.errors import InvalidRequest, SandkastenError
 KIB = 1024
 MAX_CHANNEL = 2**31
 MAX_FRAME_BYTES = 64 * KIB
-MIN_FRAME_BYTES = 1 * KIB
-MAX_CREDIT_BYTES = 16 * 1024 * KIB
+MIN_FRAME_BYTES = MIN_WINDOW_BYTES
+MAX_CREDIT_BYTES = MAX_WINDOW_BYTES
 MAX_SEQUENCE = 2**53
 MAX_PING_CHARS = 256
 
 Channel = NewType("Channel", int)
 CreditBytes = NewType("CreditBytes", int)
 FrameBytes = NewType("FrameBytes", int)
-WindowBytes = NewType("WindowBytes", int)
 Sequence = NewType("Sequence", int)
 PingText = NewType("PingText", str)
 
@@ -178,6 +177,5 @@ _converter = make_converter()
 _converter.register_structure_hook(Channel, _integer(1, MAX_CHANNEL))
 _converter.register_structure_hook(CreditBytes, _integer(0, MAX_CREDIT_BYTES))
 _converter.register_structure_hook(FrameBytes, _integer(MIN_FRAME_BYTES, MAX_FRAME_BYTES))
-_converter.register_structure_hook(WindowBytes, _integer(MIN_FRAME_BYTES, MAX_CREDIT_BYTES))
 _converter.register_structure_hook(Sequence, _integer(0, MAX_SEQUENCE))
 _converter.register_structure_hook(PingText, _ping_text)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import attrs
 
 from sandkasten.api.http.json import Body
-from sandkasten.api.resources.fields import Cells, ExecId, Path, ShellName, User, bad_fields, query_values
+from sandkasten.api.resources.fields import Cells, ExecId, Path, ShellName, User, WindowBytes, bad_fields, query_values
 from sandkasten.api.websocket.messages import (
     Credit,
     Error,
@@ -21,7 +21,6 @@ from sandkasten.api.websocket.messages import (
     Pong,
     Refused,
     Resize,
-    WindowBytes,
     build,
     parse_control,
 )
