@@ -18,7 +18,7 @@ from quart_trio import QuartTrio
 from sandkasten import logcontext
 from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.quotas import KeyShares
-from sandkasten.api.http.auth import Authenticator, Gate, admit
+from sandkasten.api.http.auth import Authenticator, Gate, Reach, admit
 from sandkasten.api.http.connection import ClientGone
 from sandkasten.api.http.errors import MAX_HEADERS, Answer, error_answer, head_too_large
 from sandkasten.api.http.exchange import JSON, Exchange, one_header
@@ -27,7 +27,7 @@ from sandkasten.api.http.measured import NOWHERE, FrontMetrics
 from sandkasten.api.http.routing import Found, Kind, Route, Target, parse_target
 from sandkasten.api.http.settings import ApiSettings
 from sandkasten.api.http.zstandard import Zstandard
-from sandkasten.api.routes import PUBLIC_PATHS, SESSIONS, TABLE, WORKSPACES
+from sandkasten.api.routes import SESSIONS, TABLE, WORKSPACES
 from sandkasten.api.websocket.handshake import ConnectionOver, WebSocketExchange
 from sandkasten.model import SESSION_ID, WORKSPACE_ID, errors
 from sandkasten.model.errors import InvalidRequest
@@ -42,6 +42,7 @@ MAX_PUBLIC_BODY_BYTES = 1024
 EXCHANGE_KEY = "sandkasten.exchange"
 """Where a scope carries its exchange and route through Quart."""
 
+PUBLIC_PATHS = frozenset(route.path for route in TABLE.routes if route.needs.reach is Reach.PUBLIC)
 _REQUEST_ID = re.compile(rb"[\x20-\x7e]{1,128}\Z")
 
 
@@ -212,11 +213,10 @@ def _find_route(exchange: Exchange, target: Target | None) -> Route:
     found: Found | None = TABLE.find(target.segments)
     if found is None or not found.methods:
         raise errors.RouteNotFound("no such URL")
-    exchange.params = found.params
-    exchange.route = next(iter(found.methods.values())).path
     route = found.methods.get(exchange.method)
     if route is None:
         raise errors.MethodNotAllowed("no such method here", allow=found.allow)
+    exchange.params, exchange.route = found.params, route.path
     return route
 
 

@@ -30,7 +30,6 @@ from sandkasten.api.websocket.terminal import terminal_ws
 from sandkasten.api.websocket.terminal_messages import TerminalQuery
 from sandkasten.model import SessionStats
 
-PUBLIC_PATHS = frozenset({"/healthz"})
 SESSIONS = "/v1/sessions"
 WORKSPACES = "/v1/workspaces"
 
