@@ -34,7 +34,7 @@ from sandkasten.actors.session.messages import (
     SignalRun,
     WatchPorts,
 )
-from sandkasten.actors.session.watch import judged
+from sandkasten.actors.session.watch import translating_death
 from sandkasten.config import Config
 from sandkasten.journal.ring import Journal
 from sandkasten.model import (
@@ -199,7 +199,7 @@ class WorkOfSessions:
     async def send_stdin(self, session_id: str, exec_id: str, data: bytes, *, close: bool = False) -> None:
         entry = await self._live(session_id)
         run = await entry.ref.ask(FindRun(exec_id, to_act=True))
-        async with judged(entry.ref):
+        async with translating_death(entry.ref):
             await run.input.queue(data, close=close)
 
     async def signal_exec(self, session_id: str, exec_id: str, number: int) -> None:

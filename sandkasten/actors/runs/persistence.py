@@ -154,7 +154,7 @@ def text_bytes(run: Run) -> int:
     texts = [run.exec_id, run.request.command, spec.command, *(spec.argv or ()), *spec.env.values()]
     if run.end is not None:
         texts += (run.end.cwd, run.end.victim)
-    return sum(sys.getsizeof(text) for text in texts if text is not None)
+    return sum(map(sys.getsizeof, [text for text in texts if text is not None]))
 
 
 def age_s(run: Run) -> float:
@@ -354,6 +354,13 @@ class RunPersistence(RunObserver):
                 self._is_due = True
             elif self._ended.pop(exec_id, None) is not None:
                 self._unwanted[exec_id] = None
+
+    async def leave(self) -> None:
+        """Leave the runs to the next daemon: write all records and all output, and close the session's output."""
+        try:
+            await self.write(is_last=True)
+        finally:
+            self._output.close()
 
     def _lends(self) -> bool:
         """Whether PID 1 can be relied on to keep the output of the runs that have ended."""

@@ -61,8 +61,8 @@ class SessionServices(Protocol):
         """The default shell is in that directory now."""
         ...
 
-    async def judge(self, error: SandkastenError) -> SandkastenError:
-        """Return what `error` means to whoever asked; see `loss`."""
+    async def translate(self, error: SandkastenError) -> SandkastenError:
+        """Return the error of a request that failed with `error`, perhaps because the session has ended."""
         ...
 
     async def wake(self) -> None:

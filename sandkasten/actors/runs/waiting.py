@@ -145,12 +145,13 @@ _MAX_CHARACTER_BYTES: Final = 4
 class CappedBytes:
     """Bytes of which at most `cap` are kept: the first half of the cap and the last half."""
 
-    def __init__(self, cap: int) -> None:
+    def __init__(self, cap: int, head: bytes | bytearray = b"", tail: bytes | bytearray = b"", total: int = 0) -> None:
+        self._cap = cap
         self._head_cap = cap // 2
         self._tail_cap = cap - self._head_cap
-        self._head = bytearray()
-        self._tail = bytearray()
-        self.total = 0
+        self._head = bytearray(head)
+        self._tail = bytearray(tail)
+        self.total = total
 
     def add(self, data: bytes) -> None:
         """Append a piece. Holds at most one and a half times the cap and this piece."""
@@ -164,14 +165,12 @@ class CappedBytes:
             del self._tail[: -self._tail_cap]
 
     def copy(self) -> CappedBytes:
-        """Return one that goes on separately from here."""
-        twin = CappedBytes(self._head_cap + self._tail_cap)
-        twin._head, twin._tail, twin.total = self._head[:], self._tail[:], self.total
-        return twin
+        """Return a copy, to which other pieces can be appended."""
+        return CappedBytes(self._cap, self._head, self._tail, self.total)
 
     def value(self) -> bytes:
         """Return what is kept."""
-        if self.total <= self._head_cap + self._tail_cap:
+        if self.total <= self._cap:
             return bytes(self._head + self._tail)
         return _without_cut_end(bytes(self._head)) + _without_cut_start(bytes(self._tail[-self._tail_cap :]))
 
