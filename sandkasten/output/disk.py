@@ -154,7 +154,7 @@ class Place:
 
     def read(self) -> bytes:
         """Return the packed pieces. Raises `OSError`, `BadRecord`."""
-        with open(os.open(self.file.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb", buffering=0) as stream:
+        with open(self.file.path, "rb", buffering=0, opener=_open) as stream:
             stream.seek(self.offset)
             head_bytes, body_bytes, _, body_check = _read_header(_read_all(stream, _HEADER.size))
             if _HEADER.size + head_bytes + body_bytes != self.length:
@@ -406,7 +406,7 @@ def _read_into(written: Written, file: DataFile) -> None:
     """Take over the records of a file, up to its end or the first that is damaged."""
     named: set[str] = set()
     try:
-        with open(os.open(file.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as stream:
+        with open(file.path, "rb", opener=_open) as stream:
             at, end = 0, os.fstat(stream.fileno()).st_size
             while header := stream.read(_HEADER.size):
                 head_bytes, body_bytes, head_check, body_check = _read_header(header)
@@ -461,6 +461,11 @@ def _take_output(written: Written, head: bytes, place: Place) -> None:
         if not last.precedes(span):
             run.parts.clear()
     run.parts.append((span, place))
+
+
+def _open(path: str, flags: int) -> int:
+    # O_NONBLOCK: a foreign FIFO of one of our names has no writer, and must not be waited for
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _read_all(stream: BinaryIO, size_bytes: int) -> bytes:

@@ -225,13 +225,14 @@ def test_files_of_others_are_not_touched_at_the_start(tmp_path: Path) -> None:
         write(SessionFiles(tmp_path, session_id, DiskUse()), runs=[run("a")])
     (tmp_path / "note.txt").write_text("mine")
     (tmp_path / f"{SESSION}.00000007.runs").mkdir()
+    os.mkfifo(tmp_path / f"{SESSION}.00000008.runs")
     use = DiskUse()
     files = SessionFiles(tmp_path, SESSION, use)
     find_files(tmp_path, {SESSION}, lambda _: files)
     written = files.read()
-    assert (list(written.runs), written.damaged_files) == (["a"], 1)
+    assert (list(written.runs), written.damaged_files, written.used.is_whole) == (["a"], 1, False)
     assert use.used_bytes == sum(path.stat().st_size for path in tmp_path.glob(f"{SESSION}*"))
-    assert len(list(tmp_path.iterdir())) == 4
+    assert len(list(tmp_path.iterdir())) == 5
 
 
 def test_the_end_of_a_session_removes_its_files(tmp_path: Path) -> None:
