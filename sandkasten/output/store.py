@@ -523,9 +523,13 @@ class OutputStore:
         """Have blocks leave memory until it is well under its limit."""
         ledger = self._ledger
         while ledger.memory_bytes > ledger.memory_low_bytes and (batch := self._choose()):
+            owner = self._owners.get(batch[0][0].account)
+            if owner is None:  # closed meanwhile, and not all of it is dropped yet
+                await self._shelf.drop_closed()
+                continue
             await self.remove_unneeded()
             try:
-                await self._owners[batch[0][0].account].write_out(batch)
+                await owner.write_out(batch)
             except OSError as error:
                 for kept, blocks in batch:
                     kept.lose(blocks)
