@@ -62,7 +62,6 @@ _HEADER: Final = struct.Struct("<IIIII")
 """Checksum of the rest of the header; lengths of the two parts of a record; checksum of each."""
 _SEED: Final = 0x4E55_5233
 _MAX_PART_BYTES: Final = 64 * 1024 * 1024
-_LARGE_BYTES: Final = 64 * 1024
 
 _PIECE: Final = struct.Struct("<BI")
 """Before every piece: its stream, its length in bytes."""
@@ -292,7 +291,7 @@ class SessionFiles:
         Raises:
             OSError: the disk did not take all of them, and now has none of them. The next write begins a file.
         """
-        chunks, lengths = _encode(news)
+        data, places = _encode(news)
         with self._lock:
             if self.is_discarded:
                 return ()
@@ -302,15 +301,15 @@ class SessionFiles:
             start = file.size_bytes
             self._is_open = False
             try:
-                self._append(file, chunks)
+                self._append(file, data)
             except OSError:
                 if news.statement is not None:
                     self._files.remove(file)
                 raise
             self._is_open = True
             if news.statement is not None:
-                self._stated_bytes = file.size_bytes - sum(length for _, length in lengths)
-            return [Place(file, start + offset, length) for offset, length in lengths]
+                self._stated_bytes = file.size_bytes - sum(length for _, length in places)
+            return [Place(file, start + offset, length) for offset, length in places]
 
     def read(self) -> Written:
         """Return everything that was written down; what can't be read is left out."""
@@ -345,14 +344,13 @@ class SessionFiles:
         self._files.append(DataFile(self, self._root / f"{self.session_id}.{self._number:08x}.runs"))
         return self._files[-1]
 
-    def _append(self, file: DataFile, chunks: Sequence[bytes]) -> None:
+    def _append(self, file: DataFile, data: bytes) -> None:
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(file.path, flags | (0 if file.size_bytes else os.O_CREAT | os.O_EXCL), 0o600)
         try:
-            for chunk in chunks:
-                view = memoryview(chunk)
-                while view:
-                    view = view[os.write(fd, view) :]
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
         except OSError:
             if file.size_bytes:
                 os.ftruncate(fd, file.size_bytes)
@@ -361,15 +359,13 @@ class SessionFiles:
             raise
         finally:
             os.close(fd)
-        grown = sum(map(len, chunks))
-        file.size_bytes += grown
-        self._use.count(grown)
+        file.size_bytes += len(data)
+        self._use.count(len(data))
 
 
-def _encode(news: News) -> tuple[Sequence[bytes], Sequence[tuple[int, int]]]:
-    """Return the bytes to append, in few chunks, and where in them each tail lies."""
-    chunks: list[bytes] = []
-    small: list[bytes] = []
+def _encode(news: News) -> tuple[bytes, Sequence[tuple[int, int]]]:
+    """Return the bytes to append, and where in them each tail lies."""
+    parts: list[bytes] = []
     places: list[tuple[int, int]] = []
     at = 0
     for is_tail, record in _records(news):
@@ -377,11 +373,8 @@ def _encode(news: News) -> tuple[Sequence[bytes], Sequence[tuple[int, int]]]:
         if is_tail:
             places.append((at, length))
         at += length
-        small += record
-        if length >= _LARGE_BYTES:
-            chunks.append(b"".join(small))
-            small = []
-    return [*chunks, b"".join(small)], places
+        parts += record
+    return b"".join(parts), places
 
 
 def _records(news: News) -> Iterator[tuple[bool, Sequence[bytes]]]:

@@ -38,8 +38,9 @@ import trio
 
 from sandkasten.config import MIB, Runs
 from sandkasten.model.run import is_made
+from sandkasten.output.blocks import BLOCK_BYTES, Account, Block, KeptOutput, Ledger
 from sandkasten.output.disk import DiskUse, News, SessionFiles, Tail, Written, find_files, session_of
-from sandkasten.output.log import BLOCK_BYTES, Account, Block, KeptOutput, Ledger, OutputLog
+from sandkasten.output.log import OutputLog
 from sandkasten.output.records import RunFacts, RunState, UsedIds
 
 log = logging.getLogger(__name__)

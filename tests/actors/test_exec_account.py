@@ -17,8 +17,9 @@ from sandkasten.actors.runs.cgroups import RunCgroups
 from sandkasten.actors.runs.run import Run, RunObserver, RunRequest, Shell
 from sandkasten.counters.cgroup import CgroupStats
 from sandkasten.model import DEFAULT_SHELL, Cause, ExecEnd, ExecSpec
-from sandkasten.output.log import Account as OutputAccount
-from sandkasten.output.log import Ledger, OutputLog
+from sandkasten.output.blocks import Account as OutputAccount
+from sandkasten.output.blocks import Ledger
+from sandkasten.output.log import OutputLog
 
 SESSION = "s" * 24
 
