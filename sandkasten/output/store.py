@@ -252,8 +252,8 @@ class SessionOutput:
         self.used = written.used
         return written
 
-    async def write(self, exec_ids: Iterable[str] = ()) -> None:
-        """Write all records that are due, and the output of some runs that lies in memory alone.
+    async def write(self, exec_ids: Iterable[str] | None = ()) -> None:
+        """Write all records that are due, and the output of some runs, or of all, that lies in memory alone.
 
         Raises:
             OSError: the disk is full or broken, or the output would pass the disk limit.
@@ -261,7 +261,7 @@ class SessionOutput:
         async with self._writing:
             chosen: list[tuple[KeptOutput, Block, Tail]] = []
             room_bytes = _WRITE_BYTES
-            for exec_id in exec_ids:
+            for exec_id in self._logs if exec_ids is None else exec_ids:
                 log = self._logs.get(exec_id)
                 if log is not None and room_bytes > 0:
                     chosen += [(log.kept, *each) for each in log.kept.unwritten(room_bytes)]

@@ -342,10 +342,10 @@ class RunPersistence(RunObserver):
         self._written.set()
         self._written = trio.Event()
         ended = {} if not is_last and self._lends() else dict(self._ended)
-        going = [run.exec_id for run in self._active if is_last or due.get(run.exec_id)]
+        going = [run.exec_id for run in self._active if due.get(run.exec_id)]
         written = {exec_id: run for exec_id, run in self._ended.items() if exec_id in ended or _is_written(run)}
         try:
-            await self._output.write((*ended, *going))
+            await self._output.write(None if is_last else (*ended, *going))
         except OSError as error:
             log.error("runs_not_written", extra={"session_id": self._host.session_id, "error": str(error)})
             return
