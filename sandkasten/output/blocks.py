@@ -1,4 +1,4 @@
-"""What is kept of output: its end, in blocks, and the counters of what that costs.
+"""The end of a log that is kept, in blocks, and the counters of its cost.
 
 `Ledger` and `Account` count what all logs, and those of one session, cost. Which log has to give way is decided in
 `store.py`.
@@ -52,8 +52,8 @@ _REPORT_EVERY_S: Final = 60.0
 
 
 class Account:
-    """The costs of all logs of one session, wherever their output lies. `make_room` is called when they are more than
-    the limit.
+    """The cost of all logs of one session, wherever their output lies. `make_room` is called when the cost passes the
+    limit.
 
     `block_bytes` is the cost at which a block takes no further piece: small beside the limit, which is kept in blocks.
     `in_memory` are the logs of ended runs of which something is in memory, in the order in which they ended.
@@ -83,7 +83,7 @@ class Ledger:
         self.is_closed = False
         self.running: dict[KeptOutput, None] = {}
         self.in_memory: OrderedDict[Account, None] = OrderedDict()
-        """The sessions that have something of ended runs in memory, in the order in which it is their turn."""
+        """Sessions with output of ended runs in memory, in the order of their turns."""
         self.unneeded: dict[SessionFiles, None] = {}
         """Sessions with files of which nothing may be needed any more."""
         self.reading = trio.CapacityLimiter(_READING_THREADS)
@@ -93,13 +93,13 @@ class Ledger:
         self._next_report = -inf
 
     def take(self, cost_bytes: int) -> None:
-        """Count what came into memory."""
+        """Count output that came into memory."""
         self.memory_bytes += cost_bytes
         if self.memory_bytes > self.memory_limit_bytes:
             self.work.set()
 
     def give_back(self, cost_bytes: int) -> None:
-        """Count what left memory, and let the writers that wait look again."""
+        """Count output that left memory, and let the writers that wait look again."""
         self.memory_bytes -= cost_bytes
         self.wake_writers()
 
@@ -196,7 +196,7 @@ _STARTS: Final[dict[Stream | None, Callable[[Block], int]]] = {
 
 
 class KeptOutput:
-    """The blocks of one log, and how much was ever added to it."""
+    """The blocks of one log, and how much was ever added to the log."""
 
     __slots__ = (
         "_blocks",
@@ -237,7 +237,7 @@ class KeptOutput:
 
     @property
     def is_written(self) -> bool:
-        """Whether nothing that is kept lies in memory alone."""
+        """Whether all output that is kept lies in files."""
         return not self._blocks or self.last_sequence <= self.written_sequence
 
     @property
@@ -251,7 +251,7 @@ class KeptOutput:
 
     @property
     def last_line(self) -> str:
-        """The last line of what came last, cut from its left."""
+        """The last line of the newest output, cut from its left."""
         block = self._blocks[-1] if self._blocks else None
         if block is None or not block.pieces:
             return self._last_line
@@ -268,7 +268,7 @@ class KeptOutput:
         return _STARTS[stream](self._blocks[0]) if self._blocks else self.total(stream)
 
     def find(self, sequence: int) -> Block | None:
-        """Return the block with the piece of that number, None if it isn't kept."""
+        """Return the block with the piece of that number, None if there is no such block."""
         blocks = self._blocks
         if not blocks or not blocks[0].first_sequence <= sequence <= self.last_sequence:
             return None
@@ -277,7 +277,7 @@ class KeptOutput:
         return blocks[bisect_right(blocks, sequence, key=_first_sequence) - 1]
 
     def find_offset(self, stream: Stream | None, offset: int) -> Block | None:
-        """Return the block with that byte of a stream, or of both, None if it isn't kept."""
+        """Return the block with that byte of a stream, or of both, None if there is no such block."""
         if not self.first_offset(stream) <= offset < self.total(stream):
             return None
         return self._blocks[bisect_right(self._blocks, offset, key=_STARTS[stream]) - 1]
@@ -287,7 +287,7 @@ class KeptOutput:
         return _STARTS[stream](block)
 
     async def load(self, block: Block) -> Sequence[Output]:
-        """Return the pieces of a block, from disk if they are there; none if they are lost or were dropped meanwhile.
+        """Return the pieces of a block, from memory or from files; none if the block is lost or was dropped meanwhile.
 
         A list of pieces in memory grows while its block is the newest one.
         """
@@ -317,7 +317,7 @@ class KeptOutput:
         return found
 
     def _tail(self, block: Block) -> Tail:
-        """Return what of a block is in no file."""
+        """Return the part of a block that is in no file."""
         first = max(self.written_sequence + 1, block.first_sequence)
         content: bytes | Sequence[Output]
         if block.packed is not None:
@@ -389,7 +389,7 @@ class KeptOutput:
                 self._ledger.add_ended(self)
 
     def leave_account(self) -> None:
-        """Cost the session nothing from now on, and stay in memory until it is dropped; no more is added."""
+        """Cost the session nothing from now on; no more is added, and blocks in memory stay there."""
         self._is_settled = True
         self._ledger.running.pop(self, None)
         self._ledger.remove_ended(self)
@@ -398,7 +398,7 @@ class KeptOutput:
             self.account.used_bytes -= self.cost_bytes
 
     async def recover(self, parts: Sequence[tuple[Span, Place]], last_line: str) -> None:
-        """Begin with the output that an earlier daemon wrote down, which lies in files."""
+        """Begin with the output that an earlier daemon wrote to files."""
         for span, place in parts:
             block = self._blocks[-1] if self._blocks else None
             cost = PART_OVERHEAD_BYTES
@@ -420,7 +420,7 @@ class KeptOutput:
             self._last_line = _last_line(pieces)
 
     def oldest_in_memory(self, cost_bytes: int) -> Sequence[Block]:
-        """Return the oldest blocks in memory that cost together at least `cost_bytes`, or all. They grow no more."""
+        """Return the oldest blocks in memory that cost together `cost_bytes` or more, or all, and seal them."""
         chosen: list[Block] = []
         for block in self._blocks[self._left :]:
             if cost_bytes <= 0:

@@ -517,7 +517,7 @@ def list_spool(root: Path) -> Sequence[SpoolFile]:
 
 
 def remove_spool_files(root: Path, names: Collection[str]) -> Mapping[str, str]:
-    """Remove files of these names; return why, for each that is left. Raises `OSError` if they can't be looked for."""
+    """Remove files of these names; return why, for each that is left. Raises `OSError`: the directory can't be read."""
     refused = {}
     for name in os.listdir(root):
         if _shown(name) in names:
@@ -537,5 +537,5 @@ def session_of(name: str) -> str | None:
 
 
 def _shown(name: str) -> str:
-    """Return a name as it is told, whatever bytes it has."""
+    """Return a name in printable form, whatever bytes the name has."""
     return os.fsencode(name).decode("ascii", "backslashreplace")[:_MAX_NAME]

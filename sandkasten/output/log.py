@@ -26,7 +26,7 @@ _PIECES_PER_CHECKPOINT: Final = 16
 
 
 class ReaderMode(enum.Enum):
-    """What a reader that is slow means: the writer waits for it, or only for the fastest of its kind."""
+    """Meaning of a slow reader: the writer waits for each such reader, or only for the fastest of them."""
 
     HOLDING = enum.auto()
     FASTEST = enum.auto()
@@ -53,10 +53,10 @@ class OutputLog:
         self.exec_id = exec_id
         self.kept = KeptOutput(exec_id, ledger, account)
         self.is_gone = False
-        """Nobody finds it any more; readers that were close behind its end still get the rest."""
+        """Nobody finds the log any more; readers that were close behind its end still get the rest."""
         self.expires_at = 0.0
         self.record_bytes = 0
-        """What is kept of its run costs besides, once it has ended."""
+        """Cost of the record of its run, once the run has ended."""
         self._ledger = ledger
         self._discarded = 0
         self._is_closed = False
@@ -83,12 +83,12 @@ class OutputLog:
 
     @property
     def last_line(self) -> str:
-        """The last line of what came last, at most 200 characters of it."""
+        """The last line of the newest output, at most 200 characters of the line."""
         return self.kept.last_line
 
     @property
     def is_written(self) -> bool:
-        """Whether nothing that is kept lies in memory alone."""
+        """Whether all output that is kept lies in files."""
         return self.kept.is_written
 
     @property
@@ -296,7 +296,7 @@ class LogReader:
         self.sequence = after
         """Number of the last piece that was handed out."""
         self.skipped_bytes = 0
-        """What it missed; up to a block too many when it joined at what is on disk and had read nothing yet."""
+        """Bytes that the reader missed; up to a block too many if it joined at output in files and has read nothing."""
         self._log = log
         self._pieces: Sequence[Output] = ()
         self._index = 0
@@ -304,7 +304,7 @@ class LogReader:
         self._until_checkpoint = _PIECES_PER_CHECKPOINT
         block = log.kept.find(after + 1)
         self.offset = log.kept.total(None) if block is None else block.offset
-        """Where it is, in bytes of both streams; that of its block as long as that was not read from disk."""
+        """The reader's place, in bytes of both streams; its block's as long as the block was not read from files."""
         self._is_exact = block is None or block.pieces is not None
         if block is not None and block.pieces is not None:
             self.offset += _size(block.pieces[: after + 1 - block.first_sequence])

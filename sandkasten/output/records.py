@@ -29,7 +29,7 @@ import attrs
 from sandkasten.model import EXEC_ID, SHELL_NAME, Cause, ExecEnd, ExecKind, TerminalSize, Usage
 
 Input = Literal["none", "given", "open"]
-"""Standard input: there is none; it came with the request; or callers send it."""
+"""Standard input of a run: none, given with the request, or sent by callers."""
 
 _SEAL_BYTES: Final = 16
 _MAX_COMMAND_CHARS: Final = 1024
@@ -77,7 +77,7 @@ class RunState:
 
 
 def facts_to_json(facts: RunFacts) -> bytes:
-    """Return facts as they lie in a ticket and in a file."""
+    """Return facts as JSON, for tickets and files."""
     values = {
         "id": facts.exec_id,
         "kind": facts.kind.value,
@@ -128,7 +128,7 @@ def _facts(values: Mapping[str, Any]) -> RunFacts:  # JSON values
 
 
 def state_to_json(state: RunState) -> bytes:
-    """Return a state as it lies in a file."""
+    """Return a state as JSON, for files."""
     end = None if state.end is None else {**attrs.asdict(state.end), "cause": state.end.cause.value}
     values = {
         **{name: getattr(state, name) for name in ("pid", "last_sequence", "stdout_bytes", "stderr_bytes")},

@@ -46,7 +46,7 @@ from sandkasten.output.records import RunFacts, RunState, UsedIds
 log = logging.getLogger(__name__)
 
 RECORD_BYTES: Final = 6 * 1024
-"""The cost of an ended run beside its output: what the daemon holds of it in memory, its texts not included."""
+"""The cost of an ended run beside its output: memory of its record, texts not included."""
 
 _BATCH_BYTES: Final = MIB
 """About as much leaves memory at a time."""
@@ -149,7 +149,7 @@ class SessionOutput:
         self._on_gone = call
 
     def describe_with(self, describe: Describe) -> None:
-        """Have `describe` asked for the facts and the state of a run when they are written."""
+        """Call `describe` for the facts and the state of a run when the run's record is written."""
         self._describe = describe
 
     @property
@@ -173,11 +173,11 @@ class SessionOutput:
         return self._logs.get(exec_id)
 
     def note_changed(self, exec_id: str) -> None:
-        """What `describe` says of a run has changed: the next `write` writes it."""
+        """The facts or the state of a run have changed: the next `write` writes both."""
         self._changed[exec_id] = None
 
     def retire(self, exec_id: str, *, text_bytes: int = 0) -> None:
-        """The run has ended: close its log, and keep it until it is too old or its room is needed.
+        """The run has ended: close its log, and keep the log until its time is over or its room is needed.
 
         `text_bytes`: memory of its record beside `RECORD_BYTES`.
         """
@@ -194,7 +194,7 @@ class SessionOutput:
         self._make_room()
 
     def discard(self, exec_id: str) -> None:
-        """The run never began: forget its log, as if its id had not been used. Nobody is told."""
+        """The run never began: forget its log, as if the id had not been used. Nobody is told."""
         log = self._running.pop(exec_id, None)
         if log is not None:
             del self._logs[exec_id]
@@ -393,7 +393,7 @@ class SessionOutput:
 
 
 class OutputStore:
-    """The output of all sessions of a daemon. `open` the store, have `run` running while it is in use, then `close`."""
+    """The output of all sessions of a daemon. Call `open`, have `run` running in a task, then `close`."""
 
     def __init__(
         self,
@@ -467,7 +467,7 @@ class OutputStore:
         return output
 
     async def run(self) -> NoReturn:
-        """Drop, remove and write whatever has to be, whenever it has to."""
+        """Drop logs whose time is over, remove files, and have blocks leave memory, whenever there is need."""
         ledger = self._ledger
         while True:
             ledger.work = trio.Event()
@@ -521,7 +521,7 @@ class OutputStore:
             del self._files[files.session_id]
 
     async def _free_memory(self) -> None:
-        """Have blocks leave memory until it is well under its limit."""
+        """Have blocks leave memory until three quarters of the limit are left."""
         ledger = self._ledger
         while ledger.memory_bytes > ledger.memory_low_bytes and (batch := self._choose()):
             owner = self._owners.get(batch[0][0].account)

@@ -61,7 +61,7 @@ async def test_an_ended_run_is_dropped_when_its_time_is_over(
 async def test_a_session_that_ended_is_forgotten_by_the_clock(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
-    """Its logs are gone at once, nobody is told, and nothing happens when their time would be over."""
+    """The logs are gone at once, nobody is told, and nothing happens when their time would be over."""
     async with spool_in_memory(tmp_path, retention_s=10) as spool:
         logs = spool.session("a")
         gone: list[str] = []

@@ -148,7 +148,7 @@ def test_only_the_daemon_makes_tickets() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(Stream), st.binary(max_size=300)), max_size=8), st.integers(0, 8))
 def test_packed_pieces_come_back(content: list[tuple[Stream, bytes]], place: int) -> None:
-    """Whatever bytes and streams; packed in two parts they are the same bytes."""
+    """All bytes, streams and sizes; two parts packed alone are the same bytes."""
     pieces = [Output(stream, data, number) for number, (stream, data) in enumerate(content, 5)]
     assert unpack(pack(pieces), 5) == pieces
     assert pack(pieces[:place]) + pack(pieces[place:]) == pack(pieces)
@@ -195,7 +195,7 @@ def test_what_lies_before_a_gap_is_gone(tmp_path: Path) -> None:
 
 
 def test_what_was_refused_is_free_again(tmp_path: Path) -> None:
-    """Its id is not one of those gone, and may have been used since."""
+    """The id is not one of those gone, and may have been used since."""
     files = open_files(tmp_path)
     write(files, runs=[run("a"), run("b")])
     write(files, runs=[run("b", ENDED)], gone=["c"], refused=["a", "b"])
@@ -220,7 +220,7 @@ def test_files_are_private_and_no_link_is_followed(tmp_path: Path) -> None:
 
 
 def test_files_of_others_are_not_touched_at_the_start(tmp_path: Path) -> None:
-    """Those of ended sessions count for nothing, and whether they go is decided elsewhere."""
+    """Files of ended sessions count for nothing; `reconcile.py` decides about them."""
     for session_id in (SESSION, OTHER):
         write(SessionFiles(tmp_path, session_id, DiskUse()), runs=[run("a")])
     (tmp_path / "note.txt").write_text("mine")
@@ -236,7 +236,7 @@ def test_files_of_others_are_not_touched_at_the_start(tmp_path: Path) -> None:
 
 
 def test_the_end_of_a_session_removes_its_files(tmp_path: Path) -> None:
-    """What is still being written comes too late; a file that a reader needs stays until it does not."""
+    """A write under way comes too late; a file that a reader needs stays as long."""
     files = open_files(tmp_path)
     (place,) = write(files, tail("a", 1, b"one"), runs=[run("a")])
     files.discard()
@@ -292,7 +292,7 @@ def test_a_file_that_begins_with_much_has_room_for_more(tmp_path: Path, monkeypa
 
 
 def test_a_full_disk_takes_nothing_by_halves(tmp_path: Path) -> None:
-    """What failed is taken back; what comes after it is read as if it had not been."""
+    """A failed write is taken back; the next one is read as if there had been none."""
     files = open_files(tmp_path)
     write(files, tail("a", 1, b"one"), runs=[run("a")])
     with file_size_limit(2000):
@@ -349,7 +349,7 @@ def test_no_used_id_is_lost_untold(place: float, bit: int) -> None:
 def test_damage_costs_output_and_never_changes_it(
     texts: list[bytes], damage: list[tuple[float, int]], cut: float | None
 ) -> None:
-    """Whatever bytes of whatever file were changed or lost: what is read is a gapless part of what was written."""
+    """Any bytes of any file changed or lost: a reader gets a gapless part of the output, unchanged."""
     with tempfile.TemporaryDirectory(prefix="runs") as directory:
         root, offset = Path(directory), 0
         for number, text in enumerate(texts):
@@ -423,7 +423,7 @@ def test_a_client_can_tell_an_id_that_the_server_made() -> None:
 
 
 def test_files_say_whose_they_are(tmp_path: Path) -> None:
-    """Those with runs are a session's; a name of any bytes can be told."""
+    """Files with runs are a session's; a name of any bytes can be told."""
     for name in (RUNS, "0000000000000001.spool", HOSTILE):
         (tmp_path / name).touch()
     expected = {SpoolFile(RUNS, SESSION), SpoolFile("0000000000000001.spool"), SpoolFile("no name\n\\xff")}

@@ -58,7 +58,7 @@ async def test_a_disk_that_takes_nothing_costs_output_and_no_run(
 
 
 async def test_a_viewer_that_lost_everything_holds_nobody(tmp_path: Path, nursery: trio.Nursery) -> None:
-    """It skips to the end of what there is, and the writer it held goes on."""
+    """The viewer skips to the end of what there is, and the writer that was held goes on."""
     async with open_spool(tmp_path, memory_bytes=KB) as spool:
         log = spool.session("session").open("a")
         viewer = log.reader(mode=ReaderMode.FASTEST)
@@ -76,7 +76,7 @@ async def test_a_viewer_that_lost_everything_holds_nobody(tmp_path: Path, nurser
 
 
 async def test_files_that_were_damaged_are_gone(tmp_path: Path) -> None:
-    """What the disk gives back wrong is handed to nobody; what comes behind it still is."""
+    """Damaged output is handed to nobody; the output behind it still is."""
     async with open_spool(tmp_path, memory_bytes=MB) as spool:
         log = await ended(spool.session("session"), "a", pieces=60)
         await wait_memory_below(spool, MB)
@@ -98,7 +98,7 @@ async def test_files_that_were_damaged_are_gone(tmp_path: Path) -> None:
 
 
 async def test_a_slice_ends_where_the_disk_fails(tmp_path: Path) -> None:
-    """What was read until then is given, the next one is told that it's gone."""
+    """Output up to the failure is given; the next slice is told that it's gone."""
     async with open_spool(tmp_path, memory_bytes=MB) as spool:
         log = await ended(spool.session("session"), "a", pieces=60)
         await wait_memory_below(spool, MB)

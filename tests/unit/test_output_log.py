@@ -86,7 +86,7 @@ async def test_a_slow_reader_holds_the_writer_until_it_reads(log: OutputLog, nur
 
 
 async def test_closing_the_reader_frees_the_writer(log: OutputLog, nursery: trio.Nursery) -> None:
-    """Who leaves holds nothing."""
+    """A reader that leaves holds nothing."""
     reader = log.reader()
     nursery.start_soon(fill, log, 100)
     await trio.testing.wait_all_tasks_blocked()
@@ -171,7 +171,7 @@ async def test_a_reader_with_much_to_take_lets_others_run(log: OutputLog) -> Non
 
 
 async def test_closing_a_reader_ends_its_waiting(log: OutputLog, nursery: trio.Nursery) -> None:
-    """It tells that it was closed, and so does every later use."""
+    """The reader tells that it was closed, and so does every later use."""
     reader = log.reader()
 
     async def wait() -> None:
@@ -255,7 +255,7 @@ async def test_what_is_dropped_is_said_to_be_gone(tmp_path: Path) -> None:
 
 
 async def test_a_viewer_that_falls_behind_skips_and_says_how_much(tmp_path: Path) -> None:
-    """It goes on with the first piece that is kept."""
+    """The viewer goes on with the first piece that is kept."""
     log = OutputStore(tmp_path, session_bytes=256 * KB).session("session").open("exec")
     slow, quick = (log.reader(mode=ReaderMode.FASTEST) for _ in range(2))
     await fill(log, 1)

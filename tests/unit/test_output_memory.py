@@ -1,4 +1,4 @@
-"""The spool on a real disk: memory and files stay within their bounds, and what was written comes back."""
+"""The output store on a real disk: memory and files stay within their bounds, and what was written comes back."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_short_runs_touch_no_file(tmp_path: Path) -> None:
 
 
 async def test_ended_runs_go_to_disk_first_and_are_read_from_there(tmp_path: Path) -> None:
-    """What memory has no room for is read back exactly, from any number and any offset."""
+    """Output that memory has no room for is read back exactly, from any number and any offset."""
     async with open_spool(tmp_path, memory_bytes=4 * MB) as spool:
         logs = spool.session(SESSION)
         old = await ended(logs, "../../../../etc/passwd", pieces=40)
@@ -207,7 +207,7 @@ async def test_sessions_go_to_disk_in_turn(tmp_path: Path) -> None:
 
 
 async def test_sessions_share_no_file(tmp_path: Path) -> None:
-    """What one leaves behind does not stay because of another, however their commands took turns."""
+    """Output of one session does not stay because of another, however their commands took turns."""
     async with open_spool(tmp_path, memory_bytes=MB) as spool:
         first, second = spool.session("first"), spool.session("second")
         for number in range(500):

@@ -94,7 +94,7 @@ _steps = st.lists(
 
 
 class Model:
-    """What was written, and what every reader got; checks the spool against it at each step."""
+    """The pieces written, and those that every reader got; checks the store against it at each step."""
 
     def __init__(self, spool: OutputStore) -> None:
         self._logs = [spool.session("session").open(str(number)) for number in range(_LOGS)]

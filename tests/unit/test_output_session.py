@@ -36,7 +36,7 @@ def sequences(log: OutputLog) -> tuple[int, int]:
 
 
 async def test_an_ended_run_is_found_and_read(logs: SessionOutput) -> None:
-    """Its end closes its log and changes nothing else."""
+    """The end of a run closes its log and changes nothing else."""
     log = await ended(logs, "a", pieces=2)
     assert log.is_closed
     assert logs.get("a") is log
@@ -48,7 +48,7 @@ async def test_an_ended_run_is_found_and_read(logs: SessionOutput) -> None:
 
 
 async def test_a_run_that_never_began_leaves_no_log(logs: SessionOutput) -> None:
-    """Its id is free at once, its log costs nothing, and nobody is told that it's gone."""
+    """The id is free at once, the log costs nothing, and nobody is told that it's gone."""
     gone: list[str] = []
     logs.when_gone(gone.append)
     log = logs.open("a")
@@ -65,7 +65,7 @@ async def test_a_run_that_never_began_leaves_no_log(logs: SessionOutput) -> None
 
 
 async def test_ended_runs_give_way_oldest_first(logs: SessionOutput) -> None:
-    """What the budget has no room for is dropped from its beginning on, and the owner of what is gone is told."""
+    """Output that the budget has no room for is dropped from its beginning on, and the owner of what is gone is told."""
     gone: list[str] = []
     logs.when_gone(gone.append)
     for number in range(10):
@@ -160,7 +160,7 @@ async def test_a_log_that_is_held_takes_not_all_room_from_its_neighbours(logs: S
 
 
 async def test_a_reader_close_behind_still_gets_the_tail_of_a_dropped_log(logs: SessionOutput) -> None:
-    """Who followed a run reads it to its end, whatever has become of it; nobody else finds it."""
+    """A reader that followed a run reads it to its end, whatever has become of it; nobody else finds it."""
     log = logs.open("a")
     early = log.reader()
     await fill(log, 10)
@@ -172,7 +172,7 @@ async def test_a_reader_close_behind_still_gets_the_tail_of_a_dropped_log(logs: 
 
 
 async def test_a_reader_far_behind_loses_a_dropped_log(logs: SessionOutput) -> None:
-    """It came when all was over and holds no room that running commands need."""
+    """The reader came when all was over and holds no room that running commands need."""
     log = await ended(logs, "a", pieces=40)
     late = log.reader()
     await take(late, 1)

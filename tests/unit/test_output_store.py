@@ -92,7 +92,7 @@ async def test_the_next_daemon_has_what_was_written_without_reading_it(tmp_path:
 
 
 async def test_a_run_that_is_dropped_leaves_its_id(tmp_path: Path) -> None:
-    """Its output goes from the disk; an id that a client chose is never forgotten, and costs one record."""
+    """The output goes from the disk; an id that a client chose is never forgotten, and costs one record."""
     async with open_spool(tmp_path, session_bytes=4 * MB) as store:
         output = described(store)
         for number in range(20):

@@ -33,7 +33,7 @@ _MAX_LISTED = 1024
 
 
 class RunAdoption:
-    """See the module's docstring. `recover` when the session is taken over, `resume` when its PID 1 can answer."""
+    """Adoption of one session's runs: `recover` when the session is taken over, `resume` when its PID 1 can answer."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class RunAdoption:
         *,
         on_terminal: Callable[[Run], Awaitable[None]],
     ) -> None:
-        """`on_terminal` is called for a terminal of its own, before more comes from it."""
+        """`on_terminal` is called for a terminal beside the shells, before more output of that terminal comes."""
         self._host = host
         self._runs = runs
         self._keep, self._output = keep, output
@@ -81,7 +81,7 @@ class RunAdoption:
             self._incomplete[run.exec_id] = run, state
 
     async def resume(self) -> None:
-        """Go on with what PID 1 has, and end what it hasn't. Raises `RunnerLost`, `RunnerProtocolError`."""
+        """Go on with the runs that PID 1 has, and end the others. Raises `RunnerLost`, `RunnerProtocolError`."""
         entries = await self._list() if self._runs.persistence.gives_tickets else ()
         waiting = {run.exec_id: run for run in self._runs.active}
         unwanted = []

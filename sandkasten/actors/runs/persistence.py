@@ -50,7 +50,7 @@ class ExecIds:
         self._limit = limit
 
     def check_new(self, run: Run) -> None:
-        """Refuse a run of which nothing is kept, if its id was used or can't be remembered.
+        """Refuse a run of which nothing is kept, if the id was used or can't be remembered.
 
         Raises: ExecGone, ExecIdsExhausted.
         """
@@ -80,7 +80,7 @@ def gone(exec_id: str) -> ExecGone:
 
 
 def facts_of(run: Run, readings: tuple[int, ...]) -> RunFacts:
-    """Return the facts of a run that do not change by its running. `readings`: the counters when its turn began."""
+    """Return the facts of a run, which its running does not change. `readings`: the counters when its turn began."""
     request = run.request
     return RunFacts(
         exec_id=run.exec_id,
@@ -101,7 +101,7 @@ def facts_of(run: Run, readings: tuple[int, ...]) -> RunFacts:
 
 
 def state_of(run: Run) -> RunState:
-    """Return what became of a run by now."""
+    """Return the state of a run at this moment."""
     info = run.info
     return RunState(
         started_at=info.started_at,
@@ -142,8 +142,8 @@ def restored(facts: RunFacts, state: RunState) -> Run:
 
 
 def is_orphan(run: Run, facts: RunFacts, *, input_ended: bool) -> bool:
-    """Whether a run has nobody any more it could go on for: its caller or those who sat at its prompt went with their
-    daemon, or the rest of its input did."""
+    """Whether a run has nobody left to go on for: its caller, the people at its prompt, or the rest of its input went
+    with their daemon."""
     is_prompt = facts.kind is ExecKind.TERMINAL and not run.request.is_program
     return not run.is_detached or is_prompt or (facts.input == "given" and not input_ended)
 
@@ -158,7 +158,7 @@ def text_bytes(run: Run) -> int:
 
 
 def age_s(run: Run) -> float:
-    """Return how long ago it ended."""
+    """Return how long ago a run ended."""
     ended_at = run.clock.ended_at
     return 0.0 if ended_at is None else (datetime.now(UTC) - ended_at).total_seconds()
 
@@ -182,7 +182,7 @@ ended stays with PID 1. PID 1 gives up output of ended runs when it has four tim
 _HURRY_BYTES: Final = 64 * 1024
 _BEHIND_BYTES: Final = 1024 * 1024
 _ALL_BEHIND_BYTES: Final = 4 * 1024 * 1024
-"""With more than this to be written, of a run or its equal part of all that there is of its session, it is held up."""
+"""A run is held up when it has more than this to be written, or more than its equal part of the session's bound."""
 
 _FORGET_AT_ONCE: Final = 256
 _MAX_UNWANTED: Final = 4096
@@ -191,8 +191,8 @@ _PIECE_COST_BYTES: Final = 160
 
 @attrs.frozen
 class Keep:
-    """What is needed to have the runs of a session outlive the daemon: under which seal tickets are made, how long
-    ended runs are kept, and how many ids of those that are not."""
+    """Settings of a session's persistence: the seal of its tickets, how long ended runs are kept, and how many ids of
+    runs that are not kept."""
 
     seal: Seal
     retention_s: float
@@ -376,7 +376,7 @@ class RunPersistence(RunObserver):
         return self._facts.pop(exec_id, None) or facts_of(run, self._readings_of(run)), state_of(run)
 
     async def _tell_runner(self) -> None:
-        """Let PID 1 forget what it need not keep; what PID 1 can't be told now it is told later."""
+        """Let PID 1 forget the runs that it need not keep. After an error, those that are left are told later."""
         while self._unwanted and self._gives_tickets and self._is_reachable:
             exec_ids = tuple(islice(self._unwanted, _FORGET_AT_ONCE))
             try:
