@@ -32,7 +32,7 @@ from sandkasten.actors.diagnosis import Diagnosing
 from sandkasten.actors.node import recovery, sessions
 from sandkasten.actors.node.creating import Node
 from sandkasten.actors.node.in_flight import Attended
-from sandkasten.actors.node.inventory import Inventory, Removal
+from sandkasten.actors.node.recovery import Leftovers
 from sandkasten.actors.node.sessions import list_sessions
 from sandkasten.actors.services import events, images, nsinit, store
 from sandkasten.actors.services.directory import Entry, SessionDirectory
@@ -45,8 +45,8 @@ from sandkasten.actors.tree_node import WorkOfNode
 from sandkasten.actors.tree_work import WorkOfSessions
 from sandkasten.actors.tree_workspaces import WorkOfWorkspaces
 from sandkasten.actors.workspaces import actor as workspaces
-from sandkasten.actors.workspaces.holds import Attachments
-from sandkasten.actors.workspaces.transfer import LocalFileReader, LocalFileWriter, open_reader, open_writer
+from sandkasten.actors.workspaces.files import LocalFileReader, LocalFileWriter, open_reader, open_writer
+from sandkasten.actors.workspaces.holds import Holds
 from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.quotas import KeyShares
 from sandkasten.config import Config
@@ -117,9 +117,8 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
         )
         self._directory, self._journal, self._metrics = directory, self._shared.journal, self._shared.metrics
         self._journal.on_event = self._metrics.note_event
-        self._attachments, self._attended, self._usages = Attachments(), Attended(), {}
-        self.inventory = Inventory(config.data_dir, node.boot_id, self._shared)
-        self._removal = Removal(spool_dir, self._shared, self.inventory)
+        self._holds, self._attended, self._usages = Holds(), Attended(), {}
+        self.leftovers = Leftovers(config.data_dir, node.boot_id, self._shared)
         self._diagnosing = Diagnosing(self._shared)
         self._cgroup_dirs: Mapping[str, str] = {}
         self._matchers = trio.CapacityLimiter(_MATCHERS)
@@ -196,7 +195,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
             store=self._store,
             zygote=self._zygote,
             directory=self._directory,
-            attachments=self._attachments,
+            holds=self._holds,
             paths=DataPaths(self._config.data_dir),
             new_id=self._node.new_session_id,
             crash=self._shared.crash,
@@ -210,9 +209,8 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
             self._node,
             self._shared,
             images=self._images,
-            attachments=self._attachments,
-            inventory=self.inventory,
-            removal=self._removal,
+            holds=self._holds,
+            leftovers=self.leftovers,
             vessels=self._vessels,
         )
         await actor.run(task_status=task_status)
@@ -222,8 +220,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
             self._reaper,
             self._shared,
             sessions=self._sessions,
-            inventory=self.inventory,
-            removal=self._removal,
+            leftovers=self.leftovers,
             keep_records_s=self._config.records.keep_seconds,
         )
         await actor.run(task_status=task_status)

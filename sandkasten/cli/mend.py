@@ -128,7 +128,7 @@ async def _sweep(config: Config, machine: Machine, profiles: Sequence[SeccompPro
         for _ in range(_SWEEPS):
             await supervisor.sweep()
         with trio.move_on_after(_ENDS_S):
-            while supervisor.inventory.in_hand:  # noqa: ASYNC110 - teardowns that the start began; nobody waits for them
+            while supervisor.leftovers.in_hand:  # noqa: ASYNC110 - teardowns that the start began; nobody waits for them
                 await trio.sleep(_PAUSE_S)
 
 

@@ -23,8 +23,8 @@ from sandkasten.actors.services import images as images_actor
 from sandkasten.actors.session.actor import SessionActor
 from sandkasten.actors.session.birth import FROM_POOL, Creation
 from sandkasten.actors.session.record import expiry
-from sandkasten.actors.workspaces.holds import Attachments
-from sandkasten.actors.workspaces.messages import Admit
+from sandkasten.actors.workspaces.actor import Admit
+from sandkasten.actors.workspaces.holds import Hold, Holds, Use
 from sandkasten.admission import budget as reserve
 from sandkasten.admission.budget import Budget
 from sandkasten.admission.plan import Resolved, resolve
@@ -65,14 +65,14 @@ class Creating:
         *,
         images: Ref,
         workspaces: Ref,
-        attachments: Attachments,
+        holds: Holds,
         budget: Budget,
         vessels: Vessels,
         start: Callable[[SessionRecord, Creation], SessionActor],
         went_quiet: Callable[[], None],
     ) -> None:
         self._config, self._node, self._images = config, node, images
-        self._workspaces, self._attachments = workspaces, attachments
+        self._workspaces, self._holds = workspaces, holds
         self._budget, self._vessels = budget, vessels
         self._start, self._went_quiet = start, went_quiet
         self._builds = trio.CapacityLimiter(_CONCURRENT_BUILDS)
@@ -103,7 +103,7 @@ class Creating:
         self._budget.admit(place, resolved.limits, under_way=self.under_way, owner=spec.key_id)
         self.under_way += 1
         try:
-            async with self._attached(spec), self._builds:
+            async with self._holding(spec), self._builds:
                 self._refuse_when_draining()
                 waited_ms = (trio.current_time() - began) * 1000
                 record = self._new_record(spec, resolved, digest, image)
@@ -142,18 +142,15 @@ class Creating:
             self._is_done = trio.Event()
 
     @asynccontextmanager
-    async def _attached(self, spec: SessionSpec) -> AsyncIterator[None]:
-        """Have the session's workspace, if it is to be had, until the session's record says so itself."""
+    async def _holding(self, spec: SessionSpec) -> AsyncIterator[None]:
+        """Hold the session's workspace until the session's record does. Raises `WorkspaceBusy`."""
         if spec.workspace_id is None:
             yield
             return
-        mode = WorkspaceMode(spec.workspace_mode or WorkspaceMode.SHARED)
-        attachment = self._attachments.begin(spec.workspace_id, mode, spec.workspace_within)
-        try:
-            await self._workspaces.ask_again(Admit(attachment))
+        use = Use(spec.workspace_mode or WorkspaceMode.SHARED)
+        with self._holds.taken(Hold(spec.workspace_id, use, spec.workspace_within)) as hold:
+            await self._workspaces.ask_again(Admit(hold))
             yield
-        finally:
-            self._attachments.end(attachment)
 
     def _refuse_when_stopping(self) -> None:
         if self.is_stopping:

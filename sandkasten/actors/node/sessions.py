@@ -27,10 +27,8 @@ import trio
 from runner.wire.protocol import Graces
 from sandkasten.actors.core import Actor, Ask, Ref, Reply, unwrap
 from sandkasten.actors.node.creating import Creating, Node
-from sandkasten.actors.node.inventory import Inventory, Removal
 from sandkasten.actors.node.pool import Vessels
-from sandkasten.actors.node.reconcile import Decision
-from sandkasten.actors.node.reconciling import Reconciling
+from sandkasten.actors.node.recovery import Leftovers, Recovery, Settle
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.nsinit import Describe, ask_patiently, scan
 from sandkasten.actors.services.shared import Shared
@@ -38,7 +36,7 @@ from sandkasten.actors.services.store import do
 from sandkasten.actors.session.actor import SessionActor
 from sandkasten.actors.session.birth import Creation, Services
 from sandkasten.actors.session.messages import Destroy
-from sandkasten.actors.workspaces.holds import Attachments
+from sandkasten.actors.workspaces.holds import Holds
 from sandkasten.admission.budget import Budget, Machine
 from sandkasten.admission.plan import spec_digest
 from sandkasten.config import Config
@@ -155,13 +153,6 @@ class Forget(Ask[Session]):
 
 
 @attrs.frozen
-class Settle(Ask[None]):
-    """Do what the reaper found must be done about a session without an actor; answered when it is."""
-
-    decision: Decision
-
-
-@attrs.frozen
 class DestroyAll(Ask[None]):
     """Refuse new sessions and end all there are."""
 
@@ -213,16 +204,15 @@ class Sessions(Actor):
         shared: Shared,
         *,
         images: Ref,
-        attachments: Attachments,
-        inventory: Inventory,
-        removal: Removal,
+        holds: Holds,
+        leftovers: Leftovers,
         vessels: int,
     ) -> None:
         super().__init__(ref)
         self._config, self._node, self._shared = config, node, shared
         self._store, self._zygote, self._directory = shared.store, shared.zygote, shared.directory
-        self._images, self._attachments = images, attachments
-        self._reconciling = Reconciling(self, shared, inventory=inventory, removal=removal)
+        self._images, self._holds = images, holds
+        self._recovery = Recovery(self, shared, leftovers=leftovers)
         self._vessels_wanted = vessels
         self._drain_turn = trio.Lock()
         self._leaving: set[trio.CancelScope] = set()
@@ -235,7 +225,7 @@ class Sessions(Actor):
         self._creating.is_drained = await self._store.ask_again(do(read_drained))
         if self._creating.is_drained:
             log.warning("node_drained", extra={"advice": "it takes no new sessions until it is undrained"})
-        await self._reconciling.reconcile()
+        await self._recovery.reconcile()
         self._refill_vessels()
 
     def _assemble(self, cgroup_dirs: Mapping[str, str]) -> None:
@@ -249,14 +239,14 @@ class Sessions(Actor):
             wanted=self._vessels_wanted,
             limits=self._config.defaults.limits,
             new_id=self._node.new_session_id,
-            reap=lambda session_id: self.start_task(self._reconciling.reap, session_id),
+            reap=lambda session_id: self.start_task(self._recovery.reap, session_id),
         )
         self._creating = Creating(
             self._config,
             self._node,
             images=self._images,
             workspaces=self._shared.workspaces,
-            attachments=self._attachments,
+            holds=self._holds,
             budget=self._budget,
             vessels=self._vessels,
             start=self._start_actor,
@@ -295,9 +285,9 @@ class Sessions(Actor):
             case Create(spec):
                 return self.defer(self._creates.create, spec)
             case Forget(session_id):
-                return self.defer(self._reconciling.forget, session_id)
+                return self.defer(self._recovery.forget, session_id)
             case Settle(decision):
-                return self.defer(self._reconciling.settle, decision)
+                return self.defer(self._recovery.settle, decision)
             case Drain(drained):
                 return self.defer(self._set_drained, drained)
             case Refuse():
@@ -373,7 +363,7 @@ class Sessions(Actor):
                 await actor.run()
         except* Exception as bugs:
             log.error("session_actor_failed", extra={"session_id": session_id}, exc_info=unwrap(bugs))
-            await self._reconciling.crash(actor.record)
+            await self._recovery.crash(actor.record)
         finally:
             self._leaving.discard(leaving)
             self._budget.release(session_id)
@@ -395,10 +385,10 @@ class Sessions(Actor):
         found = await scan(self._zygote)
         async with trio.open_nursery() as nursery:
             for each in found:
-                nursery.start_soon(self._reconciling.reap, each.session_id)
+                nursery.start_soon(self._recovery.reap, each.session_id)
 
     async def _destroy(self, ref: Ref) -> None:
-        async with self._reconciling.ends:
+        async with self._recovery.ends:
             try:
                 await ref.ask(Destroy("the daemon was stopped"))
             except SandkastenError as error:  # it ended on its own meanwhile, or the reaper will find it
