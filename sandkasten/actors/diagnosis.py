@@ -19,9 +19,8 @@ from nsinit.wire.protocol import AskDisk
 from runner.wire import protocol as runner_protocol
 from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.driver import ask_runner
-from sandkasten.actors.services.directory import Entry, Inspection
+from sandkasten.actors.services.directory import Entry, Inspection, Shared
 from sandkasten.actors.services.nsinit import Describe, call
-from sandkasten.actors.services.shared import Shared
 from sandkasten.actors.services.store import do
 from sandkasten.counters.cgroup import read_raw
 from sandkasten.model import Event, Session, Status

@@ -12,6 +12,7 @@ metrics are wanted most when somebody does not answer. What it reads of the mach
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import platform
 from collections import Counter
@@ -32,6 +33,7 @@ from sandkasten.config import Config
 from sandkasten.counters import node
 from sandkasten.counters.metrics import Metrics, gauge
 from sandkasten.counters.node import read_node
+from sandkasten.host.notify import Notifier
 from sandkasten.host.protections import Situation, protections, with_needs
 from sandkasten.images.catalog import Catalog
 from sandkasten.journal.ring import Journal
@@ -39,6 +41,7 @@ from sandkasten.model import LIMIT_BOUNDS, Session, Status
 from sandkasten.model.lifecycle import LIVE
 from sandkasten.model.node import Amounts, Machine, NodeCapacity, System
 from sandkasten.output.spool import Spool
+from sandkasten.supervisor import Supervisor
 
 
 def describe_system(config: Config, machine: Machine, ready: protocol.Ready) -> System:
@@ -244,3 +247,28 @@ def _of_storage(seen: Observed) -> list[Metric]:
             "sandkasten_unwritten_records", "Sessions whose end was refused.", len(seen.directory.unwritten)
         ),
     ]
+
+
+log = logging.getLogger(__name__)
+
+_VITAL = ("store", "zygote", "sessions")
+
+
+async def keep_beating(supervisor: Supervisor, notifier: Notifier) -> None:
+    """Ask and tell for ever; without a watchdog, only be there."""
+    if notifier.beat_s is None:
+        await trio.sleep_forever()
+    while True:
+        await _beat(supervisor, notifier)
+        await trio.sleep(notifier.beat_s)
+
+
+async def _beat(supervisor: Supervisor, notifier: Notifier) -> None:
+    checks = (await supervisor.readiness()).checks
+    ill = {name: checks[name] for name in _VITAL if checks.get(name, "ok") != "ok"}
+    if ill:
+        log.error("watchdog_not_told", extra={"checks": ill})
+        notifier.say("; ".join(f"{name}: {what}" for name, what in ill.items()))
+        return
+    found = await supervisor.capacity()
+    notifier.alive(f"{found.status}, {sum(found.sessions.values())} sessions")

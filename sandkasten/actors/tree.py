@@ -19,30 +19,33 @@ Network leases and the warm pool join between `images` and `reaper`. What can be
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 
+import attrs
 import trio
+from prometheus_client.metrics_core import Metric
 
 from nsinit.wire.protocol import SeccompProfile
-from sandkasten.actors.core import Ref, unwrap
+from sandkasten.actors.core import Ask, R, Ref, unwrap
 from sandkasten.actors.diagnosis import Diagnosing
 from sandkasten.actors.node import recovery, sessions
 from sandkasten.actors.node.creating import Node
-from sandkasten.actors.node.in_flight import Attended
 from sandkasten.actors.node.recovery import Leftovers
 from sandkasten.actors.node.sessions import list_sessions
+from sandkasten.actors.node_view import NodeFacts, Observed, describe_capacity, describe_system, measure
 from sandkasten.actors.services import events, images, nsinit, store
-from sandkasten.actors.services.directory import Entry, SessionDirectory
-from sandkasten.actors.services.shared import Shared
+from sandkasten.actors.services.directory import Entry, SessionDirectory, Shared
+from sandkasten.actors.services.nsinit import Describe
+from sandkasten.actors.services.nsinit import ping as ping_nsinit
 from sandkasten.actors.services.store import do
 from sandkasten.actors.session.messages import Borrow, Destroy, PauseSession, ResumeSession, Stats, Update
 from sandkasten.actors.session.watch import translating_death
 from sandkasten.actors.supervision import ChildSpec, GiveUp
-from sandkasten.actors.tree_node import WorkOfNode
-from sandkasten.actors.tree_work import WorkOfSessions
+from sandkasten.actors.tree_work import InFlight, WorkOfSessions
 from sandkasten.actors.tree_workspaces import WorkOfWorkspaces
 from sandkasten.actors.workspaces import actor as workspaces
 from sandkasten.actors.workspaces.files import LocalFileReader, LocalFileWriter, open_reader, open_writer
@@ -69,9 +72,10 @@ from sandkasten.model import (
 from sandkasten.model.errors import Capacity, LauncherGone, SandkastenError, SessionExpired, SessionNotFound
 from sandkasten.model.lifecycle import LIVE, ended_error
 from sandkasten.model.listing import SessionPage, SessionQuery
-from sandkasten.model.node import Machine
+from sandkasten.model.node import Diagnosis, Machine, NodeCapacity, NodeInfo, Readiness, System
 from sandkasten.output.run_archive import RunArchive
 from sandkasten.output.spool import Spool
+from sandkasten.store.database import ping
 from sandkasten.store.sessions import get_session, live_sessions
 
 log = logging.getLogger(__name__)
@@ -79,9 +83,12 @@ log = logging.getLogger(__name__)
 _MATCHERS = 2
 _OBSERVERS = 2
 _SPOOL_STOP_S = 5.0
+_METRICS_S = 1.0
+_READY_S = 5.0
+_MIN_FREE_RATIO = 0.02
 
 
-class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
+class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
     """The supervisor of this machine; implements `supervisor.Supervisor`."""
 
     def __init__(
@@ -117,7 +124,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
         )
         self._directory, self._journal, self._metrics = directory, self._shared.journal, self._shared.metrics
         self._journal.on_event = self._metrics.note_event
-        self._holds, self._attended, self._usages = Holds(), Attended(), {}
+        self._holds, self._in_flight, self._usages = Holds(), InFlight(), {}
         self.leftovers = Leftovers(config.data_dir, node.boot_id, self._shared)
         self._diagnosing = Diagnosing(self._shared)
         self._cgroup_dirs: Mapping[str, str] = {}
@@ -231,12 +238,12 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
 
     async def finish(self) -> None:
         """Begin nothing new, and wait until creates, commands and files that somebody waits for have ended."""
-        self._attended.close()
+        self._in_flight.close()
         try:
             await self._sessions.ask_again(sessions.Refuse())
         except SandkastenError as error:
             log.error("creates_not_refused", extra={"error": str(error)})
-        await self._attended.wait_none()
+        await self._in_flight.wait_none()
 
     async def leave_sessions(self) -> None:
         """Let go of all sessions: they run on, and who waits for a command in one is answered `daemon_restarted`."""
@@ -337,7 +344,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
 
     @asynccontextmanager
     async def _loan(self, session_id: str) -> AsyncIterator[RunnerLink]:
-        with self._attended.one_more():
+        with self._in_flight.one_more():
             entry = await self._live(session_id)
             done = trio.Event()
             try:
@@ -352,7 +359,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
         if entry is None:
             recorded = await self._recorded(session_id)
             if recorded.status in LIVE:
-                self._attended.check_open()  # it was left to the next start
+                self._in_flight.check_open()  # it was left to the next start
             raise ended_error(recorded)
         return entry
 
@@ -364,9 +371,106 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
             raise SessionNotFound("no such session", session_id=session_id)
         return record.session
 
+    # Node ------------------------------------------------------------------------------------------------------------
+
+    async def readiness(self) -> Readiness:
+        checks = {
+            "store": await _check(self._store, do(ping)),
+            "zygote": await _check(self._zygote, ping_nsinit()),
+            "sessions": "ok" if self._sessions.is_alive else "not running",
+            "disk": await trio.to_thread.run_sync(_check_disk, self._config),
+        }
+        return Readiness(ready=all(each == "ok" for each in checks.values()), checks=checks)
+
+    async def system(self) -> System:
+        ready = await self._zygote.ask_again(Describe())
+        return await trio.to_thread.run_sync(describe_system, self._config, self._machine, ready)
+
+    async def capacity(self) -> NodeCapacity:
+        is_up = all(ref.is_alive for ref in (self._store, self._zygote, self._sessions))
+        return await self._capacity("ready" if is_up else "not_ready")
+
+    async def _capacity(self, status: str) -> NodeCapacity:
+        ready = await self._zygote.ask_again(Describe())
+        occupancy = await self._sessions.ask_again(sessions.Occupied())
+        facts = NodeFacts(
+            status="draining" if occupancy.is_draining else status,
+            sessions=[entry.session for entry in self._shared.directory],
+            max_sessions=occupancy.max_sessions,
+            committed=occupancy.committed,
+            vessels=occupancy.vessels,
+            queued=occupancy.queued,
+            cgroup_dirs=ready.cgroup_dirs,
+        )
+        return await describe_capacity(self._config, self._catalog, facts)
+
+    async def node(self) -> NodeInfo:
+        found = await self._capacity("ready" if (await self.readiness()).ready else "not_ready")
+        return NodeInfo(
+            id=self._node.id,
+            incarnation=self._node.incarnation,
+            time=datetime.now(UTC),
+            started_at=self._started_at,
+            **attrs.asdict(found, recurse=False),
+        )
+
+    async def drain(self) -> NodeInfo:
+        await self._sessions.ask_again(sessions.Drain(drained=True))
+        return await self.node()
+
+    async def undrain(self) -> NodeInfo:
+        await self._sessions.ask_again(sessions.Drain(drained=False))
+        return await self.node()
+
+    async def diagnose(self, session_id: str) -> Diagnosis:
+        if not SESSION_ID.match(session_id):
+            raise SessionNotFound("no such session", session_id=session_id[:64])
+        return await self._diagnosing.diagnose(session_id)
+
+    async def metrics(self) -> Sequence[Metric]:
+        if not self._cgroup_dirs:
+            with trio.move_on_after(_METRICS_S), suppress(SandkastenError):
+                self._cgroup_dirs = (await self._zygote.ask(Describe())).cgroup_dirs
+        seen = Observed(
+            metrics=self._shared.metrics,
+            directory=self._shared.directory,
+            journal=self._shared.journal,
+            spool=self._shared.spool,
+            parts=(self._store, self._writer, self._zygote, self._images, self._sessions, self._reaper),
+            zygote=self._zygote,
+            data_dir=self._config.data_dir,
+            cgroup_dirs=self._cgroup_dirs,
+            node_id=self._node.id,
+        )
+        return await measure(seen, limiter=self._observers)
+
+    async def sweep(self) -> int:
+        """Have the reaper sweep now; return what it tore down or finished."""
+        return await self._reaper.ask(recovery.Sweep())
+
 
 def _require_ended(session: Session) -> Session:
     """Return a session that has ended; of one whose end has only begun say so."""
     if session.status in LIVE:
         raise Capacity("the session's end has begun and will be finished", session_id=session.id)
     return session
+
+
+async def _check(ref: Ref, message: Ask[R]) -> str:
+    with trio.move_on_after(_READY_S):
+        try:
+            await ref.ask(message)
+        except SandkastenError as error:
+            return str(error)
+        else:
+            return "ok"
+    return "does not answer"
+
+
+def _check_disk(config: Config) -> str:
+    for name, path in (("data directory", config.data_dir), ("database", config.db_path.parent)):
+        space = os.statvfs(path)
+        free_ratio = space.f_bavail / max(space.f_blocks, 1)
+        if free_ratio <= _MIN_FREE_RATIO:
+            return f"only {free_ratio:.1%} of the {name}'s disk is free"
+    return "ok"

@@ -6,14 +6,14 @@ session's actor, and what it holds (a run, a reader, a viewer) it gives back whe
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 
 import attrs
 import trio
 
 from sandkasten.actors.core import Ref
-from sandkasten.actors.node.in_flight import Attended
+from sandkasten.actors.node.creating import stopping
 from sandkasten.actors.runs.run import Hold, Joined, Run, RunReader, RunRequest
 from sandkasten.actors.runs.terminals import Viewer
 from sandkasten.actors.runs.waiting import Collector, wait_for
@@ -65,6 +65,47 @@ _MAX_SIGNAL = 64
 _MAX_ARGUMENTS = 4096
 
 
+class InFlight:
+    """See the module's docstring."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._is_closed = False
+        self._is_none = trio.Event()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def close(self) -> None:
+        """From now on nothing begins."""
+        self._is_closed = True
+        self._tell_when_none()
+
+    def check_open(self) -> None:
+        """Raise `ShuttingDown` if nothing may begin any more."""
+        if self._is_closed:
+            raise stopping()
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        """Count what happens inside. Raises `ShuttingDown`."""
+        self.check_open()
+        self._count += 1
+        try:
+            yield
+        finally:
+            self._count -= 1
+            self._tell_when_none()
+
+    async def wait_none(self) -> None:
+        """Wait until, after `close`, nothing is left."""
+        await self._is_none.wait()
+
+    def _tell_when_none(self) -> None:
+        if self._is_closed and not self._count:
+            self._is_none.set()
+
+
 class WorkOfSessions:
     """See the module's docstring. The heir brings the fields, `get` and `_live`."""
 
@@ -72,7 +113,7 @@ class WorkOfSessions:
     _store: Ref
     _journal: Journal
     _matchers: trio.CapacityLimiter
-    _attended: Attended
+    _in_flight: InFlight
 
     async def _live(self, session_id: str) -> Entry:
         """Return the entry of a live session; of an ended one, raise what became of it."""
@@ -107,7 +148,7 @@ class WorkOfSessions:
     async def _open_exec(
         self, session_id: str, spec: ExecSpec, on_disconnect: OnDisconnect
     ) -> AsyncIterator[RunReader]:
-        with self._attended.one_more():
+        with self._in_flight.one_more():
             entry = await self._live(session_id)
             wish = self._command(entry, spec, on_disconnect)
             hold = Hold(wish)
@@ -127,7 +168,7 @@ class WorkOfSessions:
         self, session_id: str, spec: ExecSpec, *, on_disconnect: OnDisconnect = OnDisconnect.CANCEL
     ) -> ExecResult:
         check_spec(spec, self._config.server.max_command_bytes)
-        with self._attended.one_more():
+        with self._in_flight.one_more():
             return await self._exec(session_id, spec, on_disconnect)
 
     async def _exec(self, session_id: str, spec: ExecSpec, on_disconnect: OnDisconnect) -> ExecResult:
@@ -229,7 +270,7 @@ class WorkOfSessions:
     # Shells -----------------------------------------------------------------------------------------------------
 
     async def open_shell(self, session_id: str, spec: ShellSpec) -> ShellInfo:
-        self._attended.check_open()
+        self._in_flight.check_open()
         entry = await self._live(session_id)
         return await entry.ref.ask(OpenShell(spec))
 
@@ -244,7 +285,7 @@ class WorkOfSessions:
     # Processes --------------------------------------------------------------------------------------------------
 
     async def start_process(self, session_id: str, spec: ProcessSpec) -> ExecInfo:
-        self._attended.check_open()
+        self._in_flight.check_open()
         program = ExecSpec(
             command=spec.command,
             argv=spec.argv,
@@ -293,7 +334,7 @@ class WorkOfSessions:
     @asynccontextmanager
     async def _open_terminal(self, session_id: str, spec: TerminalSpec) -> AsyncIterator[Viewer]:
         _check_size(spec.size)
-        self._attended.check_open()
+        self._in_flight.check_open()
         entry = await self._live(session_id)
         viewer = await entry.ref.ask(OpenTerminal(spec))
         try:

@@ -17,7 +17,6 @@ import attrs
 import trio
 
 from sandkasten.actors.core import Ref
-from sandkasten.actors.node.in_flight import stopping
 from sandkasten.actors.node.pool import Furnishing, Vessels
 from sandkasten.actors.services import images as images_actor
 from sandkasten.actors.session.actor import SessionActor
@@ -31,7 +30,7 @@ from sandkasten.admission.plan import Resolved, resolve
 from sandkasten.config import Config
 from sandkasten.images.catalog import Image
 from sandkasten.model import Session, SessionSpec, Status
-from sandkasten.model.errors import Draining, SandkastenError, SessionExpired
+from sandkasten.model.errors import Draining, SandkastenError, SessionExpired, ShuttingDown
 from sandkasten.model.workspace import WorkspaceMode
 from sandkasten.store.sessions import SessionRecord
 
@@ -39,6 +38,7 @@ WORKSPACE_DIR = "/workspace"
 
 _CONCURRENT_BUILDS = 32
 _DRAINED_RETRY_S = 30
+_STOPPING_RETRY_S = 5
 
 
 @attrs.frozen
@@ -188,3 +188,8 @@ class Creating:
             spec_digest=digest,
             idempotency_key=spec.idempotency_key,
         )
+
+
+def stopping() -> ShuttingDown:
+    """Return what is said to whoever wants to begin something now."""
+    return ShuttingDown("the daemon is stopping", retry_after_s=_STOPPING_RETRY_S)

@@ -36,8 +36,8 @@ from sandkasten.actors.node.reconcile import (
     plan_reconciliation,
 )
 from sandkasten.actors.services import store as store_actor
+from sandkasten.actors.services.directory import Shared
 from sandkasten.actors.services.nsinit import ask_patiently, call, scan, teardown
-from sandkasten.actors.services.shared import Shared
 from sandkasten.actors.services.store import do
 from sandkasten.actors.session.actor import SessionActor
 from sandkasten.actors.session.ending import ENDINGS

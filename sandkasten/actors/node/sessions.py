@@ -29,9 +29,8 @@ from sandkasten.actors.core import Actor, Ask, Ref, Reply, unwrap
 from sandkasten.actors.node.creating import Creating, Node
 from sandkasten.actors.node.pool import Vessels
 from sandkasten.actors.node.recovery import Leftovers, Recovery, Settle
-from sandkasten.actors.services.directory import SessionDirectory
+from sandkasten.actors.services.directory import SessionDirectory, Shared
 from sandkasten.actors.services.nsinit import Describe, ask_patiently, scan
-from sandkasten.actors.services.shared import Shared
 from sandkasten.actors.services.store import do
 from sandkasten.actors.session.actor import SessionActor
 from sandkasten.actors.session.birth import Creation, Services

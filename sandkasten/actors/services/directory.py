@@ -14,8 +14,14 @@ import attrs
 import trio
 
 from sandkasten.actors.core import Ref
+from sandkasten.admission.quotas import KeyShares
+from sandkasten.counters.metrics import Metrics
+from sandkasten.crash import Crash
+from sandkasten.journal.ring import Journal
 from sandkasten.links.runner import RunnerLink
 from sandkasten.model import Session, SessionOptions
+from sandkasten.output.run_archive import RunArchive
+from sandkasten.output.spool import Spool
 from sandkasten.store.sessions import SessionRecord
 
 MAX_SEEN = 256
@@ -118,3 +124,19 @@ class SessionDirectory:
         for session_id in list(self._entries):
             self.remove(session_id)
         self.reserved.clear()
+
+
+@attrs.frozen(kw_only=True)
+class Shared:
+    """See the module's docstring. `shares`: the API keys besides the configured one, and what each has."""
+
+    store: Ref
+    zygote: Ref
+    workspaces: Ref
+    directory: SessionDirectory
+    journal: Journal
+    spool: Spool
+    archive: RunArchive
+    metrics: Metrics
+    shares: KeyShares
+    crash: Crash
