@@ -9,7 +9,7 @@ import attrs
 import pytest
 import trio
 
-from nsinit.wire.protocol import Furnish, Prepare
+from nsinit.wire.protocol import MountImage, Prepare
 from sandkasten.actors.core import Actor, Ref
 from sandkasten.actors.node.pool import Furnishing, Vessels
 from sandkasten.actors.services.directory import SessionDirectory
@@ -81,7 +81,7 @@ async def test_one_is_furnished_as_the_last_create_asked_and_one_stays_blank(yar
     await yard.refill()
     assert yard.take() is not None
     await yard.refill()
-    assert yard.zygote.told == ["Prepare", "Prepare", "Prepare", "Furnish"]
+    assert yard.zygote.told == ["Prepare", "Prepare", "Prepare", "MountImage"]
     assert len(yard.vessels) == 2
     other = yard.take(memory_mb=1024)
     same = yard.take()
@@ -120,7 +120,7 @@ async def test_what_is_not_mounted_yet_makes_no_difference(yard: Yard) -> None:
 
 async def test_an_image_that_can_t_be_mounted_costs_one_vessel_a_time(yard: Yard) -> None:
     """nsinit has removed it; the create that asks for that image will say why."""
-    yard.zygote.refused = {Furnish}
+    yard.zygote.refused = {MountImage}
     await yard.refill()
     yard.take()
     await yard.refill()

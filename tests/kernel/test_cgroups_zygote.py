@@ -14,7 +14,7 @@ import pytest
 import trio
 import trio.testing
 
-from nsinit.wire.protocol import FindVictim, Ready, RemoveGroup
+from nsinit.wire.protocol import FindOomKills, Ready, RemoveRunCgroup
 from sandkasten.actors.core import Ask, Ref
 from sandkasten.actors.services.nsinit import (
     Describe,
@@ -73,7 +73,7 @@ async def test_a_group_is_handed_over_with_its_descriptor() -> None:
         path = directory / session_id / "p-1"
         with handle.fd:
             assert os.fstat(handle.fd.fileno()).st_ino == path.stat().st_ino
-        await ref.ask(call(RemoveGroup, session_id, "p-1", kill=True))
+        await ref.ask(call(RemoveRunCgroup, session_id, "p-1", kill=True))
         assert not path.exists()
 
 
@@ -106,8 +106,8 @@ async def test_a_group_in_use_stays_and_that_is_told() -> None:
         async with _sleeper() as member:
             (directory / session_id / "busy/cgroup.procs").write_text(str(member.pid))
             with pytest.raises(BuildFailed, match="lives on"):
-                await ref.ask(call(RemoveGroup, session_id, "busy"))
-            await ref.ask(call(RemoveGroup, session_id, "busy", kill=True))
+                await ref.ask(call(RemoveRunCgroup, session_id, "busy"))
+            await ref.ask(call(RemoveRunCgroup, session_id, "busy", kill=True))
             assert await member.wait() == -9
 
 
@@ -124,7 +124,7 @@ async def test_a_group_nobody_waits_for_any_more_leaves_no_descriptor() -> None:
                 nursery.cancel_scope.cancel()
         finally:
             os.kill(nsinit_pid, signal.SIGCONT)
-        await ref.ask(call(RemoveGroup, session_id, "other"))
+        await ref.ask(call(RemoveRunCgroup, session_id, "other"))
         assert (directory / session_id / "lost").is_dir()
         assert len(os.listdir("/proc/self/fd")) == before
 
@@ -132,4 +132,4 @@ async def test_a_group_nobody_waits_for_any_more_leaves_no_descriptor() -> None:
 async def test_without_a_kill_there_is_no_victim() -> None:
     """An answer, not an error."""
     async with _started() as (ref, _), _session(ref) as session_id:
-        assert recent_name(await ref.ask(call(FindVictim, session_id))) is None
+        assert recent_name(await ref.ask(call(FindOomKills, session_id))) is None

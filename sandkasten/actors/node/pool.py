@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 import trio
 
-from nsinit.wire.protocol import Furnish, Prepare, SandboxPlan
+from nsinit.wire.protocol import MountImage, Prepare, SandboxPlan
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.nsinit import Call, call
@@ -108,7 +108,7 @@ class Vessels:
         if is_quiet() and self._guess is not None and self._furnished is None and len(self._blank) > 1:
             guess, vessel = self._guess, self._blank.popleft()
             plan = dataclasses.replace(guess.plan, session_id=vessel.session_id)
-            await self._have(attrs.evolve(vessel, furnishing=guess), call(Furnish, plan))
+            await self._have(attrs.evolve(vessel, furnishing=guess), call(MountImage, plan))
 
     async def _have(self, vessel: _Vessel, order: Call[Any]) -> bool:
         """Have nsinit carry out the order, after which there is that vessel. False: it could not."""

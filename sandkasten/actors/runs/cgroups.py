@@ -12,7 +12,7 @@ import secrets
 
 import trio
 
-from nsinit.wire.protocol import RemoveGroup
+from nsinit.wire.protocol import RemoveRunCgroup
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services.nsinit import GroupHandle, call, make_group
 from sandkasten.counters.cgroup import GroupStats
@@ -64,8 +64,11 @@ class RunCgroups:
 
     def read_cpu(self) -> int:
         """Return the CPU time that was used in all groups since the session was made or taken over, in µs."""
-        alive = sum(max(0, self._stats.cpu_usec(name)) for name in self._live if name not in self._going)
-        return alive + sum(self._going.values()) + self._gone_usec
+        usec = self._gone_usec + sum(self._going.values())
+        for name in self._live:
+            if name not in self._going:
+                usec += max(0, self._stats.cpu_usec(name))
+        return usec
 
     async def _try_make(self, name: str) -> GroupHandle:
         self._live.add(name)
@@ -120,7 +123,7 @@ class RunCgroups:
 
     async def _try_remove(self, name: str, *, kill: bool) -> bool:
         try:
-            await self._zygote.ask(call(RemoveGroup, self._session_id, name, kill))
+            await self._zygote.ask(call(RemoveRunCgroup, self._session_id, name, kill))
         except BuildFailed:  # something in it lives on
             return False
         except SandkastenError as error:

@@ -102,8 +102,8 @@ class Sandbox:
 
 @attrs.frozen
 class GroupHandle:
-    """A run cgroup that was made, and the descriptor for the sandbox's PID 1 (see `nsinit.wire.protocol.Grouped` for
-    `membership`). The receiver owns the descriptor, and closes it once it was sent."""
+    """A run cgroup that was made, and a descriptor of it for the sandbox's PID 1 (`membership`: see
+    `protocol.RunCgroupMade`). The receiver owns the descriptor, and closes it once it was sent."""
 
     name: str
     membership: Literal["clone", "join"]
@@ -150,7 +150,7 @@ def make_group(session_id: str, name: str) -> Call[GroupHandle]:
             raise _wrong_descriptors(answer)
         return GroupHandle(name, answer.message.membership, answer.fds[0])
 
-    return Call(protocol.MakeGroup(_UNSENT, session_id, name), read, is_retriable=True)
+    return Call(protocol.MakeRunCgroup(_UNSENT, session_id, name), read, is_retriable=True)
 
 
 def ping() -> Call[protocol.Scanned]:
@@ -218,7 +218,7 @@ async def list_workspaces(nsinit: Ref) -> Sequence[str]:
             return names
 
 
-def recent_name(victim: protocol.Victim) -> str | None:
+def recent_name(victim: protocol.OomKills) -> str | None:
     """Return the name of a process that the kernel killed for memory just now; None when that can't be known."""
     return victim.name if victim.name and victim.age_s < _VICTIM_AGE_S else None
 

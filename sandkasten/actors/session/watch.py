@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 import attrs
 import trio
 
-from nsinit.wire.protocol import FindVictim, Victim
+from nsinit.wire.protocol import FindOomKills, OomKills
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services.nsinit import Sandbox, call, recent_name
 from sandkasten.counters.cgroup import CgroupStats
@@ -119,10 +119,10 @@ class SandboxWatch:
         victim = await self._find_kills()
         return None if victim is None else recent_name(victim)
 
-    async def _find_kills(self) -> Victim | None:
+    async def _find_kills(self) -> OomKills | None:
         try:
             with trio.move_on_after(_VICTIM_S):
-                return await self._zygote.ask(call(FindVictim, self._session_id))
+                return await self._zygote.ask(call(FindOomKills, self._session_id))
         except SandkastenError as error:
             log.info("victim_unknown", extra={"session_id": self._session_id, "error": str(error)})
         return None
