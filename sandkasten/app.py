@@ -167,7 +167,7 @@ async def open_tree(
         catalog,
         node,
         machine=machine,
-        vessels=config.server.vessels,
+        pool_size=config.server.vessels,
         profiles=profiles,
         start_nsinit=start_nsinit,
     )

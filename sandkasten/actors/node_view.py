@@ -108,7 +108,7 @@ class NodeFacts:
     sessions: Sequence[Session]
     max_sessions: int
     committed: Amounts
-    vessels: int
+    pooled: int
     queued: int
     cgroup_dirs: Mapping[str, str]
 
@@ -131,7 +131,7 @@ def _read(config: Config, catalog: Catalog, facts: NodeFacts) -> NodeCapacity:
         free=node.read_free(config.data_dir, bounds),
         images=tuple(image.name for image in catalog.images()),
         sessions=dict(Counter(session.status.value for session in facts.sessions)),
-        vessels=facts.vessels,
+        vessels=facts.pooled,
         queued=facts.queued,
     )
 

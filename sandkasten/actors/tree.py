@@ -98,11 +98,11 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         node: Node,
         *,
         machine: Machine,
-        vessels: int,
+        pool_size: int,
         profiles: Sequence[SeccompProfile] = (),
         start_nsinit: StartNsinit = start_as_child,
     ) -> None:
-        self._config, self._catalog, self._node, self._vessels = config, catalog, node, vessels
+        self._config, self._catalog, self._node, self._pool_size = config, catalog, node, pool_size
         self._machine, self._started_at = machine, datetime.now(UTC)
         self._profiles, self._start_nsinit = profiles, start_nsinit
         self._store, self._writer, self._zygote = Ref("store"), Ref("events"), Ref("zygote")
@@ -218,7 +218,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             images=self._images,
             holds=self._holds,
             leftovers=self.leftovers,
-            vessels=self._vessels,
+            pool_size=self._pool_size,
         )
         await actor.run(task_status=task_status)
 
@@ -398,7 +398,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             sessions=[entry.session for entry in self._shared.directory],
             max_sessions=occupancy.max_sessions,
             committed=occupancy.committed,
-            vessels=occupancy.vessels,
+            pooled=occupancy.pooled,
             queued=occupancy.queued,
             cgroup_dirs=ready.cgroup_dirs,
         )

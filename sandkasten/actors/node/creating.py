@@ -17,7 +17,7 @@ import attrs
 import trio
 
 from sandkasten.actors.core import Ref
-from sandkasten.actors.node.pool import Furnishing, Vessels
+from sandkasten.actors.node.pool import MountedImage, Pool
 from sandkasten.actors.services import images as images_actor
 from sandkasten.actors.session.actor import SessionActor
 from sandkasten.actors.session.birth import FROM_POOL, Creation
@@ -67,13 +67,13 @@ class Creating:
         workspaces: Ref,
         holds: Holds,
         budget: Budget,
-        vessels: Vessels,
+        pool: Pool,
         start: Callable[[SessionRecord, Creation], SessionActor],
         went_quiet: Callable[[], None],
     ) -> None:
         self._config, self._node, self._images = config, node, images
         self._workspaces, self._holds = workspaces, holds
-        self._budget, self._vessels = budget, vessels
+        self._budget, self._pool = budget, pool
         self._start, self._went_quiet = start, went_quiet
         self._builds = trio.CapacityLimiter(_CONCURRENT_BUILDS)
         self._building = 0
@@ -163,9 +163,9 @@ class Creating:
 
     def _new_record(self, spec: SessionSpec, resolved: Resolved, digest: str, image: Image) -> SessionRecord:
         now = datetime.now(UTC)
-        vessel = self._vessels.take(Furnishing.of(resolved, image))
+        pooled = self._pool.take(MountedImage.of(resolved, image))
         session = Session(
-            id=vessel or self._node.new_session_id(),
+            id=pooled or self._node.new_session_id(),
             image=resolved.image,
             status=Status.CREATING,
             cwd=WORKSPACE_DIR,
@@ -179,7 +179,7 @@ class Creating:
             labels=dict(spec.labels),
             key_id=spec.key_id,
             acquire_source="cold",
-            acquire_detail=FROM_POOL if vessel else None,
+            acquire_detail=FROM_POOL if pooled else None,
             options=resolved.options,
         )
         return SessionRecord(

@@ -27,7 +27,7 @@ import trio
 from runner.wire.protocol import Graces
 from sandkasten.actors.core import Actor, Ask, Ref, Reply, unwrap
 from sandkasten.actors.node.creating import Creating, Node
-from sandkasten.actors.node.pool import Vessels
+from sandkasten.actors.node.pool import Pool
 from sandkasten.actors.node.recovery import Leftovers, Recovery, Settle
 from sandkasten.actors.services.directory import SessionDirectory, Shared
 from sandkasten.actors.services.nsinit import Describe, ask_patiently, scan
@@ -179,7 +179,7 @@ class Occupancy:
 
     max_sessions: int
     committed: Amounts
-    vessels: int
+    pooled: int
     queued: int
     is_draining: bool
 
@@ -205,14 +205,14 @@ class Sessions(Actor):
         images: Ref,
         holds: Holds,
         leftovers: Leftovers,
-        vessels: int,
+        pool_size: int,
     ) -> None:
         super().__init__(ref)
         self._config, self._node, self._shared = config, node, shared
         self._store, self._zygote, self._directory = shared.store, shared.zygote, shared.directory
         self._images, self._holds = images, holds
         self._recovery = Recovery(self, shared, leftovers=leftovers)
-        self._vessels_wanted = vessels
+        self._pool_size = pool_size
         self._drain_turn = trio.Lock()
         self._leaving: set[trio.CancelScope] = set()
 
@@ -225,17 +225,17 @@ class Sessions(Actor):
         if self._creating.is_drained:
             log.warning("node_drained", extra={"advice": "it takes no new sessions until it is undrained"})
         await self._recovery.reconcile()
-        self._refill_vessels()
+        self._refill_pool()
 
     def _assemble(self, cgroup_dirs: Mapping[str, str]) -> None:
         """Make the parts that need to know where nsinit makes cgroups."""
         most = min(self._config.server.max_sessions, capacity.sessions_for_descriptors())
         sight = Machine(self._config.data_dir, cgroup_dirs, self._directory.next_end)
         self._budget = Budget(self._config.admission, most, sight, self._shared.shares)
-        self._vessels = Vessels(
+        self._pool = Pool(
             self._zygote,
             self._directory,
-            wanted=self._vessels_wanted,
+            wanted=self._pool_size,
             limits=self._config.defaults.limits,
             new_id=self._node.new_session_id,
             reap=lambda session_id: self.start_task(self._recovery.reap, session_id),
@@ -247,9 +247,9 @@ class Sessions(Actor):
             workspaces=self._shared.workspaces,
             holds=self._holds,
             budget=self._budget,
-            vessels=self._vessels,
+            pool=self._pool,
             start=self._start_actor,
-            went_quiet=self._refill_vessels,
+            went_quiet=self._refill_pool,
         )
         self._let_look()
         self._creates = IdempotentCreates(self._store, self._directory, self._creating.create)
@@ -307,7 +307,7 @@ class Sessions(Actor):
         """Let the numbers of admission be seen by whoever measures."""
         self._shared.metrics.look_at(
             creates_queued=lambda: self._creating.queued,
-            vessels=lambda: len(self._vessels),
+            vessels=lambda: len(self._pool),
             draining=lambda: self._creating.is_drained or self._creating.is_stopping,
             sessions_max=lambda: self._budget.max_sessions,
             sessions_committed_memory_bytes=lambda: self._budget.committed.memory_bytes or 0,
@@ -318,7 +318,7 @@ class Sessions(Actor):
         return Occupancy(
             max_sessions=self._budget.max_sessions,
             committed=self._budget.committed,
-            vessels=len(self._vessels),
+            pooled=len(self._pool),
             queued=self._creating.queued,
             is_draining=self._creating.is_drained or self._creating.is_stopping,
         )
@@ -330,10 +330,10 @@ class Sessions(Actor):
             self._creating.is_drained = drained
         log.warning("node_drained" if drained else "node_undrained")
         if not drained:
-            self._refill_vessels()
+            self._refill_pool()
 
-    def _refill_vessels(self) -> None:
-        self._nursery.start_soon(self._vessels.refill, self._creating.is_quiet)
+    def _refill_pool(self) -> None:
+        self._nursery.start_soon(self._pool.refill, self._creating.is_quiet)
 
     # Actors -----------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import trio
 
 from nsinit.wire.protocol import RemoveRunCgroup
 from sandkasten.actors.core import Ref
-from sandkasten.actors.services.nsinit import GroupHandle, call, make_group
+from sandkasten.actors.services.nsinit import RunCgroup, call, make_run_cgroup
 from sandkasten.counters.cgroup import GroupStats
 from sandkasten.model.errors import BuildFailed, Capacity, SandkastenError
 
@@ -37,7 +37,7 @@ class RunCgroups:
         self._released: dict[str, None] = {}
         self._tidying = trio.Lock()
 
-    async def make(self) -> GroupHandle:
+    async def make(self) -> RunCgroup:
         """Return a new group; the caller gives it to `release`.
 
         Raises:
@@ -70,10 +70,10 @@ class RunCgroups:
                 usec += max(0, self._stats.cpu_usec(name))
         return usec
 
-    async def _try_make(self, name: str) -> GroupHandle:
+    async def _try_make(self, name: str) -> RunCgroup:
         self._live.add(name)
         try:
-            return await self._zygote.ask(make_group(self._session_id, name))
+            return await self._zygote.ask(make_run_cgroup(self._session_id, name))
         except trio.Cancelled:
             self._released[name] = None  # made or not, nobody will use it
             raise
@@ -89,7 +89,7 @@ class RunCgroups:
         """A group of an earlier daemon's, in which nothing more will be started."""
         self._released[name] = None
 
-    def release(self, group: GroupHandle) -> None:
+    def release(self, group: RunCgroup) -> None:
         """Nothing more will be started in it."""
         group.fd.close()
         self._released[group.name] = None

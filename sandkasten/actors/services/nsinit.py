@@ -101,7 +101,7 @@ class Sandbox:
 
 
 @attrs.frozen
-class GroupHandle:
+class RunCgroup:
     """A run cgroup that was made, and a descriptor of it for the sandbox's PID 1 (`membership`: see
     `protocol.RunCgroupMade`). The receiver owns the descriptor, and closes it once it was sent."""
 
@@ -142,13 +142,13 @@ def set_limits(session_id: str, limits: protocol.Limits) -> Call[protocol.Ok]:
     return Call(protocol.SetLimits(_UNSENT, session_id, limits), _message, is_retriable=True)
 
 
-def make_group(session_id: str, name: str) -> Call[GroupHandle]:
+def make_run_cgroup(session_id: str, name: str) -> Call[RunCgroup]:
     """Make a run cgroup in a session."""
 
-    def read(answer: Answer) -> GroupHandle:
+    def read(answer: Answer) -> RunCgroup:
         if len(answer.fds) != 1:
             raise _wrong_descriptors(answer)
-        return GroupHandle(name, answer.message.membership, answer.fds[0])
+        return RunCgroup(name, answer.message.membership, answer.fds[0])
 
     return Call(protocol.MakeRunCgroup(_UNSENT, session_id, name), read, is_retriable=True)
 
