@@ -74,7 +74,7 @@ class Make(Ask[Workspace]):
 
 @attrs.frozen
 class Change(Ask[Workspace]):
-    """Change labels, or raise the quota of a workspace that nobody has. Raises `WorkspaceBusy`, `LimitInUse`."""
+    """Change labels, or raise the quota of a workspace without holders. Raises `WorkspaceBusy`, `LimitInUse`."""
 
     workspace_id: str
     patch: WorkspacePatch
@@ -97,7 +97,7 @@ class EndClaim(Ask[None]):
 
 @attrs.frozen
 class Released(Ask[None]):
-    """Note that a session which had the workspace is gone, and have what it wrote on the disk."""
+    """Note that a session which had the workspace is gone; its writes are synced to the disk."""
 
     workspace_id: str
 
@@ -113,7 +113,7 @@ class Holders(Ask[Sequence[str]]):
 
 @attrs.frozen
 class Remove(Ask[None]):
-    """Delete the claimed workspace. Raises `WorkspaceBusy` when somebody has it."""
+    """Delete the claimed workspace. Raises `WorkspaceBusy` when it has holders."""
 
     claim: Hold
 
@@ -137,7 +137,7 @@ class BorrowDraft(Ask[RunnerLink]):
 
 @attrs.frozen
 class EndFileAccess(Ask[None]):
-    """End what reads and writes files of the workspace without a session."""
+    """End the file sandboxes of a workspace."""
 
     workspace_id: str
 
@@ -145,7 +145,7 @@ class EndFileAccess(Ask[None]):
 @attrs.frozen
 class BeginDraft(Ask[None]):
     """Begin a draft of the claimed workspace. Raises `Conflict` when the workspace exists, unless `replace`, and
-    `WorkspaceBusy` when somebody has it."""
+    `WorkspaceBusy` when it has holders."""
 
     claim: Hold
     replace: bool
@@ -176,7 +176,7 @@ Message = ListAll | Get | Make | Change | Admit | Released | Holders | Borrow | 
 
 
 class Workspaces(Actor):
-    """See the module's docstring."""
+    """The owner of all workspaces."""
 
     def __init__(
         self,
@@ -292,7 +292,7 @@ class Workspaces(Actor):
             raise busy(hold.workspace_id)
 
     async def _holders(self, workspace_id: str, within: Within = EVERYWHERE) -> Sequence[str]:
-        """Return the sessions that have it, `""` for those that are not told by name."""
+        """Return the ids of the sessions that have it, and `""` for each holder that is not told by name."""
         named = [_name(each, within) for each in await self._records(workspace_id)]
         return named + [""] * self._holds.count(workspace_id, HAVING)
 
@@ -306,7 +306,7 @@ class Workspaces(Actor):
         return await self._holders(workspace_id, within)
 
     async def _records(self, workspace_id: str) -> Sequence[SessionRecord]:
-        """Return the records of the sessions that may have it; those whose end waits to be written have not."""
+        """Return the records of the sessions that may have it, without those whose end waits to be written."""
         unwritten = self._directory.unwritten
         records = await self._store.ask_again(do(live_sessions_of, workspace_id))
         return [
@@ -316,7 +316,7 @@ class Workspaces(Actor):
         ]
 
     async def _release(self, workspace_id: str) -> None:
-        """Nothing is made anew here: the workspace may have been deleted behind its last session."""
+        """Sync and note the time. Makes nothing: the workspace may have been deleted behind its last session."""
         await self._ask(call(protocol.SyncWorkspace, workspace_id))
         await self._register.touch(workspace_id)
 

@@ -57,10 +57,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _ANSWER_S = 60.0
-"""How long PID 1 may take for the next piece of a file."""
+"""Time for PID 1 to send the next piece of a file."""
 
 _SYNCED_S = 1800.0
-"""How long a file may take until it is on the disk."""
+"""Time until a file is on the disk."""
 
 _TREE_S = 1800.0
 """Until the first byte or the end of a request that walks a whole tree."""
@@ -85,7 +85,7 @@ _REFUSALS: dict[str, type[SandkastenError]] = {
 
 
 class LocalFileReader:
-    """See `supervisor.FileReader`. No more comes of it than was asked for, whatever the runner sends."""
+    """Implements `supervisor.FileReader`. Hands out at most `max_bytes`, whatever the runner sends."""
 
     def __init__(self, connection: RunnerConnection, info: protocol.FileInfo, max_bytes: int) -> None:
         self._connection = connection
@@ -108,7 +108,7 @@ class LocalFileReader:
 
 
 class LocalFileWriter:
-    """See `supervisor.FileWriter`."""
+    """Implements `supervisor.FileWriter`."""
 
     def __init__(self, connection: RunnerConnection, *, patience_s: float) -> None:
         self._connection, self._patience_s = connection, patience_s
@@ -126,7 +126,7 @@ class LocalFileWriter:
 
 @asynccontextmanager
 async def open_reader(link: RunnerLink, path: str, max_bytes: int) -> AsyncIterator[LocalFileReader]:
-    """Open `path` for reading; raises what `Supervisor.open_read` says."""
+    """Open `path` for reading. Raises as `Supervisor.open_read`."""
     check_path(path)
     async with link.connection() as connection:
         await connection.send_request(protocol.ReadFile(path=path, max_bytes=max_bytes))
@@ -137,8 +137,8 @@ async def open_reader(link: RunnerLink, path: str, max_bytes: int) -> AsyncItera
 
 @asynccontextmanager
 async def open_writer(link: RunnerLink, path: str, *, sync: bool = False) -> AsyncIterator[LocalFileWriter]:
-    """Start replacing `path`; what is wrong with it may only be known at `commit`, which with `sync` returns when all
-    is on the disk."""
+    """Start replacing `path`. A refusal may come as late as `commit`, which with `sync` returns when all is on the
+    disk."""
     check_path(path)
     async with link.connection() as connection:
         await connection.send_request(protocol.WriteFile(path=path, sync=sync))
@@ -168,7 +168,7 @@ async def remove_file(link: RunnerLink, path: str, *, recursive: bool) -> str:
 
 
 async def measure(link: RunnerLink) -> WorkspaceUsage:
-    """Count what is in the workspace, within bounds."""
+    """Count files and bytes of the workspace, within bounds of entries and time."""
     request = protocol.Measure(".", _MEASURE_ENTRIES, _MEASURE_MS)
     found = await _ask(link, request, protocol.Measured)
     return WorkspaceUsage(
@@ -196,7 +196,7 @@ def _file_info(entry: protocol.FileEntry) -> FileInfo:
 
 
 class LocalArchiveReader:
-    """See `supervisor_workspaces.ArchiveReader`. `first` was received already."""
+    """Implements `supervisor.ArchiveReader`. `first` was received already."""
 
     def __init__(self, connection: RunnerConnection, first: bytes) -> None:
         self._connection = connection
@@ -222,7 +222,7 @@ class LocalArchiveReader:
 
 @asynccontextmanager
 async def open_pack(link: RunnerLink, path: str) -> AsyncIterator[LocalArchiveReader]:
-    """Begin to pack a directory; what can't be packed is said here."""
+    """Begin to pack a directory. Raises if it can't be packed."""
     check_path(path)
     async with link.connection() as connection:
         await connection.send_request(protocol.Pack(path))
@@ -245,7 +245,7 @@ class Unpacking:
             await self._connection.send(Kind.DATA, data[start : start + CHUNK_BYTES])
 
     async def end(self) -> Packed:
-        """Say that this was all, and wait until it is unpacked."""
+        """Tell PID 1 that the archive is complete, and wait until it is unpacked."""
         await self._connection.send(Kind.END)
         answer = await self._connection.receive_answer(deadline=trio.current_time() + _TREE_S)
         return _packed(require(answer, protocol.Packed))
@@ -253,7 +253,7 @@ class Unpacking:
 
 @asynccontextmanager
 async def open_unpack(link: RunnerLink, *, max_entries: int, max_bytes: int) -> AsyncIterator[Unpacking]:
-    """Begin to unpack an archive; what is wrong with it is known at its end."""
+    """Begin to unpack an archive. A bad archive is refused at its end."""
     async with link.connection() as connection:
         await connection.send_request(protocol.Unpack(max_entries, max_bytes))
         yield Unpacking(connection)
@@ -264,7 +264,7 @@ def _packed(answer: protocol.Packed) -> Packed:
 
 
 def check_path(path: str) -> None:
-    """Refuse what no path can be. Raises `InvalidRequest`."""
+    """Refuse a string that is no path. Raises `InvalidRequest`."""
     if not path or "\0" in path:
         raise InvalidRequest("malformed path", path="empty" if not path else "NUL character")
     try:
@@ -298,7 +298,8 @@ Key = tuple[str, bool]
 
 @attrs.define(eq=False)
 class _FileSandbox:
-    """`made` is set when `link` is there or `failure` says why not. `users`: loans, and those who wait for one."""
+    """A file sandbox. `made` is set when `link` is there or `failure` says why not. `users` counts loans and
+    requests for one; `loans` counts those that ended."""
 
     session_id: str
     made: trio.Event = attrs.field(factory=trio.Event)
@@ -349,14 +350,14 @@ class FileSandboxes:
         return sandbox.link
 
     async def end(self, workspace_id: str) -> None:
-        """End the file sandboxes of a workspace, whatever they do, and return when they are gone."""
+        """End the file sandboxes of a workspace, in use or not; return when they are gone."""
         for key in [each for each in self._sandboxes if each[0] == workspace_id]:
             sandbox = self._sandboxes[key]
             await sandbox.made.wait()
             await self._end(key, sandbox)
 
     async def end_all(self) -> None:
-        """End all of them, as far as that can be done in time; what is left is reaped by the next daemon."""
+        """End all of them, as far as there is time; the next daemon removes the rest."""
         async with trio.open_nursery() as nursery:
             for key, sandbox in list(self._sandboxes.items()):
                 nursery.start_soon(self._end, key, sandbox)
@@ -401,7 +402,7 @@ class FileSandboxes:
         self._start_task(self._watch, key, sandbox)
 
     async def _watch(self, key: Key, sandbox: _FileSandbox) -> None:
-        """A sandbox that dies takes its loans along; the next one is another sandbox's."""
+        """End a sandbox whose PID 1 died. Its loans fail, and the next request gets another sandbox."""
         assert sandbox.kernel_side is not None
         try:
             await trio.lowlevel.wait_readable(sandbox.kernel_side.pidfd.fileno())
@@ -424,7 +425,7 @@ class FileSandboxes:
                 await self._end(key, sandbox)
 
     async def _end(self, key: Key, sandbox: _FileSandbox) -> None:
-        """Close and tear down; bounded, and what fails is the reaper's."""
+        """Close and tear down, within 5 s; the reaper removes the rest."""
         if self._sandboxes.get(key) is sandbox:
             del self._sandboxes[key]
         if sandbox.link is not None:
@@ -456,7 +457,7 @@ async def _greet(link: RunnerLink) -> None:
 
 
 def _explain(error: SandkastenError, workspace_id: str) -> SandkastenError:
-    """A mount point that is not there is a workspace that is not there."""
+    """Translate the failed mount of a workspace that is not there."""
     if isinstance(error, BuildFailed) and (error.stage, error.errno) == ("workspace", errno.ENOENT):
         return not_found(workspace_id)
     return error

@@ -1,10 +1,10 @@
-"""Holds: who has a workspace, in what use, and which uses refuse which.
+"""Holds: the sessions, file accesses and changes that a workspace is held for, and which of them refuse which.
 
 A hold is begun before anything is done with a workspace and ended when that is over. A session holds its workspace by
-its record, from before its sandbox is built until after the sandbox is gone, so that the hold survives the daemon; a
+its record, from before its sandbox is built until after the sandbox is gone, so that the hold survives the daemon. A
 create under way has a `Hold` until the record exists. `Use.refuses` is the one rule for both.
 
-The order of `Holds.begin` decides: a hold is refused for the sake of those begun before it. `Holds` is a plain object,
+The order of `Holds.begin` decides: a hold is refused for the sake of holds begun before it. `Holds` is a plain object,
 so that ending a hold is a line that can't fail. The workspaces actor reads it, adds the records, and decides.
 """
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Use(enum.Enum):
-    """What a workspace is held for. The values of the first two are those of `WorkspaceMode`."""
+    """The purpose of a hold. The values of the first two are those of `WorkspaceMode`."""
 
     SHARED = "shared"
     """A session that shares it."""
@@ -39,7 +39,7 @@ class Use(enum.Enum):
     """The workspace is being made."""
 
     GROW = "grow"
-    """Its quota is being raised."""
+    """The quota of the workspace is being raised."""
 
     CLAIM = "claim"
     """The workspace is to be deleted or replaced: no session, file access or change begins any more. Those begun before
@@ -87,10 +87,10 @@ def _set_event() -> trio.Event:
 
 @attrs.define(eq=False)
 class Hold:
-    """One hold on a workspace, by somebody for whom workspaces with the labels `within` exist.
+    """One hold on a workspace, for an asker to whom only workspaces with the labels `within` exist.
 
     A step that was begun in the name of a claim goes on when its caller is cancelled. Steps therefore take turns, and
-    the end of the claim is the last of them: until then nobody else gets the workspace.
+    the end of the claim is the last of them: until then the workspace is refused to others.
     """
 
     workspace_id: str
@@ -99,14 +99,14 @@ class Hold:
     _last: trio.Event = attrs.field(factory=_set_event, init=False)
 
     def next_turn(self) -> Turn:
-        """Return the turn behind all those given out before; it has to be taken."""
+        """Return the turn behind all turns given out before. It has to be taken."""
         turn = Turn(self._last, trio.Event())
         self._last = turn.done
         return turn
 
 
 class Holds:
-    """All holds of the node but those by record, in the order in which they were begun."""
+    """The holds of the node, except those by record, in the order in which they were begun."""
 
     def __init__(self) -> None:
         self._holds: dict[Hold, None] = {}
@@ -115,7 +115,7 @@ class Holds:
         return hold in self._holds
 
     def begin(self, hold: Hold) -> Hold:
-        """Add a hold; `end` it, whatever happens."""
+        """Add a hold. The caller ends it in every case."""
         self._holds[hold] = None
         return hold
 
