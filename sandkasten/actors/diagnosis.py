@@ -1,8 +1,8 @@
-"""Puts together what is known of one session, living, hung or ended, whatever part of it does not answer.
+"""Diagnosis: everything known of one session, living, hung or ended, whichever part of the daemon does not answer.
 
-Each part has a deadline of its own and fails alone: it then says why in place of what it would have said. Nothing here
-goes through the session's mailbox, wakes a paused session or counts as activity. Never tells a command, its output or
-an environment.
+Each part has a deadline of its own and fails alone, with the reason in its place. A diagnosis does not go through the
+session's mailbox, wakes no paused session and does not count as activity. Commands, their output and environments are
+never shown.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from sandkasten.store.events import last_events
 from sandkasten.store.sessions import SessionRecord, get_session
 
 PART_S = 2.0
-"""How long each part may take; they are had at the same time."""
+"""Time for each part; all parts are read at once."""
 
 EVENTS = 50
 _CONCURRENT = 4
-"""Diagnoses at a time: each takes a connection to a sandbox's PID 1."""
+"""Diagnoses at a time: each takes a connection to PID 1 of a sandbox."""
 
 _ENDED = "the session has ended"
 
 
 class Diagnosing:
-    """See the module's docstring. Runs in the caller's task."""
+    """The maker of diagnoses. Runs in the caller's task."""
 
     def __init__(self, shared: Shared) -> None:
         self._store, self._zygote = shared.store, shared.zygote
@@ -50,8 +50,8 @@ class Diagnosing:
         self._threads = trio.CapacityLimiter(_CONCURRENT)
 
     async def diagnose(self, session_id: str) -> Diagnosis:
-        """Raises `SessionNotFound` for a session that is neither live nor recorded, and what the store raised for one
-        that is not live."""
+        """Return the diagnosis of a session. Raises `SessionNotFound` for one that is neither live nor recorded, and
+        the store's error for one that is not live."""
         async with self._turns:
             entry = self._directory.get(session_id)
             inside = self._directory.seen(session_id) if entry is None else entry.inspect()
@@ -127,7 +127,7 @@ class Diagnosing:
 
 
 def _seen(inside: Inspection | None, entry: Entry | None) -> dict[str, Part]:
-    """Return the parts that are known at once."""
+    """Return the parts that need no waiting."""
     if inside is None:
         gone = Unavailable("the daemon that served it is gone, or too many sessions have ended since")
         return dict.fromkeys(("actor", "create", "lease", "runs", "shells"), gone)
@@ -159,5 +159,5 @@ def _event(event: Event) -> Mapping[str, Any]:
 
 
 def _fields(value: object) -> Sequence[Any]:
-    """Return the fields of a message of nsinit that say something."""
+    """Return the fields of an answer of nsinit, without `seq`."""
     return [field for field in dataclasses.fields(value) if field.name != "seq"]  # type: ignore[arg-type]

@@ -1,12 +1,12 @@
-"""Assembles what `Supervisor.system()` and `.node()` answer, from the configuration, the machine and nsinit's word.
+"""The node as it is seen from outside: answers of `Supervisor.system()`, `node()` and `metrics()`, and the watchdog.
 
-Owns no state. What it reads itself comes from `counters/node.py`, in a worker thread.
+Owns no state. Metrics ask no actor that could make them wait: mailboxes, queues and the spool are read from outside,
+since metrics are wanted most when an actor does not answer. Facts about the machine come from `counters/node.py`, in a
+worker thread.
 
-Assembles what `Supervisor.metrics()` answers: what the tree counted, and what can be seen of it at that moment.
-
-Owns no state and asks nobody who could make it wait: mailboxes, queues and the spool are looked at from outside, since
-metrics are wanted most when somebody does not answer. What it reads of the machine comes from
-`counters/node.py`, in a worker thread.
+The watchdog of the service manager gets a sign of life only while the event loop turns and the store, nsinit and the
+sessions actor answer. A daemon that lives and can't work is started again, and sandboxes are adopted. A full disk is no
+reason: a new start would find it as full.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def describe_system(config: Config, machine: Machine, ready: protocol.Ready) -> 
 
 @functools.cache
 def package_version() -> str:
-    """Return what is installed. Blocking the first time."""
+    """Return the version of the installed package. Blocking the first time."""
     return version("sandkasten-runtime")
 
 
 def defaults_in_force(config: Config) -> dict[str, Any]:  # JSON values
-    """Return what a session or a command gets when its creator says nothing, under the names of the HTTP API."""
+    """Return the defaults of sessions and commands, under the names of the HTTP API."""
     defaults = config.defaults
     return {
         "image": config.default_image,
@@ -83,7 +83,7 @@ def defaults_in_force(config: Config) -> dict[str, Any]:  # JSON values
 
 
 def limits_in_force(config: Config) -> dict[str, Any]:  # JSON values
-    """Return the bounds of what may be asked for."""
+    """Return the bounds of requests."""
     bounds: dict[str, Any] = {name: {"min": low, "max": high} for name, (low, high) in LIMIT_BOUNDS.items()}
     names = ("max_sessions", "max_command_bytes", "max_upload_bytes", "max_read_bytes", "output_cap_bytes")
     return (
@@ -102,7 +102,8 @@ def limits_in_force(config: Config) -> dict[str, Any]:  # JSON values
 
 @attrs.frozen
 class NodeFacts:
-    """What only the tree knows. `committed` counts creates that were admitted, too."""
+    """The facts about the node that only the tree has. `committed` includes creates under way; `pooled` is the
+    number of pool sandboxes."""
 
     status: str
     sessions: Sequence[Session]
@@ -114,7 +115,7 @@ class NodeFacts:
 
 
 async def describe_capacity(config: Config, catalog: Catalog, facts: NodeFacts) -> NodeCapacity:
-    """Return what the node can take now; a fraction of a millisecond in a worker thread."""
+    """Return the capacity of the node. Takes a fraction of a millisecond in a worker thread."""
     return await trio.to_thread.run_sync(_read, config, catalog, facts)
 
 
@@ -137,7 +138,7 @@ def _read(config: Config, catalog: Catalog, facts: NodeFacts) -> NodeCapacity:
 
 
 _AT_ONCE = 100
-"""Sessions that are looked at before other tasks get a turn."""
+"""Sessions that are counted before other tasks get a turn."""
 
 _LOOKS = {
     "creates_queued": "Creates that wait for a builder.",
@@ -147,12 +148,13 @@ _LOOKS = {
     "sessions_committed_memory_bytes": "What live sessions may use together.",
     "sessions_committed_cpu": "The same in cores.",
 }
-"""What the part that makes sessions lets be looked at, and its help."""
+"""The numbers that the sessions actor gives the metrics, with their help."""
 
 
 @attrs.frozen
 class Observed:
-    """What is looked at. `parts` are the actors there is one of; `cgroup_dirs` is empty as long as it is unknown."""
+    """The sources of the metrics. `parts` are the actors of which there is one; `cgroup_dirs` is empty as long as it
+    is unknown."""
 
     metrics: Metrics
     directory: SessionDirectory
@@ -166,7 +168,7 @@ class Observed:
 
 
 async def measure(seen: Observed, *, limiter: trio.CapacityLimiter) -> Sequence[Metric]:
-    """Return all numbers there are."""
+    """Return all metrics."""
     statuses: Counter[Status] = Counter()
     for start, entry in enumerate(seen.directory):
         if start % _AT_ONCE == 0:
@@ -255,7 +257,7 @@ _VITAL = ("store", "zygote", "sessions")
 
 
 async def keep_beating(supervisor: Supervisor, notifier: Notifier) -> None:
-    """Ask and tell for ever; without a watchdog, only be there."""
+    """Give signs of life for ever; without a watchdog, sleep."""
     if notifier.beat_s is None:
         await trio.sleep_forever()
     while True:

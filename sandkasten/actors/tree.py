@@ -4,16 +4,16 @@
     ├── store      the one SQLite writer
     ├── events     the journal's way to disk
     ├── spool      output that is kept for a while
-    ├── zygote     the one connection to nsinit
-    ├── images     the image store
-    ├── workspaces who has which, and their files without a session
+    ├── zygote     the client of nsinit, the one connection to the privileged process
+    ├── images     the image catalogue
+    ├── workspaces their holds, records and files
     ├── sessions   id → Ref; one temporary session actor per sandbox
-    ├── reaper     sweeps what no live session owns
+    ├── reaper     sweeps leftovers every minute
     ├── pulse      measures how late the event loop is
-    └── …          what the caller adds (the HTTP front)
+    └── …          children of the caller (the HTTP front)
 
-Network leases and the warm pool join between `images` and `reaper`. What can be asked of a session's work is in
-`tree_work.py`, of workspaces in `tree_workspaces.py`, of the node in `tree_node.py`.
+`LocalSupervisor` is the interface. Sessions and the node are here, runs and terminals in `tree_work.py`, workspaces in
+`tree_workspaces.py`; the numbers of the node are assembled in `node_view.py`, a diagnosis in `diagnosis.py`.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
 
     @property
     def shares(self) -> KeyShares:
-        """The API keys besides the configured one, and what each has. Whoever serves on keys fills the ring."""
+        """The API keys besides the configured one, with the shares of each. The watch of the key file fills the
+        ring."""
         return self._shared.shares
 
     @property
@@ -233,11 +234,11 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         await actor.run(task_status=task_status)
 
     def close(self) -> None:
-        """The tree has ended: whoever still follows the journal is told."""
+        """Close the journal after the end of the tree: its readers are told."""
         self._journal.close()
 
     async def finish(self) -> None:
-        """Begin nothing new, and wait until creates, commands and files that somebody waits for have ended."""
+        """Refuse new requests, and wait until creates and requests in flight have ended."""
         self._in_flight.close()
         try:
             await self._sessions.ask_again(sessions.Refuse())
@@ -246,7 +247,8 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         await self._in_flight.wait_none()
 
     async def leave_sessions(self) -> None:
-        """Let go of all sessions: they run on, and who waits for a command in one is answered `daemon_restarted`."""
+        """End the actors of all sessions and leave the sandboxes running. Runs that a caller waits for are answered
+        `daemon_restarted`."""
         try:
             await self._sessions.ask_again(sessions.LeaveAll())
         except SandkastenError as error:
@@ -354,7 +356,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
                 done.set()
 
     async def _live(self, session_id: str) -> Entry:
-        """Return the entry of a live session; of an ended one, raise what became of it."""
+        """Return the entry of a live session. Raises the error that an ended one ended with."""
         entry = self._directory.get(session_id)
         if entry is None:
             recorded = await self._recorded(session_id)
@@ -445,12 +447,12 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         return await measure(seen, limiter=self._observers)
 
     async def sweep(self) -> int:
-        """Have the reaper sweep now; return what it tore down or finished."""
+        """Sweep now; return the number of sessions and leftovers that were settled."""
         return await self._reaper.ask(recovery.Sweep())
 
 
 def _require_ended(session: Session) -> Session:
-    """Return a session that has ended; of one whose end has only begun say so."""
+    """Return a session that has ended. Raises `Capacity` for one whose end has only begun."""
     if session.status in LIVE:
         raise Capacity("the session's end has begun and will be finished", session_id=session.id)
     return session

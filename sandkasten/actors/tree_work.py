@@ -1,7 +1,7 @@
-"""What the supervisor of this machine does with the work of its sessions: runs, shells, terminals and events.
+"""The supervisor's interface to the work of sessions: runs, shells, processes, terminals and events.
 
-The half of `supervisor.Supervisor` that `tree.LocalSupervisor` inherits. Runs in the caller's task: it asks the
-session's actor, and what it holds (a run, a reader, a viewer) it gives back when its context is left.
+`tree.LocalSupervisor` inherits it. Runs in the caller's task: it asks the session's actor, and gives back a run, reader
+or viewer when its context is left.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ _MAX_ARGUMENTS = 4096
 
 
 class InFlight:
-    """See the module's docstring."""
+    """Requests in flight: runs and file transfers that a caller waits for. A graceful stop waits for them and admits
+    no new ones. Detached runs, processes, terminals and readers are not counted: they may last for ever, and go on
+    in the sandbox without the daemon."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -77,18 +79,18 @@ class InFlight:
         return self._count
 
     def close(self) -> None:
-        """From now on nothing begins."""
+        """Admit no more requests."""
         self._is_closed = True
         self._tell_when_none()
 
     def check_open(self) -> None:
-        """Raise `ShuttingDown` if nothing may begin any more."""
+        """Raise `ShuttingDown` after `close`."""
         if self._is_closed:
             raise stopping()
 
     @contextmanager
     def one_more(self) -> Iterator[None]:
-        """Count what happens inside. Raises `ShuttingDown`."""
+        """Count a request for as long as the context lasts. Raises `ShuttingDown`."""
         self.check_open()
         self._count += 1
         try:
@@ -98,7 +100,7 @@ class InFlight:
             self._tell_when_none()
 
     async def wait_none(self) -> None:
-        """Wait until, after `close`, nothing is left."""
+        """Wait until, after `close`, the last request has ended."""
         await self._is_none.wait()
 
     def _tell_when_none(self) -> None:
@@ -107,7 +109,7 @@ class InFlight:
 
 
 class WorkOfSessions:
-    """See the module's docstring. The heir brings the fields, `get` and `_live`."""
+    """The part of `supervisor.Supervisor` about the work of sessions. The heir brings the fields, `get` and `_live`."""
 
     _config: Config
     _store: Ref
@@ -116,7 +118,7 @@ class WorkOfSessions:
     _in_flight: InFlight
 
     async def _live(self, session_id: str) -> Entry:
-        """Return the entry of a live session; of an ended one, raise what became of it."""
+        """Return the entry of a live session. Raises the error that an ended one ended with."""
         raise NotImplementedError
 
     async def get(self, session_id: str) -> Session:
@@ -359,7 +361,7 @@ class WorkOfSessions:
 
 
 async def _result_of(run: Run, end: ExecEnd, collector: Collector) -> ExecResult:
-    """Put the result of a run together from what is kept of its output; what isn't counts as omitted."""
+    """Make the result of a run from its output log. Output that is not kept any more counts as omitted."""
     assert run.log is not None
     reader = RunReader(run, after=run.log.first_sequence - 1)
     try:
@@ -373,7 +375,7 @@ async def _result_of(run: Run, end: ExecEnd, collector: Collector) -> ExecResult
 
 
 def check_spec(spec: ExecSpec, max_bytes: int) -> None:
-    """Refuse what no shell and no program could be given. Raises `InvalidRequest`, `TooLarge`."""
+    """Refuse a command that no shell and no program can be given. Raises `InvalidRequest`, `TooLarge`."""
     if (spec.command is None) == (spec.argv is None):
         raise InvalidRequest("say what to run", cmd="exactly one of cmd and argv is needed")
     if spec.exec_id is not None and not EXEC_ID.match(spec.exec_id):

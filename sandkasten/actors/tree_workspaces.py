@@ -1,7 +1,7 @@
-"""What the supervisor of this machine does with persistent workspaces.
+"""The supervisor's interface to persistent workspaces.
 
-The half of `supervisor_workspaces.WorkspaceSupervisor` that `tree.LocalSupervisor` inherits. Runs in the caller's task:
-it asks the workspaces actor, and what it holds (a loan of a helper, a claim) it gives back when its context is left.
+`tree.LocalSupervisor` inherits it. Runs in the caller's task: it asks the workspaces actor, and gives back a link or a
+claim when its context is left.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _CLEANUP_S = 10.0
 
 
 class WorkOfWorkspaces:
-    """See the module's docstring. The heir brings the fields and `destroy`."""
+    """The part of `supervisor.Supervisor` about workspaces. The heir brings the fields and `destroy`."""
 
     _config: Config
     _workspaces: Ref
@@ -107,7 +107,7 @@ class WorkOfWorkspaces:
             self._usages.pop(workspace_id, None)
 
     async def _end_holders(self, workspace_id: str) -> None:
-        """End every session that has the workspace. Nobody new gets it meanwhile."""
+        """End every session that has the workspace. The claim keeps new ones away."""
         give_up_at = trio.current_time() + _FORCE_S
         await self._workspaces.ask(messages.Holders(workspace_id, self._within))
         await self._workspaces.ask(messages.EndFileAccess(workspace_id))
@@ -228,7 +228,7 @@ class WorkOfWorkspaces:
     # Sizes ------------------------------------------------------------------------------------------------------
 
     async def _measure_all(self, found: Sequence[Workspace]) -> Sequence[Workspace]:
-        """Measure as many as there is time for; the rest stay without."""
+        """Measure as many workspaces as there is time for; the others are returned without a size."""
         measured: dict[str, Workspace] = {}
         limiter = trio.CapacityLimiter(_MEASURING)
 
@@ -272,7 +272,7 @@ class WorkOfWorkspaces:
 
 
 class WorkspacesWithin(WorkOfWorkspaces):
-    """The same for somebody for whom only workspaces with certain labels exist."""
+    """The same for an asker to whom only workspaces with certain labels exist."""
 
     def __init__(self, node: WorkOfWorkspaces, within: Within) -> None:
         self._config, self._workspaces = node._config, node._workspaces
@@ -284,7 +284,7 @@ class WorkspacesWithin(WorkOfWorkspaces):
 
 
 class LocalArchiveWriter:
-    """See `supervisor_workspaces.ArchiveWriter`."""
+    """Implements `supervisor.ArchiveWriter`."""
 
     def __init__(self, unpacking: files.Unpacking, publish: messages.Publish, workspaces: Ref) -> None:
         self._unpacking, self._publish, self._workspaces = unpacking, publish, workspaces

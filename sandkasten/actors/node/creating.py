@@ -1,9 +1,8 @@
-"""Creating sessions: what is asked for is filled in, admitted, and made into a session actor.
+"""Creating sessions: a request is resolved, admitted, and becomes a session actor.
 
-Owns what is under way and whether new sessions are refused; whether one fits is the budget's word. A create that does
-not fit is refused at once, not queued: its caller knows what else it could do. Those that fit wait for one of a few
-turns to be built. Starts no task of its own: `start` runs the actor, and `went_quiet` is called when nothing is being
-built any more.
+Whether a session fits is decided by the budget. A create that does not fit is refused at once, so that its caller can
+turn elsewhere; those that fit wait for one of a few turns to be built. `Creating` starts no task of its own: `start`
+runs the session actor, and `went_quiet` is called when no session is being built any more.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ _STOPPING_RETRY_S = 5
 
 @attrs.frozen
 class Node:
-    """Who this daemon is: the id that is part of every session id, which start this is, and of which boot.
-    `run_key` seals what PID 1 is told of runs."""
+    """The identity of this daemon: the id that is part of every session id, the number of its start, the boot of the
+    machine. `run_key` seals the tickets of runs that PID 1 keeps."""
 
     id: str
     incarnation: int
@@ -56,7 +55,7 @@ class Node:
 
 
 class Creating:
-    """See the module's docstring."""
+    """The creates under way, and whether new ones are refused."""
 
     def __init__(
         self,
@@ -78,18 +77,18 @@ class Creating:
         self._builds = trio.CapacityLimiter(_CONCURRENT_BUILDS)
         self._building = 0
         self.under_way = 0
-        """How many were admitted and are not answered yet."""
+        """Number of creates that were admitted and are not answered."""
         self._is_done = trio.Event()
         self.is_drained = False
         self.is_stopping = False
 
     @property
     def queued(self) -> int:
-        """How many wait for their turn to be built."""
+        """Number of creates that wait for their turn to be built."""
         return self.under_way - self._building
 
     def is_quiet(self) -> bool:
-        """Whether nothing is being built, and something may be."""
+        """Whether no session is being built, and one may be."""
         return not self._building and not self.is_drained and not self.is_stopping
 
     async def create(self, spec: SessionSpec, digest: str) -> Session:
@@ -118,7 +117,7 @@ class Creating:
         return attrs.evolve(session, timings_ms={"queue": round(waited_ms, 3), **session.timings_ms})
 
     async def _built(self, record: SessionRecord, creation: Creation) -> Session:
-        """Have the session built by its actor. Raises what it failed with."""
+        """Have the session built by its actor. Raises the error of the build."""
         actor = self._start(record, creation)
         self._building += 1
         try:
@@ -191,5 +190,5 @@ class Creating:
 
 
 def stopping() -> ShuttingDown:
-    """Return what is said to whoever wants to begin something now."""
+    """Return the refusal of requests that come while the daemon is stopping."""
     return ShuttingDown("the daemon is stopping", retry_after_s=_STOPPING_RETRY_S)

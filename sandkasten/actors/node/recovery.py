@@ -1,9 +1,9 @@
-"""Recovery: what the kernel, the disk and the store disagree about is found, and put right.
+"""Recovery: differences between the store, the kernel and the disk are found, planned and settled.
 
-A start and a sweep (every minute) do the same three things: `Leftovers.look` compares what there is, the pure planner
-of `reconcile.py` decides, and `Recovery` and `Leftovers` carry the plan out. A sandbox that runs as recorded is adopted
-by a session actor. A session that can't go on is torn down and its final state written. A leftover is told of, and
-removed only where it is surely ours. Whatever can't be done now is logged, and found again by the next sweep.
+A start and a sweep (every minute) do the same three things: `Leftovers.look` compares, the pure planner of
+`reconcile.py` decides, and `Recovery` and `Leftovers` carry the plan out. A sandbox that runs as recorded is adopted by
+a session actor. A session that can't go on is torn down and its final state written. A leftover is told of, and removed
+only where it is surely ours. A step that fails is logged, and its cause is found again by the next sweep.
 
 `Recovery` ends sessions that have no actor; a session that has one is ended by its actor, as are leases that ran out.
 The reaper also writes final records that the database refused before, and forgets sessions that ended long ago.
@@ -65,8 +65,8 @@ _EVERY_S = 60.0
 
 
 class Leftovers:
-    """Finds, tells of and removes leftovers. One for the tree: it remembers what the last look saw, and counts by kind
-    what was `found` and `removed` since the start."""
+    """The search for leftovers, and their removal. One object for the tree: it keeps the sightings of the last look,
+    and counts by kind the leftovers `found` and `removed` since the start."""
 
     def __init__(self, data_dir: Path, boot_id: str, shared: Shared) -> None:
         self._spool_dir, self._boot_id = DataPaths(data_dir).spool, boot_id
@@ -82,7 +82,7 @@ class Leftovers:
         return len(self._directory.reserved)
 
     async def look(self, *, is_start: bool = False) -> Plan:
-        """Return what is to be done now, and tell of what is new.
+        """Return the plan for this moment, and tell of new leftovers.
 
         Records are read first and owners last: a session that begins or ends meanwhile has an owner or is only watched.
         """
@@ -100,7 +100,7 @@ class Leftovers:
         return plan
 
     async def _leftovers(self) -> Sequence[Leftover]:
-        """Return what nsinit finds; nothing when it can't look, which must not hold up the rest."""
+        """Return nsinit's findings; none when nsinit can't look, which must not hold up the rest."""
         try:
             return as_leftovers((await ask_patiently(self._zygote, call(protocol.FindLeftovers))).leftovers)
         except SandkastenError as error:
@@ -251,8 +251,8 @@ class Recovery:
     async def _finish(
         self, record: SessionRecord, event: Event, *, reason: str | None = None, end_reason: EndReason | None = None
     ) -> Session:
-        """Tear down what is left of a session and write its final state. The reason is that of its record, or else the
-        one given, or else the usual one of the event."""
+        """Tear down the remains of a session and write its final state. The reason is that of its record, or else
+        the one given, or else the usual one of the event."""
         try:
             async with self.ends:
                 await ask_patiently(self._zygote, teardown(record.session.id))

@@ -1,18 +1,11 @@
-"""All sessions of the node: starts their actors, turns their exits into states.
+"""The sessions actor: starts the actor of each session, and turns the exit of an actor into the state of its session.
 
-Owns the directory's entries. What a create takes is in `creating.py`, `idempotency.py` and `vessels.py`; what outlived
-the last daemon is `Reconciling`'s. Never awaits a slow start in its mailbox: creating, adopting and finishing run as
-child tasks. A session actor that dies of a bug takes nobody with it: its sandbox is torn down and its record says
-`crashed`.
+Its mailbox never waits for something slow: creating, adopting and finishing run as child tasks. A session actor that
+dies of a bug takes no other along: its sandbox is torn down and its record says `crashed`. Creates are in
+`creating.py`, sandboxes that outlived the last daemon in `recovery.py`.
 
-Creates that carry an idempotency key: the same key and request is the same session, whenever it is repeated.
-
-Owns the keys whose session is being made; those of sessions that were made are in their records. Makes no session.
-
-One page of the list of sessions, from what lives and what is recorded.
-
-The directory is the truth about sessions that live, the database about those that ended; what the database refused to
-take is in neither and is asked for, too. Ended ones are read only when they are wanted. Runs in the caller's task.
+`IdempotentCreates` answers a repeated idempotency key with the session that the key made. `list_sessions` merges the
+directory, the truth about live sessions, with the database, the truth about ended ones.
 """
 
 from __future__ import annotations
@@ -49,7 +42,7 @@ from sandkasten.model.node import Amounts
 from sandkasten.store.sessions import Recorded, SessionRecord, find_by_key, find_sessions, read_drained, write_drained
 
 _UNDOING_S = 10.0
-"""How long a create may wait until what an earlier daemon had begun for its key is undone."""
+"""Time for a create to wait until an unfinished session of an earlier daemon with its key is undone."""
 
 _PAUSE_S = 0.05
 
@@ -63,7 +56,8 @@ class _KeyInUse:
 
 
 class IdempotentCreates:
-    """See the module's docstring. `create` makes a session of a spec with that digest."""
+    """The idempotency keys whose session is being made; keys of finished creates are in their records. `create`
+    makes a session of a spec with that digest."""
 
     def __init__(
         self, store: Ref, directory: SessionDirectory, create: Callable[[SessionSpec, str], Awaitable[Session]]
@@ -93,8 +87,8 @@ class IdempotentCreates:
     async def _made_before(self, key: str, digest: str) -> Session | None:
         """Return the session that the key made, None if it made none.
 
-        One that an earlier daemon did not live to finish is being undone at the moment, which frees the key: nobody was
-        told of it, and nobody is. Raises `Conflict`, `SessionExpired`, or `ActorGone` when that takes too long.
+        A session that an earlier daemon did not finish creating is being undone, which frees the key: no caller was
+        told of it. Raises `Conflict`, `SessionExpired`, or `ActorGone` when the undoing takes too long.
         """
         give_up_at = trio.current_time() + _UNDOING_S
         while (known := await self._store.ask_again(do(find_by_key, key))) is not None:
@@ -146,7 +140,7 @@ class Create(Ask[Session]):
 
 @attrs.frozen
 class Forget(Ask[Session]):
-    """End a session that has no actor though its record says it lives; answers its final state."""
+    """End a session that is recorded as live and has no actor; answers its final state."""
 
     session_id: str
 
@@ -170,12 +164,13 @@ class Drain(Ask[None]):
 
 @attrs.frozen
 class Refuse(Ask[None]):
-    """The daemon is stopping: take no new sessions; answered when what was under way is done with."""
+    """Refuse creates because the daemon is stopping; answered when those under way are done."""
 
 
 @attrs.frozen
 class Occupancy:
-    """What was admitted: how much, of how many sessions at most; whether new ones are refused, and how many wait."""
+    """The admitted sessions: their limits together, how many there may be, how many creates wait. `pooled` is the
+    number of pool sandboxes."""
 
     max_sessions: int
     committed: Amounts
@@ -186,14 +181,14 @@ class Occupancy:
 
 @attrs.frozen
 class Occupied(Ask[Occupancy]):
-    """What is taken."""
+    """Ask for the admitted sessions."""
 
 
 Message = Create | Forget | Settle | Drain | Refuse | DestroyAll | LeaveAll | Occupied
 
 
 class Sessions(Actor):
-    """See the module's docstring."""
+    """The owner of all session actors."""
 
     def __init__(
         self,
@@ -228,7 +223,7 @@ class Sessions(Actor):
         self._refill_pool()
 
     def _assemble(self, cgroup_dirs: Mapping[str, str]) -> None:
-        """Make the parts that need to know where nsinit makes cgroups."""
+        """Make the parts that need nsinit's cgroup directories."""
         most = min(self._config.server.max_sessions, capacity.sessions_for_descriptors())
         sight = Machine(self._config.data_dir, cgroup_dirs, self._directory.next_end)
         self._budget = Budget(self._config.admission, most, sight, self._shared.shares)
@@ -304,7 +299,7 @@ class Sessions(Actor):
                 assert_never(message)
 
     def _let_look(self) -> None:
-        """Let the numbers of admission be seen by whoever measures."""
+        """Give the metrics functions that read the numbers of admission."""
         self._shared.metrics.look_at(
             creates_queued=lambda: self._creating.queued,
             vessels=lambda: len(self._pool),
@@ -324,7 +319,7 @@ class Sessions(Actor):
         )
 
     async def _set_drained(self, drained: bool) -> None:
-        """Written down first: what was answered holds after a crash, too."""
+        """Drain or undrain the node, in the database first, so that the answer holds after a crash."""
         async with self._drain_turn:
             await self._store.ask_again(do(write_drained, drained))
             self._creating.is_drained = drained
@@ -353,7 +348,7 @@ class Sessions(Actor):
         return actor
 
     async def _keep(self, actor: SessionActor) -> None:
-        """Run one session actor to its end; a bug in it becomes the session's crash, never ours."""
+        """Run one session actor to its end. A bug in it ends its session, and no other."""
         session_id = actor.session.id
         leaving = trio.CancelScope()
         self._leaving.add(leaving)
@@ -375,7 +370,8 @@ class Sessions(Actor):
             await entry.ended.wait()
 
     async def _destroy_all(self) -> None:
-        """End all there are, those included whose creation was under way when the stop came, and what nobody owns."""
+        """End every session, those whose creation was under way at the stop included, and every sandbox without an
+        owner."""
         while self._creating.under_way or len(self._directory):
             async with trio.open_nursery() as nursery:
                 for entry in self._directory:
@@ -395,7 +391,7 @@ class Sessions(Actor):
 
 
 async def list_sessions(query: SessionQuery, *, directory: SessionDirectory, store: Ref) -> SessionPage:
-    """Return the sessions that are asked for, newest first."""
+    """Return a page of sessions, newest first. Runs in the caller's task."""
     if not query.statuses & ENDED:
         return page_of(query, (entry.session for entry in directory))
     recorded = await store.ask(do(find_sessions, query))
@@ -404,7 +400,7 @@ async def list_sessions(query: SessionQuery, *, directory: SessionDirectory, sto
 
 
 def merge(query: SessionQuery, recorded: Recorded, known: Iterable[Session]) -> SessionPage:
-    """Return a page of both; what is known is later than what is recorded, except of a session that just ended."""
+    """Return a page of both. A known session is newer than its record, unless the record says that it ended."""
     found = {record.session.id: record.session for record in recorded.records}
     for session in known:
         before = found.get(session.id)
