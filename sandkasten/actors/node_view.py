@@ -43,6 +43,11 @@ from sandkasten.model.node import Amounts, Machine, NodeCapacity, System
 from sandkasten.output.spool import Spool
 from sandkasten.supervisor import Supervisor
 
+log = logging.getLogger(__name__)
+
+_VITAL = ("store", "zygote", "sessions")
+"""Checks of readiness without which the watchdog gets no sign of life."""
+
 
 def describe_system(config: Config, machine: Machine, ready: protocol.Ready) -> System:
     """Return the installation as it is in force. Blocking: the first call reads the package's version."""
@@ -249,11 +254,6 @@ def _of_storage(seen: Observed) -> list[Metric]:
             "sandkasten_unwritten_records", "Sessions whose end was refused.", len(seen.directory.unwritten)
         ),
     ]
-
-
-log = logging.getLogger(__name__)
-
-_VITAL = ("store", "zygote", "sessions")
 
 
 async def keep_beating(supervisor: Supervisor, notifier: Notifier) -> None:

@@ -165,7 +165,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         await actor.run(task_status=task_status)
 
     async def _start_spool(self, *, task_status: trio.TaskStatus[None]) -> None:
-        if not self._is_spool_open:  # a restart after a bug keeps what there is
+        if not self._is_spool_open:  # a restart after a bug keeps the output
             await self._shared.spool.open()
             live = {each.session.id for each in await self._store.ask_again(do(live_sessions))}
             await trio.to_thread.run_sync(self._shared.archive.open, live)
@@ -191,7 +191,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         )
         try:
             await actor.run(task_status=task_status)
-        except* LauncherGone as gone:  # who is not root any more can't start another
+        except* LauncherGone as gone:  # without root no other launcher can be started
             raise GiveUp(str(unwrap(gone))) from None
 
     async def _start_images(self, *, task_status: trio.TaskStatus[Ref]) -> None:
@@ -307,7 +307,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         if entry is not None:
             try:
                 session = _require_ended(await entry.ref.ask(Destroy()))
-                await entry.ended.wait()  # what it took can be had again
+                await entry.ended.wait()  # its budget and its workspace are free
                 return session
             except SessionExpired:
                 log.debug("destroy_raced", extra={"session_id": session_id})  # it ended on its own meanwhile

@@ -1,8 +1,8 @@
 """API keys: the ring of those in force, their users, and the file they are kept in.
 
 `KeyRing` is in memory: it finds a key by its token. Each request or connection is served within a `KeyUse`, which ends
-when its key is revoked, changed to give less, or expires. `actors/services/keys.py` reads the file and replaces the
-ring's keys when the file changes. Nothing of a token is logged.
+when its key is revoked, changed to give less, or expires. `KeyWatch` reads the file and replaces the ring's keys when
+the file changes. Nothing of a token is logged.
 
 The file holds digests, never a key; it is read whole or not at all, and replaced in one step. The command line writes
 it, the daemon only reads it: where the daemon has a user of its own, the file is root's, so that nothing that came in
@@ -36,7 +36,12 @@ import trio
 from sandkasten.model.errors import Unauthorized
 from sandkasten.model.keys import KEY_ID, KEY_NAME, Access, ApiKey, Label, Quota, id_of, is_token_of
 
+log = logging.getLogger(__name__)
+
 MAX_KEYS = 1000
+LOOK_EVERY_S = 0.5
+"""Period at which `KeyWatch` looks at the file."""
+
 _MAX_BYTES = 1024 * 1024
 _VERSION = 1
 _MODE = 0o640
@@ -288,13 +293,11 @@ def _moment(text: str | None) -> datetime | None:
     return moment
 
 
-log = logging.getLogger(__name__)
-
-LOOK_EVERY_S = 0.5
-
-
 class KeyWatch:
-    """Keeps `ring` as the file at `path` says."""
+    """Keeps `ring` as the file at `path` says, so that a revoked key is over within a second.
+
+    The file is looked at by its name and off the event loop: a disk that hangs delays changes and nothing else.
+    """
 
     def __init__(self, ring: KeyRing, path: Path) -> None:
         self._ring, self._path = ring, path
@@ -302,7 +305,7 @@ class KeyWatch:
         self._limiter = trio.CapacityLimiter(1)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Read the file, and again whenever it changes."""
+        """Read the file at once, then whenever it changes."""
         await self.look()
         task_status.started()
         while True:
@@ -335,4 +338,4 @@ class KeyWatch:
             log.error("keys_refused", extra={"file": self._path.name, "reason": reason})
         self._ring.replace([])
         self._ring.trouble = reason
-        self._seen = None  # what could not be read once may be readable the next time, without having changed
+        self._seen = None  # the file may become readable without a change of its stamp

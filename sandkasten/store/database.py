@@ -90,6 +90,8 @@ def ping(database: sqlite3.Connection) -> None:
     database.execute("SELECT 1 FROM node LIMIT 1").fetchone()
 
 
+# Errors --------------------------------------------------------------------------------------------------------------
+
 _PRIMARY = 0xFF
 """Bits of a result code that name its kind."""
 
@@ -121,6 +123,8 @@ def _is_full(directory: Path) -> bool:
     space = os.statvfs(directory)
     return space.f_bavail * space.f_frsize < _FULL_BYTES
 
+
+# Snapshots -----------------------------------------------------------------------------------------------------------
 
 _BUSY_S = 5.0
 

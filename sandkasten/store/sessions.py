@@ -247,6 +247,8 @@ def _from_row(row: sqlite3.Row) -> SessionRecord:
     )
 
 
+# Pages of the list --------------------------------------------------------------------------------------------------
+
 MAX_LOOKED_AT = 5000
 """Rows whose labels are examined for one page."""
 

@@ -41,82 +41,7 @@ from sandkasten.model.listing import SessionPage, SessionQuery, page_of
 from sandkasten.model.node import Amounts
 from sandkasten.store.sessions import Recorded, SessionRecord, find_by_key, find_sessions, read_drained, write_drained
 
-_UNDOING_S = 10.0
-"""Time for a create to wait until an unfinished session of an earlier daemon with its key is undone."""
-
-_PAUSE_S = 0.05
-
-
-@attrs.frozen
-class _KeyInUse:
-    """An idempotency key whose session is being made."""
-
-    digest: str
-    reply: Reply[Session] = attrs.field(factory=Reply)
-
-
-class IdempotentCreates:
-    """The idempotency keys whose session is being made; keys of finished creates are in their records. `create`
-    makes a session of a spec with that digest."""
-
-    def __init__(
-        self, store: Ref, directory: SessionDirectory, create: Callable[[SessionSpec, str], Awaitable[Session]]
-    ) -> None:
-        self._store, self._directory, self._create = store, directory, create
-        self._keys: dict[str, _KeyInUse] = {}
-
-    async def create(self, spec: SessionSpec) -> Session:
-        """Create, or answer the session that this idempotency key made before."""
-        key, digest = spec.idempotency_key, spec_digest(spec)
-        if key is None:
-            return await self._create(spec, digest)
-        if key in self._keys:
-            return await self._join(self._keys[key], digest)
-        use = self._keys[key] = _KeyInUse(digest)
-        try:
-            session = await self._made_before(key, digest) or await self._create(spec, digest)
-            use.reply.set(session)
-            return session
-        except SandkastenError as error:
-            use.reply.fail(error)
-            raise
-        finally:
-            use.reply.fail(SandboxError("the session was not created"))  # no effect when it was answered
-            del self._keys[key]
-
-    async def _made_before(self, key: str, digest: str) -> Session | None:
-        """Return the session that the key made, None if it made none.
-
-        A session that an earlier daemon did not finish creating is being undone, which frees the key: no caller was
-        told of it. Raises `Conflict`, `SessionExpired`, or `ActorGone` when the undoing takes too long.
-        """
-        give_up_at = trio.current_time() + _UNDOING_S
-        while (known := await self._store.ask_again(do(find_by_key, key))) is not None:
-            _require_same(known.spec_digest, digest)
-            session = self._latest(known)
-            if session.status in WHOLE:
-                return session
-            if session.status is not Status.CREATING:
-                raise ended_error(session)
-            if trio.current_time() > give_up_at:
-                raise ActorGone("what was begun with this idempotency key is being undone", session_id=session.id)
-            await trio.sleep(_PAUSE_S)
-        return None
-
-    async def _join(self, use: _KeyInUse, digest: str) -> Session:
-        _require_same(use.digest, digest)
-        return await use.reply.wait()
-
-    def _latest(self, record: SessionRecord) -> Session:
-        entry = self._directory.get(record.session.id)
-        latest = self._directory.unwritten.get(record.session.id, record)
-        return entry.session if entry else latest.session
-
-
-def _require_same(before: str, digest: str) -> None:
-    if before != digest:
-        raise Conflict("the idempotency key was used with another request")
-
+Ts = TypeVarTuple("Ts")
 
 log = logging.getLogger(__name__)
 
@@ -124,11 +49,14 @@ _RUN_WRITERS = 2
 """Threads that write down runs, of all sessions."""
 _RECOVERING = 4
 
-Ts = TypeVarTuple("Ts")
-
 CONCURRENT_EXPIRIES = 8
 _CONCURRENT_ADOPTIONS = 64
 _DRAIN_PAUSE_S = 0.02
+
+_UNDOING_S = 10.0
+"""Time for a create to wait until an unfinished session of an earlier daemon with its key is undone."""
+
+_PAUSE_S = 0.05
 
 
 @attrs.frozen
@@ -388,6 +316,77 @@ class Sessions(Actor):
                 await ref.ask(Destroy("the daemon was stopped"))
             except SandkastenError as error:  # it ended on its own meanwhile, or the reaper will find it
                 log.info("destroy_skipped", extra={"actor": ref.name, "error": str(error)})
+
+
+@attrs.frozen
+class _KeyInUse:
+    """An idempotency key whose session is being made."""
+
+    digest: str
+    reply: Reply[Session] = attrs.field(factory=Reply)
+
+
+class IdempotentCreates:
+    """The idempotency keys whose session is being made; keys of finished creates are in their records. `create`
+    makes a session of a spec with that digest."""
+
+    def __init__(
+        self, store: Ref, directory: SessionDirectory, create: Callable[[SessionSpec, str], Awaitable[Session]]
+    ) -> None:
+        self._store, self._directory, self._create = store, directory, create
+        self._keys: dict[str, _KeyInUse] = {}
+
+    async def create(self, spec: SessionSpec) -> Session:
+        """Create, or answer the session that this idempotency key made before."""
+        key, digest = spec.idempotency_key, spec_digest(spec)
+        if key is None:
+            return await self._create(spec, digest)
+        if key in self._keys:
+            return await self._join(self._keys[key], digest)
+        use = self._keys[key] = _KeyInUse(digest)
+        try:
+            session = await self._made_before(key, digest) or await self._create(spec, digest)
+            use.reply.set(session)
+            return session
+        except SandkastenError as error:
+            use.reply.fail(error)
+            raise
+        finally:
+            use.reply.fail(SandboxError("the session was not created"))  # no effect when it was answered
+            del self._keys[key]
+
+    async def _made_before(self, key: str, digest: str) -> Session | None:
+        """Return the session that the key made, None if it made none.
+
+        A session that an earlier daemon did not finish creating is being undone, which frees the key: no caller was
+        told of it. Raises `Conflict`, `SessionExpired`, or `ActorGone` when the undoing takes too long.
+        """
+        give_up_at = trio.current_time() + _UNDOING_S
+        while (known := await self._store.ask_again(do(find_by_key, key))) is not None:
+            _require_same(known.spec_digest, digest)
+            session = self._latest(known)
+            if session.status in WHOLE:
+                return session
+            if session.status is not Status.CREATING:
+                raise ended_error(session)
+            if trio.current_time() > give_up_at:
+                raise ActorGone("what was begun with this idempotency key is being undone", session_id=session.id)
+            await trio.sleep(_PAUSE_S)
+        return None
+
+    async def _join(self, use: _KeyInUse, digest: str) -> Session:
+        _require_same(use.digest, digest)
+        return await use.reply.wait()
+
+    def _latest(self, record: SessionRecord) -> Session:
+        entry = self._directory.get(record.session.id)
+        latest = self._directory.unwritten.get(record.session.id, record)
+        return entry.session if entry else latest.session
+
+
+def _require_same(before: str, digest: str) -> None:
+    if before != digest:
+        raise Conflict("the idempotency key was used with another request")
 
 
 async def list_sessions(query: SessionQuery, *, directory: SessionDirectory, store: Ref) -> SessionPage:

@@ -113,7 +113,7 @@ class Events(Actor):
                 self._journal.was_written(batch, rows=rows)
                 await self._purge()
                 if len(batch.events) < _BATCH_EVENTS:
-                    return  # what came meanwhile waits for company
+                    return  # later events wait for the next group
 
     async def _purge(self) -> None:
         while self._journal.rows >= self._kept + self._slack:

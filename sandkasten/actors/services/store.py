@@ -88,7 +88,7 @@ class Store(Actor):
         if not hasattr(self, "_database"):
             return
         try:
-            while self._jobs:  # what was accepted before the end is still written
+            while self._jobs:  # writes accepted before the end are carried out
                 await self._flush()
         except StoreBroken as error:
             log.error("last_writes_lost", extra={"error": str(error), "count": len(self._jobs)})

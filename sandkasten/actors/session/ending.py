@@ -1,6 +1,6 @@
 """Ends a live session: its sandbox is torn down, and its final state is written and told.
 
-For its actor, which serves nothing any more by then. Sessions without an actor are ended by `reconciling.py`,
+For its actor, which serves nothing any more by then. Sessions without an actor are ended by `node/recovery.py`,
 and are told of in the same words.
 """
 

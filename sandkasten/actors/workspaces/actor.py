@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 # Messages -----------------------------------------------------------------------------------------------------------
 #
-# For somebody with labels `within`, a workspace that lacks them is none: every message raises `WorkspaceNotFound` then.
+# To an asker with labels `within`, a workspace that lacks them does not exist: each message raises `WorkspaceNotFound`.
 
 
 @attrs.frozen

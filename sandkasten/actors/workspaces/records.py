@@ -42,64 +42,11 @@ from sandkasten.store.workspaces import (
     touch_workspace,
 )
 
-_NAMED_HOLDERS = 20
-_MOVE = "make another one with a quota, export this one, and import it there with replace=true"
-
-
-def require_growth(workspace: Workspace, size_bytes: int) -> None:
-    """Raise unless a workspace can have a quota of that size.
-
-    Raises:
-        Conflict: it was made without a quota.
-        LimitInUse: it may hold more now.
-    """
-    if workspace.quota is None:
-        raise Conflict(f"it was made without a quota and can't be given one; {_MOVE}", workspace_id=workspace.id)
-    if size_bytes < workspace.quota.size_bytes:
-        raise LimitInUse(
-            "the quota of a workspace can't be made smaller",
-            quota_bytes=workspace.quota.size_bytes,
-            requested=size_bytes,
-        )
-
-
-def explain(error: BuildFailed, workspace_id: str) -> SandkastenError:
-    """Translate a refusal of nsinit into the error of the asker."""
-    match error.errno:
-        case errno.EEXIST:
-            return exists(workspace_id)
-        case errno.EXDEV:
-            return Conflict("its files are not where its quota says", workspace_id=workspace_id)
-        case errno.ENOSPC | errno.EDQUOT:
-            return DiskFull("no room for the workspace", workspace_id=workspace_id)
-        case errno.EOPNOTSUPP:
-            return InvalidRequest("this node can't give a workspace a quota", quota_bytes=str(error))
-        case errno.EBUSY:
-            return busy(workspace_id)
-        case errno.ENOENT:
-            return not_found(workspace_id)
-        case _:
-            return error
-
-
-def exists(workspace_id: str) -> Conflict:
-    return Conflict(f"there is a workspace {workspace_id!r} already", workspace_id=workspace_id)
-
-
-def not_found(workspace_id: str) -> WorkspaceNotFound:
-    return WorkspaceNotFound(f"there is no workspace {workspace_id!r}", workspace_id=workspace_id)
-
-
-def busy(workspace_id: str, holders: Sequence[str] = ()) -> WorkspaceBusy:
-    """Return the error for a workspace in use. `holders` are the ids of the sessions that have it, `""` for those
-    that may not be named."""
-    sessions = [each for each in holders if each][:_NAMED_HOLDERS]
-    return WorkspaceBusy(f"workspace {workspace_id!r} is in use", workspace_id=workspace_id, sessions=sessions)
-
-
 log = logging.getLogger(__name__)
 
 _MAX_ROWS = 100_000
+_NAMED_HOLDERS = 20
+_MOVE = "make another one with a quota, export this one, and import it there with replace=true"
 
 
 class Register:
@@ -222,3 +169,57 @@ def _view(record: WorkspaceRecord, names: frozenset[str], counts: Mapping[str, C
         has_directory=record.id in names,
         quota=record.quota,
     )
+
+
+# Errors --------------------------------------------------------------------------------------------------------------
+
+
+def require_growth(workspace: Workspace, size_bytes: int) -> None:
+    """Raise unless a workspace can have a quota of that size.
+
+    Raises:
+        Conflict: it was made without a quota.
+        LimitInUse: it may hold more now.
+    """
+    if workspace.quota is None:
+        raise Conflict(f"it was made without a quota and can't be given one; {_MOVE}", workspace_id=workspace.id)
+    if size_bytes < workspace.quota.size_bytes:
+        raise LimitInUse(
+            "the quota of a workspace can't be made smaller",
+            quota_bytes=workspace.quota.size_bytes,
+            requested=size_bytes,
+        )
+
+
+def explain(error: BuildFailed, workspace_id: str) -> SandkastenError:
+    """Translate a refusal of nsinit into the error of the asker."""
+    match error.errno:
+        case errno.EEXIST:
+            return exists(workspace_id)
+        case errno.EXDEV:
+            return Conflict("its files are not where its quota says", workspace_id=workspace_id)
+        case errno.ENOSPC | errno.EDQUOT:
+            return DiskFull("no room for the workspace", workspace_id=workspace_id)
+        case errno.EOPNOTSUPP:
+            return InvalidRequest("this node can't give a workspace a quota", quota_bytes=str(error))
+        case errno.EBUSY:
+            return busy(workspace_id)
+        case errno.ENOENT:
+            return not_found(workspace_id)
+        case _:
+            return error
+
+
+def exists(workspace_id: str) -> Conflict:
+    return Conflict(f"there is a workspace {workspace_id!r} already", workspace_id=workspace_id)
+
+
+def not_found(workspace_id: str) -> WorkspaceNotFound:
+    return WorkspaceNotFound(f"there is no workspace {workspace_id!r}", workspace_id=workspace_id)
+
+
+def busy(workspace_id: str, holders: Sequence[str] = ()) -> WorkspaceBusy:
+    """Return the error for a workspace in use. `holders` are the ids of the sessions that have it, `""` for those
+    that may not be named."""
+    sessions = [each for each in holders if each][:_NAMED_HOLDERS]
+    return WorkspaceBusy(f"workspace {workspace_id!r} is in use", workspace_id=workspace_id, sessions=sessions)
