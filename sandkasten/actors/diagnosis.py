@@ -44,7 +44,7 @@ class Diagnosing:
     """The maker of diagnoses. Runs in the caller's task."""
 
     def __init__(self, shared: Shared) -> None:
-        self._store, self._zygote = shared.store, shared.zygote
+        self._store, self._nsinit = shared.store, shared.nsinit
         self._directory, self._journal = shared.directory, shared.journal
         self._turns = trio.CapacityLimiter(_CONCURRENT)
         self._threads = trio.CapacityLimiter(_CONCURRENT)
@@ -102,15 +102,15 @@ class Diagnosing:
         return {"newest": [_event(known[cursor]) for cursor in sorted(known)[-EVENTS:]]}
 
     async def _cgroup(self, session_id: str) -> Part:
-        dirs = (await self._zygote.ask(Describe())).cgroup_dirs
+        dirs = (await self._nsinit.ask(Describe())).cgroup_dirs
         found = await trio.to_thread.run_sync(read_raw, dirs, session_id, limiter=self._threads, abandon_on_cancel=True)
         return found or Unavailable("there is no cgroup of this session")
 
     async def _disk(self, session: Session) -> Part:
-        mode = (await self._zygote.ask(Describe())).disk
+        mode = (await self._nsinit.ask(Describe())).disk
         if session.status not in WHOLE:
             return {"mode": mode}
-        use = await self._zygote.ask(call(AskDisk, session.id))
+        use = await self._nsinit.ask(call(AskDisk, session.id))
         return {"mode": mode, **{field.name: getattr(use, field.name) for field in _fields(use)}}
 
     async def _runner(self, session: Session, inside: Inspection | None, *, is_live: bool) -> Part:

@@ -166,7 +166,7 @@ class Observed:
     journal: Journal
     spool: Spool
     parts: Sequence[Ref]
-    zygote: Ref
+    nsinit: Ref
     data_dir: Path
     cgroup_dirs: Mapping[str, str]
     node_id: str
@@ -198,7 +198,7 @@ def _of_tree(seen: Observed, statuses: Mapping[Status, int]) -> list[Metric]:
     queues = list(seen.metrics.queues)
     running = sum(each.running for each in queues)
     waiting = [entry.ref.waiting for entry in entries]
-    restarts = max(seen.zygote.incarnation - 1, 0)
+    restarts = max(seen.nsinit.incarnation - 1, 0)
     return [
         gauge(
             "sandkasten_sessions",

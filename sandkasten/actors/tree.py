@@ -105,14 +105,14 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         self._config, self._catalog, self._node, self._pool_size = config, catalog, node, pool_size
         self._machine, self._started_at = machine, datetime.now(UTC)
         self._profiles, self._start_nsinit = profiles, start_nsinit
-        self._store, self._writer, self._zygote = Ref("store"), Ref("events"), Ref("zygote")
+        self._store, self._writer, self._nsinit = Ref("store"), Ref("events"), Ref("zygote")
         self._images, self._workspaces = Ref("images"), Ref("workspaces")
         self._sessions, self._reaper = Ref("sessions"), Ref("reaper")
         spool_dir = DataPaths(config.data_dir).spool
         directory = SessionDirectory()
         self._shared = Shared(
             store=self._store,
-            zygote=self._zygote,
+            nsinit=self._nsinit,
             workspaces=self._workspaces,
             directory=directory,
             journal=Journal(),
@@ -148,7 +148,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             ChildSpec("store", self._start_store),
             ChildSpec("events", self._start_events),
             ChildSpec("spool", self._start_spool),
-            ChildSpec("zygote", self._start_zygote, may_keep_failing=True),
+            ChildSpec("zygote", self._start_nsinit_client, may_keep_failing=True),
             ChildSpec("images", self._start_images),
             ChildSpec("workspaces", self._start_workspaces),
             ChildSpec("sessions", self._start_sessions),
@@ -178,10 +178,10 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
                 await self._shared.spool.close()
             raise
 
-    async def _start_zygote(self, *, task_status: trio.TaskStatus[Ref]) -> None:
+    async def _start_nsinit_client(self, *, task_status: trio.TaskStatus[Ref]) -> None:
         data_dir, disk = self._config.data_dir, self._config.disk.mode
         actor = nsinit.NsinitClient(
-            self._zygote,
+            self._nsinit,
             data_dir,
             self._node.id,
             disk=disk,
@@ -201,7 +201,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         actor = workspaces.Workspaces(
             self._workspaces,
             store=self._store,
-            zygote=self._zygote,
+            nsinit=self._nsinit,
             directory=self._directory,
             holds=self._holds,
             paths=DataPaths(self._config.data_dir),
@@ -378,22 +378,22 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
     async def readiness(self) -> Readiness:
         checks = {
             "store": await _check(self._store, do(ping)),
-            "zygote": await _check(self._zygote, ping_nsinit()),
+            "zygote": await _check(self._nsinit, ping_nsinit()),
             "sessions": "ok" if self._sessions.is_alive else "not running",
             "disk": await trio.to_thread.run_sync(_check_disk, self._config),
         }
         return Readiness(ready=all(each == "ok" for each in checks.values()), checks=checks)
 
     async def system(self) -> System:
-        ready = await self._zygote.ask_again(Describe())
+        ready = await self._nsinit.ask_again(Describe())
         return await trio.to_thread.run_sync(describe_system, self._config, self._machine, ready)
 
     async def capacity(self) -> NodeCapacity:
-        is_up = all(ref.is_alive for ref in (self._store, self._zygote, self._sessions))
+        is_up = all(ref.is_alive for ref in (self._store, self._nsinit, self._sessions))
         return await self._capacity("ready" if is_up else "not_ready")
 
     async def _capacity(self, status: str) -> NodeCapacity:
-        ready = await self._zygote.ask_again(Describe())
+        ready = await self._nsinit.ask_again(Describe())
         occupancy = await self._sessions.ask_again(sessions.Occupied())
         facts = NodeFacts(
             status="draining" if occupancy.is_draining else status,
@@ -432,14 +432,14 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
     async def metrics(self) -> Sequence[Metric]:
         if not self._cgroup_dirs:
             with trio.move_on_after(_METRICS_S), suppress(SandkastenError):
-                self._cgroup_dirs = (await self._zygote.ask(Describe())).cgroup_dirs
+                self._cgroup_dirs = (await self._nsinit.ask(Describe())).cgroup_dirs
         seen = Observed(
             metrics=self._shared.metrics,
             directory=self._shared.directory,
             journal=self._shared.journal,
             spool=self._shared.spool,
-            parts=(self._store, self._writer, self._zygote, self._images, self._sessions, self._reaper),
-            zygote=self._zygote,
+            parts=(self._store, self._writer, self._nsinit, self._images, self._sessions, self._reaper),
+            nsinit=self._nsinit,
             data_dir=self._config.data_dir,
             cgroup_dirs=self._cgroup_dirs,
             node_id=self._node.id,

@@ -136,6 +136,6 @@ async def test_those_of_an_nsinit_that_died_are_given_to_nobody(yard: Yard) -> N
     await yard.refill()
     yard.take()
     await yard.refill()
-    yard.pool._zygote.incarnation += 1
+    yard.pool._nsinit.incarnation += 1
     assert yard.take() is None
     assert len(yard.reaped) == 2

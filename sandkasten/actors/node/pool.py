@@ -62,7 +62,7 @@ class Pool:
 
     def __init__(
         self,
-        zygote: Ref,
+        nsinit: Ref,
         directory: SessionDirectory,
         *,
         wanted: int,
@@ -70,7 +70,7 @@ class Pool:
         new_id: Callable[[], str],
         reap: Callable[[str], None],
     ) -> None:
-        self._zygote, self._directory = zygote, directory
+        self._nsinit, self._directory = nsinit, directory
         self._wanted, self._limits = wanted, limits
         self._new_id, self._reap = new_id, reap
         self._blank: deque[_PoolSandbox] = deque()
@@ -100,7 +100,7 @@ class Pool:
         self._discard_misfit()
         while is_quiet() and len(self) + self._under_way < self._wanted:
             limits = self._limits
-            sandbox = _PoolSandbox(self._new_id(), self._zygote.incarnation)
+            sandbox = _PoolSandbox(self._new_id(), self._nsinit.incarnation)
             self._directory.reserved.add(sandbox.session_id)
             order = call(Prepare, sandbox.session_id, plan_limits(limits), plan_disk(limits))
             if not await self._have(sandbox, order):
@@ -114,7 +114,7 @@ class Pool:
         """Have nsinit carry out the order and add the sandbox to the pool. Return False if nsinit could not."""
         self._under_way += 1
         try:
-            await self._zygote.ask(order)
+            await self._nsinit.ask(order)
         except SandkastenError as error:
             log.warning("pool_sandbox_not_prepared", extra={"error": str(error)})
             self._reap(sandbox.session_id)
@@ -139,7 +139,7 @@ class Pool:
             self._reap(with_image.session_id)
 
     def _lives(self, sandbox: _PoolSandbox) -> bool:
-        if sandbox.incarnation == self._zygote.incarnation:
+        if sandbox.incarnation == self._nsinit.incarnation:
             return True
         self._reap(sandbox.session_id)  # it died with the nsinit that made it
         return False

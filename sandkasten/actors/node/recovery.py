@@ -70,7 +70,7 @@ class Leftovers:
 
     def __init__(self, data_dir: Path, boot_id: str, shared: Shared) -> None:
         self._spool_dir, self._boot_id = DataPaths(data_dir).spool, boot_id
-        self._store, self._zygote, self._directory = shared.store, shared.zygote, shared.directory
+        self._store, self._nsinit, self._directory = shared.store, shared.nsinit, shared.directory
         self._journal, self._spool = shared.journal, shared.spool
         self._seen: Sightings = frozenset()
         self.found: Counter[str] = Counter()
@@ -87,7 +87,7 @@ class Leftovers:
         Records are read first and owners last: a session that begins or ends meanwhile has an owner or is only watched.
         """
         records = await self._store.ask_again(do(live_sessions))
-        found = await scan(self._zygote)
+        found = await scan(self._nsinit)
         leftovers = await self._leftovers()
         files = await self._unused_files()
         seen = frozenset[str | Leftover]() if is_start else self._seen
@@ -102,7 +102,7 @@ class Leftovers:
     async def _leftovers(self) -> Sequence[Leftover]:
         """Return nsinit's findings; none when nsinit can't look, which must not hold up the rest."""
         try:
-            return as_leftovers((await ask_patiently(self._zygote, call(protocol.FindLeftovers))).leftovers)
+            return as_leftovers((await ask_patiently(self._nsinit, call(protocol.FindLeftovers))).leftovers)
         except SandkastenError as error:
             log.error("leftovers_not_looked_for", extra={"error": str(error)})
             return []
@@ -141,7 +141,7 @@ class Leftovers:
     async def _remove_by_nsinit(self, leftover: Leftover) -> bool:
         named = protocol.Leftover(leftover.kind, leftover.name)  # type: ignore[arg-type]  # that is where its kind is from
         try:
-            await self._zygote.ask(call(protocol.RemoveLeftover, named))
+            await self._nsinit.ask(call(protocol.RemoveLeftover, named))
         except SandkastenError as error:
             self._not_removed(leftover, str(error))
             return False
@@ -184,7 +184,7 @@ class Recovery:
 
     def __init__(self, owner: SessionOwner, shared: Shared, *, leftovers: Leftovers) -> None:
         self._owner = owner
-        self._store, self._zygote, self._workspaces = shared.store, shared.zygote, shared.workspaces
+        self._store, self._nsinit, self._workspaces = shared.store, shared.nsinit, shared.workspaces
         self._directory, self._journal, self._archive = shared.directory, shared.journal, shared.archive
         self._leftovers = leftovers
         self.ends = trio.CapacityLimiter(_CONCURRENT_ENDS)
@@ -255,7 +255,7 @@ class Recovery:
         the one given, or else the usual one of the event."""
         try:
             async with self.ends:
-                await ask_patiently(self._zygote, teardown(record.session.id))
+                await ask_patiently(self._nsinit, teardown(record.session.id))
                 if event is Event.NOT_FOUND:
                     status = next_status(record.session.status, event)
                 else:
@@ -287,7 +287,7 @@ class Recovery:
         """Remove everything of an unknown id; return False if something is left."""
         try:
             async with self.ends:
-                torn_down = await ask_patiently(self._zygote, teardown(session_id))
+                torn_down = await ask_patiently(self._nsinit, teardown(session_id))
                 return not torn_down.leftovers
         except SandkastenError as error:
             log.error("reap_deferred", extra={"session_id": session_id, "error": str(error)})

@@ -132,7 +132,7 @@ class Sessions(Actor):
     ) -> None:
         super().__init__(ref)
         self._config, self._node, self._shared = config, node, shared
-        self._store, self._zygote, self._directory = shared.store, shared.zygote, shared.directory
+        self._store, self._nsinit, self._directory = shared.store, shared.nsinit, shared.directory
         self._images, self._holds = images, holds
         self._recovery = Recovery(self, shared, leftovers=leftovers)
         self._pool_size = pool_size
@@ -142,7 +142,7 @@ class Sessions(Actor):
     async def on_start(self) -> None:
         self._directory.clear()
         self._shared.shares.clear()
-        ready = await ask_patiently(self._zygote, Describe())
+        ready = await ask_patiently(self._nsinit, Describe())
         self._assemble(ready.cgroup_dirs)
         self._creating.is_drained = await self._store.ask_again(do(read_drained))
         if self._creating.is_drained:
@@ -156,7 +156,7 @@ class Sessions(Actor):
         sight = Machine(self._config.data_dir, cgroup_dirs, self._directory.next_end)
         self._budget = Budget(self._config.admission, most, sight, self._shared.shares)
         self._pool = Pool(
-            self._zygote,
+            self._nsinit,
             self._directory,
             wanted=self._pool_size,
             limits=self._config.defaults.limits,
@@ -305,7 +305,7 @@ class Sessions(Actor):
                 for entry in self._directory:
                     nursery.start_soon(self._destroy, entry.ref)
             await trio.sleep(_DRAIN_PAUSE_S)
-        found = await scan(self._zygote)
+        found = await scan(self._nsinit)
         async with trio.open_nursery() as nursery:
             for each in found:
                 nursery.start_soon(self._recovery.reap, each.session_id)

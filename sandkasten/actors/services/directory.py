@@ -134,7 +134,7 @@ class Shared:
     holds the API keys besides the configured one and the sessions and runs of each."""
 
     store: Ref
-    zygote: Ref
+    nsinit: Ref
     workspaces: Ref
     directory: SessionDirectory
     journal: Journal

@@ -60,7 +60,7 @@ async def end_session(
     await own.put_or_keep()
     services.crash.passing(Point.DESTROY_RECORDED)
     try:
-        torn_down = await ask_patiently(services.zygote, teardown(host.session_id))
+        torn_down = await ask_patiently(services.nsinit, teardown(host.session_id))
     except SandkastenError as error:  # the reaper finishes it
         log.error("teardown_deferred", extra={"session_id": host.session_id, "error": str(error)})
         return

@@ -183,7 +183,7 @@ class Workspaces(Actor):
         ref: Ref,
         *,
         store: Ref,
-        zygote: Ref,
+        nsinit: Ref,
         directory: SessionDirectory,
         holds: Holds,
         paths: DataPaths,
@@ -192,12 +192,12 @@ class Workspaces(Actor):
         idle_s: float = IDLE_S,
     ) -> None:
         super().__init__(ref)
-        self._store, self._zygote, self._directory = store, zygote, directory
+        self._store, self._nsinit, self._directory = store, nsinit, directory
         self._holds = holds
-        self._register = Register(store=store, zygote=zygote)
+        self._register = Register(store=store, nsinit=nsinit)
         self._crash = crash
         self._files = FileSandboxes(
-            self._start_task, zygote=zygote, directory=directory, paths=paths, new_id=new_id, crash=crash, idle_s=idle_s
+            self._start_task, nsinit=nsinit, directory=directory, paths=paths, new_id=new_id, crash=crash, idle_s=idle_s
         )
 
     async def on_start(self) -> None:
@@ -269,7 +269,7 @@ class Workspaces(Actor):
         self._nursery.start_soon(work, *args)
 
     async def _ask(self, order: Call[protocol.Ok]) -> None:
-        await ask_patiently(self._zygote, order)
+        await ask_patiently(self._nsinit, order)
 
     # Who has it -------------------------------------------------------------------------------------------------
 
@@ -423,7 +423,7 @@ class Workspaces(Actor):
         await self._files.end(workspace_id)
         await self._register.take_up(workspace_id, claim.within)
         try:
-            await ask_when_up(self._zygote, call(protocol.PublishWorkspace, workspace_id, replace))
+            await ask_when_up(self._nsinit, call(protocol.PublishWorkspace, workspace_id, replace))
             self._crash.passing(Point.WORKSPACE_PUBLISHED)
         except BuildFailed:
             if await self._register.quota_of(workspace_id) is None:

@@ -317,14 +317,14 @@ class FileSandboxes:
         self,
         start_task: Callable[..., None],
         *,
-        zygote: Ref,
+        nsinit: Ref,
         directory: SessionDirectory,
         paths: DataPaths,
         new_id: Callable[[], str],
         crash: Crash,
         idle_s: float = IDLE_S,
     ) -> None:
-        self._start_task, self._zygote, self._directory = start_task, zygote, directory
+        self._start_task, self._nsinit, self._directory = start_task, nsinit, directory
         self._paths, self._new_id, self._crash, self._idle_s = paths, new_id, crash, idle_s
         self._sandboxes: dict[Key, _FileSandbox] = {}
 
@@ -387,7 +387,7 @@ class FileSandboxes:
             workspace_draft=is_draft,
         )
         try:
-            sandbox.kernel_side = await ask_when_up(self._zygote, build(plan))
+            sandbox.kernel_side = await ask_when_up(self._nsinit, build(plan))
             self._crash.passing(Point.FILES_BUILT)
             sandbox.link = RunnerLink(self._paths.run_dir(sandbox.session_id))
             await _greet(sandbox.link)
@@ -436,7 +436,7 @@ class FileSandboxes:
             kernel_side.close_unused()
         with trio.move_on_after(_END_S, shield=True):
             try:
-                await ask_patiently(self._zygote, teardown(sandbox.session_id))
+                await ask_patiently(self._nsinit, teardown(sandbox.session_id))
                 self._crash.passing(Point.FILES_TORN_DOWN)
             except SandkastenError as error:
                 log.warning("workspace_helper_left", extra={"session_id": sandbox.session_id, "error": str(error)})

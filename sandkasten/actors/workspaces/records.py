@@ -52,12 +52,12 @@ _MOVE = "make another one with a quota, export this one, and import it there wit
 class Register:
     """Records and directories of workspaces."""
 
-    def __init__(self, *, store: Ref, zygote: Ref) -> None:
-        self._store, self._zygote = store, zygote
+    def __init__(self, *, store: Ref, nsinit: Ref) -> None:
+        self._store, self._nsinit = store, nsinit
 
     async def names(self) -> frozenset[str]:
         """Return the workspaces that have a directory."""
-        return frozenset(await list_directories(self._zygote))
+        return frozenset(await list_directories(self._nsinit))
 
     async def list(self) -> Sequence[Workspace]:
         """Return every workspace, by id."""
@@ -153,7 +153,7 @@ class Register:
         return await self._store.ask_again(do(adopt_workspace, workspace_id, datetime.now(UTC), labels, quota))
 
     async def _quota_on_disk(self, workspace_id: str) -> WorkspaceQuota | None:
-        found = (await ask_patiently(self._zygote, call(AskQuota, workspace_id))).quota
+        found = (await ask_patiently(self._nsinit, call(AskQuota, workspace_id))).quota
         return None if found is None else WorkspaceQuota(found.size_bytes, found.inodes)
 
 

@@ -1,4 +1,4 @@
-"""Groups and victims as the daemon asks for them: by its zygote actor, with a real nsinit behind it."""
+"""Groups and victims as the daemon asks for them: by the nsinit client, with a real nsinit behind it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.kernel.harness import ROOMY, data_directory, host_plan
 
 @asynccontextmanager
 async def _started(crash_at: str = "") -> AsyncIterator[tuple[Ref, Path]]:
-    """A zygote actor, and where it keeps its sessions' groups."""
+    """An nsinit client, and where it keeps its sessions' groups."""
     with data_directory() as data_dir:
         async with trio.open_nursery() as nursery:
             ref = Ref("zygote")
