@@ -31,19 +31,19 @@ class Action(enum.StrEnum):
     """The action for one session id."""
 
     LEAVE = "leave"
-    """It has an owner in this daemon."""
+    """Leave it to its owner in this daemon."""
 
     WATCH = "watch"
-    """It has no owner: look again at the next sweep."""
+    """Look again at the next sweep: it has no owner."""
 
     ADOPT = "adopt"
-    """Its sandbox runs as recorded: a session actor takes it over."""
+    """Have a session actor take it over: its sandbox runs as recorded."""
 
     FINISH = "finish"
-    """Its end was begun, or it can't go on: tear down the remains and write the final state."""
+    """Tear down the remains and write the final state: its end was begun, or it can't go on."""
 
     CLEAN = "clean"
-    """It is not recorded as alive: tear it down."""
+    """Tear it down: it is not recorded as alive."""
 
 
 @attrs.frozen

@@ -139,7 +139,7 @@ class Leftovers:
         return removed
 
     async def _remove_by_nsinit(self, leftover: Leftover) -> bool:
-        named = protocol.Leftover(leftover.kind, leftover.name)  # type: ignore[arg-type]  # that is where its kind is from
+        named = protocol.Leftover(leftover.kind, leftover.name)  # type: ignore[arg-type]  # a kind that nsinit named
         try:
             await self._nsinit.ask(call(protocol.RemoveLeftover, named))
         except SandkastenError as error:

@@ -343,12 +343,15 @@ class Workspaces(Actor):
                 quota = spec.quota
                 await self._take_name(workspace_id, spec, within)
             self._crash.passing(Point.WORKSPACE_RECORDED)
+            refusal: SandkastenError | None = None
             try:
                 await self._have_made(workspace_id, quota)
-            except SandkastenError:
+            except SandkastenError as error:
+                refusal = error
+            if refusal is not None:
                 if quota is None or not message.may_exist:  # a quota that was promised before stays one
                     await self._register.forget_unmade(workspace_id)
-                raise
+                raise refusal
             self._crash.passing(Point.WORKSPACE_MADE)
         return await self._register.get(workspace_id, within)
 
@@ -422,13 +425,16 @@ class Workspaces(Actor):
         workspace_id = claim.workspace_id
         await self._files.end(workspace_id)
         await self._register.take_up(workspace_id, claim.within)
+        refusal: BuildFailed | None = None
         try:
             await ask_when_up(self._nsinit, call(protocol.PublishWorkspace, workspace_id, replace))
             self._crash.passing(Point.WORKSPACE_PUBLISHED)
-        except BuildFailed:
+        except BuildFailed as error:
+            refusal = error
+        if refusal is not None:
             if await self._register.quota_of(workspace_id) is None:
                 await self._register.forget_unmade(workspace_id)
-            raise
+            raise refusal
 
     async def _drop_draft(self, workspace_id: str) -> None:
         await self._files.end(workspace_id)
