@@ -19,10 +19,10 @@ import trio
 
 from nsinit.wire.protocol import SeccompProfile
 from sandkasten.actors.node.creating import Node
-from sandkasten.actors.node.heartbeat import keep_beating
-from sandkasten.actors.services.keys import KeyWatch
+from sandkasten.actors.node_view import keep_beating
 from sandkasten.actors.supervision import ChildSpec, ChildSupervisor
 from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.admission.keys import KeyWatch
 from sandkasten.config import Config, ConfigError
 from sandkasten.config.seccomp import load_filters
 from sandkasten.host import examine
@@ -167,7 +167,7 @@ async def open_tree(
         catalog,
         node,
         machine=machine,
-        vessels=config.server.vessels,
+        pool_size=config.server.vessels,
         profiles=profiles,
         start_nsinit=start_nsinit,
     )
