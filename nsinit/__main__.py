@@ -31,8 +31,8 @@ def main() -> None:
 
     from nsinit.kernel import constants as k
     from nsinit.kernel import syscalls
+    from nsinit.sandbox.child import RunnerKernel
     from nsinit.sandbox.init_steps import Init, lock_imports
-    from nsinit.sandbox.runner_kernel import RunnerKernel
     from nsinit.server.server import serve
     from nsinit.wire.launching import parse_grant
     from runner.loop.config import RunnerConfig
