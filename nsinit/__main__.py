@@ -1,8 +1,8 @@
-"""Entry of the fork server: `python -I -S -B <directory of this file> [GRANT]`, descriptor 3 is the daemon.
+"""Entry of the fork server: `python -I -S -B <directory of this file> [GRANT]`. Descriptor 3 leads to the daemon.
 
-Owns what must be true of the process before anything is forked from it: everything imported that PID 1 of a sandbox
-will ever need (no import works there), nothing inherited, not dumpable, one thread. Holds no secret. The one argument
-is root's, and says what a daemon that is not root may ask for (`grant.py`).
+Owns the state of the process before its first fork: every module imported that PID 1 of a sandbox will ever need (no
+import works there), no descriptor inherited, not dumpable, one thread. Holds no secret. The argument comes from root,
+and says what a daemon that is not root may ask for (`wire/launching.py`).
 """
 
 from __future__ import annotations
