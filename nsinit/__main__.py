@@ -22,11 +22,11 @@ def main() -> None:
     """Prepare the process and serve."""
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
-    sys.path.append(os.path.dirname(here))  # last: no module of ours can shadow the standard library's
+    sys.path.append(os.path.dirname(here))  # last: no module of nsinit can shadow the standard library's
     import codecs
     import ctypes
     import socket
-    import traceback  # noqa: F401 - whoever prints an error inside the sandbox would import it
+    import traceback  # noqa: F401 - printing an error inside the sandbox would import it
     from dataclasses import replace
 
     from nsinit.kernel import constants as k
@@ -41,7 +41,7 @@ def main() -> None:
     grant = parse_grant(sys.argv[1:])
     for name in _CODECS:
         codecs.lookup(name)
-    ctypes.CDLL("libgcc_s.so.1")  # the C library loads it late, from wherever / then is
+    ctypes.CDLL("libgcc_s.so.1")  # pthread_cancel(3) loads it late, from the root directory of that time
     kernels = RunnerKernel(filters_commands=False), RunnerKernel(filters_commands=True)
     syscalls.close_range(_CHANNEL_FD + 1)
     syscalls.reset_library_signals()

@@ -253,7 +253,7 @@ class Sessions:
         passing(machine.crash, "nsinit.destroy.abandoned")
         base = yield from self._kill(session_id, cgroup)
         passing(machine.crash, "nsinit.destroy.killed")
-        # PID 1 took its pid namespace along. What is left was moved into the cgroup from outside, or is dying.
+        # PID 1 took its pid namespace along. A process left was moved into the cgroup from outside, or is dying.
         for pause_s in _EMPTY_BACKOFF_S:
             if not cgroup.processes():
                 break
