@@ -64,8 +64,11 @@ class RunCgroups:
 
     def read_cpu(self) -> int:
         """Return the CPU time that was used in all groups since the session was made or taken over, in µs."""
-        alive = sum(max(0, self._stats.cpu_usec(name)) for name in self._live if name not in self._going)
-        return alive + sum(self._going.values()) + self._gone_usec
+        usec = self._gone_usec + sum(self._going.values())
+        for name in self._live:
+            if name not in self._going:
+                usec += max(0, self._stats.cpu_usec(name))
+        return usec
 
     async def _try_make(self, name: str) -> GroupHandle:
         self._live.add(name)

@@ -160,8 +160,9 @@ async def _send_input(run: Run, stdin: bytes) -> None:
 async def _receive(run: Run, connection: RunnerConnection) -> protocol.ExecReply:
     clock = run.clock
     while True:
-        kind, body = await connection.receive(deadline=clock.answer_by)
-        if trio.current_time() > clock.answer_by + PATIENCE_S:
+        deadline = clock.answer_by
+        kind, body = await connection.receive(deadline=deadline)
+        if trio.current_time() > deadline + PATIENCE_S and trio.current_time() > clock.answer_by + PATIENCE_S:
             raise RunnerProtocolError("the sandbox's init goes on long after the end")
         if kind in _STREAMS:
             check_piece(body, "output")

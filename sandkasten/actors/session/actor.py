@@ -130,6 +130,7 @@ class SessionActor(Actor):
         ref.speak_for(
             end_error=lambda: end_error(self.session, has_died=self.has_died.is_set()), translate=self.translate
         )
+        self.session_id = record.session.id
         self.ready: Reply[Session] = Reply()
         self._creation = creation
         self._services = services
@@ -499,10 +500,6 @@ class SessionActor(Actor):
                 await trio.sleep(_FULL_MAILBOX_PAUSE_S)
 
     # SessionServices: what the work in the session needs --------------------------------------------------------
-
-    @property
-    def session_id(self) -> str:
-        return self._own.facts.id
 
     @property
     def cwd(self) -> str:

@@ -97,21 +97,21 @@ class LiveRecord:
             self.renew()
         else:
             self._begin_lease(idle_s=trio.current_time() - self._used_at)
-        self._lease.announce_anew(ttl_s=self.facts.ttl_s, max_lifetime_s=self.facts.max_lifetime_s)
+        self._lease.announce_anew(ttl_s=self._record.session.ttl_s, max_lifetime_s=self._record.session.max_lifetime_s)
 
     def _begin_lease(self, *, idle_s: float) -> None:
         """`idle_s`: how long ago it was used last."""
         moment = datetime.now(UTC)
-        remaining_s = self._lease.renew(ttl_s=self.facts.ttl_s - idle_s, hard_end=self._hard_end)
+        remaining_s = self._lease.renew(ttl_s=self._record.session.ttl_s - idle_s, hard_end=self._hard_end)
         self._renewed = (moment - timedelta(seconds=idle_s), expiry(moment, remaining_s))
 
     @property
     def _span_left_s(self) -> float:
-        return min(self.facts.ttl_s, self._hard_end - trio.current_time())
+        return min(self._record.session.ttl_s, self._hard_end - trio.current_time())
 
     @property
     def _hard_end(self) -> float:
-        return self._born_at + self.facts.max_lifetime_s
+        return self._born_at + self._record.session.max_lifetime_s
 
     # Database ---------------------------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class LiveRecord:
 
     @property
     def _persist_every_s(self) -> float:
-        return min(_PERSIST_EVERY_S, self.facts.ttl_s / _PERSISTS_PER_TTL)
+        return min(_PERSIST_EVERY_S, self._record.session.ttl_s / _PERSISTS_PER_TTL)
 
     def _written(self) -> SessionRecord:
         """Return what the database is to hold: the session as it is at this moment."""
