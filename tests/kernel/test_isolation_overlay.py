@@ -101,7 +101,7 @@ def test_the_first_of_two_lowers_lies_above_the_second(tmp_path: Path, by_fd: bo
 
 
 def test_a_link_is_no_lower(tmp_path: Path) -> None:
-    """Whoever could put one into an image must not choose what of the machine is seen inside."""
+    """The maker of an image must not choose by such an attribute which of the machine's files are seen inside."""
     lower, link, session, staged = (tmp_path / name for name in ("lower", "link", "session", "stage"))
     lower.mkdir()
     staged.mkdir()

@@ -1,4 +1,6 @@
-"""What nsinit believes of the kernel's log: exactly the record the kernel writes, and no byte of the victim's name."""
+"""Records of the kernel's log: exactly those that the kernel writes are taken, and no byte of a process's name is
+believed.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def test_a_kill_for_the_whole_machine_is_read_too() -> None:
     ],
 )
 def test_a_name_is_data_whatever_it_says(logged: str, name: str) -> None:
-    """It can't pass for another field, and nothing unprintable is left in it."""
+    """A name can't pass for another field, and no unprintable character is left in it."""
     parsed = parse_record(_record(logged))
     assert parsed is not None
     assert (parsed[0], parsed[1].name) == (MEMCG, name)
