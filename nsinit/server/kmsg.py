@@ -37,14 +37,14 @@ LAST_KILLS = 16
 _PID_NAMESPACE = "/proc/self/ns/pid"
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC
 """Inode of the pid namespace whose numbers the log has (include/linux/proc_ns.h, PROC_PID_INIT_INO)."""
-_PREFIX, _OF_VICTIM = b"oom-kill:", b": Killed process "
+_PREFIX, _OF_KILL = b"oom-kill:", b": Killed process "
 _HEAD = re.compile(rb"\d{1,10},\d{1,20},(?P<usec>\d{1,18}),.*", re.DOTALL)
 _RECORD = re.compile(
     rb"oom-kill:constraint=CONSTRAINT_\w+,.*?,task_memcg=(?P<memcg>/[^,]*),task=(?P<task>.*),pid=(?P<pid>\d{1,10}),uid=\d+",
     re.DOTALL,
 )
 """The first `,task=` ends the cgroup's path, in which there is no comma; the name goes on to the last `,pid=`."""
-_VICTIM = re.compile(
+_KILLED = re.compile(
     rb"[ -~]{0,80}: Killed process (?P<pid>\d{1,10}) \((?P<task>.*)\) total-vm:\d+kB, anon-rss:\d+kB, file-rss:\d+kB, "
     rb"shmem-rss:\d+kB, UID:(?P<uid>\d{1,10}) pgtables:\d+kB oom_score_adj:-?\d+",
     re.DOTALL,
@@ -139,9 +139,9 @@ class KernelLog:
             self._placed_pid = kill.pid
             for session_id in filter(is_session_id, memcg.split("/")):
                 self._keep(session_id, kill)
-        elif (victim := parse_victim(record)) is not None:
-            if victim[1].pid != self._placed_pid:
-                self._unplaced.append(victim)
+        elif (killed := parse_kill(record)) is not None:
+            if killed[1].pid != self._placed_pid:
+                self._unplaced.append(killed)
             self._placed_pid = 0
 
     def _keep(self, session_id: str, kill: Kill) -> None:
@@ -165,16 +165,16 @@ def parse_record(record: bytes) -> tuple[str, Kill] | None:
     return None if match is None or kill is None else (_unescape(match["memcg"]).decode("utf-8", "replace"), kill)
 
 
-def parse_victim(record: bytes) -> tuple[int, Kill] | None:
+def parse_kill(record: bytes) -> tuple[int, Kill] | None:
     """Return the user id and the kill of the record that there is for every kill; None if the record is of another
     kind.
 
     Never raises, whatever the bytes.
     """
     head, text = _split(record)
-    if _OF_VICTIM not in text:
+    if _OF_KILL not in text:
         return None
-    match = _VICTIM.fullmatch(text)
+    match = _KILLED.fullmatch(text)
     kill = _kill(head, match)
     return None if match is None or kill is None else (int(match["uid"]), kill)
 
