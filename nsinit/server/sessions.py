@@ -426,7 +426,12 @@ class Sessions:
 
     def _run_deletion(self) -> Generator[Wait, bool, None]:
         machine = self.births.machine
-        pidfd = trash.start_deletion(machine.layout, machine.disk.remove, self.find_mounts())
+        try:
+            mounts = self.find_mounts()
+        except OSError as error:  # nothing is deleted that a mount might be in
+            log("error", "trash not deleted", reason=str(error))
+            return
+        pidfd = trash.start_deletion(machine.layout, machine.disk.remove, mounts)
         try:
             yield Wait(fd=pidfd)
             os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
