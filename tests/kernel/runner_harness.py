@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 from nsinit.kernel.syscalls import reset_library_signals
-from nsinit.sandbox.runner_kernel import RunnerKernel
+from nsinit.sandbox.child import RunnerKernel
 from runner.loop.config import RunnerConfig
 from runner.server import main as runner_main
 from runner.wire.protocol import (

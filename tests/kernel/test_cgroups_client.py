@@ -66,7 +66,7 @@ async def _sleeper() -> AsyncIterator[trio.Process]:
 
 @pytest.mark.cgroup_v2
 async def test_a_group_is_handed_over_with_its_descriptor() -> None:
-    """It is the receiver's; the group goes when it is told to."""
+    """The descriptor is the receiver's; the run cgroup goes when a request says so."""
     async with _started() as (ref, directory), _session(ref) as session_id:
         handle = await ref.ask(make_run_cgroup(session_id, "p-1"))
         assert (handle.name, handle.membership) == ("p-1", "clone")
@@ -79,7 +79,8 @@ async def test_a_group_is_handed_over_with_its_descriptor() -> None:
 
 @pytest.mark.parametrize("step", ["group", "raise_limits"])
 async def test_who_dies_of_every_order_makes_a_request_worth_another_try(step: str) -> None:
-    """It is neither the session's fault nor the caller's; and of a group that nobody was told of nothing is left."""
+    """The death is neither the session's fault nor the caller's, and a run cgroup that was not handed out
+    is removed."""
     async with _started(f"cgroup_maker.{step}") as (ref, directory), _session(ref) as session_id:
         raised = replace(ROOMY, memory_bytes=ROOMY.memory_bytes * 2)
         request: Ask[object] = make_run_cgroup(session_id, "p-1") if step == "group" else set_limits(session_id, raised)
@@ -112,7 +113,7 @@ async def test_a_group_in_use_stays_and_that_is_told() -> None:
 
 
 async def test_a_group_nobody_waits_for_any_more_leaves_no_descriptor() -> None:
-    """Its asker is cancelled before nsinit makes it; what comes for it later is thrown away."""
+    """The caller is cancelled before nsinit has made it; the answer that comes later is thrown away."""
     async with _started() as (ref, directory), _session(ref) as session_id:
         before = len(os.listdir("/proc/self/fd"))
         nsinit_pid = (await ref.ask(Describe())).pid

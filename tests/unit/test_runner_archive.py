@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nsinit.sandbox.runner_kernel import RunnerKernel
+from nsinit.sandbox.child import RunnerKernel
 from runner.files import archive
 from runner.files.archive import pack, unpack
 
