@@ -30,7 +30,7 @@ def test_a_quoted_word_means_itself(words: list[str]) -> None:
 
 @pytest.mark.parametrize("name", ["A", "_", "a1", "PATH", "LC_ALL"])
 def test_variable_names_are_taken(name: str) -> None:
-    """What a shell can assign to."""
+    """Names that a shell can assign to."""
     assert is_variable_name(name)
 
 

@@ -228,7 +228,7 @@ def test_a_fifo_tells_whether_its_command_was_begun(loop: Loop, tmp_path: Path, 
 
 
 def test_input_waits_for_its_reader_and_arrives_whole(loop: Loop) -> None:
-    """What comes before the run holds its end, more than a pipe takes, and then the end."""
+    """Input from before the run holds its end, more than a pipe takes, and then end-of-file."""
     read_fd, write_fd = os.pipe()
     os.set_blocking(write_fd, False)
     inflow = Inflow(loop, Owner())
