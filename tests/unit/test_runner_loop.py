@@ -87,15 +87,15 @@ def test_an_event_of_a_closed_descriptor_is_not_delivered(loop: Loop, pipe: tupl
 def test_what_was_planned_before_a_standstill_is_moved_by_it(loop: Loop) -> None:
     """Timers set after the standstill are not moved."""
     called: list[str] = []
+    began = time.monotonic()
     loop.call_later(0.25, lambda: called.append("before"), fail)
     time.sleep(0.2)
     loop.call_later(0.1, lambda: called.append("after"), fail)
     loop.postpone(0.2)
-    began = time.monotonic()
     while len(called) < 2:
         loop.run_once()
     assert called == ["after", "before"]
-    assert time.monotonic() - began >= 0.24
+    assert time.monotonic() - began >= 0.45  # however long the sleep above took
 
 
 def test_timers_wait_for_news_after_a_standstill(loop: Loop, pipe: tuple[int, int]) -> None:
