@@ -34,7 +34,7 @@ def main() -> None:
     from nsinit.sandbox.init_steps import Init, lock_imports
     from nsinit.sandbox.runner_kernel import RunnerKernel
     from nsinit.server.server import serve
-    from nsinit.wire.grant import parse_grant
+    from nsinit.wire.launching import parse_grant
     from runner.loop.config import RunnerConfig
     from runner.server import main as runner_main
 

@@ -1,8 +1,8 @@
 """Starts nsinit: a new program with an empty environment and no descriptor but /dev/null, its log and its socket.
 
-Used by whoever is root: a program that embeds the daemon, the keeper (`keeper.py`) of one that gave root away, or the
-command line, to import an image; and by nsinit, to have that unpacked. Owns the command line and the descriptors; waits
-for nothing and restarts nothing. Sources: posix_spawn(3), setsid(2).
+Used by whoever is root: a program that embeds the daemon, the launcher (`launcher.py`) of one that gave root away, or
+the command line, to import an image; and by nsinit, to have that unpacked. Owns the command line and the descriptors;
+waits for nothing and restarts nothing. Sources: posix_spawn(3), setsid(2).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def spawn_nsinit(channel_fd: int, log_fd: int, *arguments: str) -> int:
     return spawn_python(_HERE, channel_fd, log_fd, *arguments)
 
 
-def spawn_keeper(channel_fd: int, log_fd: int, *arguments: str) -> int:
-    """Start the keeper likewise."""
+def spawn_launcher(channel_fd: int, log_fd: int, *arguments: str) -> int:
+    """Start the launcher likewise."""
     return spawn_python(f"{_HERE}/tools/launcher.py", channel_fd, log_fd, *arguments)
 
 
-def keeper_command(*arguments: str) -> list[str]:
-    """Return what to execute to become the keeper."""
+def launcher_command(*arguments: str) -> list[str]:
+    """Return what to execute to become the launcher."""
     return [sys.executable, *FLAGS, f"{_HERE}/tools/launcher.py", *arguments]
 
 

@@ -17,7 +17,7 @@ from nsinit.cgroup.session import BUILDING_SHARE, SessionCgroup
 from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
 from nsinit.sandbox import builder_steps, init_steps, network
-from nsinit.sandbox.builder_steps import Box
+from nsinit.sandbox.builder_steps import SandboxBuild
 from nsinit.wire.protocol import Limits, SandboxPlan
 
 CGROUP_STEPS: tuple[tuple[str, Callable[[SessionCgroup, Limits], object]], ...] = (
@@ -38,24 +38,26 @@ BIRTH_STEPS: tuple[tuple[str, Callable[[init_steps.Init], object]], ...] = (
     ("oom score", init_steps.set_oom_score),
     ("rlimits", init_steps.set_limits),
 )
-"""PID 1; then it rehearses what it will serve (`runner.server.rehearsal`), and waits for the builder's word."""
+"""PID 1; then it rehearses what it will serve (`runner.server.main.rehearse`), and waits for the builder's word."""
 
-JOIN_STEPS: tuple[tuple[str, Callable[[Box], object]], ...] = (("join namespaces", builder_steps.join_namespaces),)
+JOIN_STEPS: tuple[tuple[str, Callable[[SandboxBuild], object]], ...] = (
+    ("join namespaces", builder_steps.join_namespaces),
+)
 """The builder, first of all."""
 
-BLANK_STEPS: tuple[tuple[str, Callable[[Box], object]], ...] = (
+BLANK_STEPS: tuple[tuple[str, Callable[[SandboxBuild], object]], ...] = (
     *JOIN_STEPS,
-    ("hostname", lambda box: syscalls.sethostname(box.hostname)),
-    ("private mounts", lambda box: syscalls.mount("", "/", flags=k.MS_REC | k.MS_PRIVATE)),
-    ("network settings", lambda box: network.write_settings(box.base)),
-    ("loopback", lambda box: network.loopback_up()),
+    ("hostname", lambda build: syscalls.sethostname(build.hostname)),
+    ("private mounts", lambda build: syscalls.mount("", "/", flags=k.MS_REC | k.MS_PRIVATE)),
+    ("network settings", lambda build: network.write_settings(build.base)),
+    ("loopback", lambda build: network.loopback_up()),
     ("disk", builder_steps.make_disk),
     ("stage dev", builder_steps.stage_dev),
     ("protect proc", builder_steps.protect_proc),
 )
 """The builder, at the same time; nothing of an image is needed or touched. A prepared vessel waits here."""
 
-IMAGE_STEPS: tuple[tuple[str, Callable[[Box, SandboxPlan], object]], ...] = (
+IMAGE_STEPS: tuple[tuple[str, Callable[[SandboxBuild, SandboxPlan], object]], ...] = (
     ("disk limits", builder_steps.fit_disk),
     ("overlay root", builder_steps.mount_root),
     ("overlay usr", builder_steps.mount_usr),
@@ -66,22 +68,22 @@ IMAGE_STEPS: tuple[tuple[str, Callable[[Box, SandboxPlan], object]], ...] = (
     ("user directories", builder_steps.make_user_directories),
     ("etc", builder_steps.write_etc),
 )
-"""The builder. `SandboxPlan.furnishing` is all of the plan that these look at. A furnished vessel waits here."""
+"""The builder. `SandboxPlan.image_key` is all of the plan that these look at. A furnished vessel waits here."""
 
-LAST_STEPS: tuple[tuple[str, Callable[[Box, SandboxPlan], object]], ...] = (
-    ("furnished root", builder_steps.find_root),
+LAST_STEPS: tuple[tuple[str, Callable[[SandboxBuild, SandboxPlan], object]], ...] = (
+    ("image root", builder_steps.find_root),
     ("workspace", builder_steps.mount_workspace),
     ("read-only root", builder_steps.make_read_only),
     ("pivot root", builder_steps.pivot),
 )
 """The builder. Afterwards it leaves the namespaces, closes what it held of them, and lets PID 1 go on."""
 
-BARE_STEPS: tuple[tuple[str, Callable[[Box], object]], ...] = tuple(
+BARE_STEPS: tuple[tuple[str, Callable[[SandboxBuild], object]], ...] = tuple(
     step for step in BLANK_STEPS if step[0] not in ("network settings", "loopback", "disk")
 )
 """The builder, for a sandbox without programs: nothing in it has a use for a network or a disk of its own."""
 
-FILES_STEPS: tuple[tuple[str, Callable[[Box, SandboxPlan], object]], ...] = (
+FILES_STEPS: tuple[tuple[str, Callable[[SandboxBuild, SandboxPlan], object]], ...] = (
     ("empty root", builder_steps.mount_empty_root),
     ("proc", builder_steps.place_proc),
     ("dev", builder_steps.place_dev),

@@ -49,7 +49,7 @@ def live(init: Init, runner: Runner) -> NoReturn:
 
 
 def _touch_power_steps() -> None:
-    """Count a reference to what the steps to come will count references to: see `runner.server.rehearsal`."""
+    """Count a reference to what the steps to come will count references to: see `runner.server.main.rehearse`."""
     for _name, step in build.POWER_STEPS:
         code = getattr(step, "__code__", None)
         if code is not None:
@@ -63,7 +63,7 @@ def _say_ready(init: Init) -> None:
     change one's ids takes the signal away, so it is set anew.) If nsinit is already gone this raises, and the sandbox
     dies. While it was built it went before everybody (`vessel.BUILDING_SHARE`); now nsinit should hear of it first."""
     syscalls.prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL if init.files_only else 0)
-    os.write(init.control_fd, control.STATUS.encode(control.Furnished(init.steps.timings_us)))
+    os.write(init.control_fd, control.STATUS.encode(control.Done(init.steps.timings_us)))
     os.close(init.control_fd)
     os.sched_yield()
 

@@ -22,7 +22,7 @@ from nsinit.spawn import spawn_unpacker
 from nsinit.steps import StepFailed, Steps
 from nsinit.storage.paths import Layout, check_owner_of
 from nsinit.wire import verdict
-from nsinit.wire.grant import Grant
+from nsinit.wire.launching import Grant
 from nsinit.wire.protocol import ANSWERS, Failed, Unpacked, UnpackImage
 from nsinit.wire.validate import InvalidName, check_unpack
 

@@ -1,12 +1,12 @@
-"""Keeps the power to start nsinit for a daemon that gave all power away. Entry: `python -I -S -B keeper.py WHAT`.
+"""Keeps the power to start nsinit for a daemon that gave all power away. Entry: `python -I -S -B launcher.py WHAT`.
 
 A process of its own, root, started before the daemon changes its user; it outlives the daemon by moments. Owns one
 nsinit at a time: starts it, ends it when the daemon has gone and it does not end by itself, reaps it. Two ways:
 
-- `KeepForParent`: descriptor 3 leads to the daemon that started it, which may say `START`, with nsinit's socket and
-  log, and `KILL`, nothing else. When that daemon ends, however, so does the keeper.
-- `KeepForUser`: descriptor 3 listens at a path. Whoever connects as the one user allowed gets an nsinit of its own at
-  the other end; the next one waits until that has ended. SIGTERM ends nsinit in good order, and the keeper.
+- `LaunchForParent`: descriptor 3 leads to the daemon that started it, which may say `START`, with nsinit's socket and
+  log, and `KILL`, nothing else. When that daemon ends, however, so does the launcher.
+- `LaunchForUser`: descriptor 3 listens at a path. Whoever connects as the one user allowed gets an nsinit of its own at
+  the other end; the next one waits until that has ended. SIGTERM ends nsinit in good order, and the launcher.
 
 It reads no file and parses nothing but its argument. Sources: unix(7) SO_PEERCRED, SCM_RIGHTS; pidfd_open(2).
 """
@@ -26,7 +26,6 @@ sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(
 
 from nsinit.log import log
 from nsinit.spawn import CHANNEL_FD, spawn_nsinit
-from nsinit.wire.grant import Grant
 from nsinit.wire.launching import (
     FAILED,
     FDS_OF_START,
@@ -35,8 +34,9 @@ from nsinit.wire.launching import (
     NOTIFY_FD,
     READY,
     START,
-    KeepForParent,
-    KeepForUser,
+    Grant,
+    LaunchForParent,
+    LaunchForUser,
 )
 
 STOP_S = 15.0
@@ -84,7 +84,7 @@ class Nsinit:
 
 
 class ServiceManager:
-    """To whom a keeper that is a service of its own gives signs of life (sd_notify(3)); whether nsinit answers is the
+    """To whom a launcher that is a service of its own gives signs of life (sd_notify(3)); whether nsinit answers is the
     daemon's to know, which ends one that does not."""
 
     def __init__(self, notify_fd: int, beat_s: float) -> None:
@@ -124,13 +124,13 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     if is_service:
-        keep_for_user(channel, KeepForUser(**fields))
+        launch_for_user(channel, LaunchForUser(**fields))
     else:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a service manager means the daemon, and that ends us
-        keep_for_parent(channel, KeepForParent(**fields))
+        launch_for_parent(channel, LaunchForParent(**fields))
 
 
-def keep_for_parent(channel: socket.socket, what: KeepForParent) -> None:
+def launch_for_parent(channel: socket.socket, what: LaunchForParent) -> None:
     """Serve the daemon that is our parent until it is gone."""
     nsinit = Nsinit(Grant(what.data_dir, what.gid, (what.pid, os.getpid())))
     # Opened while the daemon is still root: later, a way through its own directories might lead elsewhere.
@@ -180,7 +180,7 @@ def _obey(word: bytes, fds: list[int], channel: socket.socket, nsinit: Nsinit) -
         raise ConnectionError("unknown word")
 
 
-def keep_for_user(listener: socket.socket, what: KeepForUser) -> None:
+def launch_for_user(listener: socket.socket, what: LaunchForUser) -> None:
     """Serve whoever connects as the allowed user, one after the other, until SIGTERM."""
     nsinit = Nsinit(Grant(what.data_dir, what.gid, (os.getpid(),)))
     manager = ServiceManager(what.notify_fd, what.beat_s)

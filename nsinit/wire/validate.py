@@ -14,7 +14,7 @@ _SESSION_ID = re.compile(r"[0-9a-f]{16,32}")
 _WORKSPACE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}[a-z0-9]")
 _IMAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}")
 _DRAFT_NAME = re.compile(r"\.new-[0-9a-f]{16}")
-_GROUP_NAME = re.compile(r"[a-z0-9-]{1,32}")
+_RUN_CGROUP_NAME = re.compile(r"[a-z0-9-]{1,32}")
 _NODE_ID = re.compile(r"[0-9a-z][0-9a-z-]{7,63}")
 
 MIN_MEMORY_BYTES = 4 * 1024 * 1024
@@ -55,10 +55,10 @@ def check_workspace_id(text: str) -> None:
     _match(_WORKSPACE_ID, text, "workspace id")
 
 
-def check_group_name(text: str) -> None:
-    """Raise `InvalidName` unless `text` is the name of a group (no dot, so it is never a file the kernel puts there;
-    v1's `tasks` makes the request fail, as it is no directory)."""
-    _match(_GROUP_NAME, text, "group name")
+def check_run_cgroup_name(text: str) -> None:
+    """Raise `InvalidName` unless `text` is the name of a run cgroup. Without a dot it is no file of the kernel's but
+    v1's `tasks`, which fails the request since it is no directory."""
+    _match(_RUN_CGROUP_NAME, text, "name of a run cgroup")
 
 
 def check_draft_name(text: str) -> None:

@@ -1,7 +1,7 @@
 """The persistent shells of a sandbox, by name. Each has a queue, a directory below the private one, and a cgroup if
 it was given one.
 
-It must not run commands (`engine`). Names never become paths: directories are numbered.
+A command goes to the queue of its shell. Names never become paths: directories are numbered.
 
 Sources: `runner.wire.protocol` says what each request means.
 """
@@ -9,19 +9,17 @@ Sources: `runner.wire.protocol` says what each request means.
 from __future__ import annotations
 
 import os
-import re
 
 from runner.loop import settings
-from runner.loop.context import Context
-from runner.loop.descriptor import Descriptor
+from runner.loop.context import Context, Descriptor, Refused, Sink
 from runner.loop.identity import UserIdentity
 from runner.process import users
-from runner.process.spawn import Membership
+from runner.process.spawn import check_group, membership_of
 from runner.shell import filerules
-from runner.shell.execution import Execution, Sink
-from runner.shell.queue import Engine, check_request, may_enter
+from runner.shell.execution import Execution
+from runner.shell.queue import CommandQueue, check_request, may_enter
 from runner.shell.shell import Birth, find_shell
-from runner.streams.pipes import Leftovers
+from runner.streams.flow import Leftovers
 from runner.wire.protocol import (
     DEFAULT_SHELL,
     MAX_SHELLS,
@@ -29,7 +27,6 @@ from runner.wire.protocol import (
     CloseShell,
     Done,
     Error,
-    ErrorCode,
     Exec,
     FileRules,
     HelloReply,
@@ -39,39 +36,30 @@ from runner.wire.protocol import (
 )
 
 _MAX_NAME_LENGTH = 64
-_GROUP_NAME = re.compile(r"[a-z0-9-]{1,32}")
-
-
-class Refused(Exception):
-    """A request is answered with an error."""
-
-    def __init__(self, code: ErrorCode, message: str) -> None:
-        super().__init__(message)
-        self.error = Error(code, message)
 
 
 class Shells:
-    """Owns the engines."""
+    """Owns the queues, one for each shell."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._leftovers = Leftovers(context.loop)
-        self._engines: dict[str, Engine] = {}
+        self._queues: dict[str, CommandQueue] = {}
         self._opened = 0
 
     def argv(self) -> list[str] | None:
         """Return how the default shell is started, None before `set_up`."""
-        engine = self._engines.get(DEFAULT_SHELL)
-        return None if engine is None else list(engine.shell.argv)
+        queue = self._queues.get(DEFAULT_SHELL)
+        return None if queue is None else list(queue.shell.argv)
 
     def pids(self) -> frozenset[int]:
         """Return the pids of the shells that run now."""
-        pids = (engine.shell.pid for engine in self._engines.values())
+        pids = (queue.shell.pid for queue in self._queues.values())
         return frozenset(pid for pid in pids if pid is not None)
 
     def hello(self) -> HelloReply:
-        """Return which shells there are and where."""
-        infos = [self._info(name, engine) for name, engine in self._engines.items() if not engine.shell.is_closed]
+        """Return the shells there are, and their directories."""
+        infos = [self._info(name, queue) for name, queue in self._queues.items() if not queue.shell.is_closed]
         default = next((info for info in infos if info.name == DEFAULT_SHELL), None)
         others = tuple(info for info in infos if info is not default)
         if default is None:
@@ -79,8 +67,8 @@ class Shells:
         return HelloReply(default.path, default.cwd, others, PROTOCOL_VERSION)
 
     @staticmethod
-    def _info(name: str, engine: Engine) -> ShellInfo:
-        return ShellInfo(name, engine.shell.path, os.fsdecode(engine.shell.cwd), engine.shell.group or "")
+    def _info(name: str, queue: CommandQueue) -> ShellInfo:
+        return ShellInfo(name, queue.shell.path, os.fsdecode(queue.shell.cwd), queue.shell.group or "")
 
     def set_up(self, request: Setup, sink: Sink) -> None:
         """Start the default shell, unless there is one, and answer."""
@@ -88,7 +76,7 @@ class Shells:
             sink.finish(Error("BAD_REQUEST", f"protocol version {PROTOCOL_VERSION} is spoken here"))
         elif any(not _can_be_set(name, value) for name, value in request.env.items()):
             sink.finish(Error("BAD_REQUEST", "env holds an impossible name or value"))
-        elif DEFAULT_SHELL in self._engines:
+        elif DEFAULT_SHELL in self._queues:
             sink.finish(self.hello())
         else:
             self._open_default(request, sink)
@@ -96,7 +84,7 @@ class Shells:
     def _open_default(self, request: Setup, sink: Sink) -> None:
         try:
             self._apply(request)
-            self._new_engine(OpenShell(DEFAULT_SHELL, request.shell), Descriptor())
+            self._new_queue(OpenShell(DEFAULT_SHELL, request.shell), Descriptor())
         except Refused as refused:
             sink.finish(refused.error)
         else:
@@ -104,7 +92,7 @@ class Shells:
             sink.finish(self.hello())
 
     def _apply(self, request: Setup) -> None:
-        """Take over what holds for every command: user, file rules, graces, variables."""
+        """Take over the settings of every run: user, file rules, graces, variables."""
         context = self._context
         account = context.as_user.account = self._identity(request).account
         if request.files is not None:
@@ -115,19 +103,13 @@ class Shells:
     def _identity(self, request: Setup | OpenShell) -> UserIdentity:
         if request.user is None:
             return self._context.as_user
-        try:
-            return self._context.as_user.of(users.look_up(self._context, request.user))
-        except users.NoSuchUser as error:
-            raise Refused("NO_SUCH_USER", str(error)) from None
+        return self._context.as_user.of(users.look_up(self._context, request.user))
 
     def _file_rules(self, rules: FileRules) -> int:
         problem = filerules.check(rules)
         if problem is not None:
             raise Refused("INVALID_PATH", problem)
-        try:
-            return filerules.make(self._context, rules)
-        except filerules.BadRules as error:
-            raise Refused("INVALID_PATH", str(error)) from None
+        return filerules.make(self._context, rules)
 
     def open(self, request: OpenShell, descriptor: Descriptor, sink: Sink) -> None:
         """Start one more shell and answer."""
@@ -136,16 +118,16 @@ class Shells:
             sink.finish(Error("BAD_REQUEST", problem))
             return
         try:
-            engine = self._new_engine(request, descriptor)
+            queue = self._new_queue(request, descriptor)
         except Refused as refused:
             sink.finish(refused.error)
         else:
-            sink.finish(self._info(request.name, engine))
+            sink.finish(self._info(request.name, queue))
 
-    def _new_engine(self, request: OpenShell, descriptor: Descriptor) -> Engine:
-        if request.name in self._engines:
+    def _new_queue(self, request: OpenShell, descriptor: Descriptor) -> CommandQueue:
+        if request.name in self._queues:
             raise Refused("EXISTS", f"there is a shell {request.name!r}")
-        if len(self._engines) >= MAX_SHELLS:
+        if len(self._queues) >= MAX_SHELLS:
             raise Refused("TOO_MANY", f"a sandbox has at most {MAX_SHELLS} shells")
         argv = find_shell(request.shell)
         if argv is None:
@@ -158,36 +140,36 @@ class Shells:
         self._opened += 1
         directory = f"{self._context.config.private_dir}/{self._opened}"
         group = request.group.name if request.group is not None else None
-        membership = _take_membership(request, descriptor)
+        membership = membership_of(request.group, descriptor)
+        env = request.env if request.user is None else {**identity.account.variables, **request.env}
+        birth = Birth(argv, env, cwd, identity, membership, group)
         try:
-            env = request.env if request.user is None else {**identity.account.variables, **request.env}
-            birth = Birth(argv, env, cwd, identity, membership, group)
-            engine = Engine(self._context, self._leftovers, directory=directory, birth=birth)
+            queue = CommandQueue(self._context, self._leftovers, directory=directory, birth=birth)
         except OSError as error:
-            if membership is not None:
-                os.close(membership[1])
             raise Refused("SHELL_FAILED", f"cannot make a shell: {os.strerror(error.errno or 0)}") from error
-        self._engines[request.name] = engine
-        return engine
+        if membership is not None:
+            descriptor.take()  # the shell's from now on
+        self._queues[request.name] = queue
+        return queue
 
     def close(self, request: CloseShell, sink: Sink) -> None:
-        """Kill a shell and answer when nothing of it is left."""
-        engine = self._engines.get(request.name)
+        """Kill a shell, and answer when no process of it is left."""
+        queue = self._queues.get(request.name)
         if request.name == DEFAULT_SHELL:
             sink.finish(Error("BAD_REQUEST", "the default shell stays"))
-        elif engine is None or engine.shell.is_closed:
+        elif queue is None or queue.shell.is_closed:
             sink.finish(Error("NOT_RUNNING", f"no shell {request.name!r}"))
         else:
-            engine.close(lambda: self._on_closed(request.name, sink))
+            queue.close(lambda: self._on_closed(request.name, sink))
 
     def _on_closed(self, name: str, sink: Sink) -> None:
-        del self._engines[name]
+        del self._queues[name]
         sink.finish(Done())
 
     def submit(self, request: Exec, sink: Sink) -> Execution | None:
         """Queue a command, or answer why not."""
-        engine = self._engines.get(request.shell)
-        if engine is None or engine.shell.is_closed:
+        queue = self._queues.get(request.shell)
+        if queue is None or queue.shell.is_closed:
             is_early = request.shell == DEFAULT_SHELL
             sink.finish(
                 Error("BAD_REQUEST", "no shell was set up")
@@ -200,7 +182,7 @@ class Shells:
             sink.finish(Error("BAD_REQUEST", problem))
             return None
         self._context.config.passing("runner.exec.accepted")
-        return engine.submit(request, sink)
+        return queue.submit(request, sink)
 
 
 def _can_be_set(name: str, value: str) -> bool:
@@ -212,15 +194,4 @@ def _check(request: OpenShell) -> str | None:
         return f"a shell's name has 1 to {_MAX_NAME_LENGTH} characters"
     if not settings.is_argument(request.shell + (request.cwd or "") + (request.user or "")):
         return "a shell, directory or user cannot hold a NUL character or a lone surrogate"
-    if request.group is not None and not _GROUP_NAME.fullmatch(request.group.name):
-        return "not a name of a group"
-    return settings.check_environment(request.env)
-
-
-def _take_membership(request: OpenShell, descriptor: Descriptor) -> Membership | None:
-    if request.group is None or request.group.membership == "none":
-        return None
-    fd = descriptor.take()
-    if fd is None:
-        raise Refused("BAD_REQUEST", "the descriptor of the group is missing")
-    return request.group.membership, fd
+    return check_group(request.group) or settings.check_environment(request.env)

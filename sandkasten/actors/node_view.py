@@ -22,6 +22,7 @@ from typing import Any
 
 import attrs
 import trio
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from nsinit.wire import protocol
 from sandkasten.actors.core import Ref
@@ -29,14 +30,13 @@ from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.admission.budget import promisable
 from sandkasten.config import Config
 from sandkasten.counters import node
-from sandkasten.counters.metrics import Metrics
+from sandkasten.counters.metrics import Metrics, gauge
 from sandkasten.counters.node import read_node
 from sandkasten.host.protections import Situation, protections, with_needs
 from sandkasten.images.catalog import Catalog
 from sandkasten.journal.ring import Journal
 from sandkasten.model import LIMIT_BOUNDS, Session, Status
 from sandkasten.model.lifecycle import LIVE
-from sandkasten.model.measures import Family, Sample, gauge, single
 from sandkasten.model.node import Amounts, Machine, NodeCapacity, System
 from sandkasten.output.spool import Spool
 
@@ -162,7 +162,7 @@ class Observed:
     node_id: str
 
 
-async def measure(seen: Observed, *, limiter: trio.CapacityLimiter) -> Sequence[Family]:
+async def measure(seen: Observed, *, limiter: trio.CapacityLimiter) -> Sequence[Metric]:
     """Return all numbers there are."""
     statuses: Counter[Status] = Counter()
     for start, entry in enumerate(seen.directory):
@@ -170,18 +170,20 @@ async def measure(seen: Observed, *, limiter: trio.CapacityLimiter) -> Sequence[
             await trio.lowlevel.checkpoint()
         statuses[entry.session.status] += 1
     slow = await trio.to_thread.run_sync(_read_or_none, seen, limiter=limiter)
-    return [*seen.metrics.read(), *_of_tree(seen, statuses), *_of_storage(seen), *slow]
+    return [*_of_tree(seen, statuses), *_of_storage(seen), *slow]
 
 
-def _read_or_none(seen: Observed) -> list[Family]:
-    info = Sample((seen.node_id, package_version()), 1.0)
+def _read_or_none(seen: Observed) -> list[Metric]:
+    info = GaugeMetricFamily("sandkasten_build_info", "What this is; always 1.", labels=["node", "version"])
+    info.add_metric([seen.node_id, package_version()], 1)
     return [
-        Family("sandkasten_build_info", "gauge", "What this is; always 1.", ("node", "version"), [info]),
+        info,
+        *seen.metrics.read(),
         *read_node(seen.data_dir, seen.cgroup_dirs),
     ]
 
 
-def _of_tree(seen: Observed, statuses: Mapping[Status, int]) -> list[Family]:
+def _of_tree(seen: Observed, statuses: Mapping[Status, int]) -> list[Metric]:
     entries = list(seen.directory)
     queues = list(seen.metrics.queues)
     running = sum(each.running for each in queues)
@@ -206,20 +208,24 @@ def _of_tree(seen: Observed, statuses: Mapping[Status, int]) -> list[Family]:
             {**{ref.name: float(ref.waiting) for ref in seen.parts}, "session": sum(waiting)},
             "actor",
         ),
-        single("sandkasten_session_mailbox_messages_max", "Messages in the fullest one.", max(waiting, default=0)),
+        GaugeMetricFamily(
+            "sandkasten_session_mailbox_messages_max", "Messages in the fullest one.", max(waiting, default=0)
+        ),
         gauge(
             "sandkasten_part_up",
             "Whether an actor runs.",
             {ref.name: float(ref.is_alive) for ref in seen.parts},
             "actor",
         ),
-        *(single(f"sandkasten_{name}", _LOOKS[name], look()) for name, look in seen.metrics.looks.items()),
-        single("sandkasten_trio_tasks", "Tasks of the event loop.", trio.lowlevel.current_statistics().tasks_living),
-        single("sandkasten_nsinit_restarts", "How often nsinit was started again.", restarts, kind="counter"),
+        *(GaugeMetricFamily(f"sandkasten_{name}", _LOOKS[name], look()) for name, look in seen.metrics.looks.items()),
+        GaugeMetricFamily(
+            "sandkasten_trio_tasks", "Tasks of the event loop.", trio.lowlevel.current_statistics().tasks_living
+        ),
+        CounterMetricFamily("sandkasten_nsinit_restarts", "How often nsinit was started again.", restarts),
     ]
 
 
-def _of_storage(seen: Observed) -> list[Family]:
+def _of_storage(seen: Observed) -> list[Metric]:
     spool, journal = seen.spool, seen.journal
     return [
         gauge(
@@ -228,9 +234,13 @@ def _of_storage(seen: Observed) -> list[Family]:
             {"memory": spool.memory_bytes_used, "disk": spool.disk_bytes_used},
             "place",
         ),
-        single("sandkasten_spool_lost_bytes", "Output that the disk did not take.", spool.lost_bytes, kind="counter"),
-        single("sandkasten_journal_rows", "Events in the database.", journal.rows),
-        single("sandkasten_journal_unwritten", "Events that are not in the database yet.", journal.unwritten_count),
-        single("sandkasten_event_readers", "Readers of events.", journal.readers),
-        single("sandkasten_unwritten_records", "Sessions whose end was refused.", len(seen.directory.unwritten)),
+        CounterMetricFamily("sandkasten_spool_lost_bytes", "Output that the disk did not take.", spool.lost_bytes),
+        GaugeMetricFamily("sandkasten_journal_rows", "Events in the database.", journal.rows),
+        GaugeMetricFamily(
+            "sandkasten_journal_unwritten", "Events that are not in the database yet.", journal.unwritten_count
+        ),
+        GaugeMetricFamily("sandkasten_event_readers", "Readers of events.", journal.readers),
+        GaugeMetricFamily(
+            "sandkasten_unwritten_records", "Sessions whose end was refused.", len(seen.directory.unwritten)
+        ),
     ]

@@ -14,10 +14,9 @@ import trio
 
 from sandkasten.actors.core import Ref
 from sandkasten.actors.node.in_flight import Attended
-from sandkasten.actors.runs.output import Collector
-from sandkasten.actors.runs.run import Hold, Joined, Run, RunReader
+from sandkasten.actors.runs.run import Hold, Joined, Run, RunReader, RunRequest
 from sandkasten.actors.runs.terminals import Viewer
-from sandkasten.actors.runs.waiting import wait_for
+from sandkasten.actors.runs.waiting import Collector, wait_for
 from sandkasten.actors.services.directory import Entry
 from sandkasten.actors.services.events import EventReader, open_reader
 from sandkasten.actors.session.messages import (
@@ -35,7 +34,7 @@ from sandkasten.actors.session.messages import (
     SignalRun,
     WatchPorts,
 )
-from sandkasten.actors.session.watch import judged
+from sandkasten.actors.session.watch import translating_death
 from sandkasten.config import Config
 from sandkasten.journal.ring import Journal
 from sandkasten.model import (
@@ -152,13 +151,13 @@ class WorkOfSessions:
         spec = spec.in_session(entry.options)
         if spec.user is not None and not spec.is_program:
             raise InvalidRequest("a persistent shell has one user", user="needs argv or the stateless mode")
-        return Run(
+        request = RunRequest(
             spec,
             timeout_ms=self._timeout_ms(spec),
             on_disconnect=on_disconnect,
-            collector=collector,
             pass_trace=self._config.runs.pass_traceparent,
         )
+        return Run(request) if collector is None else Run(request, collector)
 
     def _timeout_ms(self, spec: ExecSpec) -> int | None:
         if spec.unlimited:
@@ -200,8 +199,8 @@ class WorkOfSessions:
     async def send_stdin(self, session_id: str, exec_id: str, data: bytes, *, close: bool = False) -> None:
         entry = await self._live(session_id)
         run = await entry.ref.ask(FindRun(exec_id, to_act=True))
-        async with judged(entry.ref):
-            await run.queue_stdin(data, close=close)
+        async with translating_death(entry.ref):
+            await run.input.queue(data, close=close)
 
     async def signal_exec(self, session_id: str, exec_id: str, number: int) -> None:
         if not 0 < number <= _MAX_SIGNAL:
@@ -258,7 +257,7 @@ class WorkOfSessions:
             exec_id=spec.process_id,
         )
         check_spec(program, self._config.server.max_command_bytes)
-        wish = Run(
+        request = RunRequest(
             program,
             timeout_ms=None,
             kind=ExecKind.PROCESS,
@@ -266,7 +265,7 @@ class WorkOfSessions:
             keep_alive=spec.keep_alive,
             pass_trace=self._config.runs.pass_traceparent,
         )
-        hold = Hold(wish)
+        hold = Hold(Run(request))
         try:
             entry = await self._live(session_id)
             await entry.ref.ask(OpenRun(hold))
@@ -324,7 +323,7 @@ async def _result_of(run: Run, end: ExecEnd, collector: Collector) -> ExecResult
     reader = RunReader(run, after=run.log.first_sequence - 1)
     try:
         async for piece in reader:
-            collector.add(piece)
+            collector.wrote(run, piece)
     finally:
         reader.close()
     result = collector.result(end)

@@ -12,7 +12,7 @@ import pytest
 from nsinit.sandbox import build, crash_points
 from nsinit.server.start import _crash
 from nsinit.steps import Crash
-from nsinit.wire.grant import Grant
+from nsinit.wire.launching import Grant
 from nsinit.wire.validate import InvalidName
 from sandkasten.config import Config, FaultTesting
 from sandkasten.crash import Point
@@ -31,9 +31,9 @@ def literal_calls(package: str, method: str) -> Iterator[str]:
 
 
 def test_every_named_step_of_a_create_in_nsinit_is_a_point() -> None:
-    """A step that is added to a vessel or a build must be added to the registry."""
+    """A step that is added to a birth or a build must be added to the registry."""
     named = set()
-    for file in ("helpers/vessel.py", "server/sessions.py"):
+    for file in ("server/births.py", "server/sessions.py"):
         tree = ast.parse((ROOT / "nsinit" / file).read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":

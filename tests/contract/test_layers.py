@@ -78,11 +78,11 @@ CONTRACTS = {
 AT_THE_DROP = ("sandkasten.cli.privilege", "nsinit.tools.drop")
 """The one piece of privileged code that runs in the daemon's process: it gives the privilege away."""
 SHARED = {"runner.wire.codec", "runner.wire.tarheaders"}
-CHILD_ENTRY = {"nsinit.__main__", "nsinit.helpers.vessel", "nsinit.sandbox.runner_kernel"}
+CHILD_ENTRY = {"nsinit.__main__", "nsinit.sandbox.runner_kernel"}
 """Where the privileged process turns into PID 1 of a sandbox, and so hands over to `runner`."""
 
 
-CIRCLES_LEFT = ("sandkasten.actors.runs.", "sandkasten.output.")
+CIRCLES_LEFT = ("sandkasten.output.",)
 """Packages whose circles are not cut yet."""
 
 

@@ -23,8 +23,8 @@ UNIT = ROOT / "config/systemd/sandkasten-nsinit.service"
 UNPRIVILEGED = """
 import os, sys
 sys.path.append({root!r})
-from nsinit.drop import drop_privilege
-from sandkasten.runtime.account import find_account
+from nsinit.tools.drop import drop_privilege
+from sandkasten.host.account import find_account
 account = find_account("auto")
 drop_privilege(account.uid, account.gid, keep_reachable=[{root!r}, sys.prefix, sys.base_prefix, {data!r}])
 os.execv({script!r}, [{script!r}, *sys.argv[1:]])
@@ -124,7 +124,7 @@ def run(client: httpx.Client, session: str, command: str) -> str:
 
 
 def test_a_killed_service_leaves_the_daemon_its_nsinit(data_dir: Path, path: Path) -> None:
-    """kill -9 of the keeper: what it started goes on, and its successor serves the next one."""
+    """kill -9 of the launcher: what it started goes on, and its successor serves the next one."""
     with (
         running_service(data_dir, path) as first,
         running_daemon(data_dir, SANDKASTEN_NSINIT_SOCKET=str(path)) as daemon,

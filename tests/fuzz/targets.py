@@ -169,7 +169,7 @@ def _check_limits(limits: nsinit_protocol.Limits) -> None:
 _CHECKS: tuple[tuple[Callable[[Any], None], str], ...] = (
     (validate.check_session_id, "session_id"),
     (validate.check_workspace_id, "workspace_id"),
-    (validate.check_group_name, "name"),
+    (validate.check_run_cgroup_name, "name"),
     (validate.check_node_id, "node_id"),
     (validate.check_draft_name, "draft_name"),
     (validate.check_limits, "limits"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nsinit.cgroup.tree import read_mark
+from nsinit.cgroup.tree import read_owner
 from nsinit.wire.protocol import Attach, Ok, Prepare, Ready, SetLimits
 from tests.kernel.harness import (
     FORK_UNTIL_REFUSED,
@@ -61,13 +61,13 @@ def test_what_a_cleaner_of_the_machine_removes_is_made_again(server: Nsinit) -> 
     """Directories without sessions look unused; the next session has its limits, and they are known as ours again."""
     assert isinstance(server.ready, Ready)
     directories = set(server.ready.cgroup_dirs.values())
-    before = {each: read_mark(each) for each in directories}
+    before = {each: read_owner(each) for each in directories}
     for each in directories:
         with contextlib.suppress(OSError):  # in a pure v2 tree nsinit may be in it
             os.rmdir(each)
     box = server.build(host_plan(limits=SMALL))
     assert _limits(server, box.session_id) == (str(48 << 20), str(SMALL.pids), str(SMALL.cpu_quota_us))
-    assert {each: read_mark(each) for each in directories} == before
+    assert {each: read_owner(each) for each in directories} == before
     box.teardown()
 
 

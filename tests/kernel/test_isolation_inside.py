@@ -95,7 +95,7 @@ LAST_STEP = """
 import runpy, sys
 sys.argv[:] = [sys.argv[-1]]
 sys.path.append(sys.argv[0].rpartition("/")[0])
-from nsinit import build, pid1
+from nsinit.sandbox import build
 
 def tell(init):
     try:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from nsinit.steps import StepFailed
-from nsinit.storage import workspaces
 from nsinit.storage.paths import Layout
 from nsinit.storage.volumes import Volumes
+from nsinit.storage.workspaces import Workspaces
 from nsinit.wire.protocol import (
     DiscardWorkspace,
     DiskLimits,
@@ -179,7 +179,7 @@ def test_without_a_mechanism_nothing_is_made(tmp_path: Path) -> None:
     volumes.open("loop", {})
     request = MakeWorkspace(1, ID, quota=SMALL)
     with pytest.raises(StepFailed, match="can't be seen") as refused:
-        list(workspaces.make(layout, volumes, request, None))
+        list(Workspaces(layout, volumes).make(request))
     assert refused.value.errno == errno.EOPNOTSUPP
     assert os.listdir(layout.workspaces) + os.listdir(layout.volumes) + os.listdir(layout.volume_drafts) == []
 

@@ -16,7 +16,7 @@ from nsinit.kernel import syscalls
 from nsinit.kernel.slots import parse_subordinate_ids
 from nsinit.log import MAX_LINE_BYTES, log
 from nsinit.scheduler import Event, Job, Scheduler, Wait
-from nsinit.server.server import SCAN_BATCH
+from nsinit.server.requests import LIST_BATCH
 from nsinit.steps import StepFailed, Steps, failure_of
 from nsinit.wire import validate
 from nsinit.wire.protocol import (
@@ -126,7 +126,7 @@ def test_a_batch_of_a_scan_says_whether_more_follow() -> None:
 def test_a_full_batch_of_a_scan_fits_into_a_datagram() -> None:
     """Even if every number in it is as long as it gets."""
     identity = Identity(pid=1 << 22, start_ticks=1 << 62, pid_ns=1 << 32, base_uid=1 << 32)
-    batch = (Found("f" * 32, identity, has_cgroup=False, has_files=False),) * SCAN_BATCH
+    batch = (Found("f" * 32, identity, has_cgroup=False, has_files=False),) * LIST_BATCH
     assert len(ANSWERS.encode(Scanned(1 << 53, batch, more=False))) < MAX_DATAGRAM_BYTES
 
 

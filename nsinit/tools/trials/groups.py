@@ -64,7 +64,7 @@ def _locate() -> cgroup_tree.Located:
 
 
 def _claim(located: cgroup_tree.Located, made: list[cgroup_tree.Tree]) -> Seen:
-    tree = cgroup_tree.claim(located, group=f"sandkasten-probe-{os.getpid()}", parent="auto")
+    tree = cgroup_tree.claim(located, name=f"sandkasten-probe-{os.getpid()}", parent="auto")
     made.append(tree)
     where = f"in the own cgroup of each of {len(tree.unique)} hierarchies" if tree.mode != "v2" else "in the own cgroup"
     return Seen(f"mode {tree.mode}: made directories for sessions {where}", {"cgroup_mode": tree.mode})

@@ -21,8 +21,8 @@ from sandkasten.actors.node.in_flight import stopping
 from sandkasten.actors.node.pool import Furnishing, Vessels
 from sandkasten.actors.services import images as images_actor
 from sandkasten.actors.session.actor import SessionActor
+from sandkasten.actors.session.birth import FROM_POOL, Creation
 from sandkasten.actors.session.record import expiry
-from sandkasten.actors.session.setup import VESSEL, Creation
 from sandkasten.actors.workspaces.holds import Attachments
 from sandkasten.actors.workspaces.messages import Admit
 from sandkasten.admission import budget as reserve
@@ -182,7 +182,7 @@ class Creating:
             labels=dict(spec.labels),
             key_id=spec.key_id,
             acquire_source="cold",
-            acquire_detail=VESSEL if vessel else None,
+            acquire_detail=FROM_POOL if vessel else None,
             options=resolved.options,
         )
         return SessionRecord(

@@ -5,9 +5,9 @@ action. What somebody works on is left alone; what nobody knows is removed when 
 before: between a look at one and a look at the other a session may have begun or ended. At the start nothing can.
 
 What is swept: sandboxes and remains of unknown sessions (processes, cgroups, directories, and their mounts, which are
-in a namespace of their own), nsinit's strays (cgroups, directories, trash, loop devices, mounts made by hand) and files
-of the spool. Network namespaces and interfaces are not looked for: those of a sandbox have no name and live as long as
-its processes do, and none is made outside of one.
+in a namespace of their own), nsinit's leftovers (cgroups, directories, trash, loop devices) and files of the spool.
+Mounts made by hand and cgroups in another part of the tree are told of, and stay. Network namespaces and interfaces are
+not looked for: those of a sandbox have no name and live as long as its processes do, and none is made outside of one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from collections.abc import Container, Mapping, Sequence
 
 import attrs
 
-from nsinit.wire.protocol import Found, Stray
+from nsinit.wire import protocol
+from nsinit.wire.protocol import TOLD_ONLY, Found
 from sandkasten.model import EndReason, Status
 from sandkasten.model.lifecycle import Event
 from sandkasten.output.spool_files import SpoolFile
@@ -60,14 +61,11 @@ class Decision:
 
 @attrs.frozen
 class Leftover:
-    """Something that is no session's: a stray of nsinit's (its kinds) or a `spool_file`."""
+    """Something that is no session's: a leftover of nsinit's (its kinds) or a `spool_file`."""
 
     kind: str
     name: str
 
-
-PLACE_MOUNT = "place_mount"
-"""On a directory of ours itself: it may be a disk for it, so it is only told of."""
 
 SESSION = "session"
 """The kind of leftover that an unknown session id is."""
@@ -142,14 +140,14 @@ def _unknown_files(observed: Observed, records: Container[str]) -> Mapping[Lefto
 
 def _is_due(observed: Observed, leftover: Leftover) -> bool:
     """At the start a file that is nobody's stays nobody's; all else is looked at twice."""
-    if leftover.kind == PLACE_MOUNT:
+    if leftover.kind in TOLD_ONLY:
         return False
     return leftover in observed.seen or (observed.is_start and leftover.kind == SPOOL_FILE)
 
 
-def as_leftovers(strays: Sequence[Stray]) -> Sequence[Leftover]:
+def as_leftovers(found: Sequence[protocol.Leftover]) -> Sequence[Leftover]:
     """Return what nsinit found as what is planned with."""
-    return [Leftover(stray.kind, stray.name) for stray in strays]
+    return [Leftover(each.kind, each.name) for each in found]
 
 
 def _decide(observed: Observed, record: SessionRecord, found: Found | None) -> Decision:
@@ -191,7 +189,7 @@ def _judge(record: SessionRecord, found: Found | None, boot_id: str) -> Decision
 
 def is_of_another_boot(record: SessionRecord, boot_id: str) -> bool:
     """Whether the machine was restarted since: whatever bears the recorded pid now is somebody else."""
-    return record.identity is not None and record.identity.boot_id not in (None, boot_id)
+    return record.identity is not None and record.identity.boot_id != boot_id
 
 
 def _is_same(record: SessionRecord, found: Found) -> bool:

@@ -55,7 +55,7 @@ STATUS: dict[type[SandkastenError], int] = {
     errors.RunnerLost: 500,
     errors.RunnerProtocolError: 500,
     errors.StoreFailed: 500,
-    errors.KeeperGone: 500,
+    errors.LauncherGone: 500,
     errors.Capacity: 503,
     errors.ActorGone: 503,
     errors.ZygoteLost: 503,

@@ -10,7 +10,7 @@ Sockets that listen before the daemon gives its privilege away: ports below 1024
 
 Owns them for the life of the process: the front may end and start again, and gets duplicates each time. Blocking, to be
 called before there is an event loop or a thread. Removes no unix socket file: the directory may be root's, so that is
-left to the keeper (`sockets`). What is served is judged as in `listen.py`. Sources: socket(7) SO_REUSEADDR; ipv6(7).
+left to the launcher (`sockets`). What is served is judged as in `listen.py`. Sources: socket(7) SO_REUSEADDR; ipv6(7).
 """
 
 from __future__ import annotations
