@@ -65,7 +65,7 @@ _TAR, _COMPRESSED = ArchiveFormat("tar"), ArchiveFormat("tar.zst")
 
 
 @attrs.frozen
-class CreateRequest:
+class WorkspaceRequest:
     id: WorkspaceId
     labels: Labels | None = None
     quota_bytes: QuotaBytes | None = None
@@ -73,14 +73,14 @@ class CreateRequest:
 
 
 @attrs.frozen
-class PutRequest:
+class WorkspacePutRequest:
     labels: Labels | None = None
     quota_bytes: QuotaBytes | None = None
     quota_files: QuotaFiles | None = None
 
 
 @attrs.frozen
-class ChangeRequest:
+class WorkspacePatchRequest:
     labels: Labels | None = None
     quota_bytes: QuotaBytes | None = _SAME_QUOTA
 
@@ -289,14 +289,14 @@ async def list_workspaces(exchange: Exchange) -> Answer:
 
 async def create(exchange: Exchange) -> Answer:
     """Create a workspace."""
-    request = await read_request(exchange, CreateRequest)
+    request = await read_request(exchange, WorkspaceRequest)
     spec = WorkspaceSpec(own_labels(exchange.key, request.labels or {}), _quota(request))
     return json_answer(WorkspaceBody.of(await exchange.workspaces.make_workspace(request.id, spec)), status=201)
 
 
 async def put(exchange: Exchange) -> Answer:
     """Create a workspace, or give the one that is there these labels."""
-    request = await read_request(exchange, PutRequest)
+    request = await read_request(exchange, WorkspacePutRequest)
     labels = own_labels(exchange.key, request.labels or {})
     try:
         made = await exchange.workspaces.make_workspace(exchange.workspace_id, WorkspaceSpec(labels, _quota(request)))
@@ -318,7 +318,7 @@ async def get(exchange: Exchange) -> Answer:
 
 async def update(exchange: Exchange) -> Answer:
     """Change a workspace's labels or quota."""
-    request = await read_request(exchange, ChangeRequest)
+    request = await read_request(exchange, WorkspacePatchRequest)
     labels = None if request.labels is None else own_labels(exchange.key, request.labels)
     if request.quota_bytes is None:
         raise Conflict("the quota of a workspace can't be taken away", workspace_id=exchange.workspace_id)
@@ -427,7 +427,7 @@ async def _receive(exchange: Exchange, archive: ArchiveWriter) -> None:
 # Helpers --------------------------------------------------------------------------------------------------------------
 
 
-def _quota(request: CreateRequest | PutRequest) -> WorkspaceQuota | None:
+def _quota(request: WorkspaceRequest | WorkspacePutRequest) -> WorkspaceQuota | None:
     if request.quota_bytes is None:
         if request.quota_files is not None:
             raise InvalidRequest("the body has bad fields", quota_files="needs quota_bytes")

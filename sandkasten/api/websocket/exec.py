@@ -55,10 +55,10 @@ END_S = 1.0
 async def exec_ws(ws: WebSocketExchange) -> None:
     """Serve one connection."""
     await ws.accept(PROTOCOL)
-    await _Connection(ws).run()
+    await _ExecSocket(ws).run()
 
 
-class _Connection:
+class _ExecSocket:
     def __init__(self, ws: WebSocketExchange) -> None:
         self._ws = ws
         self._supervisor = ws.supervisor

@@ -24,7 +24,7 @@ from sandkasten.api.websocket.messages import (
     MAX_CHANNEL,
     MAX_CREDIT_BYTES,
     MAX_FRAME_BYTES,
-    Channel,
+    ChannelNumber,
     CreditBytes,
     Fields,
     FrameBytes,
@@ -71,7 +71,7 @@ class Start:
     """Run a command; besides these fields those of `POST …/exec`."""
 
     kind: ClassVar[str] = "start"
-    id: Channel
+    id: ChannelNumber
     credit: CreditBytes | None = None
     max_frame: FrameBytes | None = None
 
@@ -88,7 +88,7 @@ class Attach:
     """Follow a run that exists, behind the piece of output numbered `after`."""
 
     kind: ClassVar[str] = "attach"
-    id: Channel
+    id: ChannelNumber
     exec_id: ExecId
     after: Sequence | None = None
     credit: CreditBytes | None = None
@@ -99,7 +99,7 @@ class Attach:
 class Credit(messages.Credit):
     """Allow `bytes` more of output."""
 
-    id: Channel
+    id: ChannelNumber
 
 
 @attrs.frozen
@@ -107,7 +107,7 @@ class CloseStdin:
     """End the input."""
 
     kind: ClassVar[str] = "close_stdin"
-    id: Channel
+    id: ChannelNumber
 
 
 @attrs.frozen
@@ -115,7 +115,7 @@ class Signal:
     """Send a signal to the run."""
 
     kind: ClassVar[str] = "signal"
-    id: Channel
+    id: ChannelNumber
     signal: SignalNumber
 
 
@@ -123,7 +123,7 @@ class Signal:
 class Resize(messages.Resize):
     """Change the size of the run's terminal."""
 
-    id: Channel
+    id: ChannelNumber
 
 
 @attrs.frozen
@@ -131,7 +131,7 @@ class Cancel:
     """End the run; `now`: without asking it first."""
 
     kind: ClassVar[str] = "cancel"
-    id: Channel
+    id: ChannelNumber
     now: bool | None = None
 
 
@@ -140,7 +140,7 @@ class Detach:
     """Leave the run to itself."""
 
     kind: ClassVar[str] = "detach"
-    id: Channel
+    id: ChannelNumber
 
 
 @attrs.frozen

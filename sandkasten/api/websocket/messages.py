@@ -28,7 +28,7 @@ MAX_CREDIT_BYTES = MAX_WINDOW_BYTES
 MAX_SEQUENCE = 2**53
 MAX_PING_CHARS = 256
 
-Channel = NewType("Channel", int)
+ChannelNumber = NewType("ChannelNumber", int)
 CreditBytes = NewType("CreditBytes", int)
 FrameBytes = NewType("FrameBytes", int)
 Sequence = NewType("Sequence", int)
@@ -174,7 +174,7 @@ def _ping_text(value: object, _type: object) -> str:
 
 
 _converter = make_converter()
-_converter.register_structure_hook(Channel, _integer(1, MAX_CHANNEL))
+_converter.register_structure_hook(ChannelNumber, _integer(1, MAX_CHANNEL))
 _converter.register_structure_hook(CreditBytes, _integer(0, MAX_CREDIT_BYTES))
 _converter.register_structure_hook(FrameBytes, _integer(MIN_FRAME_BYTES, MAX_FRAME_BYTES))
 _converter.register_structure_hook(Sequence, _integer(0, MAX_SEQUENCE))

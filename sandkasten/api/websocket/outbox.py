@@ -1,7 +1,7 @@
-"""What waits to be sent on one WebSocket, and in which order: control first, then the channels in turn.
+"""Frames that wait to be sent on one WebSocket, and their order: control messages first, then the channels in turn.
 
 One task at a time writes. Each turn takes one frame of each channel, and small frames of a turn go out in one write.
-Everything here is bounded: a channel waits for room before it adds output, control messages over a limit are too many.
+Everything is bounded: a channel waits for room before it adds output, and too many control messages end the connection.
 Knows no message.
 """
 
@@ -14,19 +14,19 @@ from collections.abc import Awaitable, Callable
 import trio
 
 MAX_CONTROL = 256
-"""Control messages that a client has not taken; a client that goes on asking is told to leave."""
+"""Control messages that a client has not read; one more ends the connection."""
 
 QUEUE_BYTES = 64 * 1024
-"""A channel may add output while less than this waits; with a piece on top that is the most it holds."""
+"""A channel may add output while less than this waits; so a channel holds one piece more at most."""
 
 WRITE_BYTES = 96 * 1024
-"""How much is gathered into one write."""
+"""Bytes that are gathered into one write."""
 
 HOLD_S = 0.001
-"""How long the first frames of a channel may wait for what is likely to follow: many runs are over at once."""
+"""Seconds that the first frames of a channel wait for more to send in one write: many runs end at once."""
 
 HOLD_BYTES = 4 * 1024
-"""More than this does not wait."""
+"""Bytes that do not wait for more."""
 
 
 class Lane:
