@@ -91,7 +91,7 @@ def cut_reason(reason: str) -> str:
 log = logging.getLogger(__name__)
 
 INBOX_MESSAGES = 16
-"""Messages that wait for the application. When the inbox is full the socket is not read, so the client's writes wait."""
+"""Messages that wait for the application. Behind them the socket is not read, so the client's writes wait."""
 
 FRAMES_PER_TURN = 32
 """Frames that are parsed before other tasks get a turn: some 0.3 ms."""
