@@ -157,9 +157,7 @@ class _Server:
         self._refusing += 1
         try:
             with trio.move_on_after(REFUSAL_S):
-                await stream.receive_some(
-                    64 * 1024
-                )  # a close with unread bytes would send a reset
+                await stream.receive_some(64 * 1024)  # a close with unread bytes would send a reset
                 await stream.send_all(_REFUSAL)
                 await stream.send_eof()
                 while await stream.receive_some(64 * 1024):

@@ -316,28 +316,12 @@ class SessionBody(Body):
     @classmethod
     def of(cls, session: Session) -> SessionBody:
         """Return a session as clients see it."""
-        return cls(
-            id=session.id,
-            image=session.image,
-            status=session.status,
-            cwd=session.cwd,
-            created_at=session.created_at,
-            expires_at=session.expires_at,
-            last_activity=session.last_activity,
-            acquire_source=session.acquire_source,
+        return cls.take(
+            session,
             ttl_seconds=_seconds(session.ttl_s),
             idle_timeout_seconds=_seconds(session.ttl_s),
             max_lifetime_seconds=_seconds(session.max_lifetime_s),
-            limits=session.limits,
             **attrs.asdict(session.options, recurse=False),
-            labels=session.labels,
-            epoch=session.epoch,
-            workspace_id=session.workspace_id,
-            key_id=session.key_id,
-            acquire_detail=session.acquire_detail,
-            reason=session.reason,
-            end_reason=session.end_reason,
-            pause=session.pause,
         )
 
 

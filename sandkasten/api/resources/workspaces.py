@@ -12,7 +12,7 @@ import binascii
 import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import attrs
 
@@ -176,17 +176,11 @@ class WorkspaceBody(Body):
     @classmethod
     def of(cls, workspace: Workspace) -> WorkspaceBody:
         """Return a workspace as clients see it."""
-        return cls(
-            id=workspace.id,
-            created_at=workspace.created_at,
-            last_used=workspace.last_used,
-            labels=workspace.labels,
-            session_count=workspace.session_count,
-            active_session_count=workspace.active_session_count,
-            has_directory=workspace.has_directory,
-            quota_bytes=None if workspace.quota is None else workspace.quota.size_bytes,
-            quota_files=None if workspace.quota is None else workspace.quota.files,
-            usage=workspace.usage,
+        quota = workspace.quota
+        return cls.take(
+            workspace,
+            quota_bytes=None if quota is None else quota.size_bytes,
+            quota_files=None if quota is None else quota.files,
         )
 
 
@@ -214,9 +208,21 @@ class EntryBody(Body):
     name_base64: str | None = None
 
     @classmethod
-    def of(cls, file: FileInfo) -> EntryBody:
+    def of(cls, file: FileInfo, **others: Any) -> Self:  # others: fields of the subclass
         """Return an entry as clients see it."""
-        return EntryBody(**_entry_fields(file))
+        is_text = scrub(file.name) == file.name
+        return cls(
+            name=file.name,
+            is_dir=file.kind == "directory",
+            type=file.kind,
+            size=file.size_bytes,
+            mode=f"{file.mode:04o}",
+            owner=file.owner,
+            modified_at=_moment(file.modified_us),
+            target=file.target if file.kind == "symlink" else None,
+            name_base64=None if is_text else base64.b64encode(os.fsencode(file.name)).decode("ascii"),
+            **others,
+        )
 
 
 @attrs.frozen(kw_only=True)
@@ -243,21 +249,6 @@ class ImportedBody(Body):
     entries: int
     size_bytes: int
     skipped: int
-
-
-def _entry_fields(file: FileInfo) -> dict[str, Any]:  # the fields of an EntryBody
-    is_text = scrub(file.name) == file.name
-    return {
-        "name": file.name,
-        "is_dir": file.kind == "directory",
-        "type": file.kind,
-        "size": file.size_bytes,
-        "mode": f"{file.mode:04o}",
-        "owner": file.owner,
-        "modified_at": _moment(file.modified_us),
-        "target": file.target if file.kind == "symlink" else None,
-        "name_base64": None if is_text else base64.b64encode(os.fsencode(file.name)).decode("ascii"),
-    }
 
 
 # Workspaces -------------------------------------------------------------------------------------------------------
@@ -348,7 +339,7 @@ async def list_files(exchange: Exchange) -> Answer:
 async def stat(exchange: Exchange) -> Answer:
     """Read the type, size, mode, owner and time of a file."""
     found = await exchange.workspaces.stat_file(exchange.workspace_id, read_query(exchange, FileQuery).path)
-    return json_answer(FileInfoBody(path=found.path, **_entry_fields(found)))
+    return json_answer(FileInfoBody.of(found, path=found.path))
 
 
 async def remove(exchange: Exchange) -> Answer:
@@ -402,7 +393,7 @@ async def import_archive(exchange: Exchange) -> Answer:
     async with exchange.workspaces.open_unpack(exchange.workspace_id, replace=query.replace) as archive:
         await _receive(exchange, archive)
         packed: Packed = await archive.commit()
-    return json_answer(ImportedBody(True, packed.entries, packed.size_bytes, packed.skipped), status=201)
+    return json_answer(ImportedBody.take(packed, ok=True), status=201)
 
 
 async def _receive(exchange: Exchange, archive: ArchiveWriter) -> None:

@@ -16,8 +16,7 @@ from sandkasten.api.http.errors import ErrorBody, error_body
 from sandkasten.api.http.json import Body, encode_json, to_plain
 from sandkasten.api.http.websocket import Opcode, encode_frame
 from sandkasten.api.resources.fields import MAX_WINDOW_BYTES, MIN_WINDOW_BYTES, Cells, make_converter, structure
-from sandkasten.api.resources.run_output import EndBody, end_fields
-from sandkasten.model import ExecEnd
+from sandkasten.api.resources.run_output import EndBody
 from sandkasten.model.errors import InvalidRequest, SandkastenError
 
 KIB = 1024
@@ -82,11 +81,6 @@ class Exit(EndBody):
     """The run or terminal has ended."""
 
     kind: ClassVar[str] = "exit"
-
-    @classmethod
-    def of(cls, end: ExecEnd, **fields: Any) -> Self:  # those of the subclass
-        """Return the message about an end."""
-        return cls(**end_fields(end), **fields)
 
 
 @attrs.frozen(kw_only=True)

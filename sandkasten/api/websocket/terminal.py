@@ -211,7 +211,7 @@ class _Screen:
             self._tell_hands()
             if not self._is_input_refused:  # told once, not for every key
                 self._is_input_refused = True
-                self._lane.put(encode_message(Error.of(error, refused=INPUT)))  # behind the message that the shell was given back
+                self._lane.put(encode_message(Error.of(error, refused=INPUT)))  # behind `given_back`
 
     async def _change_hands(self, order: TakeOver | GiveBack) -> None:
         await self._lane.wait_for_room()  # bounds the answers to a client that reads none
