@@ -60,7 +60,10 @@ def said(full: Any, plain: Any) -> Fields:  # messages
 EXEC_SAID: Mapping[str, tuple[Any, Any]] = {
     "hello": (exec_messages.Hello("p", "s", {}),) * 2,
     "started": (exec_messages.Started(1, 0, "e", False),) * 2,
-    "exit": (exec_messages.Exit.of(FULL_END, **COUNTS, omitted_bytes=1), exec_messages.Exit.of(PLAIN_END, **COUNTS)),
+    "exit": (
+        exec_messages.Exit.of(FULL_END, **COUNTS, omitted_bytes=1),
+        exec_messages.Exit.of(PLAIN_END, **COUNTS, omitted_bytes=None),
+    ),
     "detached": (exec_messages.Detached(1, 0),) * 2,
     "error": (exec_messages.Error(**PUBLIC, id=1, seq=0, refused="x"), exec_messages.Error(**ERROR)),
     "credit": (exec_messages.Granted(1, 1),) * 2,

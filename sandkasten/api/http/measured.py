@@ -76,7 +76,7 @@ class FrontMetrics:
 
     def read(self) -> Sequence[Metric]:
         """Return all that was counted. Any thread may ask."""
-        dropped = CounterMetricFamily("sandkasten_log_lines_dropped", "Log lines nobody read.", log.dropped_lines())
+        dropped = CounterMetricFamily("sandkasten_log_lines_dropped", "Log lines dropped.", log.dropped_lines())
         return [*collect(self._registry), dropped]
 
 

@@ -50,6 +50,8 @@ _LONG = struct.Struct("!BBQ")
 
 
 class Opcode(enum.IntEnum):
+    """The kind of a message (RFC 6455 §5.2)."""
+
     TEXT = 0x1
     BINARY = 0x2
 

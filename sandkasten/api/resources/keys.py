@@ -15,7 +15,7 @@ from sandkasten.model.keys import CONFIGURED, ApiKey, KeyUsage, Label, Quota
 
 @attrs.frozen
 class KeyUsageBody(Body):
-    """What a key has in use at one moment. `execs` counts runs."""
+    """Amounts that a key has in use at one moment. `execs` counts runs."""
 
     sessions: int
     cpu: float

@@ -37,7 +37,7 @@ class HealthBody(Body):
 
 @attrs.frozen
 class ReadinessBody(Body):
-    """Whether the node can serve. Each check maps to `ok` or to a sentence."""
+    """Readiness of the node to serve. Each check maps to `ok` or to a sentence."""
 
     ready: bool
     checks: Mapping[str, str]

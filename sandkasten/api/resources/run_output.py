@@ -52,7 +52,7 @@ TIMED_OUT_CODE = 124
 
 @attrs.frozen(kw_only=True)
 class OutputFormat:
-    """How a client wants to have output: exact bytes, or text, raw or cleaned; and whether a timeout is an error."""
+    """The form of output that a client asks for: exact bytes, or text, raw or cleaned; and if a timeout is an error."""
 
     is_base64: bool = False
     is_raw: bool = False
@@ -64,7 +64,7 @@ class OutputFormat:
 
 @attrs.frozen(kw_only=True)
 class EndBody(Body):
-    """How a run ended. `victim` is the name of the process that the kernel killed for want of memory."""
+    """The end of a run. `victim` is the name of the process that the kernel killed for want of memory."""
 
     exit_code: int
     cwd: str
@@ -101,7 +101,7 @@ def timeout_error(end: ExecEnd, details: Mapping[str, Any]) -> CommandTimeout:  
 
 @attrs.frozen(kw_only=True)
 class ExecResultBody(EndBody):
-    """How a command ended, and what it wrote: text, or base64 if `encoding` says so."""
+    """The end of a command and its output: text, or base64 if `encoding` says so."""
 
     truncated: bool
     bytes_total: int
@@ -409,7 +409,7 @@ class RunEvents:
     """One answer with the events of one run: chunks, then `done` or `error`, and pings in times of silence.
 
     The first output goes out at once, later output is gathered for `coalesce_ms`. The caller decides with `open_run`
-    which run it is and what becomes of it when the client leaves.
+    which run it is, and if the run goes on when the client leaves.
     """
 
     def __init__(

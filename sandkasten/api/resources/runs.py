@@ -95,6 +95,8 @@ _ERROR = OnTimeout("error")
 
 @attrs.frozen
 class TerminalRequest:
+    """A terminal's size in character cells."""
+
     cols: Cells
     rows: Cells
 
@@ -198,16 +200,22 @@ def clamp_timeout(asked_ms: int | None, settings: ApiSettings) -> int:
 
 @attrs.frozen
 class SignalRequest:
+    """A signal, as a number or a name."""
+
     signal: SignalNumber
 
 
 @attrs.frozen
 class CancelRequest:
+    """A cancellation; `now` kills without asking the run first."""
+
     now: bool | None = None
 
 
 @attrs.frozen
 class StdinRequest:
+    """Input as text or base64, and with `close` its end."""
+
     text: str | None = attrs.field(default=None, repr=False)
     content_base64: Base64 | None = attrs.field(default=None, repr=False)
     close: bool | None = None
@@ -224,6 +232,8 @@ class StdinRequest:
 
 @attrs.frozen
 class ShellRequest:
+    """A named shell to open."""
+
     name: ShellName
     shell: Shell | None = None
     cwd: Path | None = None
@@ -236,6 +246,8 @@ class ShellRequest:
 
 @attrs.frozen
 class ProcessRequest:
+    """A background process to start."""
+
     cmd: Text | None = attrs.field(default=None, repr=False)
     argv: Argv | None = attrs.field(default=None, repr=False)
     process_id: ExecId | None = None

@@ -84,6 +84,8 @@ _SAME = Fixed(None)
 
 @attrs.frozen
 class LimitsRequest:
+    """Limits of a new session; the others are the configured ones."""
+
     cpu: Cores | None = None
     memory_mb: MemoryMegabytes | None = None
     pids: Pids | None = None
@@ -114,12 +116,16 @@ class LimitsChange(LimitsRequest):
 
 @attrs.frozen
 class NetworkRequest:
+    """The network of a session, of which only `none` can be had."""
+
     mode: NetworkMode | None = None
     allow: NoHosts | None = None
 
 
 @attrs.frozen
 class FilesystemRequest:
+    """Absolute paths that commands may read, and write."""
+
     readable: Places | None = None
     writable: Places | None = None
 
@@ -131,6 +137,8 @@ class FilesystemRequest:
 
 @attrs.frozen
 class CreateRequest:
+    """A session to create."""
+
     image: str | None = None
     ttl_seconds: Ttl | None = None
     workspace_id: WorkspaceId | None = None
@@ -182,6 +190,8 @@ class CreateRequest:
 
 @attrs.frozen
 class PatchRequest:
+    """A change of a live session."""
+
     ttl_seconds: Ttl | None = None
     labels: Labels | None = None
     limits: LimitsChange | None = None
@@ -203,6 +213,8 @@ class PatchRequest:
 
 @attrs.frozen
 class PauseRequest:
+    """A pause; without `auto_resume: false` the next request ends it."""
+
     auto_resume: bool | None = None
     stop_lease: bool | None = None
 

@@ -66,6 +66,8 @@ _TAR, _COMPRESSED = ArchiveFormat("tar"), ArchiveFormat("tar.zst")
 
 @attrs.frozen
 class WorkspaceRequest:
+    """A workspace to create."""
+
     id: WorkspaceId
     labels: Labels | None = None
     quota_bytes: QuotaBytes | None = None
@@ -74,6 +76,8 @@ class WorkspaceRequest:
 
 @attrs.frozen
 class WorkspacePutRequest:
+    """A workspace to create under the id in the path, or to change."""
+
     labels: Labels | None = None
     quota_bytes: QuotaBytes | None = None
     quota_files: QuotaFiles | None = None
@@ -81,6 +85,8 @@ class WorkspacePutRequest:
 
 @attrs.frozen
 class WorkspacePatchRequest:
+    """A change of a workspace."""
+
     labels: Labels | None = None
     quota_bytes: QuotaBytes | None = _SAME_QUOTA
 

@@ -54,7 +54,7 @@ MORE = 0x80
 
 
 class Tag(enum.IntEnum):
-    """Which stream the bytes of a binary frame belong to."""
+    """The stream that the bytes of a binary frame belong to."""
 
     STDIN = 0
     STDOUT = 1

@@ -37,7 +37,7 @@ MAX_UNPROVEN_BYTES = 8 * 1024
 
 
 class ConnectionOver(Exception):
-    """We closed the connection and told the client why. Raised into a handler, caught at the edge."""
+    """The end of a connection that the server closed with a reason. Raised into a handler, caught at the edge."""
 
 
 class WebSocketExchange:

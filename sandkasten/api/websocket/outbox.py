@@ -136,7 +136,7 @@ class Outbox:
         """Write until cancelled."""
         while True:
             await self.flush()
-            is_due = self._held and not self._is_writing  # else whoever writes wakes us
+            is_due = self._held and not self._is_writing  # otherwise the writer wakes this task
             with trio.CancelScope(deadline=self._held[0][0] if is_due else math.inf) as self._nap:
                 await self._writer.park()
             self._nap = None
