@@ -102,7 +102,7 @@ class Sandbox:
 
 @attrs.frozen
 class GroupHandle:
-    """A run cgroup that was made, and the descriptor for the sandbox's PID 1 (`membership`: see `protocol.RunCgroupMade`).
+    """A run cgroup that was made, and the descriptor for the sandbox's PID 1 (see `protocol.RunCgroupMade.membership`).
     The receiver owns the descriptor, and closes it once it was sent."""
 
     name: str
