@@ -61,11 +61,11 @@ EXEC_SAID: Mapping[str, tuple[Any, Any]] = {
     "hello": (exec_messages.Hello("p", "s", {}),) * 2,
     "started": (exec_messages.Started(1, 0, "e", False),) * 2,
     "exit": (
-        exec_messages.Exit.of(FULL_END, **COUNTS, omitted_bytes=1),
-        exec_messages.Exit.of(PLAIN_END, **COUNTS, omitted_bytes=None),
+        exec_messages.ChannelExit.of(FULL_END, **COUNTS, omitted_bytes=1),
+        exec_messages.ChannelExit.of(PLAIN_END, **COUNTS, omitted_bytes=None),
     ),
     "detached": (exec_messages.Detached(1, 0),) * 2,
-    "error": (exec_messages.Error(**PUBLIC, id=1, seq=0, refused="x"), exec_messages.Error(**ERROR)),
+    "error": (exec_messages.ChannelError(**PUBLIC, id=1, seq=0, refused="x"), exec_messages.ChannelError(**ERROR)),
     "credit": (exec_messages.Granted(1, 1),) * 2,
     "pong": (ws_messages.Pong("x"), ws_messages.Pong()),
 }

@@ -21,9 +21,9 @@ from sandkasten.api.websocket.exec_messages import (
     STDIN_CREDIT_BYTES,
     Attach,
     Cancel,
+    ChannelError,
+    ChannelExit,
     Detached,
-    Error,
-    Exit,
     Granted,
     Input,
     StartCommand,
@@ -308,7 +308,7 @@ class Channel:
             info = run.info
         if end.cause is Cause.TIMED_OUT and self._fails_on_timeout:
             raise timeout_error(end, to_plain(EndBody.of(end)))
-        message = Exit.of(
+        message = ChannelExit.of(
             end,
             id=self.id,
             seq=self._sequence,
@@ -318,11 +318,11 @@ class Channel:
         )
         return encode_message(message)
 
-    def _farewell(self) -> Error | Detached:
+    def _farewell(self) -> ChannelError | Detached:
         """Return the last message of a channel that does not know its run's end."""
         if self.failure is None:
             return Detached(self.id, self._sequence)
-        return Error.of(self.failure, id=self.id, seq=self._sequence, final=True)
+        return ChannelError.of(self.failure, id=self.id, seq=self._sequence, final=True)
 
     def fail(self, error: SandkastenError) -> None:
         """End the channel with an error. The run goes on or ends as its start said (`on_disconnect`)."""
@@ -393,7 +393,7 @@ class Channel:
 
     def refuse(self, error: SandkastenError, kind: str) -> None:
         """Tell the client that a message was not taken; the run goes on."""
-        self._outbox.put(encode_message(Error.of(error, id=self.id, seq=self.sent_sequence, refused=kind)))
+        self._outbox.put(encode_message(ChannelError.of(error, id=self.id, seq=self.sent_sequence, refused=kind)))
 
     @property
     def sent_sequence(self) -> int:

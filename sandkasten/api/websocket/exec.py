@@ -23,14 +23,14 @@ from sandkasten.api.websocket.exec_messages import (
     PROTOCOL,
     Attach,
     Cancel,
+    ChannelCredit,
+    ChannelError,
+    ChannelResize,
     ClientMessage,
     CloseStdin,
-    Credit,
     Detach,
-    Error,
     Hello,
     Input,
-    Resize,
     Signal,
     StartCommand,
     parse_message,
@@ -128,14 +128,14 @@ class _ExecSocket:
             case Input():
                 if (channel := self._channels.get(message.id)) is not None:  # otherwise the message crossed the end
                     channel.add_input(message.data)
-            case Credit():
+            case ChannelCredit():
                 if (channel := self._channels.get(message.id)) is not None:
                     channel.add_credit(message.bytes)
             case CloseStdin():
                 self._channel(message).close_input()
             case Signal():
                 self._order(message, self._supervisor.signal_exec, number=message.signal)
-            case Resize():
+            case ChannelResize():
                 self._order(message, self._supervisor.resize_exec, size=TerminalSize(message.cols, message.rows))
             case Cancel():
                 channel = self._channel(message)
@@ -188,14 +188,14 @@ class _ExecSocket:
         if isinstance(channel.failure, SessionExpired):
             self._close(CloseCode.ENDED, channel.failure.message)
 
-    def _channel(self, message: CloseStdin | Signal | Resize | Cancel | Detach) -> Channel:
+    def _channel(self, message: CloseStdin | Signal | ChannelResize | Cancel | Detach) -> Channel:
         channel = self._channels.get(message.id)
         if channel is None or channel.is_over:
             error = ExecNotFound("no run is on this channel", id=message.id)
             raise Refused(error, channel=message.id, kind=message.kind)
         return channel
 
-    def _order(self, message: Signal | Resize, method: Callable[..., Awaitable[object]], **details: Any) -> None:
+    def _order(self, message: Signal | ChannelResize, method: Callable[..., Awaitable[object]], **details: Any) -> None:
         """Order the supervisor to do something to a run; `details` are the arguments of `method` besides the run."""
         channel = self._channel(message)
         channel.order(message.kind, self._make_order(channel, method, **details))
@@ -218,7 +218,7 @@ class _ExecSocket:
         channel = self._channels.get(refused.channel)
         final = is_start and channel is None
         sequence = 0 if channel is None else channel.sent_sequence
-        error = Error.of(refused.error, id=refused.channel, seq=sequence, final=final, refused=refused.kind)
+        error = ChannelError.of(refused.error, id=refused.channel, seq=sequence, final=final, refused=refused.kind)
         self._outbox.put(encode_message(error))
 
     # The end ----------------------------------------------------------------------------------------------------

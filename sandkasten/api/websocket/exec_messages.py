@@ -96,7 +96,7 @@ class Attach:
 
 
 @attrs.frozen
-class Credit(messages.Credit):
+class ChannelCredit(messages.Credit):
     """Allow `bytes` more of output."""
 
     id: ChannelNumber
@@ -120,7 +120,7 @@ class Signal:
 
 
 @attrs.frozen
-class Resize(messages.Resize):
+class ChannelResize(messages.Resize):
     """Change the size of the run's terminal."""
 
     id: ChannelNumber
@@ -152,10 +152,12 @@ class Input:
     data: bytes = attrs.field(repr=False)
 
 
-ClientMessage = StartCommand | Attach | Credit | CloseStdin | Signal | Resize | Cancel | Detach | Ping | Input
+ClientMessage = (
+    StartCommand | Attach | ChannelCredit | CloseStdin | Signal | ChannelResize | Cancel | Detach | Ping | Input
+)
 
 CLIENT_MESSAGES: Mapping[str, type[Any]] = {  # attrs classes
-    cls.kind: cls for cls in (Start, Attach, Credit, CloseStdin, Signal, Resize, Cancel, Detach, Ping)
+    cls.kind: cls for cls in (Start, Attach, ChannelCredit, CloseStdin, Signal, ChannelResize, Cancel, Detach, Ping)
 }
 
 NOT_IN_START = ("raw_output", "encoding")
@@ -234,7 +236,7 @@ class Started(Body):
 
 
 @attrs.frozen(kw_only=True)
-class Exit(messages.Exit):
+class ChannelExit(messages.Exit):
     """The run has ended and its output was sent, whole pieces up to that numbered `seq`. The channel is free.
 
     `omitted_bytes` counts the output behind that piece which was dropped, because the client cancelled and gave no
@@ -258,7 +260,7 @@ class Detached(Body):
 
 
 @attrs.frozen(kw_only=True)
-class Error(messages.Error):
+class ChannelError(messages.Error):
     """An error. Everything up to `seq` was sent. `final`: the channel has ended and is free; otherwise only the message
     named by `refused` was not taken. An error of the whole connection has neither `id` nor `seq`."""
 
@@ -276,10 +278,10 @@ class Granted(Body):
     bytes: int
 
 
-ServerMessage = Hello | Started | Exit | Detached | Error | Granted | Pong
+ServerMessage = Hello | Started | ChannelExit | Detached | ChannelError | Granted | Pong
 
 SERVER_MESSAGES: Mapping[str, type[Any]] = {  # attrs classes
-    cls.kind: cls for cls in (Hello, Started, Exit, Detached, Error, Granted, Pong)
+    cls.kind: cls for cls in (Hello, Started, ChannelExit, Detached, ChannelError, Granted, Pong)
 }
 
 LIMITS: Mapping[str, int] = {
