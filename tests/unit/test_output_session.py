@@ -65,7 +65,7 @@ async def test_a_run_that_never_began_leaves_no_log(logs: SessionOutput) -> None
 
 
 async def test_ended_runs_give_way_oldest_first(logs: SessionOutput) -> None:
-    """Output that the budget has no room for is dropped from its beginning on, and the owner of what is gone is told."""
+    """Output that the budget has no room for is dropped, oldest first, and the owner of a dropped log is told."""
     gone: list[str] = []
     logs.when_gone(gone.append)
     for number in range(10):
