@@ -30,7 +30,7 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
     ),
     "sandkasten.actors": (
         Layer("tree"),
-        Layer("tree_node", "tree_work", "tree_workspaces", "node_view", "diagnosis", independent=False),
+        Layer("tree_work", "tree_workspaces", "node_view", "diagnosis", independent=False),
         Layer("node"),
         Layer("session"),
         Layer("runs", "workspaces"),

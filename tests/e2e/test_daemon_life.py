@@ -145,8 +145,9 @@ def test_a_pytest_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
 
 OLD_SESSION = (
     "INSERT INTO sessions (id, status, image, cwd, created_at, expires_at, last_activity, ended_at, ttl_s, limits, "
-    "labels, options, acquire_source, reason, ending, epoch, incarnation, is_busy, spec_digest) VALUES (?, ?, 'python', "
-    """'/workspace', 1000, 2800, 1000, ?, 1800, '{}', '{"by": "old"}', '{}', 'cold', ?, ?, 1, 1, 0, 'digest')"""
+    "labels, options, acquire_source, reason, ending, epoch, incarnation, is_busy, spec_digest) "
+    "VALUES (?, ?, 'python', '/workspace', 1000, 2800, 1000, ?, 1800, '{}', "
+    """'{"by": "old"}', '{}', 'cold', ?, ?, 1, 1, 0, 'digest')"""
 )
 
 

@@ -75,7 +75,7 @@ def _why_not() -> str | None:
 _WHY_NOT = _why_not()
 
 needs_namespaces = [pytest.mark.kernel, pytest.mark.skipif(_WHY_NOT is not None, reason=_WHY_NOT or "")]
-"""What a module of kernel tests assigns to `pytestmark`."""
+"""Marker of a module of kernel tests, for `pytestmark`."""
 
 SHELLS = [
     pytest.param(path, id=name, marks=pytest.mark.skipif(not os.path.exists(path), reason=f"no {path} here"))
