@@ -1,0 +1,35 @@
+"""The worked examples of CONTRIBUTING.md are lines of the code they are said to be from."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = re.findall(
+    r"<!-- from (\S+) -->\n\s*```python\n(.*?)\n\s*```\n", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL
+)
+
+
+def lines_of(text: str) -> str:
+    """Return the lines without their common indentation, and without that of their place."""
+    return "\n".join(line.strip() for line in textwrap.dedent(text).splitlines())
+
+
+@pytest.mark.parametrize(("path", "example"), EXAMPLES, ids=[path for path, _ in EXAMPLES])
+def test_an_example_is_what_the_code_says(path: str, example: str) -> None:
+    """Whoever follows the page does what was done last time."""
+    assert lines_of(example) in lines_of((ROOT / path).read_text())
+
+
+def test_every_kind_of_change_has_an_example() -> None:
+    """A setting, a route, a privileged request and a protection."""
+    assert {path for path, _ in EXAMPLES} >= {
+        "sandkasten/config/values.py",
+        "sandkasten/api/routes.py",
+        "nsinit/server/requests.py",
+        "sandkasten/host/checks.py",
+    }
