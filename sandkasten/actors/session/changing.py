@@ -1,7 +1,7 @@
 """The change of a live session by a patch: all of it, or nothing.
 
-Limits are put into force in the kernel by nsinit, the environment in PID 1, the rest in the record alone. The actor sees
-to the state that the session must be in, and to its lease. Refusals of nsinit are translated into the caller's terms.
+Limits are put into force in the kernel by nsinit, the environment in PID 1, the rest in the record alone. The actor
+checks the state of the session and renews the lease. Refusals of nsinit are translated into the caller's terms.
 """
 
 from __future__ import annotations

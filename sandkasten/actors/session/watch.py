@@ -103,7 +103,7 @@ class SandboxWatch:
         return self._sandbox.identity.pid in told.pids or told.kills < oom_kills
 
     async def watch_memory(self, on_kill: Callable[[int, str | None], None]) -> None:
-        """Call `on_kill` after each kill for memory, with the number of kills so far and the name of the last victim."""
+        """Call `on_kill` after each kill for memory, with the kills so far and the name of the last victim."""
         while self._oom is not None:
             await self._oom.wait()  # the removal of a v1 cgroup is signalled as well
             kills = await self._await_kill(self._kills)
