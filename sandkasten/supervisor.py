@@ -157,7 +157,7 @@ class TerminalViewer(Protocol):
         ...
 
     async def give_back(self) -> None:
-        """Leave the prompt of a shell that was taken over, and end what runs in it. Otherwise no effect."""
+        """Leave the prompt of a shell that was taken over, and end its processes. Otherwise no effect."""
         ...
 
     async def wait_end(self) -> ExecEnd:

@@ -191,9 +191,8 @@ class Sight(Protocol):
 
 
 class Machine:
-    """This machine. Totals are cached for seconds, since they change rarely.
-
-    Free amounts are cached for a moment: reading /proc/meminfo takes longer than the rest of an admission.
+    """The machine that runs this process. Totals are cached for seconds, since they change rarely. Free amounts are
+    cached for a moment: reading /proc/meminfo takes longer than the rest of an admission.
     """
 
     def __init__(self, data_dir: Path, cgroup_dirs: Mapping[str, str], next_end: Callable[[], datetime | None]) -> None:

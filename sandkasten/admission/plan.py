@@ -63,10 +63,10 @@ class Resolved:
 
 
 def resolve(spec: SessionSpec, config: Config) -> Resolved:
-    """Fill in defaults and refuse what is out of range.
+    """Fill in defaults and refuse values out of range.
 
     Raises:
-        InvalidRequest: with the bad field in `details`.
+        InvalidRequest: the bad field is in `details`.
         InvalidImage: the name is malformed or not allowed.
     """
     image = spec.image or config.default_image

@@ -1,7 +1,7 @@
-"""`sandkasten nsinit --listen PATH`: nsinit as a service of its own, for a daemon that never was root.
+"""`sandkasten nsinit --listen PATH`: nsinit as a service apart, for a daemon that is never root.
 
-Does as root what a start does on disk, opens the socket, which only the daemon's user may connect to, and becomes the
-launcher (`nsinit/tools/launcher.py`), which starts an nsinit for whoever connects. Sources: unix(7); sd_notify(3).
+Does a start's work on disk as root, opens the socket, to which only the daemon's user may connect, and becomes the
+launcher (`nsinit/tools/launcher.py`), which starts an nsinit for each connection. Sources: unix(7); sd_notify(3).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from nsinit.spawn import CHANNEL_FD, ENVIRONMENT, launcher_command
 from nsinit.wire.launching import NOTIFY_FD, LaunchForUser
 from sandkasten import app
 from sandkasten.api.http.listen import ListenError, bind_unix
-from sandkasten.cli.common import Stop, load, require_root
-from sandkasten.cli.keys import make_data_dir
+from sandkasten.cli.common import Stop, load, make_data_dir, require_root
 from sandkasten.cli.privilege import account_of, set_up
 from sandkasten.config import ConfigError
 from sandkasten.host import examine
@@ -63,7 +62,7 @@ def nsinit(arguments: argparse.Namespace) -> int:
 
 
 def _listen(path: Path, account: Account) -> socket.socket:
-    """Open the socket; it is nobody's but root's until it is the daemon's."""
+    """Open the socket; root owns it until it is handed to the daemon's user."""
     try:
         listener = bind_unix(os.fspath(path), kind=socket.SOCK_SEQPACKET)
     except ListenError as error:

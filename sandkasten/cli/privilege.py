@@ -1,8 +1,8 @@
-"""The command line while it is root, so that the daemon need not be: open, hand over, start the launcher, drop.
+"""The privileged part of a start: open, hand over, start the launcher, drop root, so that the daemon need not be root.
 
-The order is the point: the lock first, so that nobody else is at work in the data directory; then what root alone can
-do; then the launcher, which stays root; then nothing but the daemon's user. Before that there is no thread, no key in
-memory that was not in the configuration, and no connection.
+The order matters. The lock comes first, so that no other process is at work in the data directory; then the work that
+only root can do; then the launcher, which stays root; then this process keeps nothing but the daemon's user. Before the
+drop there is no thread, no key in memory that was not in the configuration, and no connection.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sandkasten.links.nsinit import Launcher, StartNsinit, connect_to, open_laun
 
 @attrs.frozen
 class Means:
-    """What the daemon has instead of privilege."""
+    """The daemon's means in place of privilege."""
 
     start_nsinit: StartNsinit
     held: Held | None = None
@@ -47,7 +47,7 @@ def account_of(config: Config) -> Account:
 
 
 def set_up(config: Config, account: Account) -> None:
-    """Do as root what a start does on disk, for a daemon of `account`.
+    """Do a start's work on disk as root, for a daemon of `account`.
 
     Raises:
         ConfigError, SandkastenError, OSError.
@@ -59,10 +59,10 @@ def set_up(config: Config, account: Account) -> None:
 
 @contextlib.contextmanager
 def means(config: Config, *, serves: bool = True) -> Iterator[Means]:
-    """Give up root as far as the configuration says, and yield what is left to work with; without `serves` no socket.
+    """Give up root as far as the configuration says, and yield the means to work with; without `serves` no socket.
 
     Raises:
-        Stop: the daemon can't live without privilege here; one sentence says why.
+        Stop: the daemon can't run without privilege here; the message is one sentence.
     """
     if os.geteuid() != 0:
         yield Means(_start_nsinit(config))

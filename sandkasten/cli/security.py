@@ -1,4 +1,4 @@
-"""`sandkasten security`: what weakens this installation, and with `--attack` what holds when it is attacked."""
+"""`sandkasten security`: weaknesses of this installation, and with `--attack` the results of attacks on it."""
 
 from __future__ import annotations
 

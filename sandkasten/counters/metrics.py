@@ -24,10 +24,10 @@ MAX_SERIES = 500
 OVERFLOW = "other"
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
-"""Upper bounds of buckets, for what takes from half a millisecond to two minutes."""
+"""Upper bounds of buckets, for times from half a millisecond to two minutes."""
 
 SHORT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
-"""The same for what should be over in a few milliseconds."""
+"""Upper bounds of buckets, for times of a few milliseconds."""
 
 UNKNOWN = "unknown"
 _ENDINGS = {
@@ -56,7 +56,7 @@ class Series(Generic[T]):
         self._children: dict[tuple[str, ...], T] = {}
 
     def __call__(self, *labels: str) -> T:
-        """Return what to count in; `labels` in the order of their names. Raises `ValueError` for a wrong number."""
+        """Return the child to count in; `labels` in the order of their names. Raises `ValueError` for a wrong count."""
         child = self._children.get(labels)
         if child is None:
             if len(self._children) >= MAX_SERIES:
@@ -66,7 +66,7 @@ class Series(Generic[T]):
 
 
 def collect(registry: CollectorRegistry) -> list[Metric]:
-    """Return what was counted so far, without the times at which each series began. Any thread may ask."""
+    """Return the counts so far, without the times at which each series began. Callable from any thread."""
     found = list(registry.collect())
     for metric in found:
         metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
@@ -74,7 +74,7 @@ def collect(registry: CollectorRegistry) -> list[Metric]:
 
 
 def gauge(name: str, help: str, values: Mapping[str, float | None], label: str) -> Metric:
-    """Return numbers as they are now, by the value of their one label; what is not known is left out."""
+    """Return present values, by the value of their one label; unknown (None) values are left out."""
     family = GaugeMetricFamily(name, help, labels=[label])
     for key, value in values.items():
         if value is not None:
@@ -140,7 +140,7 @@ class Metrics:
             self.sessions_ended(status, str(data.get("end_reason", UNKNOWN))).inc()
 
     def note_create(self, outcome: str, took_s: float, timings_ms: Mapping[str, float]) -> None:
-        """Count a create: `ok` or the code of its error, and what its phases took."""
+        """Count a create: `ok` or the code of its error, and the times of its phases."""
         self.creates(outcome).observe(took_s)
         for phase in _PHASES:
             if phase in timings_ms:
@@ -149,7 +149,7 @@ class Metrics:
     def note_run(
         self, kind: str, cause: str, *, waited_s: float | None, ran_s: float | None, first_output_s: float | None
     ) -> None:
-        """Count a run that has ended; None for what did not happen."""
+        """Count a run that has ended; None for a time of an event that did not happen."""
         self.runs_ended(kind, cause).inc()
         if waited_s is not None:
             self.run_waits(kind).observe(waited_s)
@@ -169,7 +169,7 @@ class Metrics:
         self.looks |= looks
 
     def read(self) -> list[Metric]:
-        """Return all that was counted. Any thread may ask."""
+        """Return all counts. Callable from any thread."""
         return collect(self._registry)
 
 

@@ -71,7 +71,7 @@ def read_totals(data_dir: Path, bounds: Bounds, *, max_sessions: int) -> Amounts
 
 
 def read_free(data_dir: Path, bounds: Bounds) -> Amounts:
-    """Return the amounts free now, whatever uses the rest. CPU is a rate and not among them."""
+    """Return the amounts free now. CPU is a rate and not among them."""
     space = os.statvfs(data_dir)
     memory = [
         limit - (_first_number(directory, _MEMORY_USES) or 0) + _reclaimable(directory)

@@ -1,10 +1,10 @@
-"""What a machine must offer: one table of checks with the trial, the protection that rests on it, and the fix.
+"""The catalogue of checks: one table with the trial, the protection that rests on it, and the fix.
 
 `CATALOGUE` holds the checks of `doctor` and `/v1/system` in the order they are shown, `SYSCTLS` the settings that make
-an escape harder and that no sandbox rests on. A row without a `read` function is tried by `nsinit/tools/probe.py`;
-the functions of the others judge the facts in a `Host`, which `read_host` collects and a test can make up. A failed
-check has the verdict FALLS_BACK where the product then works in another way, else MISSING. A fix is a line to type, to
-put into a file, or to click. Reads files and changes nothing.
+an escape harder and that no sandbox rests on. A row without a `read` function is tried by `nsinit/tools/probe.py`; the
+functions of the others judge the facts in a `Host`, which `read_host` collects and a test can make up. A failed check
+has the verdict FALLS_BACK where the product then works in another way, else MISSING. A fix is a line to type, to put
+into a file, or to click. Reads files and changes nothing.
 
 Sources: capabilities(7), namespaces(7), user_namespaces(7), proc(5), seccomp(2), core(5); tty_ioctl(4) TIOCSTI;
 Documentation/admin-guide/sysctl/{fs,kernel,user,vm}.rst; Documentation/admin-guide/LSM/Yama.rst; Ubuntu's notes on
@@ -50,10 +50,10 @@ _MAX_NAMESPACES = tuple(f"user.max_{kind}_namespaces" for kind in ("cgroup", "ip
 
 @attrs.frozen
 class Host:
-    """Facts about this process and what surrounds it.
+    """Facts about this process and its surroundings.
 
-    `container` is its kind, empty outside of one; `status` is the text of `/proc/self/status`; `sysctls` maps the names
-    of those that this kernel has to their values; `installed_s` is when this program was written, by the clock.
+    `container` is the kind of container, empty outside of one; `status` is the text of `/proc/self/status`; `sysctls`
+    maps names of this kernel's sysctls to their values; `installed_s` is the modification time of this program.
     """
 
     data_dir: Path = Path("/")
@@ -155,9 +155,9 @@ def nearest(path: Path) -> Path:
 
 @attrs.frozen
 class Row:
-    """One check: what it is called, the protection that rests on it, and what to tell when it fails.
+    """One check: its title, the protection that rests on it, and the consequence and the fix of a failure.
 
-    `read` judges the facts; None: the check is tried by nsinit's probe, under the same id.
+    `read` judges the facts; None: nsinit's probe tries the check, under the same id.
     """
 
     title: str
@@ -169,13 +169,13 @@ class Row:
 
 
 def works(check_id: str, seen: str) -> Check:
-    """Return a check that went well."""
+    """Return a successful check."""
     row = CATALOGUE[check_id]
     return Check(check_id, row.title, Verdict.WORKS, seen, row.protection)
 
 
 def fails(check_id: str, seen: str, *, fix: str | None = None, verdict: Verdict | None = None) -> Check:
-    """Return a check that failed; `fix` when it depends on what was seen."""
+    """Return a failed check; `fix` and `verdict` replace those of the catalogue."""
     row = CATALOGUE[check_id]
     return Check(
         check_id,
@@ -286,7 +286,7 @@ def _wsl(host: Host) -> Check:
 
 
 def _data_dir(host: Host) -> Check:
-    """Some file systems can't hold a session's writable layer whatever is tried."""
+    """Several file systems can't hold a session's writable layer."""
     mount = find_mount(host.data_dir, host.mountinfo) or Mount("/", "unknown", ())
     if mount.fstype in _FOREIGN or mount.fstype.startswith("fuse"):
         kind = _FOREIGN.get(mount.fstype, "a file system in user space; keep the data directory on a disk")
@@ -307,7 +307,7 @@ def _data_dir_mode(host: Host) -> Check:
 
 
 def _space(host: Host) -> Check:
-    """A warning only: what is enough depends on the sessions."""
+    """A warning only: the space needed depends on the sessions."""
     space = os.statvfs(nearest(host.data_dir))
     free_bytes, has_inodes = space.f_bavail * space.f_frsize, space.f_files > 0  # btrfs counts none
     seen = f"{free_bytes / 1024**3:.1f} GiB free for images, sessions and workspaces"
@@ -529,7 +529,7 @@ profile sandkasten {os.path.realpath(sys.executable)} flags=(unconfined) {{
 
 @attrs.frozen
 class Sysctl:
-    """A setting, its good values (`at_least` to `at_most`), and what a bad one means.
+    """A setting, its good values (`at_least` to `at_most`), and the consequence of a bad one.
 
     `in_doctor`: a check of `doctor`. `severity`: that of the finding of `sandkasten security`, empty for none.
     """

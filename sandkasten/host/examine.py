@@ -1,6 +1,6 @@
-"""The examination of a machine: reads what can be read, has nsinit's probe try the rest, and leaves no change behind.
+"""The examination of a machine: reads facts, has nsinit's probe try the rest, and leaves no change behind.
 
-Used at start, by `sandkasten doctor` and by `/v1/system`. `checks.py` says what is checked and what each failure means.
+Used at start, by `sandkasten doctor` and by `/v1/system`. `checks.py` has the checks and the meaning of each failure.
 `write_machine` and `read_machine` hand an examination that root made to a daemon that is never root:
 `<data_dir>/machine.json` belongs to root, and is believed only then.
 """
@@ -36,8 +36,8 @@ _MAX_MACHINE_BYTES = 1024 * 1024
 def examine(data_dir: Path, *, thorough: bool = False) -> Machine:
     """Return the examination of this machine for that data directory, which need not exist.
 
-    A process tries once for each file system: what a kernel can do does not change while it runs. With `thorough`
-    everything is tried afresh, and also what takes a moment or writes to the kernel's log.
+    A process tries once for each file system: the abilities of a kernel do not change while it runs. With `thorough`
+    every trial is made afresh, also those that take a moment or write to the kernel's log.
     """
     host = read_host(data_dir)
     directory = _writable_place(data_dir)
@@ -53,7 +53,7 @@ def examine(data_dir: Path, *, thorough: bool = False) -> Machine:
 
 
 def _writable_place(data_dir: Path) -> Path:
-    """Return where trials may write: on the data directory's file system, or where an ordinary user may."""
+    """Return a directory for trials: on the data directory's file system, or a temporary one for an ordinary user."""
     found = nearest(data_dir)
     is_ours = os.geteuid() == 0 or os.access(found, os.W_OK | os.X_OK)
     return found if is_ours else Path(tempfile.gettempdir())
@@ -61,7 +61,7 @@ def _writable_place(data_dir: Path) -> Path:
 
 @attrs.frozen
 class _Place:
-    """Where the probe writes. Directories on one file system are equal."""
+    """A directory for the probe. Directories on one file system are equal."""
 
     device: int
     path: Path = attrs.field(eq=False)

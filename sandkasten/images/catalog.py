@@ -227,7 +227,7 @@ def now() -> str:
 
 
 def share_store(images: Path, gid: int) -> None:
-    """Make the directory of images if there is none, and let the group `gid` read it; 0: nobody.
+    """Make the directory of images if there is none, and let the group `gid` read it; 0: root alone.
 
     Raises:
         ConfigError: it is no directory of root's.

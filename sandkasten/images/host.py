@@ -69,7 +69,7 @@ ETC_MADE = {
     "bash.bashrc": "[ -z \"${PS1-}\" ] || PS1='\\u@\\h:\\w\\$ '\n",
 }
 PROGRAM_DIRECTORIES = ("usr/local/sbin", "usr/local/bin", "usr/sbin", "usr/bin")
-"""Where commands are looked for inside."""
+"""Directories of commands inside."""
 PYTHON = "usr/bin/python"
 MAX_FILE_BYTES = 8 * 1024 * 1024
 _PRIVATE = b"PRIVATE KEY"
@@ -93,7 +93,7 @@ def ensure_host_image(catalog: Catalog, *, root: Path = Path("/")) -> Image:
 
 
 def _fingerprint(root: Path) -> str:
-    """Name what the image depends on. Installing or removing a library changes the linker's cache."""
+    """Return a digest of the image's sources. A change of the machine's libraries changes the linker's cache."""
     try:
         status = os.stat(root / "etc/ld.so.cache")
         cache = f"{status.st_mtime_ns}-{status.st_size}"
@@ -143,7 +143,7 @@ def _link_merged(target: Path, root: Path, name: str) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a link as a link, a public regular file with its bytes, a public directory with what fits in it."""
+    """Copy a link as a link, a public regular file with its bytes, a public directory with its public entries."""
     status = source.lstat()
     if stat.S_ISLNK(status.st_mode):
         target.symlink_to(os.readlink(source))

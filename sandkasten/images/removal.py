@@ -1,8 +1,8 @@
 """Remove a directory tree without following a link, crossing a mount, or recursing.
 
 Works beneath one directory descriptor. A subdirectory is never entered from its parent: it is renamed up into the top
-directory first, then emptied there. So depth costs neither stack nor descriptors, and the kernel itself refuses what
-must not be crossed: rename(2) of a mount point fails with EBUSY, of something on another mount with EXDEV.
+directory first, then emptied there. So depth costs neither stack nor descriptors, and the kernel itself refuses to
+cross a mount: rename(2) of a mount point fails with EBUSY, of an entry on another mount with EXDEV.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from collections.abc import Callable
 MOUNT_POINTS = ("dev", "proc", "sys", "tmp", "run", "workspace", "home")
 SHELLS = ("/bin/bash", "/bin/sh")
 MAX_LINKS = 40
-"""As in the kernel (path_resolution(7))."""
+"""The kernel's bound (path_resolution(7))."""
 
 
 def find_problems(rootfs: str, *, usr: str | None = None) -> list[str]:

@@ -1,7 +1,8 @@
-"""Findings about an installation: what its settings, its files and its machine give away. Changes nothing.
+"""Findings about an installation: weaknesses of its settings, its files and its machine. Changes nothing.
 
 `find_weaknesses` puts the findings of three groups of checks together. Settings of the kernel are rows of
 `host/checks.py`. `cli/security.py` prints the findings.
+
 Sources: Documentation/admin-guide/sysctl/{kernel,vm,fs}.rst, core(5), Documentation/admin-guide/hw-vuln/index.rst.
 """
 
@@ -33,7 +34,7 @@ _OTHERS = 0o077
 
 
 class Severity(enum.StrEnum):
-    """`high`: an attacker needs nothing more. `medium`: one layer less. `low`: worth knowing."""
+    """Severity of a finding. `high`: an attacker needs nothing more. `medium`: one layer less. `low`: worth knowing."""
 
     HIGH = "high"
     MEDIUM = "medium"
@@ -45,7 +46,7 @@ _ORDER = (Severity.HIGH, Severity.MEDIUM, Severity.LOW)
 
 @attrs.frozen
 class Finding:
-    """One thing that weakens this installation: what it is, why it matters, and what to do, word for word."""
+    """One weakness: the observation (`what`), the reason (`why`), and the exact fix."""
 
     id: str
     severity: Severity
@@ -67,7 +68,7 @@ def low(name: str, what: str, why: str, fix: str) -> Finding:
 
 
 def in_order(findings: list[Finding]) -> list[Finding]:
-    """Return the gravest first, otherwise as they came."""
+    """Return the findings by severity, the gravest first, otherwise in their order."""
     return sorted(findings, key=lambda each: _ORDER.index(each.severity))
 
 
@@ -86,7 +87,7 @@ def find_weaknesses(config: Config, config_path: Path | None) -> list[Finding]:
 
 
 def check_settings(config: Config, *, memory_bytes: int, cpus: int, free_bytes: int) -> Iterator[Finding]:
-    """Yield what is wrong with the settings for a machine of that size."""
+    """Yield the weaknesses of the settings on a machine of that size."""
     for address in config.listen:
         yield from check_address(address)
     yield from check_key(config.api_key)
@@ -136,7 +137,7 @@ def key_bits(key: str) -> float:
 
 
 def check_origin(origin: str) -> Iterator[Finding]:
-    """Pages of an allowed origin may open WebSockets; of a plain one, so may whoever is on the way."""
+    """Pages of an allowed origin may open WebSockets, and anybody on the way can change a page of a plain origin."""
     scheme, _, rest = origin.partition("://")
     if scheme == "http" and not is_loopback(rest.rpartition(":")[0] or rest):
         yield medium(
@@ -148,7 +149,7 @@ def check_origin(origin: str) -> Iterator[Finding]:
 
 
 def check_protections(config: Config) -> Iterator[Finding]:
-    """What the operator switched off, or made weaker than it is by default."""
+    """Protections that the operator switched off or weakened."""
     profile = str(config.security.seccomp)
     if profile == "off":
         yield high(
@@ -240,7 +241,7 @@ def check_limits(config: Config, *, memory_bytes: int, cpus: int, free_bytes: in
 
 
 def check_places(config: Config, config_path: Path | None) -> Iterator[Finding]:
-    """Yield what is wrong with files and directories; what does not exist yet is fine."""
+    """Yield the weaknesses of files and directories; a missing one has none."""
     account = _account(config)
     yield from check_key_file(config.api_key_path, account)
     if config_path is not None:
@@ -253,7 +254,7 @@ def check_places(config: Config, config_path: Path | None) -> Iterator[Finding]:
 
 
 def _account(config: Config) -> Account:
-    """Return whom the daemon's files may belong to, besides root."""
+    """Return the account, besides root, that the daemon's files may belong to."""
     try:
         return find_account(config.user)
     except ConfigError:
@@ -261,7 +262,7 @@ def _account(config: Config) -> Account:
 
 
 def check_key_file(path: Path, account: Account = ROOT) -> Iterator[Finding]:
-    """The key must be a plain file that its owner alone can read: root, the daemon's account, or who asks."""
+    """The key must be a plain file that only its owner can read: root, the daemon's account, or this process's user."""
     try:
         status = path.lstat()
     except OSError:
@@ -283,7 +284,7 @@ def check_key_file(path: Path, account: Account = ROOT) -> Iterator[Finding]:
 
 
 def check_config_file(path: Path, *, holds_key: bool) -> Iterator[Finding]:
-    """Who can write it decides what is protected; who can read it has the key if that is in there."""
+    """A writer of the configuration decides about the protections; a reader has the key if the file holds it."""
     try:
         status = path.stat()
     except OSError:
@@ -306,8 +307,9 @@ def check_config_file(path: Path, *, holds_key: bool) -> Iterator[Finding]:
 
 
 def check_directory(path: Path, account: Account = ROOT) -> Iterator[Finding]:
-    """Inside are other users' files with their modes: the directory itself is the wall. The daemon's group may make
-    files in a directory of root's that is sticky."""
+    """The directory is the wall around files of sessions with any mode. One of root's that is sticky may be writable
+    for the daemon's group.
+    """
     try:
         status = path.stat()
     except OSError:
@@ -325,7 +327,7 @@ def check_directory(path: Path, account: Account = ROOT) -> Iterator[Finding]:
 
 
 def check_above(path: Path, name: str) -> Iterator[Finding]:
-    """A directory above that others may write lets them put another one in its place."""
+    """Users who may write a directory above can put another one in its place."""
     for parent in path.absolute().parents:
         try:
             mode = parent.stat().st_mode
@@ -341,7 +343,7 @@ def check_above(path: Path, name: str) -> Iterator[Finding]:
 
 
 def check_images(config: Config) -> Iterator[Finding]:
-    """Setuid files are inert inside; an image full of them is worth knowing all the same."""
+    """Setuid files are inert inside; an image full of them is worth knowing nevertheless."""
     catalog = Catalog(config.data_dir, aliases=config.image_aliases)
     try:
         images = catalog.images()
@@ -359,7 +361,7 @@ def check_images(config: Config) -> Iterator[Finding]:
 
 
 def privileged_files(root: Path) -> list[str]:
-    """Return the setuid and setgid files of a tree, by their paths inside; bounded, and no link is followed."""
+    """Return the setuid and setgid files of a tree, by their paths inside. The walk is bounded and follows no link."""
     found, seen = [], 0
     for directory, names, files in os.walk(root):
         seen += len(names) + len(files)
@@ -379,7 +381,7 @@ def privileged_files(root: Path) -> list[str]:
 
 
 def check_machine(data_dir: Path, root: str = "/") -> Iterator[Finding]:
-    """Yield what is weak about the machine; a file that this kernel lacks says nothing."""
+    """Yield the weaknesses of the machine; a file that this kernel lacks is skipped."""
     host = read_host(data_dir, root)
     yield from check_sysctls(host)
     yield from check_core_pattern(host.sysctls.get("kernel.core_pattern", ""))
@@ -400,7 +402,7 @@ def check_sysctls(host: Host) -> Iterator[Finding]:
 
 
 def check_core_pattern(pattern: str) -> Iterator[Finding]:
-    """A handler runs as root, in the host's namespaces, on data that the crashed program chose."""
+    """A handler of core dumps runs as root, in the host's namespaces, on data that the crashed program chose."""
     if pattern.startswith("|"):
         yield low(
             "core.pipe",
@@ -423,7 +425,7 @@ def check_swap(swaps: str) -> Iterator[Finding]:
 
 
 def check_cpu(directory: Path) -> Iterator[Finding]:
-    """Sessions share cores, so what the processor leaks, one may read of another."""
+    """Sessions share cores, so one may read what the processor leaks of another."""
     try:
         names = sorted(path.name for path in directory.iterdir())
     except OSError:

@@ -177,7 +177,7 @@ def test_a_killed_launcher_is_missed_only_when_nsinit_ends(data_dir: Path) -> No
         session = client.post("/v1/sessions", json={}).json()["id"]
         launcher, nsinit = helpers(first)
         os.kill(launcher, signal.SIGKILL)
-        first.wait_log("keeper_lost")
+        first.wait_log("launcher_lost")
         other = client.post("/v1/sessions", json={})
         assert other.status_code == 201
         os.kill(nsinit, signal.SIGKILL)
@@ -194,7 +194,7 @@ def test_a_stop_without_launcher_leaves_nothing(data_dir: Path) -> None:
         client.post("/v1/sessions", json={})
         launcher, nsinit = helpers(daemon)
         os.kill(launcher, signal.SIGKILL)
-        daemon.wait_log("keeper_lost")
+        daemon.wait_log("launcher_lost")
         with must_end(nsinit):
             assert daemon.stop() == 0
     assert list((data_dir / "sessions").iterdir()) == []

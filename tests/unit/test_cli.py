@@ -17,8 +17,8 @@ import pytest
 
 from sandkasten.cli import keys, serve
 from sandkasten.cli.common import Stop
+from sandkasten.cli.image import image_notices
 from sandkasten.cli.main import main
-from sandkasten.cli.notices import image_notices
 from sandkasten.config import Config, ConfigError
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")

@@ -12,8 +12,9 @@ import secrets
 
 import trio
 
+from nsinit.wire.protocol import RemoveRunCgroup
 from sandkasten.actors.core import Ref
-from sandkasten.actors.services import nsinit_messages as zygote_actor
+from sandkasten.actors.services.nsinit import GroupHandle, call, make_group
 from sandkasten.counters.cgroup import GroupStats
 from sandkasten.model.errors import BuildFailed, Capacity, SandkastenError
 
@@ -36,7 +37,7 @@ class RunCgroups:
         self._released: dict[str, None] = {}
         self._tidying = trio.Lock()
 
-    async def make(self) -> zygote_actor.GroupHandle:
+    async def make(self) -> GroupHandle:
         """Return a new cgroup; the caller gives it to `release`.
 
         Raises:
@@ -69,10 +70,10 @@ class RunCgroups:
                 usec += max(0, self._stats.cpu_usec(name))
         return usec
 
-    async def _try_make(self, name: str) -> zygote_actor.GroupHandle:
+    async def _try_make(self, name: str) -> GroupHandle:
         self._live.add(name)
         try:
-            return await self._zygote.ask(zygote_actor.MakeGroup(self._session_id, name))
+            return await self._zygote.ask(make_group(self._session_id, name))
         except trio.Cancelled:
             self._released[name] = None  # made or not, no run will use it
             raise
@@ -88,7 +89,7 @@ class RunCgroups:
         """Take over the cgroup of a run that an earlier daemon began; no more processes will be started in it."""
         self._released[name] = None
 
-    def release(self, cgroup: zygote_actor.GroupHandle) -> None:
+    def release(self, cgroup: GroupHandle) -> None:
         """Give a cgroup back; no more processes will be started in it."""
         cgroup.fd.close()
         self._released[cgroup.name] = None
@@ -122,7 +123,7 @@ class RunCgroups:
 
     async def _try_remove(self, name: str, *, kill: bool) -> bool:
         try:
-            await self._zygote.ask(zygote_actor.RemoveGroup(self._session_id, name, kill))
+            await self._zygote.ask(call(RemoveRunCgroup, self._session_id, name, kill))
         except BuildFailed:  # a process in it lives on
             return False
         except SandkastenError as error:

@@ -18,10 +18,11 @@ import trio
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services import store as store_actor
 from sandkasten.actors.services.directory import SessionDirectory
+from sandkasten.actors.services.store import do
 from sandkasten.actors.session.lease import Lease
 from sandkasten.model import FOREVER_S, Session
 from sandkasten.model.errors import SandkastenError
-from sandkasten.store.sessions import Clocked, SessionRecord
+from sandkasten.store.sessions import Clocked, SessionRecord, put_session
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ class LiveRecord:
     async def put(self) -> None:
         """Write the record. Raises `StoreFailed`."""
         self._persisted_at = trio.current_time()
-        await self._store.ask_again(store_actor.Put(self._written()))
+        await self._store.ask_again(do(put_session, self._written()))
 
     async def put_or_keep(self) -> None:
         """Write the record, or have it written when the database takes writes again."""
@@ -140,7 +141,7 @@ class LiveRecord:
         """Have the record written; a refused write is made up for by the next change. Does not wait."""
         self._persisted_at = trio.current_time()
         try:
-            self._store.tell(store_actor.Put(self._written()))
+            self._store.tell(do(put_session, self._written()))
         except SandkastenError as error:
             log.warning("lease_not_persisted", extra={"session_id": self.facts.id, "error": str(error)})
 
