@@ -1,6 +1,6 @@
 """What several parts of the tree work with. Made once, before any of them runs; who is restarted finds it again.
 
-Declarations only. What a session is handed besides is in `session_setup.py`.
+Declarations only. `Services` in `actors/session/birth.py` adds what a session needs besides.
 """
 
 from __future__ import annotations
