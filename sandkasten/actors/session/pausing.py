@@ -33,7 +33,7 @@ _TRANSFER_S = 0.5
 """How long a file transfer may hold up a pause."""
 
 
-class Pausable(Protocol):
+class PausableSession(Protocol):
     """A session's actor, as a pause needs it."""
 
     async def greet_again(self) -> None: ...
@@ -48,7 +48,7 @@ class Pausable(Protocol):
 class Pausing:
     """The pause of one session: freeze, thaw, and the clocks that stop meanwhile."""
 
-    def __init__(self, actor: Pausable, own: LiveRecord, *, zygote: Ref, lease: Lease, runs: Runs) -> None:
+    def __init__(self, actor: PausableSession, own: LiveRecord, *, zygote: Ref, lease: Lease, runs: Runs) -> None:
         self._actor = actor
         self._own = own
         self._zygote = zygote

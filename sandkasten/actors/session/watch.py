@@ -144,7 +144,7 @@ _Hidden = SandboxError | Unavailable | ExecEnded
 """The errors of a request that may come of the session's death. Any other error is the request's own."""
 
 
-class Losable(Protocol):
+class WatchedSession(Protocol):
     """A session's actor, as `translate_death` needs it."""
 
     @property
@@ -155,7 +155,7 @@ class Losable(Protocol):
     def distrust(self, error: RunnerProtocolError) -> None: ...
 
 
-async def translate_death(error: SandkastenError, of: Losable, watch: SandboxWatch) -> SandkastenError:
+async def translate_death(error: SandkastenError, of: WatchedSession, watch: SandboxWatch) -> SandkastenError:
     """Return the error to answer instead of `error`, which came of work in the session `of`. After a lost connection,
     wait some seconds for the death of PID 1. If it is not noticed by then, a repeated request will get the answer."""
     if isinstance(error, RunnerProtocolError):
