@@ -1,7 +1,7 @@
 """The end of a live session: its sandbox is torn down, its final state is written, and an event is emitted.
 
-Called by the session's actor, which serves no message any more by then. Sessions without an actor are ended by the
-node's reconciliation, with the same events and reasons.
+Called by the session's actor, which serves no message any more by then. Sessions without an actor are ended by
+`node/recovery.py`, with the same events and reasons.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ async def end_session(
     await own.put_or_keep()
     services.crash.passing(Point.DESTROY_RECORDED)
     try:
-        torn_down = await ask_patiently(services.zygote, teardown(host.session_id))
+        torn_down = await ask_patiently(services.nsinit, teardown(host.session_id))
     except SandkastenError as error:  # left to the next reconciliation
         log.error("teardown_deferred", extra={"session_id": host.session_id, "error": str(error)})
         return

@@ -48,10 +48,10 @@ class PausableSession(Protocol):
 class Pausing:
     """The pause of one session: freeze, thaw, and the clocks that stop meanwhile."""
 
-    def __init__(self, actor: PausableSession, own: LiveRecord, *, zygote: Ref, lease: Lease, runs: Runs) -> None:
+    def __init__(self, actor: PausableSession, own: LiveRecord, *, nsinit: Ref, lease: Lease, runs: Runs) -> None:
         self._actor = actor
         self._own = own
-        self._zygote = zygote
+        self._nsinit = nsinit
         self._lease = lease
         self._runs = runs
         self._is_greeted = True
@@ -143,4 +143,4 @@ class Pausing:
         self._is_greeted = True
 
     async def _set_frozen(self, *, frozen: bool) -> None:
-        await ask_patiently(self._zygote, call(SetFrozen, self._own.session.id, frozen))
+        await ask_patiently(self._nsinit, call(SetFrozen, self._own.session.id, frozen))
