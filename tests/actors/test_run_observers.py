@@ -9,7 +9,7 @@ import trio.testing
 
 from sandkasten.actors.runs.run import Run, RunObserver, RunRequest, Shell
 from sandkasten.model import Cause, ExecEnd, ExecSpec, Output, Stream, Usage
-from sandkasten.output.spool import RunLogs, Spool
+from sandkasten.output.store import OutputStore, SessionOutput
 
 END = ExecEnd("a", 0, None, Cause.EXITED, "/", 1, None, shell_restarted=False, usage=Usage())
 
@@ -41,7 +41,7 @@ class Notes(RunObserver):
         self.calls.append(f"ended {run.exec_id} {run.end is not None}")
 
 
-def join(logs: RunLogs, exec_id: str, notes: Notes | None = None) -> Run:
+def join(logs: SessionOutput, exec_id: str, notes: Notes | None = None) -> Run:
     observers = () if notes is None else (notes,)
     run = Run(RunRequest(ExecSpec("true", exec_id=exec_id), timeout_ms=None))
     run.join(
@@ -58,7 +58,7 @@ async def test_an_observer_sees_a_life_in_order_and_nothing_after_its_end(tmp_pa
     """Neither a detach nor output that comes too late."""
     notes = Notes()
     notes.room.set()
-    run = join(Spool(tmp_path).session("s"), "a", notes)
+    run = join(OutputStore(tmp_path).session("s"), "a", notes)
     run.admit(None)
     run.begin(0)
     await run.put(Stream.STDOUT, b"x")
@@ -73,7 +73,7 @@ async def test_an_observer_sees_a_life_in_order_and_nothing_after_its_end(tmp_pa
 async def test_an_observer_without_room_holds_the_run_up(tmp_path: Path) -> None:
     """The next piece is not taken before there is room; it is in the log by then."""
     notes = Notes()
-    run = join(Spool(tmp_path).session("s"), "a", notes)
+    run = join(OutputStore(tmp_path).session("s"), "a", notes)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run.put, Stream.STDOUT, b"x")
         await trio.testing.wait_all_tasks_blocked()
@@ -84,7 +84,7 @@ async def test_an_observer_without_room_holds_the_run_up(tmp_path: Path) -> None
 
 async def test_an_observer_of_a_shell_sees_its_runs_from_then_on(tmp_path: Path) -> None:
     """One that waits already, and one that comes later; none once the observer has left."""
-    notes, logs, shell = Notes(), Spool(tmp_path).session("s"), Shell("main")
+    notes, logs, shell = Notes(), OutputStore(tmp_path).session("s"), Shell("main")
     waiting, later = join(logs, "a"), join(logs, "b")
     waiting.admit(shell)
     shell.observe(notes)
