@@ -25,15 +25,15 @@ log = logging.getLogger(__name__)
 _BACKOFF_FIRST_S = 0.05
 _BACKOFF_MAX_S = 5.0
 _STEADY_S = 30.0
-"""A child that ran this long starts with the first back-off again."""
+"""The back-off of a child that ran this long begins anew."""
 
 
 class GiveUp(Exception):
-    """To restart the child that raises this is pointless; the message says why, and the supervisor ends at once."""
+    """Raised by a child that it is pointless to restart, with the reason; the supervisor ends at once."""
 
 
 class RestartIntensityExceeded(GiveUp):
-    """A child kept failing; the supervisor gives up and its owner decides."""
+    """Raised by a supervisor whose child kept failing; the supervisor's owner decides."""
 
 
 class _Start(Protocol):
@@ -45,8 +45,8 @@ class ChildSpec:
     """How to run one child. `start` is called anew for each incarnation and runs until the child ends.
 
     `permanent` children are always restarted, `transient` ones only after a failure, `temporary` ones never.
-    `shutdown_s` bounds how long stopping waits for this child before it goes on to the next. What `may_keep_failing` is
-    started again and again, as seldom as the back-off says: the others are of use without it.
+    `shutdown_s` bounds how long stopping waits for this child before it goes on to the next. A child that
+    `may_keep_failing` is restarted without limit, after the back-off: the other children are of use without it.
     """
 
     id: str
@@ -93,7 +93,7 @@ class ChildSupervisor:
                         log.error("child_did_not_stop", extra={"child": child.spec.id, "waited_s": waited_s})
 
     async def _keep(self, child: _Child, *, task_status: trio.TaskStatus[Any]) -> None:
-        """Run one child through its incarnations; once it has started only `run` ends it, so that the order is kept."""
+        """Run one child through its incarnations. After the first start only `run` ends it, which keeps the order."""
         try:
             with child.scope:
                 backoff_s = _BACKOFF_FIRST_S
@@ -104,7 +104,7 @@ class ChildSupervisor:
                     try:
                         await child.spec.start(task_status=status if not has_started else trio.TASK_STATUS_IGNORED)
                         failure: BaseException | None = None
-                    except Exception as error:  # a child's bug is judged here, whatever it is
+                    except Exception as error:  # any bug of a child is a reason to restart it
                         if not has_started and not status.is_started:
                             raise
                         failure = error
@@ -145,8 +145,8 @@ class _FirstStart:
         self._inner, self._scope = inner, scope
         self.is_started = False
 
-    def started(self, value: Any = None) -> None:  # whatever the child hands back
+    def started(self, value: Any = None) -> None:  # the value that the child hands back
         self.is_started = True
         self._inner.started(value)
-        # Who started it may have been cancelled a moment before: then it stays where it was, to be cancelled too.
+        # The starting task may have been cancelled a moment before: then the child stays unshielded, to end as well.
         self._scope.shield = trio.current_effective_deadline() != -math.inf

@@ -1,16 +1,16 @@
-"""What a run used, and what of the session's counters is its own: readings when its turn began and when it ended.
+"""The account of a run: what the run used, and why it ended.
 
-A run's turn begins when it is begun (what waits for its shell uses nothing). Whoever is beside it at any time of its
-turn, if only waiting for the same shell, makes what the session did no sign of what the run did; see `cause.py`.
-CPU time of a shell's command is its shell's: a named shell is a cgroup, and the default shell is what is left of the
-session without the groups and, once others have work for it, PID 1. Reads counters, owns none.
+**Usage.** The session's counters are read when the turn of a run begins and when it ends. A turn begins when the shell
+takes the run; a run that waits for its shell uses nothing. A run, a file transfer or a new shell that is there at any
+time of a turn, if only waiting for the same shell, is company: then the session's counters say nothing of one run. The
+CPU time of a command is that of its shell: a named shell has a run cgroup, and the default shell has the session's CPU
+time without the run cgroups and, once others have work for PID 1, without PID 1.
 
-Why a run ended: out of memory, out of processes or out of room, on evidence of its own only.
-
-That the kernel killed, refused a fork or has no room left is known of the session as a whole. A run that was alone in
-it for all of its life did that; beside others, or beside what earlier runs left, it is said of a run only that shows a
-sign of it: a death by SIGKILL, or the words of the C library in what it wrote. Otherwise the runner's word stands.
-A run can forge its own signs, and thereby its own cause, never that of another.
+**Cause.** That the kernel killed for memory, refused a fork or has no room left is known of the session as a whole. A
+run that was alone for its whole turn did that. Beside company, or beside processes that earlier runs left, it is said
+only of a run that shows a sign of it: a death by SIGKILL, or the words of the C library in its output. Otherwise the
+cause is the one that the runner reported. A run can forge its own signs, and thereby its own cause, never the cause of
+another run.
 
 Sources: strerror(3); bash(1), dash(1), "EXIT STATUS" and diagnostics; make(1).
 """
@@ -35,17 +35,17 @@ from sandkasten.output.log import OutputLog
 _SIGKILL = 9
 _KILLED_STATUS = 128 + _SIGKILL
 _CAN_NOT_FORK_STATUS = 254
-"""What bash exits with when it has given up forking."""
+"""The exit status of bash when it has given up forking."""
 _OWN_CAUSES = (Cause.TIMED_OUT, Cause.CANCELLED)
-"""Causes that we brought about: what the counters say besides does not matter."""
+"""Causes that the daemon brought about: the counters do not matter then."""
 
 _TAIL_BYTES = 16 * 1024
-"""How much of each stream is looked at, from its end."""
+"""The end of each stream that is searched for signs."""
 
 _KILLED = re.compile(
     rb"^ *Killed *\r?$|\d +Killed\b|\] Killed\b|\bKilled signal\b|\bSIGKILL\b|\bError 137\b", re.MULTILINE
 )
-"""How shells, make, gcc and Python tell of a child that was killed."""
+"""The words of shells, make, gcc and Python for a child that was killed."""
 _NO_PROCESS = re.compile(
     rb"resource temporarily unavailable|can(?:no|')t fork|can't start new thread"
     rb"|unable to create (?:new )?native thread|\bEAGAIN\b",
@@ -56,9 +56,10 @@ _NO_ROOM = re.compile(rb"no space left on device|disk quota exceeded", re.IGNORE
 
 @attrs.frozen
 class Facts:
-    """What is known besides the runner's word. `kills`, `refusals`: how often the kernel killed for memory and refused
-    a fork in the session while it ran. `is_alone`: nothing else was there at any time. `is_clean`: nothing of earlier
-    commands was in its shell, which would tell of their deaths now. `was_sent_kill`: a caller sent it SIGKILL."""
+    """The facts about an end besides the runner's report. `kills`, `refusals`: how often the kernel killed for memory
+    and refused a fork in the session during the run's turn. `is_alone`: the run had no company. `is_clean`: no process
+    of earlier commands was in its shell, which would report the death of that process now. `was_sent_kill`: a caller
+    sent the run SIGKILL."""
 
     kills: int
     refusals: int
@@ -68,7 +69,7 @@ class Facts:
 
 
 Says = Callable[[Stream, re.Pattern[bytes]], Awaitable[bool]]
-"""Whether the end of a stream has such words."""
+"""Tells whether the end of a stream matches a pattern."""
 
 
 async def find_cause(reply: ExecReply, facts: Facts, says: Says) -> Cause:
@@ -102,7 +103,7 @@ async def _had_no_room(reply: ExecReply, facts: Facts, says: Says) -> bool:
 
 
 def reader_of(log: OutputLog) -> Says:
-    """Return what looks at a run's output. It is looked at only when a run failed; what is not kept says nothing."""
+    """Return a search in the output of a failed run; output that is not kept any more matches nothing."""
 
     async def says(stream: Stream, words: re.Pattern[bytes]) -> bool:
         start = max(log.kept.total(stream) - _TAIL_BYTES, log.kept.first_offset(stream))
@@ -119,7 +120,7 @@ _READINGS = 8
 
 
 class Reading(NamedTuple):
-    """The counters at one moment. `cpu_usec` is that of the run's shell."""
+    """The counters at one moment. `cpu_usec` is the CPU time of the run's shell."""
 
     cpu_usec: int
     memory_bytes: int
@@ -130,9 +131,8 @@ class Reading(NamedTuple):
 
 @attrs.define
 class Account:
-    """The readings of one run. `is_alone`: nothing else has been in the session since the run's turn began. `is_clean`:
-    nothing of earlier commands was left in the run's shell. `init_usec`: PID 1's CPU time when others began to have
-    work for it, -1 while there are none."""
+    """The readings of one run. `is_alone`: the run has had no company since its turn began. `is_clean`: earlier
+    commands left no process in the run's shell. `init_usec`: PID 1's CPU time when company came, -1 before."""
 
     opened: Reading
     is_alone: bool
@@ -145,7 +145,7 @@ class Account:
 
     @classmethod
     def of_numbers(cls, numbers: tuple[int, ...]) -> Account | None:
-        """Return the account of a run that an earlier daemon began, None if `numbers` are none of ours."""
+        """Return the account of a run that an earlier daemon began; None if `numbers` are not those of an account."""
         if len(numbers) != _READINGS:
             return None
         *opened, is_alone, is_clean, init_usec = numbers
@@ -157,15 +157,15 @@ class Account:
         return (*self.opened, int(self.is_alone), int(self.is_clean), self.init_usec)
 
     def end_solitude(self, init_usec: int) -> None:
-        """Something else is in the session from now on."""
+        """Record that company has come."""
         self.is_alone, self.init_usec = False, init_usec
 
     def note_kill(self) -> None:
-        """A caller sent the run SIGKILL."""
+        """Record that a caller sent the run SIGKILL."""
         self.was_sent_kill = True
 
     def close(self, reading: Reading, *, init_spent_usec: int) -> None:
-        """The run's turn is over."""
+        """Record the end of the run's turn."""
         self.closed, self.init_spent_usec = reading, init_spent_usec
 
 
@@ -187,7 +187,7 @@ class Accounts(RunObserver):
         self._count_shells = count_shells
         self._accounts: dict[str, Account] = {}
         self._left: WeakKeyDictionary[Shell, Reading] = WeakKeyDictionary()
-        """The readings when the last run of a shell ended, where the next run waited."""
+        """The readings at the end of the last run of each shell in which the next run waited."""
 
     def readings_of(self, run: Run) -> tuple[int, ...]:
         """Return the account of a run as numbers, to be written down; empty before its turn and after its end."""
@@ -197,7 +197,7 @@ class Accounts(RunObserver):
     # Turns ------------------------------------------------------------------------------------------------------
 
     def note_company(self) -> None:
-        """Something is done in the session beside all that runs."""
+        """Record that all runs have company: a run, a file transfer or a new shell."""
         init_usec = UNKNOWN
         for run in self._active:
             account = self._accounts.get(run.exec_id)
@@ -207,14 +207,14 @@ class Accounts(RunObserver):
                 run.note_change()
 
     def admitted(self, run: Run) -> None:
-        """A few microseconds when the run is the only one."""
+        """Begin the turn of a run that need not wait. Costs a few microseconds when the run is the only one."""
         if len(self._active) > 1:
             self.note_company()
         if run.shell is None or run.shell.runs[0] is run:
             self._open(run, self._read(run))
 
     def began(self, run: Run) -> None:
-        """The run before it in the shell is over, even if output of that one is still on its way."""
+        """Begin the turn of a run that waited, and end that of the run before it, whose output may still be coming."""
         if run.exec_id in self._accounts or run.shell is None:
             return
         reading = self._left.pop(run.shell, None)
@@ -234,7 +234,7 @@ class Accounts(RunObserver):
         self._accounts.pop(run.exec_id, None)
 
     def note_kill(self, run: Run) -> None:
-        """A caller sent the run SIGKILL."""
+        """Record that a caller sent the run SIGKILL."""
         account = self._accounts.get(run.exec_id)
         if account is not None:
             account.note_kill()
@@ -246,13 +246,13 @@ class Accounts(RunObserver):
             self._accounts[run.exec_id] = account
 
     def resume(self, run: Run) -> None:
-        """Go on with a run that an earlier daemon began, now that it is known which others did."""
+        """Go on with the account of a restored run, now that it is known which other runs go on."""
         account = self._accounts.get(run.exec_id)
         if account is not None and len(self._active) > 1:
             account.end_solitude(account.init_usec)
 
     def _settle(self, run: Run, *, has_failed: bool) -> Account | None:
-        """Take the last reading of a run whose end is known, unless the next one in its shell has begun."""
+        """Take the last reading of a run that has ended, unless the next run in its shell has begun already."""
         account, shell = self._accounts.get(run.exec_id), run.shell
         if account is None or account.closed is not None:
             return account
@@ -296,7 +296,7 @@ class Accounts(RunObserver):
         return UNKNOWN if shell.cgroup is None else self._stats.groups.cpu_usec(shell.cgroup)
 
     def _close(self, run: Run, account: Account, *, is_full: bool = True) -> Reading:
-        """Take the last reading. What explains a failure is read only where it `is_full`."""
+        """Take the last reading of a run. The counters that explain a failure are read only if `is_full`."""
         opened, init_spent_usec = account.opened, 0
         reading = self._read(run) if is_full else Reading(*self._read_usage(run), opened.oom_kills, opened.pids_refused)
         if account.init_usec >= 0 and run.shell is not None and run.shell.name == DEFAULT_SHELL:
@@ -358,7 +358,7 @@ def _facts(account: Account | None) -> Facts:
 
 
 def cut_short(run: Run, cause: Cause, cwd: str) -> ExecEnd:
-    """Return the end of a run whose runner will never report it."""
+    """Return the end of a run that no runner will report."""
     return ExecEnd(
         exec_id=run.exec_id,
         exit_code=128 + _SIGKILL,
@@ -373,7 +373,7 @@ def cut_short(run: Run, cause: Cause, cwd: str) -> ExecEnd:
 
 
 def _own_usage(reply: ExecReply) -> Usage:
-    """Return what a program and the processes it waited for used."""
+    """Return the usage of a program and of the processes that it waited for, as PID 1 measured it."""
     cpu_ms = reply.cpu_us // 1000 if reply.cpu_us >= 0 else -1
     return Usage(cpu_ms=cpu_ms, peak_memory_bytes=reply.peak_bytes, written_bytes=reply.written_bytes)
 

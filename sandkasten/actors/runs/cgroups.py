@@ -1,7 +1,7 @@
-"""The cgroups of their own that programs and named shells of one session are born in: made by nsinit, handed to PID 1.
+"""The run cgroups of one session: programs and named shells are born in them. Made by nsinit, handed to PID 1.
 
-A group whose program ended may still hold what the program left running; it is removed when it is empty, and with the
-session at the latest. What all of them used of the CPU is known here, those included that are gone.
+The run cgroup of an ended program may still hold processes that the program left running. The cgroup is removed when it
+is empty, and with the session at the latest. The CPU time of all run cgroups is counted here, removed ones included.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RunCgroups:
         self._stats = stats
         self._live: set[str] = set()
         self._going: dict[str, int] = {}
-        """What is being removed, and the CPU time of each in µs as of then."""
+        """The cgroups that are being removed, and the CPU time of each in µs at that moment."""
         self._gone_usec = 0
         self._nsinit = nsinit
         self._session_id = session_id
@@ -38,32 +38,32 @@ class RunCgroups:
         self._tidying = trio.Lock()
 
     async def make(self) -> RunCgroup:
-        """Return a new group; the caller gives it to `release`.
+        """Return a new cgroup; the caller gives it to `release`.
 
         Raises:
-            Capacity: the session has as many as it may have.
+            Capacity: the session has as many run cgroups as it may have.
             SandkastenError: nsinit is away.
         """
         name = f"g{secrets.token_hex(6)}"
         try:
             return await self._try_make(name)
         except BuildFailed:
-            await self._tidy()  # what ended meanwhile makes room
+            await self._tidy()  # programs that ended meanwhile make room
         try:
             return await self._try_make(name)
         except BuildFailed as error:
             raise Capacity("what earlier programs of this session left running is in the way") from error
 
     def recover(self) -> None:
-        """The session is taken over: know the groups it has."""
+        """Find the cgroups of a session that outlived its daemon."""
         self._live.update(self._stats.list())
 
     def known(self, name: str) -> str | None:
-        """Return the name, which comes from PID 1, if it is that of one of the groups there are."""
+        """Return `name`, which comes from PID 1, if a cgroup has that name."""
         return name if _NAME.match(name) and name in self._live else None
 
     def read_cpu(self) -> int:
-        """Return the CPU time that was used in all groups since the session was made or taken over, in µs."""
+        """Return the CPU time in µs used in all run cgroups since the session was made or adopted."""
         usec = self._gone_usec + sum(self._going.values())
         for name in self._live:
             if name not in self._going:
@@ -75,7 +75,7 @@ class RunCgroups:
         try:
             return await self._nsinit.ask(make_run_cgroup(self._session_id, name))
         except trio.Cancelled:
-            self._released[name] = None  # made or not, nobody will use it
+            self._released[name] = None  # made or not, no run will use it
             raise
         except SandkastenError:
             self._forget(name)
@@ -86,21 +86,21 @@ class RunCgroups:
         self._stats.forget(name)
 
     def adopt(self, name: str) -> None:
-        """A group of an earlier daemon's, in which nothing more will be started."""
+        """Take over the cgroup of a run that an earlier daemon began; no more processes will be started in it."""
         self._released[name] = None
 
-    def release(self, group: RunCgroup) -> None:
-        """Nothing more will be started in it."""
-        group.fd.close()
-        self._released[group.name] = None
+    def release(self, cgroup: RunCgroup) -> None:
+        """Give a cgroup back; no more processes will be started in it."""
+        cgroup.fd.close()
+        self._released[cgroup.name] = None
 
     async def discard(self, name: str) -> None:
-        """Remove a released group, if it is empty."""
+        """Remove a released cgroup, if it is empty."""
         if await self._remove(name, kill=False):
             self._released.pop(name, None)
 
     async def kill(self, name: str) -> None:
-        """Kill everything in a group, whatever it is doing, and remove it."""
+        """Kill every process in a cgroup and remove the cgroup."""
         self._released[name] = None
         if await self._remove(name, kill=True):
             self._released.pop(name, None)
@@ -124,7 +124,7 @@ class RunCgroups:
     async def _try_remove(self, name: str, *, kill: bool) -> bool:
         try:
             await self._nsinit.ask(call(RemoveRunCgroup, self._session_id, name, kill))
-        except BuildFailed:  # something in it lives on
+        except BuildFailed:  # a process in it lives on
             return False
         except SandkastenError as error:
             log.warning("group_not_removed", extra={"session_id": self._session_id, "error": str(error)})

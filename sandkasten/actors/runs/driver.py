@@ -1,8 +1,6 @@
-"""Drives one run over a runner connection: the request, its input, its output, and the end the runner reports.
+"""The drive of one run over a connection to PID 1: the request, the input, the output, and the end that PID 1 reports.
 
-Every byte received is hostile; what is no message of the contract ends the session. Knows no queue and no record.
-
-What PID 1 is asked for a run. Pure.
+Every byte received is hostile: a message outside the protocol ends the session. Knows no queue and no record.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from sandkasten.model.errors import (
 
 
 def request_of(run: Run, *, cgroup: protocol.Group | None, ticket: str) -> protocol.Exec | protocol.RunProgram:
-    """Return what the runner is asked for this run."""
+    """Return the request for a run. Pure."""
     request = run.request
     spec = request.spec
     size = None if spec.terminal is None else protocol.TerminalSize(spec.terminal.cols, spec.terminal.rows)
@@ -68,7 +66,7 @@ def request_of(run: Run, *, cgroup: protocol.Group | None, ticket: str) -> proto
 
 
 def _environment(request: RunRequest) -> dict[str, str]:
-    """Return the variables of a run; its trace is no part of what was asked for, and of no repetition of it."""
+    """Return the environment of a run. Its trace is not part of the request: a repeated request has another one."""
     if request.trace is None or not request.pass_trace:
         return dict(request.spec.env)
     return {TRACEPARENT: request.trace.header, **request.spec.env}
@@ -82,7 +80,7 @@ _STREAMS = {Kind.STDOUT: Stream.STDOUT, Kind.STDERR: Stream.STDERR}
 A = TypeVar("A")
 
 CONTROL_S = 10.0
-"""How long PID 1 may take to answer a request that asks for nothing to wait for."""
+"""How long PID 1 may take to answer a request that it can serve at once."""
 
 
 async def drive(run: Run, link: RunnerLink, cgroup: RunCgroup | None, *, ticket: str) -> protocol.ExecReply:
@@ -91,7 +89,7 @@ async def drive(run: Run, link: RunnerLink, cgroup: RunCgroup | None, *, ticket:
 
     Raises:
         RunnerLost, RunnerProtocolError: PID 1 is gone or hostile.
-        SandkastenError: the runner refused the run.
+        SandkastenError: PID 1 refused the run.
     """
     async with link.connection() as connection:
         membership = None if cgroup is None else protocol.Group(cgroup.name, cgroup.membership)
@@ -111,7 +109,7 @@ async def drive(run: Run, link: RunnerLink, cgroup: RunCgroup | None, *, ticket:
 
 
 async def drive_again(run: Run, link: RunnerLink) -> protocol.ExecReply:
-    """Go on with a run that outlived its daemon, behind the output that is known, and see it to its end.
+    """Serve a run that outlived its daemon to its end, from the output on that is not in its log yet.
 
     Raises:
         ExecEnded: PID 1 has no such run.
@@ -170,7 +168,7 @@ async def _attach(run: Run, connection: RunnerConnection) -> protocol.Attached:
 
 
 async def _receive_while_sending(run: Run, connection: RunnerConnection, stdin: bytes) -> protocol.ExecReply:
-    """Feed the first input while output comes; whichever end ends it, the other stops."""
+    """Send the input of the request while output comes; the end of the run stops the sending."""
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_send_input, run, stdin)
@@ -184,7 +182,7 @@ async def _receive_while_sending(run: Run, connection: RunnerConnection, stdin: 
 async def _send_input(run: Run, stdin: bytes) -> None:
     try:
         await run.input.send(stdin, close=not run.request.spec.stdin_open)
-    except ExecEnded:  # its end is on its way to the other task
+    except ExecEnded:  # the task that receives gets the end
         await trio.lowlevel.checkpoint()
 
 
@@ -200,7 +198,7 @@ async def _receive(run: Run, connection: RunnerConnection) -> protocol.ExecReply
             await run.put(_STREAMS[kind], body)
             continue
         if kind is Kind.STARTED and clock.began_at is None and body == _plain_start(run):
-            run.begin(0)  # what nearly every run begins with, without the cost of taking it apart
+            run.begin(0)  # nearly every run begins with this frame: decoding it would cost more
             continue
         message = decode_answer(kind, body)
         match message:
@@ -220,10 +218,10 @@ def _plain_start(run: Run) -> bytes:
 
 
 async def ask_runner(link: RunnerLink, request: object, answer: type[A], *, fd: int | None = None) -> A:
-    """Make a request that is answered at once, and return the answer. `fd` rides along and stays the caller's.
+    """Send a request that is answered at once, and return the answer. `fd` is sent along and stays the caller's.
 
     Raises:
-        SandkastenError: it was refused, or PID 1 is gone or hostile.
+        SandkastenError: PID 1 refused the request, or is gone or hostile.
     """
     deadline = trio.current_time() + CONTROL_S
     async with link.connection() as connection:
@@ -237,9 +235,9 @@ async def ask_runner(link: RunnerLink, request: object, answer: type[A], *, fd: 
 
 
 def refusal(error: protocol.Error) -> SandkastenError:
-    """Return what the runner's refusal means to the caller."""
+    """Translate a refusal of PID 1 into the error of the caller."""
     match error.code:
-        case "FILE_NOT_FOUND":  # the one file that a run needs is its directory
+        case "FILE_NOT_FOUND":  # a run needs no file but its directory
             return InvalidRequest(error.message, cwd="is no directory that can be entered")
         case "NO_SUCH_USER":
             return InvalidRequest(error.message, user="can't be used")

@@ -1,6 +1,6 @@
-"""The TCP ports that something inside a session listens on, as PID 1 tells them; told on as events.
+"""The TCP ports on which processes of a session listen, as PID 1 reports them; passed on as events.
 
-Watching begins with the first run: before that nothing runs that could listen. What PID 1 says is bounded here.
+Watching begins with the first run, since no process could listen before. The reports of PID 1 are bounded here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_PORT = 65535
 _MAX_ADDRESS_CHARS = 64
 _MINUTE_S = 60.0
 _MAX_TOLD = 240
-"""Events of one session in a minute; the journal is everybody's."""
+"""Port events of one session in a minute: all sessions share the journal."""
 
 
 class Ports:
@@ -37,17 +37,17 @@ class Ports:
         self._told = 0
 
     def ensure_watched(self) -> None:
-        """Begin to watch, once."""
+        """Begin to watch, unless that has been done."""
         if not self._is_watching:
             self._is_watching = True
             self._host.start_task(self._watch)
 
     def list(self) -> Sequence[Port]:
-        """Return what is open now, by number."""
+        """Return the open ports, by number."""
         return sorted(self._open, key=lambda port: (port.port, port.address))
 
     async def wait_open(self, number: int) -> None:
-        """Wait until something listens on a port of that number."""
+        """Wait until a process listens on a port of that number."""
         while all(port.port != number for port in self._open):
             await self._changed.wait()
 
@@ -55,12 +55,12 @@ class Ports:
         try:
             async with self._host.link.connection() as connection:
                 await connection.send_request(protocol.Watch())
-                self._open.clear()  # all there are will be told
+                self._open.clear()  # PID 1 begins with all open ports
                 while True:
                     await self._take(connection)
         except RunnerProtocolError as error:
             self._host.distrust(error)
-        except RunnerLost:  # PID 1 is gone, and others say so, or it was too busy
+        except RunnerLost:  # dead, which the watch of PID 1 reports, or too busy
             self._is_watching = False
 
     async def _take(self, connection: RunnerConnection) -> None:
@@ -85,7 +85,7 @@ class Ports:
         if now - self._minute_began > _MINUTE_S:
             self._minute_began, self._told = now, 0
         self._told += 1
-        if self._told <= _MAX_TOLD:  # what comes oftener is a flood: it can be asked for
+        if self._told <= _MAX_TOLD:  # a client can ask for the ports that a flood left out
             self._host.emit(event, port=port, address=address)
         self._changed.set()
         self._changed = trio.Event()

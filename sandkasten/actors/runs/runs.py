@@ -1,9 +1,9 @@
 """The runs of one session: admits them, queues them per shell, drives them to their end and keeps them for a while.
 
-A repeated id joins the run that has it, or is refused, and never runs twice. Runs in one shell are served in order,
-all others beside each other; every number of them is bounded. Belongs to its session's actor and runs in its nursery.
-
-What the journal is told of runs: which event, and its fields; never a command, its output or an environment.
+A repeated id joins the run that has the id, or is refused, and never runs twice. Runs in one shell are served in order,
+all other runs at the same time; every number of runs is bounded. Belongs to its session's actor and runs in the actor's
+nursery. The life of one run: `admit`, `_serve`, `_settle`, `_retire`. Events about a run hold no command, no output and
+no environment.
 """
 
 from __future__ import annotations
@@ -42,6 +42,16 @@ from sandkasten.model.errors import (
 )
 from sandkasten.output.store import SessionOutput
 
+MAX_ACTIVE = 80
+"""Runs of one session that wait or run; PID 1 takes 128 connections, file transfers and watching included."""
+
+_MAX_PROGRAMS = protocol.MAX_PROGRAMS
+_MAX_INPUT_BYTES = 64 * 1024 * 1024
+"""Input that came with the requests of all runs together; each run keeps its input until the end."""
+
+_CANCEL_TRIES = 20
+_CANCEL_PAUSE_S = 0.05
+
 _BEGINNINGS = {
     ExecKind.COMMAND: EventType.EXEC_STARTED,
     ExecKind.PROCESS: EventType.PROCESS_STARTED,
@@ -54,58 +64,9 @@ _ENDINGS = {
 }
 
 
-def beginning(run: Run) -> tuple[EventType, dict[str, Any]]:  # JSON values
-    """Return the event of a run that has begun."""
-    request = run.request
-    facts: dict[str, Any] = {"exec_id": run.exec_id}
-    match request.kind:
-        case ExecKind.COMMAND:
-            facts |= {"shell": request.shell, "timeout_ms": request.timeout_ms}
-        case ExecKind.PROCESS:
-            facts |= {"pid": run.pid, "keep_alive": request.keep_alive}
-        case ExecKind.TERMINAL:
-            size = run.size
-            facts |= {"shell": request.shell, "cols": size.cols if size else None, "rows": size.rows if size else None}
-    return _BEGINNINGS[request.kind], facts
-
-
-def ending(run: Run, end: ExecEnd) -> tuple[EventType, dict[str, Any]]:  # JSON values
-    """Return the event of a run that has ended."""
-    facts: dict[str, Any] = {
-        "exec_id": run.exec_id,
-        "exit_code": end.exit_code,
-        "signal": end.signal,
-        "cause": end.cause.value,
-        "duration_ms": end.duration_ms,
-        "victim": end.victim,
-    }
-    kind = run.request.kind
-    if kind is not ExecKind.TERMINAL and run.log is not None:
-        facts |= {
-            "cpu_ms": end.usage.cpu_ms,
-            "peak_memory_bytes": end.usage.peak_memory_bytes,
-            "written_bytes": end.usage.written_bytes,
-            "stdout_bytes": run.log.stdout_bytes,
-            "stderr_bytes": run.log.stderr_bytes,
-        }
-    if kind is ExecKind.COMMAND:
-        facts |= {"shell": run.request.shell, "shell_restarted": end.shell_restarted}
-    return _ENDINGS[kind], facts
-
-
-MAX_ACTIVE = 80
-"""Runs of one session that wait or run; PID 1 takes 128 connections, file transfers and watching included."""
-
-_MAX_PROGRAMS = protocol.MAX_PROGRAMS
-_MAX_INPUT_BYTES = 64 * 1024 * 1024
-"""Input of runs that came with their requests, and is kept until they end."""
-
-_CANCEL_TRIES = 20
-_CANCEL_PAUSE_S = 0.05
-
-
 class Runs(RunObserver):
-    """See the module's docstring."""
+    """The runs of one session. Makes the observers that all of them have: accounting, persistence, and `Runs` itself,
+    which emits the events."""
 
     def __init__(
         self,
@@ -149,12 +110,12 @@ class Runs(RunObserver):
     # Admission --------------------------------------------------------------------------------------------------
 
     def admit(self, hold: Hold) -> None:
-        """Begin the run of a hold, or let it hold the one that has its id already.
+        """Begin the run of a hold, or give the hold the run that has the same id.
 
         Raises:
-            Conflict: the id is that of another run.
-            ExecGone: the id was used, and its run is not kept any more.
-            ExecIdsExhausted: it could not be remembered that the id was used.
+            Conflict: the run with this id is of another request.
+            ExecGone: the id was used by a run that is not kept any more.
+            ExecIdsExhausted: the session can remember no more used ids.
             ShellNotFound, ShellBusy, Capacity.
         """
         wanted = hold.run
@@ -170,7 +131,7 @@ class Runs(RunObserver):
 
     @property
     def under_way(self) -> int:
-        """How many run, or wait for their turn."""
+        """The number of runs that run or wait for their turn."""
         return len(self._active)
 
     def _start(self, run: Run) -> None:
@@ -191,7 +152,7 @@ class Runs(RunObserver):
         self._host.start_task(self._serve, run)
 
     def _take(self, run: Run, *, ahead: Sequence[Run] = ()) -> None:
-        """Make a run that has not ended one of this session."""
+        """Make a run that has not ended a run of this session, behind the runs `ahead`."""
         run.join(
             self._output.open(run.exec_id),
             observers=self._observers,
@@ -208,32 +169,32 @@ class Runs(RunObserver):
         return [run for run in self._active.values() if run.request.is_program]
 
     def stop_clocks(self) -> None:
-        """The session is about to be frozen."""
+        """Stop all time limits: the session is about to be frozen."""
         self.persistence.note_pause(is_paused=True)
         for run in self._active.values():
             run.stop_clock()
 
     def start_clocks(self) -> None:
-        """The session is thawed."""
+        """Let the time limits go on: the session is thawed."""
         self.persistence.note_pause(is_paused=False)
         for run in self._active.values():
             run.start_clock()
 
     @property
     def running(self) -> int:
-        """How many run now."""
+        """The number of runs that have begun and not ended."""
         return sum(run.has_begun for run in self._active.values())
 
     @property
     def queued(self) -> int:
-        """How many wait for their turn."""
+        """The number of runs that wait for their turn."""
         return len(self._active) - self.running
 
-    # What an earlier daemon left --------------------------------------------------------------------------------
+    # Runs of an earlier daemon ----------------------------------------------------------------------------------
 
     def recover(self, run: Run, readings: tuple[int, ...]) -> None:
-        """Take over a run that an earlier daemon had; it gets a log. One without an end is gone on with, or given up,
-        as soon as PID 1 has answered."""
+        """Take over a run that an earlier daemon wrote down, with an empty log. A run without an end is resumed or
+        given up as soon as PID 1 has listed its runs."""
         if not run.has_ended:
             self._take(run)
             self.accounts.restore(run, readings)
@@ -244,16 +205,16 @@ class Runs(RunObserver):
             self.cgroups.adopt(run.cgroup)
 
     def recovered(self, run: Run) -> None:
-        """The log of an ended run holds again what is kept of it."""
+        """Keep the log of an ended run, which has been filled again."""
         self._output.retire(run.exec_id, text_bytes=text_bytes(run))
 
     def give_up(self, run: Run) -> None:
-        """It ran when its daemon ended, and is not found again."""
+        """End a run that PID 1 does not have any more."""
         run.finish(cut_short(run, Cause.DAEMON_RESTARTED, self._host.cwd))
         self._retire(run)
 
     def resume(self, run: Run, *, is_orphan: bool) -> None:
-        """Go on with it: in its shell, if there still is one."""
+        """Go on with a run that PID 1 has; end it if its shell was closed."""
         name = run.request.shell
         shell = None if name is None else self.shells.find(name)
         if shell is None and name is not None:
@@ -279,7 +240,7 @@ class Runs(RunObserver):
     # Looking up -------------------------------------------------------------------------------------------------
 
     def find(self, exec_id: str) -> Run:
-        """Raises `ExecNotFound`, `ExecGone`."""
+        """Return the run with that id. Raises `ExecNotFound`, `ExecGone`."""
         run = self._known.get(exec_id)
         if run is not None:
             return run
@@ -289,23 +250,23 @@ class Runs(RunObserver):
 
     @property
     def known(self) -> int:
-        """How many there are of which something is kept."""
+        """The number of runs that are kept, ended ones included."""
         return len(self._known)
 
     def newest(self, limit: int) -> Sequence[ExecInfo]:
-        """Return the newest that are known, oldest first."""
+        """Return the newest runs that are kept, oldest first."""
         return [run.info for run in islice(reversed(self._known.values()), limit)][::-1]
 
     def newest_first(self) -> Iterator[Run]:
-        """Yield all runs that are known."""
+        """Yield all runs that are kept."""
         return reversed(self._known.values())
 
     def infos(self) -> Sequence[ExecInfo]:
-        """Return all runs that are known, oldest first."""
+        """Return all runs that are kept, oldest first."""
         return [run.info for run in self._known.values()]
 
     def _forget(self, exec_id: str) -> None:
-        """Its output is not kept any more: remember the id alone, so that it is not run again."""
+        """Remember the id alone of a run whose output is not kept any more, so that the id is not run again."""
         if self._known.pop(exec_id, None) is not None:
             self.persistence.forget(exec_id)
 
@@ -323,7 +284,7 @@ class Runs(RunObserver):
             if not run.has_ended:
                 run.finish(cut_short(run, Cause.CANCELLED, self._host.cwd))
         except SandkastenError as error:
-            await self._judge(run, error)
+            await self._fail(run, error)
         finally:
             self._leave(run)
             if cgroup is not None:
@@ -331,7 +292,7 @@ class Runs(RunObserver):
                 self._host.start_task(self.cgroups.discard, cgroup.name)
 
     async def _serve_again(self, run: Run, *, is_orphan: bool) -> None:
-        """See a run to its end that an earlier daemon began; PID 1 has it. One that has nobody is cancelled."""
+        """Serve a run that an earlier daemon began and PID 1 has; cancel an orphan, which has no caller any more."""
         try:
             self.accounts.resume(run)
             if is_orphan:
@@ -344,7 +305,7 @@ class Runs(RunObserver):
             if not run.has_ended:
                 run.finish(cut_short(run, Cause.CANCELLED, self._host.cwd))
         except SandkastenError as error:
-            await self._judge(run, error, lost=Cause.DAEMON_RESTARTED)
+            await self._fail(run, error, lost=Cause.DAEMON_RESTARTED)
         finally:
             goes_on = self._leave(run)
             if run.cgroup is not None and not goes_on:
@@ -352,7 +313,7 @@ class Runs(RunObserver):
                 self._host.start_task(self.cgroups.discard, run.cgroup)
 
     def _leave(self, run: Run) -> bool:
-        """Give up a run that has ended, or that this daemon has to leave; return whether the run goes on without it."""
+        """Retire a run that has ended or that this daemon has to leave. Return whether the run goes on without it."""
         goes_on = False
         if not run.has_ended:
             cause = self._host.cause_of_stop
@@ -365,7 +326,7 @@ class Runs(RunObserver):
         return goes_on
 
     def began(self, run: Run) -> None:
-        event, facts = beginning(run)
+        event, facts = _beginning(run)
         self._host.emit(event, **facts)
 
     async def _settle(self, run: Run, reply: protocol.ExecReply, *, cancelled: Cause = Cause.CANCELLED) -> None:
@@ -376,9 +337,9 @@ class Runs(RunObserver):
         if run.shell is not None:
             self.shells.note_cwd(run.shell, reply.cwd)
 
-    async def _judge(self, run: Run, error: SandkastenError, *, lost: Cause | None = None) -> None:
-        """A run failed below the shell: find out whether the sandbox is dead, hostile, or only said no. `lost` is the
-        end of a run that was there and is not found again."""
+    async def _fail(self, run: Run, error: SandkastenError, *, lost: Cause | None = None) -> None:
+        """End a run that failed outside of the shell: the sandbox is dead or hostile, or PID 1 refused the run. `lost`
+        is the cause of end of a run that an earlier daemon began and PID 1 does not have any more."""
         told = await self._host.translate(error)
         if self._host.has_died.is_set() and run.has_begun:
             run.finish(cut_short(run, Cause.SANDBOX_DIED, self._host.cwd))
@@ -395,7 +356,7 @@ class Runs(RunObserver):
             self._host.end_activity()
         if goes_on:
             return
-        if run.end is None:  # refused: it may be tried again
+        if run.end is None:  # refused: the caller may try the same id again
             self.accounts.forget(run)
             self.persistence.discard(run.exec_id)
             self._known.pop(run.exec_id, None)
@@ -403,7 +364,7 @@ class Runs(RunObserver):
             return
         self._output.retire(run.exec_id, text_bytes=text_bytes(run))
         self._measure(run, run.end)
-        event, facts = ending(run, run.end)
+        event, facts = _ending(run, run.end)
         self._host.emit(event, **facts)
 
     def _measure(self, run: Run, end: ExecEnd) -> None:
@@ -420,7 +381,7 @@ class Runs(RunObserver):
     # Reaching a run ---------------------------------------------------------------------------------------------
 
     async def signal(self, run: Run, number: int) -> None:
-        """Send a signal to what the run started. Raises `ExecEnded`."""
+        """Send a signal to the processes of the run. Raises `ExecEnded`, `Conflict`."""
         if number == SIGKILL:
             self.accounts.note_kill(run)
         await self._control(run, protocol.Signal(run.exec_id, number))
@@ -440,7 +401,7 @@ class Runs(RunObserver):
         await self._host.ask_runner(request, protocol.Done)
 
     async def kill_rest(self, run: Run) -> None:
-        """Kill what an ended program left running."""
+        """Wait for the end of a program, and kill the processes that it left running."""
         await run.ended.wait_done()
         if run.cgroup is not None:
             await self.cgroups.kill(run.cgroup)
@@ -449,8 +410,8 @@ class Runs(RunObserver):
         self._host.start_task(self._cancel, run, now)
 
     async def _cancel(self, run: Run, now: bool) -> None:
-        """Ask PID 1, again while the run may still be on its way there. What can't be asked for is cancelled by closing
-        its connection; the driver waits so long for an end, and no longer."""
+        """Ask PID 1 to cancel the run, and again while the run may still be on its way to PID 1. If that fails, cancel
+        by closing the connection. The driver waits no longer for the end than `RunClock.answer_by`."""
         with trio.move_on_after(CONTROL_S):
             await run.input.connected.wait()
         for _ in range(_CANCEL_TRIES):
@@ -479,3 +440,42 @@ def _busy(queue: Sequence[Run], limit: int) -> ShellBusy:
         last_line=running.last_line,
         queue_length=limit,
     )
+
+
+def _beginning(run: Run) -> tuple[EventType, dict[str, Any]]:  # JSON values
+    """Return the event of a run that has begun."""
+    request = run.request
+    facts: dict[str, Any] = {"exec_id": run.exec_id}
+    match request.kind:
+        case ExecKind.COMMAND:
+            facts |= {"shell": request.shell, "timeout_ms": request.timeout_ms}
+        case ExecKind.PROCESS:
+            facts |= {"pid": run.pid, "keep_alive": request.keep_alive}
+        case ExecKind.TERMINAL:
+            size = run.size
+            facts |= {"shell": request.shell, "cols": size.cols if size else None, "rows": size.rows if size else None}
+    return _BEGINNINGS[request.kind], facts
+
+
+def _ending(run: Run, end: ExecEnd) -> tuple[EventType, dict[str, Any]]:  # JSON values
+    """Return the event of a run that has ended."""
+    facts: dict[str, Any] = {
+        "exec_id": run.exec_id,
+        "exit_code": end.exit_code,
+        "signal": end.signal,
+        "cause": end.cause.value,
+        "duration_ms": end.duration_ms,
+        "victim": end.victim,
+    }
+    kind = run.request.kind
+    if kind is not ExecKind.TERMINAL and run.log is not None:
+        facts |= {
+            "cpu_ms": end.usage.cpu_ms,
+            "peak_memory_bytes": end.usage.peak_memory_bytes,
+            "written_bytes": end.usage.written_bytes,
+            "stdout_bytes": run.log.stdout_bytes,
+            "stderr_bytes": run.log.stderr_bytes,
+        }
+    if kind is ExecKind.COMMAND:
+        facts |= {"shell": run.request.shell, "shell_restarted": end.shell_restarted}
+    return _ENDINGS[kind], facts

@@ -1,4 +1,4 @@
-"""What a session's actor offers to what works in it: runs, shells, terminals, ports. Declarations only."""
+"""The interface of a session's actor towards the work in the session: runs, shells, terminals, ports."""
 
 from __future__ import annotations
 
@@ -16,49 +16,59 @@ Ts = TypeVarTuple("Ts")
 
 
 class SessionServices(Protocol):
-    """What a session offers to what works in it."""
+    """A session as its runs, shells, terminals and ports see it; implemented by `SessionActor`."""
 
     @property
     def session_id(self) -> str: ...
 
     @property
-    def cwd(self) -> str: ...
+    def cwd(self) -> str:
+        """The directory of the default shell."""
+        ...
 
     @property
-    def link(self) -> RunnerLink: ...
+    def link(self) -> RunnerLink:
+        """The connections to PID 1."""
+        ...
 
     @property
-    def has_died(self) -> trio.Event: ...
+    def has_died(self) -> trio.Event:
+        """Set when PID 1 has died."""
+        ...
 
     @property
     def cause_of_stop(self) -> Cause:
-        """Why a run that is still there when the session's actor ends has ended."""
+        """The cause of end of a run that has not ended when the session's actor ends."""
         ...
 
     def start_task(self, work: Callable[[*Ts], Awaitable[object]], *args: *Ts) -> None:
-        """Run `work` beside the mailbox, unless the session is ending."""
+        """Run `work(*args)` beside the mailbox, unless the session is ending."""
         ...
 
     def check_run(self) -> None:
-        """Raises `QuotaExceeded` when the API key that made the session runs all that it may."""
+        """Check the quota of the API key that made the session. Raises `QuotaExceeded`."""
         ...
 
-    def begin_activity(self) -> None: ...
+    def begin_activity(self) -> None:
+        """Hold the session's idle end off until `end_activity`."""
+        ...
 
     def end_activity(self) -> None: ...
 
-    def emit(self, event: EventType, **data: object) -> None: ...
+    def emit(self, event: EventType, **data: object) -> None:
+        """Write an event of the session to the journal."""
+        ...
 
     def distrust(self, error: RunnerProtocolError) -> None:
-        """PID 1 broke the contract: the session ends."""
+        """End the session, because PID 1 broke the protocol."""
         ...
 
     async def ask_runner(self, request: object, answer: type[A], *, fd: int | None = None) -> A:
-        """Make a request of PID 1 that is answered at once. Raises what it was refused with."""
+        """Send PID 1 a request that is answered at once, and return the answer. Raises the translated refusal."""
         ...
 
     def note_cwd(self, cwd: str) -> None:
-        """The default shell is in that directory now."""
+        """Record the directory of the default shell."""
         ...
 
     async def translate(self, error: SandkastenError) -> SandkastenError:
@@ -66,9 +76,9 @@ class SessionServices(Protocol):
         ...
 
     async def wake(self) -> None:
-        """Make a paused session go on, if it may. Raises `SessionPaused`."""
+        """Resume a paused session. Raises `SessionPaused` if the session does not resume by itself."""
         ...
 
     async def find_victim(self) -> str | None:
-        """Return the name of the process that was killed for memory last."""
+        """Return the name of the process that the kernel killed last for memory, if it is known."""
         ...

@@ -1,7 +1,7 @@
-"""The persistent shells of one session: the default one, which starts with it, and named ones.
+"""The persistent shells of one session: the default one, which starts with the session, and named ones.
 
-Each has a directory, an environment and a process tree of its own and shares files and network with the others. Owns
-their names; the runs that wait in each are put there by `Runs`.
+Each shell has a directory, an environment and a process tree of its own and shares files and network with the others.
+`Shells` owns the names; `Runs` put runs into the queue of a shell.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Shells:
         self._shells = {DEFAULT_SHELL: Shell(DEFAULT_SHELL)}
         self._opening: set[str] = set()
         self.preferred = "bash"
-        """The program of a shell whose opener names none."""
+        """The program of a shell that is opened without one: `bash` or `sh`."""
 
     def get(self, name: str) -> Shell:
         """Raises `ShellNotFound`."""
@@ -42,11 +42,11 @@ class Shells:
         return len(self._shells) + len(self._opening)
 
     def infos(self) -> Sequence[ShellInfo]:
-        """Return all, the default one first."""
+        """Return all shells, the default one first."""
         return [shell.info for shell in self._shells.values()]
 
     def note_cwd(self, shell: Shell, cwd: str) -> None:
-        """A command left the shell in that directory."""
+        """Record that a command left the shell in that directory."""
         if cwd == shell.cwd:
             return
         shell.note_cwd(cwd)
@@ -54,7 +54,7 @@ class Shells:
             self._host.note_cwd(cwd)
 
     def adopt(self, hello: protocol.HelloReply) -> None:
-        """Take over the shells that PID 1 has, of a sandbox that outlived its daemon perhaps."""
+        """Take over the shells that PID 1 has; a sandbox that outlived its daemon has named ones."""
         self.preferred = "bash" if hello.shell.endswith("/bash") else "sh"
         self._shells[DEFAULT_SHELL].note_cwd(hello.cwd)
         for each in hello.shells[: protocol.MAX_SHELLS]:
@@ -100,7 +100,7 @@ class Shells:
         return Shell(spec.name, cwd=answer.cwd, cgroup=cgroup.name)
 
     async def close(self, name: str) -> Shell:
-        """End a shell with all that it started, and return it. Raises `ShellNotFound`, `InvalidRequest`."""
+        """End a shell and all its processes, and return the shell. Raises `ShellNotFound`, `InvalidRequest`."""
         if name == DEFAULT_SHELL:
             raise InvalidRequest("the default shell ends with its session", name="is the default shell")
         shell = self.get(name)

@@ -1,12 +1,11 @@
-"""The terminals of one session: shells of their own on a terminal, and views onto its persistent shells.
+"""The terminals of one session: programs with a terminal of their own, and views of its persistent shells.
 
-A terminal of its own is a run. A view shows what a persistent shell runs; who takes it over queues a run of its own in
-that shell, a prompt, so that the shell's accounting stays what it is: commands wait behind it like behind any other.
+A terminal of its own is a run. A view shows the commands of a persistent shell and their output. A viewer who takes the
+shell over queues a run in it, a prompt: commands wait behind a prompt as behind any other run.
 
-What was in a persistent shell before somebody watched it: its last commands and what is kept of their output.
-
-Taken from the logs of its runs when a view is opened, so a shell that nobody watches costs nothing. What is taken ends
-exactly where a screen that follows the running command goes on. Nothing here is shown to anybody: see `screen.py`.
+A `Screen` observes a run, or all runs of a shell, and holds the bytes for the viewers. A view begins with the past of
+its shell, read from the logs of earlier runs when the view is opened: a shell without viewers costs nothing. The past
+ends exactly where the screen, which observes the running command, goes on.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Screen(RunObserver):
     # Writing ----------------------------------------------------------------------------------------------------
 
     def show(self, data: bytes, *, on_new_line: bool = False) -> None:
-        """Append what the screen gets; while it is held, behind what is still to come before it."""
+        """Append bytes; while the screen is held, keep them until `release`."""
         if self._held is None:
             self._append(data, on_new_line)
             return
@@ -72,11 +71,11 @@ class Screen(RunObserver):
             self._held_bytes -= len(self._held.popleft()[0])
 
     def hold(self) -> None:
-        """Let what is shown wait until the past has been put before it and `release` is called."""
+        """Keep new bytes back until `release`, so that the past can be put before them."""
         self._held, self._held_bytes = deque(), 0
 
     def release(self) -> None:
-        """Show what waited."""
+        """Append the bytes that were kept back."""
         held, self._held = self._held or (), None
         for data, on_new_line in held:
             self._append(data, on_new_line)
@@ -97,7 +96,7 @@ class Screen(RunObserver):
         self._wake()
 
     def close(self) -> None:
-        """Nothing more will be shown."""
+        """End the screen: viewers read the rest and stop."""
         self.release()
         self.is_closed = True
         self._wake()
@@ -111,7 +110,7 @@ class Screen(RunObserver):
     # Reading ----------------------------------------------------------------------------------------------------
 
     def reader(self) -> ScreenReader:
-        """Return a new viewer's place, at the beginning of what is kept."""
+        """Return a reader for a new viewer, at the beginning of the scroll-back."""
         viewer = ScreenReader(self)
         self._viewers.add(viewer)
         return viewer
@@ -125,7 +124,7 @@ class Screen(RunObserver):
         return self._first
 
     def piece_at(self, offset: int) -> bytes:
-        """Return what is kept from `offset` on, at most `PIECE_BYTES`."""
+        """Return the scroll-back from `offset` on, at most `PIECE_BYTES`."""
         position, parts, size = self._first, [], 0
         for chunk in self._chunks:
             if position + len(chunk) > offset:
@@ -145,7 +144,7 @@ class Screen(RunObserver):
         await self._changed.wait()
 
     def moved(self) -> None:
-        """A viewer has read: whoever waits for room looks again."""
+        """Wake a run that waits for room: a viewer has read."""
         self._wake()
 
     def _wake(self) -> None:
@@ -155,7 +154,7 @@ class Screen(RunObserver):
 
 
 class ProgramScreen(Screen):
-    """The screen of a terminal of its own: it shows the bytes of one run and holds the run up when all viewers lag."""
+    """The screen of a terminal of its own: the bytes of one run, which is held up while all viewers lag."""
 
     def wrote(self, run: Run, piece: Output) -> bool:
         self.show(piece.data)
@@ -167,7 +166,7 @@ class ProgramScreen(Screen):
 
 
 class ShellScreen(Screen):
-    """The screen of a watched shell: commands, their output as text, and notes of ends. It never holds a run up."""
+    """The screen of a watched shell: commands, their output as text, and notes of ends. Never holds a run up."""
 
     def began(self, run: Run) -> None:
         """Show the command of a run, unless a viewer types it."""
@@ -195,7 +194,7 @@ class ShellScreen(Screen):
 
 
 class ScreenReader:
-    """One viewer's place; an async iterator of pieces that ends when the screen is closed and all was read."""
+    """The place of one viewer: an async iterator of pieces that ends when the screen is closed and all is read."""
 
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
@@ -235,7 +234,7 @@ def _command_line(run: Run) -> bytes:
 
 
 def _end_note(run: Run) -> bytes:
-    """Return what is shown of an end; nothing of a good one."""
+    """Return the note of an end; empty for a good end."""
     if run.size is not None:
         text = "given back"
     elif run.end is not None and run.end.exit_code != 0:
@@ -252,7 +251,7 @@ def _lines(data: bytes) -> bytes:
 
 MAX_PAST_RUNS = 100
 _LINE_BYTES = 64
-"""What a command is counted with beside its text and its output."""
+"""The cost of a command beside its text and its output."""
 
 
 @attrs.frozen
@@ -265,7 +264,7 @@ class PastRun:
     is_over: bool
 
     async def read(self) -> bytes:
-        """Return that part, from a whole line on if it is not all; nothing if it is not kept any more."""
+        """Return that part, from a whole line on unless it is all output; empty if it is not kept any more."""
         if self.start == self.end:
             return b""
         assert self.run.log is not None
@@ -278,7 +277,7 @@ class PastRun:
 
 
 def past_of(shell: Shell, newest_first: Iterable[Run]) -> Sequence[PastRun]:
-    """Return what was run in a shell so far, the oldest first: no more than a screen keeps."""
+    """Return the runs of a shell so far, the oldest first, and no more than a screen holds."""
     found: list[PastRun] = []
     room_bytes = SCROLLBACK_BYTES
     for run in newest_first:
@@ -294,7 +293,7 @@ def past_of(shell: Shell, newest_first: Iterable[Run]) -> Sequence[PastRun]:
 
 
 def _was_in(shell: Shell, run: Run) -> bool:
-    """Whether a run has begun in it; one that an earlier daemon saw end is known by the shell's name alone."""
+    """Whether a run has begun in `shell`. A run that ended under an earlier daemon knows only the shell's name."""
     if run.clock.started_at is None:
         return False
     return run.shell is shell or (run.shell is None and run.request.shell == shell.name)
@@ -307,7 +306,7 @@ _NAME_OF_VIEW = "shell:"
 
 @attrs.define(eq=False)
 class Terminal:
-    """One terminal: `run` is what types are sent to, for a view the prompt that `takers` viewers sit at, or None."""
+    """One terminal. `run` gets the input; of a view it is the prompt at which `takers` viewers sit, or None."""
 
     id: str
     screen: Screen
@@ -325,7 +324,7 @@ class Terminal:
         self.viewers -= 1
 
     def offer(self, prompt: Run) -> None:
-        """Make `prompt` the one that viewers sit at."""
+        """Make `prompt` the run that gets the input."""
         self.run, self.takers = prompt, 0
 
     def take(self) -> Run:
@@ -335,7 +334,7 @@ class Terminal:
         return self.run
 
     def give_back(self, prompt: Run) -> bool:
-        """Leave `prompt`; return whether nobody sits at it any more. The next one to come gets a new prompt."""
+        """Leave `prompt`; return whether no viewer sits at it any more. The next taker gets a new prompt."""
         if self.run is not prompt:
             return False
         self.takers -= 1
@@ -345,7 +344,7 @@ class Terminal:
 
 
 class Terminals:
-    """See the module's docstring."""
+    """The terminals of one session, by id; see the module's docstring."""
 
     def __init__(self, host: SessionServices, runs: Runs) -> None:
         self._host = host
@@ -353,7 +352,7 @@ class Terminals:
         self._terminals: dict[str, Terminal] = {}
 
     def join(self, spec: TerminalSpec) -> Viewer:
-        """Return a new viewer's handle, which must be closed; makes the terminal unless it is there.
+        """Return a new viewer, to be closed by the caller; make the terminal unless it is there.
 
         Raises:
             ShellNotFound, TerminalNotFound, Capacity.
@@ -386,7 +385,7 @@ class Terminals:
         return self._begin(run, screen)
 
     async def adopt(self, run: Run) -> None:
-        """Take over a terminal of its own that outlived its daemon; its screen begins with what is kept of its end."""
+        """Take over a terminal of its own that outlived its daemon; its screen begins with the end of its log."""
         assert run.log is not None
         screen = ProgramScreen()
         first = max(run.log.kept.first_offset(Stream.STDOUT), run.log.stdout_bytes - SCROLLBACK_BYTES)
@@ -402,7 +401,7 @@ class Terminals:
 
     def _open_view(self, shell: Shell) -> Terminal:
         terminal = self._terminals.get(_NAME_OF_VIEW + shell.name)
-        if terminal is None or terminal.shell is not shell:  # one of that name may have been closed
+        if terminal is None or terminal.shell is not shell:  # a shell of that name may have been closed
             screen = ShellScreen()
             terminal = Terminal(_NAME_OF_VIEW + shell.name, screen, None, shell)
             self._terminals[terminal.id] = terminal
@@ -417,13 +416,13 @@ class Terminals:
         self._terminals.pop(terminal.id, None)
 
     def close_view(self, shell: Shell) -> None:
-        """The shell was closed: nothing more comes to its screen."""
+        """Close the screen of a shell that was closed."""
         terminal = self._terminals.get(_NAME_OF_VIEW + shell.name)
         if terminal is not None and terminal.shell is shell:
             terminal.screen.close()
 
     def close(self) -> None:
-        """The session has ended: nothing more comes to any screen."""
+        """Close all screens: the session has ended."""
         for terminal in self._terminals.values():
             terminal.screen.close()
         self._terminals.clear()
@@ -431,7 +430,7 @@ class Terminals:
     # What viewers do --------------------------------------------------------------------------------------------
 
     def leave(self, terminal: Terminal, prompt: Run | None) -> None:
-        """A viewer goes. The last one of a view closes it, the last taker gives the shell back."""
+        """Let a viewer go. The last viewer of a view closes it; the last taker gives the shell back."""
         terminal.leave()
         self._host.end_activity()
         if prompt is not None:
@@ -442,7 +441,7 @@ class Terminals:
             terminal.shell.unobserve(terminal.screen)
 
     async def wake(self) -> None:
-        """Make a paused session go on, if it may. Raises `SessionPaused`."""
+        """Resume a paused session. Raises `SessionPaused` if the session does not resume by itself."""
         await self._host.wake()
 
     def take_over(self, terminal: Terminal, size: TerminalSize) -> Run:
@@ -455,7 +454,7 @@ class Terminals:
         return terminal.take()
 
     def give_back(self, terminal: Terminal, prompt: Run) -> Run | None:
-        """One taker less of a prompt. Without any it is ended, with what runs there, and returned."""
+        """Leave a prompt. Without takers the prompt and its processes are ended; return the prompt then."""
         if not terminal.give_back(prompt):
             return None
         prompt.cancel()
@@ -470,7 +469,7 @@ class Terminals:
 
     @property
     def cause_of_end(self) -> Cause:
-        """Why a view ends: its sandbox died, or its shell was closed."""
+        """The cause of the end of a view: its sandbox died, or its shell was closed."""
         return Cause.SANDBOX_DIED if self._host.has_died.is_set() else Cause.CANCELLED
 
 
@@ -482,7 +481,7 @@ class Viewer:
         self._terminal = terminal
         self._spec = spec
         self._prompt: Run | None = None
-        """Where it sits, of a shell that it took over."""
+        """The prompt at which the viewer sits, in a shell that it took over."""
         self._is_closed = False
         self._reader: ScreenReader = terminal.screen.reader()
 
@@ -513,7 +512,7 @@ class Viewer:
         return self._reader
 
     async def wait_started(self) -> None:
-        """Wait until the program of a terminal of its own runs. Raises why it never will."""
+        """Wait until the program of a terminal of its own runs. Raises the error of a program that can't start."""
         if self._terminal.shell is None and self._terminal.run is not None:
             await self._terminal.run.started.wait()
         await trio.lowlevel.checkpoint()
@@ -545,7 +544,7 @@ class Viewer:
         await trio.lowlevel.checkpoint()
 
     async def _wait_turn(self, prompt: Run) -> None:
-        """Wait for the prompt; whoever gives up waiting has left it."""
+        """Wait for the prompt to begin; a viewer that stops waiting leaves the prompt."""
         try:
             await prompt.started.wait()
             if prompt.has_ended:
@@ -561,7 +560,7 @@ class Viewer:
         await trio.lowlevel.checkpoint()
 
     def _leave_prompt(self) -> Run | None:
-        """Return the prompt that is ended by it."""
+        """Leave the prompt; return it if it is ended by that."""
         prompt, self._prompt = self._prompt, None
         return None if prompt is None else self._terminals.give_back(self._terminal, prompt)
 
@@ -575,7 +574,7 @@ class Viewer:
         return cut_short(ghost, self._terminals.cause_of_end, self._terminals.cwd)
 
     def close_unused(self) -> None:
-        """Leave, for an asker who did not wait for the answer."""
+        """Leave, because the asker was cancelled."""
         self.close()
 
     def close(self) -> None:
@@ -601,7 +600,7 @@ class Viewer:
 
 
 async def _show_past(screen: ShellScreen, past: Sequence[PastRun]) -> None:
-    """Put what was in the shell before onto its new screen; what happens in it meanwhile comes behind that."""
+    """Put the past of a shell onto its new screen, before the bytes that the screen keeps back meanwhile."""
     try:
         for each in past:
             screen.show_past(each.run, await each.read(), is_over=each.is_over)

@@ -1,4 +1,8 @@
-"""Waiting for something a run does: its end, a port that opens, a line it writes."""
+"""The waits of a caller for a run: for its result, its end, a port that it opens, or a line that it writes.
+
+A result is collected under a cap that keeps the head and the tail of the output, so memory stays at the cap. The cut
+never splits a UTF-8 character: bytes of a character cut in two are left out and counted.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +19,17 @@ from sandkasten.model.errors import InvalidRequest
 from sandkasten.output.log import ReaderMode
 
 _QUIET_S = 0.1
-"""After this long without output an unfinished line is looked at as it is."""
+"""After this long without output an unfinished line is matched as it is."""
 _MAX_LINE_BYTES = 4096
 _MAX_PATTERN_CHARS = 1000
 _PATTERN_BYTES = 256 * 1024
-"""What the matcher may use: a bound on how slow a pattern can be as well."""
+"""The memory of the matcher; bounds how slow a pattern can be as well."""
 
 
 async def wait_for(
     run: Run, condition: WaitFor, ports: Ports, *, timeout_s: float, matchers: trio.CapacityLimiter
 ) -> Waited:
-    """Wait until the condition holds, the run has ended or the time is over. `matchers` bounds the threads that look at
+    """Wait until the condition holds, the run has ended or the time is over. `matchers` bounds the threads that match
     output. Raises `InvalidRequest`."""
     if sum((condition.exit, condition.port is not None, condition.pattern is not None)) != 1:
         raise InvalidRequest("wait for exactly one thing", condition="exactly one of exit, port and pattern is needed")
@@ -57,9 +61,9 @@ async def _wait_port(run: Run, ports: Ports, number: int) -> Waited:
 
 
 async def _wait_pattern(run: Run, text: str, matchers: trio.CapacityLimiter) -> Waited:
-    """Look at what is kept, then at what comes: line by line, and at a line without an end, a prompt, when nothing more
-    has come of it for a moment. One that is too long to be looked at whole is looked at in parts."""
-    import re2  # only who waits for a pattern pays for it
+    """Match the output in the log, then the output to come, line by line. A line without an end, such as a prompt, is
+    matched when no more of it has come for a moment; a very long line is matched in parts."""
+    import re2  # here: only a wait for a pattern pays for the import
 
     if len(text) > _MAX_PATTERN_CHARS:
         raise InvalidRequest("the pattern is too long", pattern=f"must have at most {_MAX_PATTERN_CHARS} characters")
@@ -75,7 +79,7 @@ async def _wait_pattern(run: Run, text: str, matchers: trio.CapacityLimiter) -> 
 
 
 def _why(error: Exception) -> str:
-    """Return what RE2 says, which it says in bytes."""
+    """Return the message of RE2, which may be bytes."""
     (told,) = error.args or ("",)
     return (told.decode("utf-8", "replace") if isinstance(told, bytes) else str(told))[:200]
 
@@ -102,7 +106,7 @@ async def _first_match(run: Run, search: Callable[[str], object], matchers: trio
 
 
 async def _search(search: Callable[[str], object], lines: list[str], matchers: trio.CapacityLimiter) -> str | None:
-    """Look in a thread: a pattern is a client's, a line is a sandbox's, and together they may take their time."""
+    """Match in a thread: a client's pattern on a sandbox's line may take long."""
     if not lines:
         return None
     return await trio.to_thread.run_sync(_find, search, lines, limiter=matchers, abandon_on_cancel=True)
@@ -113,7 +117,7 @@ def _find(search: Callable[[str], object], lines: list[str]) -> str | None:
 
 
 class _Lines:
-    """Puts the lines of both streams together again."""
+    """Cuts both streams into lines."""
 
     def __init__(self) -> None:
         self._rests = dict.fromkeys(Stream, b"")
@@ -154,7 +158,7 @@ class CappedBytes:
         self.total = total
 
     def add(self, data: bytes) -> None:
-        """Append a piece. Holds at most one and a half times the cap and this piece."""
+        """Append a piece. Memory is at most one and a half times the cap and this piece."""
         self.total += len(data)
         room = self._head_cap - len(self._head)
         if room > 0:
@@ -169,7 +173,7 @@ class CappedBytes:
         return CappedBytes(self._cap, self._head, self._tail, self.total)
 
     def value(self) -> bytes:
-        """Return what is kept."""
+        """Return the kept bytes."""
         if self.total <= self._cap:
             return bytes(self._head + self._tail)
         return _without_cut_end(bytes(self._head)) + _without_cut_start(bytes(self._tail[-self._tail_cap :]))
@@ -195,9 +199,9 @@ def _without_cut_start(data: bytes) -> bytes:
 
 
 class Collector(RunObserver):
-    """Takes a command's output piece by piece and makes its result.
+    """Collects the output of a command and makes its result: both streams as they arrived, and each alone.
 
-    While only one stream has written, what it wrote is kept once; with both, each has the whole cap for itself.
+    As long as only one stream has written, its bytes are stored once; with both, each view has the whole cap.
     """
 
     def __init__(self, cap_bytes: int) -> None:
@@ -218,7 +222,7 @@ class Collector(RunObserver):
         return False
 
     def result(self, end: ExecEnd) -> ExecResult:
-        """Return the result of the command that ended like this."""
+        """Return the result of the command that ended with `end`."""
         output = self._both.value()
         return ExecResult(
             end=end,

@@ -1,15 +1,7 @@
-"""Changes a live session as a patch says: all of it, or nothing.
+"""The change of a live session by a patch: all of it, or nothing.
 
-Its limits are in force in the kernel, its environment in PID 1, the rest in its record alone. In which state a session
-must be for that, and its lease, are its actor's to see to.
-
-The disk of a running session as its actor sees it: how full it is, and other limits for it. Asks nsinit for both.
-
-Knows no record: what the session's actor does with the answer is its own.
-
-Changes the limits of a running session through nsinit, and says in the caller's terms why that was refused.
-
-Knows no record and no lease: what the session's actor does with the answer is its own.
+Limits are put into force in the kernel by nsinit, the environment in PID 1, the rest in the record alone. The actor
+checks the state of the session and renews the lease. Refusals of nsinit are translated into the caller's terms.
 """
 
 from __future__ import annotations
@@ -41,10 +33,10 @@ log = logging.getLogger(__name__)
 
 
 async def change_disk(ref: Ref, session_id: str, *, before: Limits, after: Limits, allowed: Disk) -> None:
-    """Let the disk limits of `after` hold; nothing is asked of nsinit if they are those of `before`.
+    """Put the disk limits of `after` into force, unless they are those of `before`.
 
     Raises:
-        InvalidRequest: more than any session may have, or disks keep their size here.
+        InvalidRequest: more than any session may have, or the disks of this node keep their size.
     """
     if plan_disk(before) == plan_disk(after):
         return
@@ -59,7 +51,7 @@ async def change_disk(ref: Ref, session_id: str, *, before: Limits, after: Limit
 
 
 async def read_disk(ref: Ref, session_id: str) -> dict[str, int]:
-    """Return what is known of the disk for a session's statistics; nothing while nsinit can't be asked."""
+    """Return the disk fields of a session's statistics; none of them while nsinit can't be asked."""
     try:
         use = await ref.ask(call(AskDisk, session_id))
     except (BuildFailed, Unavailable) as error:
@@ -75,15 +67,15 @@ async def read_disk(ref: Ref, session_id: str) -> dict[str, int]:
 
 
 async def change_limits(services: Services, session: Session, wanted: Limits, *, is_undo: bool = False) -> Limits:
-    """Put `wanted` into force, all or none, and return the limits that the session has then. To undo a change is
-    nothing that the node could be too full for.
+    """Put `wanted` into force, all or none, and return the limits that the session has then. The undoing of a change is
+    never refused for lack of room on the node.
 
     Raises:
         LimitInUse: the session uses more memory than that.
-        InvalidRequest: out of range, above the operator's maximum, fixed, or not what the kernel takes here.
+        InvalidRequest: out of range, above the operator's maximum, fixed, or refused by the kernel.
         Capacity: the node can't promise so much now.
         BuildFailed: the session has no cgroup any more.
-        BuildInterrupted: worth another try; until then either limits may be in force.
+        BuildInterrupted: nsinit is away; the old or the new limits are in force until a repeated request.
     """
     check_limits(wanted)
     limits = keep_fixed(wanted, session.limits)
@@ -111,7 +103,7 @@ async def _put_into_force(services: Services, session_id: str, before: Limits, l
 
 
 async def _set_limits(ref: Ref, session_id: str, limits: Limits) -> SandkastenError | None:
-    """Ask nsinit; return why it did not."""
+    """Ask nsinit for the limits; return the error if that was refused."""
     try:
         await ref.ask(set_limits(session_id, plan_limits(limits)))
     except BuildFailed as error:
@@ -129,7 +121,7 @@ async def _set_limits(ref: Ref, session_id: str, limits: Limits) -> SandkastenEr
 
 
 async def change_session(host: SessionServices, own: LiveRecord, patch: SessionPatch, *, services: Services) -> None:
-    """Carry out a patch whose times were checked. Raises as `change_limits`, and what PID 1 refused with."""
+    """Carry out a patch whose times were checked. Raises as `change_limits`, and the translated refusal of PID 1."""
     before = own.session.limits
     if patch.limits is not None:
         own.change(limits=await change_limits(services, own.session, patch.limits))
@@ -145,7 +137,7 @@ async def change_session(host: SessionServices, own: LiveRecord, patch: SessionP
 
 
 async def _change_environment(host: SessionServices, env: Mapping[str, str | None]) -> SandkastenError | None:
-    """Have PID 1 change it; return why it did not."""
+    """Ask PID 1 for the environment; return the error if that was refused."""
     try:
         await host.ask_runner(protocol.SetEnv(dict(env)), protocol.Done)
     except SandkastenError as error:

@@ -1,7 +1,7 @@
-"""Ends a live session: its sandbox is torn down, and its final state is written and told.
+"""The end of a live session: its sandbox is torn down, its final state is written, and an event is emitted.
 
-For its actor, which serves nothing any more by then. Sessions without an actor are ended by `node/recovery.py`,
-and are told of in the same words.
+Called by the session's actor, which serves no message any more by then. Sessions without an actor are ended by
+`node/recovery.py`, with the same events and reasons.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ ENDINGS = {
     Status.CRASHED: EventType.SESSION_CRASHED,
     Status.LOST: EventType.SESSION_LOST,
 }
-"""The event that tells of an end."""
+"""The event of each end."""
 
 EXPIRIES = {
     EndReason.IDLE: "its time to live ran out",
     EndReason.MAX_LIFETIME: "it reached its maximum lifetime",
 }
-"""What people are told of a lease that ran out."""
+"""The reason of a session whose lease ran out."""
 
 
 async def end_session(
@@ -51,7 +51,7 @@ async def end_session(
 ) -> None:
     """Tear the sandbox down and write the session's final state.
 
-    A refused record does not stop the teardown: what must end ends, and is written when that is possible again.
+    The teardown goes on when the database refuses the record, which is written when the database takes writes again.
     """
     began = trio.current_time()
     own.note(ending=event)
@@ -61,7 +61,7 @@ async def end_session(
     services.crash.passing(Point.DESTROY_RECORDED)
     try:
         torn_down = await ask_patiently(services.nsinit, teardown(host.session_id))
-    except SandkastenError as error:  # the reaper finishes it
+    except SandkastenError as error:  # left to the next reconciliation
         log.error("teardown_deferred", extra={"session_id": host.session_id, "error": str(error)})
         return
     services.crash.passing(Point.DESTROY_TORN_DOWN)

@@ -1,8 +1,9 @@
-"""The lease of one session: when it ends and why, and the task that says so. Moments are `trio.current_time()` seconds.
+"""The lease of one session: its end, the reason of the end, and the task that reports the end. All moments are
+`trio.current_time()` seconds.
 
 Activity renews the idle end by the session's own time to live; a running command holds the idle end off, and nothing
 holds off the hard end. Either may be infinitely far away. While the session is paused nothing runs that could hold off
-anything. The owner's mailbox decides; this only knows the time.
+anything. The lease only knows the time: the mailbox of the session's actor decides.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ class Lease:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something goes on that holds the idle end off."""
+        """Whether an activity holds the idle end off."""
         return self.active > 0 and not self._is_paused
 
     @property
     def is_held(self) -> bool:
-        """Whether the idle end comes no nearer."""
+        """Whether the idle end does not come nearer."""
         return self.is_busy or self._is_stopped
 
     @property
     def end(self) -> float:
-        """When the session expires as things are."""
+        """When the session expires if nothing changes."""
         return min(self._ends.values())
 
     @property
@@ -60,7 +61,7 @@ class Lease:
 
     @property
     def reason(self) -> EndReason:
-        """What ends the session at `end`; of both at once, that which nothing holds off."""
+        """The reason of the end at `end`; the hard end, if both ends come at once."""
         return EndReason.MAX_LIFETIME if self._hard_end <= self.end else EndReason.IDLE
 
     @property
@@ -69,7 +70,7 @@ class Lease:
         return {EndReason.MAX_LIFETIME: self._hard_end, EndReason.IDLE: idle_end}
 
     def renew(self, *, ttl_s: float, hard_end: float) -> float:
-        """Start the time to live anew; return how many seconds remain when nothing else happens."""
+        """Start the time to live anew; return the seconds that remain if nothing changes."""
         now = trio.current_time()
         if hard_end != self._hard_end:
             self._hard_end = hard_end
@@ -80,19 +81,19 @@ class Lease:
         return min(ttl_s, hard_end - now)
 
     def announce_anew(self, *, ttl_s: float, max_lifetime_s: float) -> None:
-        """Announce what comes within `WARNING_S` as well, since whoever should have done that may have ended before. A
-        lease that is shorter in all is not announced."""
+        """Announce an end within `WARNING_S` as well, since the last daemon may have ended before it announced the end.
+        A lease that is shorter in all is not announced."""
         spans = {EndReason.IDLE: ttl_s, EndReason.MAX_LIFETIME: max_lifetime_s}
         self._unannounced |= {reason for reason, span_s in spans.items() if span_s > WARNING_S}
         self._set_alarm()
 
     def pause(self, *, stop: bool) -> None:
-        """The session stands still: no activity holds the idle end off, which with `stop` comes no nearer."""
+        """Let no activity hold the idle end off: the session is frozen. With `stop` the idle end comes no nearer."""
         self._is_paused, self._is_stopped = True, stop
         self._set_alarm()
 
     def resume(self) -> None:
-        """It goes on; whoever says so renews the lease as well."""
+        """Let activities hold the idle end off again; the caller renews the lease as well."""
         self._is_paused = self._is_stopped = False
 
     async def watch(

@@ -1,4 +1,4 @@
-"""What a session actor can be asked and told."""
+"""The messages of a session's actor: those of its life, and those of the work in it."""
 
 from __future__ import annotations
 
@@ -40,36 +40,36 @@ class Update(Ask[Session]):
 
 @attrs.frozen
 class PauseSession(Ask[Session]):
-    """Let it stand still; of one that does already, change how."""
+    """Freeze the session, or change the options of a pause."""
 
     spec: PauseSpec
 
 
 @attrs.frozen
 class ResumeSession(Ask[Session]):
-    """Let it go on; answered when it does."""
+    """Thaw the session; answered when it runs."""
 
 
 @attrs.frozen
 class Wake(Ask[None]):
-    """Somebody needs its processes: let it go on if it may. Raises `SessionPaused`."""
+    """Thaw the session for a request that needs its processes. Raises `SessionPaused`."""
 
 
 @attrs.frozen
 class Destroy(Ask[Session]):
-    """End the session; answers its final state."""
+    """End the session; answered with its final state."""
 
     reason: str = "destroyed by request"
 
 
 @attrs.frozen
 class Expire(Ask[None]):
-    """The lease may have run out."""
+    """Check the lease, which may have run out."""
 
 
 @attrs.frozen
 class Died(Tell):
-    """PID 1 is gone, or can't be trusted any more."""
+    """Report that PID 1 is dead, or broke the protocol."""
 
     reason: str
 
@@ -79,7 +79,7 @@ class Died(Tell):
 
 @attrs.frozen
 class OpenRun(Ask[None]):
-    """Begin the run of a hold, or let it hold the one that has its id; answered when it is queued."""
+    """Begin the run of a hold, or give the hold the run that has the same id; answered when the run is queued."""
 
     hold: Hold
 
@@ -93,7 +93,7 @@ class RunToEnd(Ask[ExecEnd]):
 
 @attrs.frozen
 class FindRun(Ask[Run]):
-    """`to_act`: something is to be done to it, for which its session has to be awake."""
+    """Find a run. `to_act`: the request will need the processes, so the session must be awake."""
 
     exec_id: str
     to_act: bool = False
@@ -112,7 +112,7 @@ class SignalRun(Ask[None]):
 
 @attrs.frozen
 class KillRest(Ask[None]):
-    """Kill what an ended run left behind in its cgroup."""
+    """Kill the processes that an ended program left in its run cgroup."""
 
     exec_id: str
 
@@ -152,14 +152,14 @@ class WatchPorts(Ask[Ports]):
 
 @attrs.frozen
 class Borrow(Ask[RunnerLink]):
-    """Use the runner link for a file. Counts as activity until the asker sets `done`, which it does in any case."""
+    """Lend the link to PID 1 for a file transfer, an activity until the asker sets `done`, as it does in any case."""
 
     done: trio.Event
 
 
 @attrs.frozen
 class Attend(Ask[None]):
-    """Somebody follows what goes on here. Counts as activity until the asker sets `done`, which it does in any case."""
+    """Begin to follow the session, an activity until the asker sets `done`, as it does in any case."""
 
     done: trio.Event
 
@@ -184,10 +184,10 @@ Life = Stats | Update | PauseSession | ResumeSession | Wake | Destroy | Expire |
 
 
 def is_read(message: Work) -> bool:
-    """Whether it is served from what the daemon knows, and the sandbox may stand still."""
+    """Whether the daemon can serve the message without a process of the session, which may be frozen."""
     return isinstance(message, ListRuns | ListShells | Attend) or (isinstance(message, FindRun) and not message.to_act)
 
 
 def is_act(message: Work) -> bool:
-    """Whether something is done to the session by it and then over: activity of a moment."""
+    """Whether the message acts on the session at once and then is over: it renews the lease."""
     return isinstance(message, FindRun | SignalRun | KillRest | ResizeRun | OpenShell | CloseShell)

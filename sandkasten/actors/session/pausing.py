@@ -1,8 +1,9 @@
-"""Letting a session stand still and go on. Belongs to its actor and runs in its mailbox, so nothing overtakes it.
+"""The pause of a session: every process of it is frozen, and thawed later. Runs in the mailbox of the session's actor,
+so that no message overtakes a pause.
 
-Intent before effect: the record says `paused` before the first process stands still, and `running` only after all go
-on. So whatever the record says after a crash is what is to be made true: a paused one is frozen (again), and adopted
-without a word from its PID 1, which could not answer.
+Intent before effect: the record says `paused` before the first process is frozen, and `running` only after all are
+thawed. After a crash the record says which of the two is to be made true: a paused session is frozen (again), and
+adopted without an answer of its PID 1, which is frozen as well.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ log = logging.getLogger(__name__)
 A = TypeVar("A")
 
 _TRANSFER_S = 0.5
-"""How long a file that is being transferred may hold up a pause."""
+"""How long a file transfer may hold up a pause."""
 
 
-class Pausable(Protocol):
+class PausableSession(Protocol):
     """A session's actor, as a pause needs it."""
 
     async def greet_again(self) -> None: ...
@@ -45,9 +46,9 @@ class Pausable(Protocol):
 
 
 class Pausing:
-    """See the module's docstring."""
+    """The pause of one session: freeze, thaw, and the clocks that stop meanwhile."""
 
-    def __init__(self, actor: Pausable, own: LiveRecord, *, nsinit: Ref, lease: Lease, runs: Runs) -> None:
+    def __init__(self, actor: PausableSession, own: LiveRecord, *, nsinit: Ref, lease: Lease, runs: Runs) -> None:
         self._actor = actor
         self._own = own
         self._nsinit = nsinit
@@ -55,14 +56,14 @@ class Pausing:
         self._runs = runs
         self._is_greeted = True
         self._still_since = 0.0
-        """On the clock that nobody sets; that of a session which was adopted is taken from the time of day."""
+        """When the pause began, in `trio.current_time()` seconds; computed from the time of day if it was adopted."""
 
     async def pause(self, spec: PauseSpec) -> None:
-        """Freeze a running session, or change how a paused one is.
+        """Freeze a running session, or change the options of a pause.
 
         Raises:
             Conflict: a file is being transferred.
-            BuildFailed: not all of it would stand still; it goes on.
+            BuildFailed: not every process could be frozen; the session runs on.
         """
         session = self._own.session
         is_new = session.status is not Status.PAUSED
@@ -90,24 +91,24 @@ class Pausing:
             self._actor.emit(EventType.SESSION_PAUSED)
 
     async def resume(self) -> None:
-        """Let a paused session go on; of one that runs, nothing.
+        """Thaw a paused session; do nothing to a running one.
 
         Raises:
-            SandkastenError: it could not be thawed, and is as it was; or its PID 1 does not answer.
+            SandkastenError: the session could not be thawed and stays paused, or its PID 1 does not answer.
         """
         if self._own.session.status is Status.PAUSED:
             await self._let_go_on()
             self._actor.emit(EventType.SESSION_RESUMED)
 
     async def wake(self) -> None:
-        """As `resume`, for a request that needs it awake. Raises `SessionPaused` if it is not to go on by itself."""
+        """As `resume`, for a request that needs the processes. Raises `SessionPaused` without `auto_resume`."""
         pause = self._own.session.pause
         if pause is not None and not pause.auto_resume:
             raise SessionPaused("the session is paused", since=pause.since.isoformat(timespec="seconds"))
         await self.resume()
 
     async def adopt(self) -> None:
-        """Take over a session that its last daemon paused, or was about to."""
+        """Take over a session that an earlier daemon paused, or was about to pause."""
         pause = self._own.session.pause
         since = self._own.session.last_activity if pause is None else pause.since
         self._still_since = trio.current_time() - max(0.0, (datetime.now(UTC) - since).total_seconds())
@@ -129,12 +130,12 @@ class Pausing:
         thawed = protocol.Thawed(round(still_s * 1000))
         try:
             await self._actor.ask_runner(thawed, protocol.Done)
-        except SandkastenError as error:  # whether it is dead or hostile is for others to say
+        except SandkastenError as error:  # the watch of PID 1 reports a death
             log.warning("time_limits_not_moved", extra={"session_id": session.id, "error": str(error)})
         await self._own.put()
 
     async def _greet(self) -> None:
-        """Hear from the PID 1 of an adopted session at last. Raises `RunnerLost` if it is not one to go on with."""
+        """Send the first request to the PID 1 of an adopted session. Raises `RunnerLost` if its answer is unusable."""
         try:
             await self._actor.greet_again()
         except SandkastenError as error:

@@ -1,4 +1,4 @@
-"""The durable record of a live session as it is now, its lease included, and when the database hears of it.
+"""The durable record of a live session as it is now, its lease included, and its writing to the database.
 
 Belongs to the session's actor, which alone changes it. A state change is written at once; a lease that every command
 renews only now and then, since a restart loses at most a little of it.
@@ -28,12 +28,12 @@ log = logging.getLogger(__name__)
 
 _PERSIST_EVERY_S = 10.0
 _PERSISTS_PER_TTL = 4
-"""A renewed lease reaches the database at most so often: what is recorded is never near its end while the session is in
-use."""
+"""Writes of a renewed lease in each time to live, at most: the recorded end is never near while the session is in use.
+"""
 
 
 class LiveRecord:
-    """See the module's docstring."""
+    """The record of one live session."""
 
     def __init__(self, record: SessionRecord, lease: Lease, *, store: Ref, directory: SessionDirectory) -> None:
         self._record = record
@@ -45,11 +45,11 @@ class LiveRecord:
         self._is_persisted_busy = False
         now = trio.current_time()
         self._used_at, self._born_at = now - _idle_s(record), now - _age_s(record)
-        """On the clock that nobody sets: a lease does not change with the time of day."""
+        """In `trio.current_time()` seconds: a lease does not change when the time of day is set."""
 
     @property
     def facts(self) -> Session:
-        """The session, cheaply: its times may be those of a while ago."""
+        """The session, read cheaply: its times may be out of date."""
         return self._record.session
 
     @property
@@ -64,7 +64,7 @@ class LiveRecord:
 
     @property
     def record(self) -> SessionRecord:
-        """The record as it is now, made when it is asked for: each command renews the lease."""
+        """The record as it is now, made on demand, since each command renews the lease."""
         if self._renewed is not None:
             last_activity, expires_at = self._renewed
             session = attrs.evolve(self._record.session, last_activity=last_activity, expires_at=expires_at)
@@ -73,7 +73,7 @@ class LiveRecord:
         return self._record
 
     def note(self, **changes: Any) -> None:  # fields of SessionRecord
-        """Change what only the daemon needs to know."""
+        """Change fields of the record that are no part of the session."""
         self._record = attrs.evolve(self.record, **changes)
 
     def change(self, **changes: Any) -> None:  # fields of Session
@@ -86,13 +86,13 @@ class LiveRecord:
     # Lease ------------------------------------------------------------------------------------------------------
 
     def renew(self) -> None:
-        """Something was done with the session: its time to live begins anew."""
+        """Start the time to live anew: the session was used."""
         self._used_at = trio.current_time()
         self._begin_lease(idle_s=0.0)
 
     def restore_lease(self) -> None:
-        """The lease goes on as recorded: a restart neither renews nor shortens it. Only a session that was busy when
-        its last daemon left has been so until now, as far as anybody knows."""
+        """Go on with the recorded lease, which a restart neither renews nor shortens. A session that was busy when its
+        last daemon ended is taken to have been busy until now."""
         if self._record.is_busy:
             self.renew()
         else:
@@ -100,7 +100,7 @@ class LiveRecord:
         self._lease.announce_anew(ttl_s=self._record.session.ttl_s, max_lifetime_s=self._record.session.max_lifetime_s)
 
     def _begin_lease(self, *, idle_s: float) -> None:
-        """`idle_s`: how long ago it was used last."""
+        """Start a lease of which `idle_s` seconds have passed since the last use."""
         moment = datetime.now(UTC)
         remaining_s = self._lease.renew(ttl_s=self._record.session.ttl_s - idle_s, hard_end=self._hard_end)
         self._renewed = (moment - timedelta(seconds=idle_s), expiry(moment, remaining_s))
@@ -116,29 +116,29 @@ class LiveRecord:
     # Database ---------------------------------------------------------------------------------------------------
 
     async def put(self) -> None:
-        """Write it. Raises `StoreFailed`."""
+        """Write the record. Raises `StoreFailed`."""
         self._persisted_at = trio.current_time()
         await self._store.ask_again(do(put_session, self._written()))
 
     async def put_or_keep(self) -> None:
-        """Write it, or have it written when the database takes writes again."""
+        """Write the record, or have it written when the database takes writes again."""
         self._persisted_at = trio.current_time()
         await store_actor.put_or_keep(self._store, self._directory.unwritten, self._written())
 
     def put_lease(self) -> None:
-        """Have a renewed lease written, unless one was a moment ago; waits for nothing."""
+        """Have a renewed lease written, unless that was done recently. Does not wait."""
         is_late = trio.current_time() - self._persisted_at >= self._persist_every_s
         if is_late or (self._is_persisted_busy and not self._lease.is_busy):
             self.put_soon()
 
     async def put_while_busy(self) -> None:
-        """Have the lease written now and then for as long as something holds its idle end off."""
+        """Have the lease written now and then, as long as an activity holds the idle end off."""
         while self._lease.active:
             await trio.sleep(self._persist_every_s)
             self.put_lease()
 
     def put_soon(self) -> None:
-        """Have it written; waits for nothing, and what is refused is written with the next change."""
+        """Have the record written; a refused write is made up for by the next change. Does not wait."""
         self._persisted_at = trio.current_time()
         try:
             self._store.tell(do(put_session, self._written()))
@@ -150,7 +150,7 @@ class LiveRecord:
         return min(_PERSIST_EVERY_S, self._record.session.ttl_s / _PERSISTS_PER_TTL)
 
     def _written(self) -> SessionRecord:
-        """Return what the database is to hold: the session as it is at this moment."""
+        """Return the record for the database: the session as it is at this moment."""
         self._is_persisted_busy = self._lease.is_busy
         now = trio.current_time()
         idle_s = 0.0 if self._lease.is_busy else now - self._used_at
@@ -159,15 +159,15 @@ class LiveRecord:
 
 
 def _idle_s(record: SessionRecord) -> float:
-    """Return how long ago a session was used last. The time of day, which may have been set, is asked only about what
-    an older version has written."""
+    """Return the seconds since a session was used last. The time of day, which may have been set, counts only for a
+    record without a clock reading."""
     if record.clocked is None:
         return max((datetime.now(UTC) - record.session.last_activity).total_seconds(), 0.0)
     return record.clocked.idle_s + _since_s(record.clocked)
 
 
 def _age_s(record: SessionRecord) -> float:
-    """Return how long ago it was made."""
+    """Return the seconds since a session was made."""
     if record.clocked is None:
         return max((datetime.now(UTC) - record.session.created_at).total_seconds(), 0.0)
     return record.clocked.age_s + _since_s(record.clocked)
@@ -178,5 +178,5 @@ def _since_s(clocked: Clocked) -> float:
 
 
 def expiry(moment: datetime, span_s: float) -> datetime | None:
-    """Return when a lease of that span ends; None if it does not."""
+    """Return the end of a lease that begins at `moment`; None if it has no end."""
     return None if span_s == FOREVER_S else moment + timedelta(seconds=span_s)

@@ -1,12 +1,11 @@
-"""The signs of one sandbox's life: the death of its PID 1, and processes of it that the kernel killed for memory.
+"""The watch over one sandbox: the death of its PID 1, the processes in it that the kernel killed for memory, and the
+translation of a death into errors.
 
-Owns the descriptors that came with the sandbox. What a death means is the session's to say.
+`SandboxWatch` owns the descriptors that came with the sandbox and reports; the session's actor decides what ends.
 
-What it means to whoever asked that a session was lost under their request: the one place that decides it.
-
-All that talks to PID 1 of a session, or to nsinit about it, meets its death in a way of its own: a connection that
-breaks, a cgroup that is not there. Whatever it was, the answer is that the session has ended. Owns no state; what a
-death means to the session itself is for its actor to say.
+`translate_death` is the one place that decides which error a request gets whose session was lost under it. A request
+meets the death of a sandbox in its own way: a connection that breaks, a cgroup that is not there. The answer in all
+cases is that the session has ended.
 """
 
 from __future__ import annotations
@@ -42,19 +41,19 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _VICTIM_S = 2.0
-"""How long is waited for the victim's name."""
+"""How long nsinit may take to find the name of a victim."""
 
 _SAME_DEATH_S = 2.0
-"""A sandbox that dies this soon after the kernel killed in it for memory died of that, as far as the time tells."""
+"""A PID 1 that dies this soon after the kernel killed for memory in its sandbox may have died of that kill."""
 
 _OOM_NEWS_S = 2.0
 _OOM_PAUSE_S = 0.005
 _OOM_REST_S = 0.5
-"""A sandbox that is killed in again and again is told of this often."""
+"""The pause between two reports of kills in one sandbox."""
 
 
 class SandboxWatch:
-    """See the module's docstring. `has_died` is set with PID 1's death, `news` also when nobody watches any more."""
+    """The watch over one sandbox. `has_died` is set when PID 1 has died, `news` also when the watch is closed."""
 
     def __init__(self, session_id: str, nsinit: Ref, stats: CgroupStats) -> None:
         self.has_died, self.news = trio.Event(), trio.Event()
@@ -67,7 +66,7 @@ class SandboxWatch:
         self._killed_at = self._died_at = -math.inf
 
     def hold(self, sandbox: Sandbox) -> None:
-        """Take over the descriptors."""
+        """Own the descriptors of the sandbox from now on."""
         self._sandbox = sandbox
         self._kills = self._stats.read_oom_kills()
         if sandbox.oom_fd is not None:
@@ -81,7 +80,7 @@ class SandboxWatch:
             self._oom.close()
 
     async def watch_init(self, on_death: Callable[[], Awaitable[None]]) -> None:
-        """Wait for the death of PID 1 and tell it."""
+        """Wait for the death of PID 1, and call `on_death`."""
         assert self._sandbox is not None
         await trio.lowlevel.wait_readable(self._sandbox.pidfd.fileno())
         self._died_at = trio.current_time()
@@ -90,10 +89,10 @@ class SandboxWatch:
         await on_death()
 
     async def ran_out_of_memory(self, oom_kills: int) -> bool:
-        """Whether the kernel killed PID 1 for memory; `oom_kills`: how often it killed in the sandbox, counted after
-        PID 1's death. A kill long before that was survived and explains nothing. Of others the kernel's log tells whom
-        they hit; only where it does not tell of every one, as before Linux 5.5 when there are many, it is believed that
-        the last one did."""
+        """Whether the kernel killed PID 1 for memory. `oom_kills` is the number of kills in the sandbox, counted after
+        PID 1's death. PID 1 survived a kill long before, which explains nothing. The kernel's log names the victims of
+        the others. Where the log does not name every victim (before Linux 5.5, when there are many), the last kill is
+        taken to have hit PID 1."""
         is_recent = self._died_at - self._killed_at < _SAME_DEATH_S
         is_new = oom_kills > max(self._kills, 0)
         if not self.has_died.is_set() or not (is_new or (oom_kills > 0 and is_recent)):
@@ -104,9 +103,9 @@ class SandboxWatch:
         return self._sandbox.identity.pid in told.pids or told.kills < oom_kills
 
     async def watch_memory(self, on_kill: Callable[[int, str | None], None]) -> None:
-        """Tell each time that the kernel killed for memory: how many kills there were so far, and the last victim."""
+        """Call `on_kill` after each kill for memory, with the kills so far and the name of the last victim."""
         while self._oom is not None:
-            await self._oom.wait()  # a v1 cgroup that is removed wakes us as well
+            await self._oom.wait()  # the removal of a v1 cgroup is signalled as well
             kills = await self._await_kill(self._kills)
             if kills > self._kills:
                 self._kills, self._killed_at = kills, trio.current_time()
@@ -115,7 +114,7 @@ class SandboxWatch:
                 await trio.sleep(_OOM_REST_S)
 
     async def find_victim(self) -> str | None:
-        """Return the name of the process that was killed for memory last, if that can be known."""
+        """Return the name of the process that the kernel killed last for memory, if it is known."""
         victim = await self._find_kills()
         return None if victim is None else recent_name(victim)
 
@@ -128,7 +127,7 @@ class SandboxWatch:
         return None
 
     async def _await_kill(self, known: int) -> int:
-        """Return the kills so far. v1 notifies when memory is out, a moment before the kill that follows is counted."""
+        """Return the kills so far. v1 notifies when memory is out, a moment before the kernel counts the kill."""
         give_up_at = trio.current_time() + _OOM_NEWS_S
         while (kills := self._stats.read_oom_kills()) <= known and trio.current_time() < give_up_at:  # noqa: ASYNC110
             await trio.sleep(_OOM_PAUSE_S)
@@ -138,15 +137,15 @@ class SandboxWatch:
 INIT_ENDED = "its init process ended"
 
 _NEWS_S = 10.0
-"""How long after a lost connection the news of PID 1's death, or of the daemon's stop, may take. PID 1 is dead when all
-of its namespace is (pid_namespaces(7)): on a busy machine that is seconds after its descriptors were closed."""
+"""How long after a lost connection PID 1's death, or the daemon's stop, may be noticed. PID 1 is dead only when all of
+its namespace is (pid_namespaces(7)): on a busy machine that is seconds after its descriptors were closed."""
 
 _Hidden = SandboxError | Unavailable | ExecEnded
-"""What a request may be refused with because the session is dying under it. All else is its own fault."""
+"""The errors of a request that may come of the session's death. Any other error is the request's own."""
 
 
-class Losable(Protocol):
-    """A session's actor as this sees it."""
+class WatchedSession(Protocol):
+    """A session's actor, as `translate_death` needs it."""
 
     @property
     def session(self) -> Session: ...
@@ -156,9 +155,9 @@ class Losable(Protocol):
     def distrust(self, error: RunnerProtocolError) -> None: ...
 
 
-async def translate_death(error: SandkastenError, of: Losable, watch: SandboxWatch) -> SandkastenError:
-    """Return what to answer instead of `error`, which came of work in that session; waits a while for the news. Without
-    any, whoever asks again will hear it."""
+async def translate_death(error: SandkastenError, of: WatchedSession, watch: SandboxWatch) -> SandkastenError:
+    """Return the error to answer instead of `error`, which came of work in the session `of`. After a lost connection,
+    wait some seconds for the death of PID 1. If it is not noticed by then, a repeated request will get the answer."""
     if isinstance(error, RunnerProtocolError):
         of.distrust(error)
     if isinstance(error, RunnerLost):
@@ -173,18 +172,18 @@ async def translate_death(error: SandkastenError, of: Losable, watch: SandboxWat
 
 
 def end_error(session: Session, *, has_died: bool) -> SandkastenError | None:
-    """Return what is said of a session that has ended, or is about to; None of one that lives."""
+    """Return the error of a request to a session that has ended or is about to; None if the session lives."""
     if session.status in ENDED or session.status is Status.DESTROYING:
         return ended_error(session)
     if not has_died or session.status not in WHOLE:
         return None
-    dying = next_status(session.status, Event.DIED)  # as its actor will have it in a moment
+    dying = next_status(session.status, Event.DIED)  # the status that its actor is about to set
     return ended_error(attrs.evolve(session, status=dying, reason=INIT_ENDED, end_reason=END_REASONS[Event.DIED]))
 
 
 @asynccontextmanager
 async def translating_death(ref: Ref) -> AsyncIterator[None]:
-    """Work done with what that actor lent, in the caller's own task: errors are judged as the actor judges its own."""
+    """Translate the errors of work that the caller does itself with a resource which the actor at `ref` lent."""
     failure: SandkastenError | None = None
     try:
         yield
