@@ -264,9 +264,11 @@ class SessionFiles:
         return not self._files
 
     @property
-    def newest_is_waste(self) -> bool:
-        """Whether a new statement would free most of the newest file."""
-        return self._is_open and not self._files[-1].live_parts and self._files[-1].size_bytes > 2 * self._stated_bytes
+    def has_waste(self) -> bool:
+        """Whether a new statement would free a file: most of the newest one, or any that an earlier daemon left."""
+        if self._is_open:
+            return not self._files[-1].live_parts and self._files[-1].size_bytes > 2 * self._stated_bytes
+        return any(not file.live_parts for file in self._files)
 
     @property
     def oldest(self) -> DataFile | None:

@@ -284,8 +284,8 @@ class SessionOutput:
                 kept.leave_memory()
 
     async def compact(self) -> None:
-        """Begin a file if that frees most of the newest one, unless a write is under way."""
-        if self._writing.locked() or not self.files.newest_is_waste:
+        """Begin a file if that frees another one, unless a write is under way."""
+        if self._writing.locked() or not self.files.has_waste:
             return
         async with self._writing:
             await self._append((), has_statement=True)
@@ -347,7 +347,7 @@ class SessionOutput:
             if largest is not self:
                 with suppress(OSError):
                     await largest.compact()
-            elif self.files.newest_is_waste:
+            elif self.files.has_waste:
                 await self._append((), has_statement=True)
             await self._store.remove_unneeded()
         return True

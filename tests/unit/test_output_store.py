@@ -174,3 +174,33 @@ async def test_a_session_that_is_closed_and_opened_again_has_its_files(tmp_path:
         await again.destroy()
         assert files(tmp_path) == []
         assert not store.uses(f"{SESSION}.00000001.runs")
+
+
+async def test_after_a_restart_a_run_that_is_dropped_frees_its_room(tmp_path: Path) -> None:
+    """Also when its session has written nothing since; no more runs are dropped than have to be."""
+    sizes = (20, 4, 4)
+    async with open_spool(tmp_path) as store:
+        for session_id, pieces in zip("abc", sizes, strict=True):
+            output = described(store, session_id * 24)
+            for exec_id in ("first", "second"):
+                log = await ended(output, exec_id, pieces=pieces)
+                output.note_changed(exec_id)
+                await output.write([exec_id])
+                assert log.is_written
+                await output.compact()
+    async with open_spool(tmp_path, disk_bytes=disk_bytes(tmp_path) + MB // 4) as store:
+        await store.open({session_id * 24 for session_id in "abc"})
+        gone: list[tuple[str, str]] = []
+        for session_id in "abc":
+            output = described(store, session_id * 24)
+            output.when_gone(lambda exec_id, session_id=session_id: gone.append((session_id, exec_id)))  # type: ignore[misc]
+            written = await output.read()
+            for exec_id in written.runs:
+                await recovered(output, written, exec_id)
+                output.retire(exec_id)
+        log = output.open("more")
+        await fill(log, 8)
+        await output.write(["more"])
+        assert log.is_written
+        assert gone == [("a", "first")]
+        assert store.disk_bytes_used <= store.disk_limit_bytes

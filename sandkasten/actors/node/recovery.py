@@ -108,7 +108,7 @@ class Leftovers:
             return []
 
     async def _unused_files(self) -> Sequence[SpoolFile]:
-        """Return the files that the spool does not use. The spool is asked last: it names a file before using it."""
+        """Return the files that the output store does not use. A session is in the store before it has files."""
         try:
             files = await trio.to_thread.run_sync(list_spool, self._spool_dir)
         except OSError as error:
