@@ -74,6 +74,7 @@ async def _expired(supervisor: LocalSupervisor, count: int, begun: trio.Event) -
                 return
 
 
+@pytest.mark.slow
 async def test_a_thousand_sessions_expire_within_a_second(data_dir: Path) -> None:
     """Each once, as idle, never more at a time than may be; requests are answered meanwhile, without a
     gap."""
