@@ -20,6 +20,7 @@ from sandkasten.api.http.guard import App
 from sandkasten.api.http.server import serve
 from sandkasten.api.http.settings import ApiSettings
 from tests.fakes.supervisor import FakeSupervisor
+from tests.waiting import patience
 
 KEY = "sk-test-key"
 PATIENCE_S = 10.0
@@ -41,7 +42,7 @@ class Running:
     async def stop(self) -> float:
         began = trio.current_time()
         self.scope.cancel()
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             await self.stopped.wait()
         return trio.current_time() - began
 
@@ -55,7 +56,7 @@ class Running:
     def client(self, **options: Any) -> httpx.AsyncClient:  # Any: httpx's own options
         token = options.pop("token", KEY)
         headers = {"Authorization": f"Bearer {token}"} | options.pop("headers", {})
-        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=PATIENCE_S, **options)
+        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=patience(), **options)
 
     async def is_alive(self) -> bool:
         """Whether a fresh connection still gets an answer."""
@@ -111,7 +112,7 @@ async def running_front(**changes: Any) -> AsyncIterator[Running]:  # Any: ApiSe
 async def read_to_end(stream: trio.SocketStream) -> bytes:
     """Return everything until the server closes; a reset ends it, too."""
     received = bytearray()
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(patience()):
         try:
             while data := await stream.receive_some(64 * 1024):
                 received += data
@@ -123,7 +124,7 @@ async def read_to_end(stream: trio.SocketStream) -> bytes:
 async def read_until(stream: trio.SocketStream, mark: bytes) -> bytes:
     """Return what comes up to and with `mark`, and perhaps more."""
     received = bytearray()
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(patience()):
         while mark not in received:
             data = await stream.receive_some(64 * 1024)
             assert data, f"closed before {mark!r}: {bytes(received)!r}"

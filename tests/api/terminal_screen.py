@@ -10,9 +10,10 @@ from typing import Any
 import trio
 import trio.testing
 
-from tests.api.harness import PATIENCE_S, Running
+from tests.api.harness import Running
 from tests.api.ws_client import Talk, make_session, talk
 from tests.fakes.supervisor import Run
+from tests.waiting import patience
 
 
 class Screen:
@@ -26,7 +27,7 @@ class Screen:
         await self.talk.connection.send_message(data)
 
     async def hear(self) -> dict[str, Any] | bytes:  # JSON values
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             message = await self.talk.connection.get_message()
         if isinstance(message, bytes):
             return message

@@ -10,10 +10,11 @@ import trio
 import trio.testing
 
 from sandkasten.model import ExecState, OnDisconnect, Stream, errors
-from tests.api.harness import PATIENCE_S, Running, read_until, request_bytes, running_front
+from tests.api.harness import Running, read_until, request_bytes, running_front
 from tests.api.test_exec import make_session
 from tests.api.test_stream import Event, EventReader, text_of
 from tests.fakes.supervisor import Script
+from tests.waiting import patience
 
 
 async def events_of(answer: httpx.Response) -> list[Event]:
@@ -133,11 +134,11 @@ async def test_a_client_that_leaves_cancels_or_detaches(
         await connection.send_all(request_bytes("POST", f"{url}/{route}", body=body))
         await running.supervisor.run_opened.wait()
         (run,) = running.supervisor.runs
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             while not run.pieces_taken:
                 await run.changed.wait()
         await connection.aclose()
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             while run.readers:
                 await run.changed.wait()
         end.set()
@@ -162,7 +163,7 @@ async def test_one_who_attached_never_ends_the_run_by_leaving() -> None:
             body = b'{"cmd": "cmd", "exec_id": "e-1", "on_disconnect": "cancel"}'
             await leave_after(running, f"{url}/exec/stream", body, b"event: chunk")
             (run,) = running.supervisor.runs
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(patience()):
                 while len(run.readers) > 1:
                     await run.changed.wait()
             assert not run.cancelled.is_set()
@@ -326,7 +327,7 @@ async def test_a_client_that_does_not_read_is_cut_off_and_can_come_back() -> Non
             (run,) = running.supervisor.runs
             await trio.testing.wait_all_tasks_blocked(0.05)
             assert 0 < run.pieces_taken < 200
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(patience()):
                 while run.readers:
                     await run.changed.wait()
         async with running.client() as client:

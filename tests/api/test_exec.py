@@ -9,8 +9,9 @@ import httpx
 import trio
 
 from sandkasten.model import Cause, Stream, errors
-from tests.api.harness import PATIENCE_S, Running, read_to_end, request_bytes, running_front
+from tests.api.harness import Running, read_to_end, request_bytes, running_front
 from tests.fakes.supervisor import Script
+from tests.waiting import patience
 
 
 async def make_session(running: Running, client: httpx.AsyncClient) -> str:
@@ -141,7 +142,7 @@ async def test_a_client_that_leaves_cancels_its_command() -> None:
         await stream.send_all(request_bytes("POST", f"{url}/exec", body=b'{"cmd": "wait"}'))
         await running.supervisor.run_opened.wait()
         await stream.aclose()
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             await running.supervisor.runs[0].cancelled.wait()
         assert (await client.post(f"{url}/exec", json={"cmd": "a"})).status_code == 200
 

@@ -27,7 +27,7 @@ from tests.api.ws_client import (
     started,
 )
 from tests.fakes.supervisor import Script
-from tests.waiting import until
+from tests.waiting import patience, until
 
 KIB = 1024
 PIECE = 64 * KIB
@@ -138,7 +138,7 @@ async def test_a_quick_run_comes_in_one_piece(monkeypatch: pytest.MonkeyPatch) -
 async def test_started_does_not_wait_for_output() -> None:
     """A run that is silent is heard of."""
     async with running_front() as running, exec_talk(running) as client:
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             await started(running, client)
         running.supervisor.scripts["wait"].hold.set()  # type: ignore[union-attr]  # the event of `started`
         await client.hear_text("exit")

@@ -11,7 +11,7 @@ import trio.testing
 from sandkasten.api.websocket import exec
 from sandkasten.api.websocket.exec_messages import HEADER, MORE
 from sandkasten.model import ExecKind, ProcessSpec, Status, Stream, errors
-from tests.api.harness import PATIENCE_S, running_front
+from tests.api.harness import running_front
 from tests.api.ws_client import (
     Chunk,
     client_frame,
@@ -25,6 +25,7 @@ from tests.api.ws_client import (
     started,
 )
 from tests.fakes.supervisor import Script
+from tests.waiting import patience
 
 KIB = 1024
 PIECE = 64 * KIB
@@ -44,13 +45,13 @@ async def test_a_client_that_leaves_takes_only_what_it_said_with_it(
         running.supervisor.scripts["wait"] = Script(turn=turn if is_queued else None, hold=trio.Event())
         async with exec_talk(running) as client:
             await client.say("start", id=1, cmd="wait", **fields)
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(patience()):
                 await running.supervisor.run_opened.wait()
             if not is_queued:
                 await client.hear_text("started")
         run = running.supervisor.runs[0]
         if is_cancelled:
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(patience()):
                 await run.cancelled.wait()
         await trio.testing.wait_all_tasks_blocked(0.02)
         assert run.cancelled.is_set() is is_cancelled
@@ -249,7 +250,7 @@ async def test_a_client_that_asks_and_does_not_listen_is_told_to_leave() -> None
     async with running_front() as running, await running.connect(receive_buffer=4096) as stream:
         await stream.send_all(handshake(f"/v1/sessions/{await make_session(running)}/exec/ws"))
         ping = client_frame(1, json.dumps({"type": "ping", "data": "x" * 256}).encode())
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             await stream.send_all(ping * 40_000)
         assert await close_code(stream) == 4429
         assert await running.is_alive()

@@ -11,7 +11,7 @@ import trio.testing
 from sandkasten.api.websocket import channel as ws_orders
 from sandkasten.api.websocket import exec
 from sandkasten.model import Stream, TerminalSize
-from tests.api.harness import PATIENCE_S, running_front
+from tests.api.harness import running_front
 from tests.api.ws_client import (
     Chunk,
     exec_talk,
@@ -21,7 +21,7 @@ from tests.api.ws_client import (
     started,
 )
 from tests.fakes.supervisor import Script
-from tests.waiting import until
+from tests.waiting import patience, until
 
 
 @pytest.mark.parametrize("name", ["INT", "SIGINT", 2])
@@ -137,7 +137,7 @@ async def test_a_run_that_waits_for_its_turn_can_be_cancelled() -> None:
         running.supervisor.scripts["queued"] = Script(turn=turn, hold=trio.Event())
         await client.say("start", id=1, cmd="queued")
         await client.say("cancel", id=1)
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             await running.supervisor.run_opened.wait()
             await running.supervisor.runs[0].cancelled.wait()
         turn.set()

@@ -12,10 +12,11 @@ import trio
 import trio.testing
 
 from sandkasten.model import Cause, ExecSpec, Stream, TerminalSize, Usage
-from tests.api.harness import PATIENCE_S, Running, request_bytes, running_front
+from tests.api.harness import Running, request_bytes, running_front
 from tests.api.test_exec import make_session
 from tests.api.test_sessions import RFC_3339
 from tests.fakes.supervisor import Run, Script
+from tests.waiting import patience
 
 USAGE = {"cpu_ms": 5, "peak_memory_bytes": 4096, "written_bytes": 7}
 
@@ -28,7 +29,7 @@ async def start(running: Running, client: httpx.AsyncClient, script: Script, **b
     async with client.stream("POST", f"{url}/exec/stream", json=request) as answer:
         assert answer.status_code == 200
     run = running.supervisor.runs[-1]
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(patience()):
         while run.readers:
             await run.changed.wait()
     return url, run

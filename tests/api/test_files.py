@@ -9,8 +9,9 @@ import httpx
 import pytest
 import trio
 
-from tests.api.harness import PATIENCE_S, Running, read_until, request_bytes, running_front
+from tests.api.harness import Running, read_until, request_bytes, running_front
 from tests.api.test_exec import make_session
+from tests.waiting import patience
 
 MIB = 1024 * 1024
 
@@ -157,6 +158,6 @@ async def test_a_client_that_leaves_during_a_write_leaves_the_old_file() -> None
         whole = request_bytes("POST", f"{url}/fs/write", body=b'{"path": "a", "text": "new"}')
         await connection.send_all(whole[:-10])
         await connection.aclose()
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             assert await running.is_alive()
         assert stored(running) == {}

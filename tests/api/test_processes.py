@@ -8,9 +8,10 @@ import trio
 import trio.testing
 
 from sandkasten.model import Port, ProcessSpec, Stream, TerminalSize
-from tests.api.harness import PATIENCE_S, Running, read_until, request_bytes, running_front
+from tests.api.harness import Running, read_until, request_bytes, running_front
 from tests.api.test_exec import make_session
 from tests.fakes.supervisor import Run, Script
+from tests.waiting import patience
 
 
 async def start(running: Running, client: httpx.AsyncClient, script: Script) -> tuple[str, str, Run]:
@@ -145,7 +146,7 @@ async def test_logs_are_followed_as_events() -> None:
             head = await read_until(connection, b'"stream":"stderr"}\n\n')
             assert b"content-type: text/event-stream" in head
             assert b'{"chunk":"out\\n",' in head
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             while run.readers:
                 await run.changed.wait()
         assert run.end is None
@@ -245,10 +246,10 @@ async def test_a_client_that_leaves_is_not_waited_for() -> None:
         _, process, run = await start(running, client, Script(hold=trio.Event()))
         async with await running.connect() as connection:
             await connection.send_all(request_bytes("POST", f"{process}/wait", body=b'{"for": "exit"}'))
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(patience()):
                 while not run.changed.statistics().tasks_waiting:
                     await trio.testing.wait_all_tasks_blocked(0.01)
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             while run.changed.statistics().tasks_waiting:
                 await trio.testing.wait_all_tasks_blocked(0.01)
         assert run.end is None

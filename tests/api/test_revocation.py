@@ -9,11 +9,11 @@ import trio
 
 from sandkasten.api.routes import SESSIONS
 from sandkasten.model import SessionSpec
-from tests.api.harness import PATIENCE_S, Running, read_to_end, read_until, request_bytes, running_front
+from tests.api.harness import Running, read_to_end, read_until, request_bytes, running_front
 from tests.api.keys import CONFINED, READ, WRITE, Issued
 from tests.api.ws_client import exec_talk, started, talk
 from tests.fakes.supervisor import Script
-from tests.waiting import until
+from tests.waiting import patience, until
 
 
 async def make_session(running: Running) -> str:
@@ -52,7 +52,7 @@ async def test_a_command_that_is_waited_for_is_401_and_cancelled() -> None:
             await until(lambda: is_running(running))
             running.ring.replace([READ.key])
             assert b" 401 " in await read_until(stream, b"revoked")
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             await running.supervisor.runs[0].cancelled.wait()
         async with running.client() as client:
             assert (await client.get(f"{SESSIONS}/{session_id}")).json()["status"] == "running"
@@ -87,7 +87,7 @@ async def test_a_websocket_is_told_and_closed() -> None:
                 running.ring.replace([])
                 assert (await listener.hear_close())[0] == 4401
             assert (await client.hear_close())[0] == 4401
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             await run.cancelled.wait()
 
 

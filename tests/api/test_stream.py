@@ -14,9 +14,10 @@ import trio
 import trio.testing
 
 from sandkasten.model import Cause, Stream, errors
-from tests.api.harness import PATIENCE_S, Running, read_until, request_bytes, running_front
+from tests.api.harness import Running, read_until, request_bytes, running_front
 from tests.api.test_exec import make_session
 from tests.fakes.supervisor import Script
+from tests.waiting import patience
 
 CANCELLED_WHEN_LEFT = b'{"cmd": "cmd", "on_disconnect": "cancel"}'
 
@@ -273,7 +274,7 @@ async def test_a_client_that_leaves_cancels_its_command(caplog: pytest.LogCaptur
             await connection.send_all(request_bytes("POST", f"{url}/exec/stream", body=CANCELLED_WHEN_LEFT))
             await running.supervisor.run_opened.wait()
             await connection.aclose()
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(patience()):
                 await running.supervisor.runs[-1].cancelled.wait()
         assert await running.is_alive()
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
@@ -294,7 +295,7 @@ async def test_a_slow_reader_stops_the_command_and_not_the_server(caplog: pytest
             taken = run.pieces_taken
             assert taken < 200
             assert await running.is_alive()
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(patience()):
                 await run.cancelled.wait()
             assert run.pieces_taken == taken
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

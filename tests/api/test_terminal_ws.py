@@ -10,11 +10,11 @@ import trio.testing
 
 from sandkasten.api.websocket import terminal as terminal_ws
 from sandkasten.model import Cause, Stream, TerminalSize
-from tests.api.harness import PATIENCE_S, running_front
+from tests.api.harness import running_front
 from tests.api.terminal_screen import screen, terminal
 from tests.api.ws_client import client_frame, close_code, handshake, make_session, talk
 from tests.fakes.supervisor import Script
-from tests.waiting import until
+from tests.waiting import patience, until
 
 
 async def test_a_terminal_opens_with_its_size() -> None:
@@ -240,6 +240,6 @@ async def test_a_screen_that_asks_and_does_not_listen_is_told_to_leave() -> None
     async with running_front() as running, await running.connect(receive_buffer=4096) as stream:
         await stream.send_all(handshake(f"/v1/sessions/{await make_session(running)}/terminal/ws"))
         ping = client_frame(1, json.dumps({"type": "ping", "data": "x" * 256}).encode())
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             await stream.send_all(ping * 40_000)
         assert await close_code(stream) == 4429

@@ -15,7 +15,6 @@ from sandkasten.model import OnDisconnect, SessionSpec, Status, Stream
 from tests.api.apps import Endless
 from tests.api.harness import (
     KEY,
-    PATIENCE_S,
     Running,
     parse_answer,
     read_to_end,
@@ -25,7 +24,7 @@ from tests.api.harness import (
 )
 from tests.api.ws_client import BEARER, client_frame, close_code, exec_talk, handshake, make_session, opened, talk
 from tests.fakes.supervisor import Script
-from tests.waiting import until
+from tests.waiting import patience, until
 
 EXEC = "/v1/sessions/{}/exec/ws"
 
@@ -293,7 +292,7 @@ async def test_a_client_that_does_not_read_is_cut_off() -> None:
             await stream.send_all(handshake(EXEC.format(session_id)))
             start = {"type": "start", "id": 1, "cmd": "yes", "credit": 2**24, "on_disconnect": OnDisconnect.CANCEL}
             await stream.send_all(client_frame(1, json.dumps(start).encode()))
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(patience()):
                 await running.supervisor.run_opened.wait()
                 await running.supervisor.runs[0].cancelled.wait()
         assert running.supervisor.runs[0].pieces_taken < 200

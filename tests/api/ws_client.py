@@ -16,6 +16,7 @@ from sandkasten.api.websocket.exec_messages import HEADER, MORE
 from sandkasten.model import SessionSpec
 from tests.api.harness import KEY, PATIENCE_S, Running, read_to_end, read_until
 from tests.fakes.supervisor import Run, Script
+from tests.waiting import patience
 
 UPGRADE = {
     "Host": "localhost",
@@ -79,7 +80,7 @@ class Talk:
 
     async def hear(self) -> Message:
         """Return the next message."""
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             message = await self.connection.get_message()
         if isinstance(message, str):
             value: dict[str, Any] = json.loads(message)  # JSON values
@@ -110,7 +111,7 @@ class Talk:
 
     async def hear_close(self) -> tuple[int, str]:
         """Wait until the server has closed; return its code and reason. What comes before is dropped."""
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             try:
                 while True:
                     await self.connection.get_message()
@@ -137,7 +138,7 @@ async def talk(
     """Open a WebSocket. `key` None: no `Authorization` header."""
     fields = (headers or {}) | ({} if key is None else {"Authorization": f"Bearer {key}"})
     async with await running.connect() as stream, trio.open_nursery() as nursery:
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             connection = await wrap_client_stream(
                 nursery,
                 stream,

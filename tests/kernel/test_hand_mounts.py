@@ -28,12 +28,13 @@ from nsinit.server.strays import shown
 from nsinit.wire.protocol import Failed, RemoveStray, Stray, Survey, Surveyed
 from tests.kernel.harness import PATIENCE_S, Nsinit, data_directory, host_plan, new_node_id, running, wait_until
 from tests.leaks import descendants
+from tests.waiting import patience
 
 ID = "e" * 24
 
 
 def run(*command: str | Path) -> None:
-    subprocess.run(command, check=True, timeout=30)
+    subprocess.run(command, check=True, timeout=patience(30))
 
 
 def bind(behind: Path, point: Path) -> None:
@@ -262,7 +263,7 @@ def found_in(data_dir: Path) -> Sequence[hand_mounts.HandMount]:
 def wait_for(pidfd: int | None) -> None:
     """Wait until a process has ended; who forked it collects it."""
     assert pidfd is not None
-    assert select.select([pidfd], [], [], PATIENCE_S)[0]
+    assert select.select([pidfd], [], [], patience(PATIENCE_S))[0]
 
 
 class Hung(MachineMounts):

@@ -15,6 +15,7 @@ from nsinit.server.strays import shown
 from nsinit.wire.protocol import Failed, Ok, Ready, RemoveStray, Stray, Survey, Surveyed
 from tests.kernel.harness import Nsinit, data_directory, host_plan, running, wait_until
 from tests.kernel.processes import sleeper_in
+from tests.waiting import patience
 
 HOSTILE = os.fsdecode(b"no id\n\xff\\x..")
 
@@ -77,7 +78,7 @@ def test_a_foreign_cgroup_is_emptied_and_removed_even_when_it_is_frozen(server: 
             (freezable / "foreign" / "cgroup.freeze").write_text("1")
         assert survey(server) == {Stray("cgroup", "foreign")}
         remove(server, Stray("cgroup", "foreign"))
-        assert process.wait(10) == -9
+        assert process.wait(patience(10)) == -9
     assert survey(server) == set()
     assert not any((each / "foreign").exists() for each in directories)
 
@@ -95,7 +96,7 @@ def test_cgroups_left_elsewhere_are_found_by_name_and_mark_only(server: Nsinit) 
         with sleeper_in(foreign / ("f" * 24)) as innocent, sleeper_in(left / ("f" * 24)) as orphan:
             assert survey(server) == {Stray("other_cgroup", str(left))}
             remove(server, Stray("other_cgroup", str(left)))
-            assert orphan.wait(10) == -9
+            assert orphan.wait(patience(10)) == -9
             assert innocent.poll() is None
             remove(server, Stray("other_cgroup", str(foreign)))
             assert innocent.poll() is None
@@ -166,7 +167,7 @@ def test_who_has_got_the_pid_of_a_process_that_ended_is_not_killed() -> None:
         kill_listed(lambda: next(looks))
         assert innocent.poll() is None
         kill_listed(lambda: (innocent.pid, 2**22 - 1))
-        assert innocent.wait(10) == -9
+        assert innocent.wait(patience(10)) == -9
     finally:
         innocent.kill()
         innocent.wait()

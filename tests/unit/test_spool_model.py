@@ -17,6 +17,7 @@ from sandkasten.model import Output, Stream
 from sandkasten.model.errors import ExecGone
 from sandkasten.output.spool import LogReader, ReaderMode, Spool
 from tests.spools import KB, MB, open_spool
+from tests.waiting import patience
 
 _LAG_BYTES = 512 * KB
 _LAG_PIECES = 2000
@@ -139,7 +140,7 @@ class Model:
                 await self._step(number, reader, 4)
         sequence = len(self._written[number]) + 1
         data = (b"%d:%d;" % (number, sequence) * (size_bytes // 4 + 1))[:size_bytes]
-        with trio.fail_after(10):
+        with trio.fail_after(patience(10)):
             piece = await self._logs[number].append(stream, data)
         assert piece == Output(stream, data, sequence)
         self._written[number].append(piece)
@@ -160,7 +161,7 @@ class Model:
                 return
             before, skipped, is_fresh = reader.sequence, reader.skipped_bytes, reader not in self._fed
             self._fed.add(reader)
-            with trio.fail_after(10):
+            with trio.fail_after(patience(10)):
                 piece = await anext(reader)
             assert piece == written[piece.sequence - 1]
             assert reader.sequence == piece.sequence
@@ -206,7 +207,7 @@ async def _run(steps: Sequence[Step_], *, memory_bytes: int, session_bytes: int)
             assert spool.lost_bytes == 0
             spool.session("session").close()
             assert spool.memory_bytes_used == 0
-            with trio.fail_after(10):
+            with trio.fail_after(patience(10)):
                 while spool.disk_bytes_used or os.listdir(root):
                     await trio.lowlevel.checkpoint()
 
