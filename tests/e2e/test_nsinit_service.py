@@ -24,8 +24,8 @@ UNIT = ROOT / "config/systemd/sandkasten-nsinit.service"
 UNPRIVILEGED = """
 import os, sys
 sys.path.append({root!r})
-from nsinit.drop import drop_privilege
-from sandkasten.runtime.account import find_account
+from nsinit.tools.drop import drop_privilege
+from sandkasten.host.account import find_account
 account = find_account("auto")
 drop_privilege(account.uid, account.gid, keep_reachable=[{root!r}, sys.prefix, sys.base_prefix, {data!r}])
 os.execv({script!r}, [{script!r}, *sys.argv[1:]])

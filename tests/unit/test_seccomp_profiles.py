@@ -37,7 +37,7 @@ def rule(**fields: Any) -> SeccompRule:
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_the_files_that_come_along_are_the_built_in_filters(name: str) -> None:
-    """`python -m nsinit.seccomp.export config/seccomp` would change nothing; read back, a file is the same program."""
+    """Exporting with `nsinit.kernel.seccomp.export` would change nothing; read back, a file is the same program."""
     text = (SHIPPED / f"{name}.json").read_text()
     assert text == to_text(BUILT_IN[name])
     read = parse_profile(name, text.encode())

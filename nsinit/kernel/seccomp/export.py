@@ -1,4 +1,4 @@
-"""The profiles that come along, written as OCI JSON: `python -m nsinit.seccomp.export DIRECTORY`.
+"""The profiles that come along, written as OCI JSON: `python -m nsinit.kernel.seccomp.export DIRECTORY`.
 
 What is written says the same as what is compiled, the floor included. Nothing reads it back at run time; it is there to
 be read, and to be the beginning of an operator's own. Source: the OCI runtime specification, config-linux.md "Seccomp".
