@@ -112,7 +112,7 @@ async def test_a_length_given_twice_is_refused_and_ends_the_connection(path: str
     smuggled = b"0\r\n\r\n" + request_bytes("GET", "/healthz")
     async with running_front() as running:
         answers = await send_and_read(running, request_bytes("POST", path, headers=both) + smuggled)
-        assert running.supervisor.specs == []
+        assert (await running.supervisor.list()) == []
     status, fields, body = parse_answer(answers)
     assert (status, fields["connection"], json.loads(body)["error_code"]) == (400, "close", "INVALID_REQUEST")
     assert answers.count(b"HTTP/1.1 ") == 1

@@ -7,7 +7,7 @@ import pytest
 from sandkasten.api.http.routing import RouteTable, Target, parse_target
 from sandkasten.api.routes import RAW_ROUTES, split_session
 from tests.api.harness import running_front
-from tests.fakes.supervisor import Script
+from tests.fakes.runner import Script
 
 
 def test_segments_are_decoded_one_by_one() -> None:
@@ -110,7 +110,7 @@ async def test_an_id_with_slashes_names_its_run() -> None:
     exec_id = "a/b?c=%41&d#e{f}"
     async with running_front() as running, running.client() as client:
         url = f"/v1/sessions/{(await client.post('/v1/sessions')).json()['id']}"
-        running.supervisor.scripts["a"] = Script()
+        running.tree.scripts["a"] = Script()
         await client.post(f"{url}/exec", json={"cmd": "a", "exec_id": exec_id})
         answer = await client.get(f"{url}/execs/a%2Fb%3Fc=%2541&d%23e%7Bf%7D")
         assert (answer.status_code, answer.json()["exec_id"]) == (200, exec_id)

@@ -14,7 +14,7 @@ from trio_websocket import ConnectionClosed, WebSocketConnection, wrap_client_st
 
 from sandkasten.api.websocket.exec_messages import HEADER, MORE
 from sandkasten.model import SessionSpec
-from tests.api.harness import KEY, PATIENCE_S, Running, read_to_end, read_until
+from tests.api.harness import KEY, PATIENCE_S, Running, RunningFake, read_to_end, read_until
 from tests.fakes.supervisor import Run, Script
 from tests.waiting import patience
 
@@ -155,13 +155,13 @@ async def talk(
         nursery.cancel_scope.cancel()
 
 
-async def make_session(running: Running) -> str:
+async def make_session(running: RunningFake) -> str:
     """Return the id of a fresh session."""
     return (await running.supervisor.create(SessionSpec())).id
 
 
 @asynccontextmanager
-async def exec_talk(running: Running, session_id: str | None = None, **options: Any) -> AsyncIterator[Talk]:
+async def exec_talk(running: RunningFake, session_id: str | None = None, **options: Any) -> AsyncIterator[Talk]:
     """Open an exec WebSocket, of a fresh session unless one is named, and take its `hello`. `options` as for `talk`."""
     session_id = session_id or await make_session(running)
     async with talk(running, f"/v1/sessions/{session_id}/exec/ws", **options) as client:
@@ -169,7 +169,7 @@ async def exec_talk(running: Running, session_id: str | None = None, **options: 
         yield client
 
 
-async def started(running: Running, client: Talk, channel: int = 1, **fields: Any) -> Run:  # JSON values
+async def started(running: RunningFake, client: Talk, channel: int = 1, **fields: Any) -> Run:  # JSON values
     """Start a command that waits to be told to end, and return it."""
     running.supervisor.scripts.setdefault("wait", Script(hold=trio.Event()))
     await client.say("start", id=channel, cmd="wait", **fields)
@@ -191,7 +191,7 @@ def last(messages: list[Message]) -> dict[str, Any]:  # JSON values
     return message
 
 
-async def opened(running: Running, stream: trio.SocketStream) -> None:
+async def opened(running: RunningFake, stream: trio.SocketStream) -> None:
     """Shake hands and read `hello`."""
     await stream.send_all(handshake(f"/v1/sessions/{await make_session(running)}/exec/ws"))
     await read_until(stream, b'"hello"')

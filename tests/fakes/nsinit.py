@@ -36,6 +36,7 @@ class FakeNsinit:
 
     def __init__(self, data_dir: Path, identities: dict[str, protocol.Identity], nursery: trio.Nursery) -> None:
         self._paths = DataPaths(data_dir)
+        self._cgroups = data_dir / "cgroups"
         self._alive = dict(identities)
         self._nursery = nursery
         self._lives: dict[str, socket.socket] = {}
@@ -91,7 +92,9 @@ class FakeNsinit:
     async def _do(self, request: Any, fds: list[OwnedFd]) -> object:
         match request:
             case protocol.Start(seq=seq):
-                return protocol.Ready(seq, os.getpid(), "v2", {})
+                self._write_counters(self._cgroups, {"memory.current": "8192", "pids.current": "4"})
+                directories = dict.fromkeys(("unified", "memory", "cpu", "pids"), str(self._cgroups))
+                return protocol.Ready(seq, os.getpid(), "v2", directories, disk="project")
             case protocol.Scan(seq, after):
                 return self._scan(seq, after)
             case protocol.Build(seq, plan):
@@ -143,6 +146,7 @@ class FakeNsinit:
 
     async def _build(self, plan: protocol.SandboxPlan) -> None:
         self.plans.append(plan)
+        self._write_counters(self._cgroups / plan.session_id, _counters(plan.limits))
         runner = self.runners[plan.session_id] = ScriptedRunner(self._nursery, self._script_of, self._note_run)
         run_dir = self._paths.run_dir(plan.session_id)
         run_dir.mkdir(parents=True)
@@ -151,6 +155,12 @@ class FakeNsinit:
         sock.listen(16)
         self._listeners[plan.session_id] = scope = trio.CancelScope()
         self._nursery.start_soon(_listen, scope, sock, runner)
+
+    def _write_counters(self, directory: Path, counters: dict[str, str]) -> None:
+        """Write plain files where the kernel has a cgroup's."""
+        directory.mkdir(exist_ok=True)
+        for name, text in counters.items():
+            (directory / name).write_text(f"{text}\n")
 
     def _script_of(self, command: str) -> Script:
         return self.scripts.get(command, Script())
@@ -169,6 +179,7 @@ class FakeNsinit:
         if session_id in self._listeners:
             self._listeners.pop(session_id).cancel()
             await self.runners[session_id].die()
+            shutil.rmtree(self._cgroups / session_id)
             shutil.rmtree(self._paths.run_dir(session_id), ignore_errors=True)
         for ends in (self._lives, self._watched):
             if session_id in ends:
@@ -192,6 +203,22 @@ class FakeNsinit:
 async def _listen(scope: trio.CancelScope, sock: trio.socket.SocketType, runner: ScriptedRunner) -> None:
     with scope:
         await trio.serve_listeners(runner.serve, [trio.SocketListener(sock)])
+
+
+def _counters(limits: protocol.Limits) -> dict[str, str]:
+    """Return the counters of a session's cgroup v2 that used little."""
+    return {
+        "memory.current": "1024",
+        "memory.peak": "2048",
+        "memory.max": str(limits.memory_bytes),
+        "memory.events": "oom_kill 0",
+        "memory.pressure": "some avg10=0.50 avg60=0.10 avg300=0.00 total=7",
+        "cpu.stat": "usage_usec 99\nnr_periods 1\nnr_throttled 0\nthrottled_usec 0",
+        "cpu.max": f"{limits.cpu_quota_us} {limits.cpu_period_us}",
+        "pids.current": "2",
+        "pids.max": str(limits.pids),
+        "pids.events": "max 0",
+    }
 
 
 def identities_of(session_ids: Sequence[str]) -> dict[str, protocol.Identity]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import posixpath
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -25,6 +25,8 @@ CANCELLED_CODE = 130
 """As after Ctrl-C."""
 _HARMLESS = frozenset({17, 18, 23, 28})  # SIGCHLD, SIGCONT, SIGURG, SIGWINCH: signal(7)
 _KINDS = {Stream.STDOUT: Kind.STDOUT, Stream.STDERR: Kind.STDERR}
+_MAX_UNSENT = KEPT_RUN_BYTES // CHUNK_BYTES
+"""Pieces that a run writes while nobody takes them."""
 _READ_BYTES = 64 * 1024
 
 
@@ -71,7 +73,7 @@ class ScriptedRun:
         self.began_at = math.inf
         self._kept = {stream: bytearray() for stream in Stream}
         self._dropped = dict.fromkeys(Stream, 0)
-        self.unsent: list[tuple[Stream, bytes]] = []
+        self.unsent: deque[tuple[Stream, bytes]] = deque()
         self.changed = trio.Event()
         self.stream: trio.SocketStream | None = None
 
@@ -82,7 +84,7 @@ class ScriptedRun:
         surplus = max(0, len(kept) - KEPT_RUN_BYTES)
         del kept[:surplus]
         self._dropped[stream] += surplus
-        self.unsent += _pieces(stream, data)
+        self.unsent.extend(_pieces(stream, data))
         self.notify()
 
     def finish(
@@ -129,7 +131,7 @@ class ScriptedRun:
         self.unsent.clear()
         for stream, kept in self._kept.items():
             offsets[stream] = max(offsets[stream], self._dropped[stream])
-            self.unsent += _pieces(stream, bytes(kept[offsets[stream] - self._dropped[stream] :]))
+            self.unsent.extend(_pieces(stream, bytes(kept[offsets[stream] - self._dropped[stream] :])))
         age_us = round((trio.current_time() - self.began_at) * 1e6) if self.started.is_set() else 0
         return protocol.Attached(self.exec_id, offsets[Stream.STDOUT], offsets[Stream.STDERR], age_us, self.pid)
 
@@ -151,7 +153,8 @@ class ScriptedRun:
         ) as time:
             for _ in range(script.repeat):
                 for stream, data in script.outputs:
-                    while self.unsent and (self.stream is not None or self._unsent_bytes > KEPT_RUN_BYTES):
+                    await trio.lowlevel.checkpoint()
+                    while self.unsent and (self.stream is not None or len(self.unsent) >= _MAX_UNSENT):
                         await self.changed.wait()
                     if self.reply is not None:
                         return
@@ -163,10 +166,6 @@ class ScriptedRun:
         if time.cancelled_caught:
             self.finish(cause="timed_out", exit_code=CANCELLED_CODE)
         self.finish()
-
-    @property
-    def _unsent_bytes(self) -> int:
-        return sum(len(data) for _, data in self.unsent)
 
     async def send_all(self, stream: trio.SocketStream, *, was_attached: bool = False) -> None:
         """Send what it writes, until its end is sent or the run goes on over another connection."""
@@ -180,7 +179,7 @@ class ScriptedRun:
                 kind, data = self.unsent[0]
                 await stream.send_all(protocol.encode_frame(_KINDS[kind], data))
                 self.pieces_taken += 1
-                del self.unsent[0]
+                self.unsent.popleft()
                 self.notify()
             elif self.script.breaks_protocol:
                 await stream.send_all(b"\xff" * 16)

@@ -41,6 +41,21 @@ class ScriptedTree:
         return self.nsinit.runs
 
     @property
+    def runner(self) -> ScriptedRunner:
+        """The PID 1 of the only session."""
+        (runner,) = self.nsinit.runners.values()
+        return runner
+
+    @property
+    def run_opened(self) -> trio.Event:
+        """Set by the next run that begins; a test clears it by a new one."""
+        return self.nsinit.run_opened
+
+    @run_opened.setter
+    def run_opened(self, event: trio.Event) -> None:
+        self.nsinit.run_opened = event
+
+    @property
     def runners(self) -> Mapping[str, ScriptedRunner]:
         """The PID 1 of each session."""
         return self.nsinit.runners
@@ -55,7 +70,8 @@ async def open_scripted(
 ) -> AsyncIterator[ScriptedTree]:
     """Run the tree. With the `config` and the `nsinit` of a tree before, its sandboxes are adopted."""
     with tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory:
-        config = config or Config(**{"data_dir": Path(directory) / "data", "server": Server(vessels=0)} | changes)
+        settings: dict[str, Any] = {"data_dir": Path(directory) / "data", "server": Server(vessels=0)} | changes
+        config = config or Config(**settings)
         make_data_dir(config.data_dir)
         _make_image(config.data_dir)
         async with trio.open_nursery() as nursery:
