@@ -49,7 +49,7 @@ class FakeNsinit:
         self.plans: list[protocol.SandboxPlan] = []
         self.requests: list[object] = []
         self.refusals: dict[type, protocol.Failed] = {}
-        """What a kind of request is answered with, instead of being done."""
+        """What the next request of a kind is answered with, instead of being done."""
         self.frozen: set[str] = set()
         self.victim = protocol.Victim(0, "")
         self.scripts: dict[str, Script] = {}
@@ -78,7 +78,7 @@ class FakeNsinit:
     async def _answer(self, sock: trio.socket.SocketType, request: Any) -> None:
         self.requests.append(request)
         fds: list[OwnedFd] = []
-        refusal = self.refusals.get(type(request))
+        refusal = self.refusals.pop(type(request), None)
         answer = await self._do(request, fds) if refusal is None else replace(refusal, seq=request.seq)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, b"".join(fd.fileno().to_bytes(4, "little") for fd in fds))]
         try:
@@ -188,13 +188,14 @@ class FakeNsinit:
     async def _serve_runners(self) -> None:
         """One socket with a name in the directory of every session that ran before."""
         directory = self._paths.root / "runners"
-        if not self._alive or directory.exists():
+        strangers = self._alive.keys() - self.runners.keys()
+        if not strangers or directory.exists():
             return
         directory.mkdir()
         sock = trio.socket.socket(socket.AF_UNIX)
         await sock.bind(str(directory / "all"))
         sock.listen(4096)
-        for session_id in self._alive:
+        for session_id in strangers:
             self._paths.run_dir(session_id).mkdir(parents=True)
             (self._paths.run_dir(session_id) / RUNNER_SOCKET).hardlink_to(directory / "all")
         self._nursery.start_soon(_listen, trio.CancelScope(), sock, ScriptedRunner(self._nursery))
