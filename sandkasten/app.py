@@ -1,4 +1,4 @@
-"""The composition root: configuration → tree → HTTP front. The only wiring; everything else is handed what it needs."""
+"""The composition root: configuration → tree → HTTP front. The only wiring; every other part is given its partners."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ import trio
 
 from nsinit.wire.protocol import SeccompProfile
 from sandkasten.actors.node.creating import Node
-from sandkasten.actors.node.heartbeat import keep_beating
-from sandkasten.actors.services.keys import KeyWatch
+from sandkasten.actors.node_view import keep_beating
 from sandkasten.actors.supervision import ChildSpec, ChildSupervisor
 from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.admission.keys import KeyWatch
 from sandkasten.config import Config, ConfigError
 from sandkasten.config.seccomp import load_filters
 from sandkasten.host import examine
@@ -40,7 +40,7 @@ from sandkasten.store.database import DatabaseTooNew, open_database
 from sandkasten.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from sandkasten.api.http.listen import Held
+    from sandkasten.api.http.listen import EarlySockets
     from sandkasten.api.http.settings import ApiSettings
 
 log = logging.getLogger(__name__)
@@ -48,15 +48,15 @@ log = logging.getLogger(__name__)
 _NODE_ID = re.compile(r"[0-9a-f]{8}")
 _RUN_KEY_BYTES = 32
 _START_S = 30.0
-"""Everything must be up within this time."""
+"""Seconds within which every part must have started."""
 
 _END_SESSIONS_S = 60.0
-"""How long a stop may take to end all sessions."""
+"""Seconds that ending all sessions may take at a stop."""
 
 
 @attrs.define
 class StopOrder:
-    """How a stop goes: whether sessions end with it, and how long it waits before for what somebody waits for."""
+    """A stop in good order: whether sessions end with it, and the seconds that requests in flight get before."""
 
     ends_sessions: bool
     drain_s: float = 0.0
@@ -93,15 +93,17 @@ async def serve(
     started: Callable[[Sequence[str]], None],
     told: Callable[[System], None] | None = None,
     start_nsinit: StartNsinit = start_as_child,
-    held: Held | None = None,
+    early: EarlySockets | None = None,
     notifier: Notifier | None = None,
 ) -> None:
-    """Run the tree with its HTTP front until cancelled; the caller holds the data directory (`data_dir.locked`), and
-    has looked at the machine and read the configured filters, which takes root.
+    """Run the tree with its HTTP front until cancelled.
 
-    `order` says how it stops; it may be changed until then. `started` gets the addresses that are bound, `told` before
-    that what is in force. `held`: sockets that listen already, instead of the configured ones. `notifier`: who gets
-    signs of life.
+    The caller holds the data directory (`data_dir.locked`), and has examined the machine and read the configured
+    filters, which takes root.
+
+    `order` says how the tree stops; it may be changed until then. `told` is called with the system in force, `started`
+    after it with the bound addresses. `early`: sockets that listen already, instead of the configured ones. `notifier`
+    gets signs of life.
     """
     from sandkasten.api.app import make_app  # importing the web framework takes 0.3 s, and library users need none
     from sandkasten.api.http.server import serve as serve_http
@@ -114,7 +116,7 @@ async def serve(
         watch = KeyWatch(supervisor.shares.ring, DataPaths(config.data_dir).keys)
 
         async def start_api(*, task_status: trio.TaskStatus[object]) -> None:
-            await serve_http(app, settings, held=held, task_status=_Announcement(task_status, started))
+            await serve_http(app, settings, early=early, task_status=_Announcement(task_status, started))
 
         return (ChildSpec("keys", watch.run), ChildSpec("api", start_api))
 
@@ -155,9 +157,9 @@ async def open_tree(
     more: Callable[[LocalSupervisor], Sequence[ChildSpec]] = lambda _supervisor: (),
     told: Callable[[System], None] | None = None,
 ) -> AsyncIterator[LocalSupervisor]:
-    """Run the tree, with `more` behind it, for as long as the context is open; `order` says how it stops.
+    """Run the tree, with the children of `more` behind it, while the context is open; `order` says how the tree stops.
 
-    The caller holds the data directory and has done what takes root; see `serve`.
+    The caller holds the data directory and has done the privileged work; see `serve`.
     """
     catalog, node = await trio.to_thread.run_sync(_prepare, config)
     supervisor = LocalSupervisor(
@@ -165,7 +167,7 @@ async def open_tree(
         catalog,
         node,
         machine=machine,
-        vessels=config.server.vessels,
+        pool_size=config.server.vessels,
         profiles=profiles,
         start_nsinit=start_nsinit,
     )
@@ -183,7 +185,7 @@ async def open_tree(
     async with trio.open_nursery(strict_exception_groups=True) as nursery:
         with trio.fail_after(_START_S):
             await nursery.start(run_tree)
-        stop.shield = True  # from here on only we end it: whoever cancels us must not outrun the draining
+        stop.shield = True  # from here on only this function ends the tree: a cancellation must not outrun the draining
         log.info("supervisor_started", extra={"node": node.id, "incarnation": node.incarnation})
         try:
             yield supervisor
@@ -196,18 +198,20 @@ async def open_tree(
 
 
 async def _wind_up(supervisor: LocalSupervisor, order: StopOrder) -> None:
-    """Let end what somebody waits for, then end the sessions or leave them alone. Each within its time; the front still
-    answers, so that who waits hears what became of it."""
+    """Wait for requests in flight, then end the sessions or leave them running. Each step has a deadline.
+
+    The front still answers meanwhile, so that waiting callers get their error.
+    """
     with trio.move_on_after(order.drain_s):
         await supervisor.finish()
     with trio.move_on_after(_END_SESSIONS_S) as patience:
         await (supervisor.end_sessions() if order.ends_sessions else supervisor.leave_sessions())
-    if patience.cancelled_caught:  # what is left is found at the next start
+    if patience.cancelled_caught:  # the next start finds the sessions
         log.error("stop_of_sessions_timed_out", extra={"waited_s": _END_SESSIONS_S})
 
 
 def require_protections(config: Config, machine: Machine) -> None:
-    """Refuse to start on a machine that can't protect as it must.
+    """Refuse to start on a machine without a required protection.
 
     Raises:
         ConfigError: one line for each required protection that is missing, with its fix.
@@ -222,8 +226,7 @@ async def _guard(
     *,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Stop the start when nsinit found less than is required; before anybody can connect, and without ending what was
-    adopted.
+    """Stop the start when nsinit lacks a required protection, before clients can connect; adopted sessions run on.
 
     Raises:
         ConfigError: one line for each required protection that is missing, with its fix.
@@ -241,14 +244,15 @@ def _require(lacks: Sequence[str]) -> None:
 
 
 def _raise_descriptor_limit() -> None:
-    """Take as many descriptors as the hard limit grants; a session needs about a dozen. The daemon only: a library
-    leaves its host's limits alone."""
+    """Raise the descriptor limit to the hard limit; a session needs about a dozen. The daemon only: a library leaves
+    the limits of its process alone.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class _Announcement:
-    """Passes the bound addresses on to who waits for them, before the tree goes on."""
+    """Passes the bound addresses on before the tree goes on."""
 
     def __init__(self, inner: trio.TaskStatus[object], started: Callable[[Sequence[str]], None]) -> None:
         self._inner, self._started = inner, started
@@ -259,7 +263,7 @@ class _Announcement:
 
 
 def _prepare(config: Config) -> tuple[Catalog, Node]:
-    """Do what is done once per start, before the tree: the node's identity and the default image. Blocking."""
+    """Prepare the node's identity and the default image, once per start, before the tree. Blocking."""
     try:
         with closing(open_database(config.db_path)) as database:
             stored_id = session_store.node_value(database, "node_id", secrets.token_hex(4))
@@ -275,7 +279,7 @@ def _prepare(config: Config) -> tuple[Catalog, Node]:
 
 
 def _run_key(stored: str) -> bytes:
-    """Return the key of run tickets; in place of a damaged one a new one, which makes those of before void."""
+    """Return the key of run tickets; in place of a damaged key a new one, which makes earlier tickets void."""
     try:
         key = bytes.fromhex(stored)
     except ValueError:
@@ -284,8 +288,8 @@ def _run_key(stored: str) -> bytes:
 
 
 def prepare_images(catalog: Catalog) -> None:
-    """Do what a start does to the image store, as root: without that, it was done before."""
-    with suppress(OSError):  # what can't be removed now is tried again at the next start
+    """Sweep the image store and make the `host` image, as root; a start without root relies on an earlier one."""
+    with suppress(OSError):  # the next start tries again
         catalog.sweep()
     ensure_host_image(catalog)
 
@@ -293,7 +297,7 @@ def prepare_images(catalog: Catalog) -> None:
 def _kept_node_id(path: Path, stored_id: str) -> str:
     """Return the node's id from a file of its own, made from the database's copy if there is none, or anew.
 
-    Every sandbox's cgroup hangs below it, so it must survive the loss of the database: what runs is found by it.
+    The cgroups of all sandboxes lie below a directory with this id, so the id must survive the loss of the database.
     """
     try:
         node_id = path.read_text("ascii").strip()

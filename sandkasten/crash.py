@@ -1,7 +1,7 @@
-"""Ends the daemon at a named step, for tests of what the next start makes of it. Nowhere unless configured.
+"""Crash points: the daemon ends itself at a named step, for tests of the next start. Off unless configured.
 
-`testing.crash_at` names a point of this process, of an import, or of nsinit's processes, which are told. It counts only
-together with `testing.crash_points`, which the configuration refuses to a daemon that others can reach.
+`testing.crash_at` names a point of this process, of an import, or of nsinit's processes, which are told theirs. The
+setting needs `testing.crash_points`, which the configuration refuses to a daemon that others can reach.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 
 
 class Point(enum.StrEnum):
-    """The steps at which this process can end. Each is passed when its work is done and nobody was told."""
+    """Steps at which this process can end. Each is passed when its work is done and before its caller is answered."""
 
     CREATE_RECORDED = "daemon.create.recorded"
     CREATE_BUILT = "daemon.create.built"
@@ -41,7 +41,7 @@ _OWN = frozenset(point.value for point in Point)
 
 
 class Crash:
-    """Where to end: `name` or `name:N`, the N-th time; empty: nowhere."""
+    """The point to end at: `name`, or `name:N` for the N-th time; empty for none."""
 
     def __init__(self, at: str = "") -> None:
         self._at = at
@@ -49,14 +49,14 @@ class Crash:
         self._left = int(count or 1)
 
     def passing(self, point: Point) -> None:
-        """This process is at a step."""
+        """End this process if `point` is the configured one."""
         if point.value == self._name:
             self._left -= 1
             if self._left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def take_foreign(self) -> str:
-        """Return what nsinit is to be told: once, since the one that follows it should live."""
+        """Return the point for nsinit, once: an nsinit that is started after the crash must live."""
         if self._name in _OWN:
             return ""
         at, self._at = self._at, ""

@@ -1,10 +1,9 @@
-"""Logs: one line for each thing that happened, with the request, the trace, the key and the session it is about.
+"""Logs: one line for each event, with the request, the trace, the key and the session it is about.
 
 Modules log an event's name with `logging.getLogger(__name__)` and put facts into `extra`; this module owns the format
-alone. Commands, their output and environments are not logged above DEBUG, secrets never: callers keep to that, nothing
-is filtered here. Lines are ASCII whatever is in them: no text can begin another line or drive a terminal.
-
-How moments are written for others: as RFC 3339 has it, in UTC, with milliseconds. Pure.
+alone, and that of moments (`rfc3339`). Commands, their output and environments are not logged above DEBUG, secrets
+never: callers keep to that, nothing is filtered here. Lines are ASCII, so no text can begin another line or drive a
+terminal.
 
 Source: RFC 3339 §5.6.
 """
@@ -26,6 +25,36 @@ from typing import TextIO
 
 from sandkasten import logcontext
 
+QUEUE_LINES = 10_000
+QUEUE_BYTES = 16 * 1024 * 1024
+CLOSE_S = 2.0
+_WRITE_BYTES = 64 * 1024
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_PLAIN = re.compile(r"[!#-<>-~]+\Z", re.ASCII)
+"""A value that needs no quotes: visible, without `=` and `"`."""
+
+
+def configure(level: str = "info", stream: TextIO | None = None, *, format: str = "json") -> LogWriter:
+    """Send all logs of this process to `stream` (stderr). For the command line; an embedding program decides itself.
+
+    Close the writer that is returned before the process ends, or lines may be lost.
+    """
+    writer = LogWriter(stream or sys.stderr, format)
+    root = logging.getLogger()
+    root.handlers[:] = [writer]
+    root.setLevel(level.upper())
+    for noisy in ("hypercorn.access", "quart.serving"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    return writer
+
+
+def dropped_lines() -> int:
+    """Return the number of lines of this process that were dropped because the log was not read."""
+    return sum(handler.dropped for handler in logging.getLogger().handlers if isinstance(handler, LogWriter))
+
+
+# Format
+
 
 def rfc3339(moment: datetime) -> str:
     """Return an aware datetime in UTC with milliseconds and `Z`."""
@@ -33,22 +62,12 @@ def rfc3339(moment: datetime) -> str:
 
 
 def rfc3339_or_none(moment: datetime | None) -> str | None:
-    """Return the same of a moment that there may not be."""
+    """Return an aware datetime as `rfc3339` does, None for None."""
     return None if moment is None else rfc3339(moment)
 
 
-QUEUE_LINES = 10_000
-QUEUE_BYTES = 16 * 1024 * 1024
-CLOSE_S = 2.0
-
-_WRITE_BYTES = 64 * 1024
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-_PLAIN = re.compile(r"[!#-<>-~]+\Z", re.ASCII)
-"""A value that needs no quotes: visible, without `=` and `"`."""
-
-
 def facts_of(record: logging.LogRecord) -> dict[str, object]:
-    """Return what is known of an event: whose work it is part of, and what the caller says."""
+    """Return the facts of an event: session, request, trace and key of the task, and those the caller gave."""
     origin = logcontext.origin.get()
     facts: dict[str, object] = {
         "session_id": logcontext.session_id.get(),
@@ -61,12 +80,12 @@ def facts_of(record: logging.LogRecord) -> dict[str, object]:
 
 
 def time_of(record: logging.LogRecord) -> str:
-    """Return when it happened, in UTC (RFC 3339)."""
+    """Return the time of a log record, in UTC (RFC 3339)."""
     return rfc3339(datetime.fromtimestamp(record.created, UTC))
 
 
 class JsonFormatter(logging.Formatter):
-    """For machines: one JSON object a line."""
+    """Format for machines: one JSON object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, object] = {
@@ -82,7 +101,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """For people: time, level, event, then facts as `name=value`; a traceback follows, each line of it behind a bar."""
+    """Format for people: time, level, event, facts as `name=value`; then a traceback, each line behind a bar."""
 
     def format(self, record: logging.LogRecord) -> str:
         head = [time_of(record), f"{record.levelname.lower():7}", _escape(record.getMessage())]
@@ -103,10 +122,14 @@ def _escape(text: str) -> str:
 
 FORMATS: dict[str, Callable[[], logging.Formatter]] = {"json": JsonFormatter, "text": TextFormatter}
 
+# Writing
+
 
 class LogWriter(logging.Handler):
-    """Formats in the thread that logs, and writes in a thread of its own, so that a reader of the log that stalls never
-    stops the event loop. What waits is bounded; what comes on top is counted, and reported when there is room.
+    """Formats in the thread that logs, and writes in a thread of its own: a stalled reader never stops the event loop.
+
+    The queue of lines is bounded; lines beyond the bound are dropped and counted, and the count is logged when there is
+    room again.
     """
 
     def __init__(self, stream: TextIO, format: str = "json") -> None:
@@ -118,7 +141,7 @@ class LogWriter(logging.Handler):
         self._counting = threading.Lock()
         self._unreported = 0
         self.dropped = 0
-        """How many lines were lost in all."""
+        """Lines dropped since the start."""
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
         self._thread.start()
 
@@ -131,7 +154,7 @@ class LogWriter(logging.Handler):
             self._enqueue(self.format(logging.makeLogRecord(failed | facts)) + "\n")
 
     def close(self) -> None:
-        """Write what waits, for at most `CLOSE_S` seconds, and end the thread."""
+        """Write the queued lines, for at most `CLOSE_S` seconds, and end the thread."""
         super().close()
         if self._thread.is_alive():
             try:
@@ -166,25 +189,25 @@ class LogWriter(logging.Handler):
                 lines.insert(0, self.format(logging.makeLogRecord(lost)) + "\n")
             try:
                 self._put("".join(lines))
-            except (OSError, ValueError):  # the stream is gone; nobody is left to tell
+            except (OSError, ValueError):  # the stream is closed
                 return
 
     def _next_lines(self) -> tuple[list[str], bool]:
-        """Wait for a line; return it with those behind it that fit into one write, and whether more may come."""
+        """Wait for a line; return it with the queued ones that fit into one write, and whether more may come."""
         line = self._lines.get()
         lines: list[str] = []
         size = 0
         while line is not None:
             lines.append(line)
             size += len(line)
-            if size >= _WRITE_BYTES or self._lines.empty():  # nobody else takes lines out
+            if size >= _WRITE_BYTES or self._lines.empty():  # this thread alone takes lines out
                 return lines, True
             line = self._lines.get()
         return lines, False
 
 
 def _sink(stream: TextIO) -> Callable[[str], object]:
-    """Return what writes to a stream: to its descriptor, past Python's buffer, where there is one.
+    """Return a function that writes to a stream: to its descriptor, past Python's buffer, where there is one.
 
     A thread that is stuck in the buffer would hold its lock, and the interpreter could not end any more.
     """
@@ -198,26 +221,7 @@ def _sink(stream: TextIO) -> Callable[[str], object]:
         while data:
             try:
                 data = data[os.write(fd, data) :]
-            except BlockingIOError:  # somebody made a terminal that we share non-blocking
+            except BlockingIOError:  # another process made a shared terminal non-blocking
                 select.select([], [fd], [])
 
     return write
-
-
-def configure(level: str = "info", stream: TextIO | None = None, *, format: str = "json") -> LogWriter:
-    """Send all logs of this process to `stream` (stderr). For the command line; a library's host decides itself.
-
-    Close the writer that is returned before the process ends, or lines may be lost.
-    """
-    writer = LogWriter(stream or sys.stderr, format)
-    root = logging.getLogger()
-    root.handlers[:] = [writer]
-    root.setLevel(level.upper())
-    for noisy in ("hypercorn.access", "quart.serving"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    return writer
-
-
-def dropped_lines() -> int:
-    """Return how many lines of this process were lost because nobody read them."""
-    return sum(handler.dropped for handler in logging.getLogger().handlers if isinstance(handler, LogWriter))

@@ -1,13 +1,11 @@
-"""For whom the current task works and what it is about: what every log line and event of it can say.
+"""The origin of the current task's work: request, trace, key and session, named in its log lines and events.
 
-Owns the two context variables; formats nothing. A task inherits them from the one that started it, and an actor takes
-the origin over from each message, so that a request is known by its id wherever it is served.
+Owns two context variables. A task inherits them from the task that started it, and an actor takes the origin over from
+each message, so that a request is known by its id wherever it is served.
 
-Trace contexts: which distributed trace a request belongs to, read from `traceparent` and written back. Pure.
-
-The daemon records no spans of its own: it takes part in a trace by naming it in its log lines, its events and its
-answers, so that whoever does record finds them. What is malformed or absent is answered with a trace of our own, never
-with an error (W3C Trace Context §2.2, §3.2, §4.3; `traceresponse` after Trace Context Level 2 §2.4).
+`Trace` is a request's place in a distributed trace, read from `traceparent` and written back. The daemon records no
+spans of its own: it names the trace in log lines, events and answers. A malformed or absent header begins a new trace
+and is never an error (W3C Trace Context §2.2, §3.2, §4.3; `traceresponse` after Trace Context Level 2 §2.4).
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class Trace:
 
     @property
     def header(self) -> str:
-        """What names this place to others: the value of `traceresponse` here, of `traceparent` further down."""
+        """The header that names this place: the value of `traceresponse` here, of `traceparent` further down."""
         return f"00-{self.trace_id}-{self.span_id}-{self.flags:02x}"
 
 
@@ -55,17 +53,14 @@ def begin(traceparent: str | None) -> Trace:
 
 
 def _is_valid(found: re.Match[str]) -> bool:
-    """Whether it is no invalid version and no id is all zeros; what follows the flags is for versions after 00."""
+    """Whether the version is valid and no id is all zeros; fields after the flags are for versions after 00."""
     is_version = found["version"] != _FORBIDDEN_VERSION and (found["more"] is None or found["version"] != "00")
     return is_version and bool(found["trace"].strip("0")) and bool(found["parent"].strip("0"))
 
 
 @attrs.frozen
 class Origin:
-    """The request behind some work, and who made it; all None for what the daemon does by itself.
-
-    `key_id` names the API key and is not the key.
-    """
+    """The request behind some work, and the id of its API key; all None for work of the daemon's own."""
 
     request_id: str | None = None
     trace: Trace | None = None
@@ -79,5 +74,5 @@ session_id: ContextVar[str | None] = ContextVar("session_id", default=None)
 
 
 def set_key(key_id: str | None) -> None:
-    """The request at hand was made with this key."""
+    """Note the API key of the current request."""
     origin.set(attrs.evolve(origin.get(), key_id=key_id))

@@ -7,11 +7,9 @@ its answer.
 Commands, processes and terminals are all runs: each has an id, a log of its output that is kept for a while after its
 end, and at most one owner who may leave. A run that was detached, or never had an owner, goes on by itself.
 
-The part of the supervisor's interface that is about persistent workspaces and their files; no HTTP type in it.
-
 Files of a workspace are reached without a session, in a sandbox of their own that holds nothing else, with the sandbox
-user's rights. Paths are relative to the workspace or begin with `/workspace`; what leads outside is `PathOutside`.
-Every method on a workspace that isn't there raises `WorkspaceNotFound`.
+user's rights. Paths are relative to the workspace or begin with `/workspace`; a path that leads outside is
+`PathOutside`. Every method on a workspace that does not exist raises `WorkspaceNotFound`.
 """
 
 from __future__ import annotations
@@ -19,6 +17,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
+
+from prometheus_client.metrics_core import Metric
 
 from sandkasten.model import (
     Event,
@@ -46,7 +46,6 @@ from sandkasten.model import (
     WaitFor,
 )
 from sandkasten.model.listing import SessionPage, SessionQuery
-from sandkasten.model.measures import Family
 from sandkasten.model.node import Diagnosis, NodeCapacity, NodeInfo, Readiness, System
 from sandkasten.model.workspace import (
     FileHead,
@@ -59,124 +58,7 @@ from sandkasten.model.workspace import (
     WorkspaceSpec,
 )
 
-
-class FileReader(Protocol):
-    """An open file in the sandbox; iterate for its bytes, in pieces of at most 64 KiB."""
-
-    @property
-    def head(self) -> FileHead: ...
-
-    def __aiter__(self) -> AsyncIterator[bytes]: ...
-
-
-class FileWriter(Protocol):
-    """A file being replaced. `send` pieces, then `commit`; leaving the context without it keeps the old file."""
-
-    async def send(self, data: bytes) -> None: ...
-
-    async def commit(self) -> str:
-        """Put the new content in place atomically and return the resolved path."""
-        ...
-
-
-class ArchiveReader(Protocol):
-    """A tar archive being made; iterate for its bytes, in pieces of at most 64 KiB."""
-
-    def __aiter__(self) -> AsyncIterator[bytes]: ...
-
-    @property
-    def packed(self) -> Packed | None:
-        """What went into it, once it is complete."""
-        ...
-
-
-class ArchiveWriter(Protocol):
-    """A tar archive being unpacked. `send` pieces, then `commit`; leaving the context without it undoes all of it."""
-
-    async def send(self, data: bytes) -> None: ...
-
-    async def commit(self) -> Packed:
-        """Make what was unpacked the workspace. Raises `InvalidRequest` (a bad archive), `TooLarge`, `DiskFull`."""
-        ...
-
-
-class WorkspaceSupervisor(Protocol):
-    """Workspaces of one node."""
-
-    def workspaces_within(self, within: Within) -> WorkspaceSupervisor:
-        """Return the same for somebody for whom only workspaces with these labels exist. What they make has them; a
-        name that others took is `WorkspaceNotFound`, and `Conflict` for `make_workspace`."""
-        ...
-
-    async def workspaces(self, *, after: str = "", limit: int = 1000, measure: bool = False) -> Sequence[Workspace]:
-        """Return workspaces in the order of their ids, those behind `after`. With `measure` as many of them have a
-        `usage` as could be measured in some seconds."""
-        ...
-
-    async def workspace(self, workspace_id: str, *, measure: bool = False) -> Workspace:
-        """Return one workspace. What was measured within the last half minute is not measured again."""
-        ...
-
-    async def make_workspace(self, workspace_id: str, spec: WorkspaceSpec) -> Workspace:
-        """Make a workspace. Raises `Conflict` (there is one), `InvalidRequest` (the id)."""
-        ...
-
-    async def update_workspace(self, workspace_id: str, patch: WorkspacePatch) -> Workspace: ...
-
-    async def delete_workspace(self, workspace_id: str, *, force: bool = False) -> None:
-        """Delete a workspace and all of its files. Raises `WorkspaceBusy` while a session has it, or files of it are
-        being transferred; with `force` those sessions are ended first."""
-        ...
-
-    def open_workspace_read(
-        self, workspace_id: str, path: str, *, max_bytes: int
-    ) -> AbstractAsyncContextManager[FileReader]:
-        """As `Supervisor.open_read`."""
-        ...
-
-    def open_workspace_write(self, workspace_id: str, path: str) -> AbstractAsyncContextManager[FileWriter]:
-        """As `Supervisor.open_write`, and makes the workspace. What `commit` has returned for is on the disk."""
-        ...
-
-    async def list_files(
-        self, workspace_id: str, path: str = ".", *, after: str = "", limit: int = 1000
-    ) -> FileListing:
-        """List a directory, entries whose names come behind `after`. At most 1000, or fewer, at once.
-
-        Raises:
-            FileNotFound, NotADirectory, PermissionDenied, PathOutside.
-        """
-        ...
-
-    async def stat_file(self, workspace_id: str, path: str) -> FileInfo:
-        """Look at what is at a path; of a link, at the link."""
-        ...
-
-    async def remove_file(self, workspace_id: str, path: str, *, recursive: bool = False) -> str:
-        """Remove what is at a path (of a link, the link) and return the resolved path.
-
-        Raises:
-            NotEmpty: a directory with something in it, without `recursive`.
-            FileNotFound, PermissionDenied, PathOutside.
-        """
-        ...
-
-    def open_pack(self, workspace_id: str, path: str = ".") -> AbstractAsyncContextManager[ArchiveReader]:
-        """Make a tar archive of a directory. Raises `PermissionDenied`, before anything is read, when the sandbox user
-        must not read all of it."""
-        ...
-
-    def open_unpack(self, workspace_id: str, *, replace: bool = False) -> AbstractAsyncContextManager[ArchiveWriter]:
-        """Make a workspace of a tar archive.
-
-        Raises:
-            Conflict: there is one, and it is not to be replaced.
-            WorkspaceBusy: the one to be replaced is in use.
-        """
-        ...
-
-
-__all__ = ["FileReader", "FileWriter"]
+# Handles: a run, a terminal, the journal, a file, an archive
 
 
 class ExecStream(Protocol):
@@ -196,31 +78,31 @@ class ExecStream(Protocol):
 
     @property
     def is_joined(self) -> bool:
-        """Whether the run was there before: somebody else began it, and leaving never cancels it."""
+        """Whether another request began the run; leaving it then never cancels it."""
         ...
 
     def __aiter__(self) -> AsyncIterator[Output]:
         """Yield output until the run has ended and all of it was handed out.
 
         Raises:
-            ExecGone: what comes next is not kept any more (only for a reader that joined a run without one).
+            ExecGone: the next piece is not kept any more (only for a reader that joined a run without a reader).
         """
         ...
 
     async def wait_end(self) -> ExecEnd:
-        """Drop what output is left, wait for the end and return it. After exhausted iteration it returns at once."""
+        """Drop the output that is left, wait for the run's end and return it; at once after exhausted iteration."""
         ...
 
     async def cancel(self) -> None:
-        """Walk the kill ladder on this run; its end then says `cancelled`. The shell lives on."""
+        """Walk the kill ladder on this run, whose end then says `cancelled`. Its shell lives on."""
         ...
 
     def detach(self) -> None:
-        """Let the run go on without us: leaving does not cancel it any more."""
+        """Give up ownership: leaving does not cancel the run any more."""
         ...
 
     async def send_stdin(self, data: bytes) -> None:
-        """Send input, waiting while the run does not read. Raises `ExecEnded`, `InvalidRequest` (it has no stdin)."""
+        """Send input, waiting while the run does not read. Raises `ExecEnded`, `InvalidRequest` (no open stdin)."""
         ...
 
     async def close_stdin(self) -> None:
@@ -229,10 +111,10 @@ class ExecStream(Protocol):
 
 
 class TerminalViewer(Protocol):
-    """One viewer of a terminal. Iterate for what its screen gets: first what is kept of the past, then what comes.
+    """One viewer of a terminal. Iterate for the bytes of its screen: first those kept of the past, then new ones.
 
-    The terminal runs at the speed of its fastest viewer, or freely without one; a viewer that falls behind by more
-    than is kept misses the middle, and `skipped_bytes` says how much. Leaving the context leaves the terminal open,
+    The terminal runs at the speed of its fastest viewer, or freely without one. A viewer that falls behind by more
+    than is kept misses bytes in the middle, counted by `skipped_bytes`. Leaving the context leaves the terminal open,
     except that a shell which was taken over is given back when its last taker leaves.
     """
 
@@ -247,15 +129,15 @@ class TerminalViewer(Protocol):
 
     @property
     def is_taken_over(self) -> bool:
-        """Whether what this viewer types reaches a shell now; of a terminal of its own always, if it may type."""
+        """Whether input of this viewer reaches a shell now; in a terminal of its own always, if the viewer may type."""
         ...
 
     def __aiter__(self) -> AsyncIterator[bytes]:
-        """Yield what the screen gets, in pieces of at most 64 KiB, until the terminal has ended."""
+        """Yield the bytes of the screen, in pieces of at most 64 KiB, until the terminal has ended."""
         ...
 
     async def send(self, data: bytes) -> None:
-        """Type. Raises `PermissionDenied` for a read-only viewer or a shell that is only watched, `ExecEnded`."""
+        """Type into the terminal. Raises `PermissionDenied` (a read-only viewer, or a watched shell), `ExecEnded`."""
         ...
 
     async def resize(self, size: TerminalSize) -> None:
@@ -263,13 +145,19 @@ class TerminalViewer(Protocol):
         ...
 
     async def take_over(self) -> None:
-        """Sit down at the watched shell: behind what it runs, a prompt comes. Its commands wait until `give_back`, or
-        until the prompt is left with `exit`. Cancelling the wait withdraws it. Raises `PermissionDenied` for a
-        read-only viewer, `ShellBusy`, `ExecEnded` (the prompt was ended before it came)."""
+        """Take the watched shell over: behind the run that occupies it, a prompt comes.
+
+        Further runs wait until `give_back`, or until the prompt is left with `exit`. Cancelling the wait withdraws it.
+
+        Raises:
+            PermissionDenied: the viewer is read-only.
+            ExecEnded: the prompt was ended before it came.
+            ShellBusy.
+        """
         ...
 
     async def give_back(self) -> None:
-        """Leave the prompt of a shell that was taken over; what runs there is ended. Otherwise no effect."""
+        """Leave the prompt of a shell that was taken over, and end its processes. Otherwise no effect."""
         ...
 
     async def wait_end(self) -> ExecEnd:
@@ -278,12 +166,15 @@ class TerminalViewer(Protocol):
 
 
 class EventStream(Protocol):
-    """Events in order, from a cursor on. A reader that does not read is bounded: it is served from the journal and
-    raises `CursorGone` once the journal has moved past it. Cancelling a read loses no event."""
+    """Events in order, from a cursor on.
+
+    A slow reader costs a bounded amount of memory: the journal serves it, and raises `CursorGone` once it has moved
+    past the reader. Cancelling a read loses no event.
+    """
 
     @property
     def cursor(self) -> str:
-        """Where to go on later: what came up to here was read, or is of another session."""
+        """The cursor to go on from later: every earlier event was read, or belongs to another session."""
         ...
 
     def __aiter__(self) -> AsyncIterator[Event]: ...
@@ -291,11 +182,140 @@ class EventStream(Protocol):
     async def __anext__(self) -> Event: ...
 
 
-class Supervisor(WorkspaceSupervisor, Protocol):
-    """Sessions of one node."""
+class FileReader(Protocol):
+    """An open file in the sandbox; iterate for its bytes, in pieces of at most 64 KiB."""
 
     @property
-    def node_id(self) -> str: ...
+    def head(self) -> FileHead: ...
+
+    def __aiter__(self) -> AsyncIterator[bytes]: ...
+
+
+class FileWriter(Protocol):
+    """A file being replaced. `send` pieces, then `commit`; leaving the context without `commit` keeps the old file."""
+
+    async def send(self, data: bytes) -> None: ...
+
+    async def commit(self) -> str:
+        """Put the new content in place atomically and return the resolved path."""
+        ...
+
+
+class ArchiveReader(Protocol):
+    """A tar archive being made; iterate for its bytes, in pieces of at most 64 KiB."""
+
+    def __aiter__(self) -> AsyncIterator[bytes]: ...
+
+    @property
+    def packed(self) -> Packed | None:
+        """Entries and bytes of the archive, once it is complete."""
+        ...
+
+
+class ArchiveWriter(Protocol):
+    """A tar archive being unpacked. `send` pieces, then `commit`; leaving the context without `commit` undoes all."""
+
+    async def send(self, data: bytes) -> None: ...
+
+    async def commit(self) -> Packed:
+        """Make the unpacked tree the workspace. Raises `InvalidRequest` (a bad archive), `TooLarge`, `DiskFull`."""
+        ...
+
+
+class WorkspaceSupervisor(Protocol):
+    """Persistent workspaces of one node, and their files."""
+
+    def workspaces_within(self, within: Within) -> WorkspaceSupervisor:
+        """Return the interface for a caller for whom only workspaces with these labels exist.
+
+        A workspace that such a caller makes gets the labels; an id that others took is `WorkspaceNotFound`, and
+        `Conflict` for `make_workspace`.
+        """
+        ...
+
+    async def workspaces(self, *, after: str = "", limit: int = 1000, measure: bool = False) -> Sequence[Workspace]:
+        """Return workspaces in the order of their ids, beginning behind `after`.
+
+        With `measure`, as many of them have a `usage` as could be measured in a few seconds.
+        """
+        ...
+
+    async def workspace(self, workspace_id: str, *, measure: bool = False) -> Workspace:
+        """Return one workspace; with `measure` with its usage, which is at most half a minute old."""
+        ...
+
+    async def make_workspace(self, workspace_id: str, spec: WorkspaceSpec) -> Workspace:
+        """Make a workspace. Raises `Conflict` (the id is taken), `InvalidRequest` (the id is malformed)."""
+        ...
+
+    async def update_workspace(self, workspace_id: str, patch: WorkspacePatch) -> Workspace: ...
+
+    async def delete_workspace(self, workspace_id: str, *, force: bool = False) -> None:
+        """Delete a workspace and all of its files; with `force` the sessions that hold it are ended first.
+
+        Raises:
+            WorkspaceBusy: a session holds the workspace, or its files are being transferred.
+        """
+        ...
+
+    def open_workspace_read(
+        self, workspace_id: str, path: str, *, max_bytes: int
+    ) -> AbstractAsyncContextManager[FileReader]:
+        """Open a file of a workspace for reading, as `Supervisor.open_read` does."""
+        ...
+
+    def open_workspace_write(self, workspace_id: str, path: str) -> AbstractAsyncContextManager[FileWriter]:
+        """Replace a file, as `Supervisor.open_write` does, and make the workspace if there is none.
+
+        The content is on the disk when `commit` returns.
+        """
+        ...
+
+    async def list_files(
+        self, workspace_id: str, path: str = ".", *, after: str = "", limit: int = 1000
+    ) -> FileListing:
+        """List the entries of a directory whose names come behind `after`, at most 1000 at once.
+
+        Raises:
+            FileNotFound, NotADirectory, PermissionDenied, PathOutside.
+        """
+        ...
+
+    async def stat_file(self, workspace_id: str, path: str) -> FileInfo:
+        """Return the properties of a path; of a link, those of the link itself."""
+        ...
+
+    async def remove_file(self, workspace_id: str, path: str, *, recursive: bool = False) -> str:
+        """Remove a file, a link (not its target) or a directory, and return the resolved path.
+
+        Raises:
+            NotEmpty: a directory with entries, without `recursive`.
+            FileNotFound, PermissionDenied, PathOutside.
+        """
+        ...
+
+    def open_pack(self, workspace_id: str, path: str = ".") -> AbstractAsyncContextManager[ArchiveReader]:
+        """Make a tar archive of a directory.
+
+        Raises:
+            PermissionDenied: the sandbox user may not read all of the directory; raised before the first byte.
+        """
+        ...
+
+    def open_unpack(self, workspace_id: str, *, replace: bool = False) -> AbstractAsyncContextManager[ArchiveWriter]:
+        """Make a workspace of a tar archive.
+
+        Raises:
+            Conflict: the workspace exists, and `replace` is false.
+            WorkspaceBusy: the workspace to be replaced is in use.
+        """
+        ...
+
+
+class Supervisor(WorkspaceSupervisor, Protocol):
+    """Sessions, runs, terminals, files and workspaces of one node, and the node itself."""
+
+    # Sessions
 
     async def create(self, spec: SessionSpec) -> Session:
         """Make a session and return it running.
@@ -306,30 +326,32 @@ class Supervisor(WorkspaceSupervisor, Protocol):
         ...
 
     async def get(self, session_id: str) -> Session:
-        """Return a session in whatever state, ended ones included. Raises `SessionNotFound`."""
+        """Return a session in any state, ended ones included. Raises `SessionNotFound`."""
         ...
 
     async def list(self, *, status: Status | None = None, ended: bool = False, limit: int = 1000) -> Sequence[Session]:
-        """Return sessions, newest first: the live ones, those of one status, or with `ended` all that are known."""
+        """Return sessions, newest first: the live ones, those of one status, or with `ended` all known ones."""
         ...
 
     async def find(self, query: SessionQuery) -> SessionPage:
-        """Return a page of the list that `list` is the beginning of: also by labels, and behind a place in it."""
+        """Return one page of sessions, newest first, chosen by status and labels, behind a place in the list."""
         ...
 
     async def update(self, session_id: str, patch: SessionPatch) -> Session:
-        """Change a live session: all that the patch says, or nothing.
+        """Change a live session: every field of the patch, or nothing.
 
         Raises:
-            SessionNotFound, SessionExpired: there is nothing to change.
+            SessionNotFound, SessionExpired.
             InvalidRequest: a value is out of range.
-            LimitInUse: the session uses more memory than its new limit.
+            LimitInUse: the session uses more memory than the new limit.
         """
         ...
 
     async def pause(self, session_id: str, spec: PauseSpec | None = None) -> Session:
-        """Let all of a session stand still: it uses no processor time and keeps its memory. Time limits of what runs go
-        on where they were when it is resumed. Of a paused session, change how it is paused.
+        """Freeze every process of a session, or change how a paused session is paused.
+
+        A paused session uses no processor time and keeps its memory. Time limits of its runs stop, and go on from
+        where they were when the session is resumed.
 
         Raises:
             Conflict: a file is being transferred.
@@ -338,31 +360,34 @@ class Supervisor(WorkspaceSupervisor, Protocol):
         ...
 
     async def resume(self, session_id: str) -> Session:
-        """Let a paused session go on; one that runs is left alone. Raises `SessionNotFound`, `SessionExpired`."""
+        """Thaw a paused session; no effect on a running one. Raises `SessionNotFound`, `SessionExpired`."""
         ...
 
     async def destroy(self, session_id: str) -> Session:
-        """End a session and return its final state; on an ended one a no-op. Raises `SessionNotFound`."""
+        """End a session and return its final state; no effect on an ended one. Raises `SessionNotFound`."""
         ...
 
     async def wait_ended(self, session_id: str) -> Session:
-        """Wait until a session has ended, whatever ended it, or its supervisor stops, and return it. Raises
-        `SessionNotFound`."""
+        """Wait until a session has ended for any reason, or the supervisor stops, and return the session.
+
+        Raises:
+            SessionNotFound.
+        """
         ...
 
     async def stats(self, session_id: str) -> SessionStats:
-        """Raises `SessionNotFound`, `SessionExpired`."""
+        """Return the counters of a session's cgroup. Raises `SessionNotFound`, `SessionExpired`."""
         ...
 
     def attend(self, session_id: str) -> AbstractAsyncContextManager[None]:
-        """Somebody is there: while this is entered, the session does not end for being idle. A pause goes on.
+        """Keep a session from ending for being idle while the context is entered. A pause goes on.
 
         Raises:
             SessionNotFound, SessionExpired, Capacity.
         """
         ...
 
-    # Commands
+    # Runs
 
     def open_exec(
         self, session_id: str, spec: ExecSpec, *, on_disconnect: OnDisconnect = OnDisconnect.CANCEL
@@ -386,7 +411,7 @@ class Supervisor(WorkspaceSupervisor, Protocol):
         ...
 
     def attach_exec(self, session_id: str, exec_id: str, *, after: int = 0) -> AbstractAsyncContextManager[ExecStream]:
-        """Join a run of any kind behind the piece of output numbered `after`. Leaving never cancels it.
+        """Join a run of any kind behind the piece of output numbered `after`. Leaving never cancels the run.
 
         Raises:
             SessionNotFound, SessionExpired, ExecNotFound, ExecGone.
@@ -394,11 +419,11 @@ class Supervisor(WorkspaceSupervisor, Protocol):
         ...
 
     async def execs(self, session_id: str) -> Sequence[ExecInfo]:
-        """Return the runs of a session that are known, of every kind, oldest first."""
+        """Return the known runs of a session, of every kind, oldest first."""
         ...
 
     async def get_exec(self, session_id: str, exec_id: str) -> ExecInfo:
-        """Raises `ExecNotFound`, `ExecGone`."""
+        """Return one run. Raises `ExecNotFound`, `ExecGone`."""
         ...
 
     async def read_output(
@@ -413,7 +438,9 @@ class Supervisor(WorkspaceSupervisor, Protocol):
         ...
 
     async def send_stdin(self, session_id: str, exec_id: str, data: bytes, *, close: bool = False) -> None:
-        """Send input to a run with open stdin or a terminal, then end it with `close`. Waits while it does not read.
+        """Send input to a run with open stdin or to a terminal, then with `close` end the input.
+
+        Waits while the run does not read.
 
         Raises:
             ExecNotFound, ExecGone, ExecEnded, InvalidRequest.
@@ -422,11 +449,11 @@ class Supervisor(WorkspaceSupervisor, Protocol):
         ...
 
     async def signal_exec(self, session_id: str, exec_id: str, number: int) -> None:
-        """Send a signal (1 to 64) to what the run started. SIGINT makes a shell leave the command, like Ctrl-C."""
+        """Send a signal (1 to 64) to the processes of a run. SIGINT makes a shell leave the command, like Ctrl-C."""
         ...
 
     async def cancel_exec(self, session_id: str, exec_id: str, *, now: bool = False) -> ExecInfo:
-        """Walk the kill ladder on a run, from its last rung with `now`, and return it ended; an ended one as it is."""
+        """Walk the kill ladder on a run, with `now` from its last rung, and return the run as it ended."""
         ...
 
     async def resize_exec(self, session_id: str, exec_id: str, size: TerminalSize) -> None:
@@ -436,7 +463,7 @@ class Supervisor(WorkspaceSupervisor, Protocol):
     # Shells
 
     async def open_shell(self, session_id: str, spec: ShellSpec) -> ShellInfo:
-        """Start one more persistent shell. Raises `Conflict` (the name is taken), `Capacity`, `InvalidRequest`."""
+        """Start a further persistent shell. Raises `Conflict` (the name is taken), `Capacity`, `InvalidRequest`."""
         ...
 
     async def shells(self, session_id: str) -> Sequence[ShellInfo]:
@@ -444,22 +471,26 @@ class Supervisor(WorkspaceSupervisor, Protocol):
         ...
 
     async def close_shell(self, session_id: str, name: str) -> None:
-        """End a shell and everything it started; its commands end as cancelled. Raises `ShellNotFound`, and
-        `InvalidRequest` for the default shell."""
+        """End a shell and every process it started; its commands end as cancelled.
+
+        Raises:
+            InvalidRequest: the default shell can't be closed.
+            ShellNotFound.
+        """
         ...
 
     # Processes
 
     async def start_process(self, session_id: str, spec: ProcessSpec) -> ExecInfo:
-        """Start a background process; joins as `open_exec` does when its id is in use with the same spec."""
+        """Start a background process; joins, as `open_exec` does, a run with the same id and spec."""
         ...
 
     async def wait_process(self, session_id: str, exec_id: str, condition: WaitFor, *, timeout_s: float) -> Waited:
-        """Wait until a condition holds or the time is over; a process that ended ends the wait."""
+        """Wait until a condition holds, the process ends, or `timeout_s` has passed."""
         ...
 
     async def ports(self, session_id: str) -> Sequence[Port]:
-        """Return the TCP ports that something inside listens on."""
+        """Return the TCP ports on which processes of the session listen."""
         ...
 
     # Terminals
@@ -469,19 +500,6 @@ class Supervisor(WorkspaceSupervisor, Protocol):
 
         Raises:
             SessionNotFound, SessionExpired, ShellNotFound, TerminalNotFound, Capacity, InvalidRequest.
-        """
-        ...
-
-    # Events
-
-    def events(
-        self, *, session_id: str | None = None, after: str | None = None
-    ) -> AbstractAsyncContextManager[EventStream]:
-        """Follow events, of one session or of all: those behind the cursor `after`, from now on without one, and with
-        `"0"` all that are kept.
-
-        Raises:
-            CursorGone, InvalidRequest (no cursor of ours), SessionNotFound.
         """
         ...
 
@@ -499,6 +517,26 @@ class Supervisor(WorkspaceSupervisor, Protocol):
         """Replace a file, as the sandbox user, making its parents; errors as for `open_read`, and `DiskFull`."""
         ...
 
+    # Events
+
+    def events(
+        self, *, session_id: str | None = None, after: str | None = None
+    ) -> AbstractAsyncContextManager[EventStream]:
+        """Follow events, of one session or of all, behind the cursor `after`.
+
+        None: only new events. `"0"`: every event that is kept.
+
+        Raises:
+            InvalidRequest: malformed cursor.
+            CursorGone, SessionNotFound.
+        """
+        ...
+
+    # Node
+
+    @property
+    def node_id(self) -> str: ...
+
     async def readiness(self) -> Readiness:
         """Check store, fork server and disk."""
         ...
@@ -508,27 +546,28 @@ class Supervisor(WorkspaceSupervisor, Protocol):
         ...
 
     async def capacity(self) -> NodeCapacity:
-        """Return what this node has, may promise, has promised and uses now; cheap, and without asking whether all of
-        it answers."""
+        """Return totals, budget, promises and use of this node. Cheap: asks no part whether it answers."""
         ...
 
     async def node(self) -> NodeInfo:
-        """Return the same with the node's identity, and `not_ready` unless all of it answers."""
+        """Return the capacity with the node's identity; the status is `not_ready` unless every part answers."""
         ...
 
     async def drain(self) -> NodeInfo:
-        """Take no new sessions until `undrain`, over restarts too; creates raise `Draining`, what runs goes on."""
+        """Admit no new sessions until `undrain`, restarts included; creates raise `Draining`, live sessions go on."""
         ...
 
     async def undrain(self) -> NodeInfo:
-        """Take new sessions again."""
+        """Admit new sessions again."""
         ...
 
     async def diagnose(self, session_id: str) -> Diagnosis:
-        """Return what is known of a session, living, hung or ended, and say of each part that can't be had why. Neither
-        wakes it nor counts as activity. Raises `SessionNotFound`."""
+        """Return all that is known of a session, live, hung or ended; a part that can't be had says why.
+
+        Neither resumes the session nor counts as activity. Raises `SessionNotFound`.
+        """
         ...
 
-    async def metrics(self) -> Sequence[Family]:
-        """Return what was counted since the start, and what can be seen now. Waits for no part of the tree."""
+    async def metrics(self) -> Sequence[Metric]:
+        """Return the counts since the start, and the present state of queues and memory. Waits for no part."""
         ...

@@ -1,14 +1,14 @@
-"""Finds the cgroup hierarchies, decides which one gives which controller, and owns the directory sessions live in.
+"""Finds the cgroup hierarchies, decides which one gives which controller, and owns the node's directory in each.
 
-`locate` and `choose` are pure; `claim` and `release` change the tree. In a pure v2 tree a cgroup that hands controllers
-down may hold no process, so nsinit and the daemon move to a leaf of their own first.
-Sources: cgroups(7); Documentation/admin-guide/cgroup-v2.rst, "No Internal Process Constraint" and "Delegation".
+The node's directory holds the cgroups of its sessions. `locate` and `choose` are pure; `claim`, `restore` and `release`
+change the tree. In a pure v2 tree a cgroup that hands controllers down may hold no process, so nsinit and the daemon
+first move to a leaf of their own.
 
-Which data directory a cgroup directory of ours was made for: an extended attribute that only root can write.
-
-A node's id names its cgroups and may have been copied along with a data directory. The mark has not: it is the device
-and inode of the directory itself. What bears no mark, or another one, is somebody else's and is left alone.
-Sources: xattr(7), "Trusted extended attributes"; Documentation/admin-guide/cgroup-v2.rst (xattrs of cgroups).
+The node's directory bears the owner xattr, `trusted.sandkasten`, which only root can write: device and inode of the
+data directory. The node's id, which names the directory, may have been copied along with a data directory; device and
+inode are not. A directory without the attribute, or with another value, is another installation's and is left alone.
+Sources: cgroups(7); Documentation/admin-guide/cgroup-v2.rst, "No Internal Process Constraint" and "Delegation";
+xattr(7), "Trusted extended attributes".
 """
 
 from __future__ import annotations
@@ -21,49 +21,50 @@ from nsinit.kernel.files import write_file
 from nsinit.kernel.mountinfo import Mount, is_below
 from nsinit.wire.protocol import CgroupMode
 
-_NAME = "trusted.sandkasten"
-_NONE = (errno.ENODATA, errno.EOPNOTSUPP, errno.ENOENT, errno.EPERM)
+_OWNER = "trusted.sandkasten"
+_WITHOUT_OWNER = (errno.ENODATA, errno.EOPNOTSUPP, errno.ENOENT, errno.EPERM)
+"""No such attribute; none on this file system; no such directory; a container without CAP_SYS_ADMIN."""
 
 
-def mark_of(data_dir: str) -> str:
-    """Return the mark of what belongs to this data directory."""
+def owner_of(data_dir: str) -> str:
+    """Return the value of the owner xattr for a data directory."""
     status = os.stat(data_dir)
     return f"{status.st_dev}:{status.st_ino}"
 
 
-def set_mark(directory: str, mark: str) -> None:
-    """Mark a directory as ours. Where the kernel keeps no such attributes nothing is ever recognised by them."""
+def set_owner(directory: str, owner: str) -> None:
+    """Set the owner xattr. Where the kernel keeps no such attributes no directory is ever recognised by one."""
     try:
-        os.setxattr(directory, _NAME, mark.encode())
+        os.setxattr(directory, _OWNER, owner.encode())
     except OSError as error:
-        if error.errno not in _NONE:
+        if error.errno not in _WITHOUT_OWNER:
             raise
 
 
-def read_mark(directory: str) -> str:
-    """Return the mark of a directory, empty when it has none."""
+def read_owner(directory: str) -> str:
+    """Return the owner xattr of a directory, empty when it has none."""
     try:
-        return os.getxattr(directory, _NAME).decode("ascii", "replace")
+        return os.getxattr(directory, _OWNER).decode("ascii", "replace")
     except OSError as error:
-        if error.errno not in _NONE:
+        if error.errno not in _WITHOUT_OWNER:
             raise
         return ""
 
 
 REQUIRED = ("memory", "cpu", "pids")
 OPTIONAL = ("cpuacct",)
-"""Counters v1 keeps apart; in v2 `cpu.stat` always has them."""
+"""Controllers that count. v1 keeps them apart; in v2 `cpu.stat` has their numbers always."""
 WITHOUT_V2 = ("freezer",)
-"""What every v2 tree offers, even one without controllers, and v1 keeps apart."""
+"""Controllers that v1 keeps apart, and every v2 tree offers, even one without controllers."""
 
 
 class CgroupsUnusable(Exception):
-    """The machine offers no place where limits can be set; the text says what to do."""
+    """The machine offers no place where limits can be set; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Own directory in each hierarchy, and where that hierarchy is mounted."""
+    """The cgroup of a process in each hierarchy, and the mount points of the hierarchies."""
 
     unified: str | None
     unified_mount: str | None
@@ -73,25 +74,25 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The directories that hold session cgroups: `dirs` maps a controller, and `unified`, to one of them."""
+    """The node's directories: `dirs` maps a controller, and `unified`, to one of them."""
 
     mode: CgroupMode
     dirs: dict[str, str]
 
     @property
     def unique(self) -> tuple[str, ...]:
-        """Each directory once, memory first (its attach is the dearest), the unified one last."""
+        """Each directory once, memory first (attaching to that one takes longest), the unified one last."""
         order = sorted(self.dirs, key=lambda name: (name == "unified", name != "memory"))
         return tuple(dict.fromkeys(self.dirs[name] for name in order))
 
 
-def group_name(node_id: str) -> str:
-    """Return the name of the directory that a node's sessions live in."""
+def name_of_node(node_id: str) -> str:
+    """Return the name of a node's directory."""
     return f"sandkasten-{node_id[:8]}"
 
 
 def locate(mounts: tuple[Mount, ...], own: dict[str, str]) -> Located:
-    """Return where this process is in every mounted hierarchy.
+    """Return the cgroup of a process in every mounted hierarchy. `own`: its `/proc/<pid>/cgroup`.
 
     A hierarchy whose mount shows another part of the tree (a container with a foreign root) is left out.
     """
@@ -112,9 +113,9 @@ def locate(mounts: tuple[Mount, ...], own: dict[str, str]) -> Located:
 
 
 def choose(located: Located, unified_controllers: frozenset[str]) -> CgroupMode:
-    """Return the mode, or raise `CgroupsUnusable` naming the controller nobody offers.
+    """Return the mode. Raises `CgroupsUnusable` naming the controllers that no hierarchy offers.
 
-    v2 wins only when it has all that is needed: a session spread over both kinds gains nothing.
+    v2 wins only when it has every controller needed: a session spread over both kinds gains nothing.
     """
     if located.unified is not None and unified_controllers.issuperset(REQUIRED):
         return "v2"
@@ -127,51 +128,53 @@ def choose(located: Located, unified_controllers: frozenset[str]) -> CgroupMode:
     return "hybrid" if located.unified is not None else "v1"
 
 
-def claim(located: Located, *, group: str, parent: str, beside: tuple[int, ...] = ()) -> Tree:
-    """Make the directory `group` in every hierarchy needed and return the tree; `parent` as in `protocol.Start`,
-    `beside` as in `Grant`."""
-    home = home_of(located, group)
+def claim(located: Located, *, name: str, parent: str, beside: tuple[int, ...] = ()) -> Tree:
+    """Make the directory `name` in every hierarchy needed and return the tree; `parent` as in `protocol.Start`,
+    `beside` as in `Grant`. Raises `CgroupsUnusable`, `OSError`."""
+    home = home_of(located, name)
     mode = choose(located, _read_words(f"{home}/cgroup.controllers") if home else frozenset())
     if mode == "v2":
         assert home is not None
         assert located.unified_mount is not None
-        directory = _claim_v2(home, located.unified_mount, group=group, parent=parent, beside=beside)
+        directory = _claim_v2(home, located.unified_mount, name=name, parent=parent, beside=beside)
         return Tree(mode, dict.fromkeys((*REQUIRED, "unified"), directory))
     dirs = {}
     optional = OPTIONAL if located.unified is not None else (*OPTIONAL, *WITHOUT_V2)
-    for name in (*REQUIRED, *(each for each in optional if each in located.v1)):
-        base = located.v1[name] if parent == "auto" else _below(located.v1_mounts[name], parent)
-        dirs[name] = _make_group(base, group)
+    for controller in (*REQUIRED, *(each for each in optional if each in located.v1)):
+        base = located.v1[controller] if parent == "auto" else _below(located.v1_mounts[controller], parent)
+        dirs[controller] = _make(base, name)
     if located.unified is not None and located.unified_mount is not None:
         base = located.unified if parent == "auto" else _below(located.unified_mount, parent)
-        dirs["unified"] = _make_group(base, group)
+        dirs["unified"] = _make(base, name)
     return Tree(mode, dirs)
 
 
-def restore(tree: Tree, mark: str) -> None:
-    """Make again, with its mark, what `claim` made and a cleaner of the machine removed while no session was in it."""
+def restore(tree: Tree, owner: str) -> None:
+    """Make the node's directories again, with their owner, after a cleaner of the machine removed them while no session
+    was in them."""
     for directory in tree.unique:
         if not os.path.isdir(directory):
             os.makedirs(directory, exist_ok=True)
-            set_mark(directory, mark)
+            set_owner(directory, owner)
     if tree.mode == "v2":
         _enable(os.path.dirname(tree.dirs["unified"]), os.path.basename(tree.dirs["unified"]))
 
 
 def release(tree: Tree, located: Located) -> None:
-    """Remove the group directories when no session is left in them, and move back out of the v2 leaf."""
-    group = tree.dirs["memory"]
-    leaf = f"{group}/{LEAF}"
-    if tree.mode == "v2" and os.path.isdir(leaf) and not has_sessions(group):
-        home = os.path.dirname(group)
+    """Remove the node's directories when no session is left in them, and move back out of the v2 leaf."""
+    node = tree.dirs["memory"]
+    leaf = f"{node}/{LEAF}"
+    if tree.mode == "v2" and os.path.isdir(leaf) and not has_sessions(node):
+        home = os.path.dirname(node)
         try:
-            _set_controllers(group, "-")
+            # cgroup-v2.rst: a cgroup with controllers in subtree_control can hold no process, so that goes first.
+            _set_controllers(node, "-")
             _set_controllers(home, "-")
             for pid in _read_words(f"{leaf}/cgroup.procs"):
                 write_file(f"{home}/cgroup.procs", pid)
             os.rmdir(leaf)
         except OSError:
-            return  # others joined or are still there: the next start works from this state
+            return  # other processes are in the leaf or in the home: the next start works from this state
     for directory in tree.unique:
         try:
             os.rmdir(directory)
@@ -182,45 +185,47 @@ def release(tree: Tree, located: Located) -> None:
 LEAF = "daemon"
 """In a v2 tree the daemon and nsinit move to a cgroup of this name beside the sessions."""
 _SUBGROUP = "keeper"
-"""Where a service manager puts the process, if it is told to keep the unit's own cgroup empty (`DelegateSubgroup=`)."""
+"""The unit's `DelegateSubgroup=` (systemd.resource-control(5)): the service manager keeps the unit's own cgroup
+empty."""
 
 
-def home_of(located: Located, group: str) -> str | None:
+def home_of(located: Located, name: str) -> str | None:
     """Return the v2 cgroup this process was started in: not the leaf that an earlier nsinit moved it to, nor the
     subgroup of a unit, which has no controllers while the unit, still without sandboxes, hands none down."""
     if located.unified is None:
         return None
-    home = located.unified.removesuffix(f"/{group}/{LEAF}")
+    home = located.unified.removesuffix(f"/{name}/{LEAF}")
     unit = home.removesuffix(f"/{_SUBGROUP}")
     return home if unit == located.unified_mount else unit
 
 
-def _claim_v2(own: str, mount_point: str, *, group: str, parent: str, beside: tuple[int, ...]) -> str:
+def _claim_v2(own: str, mount_point: str, *, name: str, parent: str, beside: tuple[int, ...]) -> str:
     if parent != "auto":
-        return _enable(_below(mount_point, parent), group)
-    if not os.path.exists(f"{own}/cgroup.type"):  # only the real root has no such file, and it may hold processes
-        return _enable(own, group)
+        return _enable(_below(mount_point, parent), name)
+    # cgroup.type exists on non-root cgroups only; the root cgroup may hold processes and hand controllers down.
+    if not os.path.exists(f"{own}/cgroup.type"):
+        return _enable(own, name)
     movable = {str(pid) for pid in (os.getpid(), os.getppid(), *beside)}
-    if _read_words(f"{own}/cgroup.procs") <= movable and (directory := _move_to_leaf(own, group)):
+    if _read_words(f"{own}/cgroup.procs") <= movable and (directory := _move_to_leaf(own, name)):
         return directory
     if _read_words(f"{mount_point}/cgroup.subtree_control").issuperset(REQUIRED):
-        return _enable(mount_point, group)
+        return _enable(mount_point, name)
     raise CgroupsUnusable(
         "other processes share the daemon's cgroup, so it can't hand controllers down: start it in a unit or scope of "
         "its own (systemd-run --scope -p Delegate=yes ...), or name a delegated directory as the cgroup parent"
     )
 
 
-def _move_to_leaf(own: str, group: str) -> str | None:
+def _move_to_leaf(own: str, name: str) -> str | None:
     """Move nsinit and the daemon out of the way and hand controllers down; None, and nothing moved, if that fails."""
-    leaf = f"{own}/{group}/{LEAF}"
+    leaf = f"{own}/{name}/{LEAF}"
     os.makedirs(leaf, exist_ok=True)
     moved: list[str] = []
     try:
         for pid in _read_words(f"{own}/cgroup.procs"):
             write_file(f"{leaf}/cgroup.procs", pid)
             moved.append(pid)
-        return _enable(own, group)
+        return _enable(own, name)
     except OSError:
         for pid in moved:
             write_file(f"{own}/cgroup.procs", pid)
@@ -229,8 +234,9 @@ def _move_to_leaf(own: str, group: str) -> str | None:
         return None
 
 
-def _enable(base: str, group: str) -> str:
-    directory = _make_group(base, group)
+def _enable(base: str, name: str) -> str:
+    """Make a directory to which `base` hands controllers down, and which hands them down to sessions."""
+    directory = _make(base, name)
     _set_controllers(base, "+")
     _set_controllers(directory, "+")
     return directory
@@ -239,20 +245,20 @@ def _enable(base: str, group: str) -> str:
 def _set_controllers(directory: str, sign: str) -> None:
     path = f"{directory}/cgroup.subtree_control"
     enabled = _read_words(path)
-    change = [name for name in REQUIRED if (name in enabled) is (sign == "-")]
+    change = [controller for controller in REQUIRED if (controller in enabled) is (sign == "-")]
     if change:
-        write_file(path, " ".join(sign + name for name in change))
+        write_file(path, " ".join(sign + controller for controller in change))
 
 
-def _make_group(base: str, group: str) -> str:
-    directory = f"{base.rstrip('/')}/{group}"
+def _make(base: str, name: str) -> str:
+    directory = f"{base.rstrip('/')}/{name}"
     os.makedirs(directory, exist_ok=True)
     return directory
 
 
-def has_sessions(group: str) -> bool:
-    """Whether there is a cgroup in it that is not the daemon's."""
-    return any(entry.is_dir() and entry.name != LEAF for entry in os.scandir(group))
+def has_sessions(directory: str) -> bool:
+    """Whether a node's directory holds a cgroup other than the daemon's."""
+    return any(entry.is_dir() and entry.name != LEAF for entry in os.scandir(directory))
 
 
 def _below(mount_point: str, parent: str) -> str:
@@ -260,7 +266,7 @@ def _below(mount_point: str, parent: str) -> str:
 
 
 def _own_directory(mount: Mount, path: str) -> str | None:
-    """`mount.point` plus what of `path` lies below `mount.root`; None if the mount doesn't show it."""
+    """Return where the cgroup `path` is seen below `mount.point`; None if the mount doesn't show it."""
     if not is_below(path, mount.root):
         return None
     inner = path if mount.root == "/" else path[len(mount.root) :]

@@ -1,9 +1,9 @@
-"""The builder process: does the builder's steps of `build` for one sandbox after the other, and keeps nothing of any.
+"""The builder process: does the builder's steps of `sandbox/build.py` for one sandbox after the other.
 
-A fork of nsinit in nsinit's namespaces. For each order it joins the namespaces of a PID 1, works, goes back, and closes
-every descriptor that came with the order, before it lets that PID 1 go on: it never is in a namespace in which foreign
-code runs. If it can't go back it ends, and so does the build. Its other half in nsinit is `workers`.
-Sources: setns(2) (several namespaces by one pidfd), unix(7) SCM_RIGHTS.
+A fork of nsinit in nsinit's namespaces. For each order the builder joins the namespaces of a PID 1, works there, goes
+back and closes every descriptor that came with the order; only then may that PID 1 go on. So the builder is never in a
+namespace in which foreign code runs. A builder that can't go back ends, and the build fails.
+nsinit's side is `pool.HelperPool`. Sources: setns(2) (several namespaces by one pidfd); unix(7) SCM_RIGHTS.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import socket
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
-from nsinit.helpers.pool import Trade
+from nsinit.helpers.pool import HelperKind
 from nsinit.kernel import capabilities, syscalls
 from nsinit.kernel import constants as k
 from nsinit.kernel.files import keep_only
 from nsinit.kernel.seccomp.profile import ProfileError
 from nsinit.sandbox import build
-from nsinit.sandbox.builder_steps import JOINED, Box, Machine
+from nsinit.sandbox.builder_steps import JOINED, Machine, SandboxBuild
 from nsinit.sandbox.crash_points import BUILDER, FILES
 from nsinit.steps import StepFailed, Steps
 from nsinit.wire import control
@@ -29,23 +29,21 @@ from nsinit.wire.protocol import MAX_DATAGRAM_BYTES, DiskLimits, SandboxPlan
 from runner.wire.codec import Vocabulary
 
 NAME = "nsinit-builder"
-"""What `/proc/<pid>/comm` says."""
+"""The name in `/proc/<pid>/comm`."""
 COUNT = 2
-"""One works while another waits for the disk; more would only take turns on the processors."""
+"""Builders in the pool. One works while another waits for the disk; more would only take turns on the processors."""
 _MAX_FDS = 5
 
-
-Stage = Literal["born", "blank", "furnished", "whole"]
-"""How far a sandbox is: PID 1 alone, `build.BLANK_STEPS`, `build.IMAGE_STEPS`, all."""
+Stage = Literal["born", "blank", "imaged", "whole"]
+"""Progress of a sandbox: PID 1 alone; after `build.BLANK_STEPS`; after `build.IMAGE_STEPS`; after all steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Work on one sandbox: pidfd, user namespace, map of the machine's files and control socket come along; the
-    workspace's map, too, if it has one.
+    """Work on one sandbox, from stage `done` to stage `goal` (without a plan: blank). `disk`: limits of its disk.
 
-    `done` is how far it is, `goal` how far it is to be; without a plan that is blank, and `disk` is what the disk is
-    made for then.
+    Descriptors that come along: pidfd of PID 1, user namespace, map of the machine's files, control socket, and the
+    map of the workspace's files if the plan has a workspace.
     """
 
     session_id: str
@@ -59,23 +57,25 @@ class Order:
 ORDERS = Vocabulary(Order)
 
 
-def trade(machine: Machine) -> Trade:
-    """Return what `workers` needs."""
+def kind_of(machine: Machine) -> HelperKind:
+    """Return the kind of helper that builders are."""
 
-    def life(channel: socket.socket, parent_pid: int) -> NoReturn:
-        live(channel, machine, parent_pid)
+    def live(channel: socket.socket, parent_pid: int) -> NoReturn:
+        _live(channel, machine, parent_pid)
 
-    return Trade("builder", COUNT, ORDERS, life)
+    return HelperKind("builder", COUNT, ORDERS, live)
 
 
-def live(channel: socket.socket, machine: Machine, parent_pid: int) -> NoReturn:
+def _live(channel: socket.socket, machine: Machine, parent_pid: int) -> NoReturn:
     """Run the builder until nsinit hangs up. Ends the process, always."""
     try:
         syscalls.end_with_parent(parent_pid)
-        capabilities.give_up(k.CAP_SYS_RESOURCE)  # an overlay writes with its maker's rights: no quota would bind it
-        gc.freeze()  # nothing of nsinit's objects may be finalised here: their descriptor numbers are others' now
+        # An overlay writes with the credentials of its maker (overlayfs.rst, "Permission model"), and CAP_SYS_RESOURCE
+        # exempts from quotas (quotactl(2)): with it no sandbox's disk would have a limit.
+        capabilities.give_up(k.CAP_SYS_RESOURCE)
+        gc.freeze()  # a finalised object of nsinit's would close a descriptor number that is another file's here
         keep_only({0, 1, 2, channel.fileno(), *machine.volumes.kept_fds})
-        os.chdir("/")  # where setns leads, too
+        os.chdir("/")  # setns(2) into a mount namespace sets the working directory to its root: the same on each way
         home_fd = os.pidfd_open(parent_pid)
         kept = {0, 1, 2, channel.fileno(), home_fd, *machine.volumes.kept_fds}
         syscalls.set_name(NAME)
@@ -90,28 +90,30 @@ def live(channel: socket.socket, machine: Machine, parent_pid: int) -> NoReturn:
 
 
 def _serve(order: Order, fds: list[int], machine: Machine, kept: set[int], home_fd: int) -> bytes:
-    """Do the work and, if that is all of it, let PID 1 go on; return the answer."""
+    """Do the work of an order; let PID 1 go on if the sandbox is whole then. Return the answer."""
     pidfd, userns_fd, system_userns_fd, control_fd, *workspace = fds
     is_files = order.plan is not None and order.plan.image_kind == "files"
     steps = Steps(FILES if is_files else BUILDER, machine.crash)
     with socket.socket(fileno=control_fd) as connection:
-        box = Box(machine, order.session_id, order.base, pidfd, userns_fd, system_userns_fd, connection, order.disk)
+        of_session = pidfd, userns_fd, system_userns_fd
+        sandbox = SandboxBuild(machine, order.session_id, order.base, *of_session, connection, order.disk)
         if workspace:
-            (box.workspace_userns_fd,) = workspace
+            (sandbox.workspace_userns_fd,) = workspace
         try:
             filter_number = _filter_number(order, machine)
             try:
-                _work(order, box, steps)
+                _work(order, sandbox, steps)
             finally:
+                # Before PID 1 may go on, and also after a failure: nothing of this sandbox is at hand for the next.
                 syscalls.setns(home_fd, JOINED)
                 keep_only(kept | {control_fd})
             plan = order.plan
             if plan is not None and order.goal == "whole":
-                begin = control.Begin(*box.root_id, filter_number, plan.root_inside, plan.open_files, is_files)
+                begin = control.Begin(*sandbox.root_id, filter_number, plan.root_inside, plan.open_files, is_files)
                 control.say_begin(connection, begin)
         except StepFailed as error:
             return control.describe(error)
-    return control.STATUS.encode(control.Furnished(steps.timings_us))
+    return control.STATUS.encode(control.Done(steps.timings_us))
 
 
 def _filter_number(order: Order, machine: Machine) -> int:
@@ -121,15 +123,15 @@ def _filter_number(order: Order, machine: Machine) -> int:
         raise StepFailed("seccomp profile", str(error), errno=errno.ENOENT) from None
 
 
-def _work(order: Order, box: Box, steps: Steps) -> None:
+def _work(order: Order, sandbox: SandboxBuild, steps: Steps) -> None:
     plan, is_born = order.plan, order.done == "born"
     if plan is not None and plan.image_kind == "files":
-        steps.run(build.BARE_STEPS if is_born else build.JOIN_STEPS, box)
-        steps.run(build.FILES_STEPS, box, plan)
+        steps.run(build.BARE_STEPS if is_born else build.JOIN_STEPS, sandbox)
+        steps.run(build.FILES_STEPS, sandbox, plan)
         return
-    steps.run(build.BLANK_STEPS if is_born else build.JOIN_STEPS, box)
+    steps.run(build.BLANK_STEPS if is_born else build.JOIN_STEPS, sandbox)
     if plan is not None:
-        if order.done != "furnished":
-            steps.run(build.IMAGE_STEPS, box, plan)
+        if order.done != "imaged":
+            steps.run(build.IMAGE_STEPS, sandbox, plan)
         if order.goal == "whole":
-            steps.run(build.LAST_STEPS, box, plan)
+            steps.run(build.LAST_STEPS, sandbox, plan)

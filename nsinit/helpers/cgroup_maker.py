@@ -1,10 +1,11 @@
-"""The cgroup maker: a process that makes sessions' cgroups and the groups in them, and writes their limits.
+"""The cgroup maker: a process that makes sessions' cgroups and the run cgroups in them, and writes their limits.
 
-A fork of nsinit that can do nothing else. It sees the cgroup file systems and an otherwise empty root, has no network,
-no capability but the one that gives a group's file to its PID 1, and takes orders of names and numbers: paths it builds
-itself. And nsinit's loop does not wait when the kernel makes cgroups slowly: one lock guards all of a machine's.
-Counting, emptying and removing them is nsinit's (`cgroups`, `groups`), and so is lowering a limit (`limits.lower`).
-Its other half is `workers`. Sources: pivot_root(2); mount_namespaces(7); capabilities(7).
+A fork of nsinit that can do nothing else. Its root holds the cgroup file systems and nothing more; it has no network
+and one capability, CAP_CHOWN, to give a run cgroup's file to PID 1. Orders are names and numbers: the maker builds each
+path itself. A second reason: the kernel guards all cgroups of a machine by one lock, and nsinit's loop must not wait
+for it. nsinit itself counts, empties and removes cgroups (`cgroup/session.py`, `cgroup/run_cgroups.py`) and lowers
+limits (`limits.lower`). nsinit's side is `pool.HelperPool`. Sources: pivot_root(2); mount_namespaces(7);
+capabilities(7).
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import socket
 from dataclasses import dataclass
 from typing import NoReturn
 
-from nsinit.cgroup import groups, limits
+from nsinit.cgroup import limits, run_cgroups
 from nsinit.cgroup.session import SessionCgroup
 from nsinit.cgroup.tree import Located, Tree
-from nsinit.helpers.pool import Trade
+from nsinit.helpers.pool import HelperKind
 from nsinit.kernel import capabilities, stage, syscalls
 from nsinit.kernel import constants as k
 from nsinit.kernel.files import keep_only
@@ -29,11 +30,11 @@ from nsinit.sandbox.crash_points import MAKER
 from nsinit.steps import StepFailed, Steps
 from nsinit.wire import control
 from nsinit.wire.protocol import MAX_DATAGRAM_BYTES, Limits
-from nsinit.wire.validate import InvalidName, check_group_name, check_limits, check_session_id
+from nsinit.wire.validate import InvalidName, check_limits, check_run_cgroup_name, check_session_id
 from runner.wire.codec import Vocabulary
 
 NAME = "nsinit-cgroups"
-"""What `/proc/<pid>/comm` says."""
+"""The name in `/proc/<pid>/comm`."""
 
 _INERT = k.MS_NOSUID | k.MS_NODEV | k.MS_NOEXEC
 
@@ -55,25 +56,25 @@ class RaiseLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class MakeGroup:
-    """Make a group in a session's cgroup, for the PID 1 with ids from `base`."""
+class AddRunCgroup:
+    """Make a run cgroup in a session's cgroup, for the PID 1 with ids from `base`."""
 
     session_id: str
     name: str
     base: int
 
 
-Order = MakeCgroup | RaiseLimits | MakeGroup
-ORDERS = Vocabulary(MakeCgroup, RaiseLimits, MakeGroup)
+Order = MakeCgroup | RaiseLimits | AddRunCgroup
+ORDERS = Vocabulary(MakeCgroup, RaiseLimits, AddRunCgroup)
 
 
-def trade(machine: Machine, tree: Tree, located: Located) -> Trade:
-    """Return what `workers` needs. One is enough: the kernel makes one cgroup at a time."""
+def kind_of(machine: Machine, tree: Tree, located: Located) -> HelperKind:
+    """Return the kind of helper that the cgroup maker is. One is enough: the kernel makes one cgroup at a time."""
 
     def live(channel: socket.socket, parent_pid: int) -> NoReturn:
         _live(channel, machine, tree, mounts_of(tree, located), parent_pid)
 
-    return Trade("cgroup maker", 1, ORDERS, live)
+    return HelperKind("cgroup maker", 1, ORDERS, live)
 
 
 def mounts_of(tree: Tree, located: Located) -> tuple[str, ...]:
@@ -86,7 +87,7 @@ def _live(channel: socket.socket, machine: Machine, tree: Tree, mounts: tuple[st
     """Serve until nsinit hangs up. Ends the process, always."""
     try:
         syscalls.end_with_parent(parent_pid)
-        gc.freeze()  # nothing of nsinit's objects may be finalised here
+        gc.freeze()  # a finalised object of nsinit's would close a descriptor number that is another file's here
         keep_only({0, 1, 2, channel.fileno()})
         syscalls.set_name(NAME)
         with Steps().step("jail of the cgroup maker"):
@@ -101,19 +102,23 @@ def _live(channel: socket.socket, machine: Machine, tree: Tree, mounts: tuple[st
 
 
 def _enter_jail(root: str, mounts: tuple[str, ...], last_capability: int) -> None:
-    """Leave everything behind but the hierarchies, at their own paths; every step must succeed."""
+    """Change to a root that holds only the hierarchies, at their own paths. Every step must succeed."""
     syscalls.unshare(k.CLONE_NEWNS | k.CLONE_NEWNET | k.CLONE_NEWIPC | k.CLONE_NEWUTS)
+    # Private: pivot_root(2) refuses a shared parent mount, and no mount made here may propagate to nsinit.
     syscalls.mount("", "/", flags=k.MS_REC | k.MS_PRIVATE)
     syscalls.mount("sandkasten", root, "tmpfs", _INERT, "mode=0555,size=64k,nr_inodes=64")
     for point in mounts:
         os.makedirs(f"{root}{point}")
         syscalls.mount(point, f"{root}{point}", flags=k.MS_BIND)
+        # mount(2): MS_BIND ignores other flags, so a second call sets them.
         syscalls.mount("", f"{root}{point}", flags=k.MS_REMOUNT | k.MS_BIND | _INERT)
     syscalls.mount("", root, flags=k.MS_REMOUNT | k.MS_BIND | k.MS_RDONLY | _INERT)
     os.chdir(root)
+    # pivot_root(2), NOTES: with the same directory twice the old root lies on top of the new one, to be detached there.
     syscalls.pivot_root(".", ".")
     syscalls.umount2(".", k.MNT_DETACH)
     os.chdir("/")
+    # CAP_SETPCAP is what dropping the bounding set takes (prctl(2)); it goes with the next call.
     capabilities.keep_only(1 << k.CAP_CHOWN | 1 << k.CAP_SETPCAP, last_capability)
     syscalls.capset(1 << k.CAP_CHOWN)
 
@@ -130,12 +135,12 @@ def _serve(order: Order, tree: Tree, machine: Machine) -> bytes:
                 check_limits(order.limits)
                 with steps.step("raise limits"):
                     limits.raise_to(cgroup, order.limits)
-            case MakeGroup(_, name, base):
-                check_group_name(name)
+            case AddRunCgroup(_, name, base):
+                check_run_cgroup_name(name)
                 with steps.step("group"):
-                    groups.make(cgroup, name, base)
+                    run_cgroups.make(cgroup, name, base)
     except InvalidName as error:
         return control.describe(StepFailed("validate", str(error)))
     except StepFailed as error:
         return control.describe(error)
-    return control.STATUS.encode(control.Furnished(steps.timings_us))
+    return control.STATUS.encode(control.Done(steps.timings_us))

@@ -1,11 +1,11 @@
-"""The forker: a quiet process that PID 1 of every sandbox is a fork of.
+"""The forker: an idle process that PID 1 of every sandbox is a fork of.
 
-Memory is why it exists: whatever the forking process changes afterwards becomes the fork's own copy, and nsinit is
-busy. So nothing runs here but one short loop, on the little it needs. Children are born as nsinit's (CLONE_PARENT):
-nsinit reaps them, and they die with nsinit, not with this one.
+The forker exists to save memory. A page that the forking process writes after the fork is copied and no longer shared,
+and nsinit writes many. In the forker runs one short loop and nothing else. PID 1 is born as nsinit's child
+(CLONE_PARENT): nsinit reaps PID 1, and PID 1 dies with nsinit, not with the forker.
 
-`Forker` is nsinit's half: it starts the process, and another one when it died; then only the clone under way fails.
-Sources: clone(2) CLONE_PARENT, CLONE_INTO_CGROUP; unix(7) SCM_RIGHTS.
+`Forker` is nsinit's side, `_live` and below the process. nsinit starts another forker when one died; then only the
+clone under way fails. Sources: clone(2) CLONE_PARENT, CLONE_INTO_CGROUP; unix(7) SCM_RIGHTS.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from nsinit.sandbox.init_steps import Init
 from nsinit.steps import StepFailed, Steps
 
 NAME = "nsinit-forker"
-"""What `/proc/<pid>/comm` says."""
+"""The name in `/proc/<pid>/comm`."""
 NAMESPACES = k.CLONE_NEWNS | k.CLONE_NEWPID | k.CLONE_NEWUTS | k.CLONE_NEWIPC | k.CLONE_NEWNET
 _DEADLINE_S = 5.0
 _MAX_BYTES, _MAX_FDS = 32768, 4
-"""Room for a path in each hierarchy, and for what `clone` sends along."""
+"""Room for a path in each hierarchy, and for the descriptors that `clone` sends along."""
 _HEAD = struct.Struct("=I")
 _ANSWER = _INT = struct.Struct("=i")
 _CHANNEL_FD = 3
@@ -66,7 +66,8 @@ class Forker:
             self._pid = 0
 
     def clone(self, base: int, attach_files: tuple[str, ...], fds: tuple[int, int, int], cgroup_fd: int) -> int:
-        """Fork a PID 1 and return its pid, a child of this process. `fds`: user namespace, listener, control socket.
+        """Fork a PID 1, a child of this process, and return its pid. `fds`: user namespace, listener, control socket.
+        `attach_files`: the v1 files that PID 1 joins its cgroups by. `cgroup_fd`: its v2 cgroup, or -1.
 
         Raises:
             OSError: clone3 failed.
@@ -91,7 +92,7 @@ class Forker:
     def _send(self, request: bytes, fds: list[int]) -> None:
         try:
             socket.send_fds(self._channel, [request], fds)
-        except ConnectionError:  # it died while it was idle
+        except ConnectionError:  # the forker died while it was idle: no clone was under way
             self.stop()
             self.start()
             socket.send_fds(self._channel, [request], fds)
@@ -104,6 +105,7 @@ def _live(channel: socket.socket, machine: Machine, runner: child.Runner, parent
         os.dup2(channel.fileno(), _CHANNEL_FD, inheritable=False)
         syscalls.close_range(_CHANNEL_FD + 1)
         os.chdir("/")
+        # A collection writes to the header of every object, and so would copy their pages.
         gc.freeze()
         gc.disable()
         quiet = socket.socket(fileno=_CHANNEL_FD)
@@ -114,7 +116,8 @@ def _live(channel: socket.socket, machine: Machine, runner: child.Runner, parent
 
 
 def _serve(channel: socket.socket, machine: Machine, runner: child.Runner) -> None:
-    """Fork for every request. A fork lives in here, too: to return would free, that is write to, dozens of pages."""
+    """Fork for every request. A fork never leaves this function: returning would free objects, and so write to their
+    pages, dozens of them."""
     room, cloner, close = socket.CMSG_SPACE(_MAX_FDS * _INT.size), syscalls.Cloner(NAMESPACES), os.closerange
     while True:
         request, ancillary, _, _ = channel.recvmsg(_MAX_BYTES, room)

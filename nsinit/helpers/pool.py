@@ -1,7 +1,7 @@
-"""nsinit's helper processes of one trade: forked once, replaced when they die, given one order at a time.
+"""A pool of nsinit's helper processes of one kind: forked once, replaced when they die, given one order at a time.
 
-Owns which of them is free; what they do, and may do, is their trade's (`builder`, `cgroup_maker`). One that dies or
-takes too long fails the order it had and nothing else.
+Owns which helpers are free. Work and rights of a helper are its kind's (`builder`, `cgroup_maker`). The death of a
+helper, or its deadline, fails the order that it had and nothing else.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from runner.wire.codec import Vocabulary
 
 ORDER_DEADLINE_S = 5.0
 _PATIENCE = 1.5
-"""Times that is how long an order waits for a worker: whoever waits behind one that hangs gets its successor."""
+"""An order waits this many order deadlines for a free helper: behind one that hangs it gets that one's successor."""
 _RETRY_PAUSE_S = 0.1
 _MAX_DOUBLINGS = 5
-"""Of that pause, one for each worker in a row that can't work: some 3 s between attempts, and so in the log."""
+"""Of the pause, one for each helper in a row that can't work: at most some 3 s between two attempts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trade:
-    """What one kind of workers is: its name in errors and logs, how many there are, the orders it understands, and the
-    life of one, which is given its end of a socket and nsinit's pid, and first of all says `control.READY` or why not.
+class HelperKind:
+    """One kind of helper. `name`: in errors and logs; `count`: processes in a pool; `orders`: the messages that a
+    helper takes; `live`: the life of a helper, called with its end of a socket and nsinit's pid. A helper first sends
+    `control.READY`, or the failure that keeps it from working.
     """
 
     name: str
@@ -45,8 +46,8 @@ class Trade:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Worker:
-    """One process; `started_s` is of the monotonic clock, `dead` happens when it was reaped."""
+class Helper:
+    """One process. `started_s`: of the monotonic clock; `dead` happens when the process was reaped."""
 
     pid: int
     pidfd: int
@@ -57,8 +58,8 @@ class Worker:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of an order, once `done` has happened; `has_died`: the worker did, over it, or was killed because it
-    took too long. Then any part of the order may be done, but nobody is at it any more."""
+    """The outcome of an order, valid once `done` has happened. `has_died`: the helper died over the order, or was
+    killed at the deadline; then any part of the order may be done, and no process works on it any more."""
 
     done: Event = field(default_factory=Event)
     timings_us: dict[str, int] = field(default_factory=dict)
@@ -72,106 +73,106 @@ class Outcome:
         return self.timings_us
 
 
-class Workers:
-    """The processes of one trade."""
+class HelperPool:
+    """The helpers of one kind."""
 
-    def __init__(self, trade: Trade, scheduler: Scheduler) -> None:
-        self._trade = trade
+    def __init__(self, kind: HelperKind, scheduler: Scheduler) -> None:
+        self._kind = kind
         self._scheduler = scheduler
-        self._workers: set[Worker] = set()
-        self._idle: deque[Worker] = deque()
+        self._helpers: set[Helper] = set()
+        self._idle: deque[Helper] = deque()
         self._waiting: deque[Event] = deque()
         self._failures = 0
 
     def start(self) -> None:
-        """Start all of them and wait until they are ready. Raises `StepFailed`: one can't do its work here."""
-        for worker in [self._fork() for _ in range(self._trade.count)]:
-            worker.channel.settimeout(ORDER_DEADLINE_S)
+        """Start all helpers and wait until they are ready. Raises `StepFailed`: one can't do its work here."""
+        for helper in [self._fork() for _ in range(self._kind.count)]:
+            helper.channel.settimeout(ORDER_DEADLINE_S)
             try:
-                self._read(self._receive(worker))
+                self._read(self._receive(helper))
             except TimeoutError:
-                raise StepFailed(self._trade.name, f"not ready after {ORDER_DEADLINE_S} s") from None
-            worker.channel.settimeout(None)
-            self._give_back(worker)
+                raise StepFailed(self._kind.name, f"not ready after {ORDER_DEADLINE_S} s") from None
+            helper.channel.settimeout(None)
+            self._give_back(helper)
 
     def stop(self) -> None:
-        """End all of them, whatever they do, and wait until they are gone."""
-        for worker in self._workers:
-            syscalls.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
-            os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED)
-            os.close(worker.pidfd)
-            worker.channel.close()
-        self._workers.clear()
+        """Kill all helpers, busy or not, and reap them."""
+        for helper in self._helpers:
+            syscalls.pidfd_send_signal(helper.pidfd, signal.SIGKILL)
+            os.waitid(os.P_PIDFD, helper.pidfd, os.WEXITED)
+            os.close(helper.pidfd)
+            helper.channel.close()
+        self._helpers.clear()
 
     def hand_over(self, order: object, fds: list[int]) -> Generator[Wait, bool, Outcome]:
-        """Give `order` to a worker as soon as one is free. Raises `StepFailed` when none gets free."""
-        data = self._trade.orders.encode(order)
+        """Give `order` to a helper as soon as one is free. Raises `StepFailed` when none is free in time."""
+        data = self._kind.orders.encode(order)
         while True:
-            worker = yield from self._take()
+            helper = yield from self._take()
             try:
-                socket.send_fds(worker.channel, [data], fds)
+                socket.send_fds(helper.channel, [data], fds)
             except ConnectionError:
-                worker.channel.close()  # it died while it was idle; `_watch` starts another
+                helper.channel.close()  # it died while it was idle; `_watch` starts another
                 continue
-            except OSError as error:  # not the worker's fault: a descriptor of a PID 1 that is gone
-                self._give_back(worker)
+            except OSError as error:  # not the helper's fault: a descriptor of a PID 1 that is gone
+                self._give_back(helper)
                 raise StepFailed("child", f"can't be handed over: {error.strerror}", errno=error.errno or 0) from error
             outcome = Outcome()
-            self._scheduler.spawn(self._collect(worker, outcome))
+            self._scheduler.spawn(self._collect(helper, outcome))
             return outcome
 
-    def _take(self) -> Generator[Wait, bool, Worker]:
+    def _take(self) -> Generator[Wait, bool, Helper]:
         while not self._idle:
             freed, patience_s = Event(), _PATIENCE * ORDER_DEADLINE_S
             self._waiting.append(freed)
             if not (yield Wait(event=freed, timeout_s=patience_s)) and not freed.is_set:
                 self._waiting.remove(freed)
-                raise StepFailed(self._trade.name, f"no {self._trade.name} was free for {patience_s} s")
+                raise StepFailed(self._kind.name, f"no {self._kind.name} was free for {patience_s} s")
         return self._idle.popleft()
 
-    def _give_back(self, worker: Worker) -> None:
-        self._idle.append(worker)
+    def _give_back(self, helper: Helper) -> None:
+        self._idle.append(helper)
         if self._waiting:
             self._waiting.popleft().set()
 
-    def _collect(self, worker: Worker, outcome: Outcome) -> Job:
-        """Wait for the answer to an order, however the one who gave it fares meanwhile."""
-        if (yield Wait(fd=worker.channel.fileno(), timeout_s=ORDER_DEADLINE_S)):
-            data = self._receive(worker)
+    def _collect(self, helper: Helper, outcome: Outcome) -> Job:
+        """Wait for the answer to an order; also when the job that gave the order ended meanwhile."""
+        if (yield Wait(fd=helper.channel.fileno(), timeout_s=ORDER_DEADLINE_S)):
+            data = self._receive(helper)
             try:
                 outcome.timings_us = self._read(data)
             except StepFailed as error:
                 outcome.failure = error
         else:
             data = b""
-            self._kill(worker)
+            self._kill(helper)
             outcome.failure = StepFailed("deadline", f"not done after {ORDER_DEADLINE_S} s", errno=errno.ETIMEDOUT)
         outcome.has_died = not data
         if data:
-            self._give_back(worker)
+            self._give_back(helper)
         else:
-            worker.channel.close()
-            if not (yield Wait(event=worker.dead, timeout_s=ORDER_DEADLINE_S)):
-                log("error", f"a {self._trade.name} can't be killed", pid=worker.pid)
+            helper.channel.close()
+            if not (yield Wait(event=helper.dead, timeout_s=ORDER_DEADLINE_S)):
+                log("error", f"a {self._kind.name} can't be killed", pid=helper.pid)
         outcome.done.set()
 
-    def _receive(self, worker: Worker) -> bytes:
-        """Return what a worker said; nothing if it died."""
+    def _receive(self, helper: Helper) -> bytes:
+        """Return the datagram that a helper sent, empty if the helper died."""
         try:
-            return worker.channel.recv(MAX_DATAGRAM_BYTES)
+            return helper.channel.recv(MAX_DATAGRAM_BYTES)
         except ConnectionResetError:
             return b""
 
     def _read(self, data: bytes) -> dict[str, int]:
         if not data:
-            raise StepFailed(self._trade.name, f"the {self._trade.name} died")
+            raise StepFailed(self._kind.name, f"the {self._kind.name} died")
         return control.read_status(data)
 
-    def _kill(self, worker: Worker) -> None:
-        if worker in self._workers:  # or it has died, and its descriptor may be another's by now
-            syscalls.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
+    def _kill(self, helper: Helper) -> None:
+        if helper in self._helpers:  # or it has died, and its descriptor may be another's by now
+            syscalls.pidfd_send_signal(helper.pidfd, signal.SIGKILL)
 
-    def _fork(self) -> Worker:
+    def _fork(self) -> Helper:
         parent_pid = os.getpid()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -181,44 +182,44 @@ class Workers:
                 ours.close()
                 raise
             if pid == 0:
-                self._trade.live(theirs, parent_pid)
-        worker = Worker(pid, os.pidfd_open(pid), ours, time.monotonic())
-        self._workers.add(worker)
-        self._scheduler.spawn(self._watch(worker))
-        return worker
+                self._kind.live(theirs, parent_pid)
+        helper = Helper(pid, os.pidfd_open(pid), ours, time.monotonic())
+        self._helpers.add(helper)
+        self._scheduler.spawn(self._watch(helper))
+        return helper
 
-    def _admit(self, worker: Worker) -> Job:
-        """Give a new worker its first order once it is ready; one that can't work is tried anew (`_watch`)."""
-        if (yield Wait(fd=worker.channel.fileno(), timeout_s=ORDER_DEADLINE_S)):
+    def _admit(self, helper: Helper) -> Job:
+        """Make a new helper free once it is ready. One that can't work is killed; `_watch` starts another."""
+        if (yield Wait(fd=helper.channel.fileno(), timeout_s=ORDER_DEADLINE_S)):
             try:
-                self._read(self._receive(worker))
+                self._read(self._receive(helper))
             except StepFailed as error:
-                log("error", f"a {self._trade.name} is not ready", path=error.path, reason=str(error))
+                log("error", f"a {self._kind.name} is not ready", path=error.path, reason=str(error))
             else:
                 self._failures = 0
-                self._give_back(worker)
+                self._give_back(helper)
                 return
         self._failures += 1
-        self._kill(worker)
-        worker.channel.close()
+        self._kill(helper)
+        helper.channel.close()
 
-    def _watch(self, worker: Worker) -> Job:
-        """Wait until a worker dies, and start another: at once, unless it had hardly lived."""
-        yield Wait(fd=worker.pidfd)
-        os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED)
-        self._workers.discard(worker)
-        worker.dead.set()
-        if worker in self._idle:
-            self._idle.remove(worker)
-            worker.channel.close()
-        os.close(worker.pidfd)
-        log("error", f"a {self._trade.name} ended", pid=worker.pid)
-        if time.monotonic() - worker.started_s < _RETRY_PAUSE_S:
+    def _watch(self, helper: Helper) -> Job:
+        """Wait until a helper dies, and start another: at once, or after a pause if the dead one had hardly lived."""
+        yield Wait(fd=helper.pidfd)
+        os.waitid(os.P_PIDFD, helper.pidfd, os.WEXITED)
+        self._helpers.discard(helper)
+        helper.dead.set()
+        if helper in self._idle:
+            self._idle.remove(helper)
+            helper.channel.close()
+        os.close(helper.pidfd)
+        log("error", f"a {self._kind.name} ended", pid=helper.pid)
+        if time.monotonic() - helper.started_s < _RETRY_PAUSE_S:
             yield Wait(timeout_s=_RETRY_PAUSE_S * 2 ** min(self._failures, _MAX_DOUBLINGS))
         while True:
             try:
                 self._scheduler.spawn(self._admit(self._fork()))
                 break
             except OSError as error:
-                log("error", f"no {self._trade.name} could be started", reason=str(error))
+                log("error", f"no {self._kind.name} could be started", reason=str(error))
                 yield Wait(timeout_s=_RETRY_PAUSE_S)

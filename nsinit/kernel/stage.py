@@ -1,7 +1,7 @@
-"""nsinit's own namespaces and the private tmpfs in it with the templates that sessions get clones of.
+"""nsinit's own namespaces, and the private tmpfs in them with the templates that sessions get clones of.
 
-Owns what is on `<data_dir>/stage`: a `/dev` with real device nodes, one empty unreadable file, one empty directory,
-and empty mount points. All of it is made before any session exists and never written again.
+Owns `<data_dir>/stage`: a `/dev` with real device nodes, one empty unreadable file, one empty directory, and empty
+mount points. All of it is made before any session exists and never written again.
 Sources: mount_namespaces(7); mount(2); null(4), random(4), tty(4).
 """
 
@@ -39,26 +39,28 @@ _LINKS = {
 _DIRECTORIES = ("pts", "shm")
 
 
-def enter_own_namespaces(needed: tuple[str, ...], *, unwanted: frozenset[str] = frozenset()) -> None:
+def enter_own_namespaces(needed: tuple[str, ...]) -> None:
     """Leave the host's network, IPC, host name and mount namespaces, and drop every mount that holds none of the
-    `needed` paths, and those on `unwanted` points: where propagation is private, ours would outlive the host's own.
-    nsinit and its helpers have no network at all.
+    `needed` paths. nsinit and its helpers have no network at all.
 
-    Each session's clone copies what is left, so a host with hundreds of mounts must not cost every session those.
-    Slave, not private: a disk the operator mounts later still shows up here.
+    The clone of each session copies the mounts that are left, so a host with hundreds of mounts must not cost every
+    session those.
     """
     syscalls.unshare(k.CLONE_NEWNS | k.CLONE_NEWNET | k.CLONE_NEWIPC | k.CLONE_NEWUTS)
+    # Slave: no mount or unmount made here reaches the host (mount_namespaces(7)), so nsinit leaves none behind there.
+    # Not private: a disk that the operator mounts later still shows up here.
     syscalls.mount("", "/", flags=k.MS_REC | k.MS_SLAVE)
     with open("/proc/self/mountinfo", "rb") as file:
         mounts = parse_mountinfo(os.fsdecode(file.read()))
     keep = mounts_to_keep(mounts, needed)
     for mount in reversed(mounts):
-        if mount.mount_id not in keep or mount.point in unwanted:
+        if mount.mount_id not in keep:
             _detach(mount.point)
 
 
 def make_stage(stage: str) -> None:
-    """Mount the private tmpfs, fill it and make it read-only: clones of its parts inherit that without another call."""
+    """Mount the private tmpfs, fill it and make it read-only: clones of its parts inherit the flag without another
+    call."""
     inert = k.MS_NOSUID | k.MS_NODEV | k.MS_NOEXEC
     syscalls.mount("sandkasten", stage, "tmpfs", inert, "mode=0700,size=1m,nr_inodes=64")
     mask = os.umask(0)
@@ -69,6 +71,7 @@ def make_stage(stage: str) -> None:
         os.close(os.open(f"{stage}/{EMPTY_FILE}", os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o000))
         syscalls.mount("sandkasten", f"{stage}/{DEV}", "tmpfs", k.MS_NOSUID | k.MS_NOEXEC, "mode=0755,nr_inodes=64")
         _make_devices(f"{stage}/{DEV}")
+        # With MS_BIND the flag is set on this mount, which clones copy, and not on the file system (mount(2)).
         syscalls.mount("", stage, flags=k.MS_REMOUNT | k.MS_BIND | k.MS_RDONLY | inert)
     finally:
         os.umask(mask)

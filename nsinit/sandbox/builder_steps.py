@@ -1,8 +1,9 @@
-"""What the builder does in a sandbox's namespaces: network, mounts, `/etc`, the new root. `build` says in which order.
+"""The builder's steps in a sandbox's namespaces: network, mounts, `/etc`, the new root. `build` has their order.
 
-Real root does it, in namespaces that the initial user namespace owns; PID 1 joins the session's own user namespace only
-after that, so no capability inside reaches a mount, the host name or the network set-up again. No foreign code runs
-here, and nothing of an image is followed or trusted. Sources: pivot_root(2) NOTES, user_namespaces(7), proc(5) hidepid.
+Real root performs them, in namespaces that the initial user namespace owns; PID 1 joins the session's own user
+namespace only after that, so no capability inside reaches a mount, the host name or the network set-up again. No
+foreign code runs here, and no name in an image is followed or trusted.
+Sources: pivot_root(2) NOTES, user_namespaces(7), proc(5) hidepid.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ MASKED = (
     *("modules", "pagetypeinfo", "sched_debug", "scsi", "slabinfo", "sysrq-trigger", "timer_list", "timer_stats"),
     *("tty/driver", "vmallocinfo", "zoneinfo"),
 )
-"""What of /proc tells about the host or reaches it. Most is unreadable for unmapped ids: this is the second layer."""
+"""Files of /proc that tell about the host or reach it. Most are unreadable for unmapped ids: this is the
+second layer."""
 
 _MASKED_DIRECTORIES = frozenset({"acpi", "asound", "bus/input", "driver", "fs/nfsd", "scsi", "tty/driver"})
 
@@ -52,7 +54,7 @@ _POINT = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What holds for every session of this nsinit."""
+    """The facts about machine and configuration that hold for every session of this nsinit."""
 
     layout: Layout
     features: mounts.Features
@@ -62,12 +64,12 @@ class Machine:
     disk: Mechanism
     volumes: Volumes
     crash: Crash | None = None
-    """Where a process is to end, if a test wants that."""
+    """The crash point, if a test asked for one."""
 
 
 @dataclass(slots=True)
-class Box:
-    """One sandbox while the builder works on it. Descriptors are closed when the builder leaves."""
+class SandboxBuild:
+    """A sandbox while the builder works on it. Its descriptors are closed when the builder leaves."""
 
     machine: Machine
     session_id: str
@@ -77,7 +79,7 @@ class Box:
     system_userns_fd: int
     control: socket.socket
     disk: DiskLimits
-    """What its disk is made for, unless the plan says otherwise."""
+    """Limits of the disk, unless the plan says otherwise."""
     workspace_userns_fd: int = -1
     root_fd: int = -1
     usr_fd: int = -1
@@ -88,7 +90,7 @@ class Box:
         return f"sk-{self.session_id[:8]}"
 
     def place(self, plan: SandboxPlan | None = None) -> Place:
-        """Return what its disk is made from."""
+        """Return the place of the disk, with the memory that it may be charged to once a plan is known."""
         memory_bytes = None if plan is None else plan.limits.memory_bytes
         return Place(self.machine.layout, self.session_id, self.base, memory_bytes)
 
@@ -96,44 +98,48 @@ class Box:
 # Blank sandbox: nothing of an image is needed or touched ---------------------------------------------------------
 
 
-def join_namespaces(box: Box) -> None:
+def join_namespaces(build: SandboxBuild) -> None:
+    # By the pidfd all three are joined in one call, or none of them (setns(2)).
     try:
-        syscalls.setns(box.pidfd, JOINED)
+        syscalls.setns(build.pidfd, JOINED)
     except ProcessLookupError as error:
         raise StepFailed("child", "the child died without a word", errno=errno.ESRCH) from error
 
 
-def make_disk(box: Box) -> None:
-    box.machine.disk.make(box.place(), box.disk)
+def make_disk(build: SandboxBuild) -> None:
+    build.machine.disk.make(build.place(), build.disk)
 
 
-def stage_dev(box: Box) -> None:
+def stage_dev(build: SandboxBuild) -> None:
     """Put the session's `/dev` together on the stage, in its own mount namespace."""
-    machine, target = box.machine, f"{box.machine.layout.stage}/{stage.OWN_DEV}"
+    machine, target = build.machine, f"{build.machine.layout.stage}/{stage.OWN_DEV}"
+    # Not NODEV: the device nodes must work. Read-only: nobody can make others, and mknod(2) takes CAP_MKNOD anyway.
     attributes = k.MOUNT_ATTR_RDONLY | k.MOUNT_ATTR_NOSUID | k.MOUNT_ATTR_NOEXEC
     template = f"{machine.layout.stage}/{stage.DEV}"
     if machine.features.idmapped_tmpfs:
-        mount_fd = mounts.clone_idmapped(template, box.userns_fd, attributes)
+        mount_fd = mounts.clone_idmapped(template, build.userns_fd, attributes)
     else:
         mount_fd = mounts.clone(-1, template, attributes)
     mounts.attach(mount_fd, os.open(target, _POINT))
-    options: dict[str, str | int] = {"ptmxmode": "0666", "mode": "0620", "gid": box.base + _TTY_GROUP, "max": 64}
+    # Each mount of devpts is an instance of its own since Linux 4.7 (devpts.rst): no terminal of the host is in it.
+    options: dict[str, str | int] = {"ptmxmode": "0666", "mode": "0620", "gid": build.base + _TTY_GROUP, "max": 64}
     pts_fd = mounts.filesystem("devpts", k.MOUNT_ATTR_NOSUID | k.MOUNT_ATTR_NOEXEC, **options)
     mounts.attach(pts_fd, os.open(f"{target}/pts", _POINT))
 
 
-def protect_proc(box: Box) -> None:
+def protect_proc(build: SandboxBuild) -> None:
     """Cover what tells about the host or reaches it in the `proc` that PID 1 mounted on the stage.
 
     Read-only first: a mask put below a later bind would be covered by it. The working directory is that mount, where
     no name is an image's, so paths are safe here and take a third of the calls. A bind keeps the attributes of its
     source: masks are read-only and inert like the stage.
     """
-    stage_path = box.machine.layout.stage
-    control.wait_proc(box.control)
+    stage_path = build.machine.layout.stage
+    control.wait_proc(build.control)
     os.chdir(f"{stage_path}/{stage.PROC}")
     for name in READ_ONLY:
         if _bind_if_present(name, name):
+            # A bind ignores MS_RDONLY; a remount of it sets the flag on this mount alone (mount(2)).
             syscalls.mount("", name, flags=k.MS_REMOUNT | k.MS_BIND | k.MS_RDONLY | _INERT_FLAGS)
     for name in MASKED:
         template = stage.EMPTY_DIRECTORY if name in _MASKED_DIRECTORIES else stage.EMPTY_FILE
@@ -144,71 +150,74 @@ def protect_proc(box: Box) -> None:
 # The image --------------------------------------------------------------------------------------------------------
 
 
-def fit_disk(box: Box, plan: SandboxPlan) -> None:
-    box.machine.disk.fit(box.place(plan), plan.disk)
+def fit_disk(build: SandboxBuild, plan: SandboxPlan) -> None:
+    build.machine.disk.fit(build.place(plan), plan.disk)
 
 
-def mount_root(box: Box, plan: SandboxPlan) -> None:
-    mount_fd = _overlay(box, (box.machine.layout.image_rootfs(plan.image),), "root", box.userns_fd)
-    point = f"{box.machine.layout.stage}/{stage.ROOT}"
+def mount_root(build: SandboxBuild, plan: SandboxPlan) -> None:
+    mount_fd = _overlay(build, (build.machine.layout.image_rootfs(plan.image),), "root", build.userns_fd)
+    point = f"{build.machine.layout.stage}/{stage.ROOT}"
     mounts.attach(mount_fd, os.open(point, _POINT))
-    box.root_fd = os.open(point, _POINT)
+    build.root_fd = os.open(point, _POINT)
 
 
-def find_root(box: Box, plan: SandboxPlan) -> None:
-    """The image was mounted just now, or some time ago in a vessel."""
-    if box.root_fd < 0:
-        box.root_fd = os.open(f"{box.machine.layout.stage}/{stage.ROOT}", _POINT)
+def find_root(build: SandboxBuild, plan: SandboxPlan) -> None:
+    """Find the root of an image that was mounted by an earlier order, in a sandbox of the pool."""
+    if build.root_fd < 0:
+        build.root_fd = os.open(f"{build.machine.layout.stage}/{stage.ROOT}", _POINT)
         if plan.image_kind == "host":
-            box.usr_fd = open_in_root(box.root_fd, "usr", _POINT)
+            build.usr_fd = open_in_root(build.root_fd, "usr", _POINT)
 
 
-def mount_empty_root(box: Box, plan: SandboxPlan) -> None:
-    """No program, no file: room for mount points only."""
-    point = f"{box.machine.layout.stage}/{stage.ROOT}"
-    mounts.attach(_tmpfs(box, _EMPTY_BYTES, mode="0755", inodes=_EMPTY_INODES), os.open(point, _POINT))
-    box.root_fd = os.open(point, _POINT)
+def mount_empty_root(build: SandboxBuild, plan: SandboxPlan) -> None:
+    """Mount an empty root, with room for mount points only."""
+    point = f"{build.machine.layout.stage}/{stage.ROOT}"
+    mounts.attach(_tmpfs(build, _EMPTY_BYTES, mode="0755", inodes=_EMPTY_INODES), os.open(point, _POINT))
+    build.root_fd = os.open(point, _POINT)
 
 
-def close_root(box: Box, plan: SandboxPlan) -> None:
-    syscalls.mount_setattr(box.root_fd, attr_set=k.MOUNT_ATTR_RDONLY)
+def close_root(build: SandboxBuild, plan: SandboxPlan) -> None:
+    syscalls.mount_setattr(build.root_fd, attr_set=k.MOUNT_ATTR_RDONLY)
 
 
-def mount_usr(box: Box, plan: SandboxPlan) -> None:
-    """The machine's own files: uid 1000 there is a person, not the sandbox user, so only system ids are mapped.
+def mount_usr(build: SandboxBuild, plan: SandboxPlan) -> None:
+    """Mount the machine's own `/usr` below the image's, with only system ids mapped: uid 1000 there is a person, not
+    the sandbox user.
 
-    An id without a mapping is nobody's, no capability reaches past its mode, and nothing of it can be copied up.
-    What the image has in its own `/usr` lies above them.
+    An id without a mapping is nobody's, no capability reaches past its mode, and no file of such an owner can be copied
+    up.
     """
     if plan.image_kind == "host":
-        lowers = f"{box.machine.layout.image_rootfs(plan.image)}{HOST_USR}", HOST_USR
-        mount_fd = _overlay(box, lowers, "usr", box.system_userns_fd)
-        mounts.attach(mount_fd, open_directory(box.root_fd, "usr", owner=box.base))
-        box.usr_fd = open_in_root(box.root_fd, "usr", _POINT)
+        lowers = f"{build.machine.layout.image_rootfs(plan.image)}{HOST_USR}", HOST_USR
+        mount_fd = _overlay(build, lowers, "usr", build.system_userns_fd)
+        mounts.attach(mount_fd, open_directory(build.root_fd, "usr", owner=build.base))
+        build.usr_fd = open_in_root(build.root_fd, "usr", _POINT)
 
 
-def place_proc(box: Box, plan: SandboxPlan) -> None:
-    """The staged `/proc` moves onto the image with everything that is mounted in it; so does `/dev`."""
-    mounts.attach(os.open(f"{box.machine.layout.stage}/{stage.PROC}", _POINT), _target(box, "proc"))
+def place_proc(build: SandboxBuild, plan: SandboxPlan) -> None:
+    """Move the staged `/proc` onto the image, with everything that is mounted in it; `place_dev` does the same for
+    `/dev`."""
+    mounts.attach(os.open(f"{build.machine.layout.stage}/{stage.PROC}", _POINT), _target(build, "proc"))
 
 
-def place_dev(box: Box, plan: SandboxPlan) -> None:
-    mounts.attach(os.open(f"{box.machine.layout.stage}/{stage.OWN_DEV}", _POINT), _target(box, "dev"))
+def place_dev(build: SandboxBuild, plan: SandboxPlan) -> None:
+    mounts.attach(os.open(f"{build.machine.layout.stage}/{stage.OWN_DEV}", _POINT), _target(build, "dev"))
     shm_bytes = min(plan.shm_bytes, plan.limits.memory_bytes // 4)
-    mounts.attach(_tmpfs(box, shm_bytes, inodes=plan.shm_inodes), open_in_root(box.root_fd, "dev/shm", _POINT))
+    mounts.attach(_tmpfs(build, shm_bytes, inodes=plan.shm_inodes), open_in_root(build.root_fd, "dev/shm", _POINT))
 
 
-def mount_tmp(box: Box, plan: SandboxPlan) -> None:
-    """Its pages are the session's memory: a full /tmp must be "no space left", not an out-of-memory kill of PID 1."""
+def mount_tmp(build: SandboxBuild, plan: SandboxPlan) -> None:
+    """Mount `/tmp`, at most half of the memory large: its pages are the session's, and a full `/tmp` must be "no space
+    left", not an out-of-memory kill of PID 1."""
     size_bytes = min(plan.tmp_bytes, plan.limits.memory_bytes // 2)
-    mounts.attach(_tmpfs(box, size_bytes, inodes=plan.tmp_inodes), _target(box, "tmp"))
+    mounts.attach(_tmpfs(build, size_bytes, inodes=plan.tmp_inodes), _target(build, "tmp"))
 
 
-def mount_run(box: Box, plan: SandboxPlan) -> None:
-    """`/run`, and on it the runner's private directory, which commands can pass through but not list."""
-    base = box.base
+def mount_run(build: SandboxBuild, plan: SandboxPlan) -> None:
+    """Mount `/run`, and on it the runner's private directory, which commands can pass through but not list."""
+    base = build.base
     share_bytes = plan.limits.memory_bytes // 8
-    mounts.attach(_tmpfs(box, min(_RUN_BYTES, share_bytes), mode="0755"), _target(box, "run"))
+    mounts.attach(_tmpfs(build, min(_RUN_BYTES, share_bytes), mode="0755"), _target(build, "run"))
     owner = base + capabilities.RUNNER_ID
     options: dict[str, str | int] = {
         "size": min(_PRIVATE_BYTES, share_bytes),
@@ -218,48 +227,52 @@ def mount_run(box: Box, plan: SandboxPlan) -> None:
         "gid": owner,
     }
     private_fd = mounts.filesystem("tmpfs", mounts.INERT, **options)
-    mounts.attach(private_fd, open_directory(box.root_fd, PRIVATE_DIRECTORY, owner=base))
+    mounts.attach(private_fd, open_directory(build.root_fd, PRIVATE_DIRECTORY, owner=base))
 
 
-def make_user_directories(box: Box, plan: SandboxPlan) -> None:
-    rootfs.make_user_directories(box.root_fd, box.base)
+def make_user_directories(build: SandboxBuild, plan: SandboxPlan) -> None:
+    rootfs.make_user_directories(build.root_fd, build.base)
 
 
-def mount_workspace(box: Box, plan: SandboxPlan) -> None:
+def mount_workspace(build: SandboxBuild, plan: SandboxPlan) -> None:
     if plan.workspace_id is not None:
-        layout, volumes, is_draft = box.machine.layout, box.machine.volumes, plan.workspace_draft
+        layout, volumes, is_draft = build.machine.layout, build.machine.volumes, plan.workspace_draft
         if volumes.has(plan.workspace_id, draft=is_draft):
             path = volumes.mount(layout.volume(plan.workspace_id, draft=is_draft))
         else:
             path = layout.workspace(plan.workspace_id, draft=is_draft)
-        mount_fd = mounts.clone_idmapped(path, box.workspace_userns_fd, mounts.NOSUID_NODEV)
-        mounts.attach(mount_fd, _target(box, rootfs.WORKSPACE))
+        # The map knows the sandbox user and the squashed system ids: a file of any other owner is nobody's inside.
+        mount_fd = mounts.clone_idmapped(path, build.workspace_userns_fd, mounts.NOSUID_NODEV)
+        mounts.attach(mount_fd, _target(build, rootfs.WORKSPACE))
 
 
-def write_etc(box: Box, plan: SandboxPlan) -> None:
-    rootfs.write_etc(box.root_fd, box.base, box.hostname)
+def write_etc(build: SandboxBuild, plan: SandboxPlan) -> None:
+    rootfs.write_etc(build.root_fd, build.base, build.hostname)
 
 
-def make_read_only(box: Box, plan: SandboxPlan) -> None:
-    """After all mount points exist. Workspace and home become mounts of their own first, and stay writable."""
+def make_read_only(build: SandboxBuild, plan: SandboxPlan) -> None:
+    """Make the root read-only, after all mount points exist. Workspace and home become mounts of their own first, and
+    stay writable."""
     if not plan.readonly_rootfs:
         return
     for path in (rootfs.HOME, *([rootfs.WORKSPACE] if plan.workspace_id is None else [])):
-        mounts.attach(mounts.clone(box.root_fd, path, 0), _target(box, path))
-    for fd in (box.root_fd, box.usr_fd):
+        mounts.attach(mounts.clone(build.root_fd, path, 0), _target(build, path))
+    for fd in (build.root_fd, build.usr_fd):
         if fd >= 0:
             syscalls.mount_setattr(fd, attr_set=k.MOUNT_ATTR_RDONLY)
 
 
-def pivot(box: Box, plan: SandboxPlan) -> None:
-    """The old root goes below the new one on the same spot and is detached: no directory is needed, no name is left."""
-    root_fd = os.open(f"{box.machine.layout.stage}/{stage.ROOT}", os.O_RDONLY | os.O_DIRECTORY)
+def pivot(build: SandboxBuild, plan: SandboxPlan) -> None:
+    """Make the built root the root of the namespace. The old root needs no directory to be put in, and no name of it is
+    left."""
+    root_fd = os.open(f"{build.machine.layout.stage}/{stage.ROOT}", os.O_RDONLY | os.O_DIRECTORY)
     os.fchdir(root_fd)
+    # pivot_root(2), NOTES: with "." twice the old root is stacked on the new one, and "." is the old one afterwards.
     syscalls.pivot_root(".", ".")
     syscalls.umount2(".", k.MNT_DETACH)
     os.chdir("/")
     status = os.fstat(root_fd)
-    box.root_id = status.st_dev, status.st_ino
+    build.root_id = status.st_dev, status.st_ino
     os.close(root_fd)
 
 
@@ -271,17 +284,17 @@ def _bind_if_present(source: str, target: str) -> bool:
     return True
 
 
-def _overlay(box: Box, lower_paths: tuple[str, ...], name: str, userns_fd: int) -> int:
-    machine = box.machine
-    layers = mounts.Layers(lower_paths, machine.disk.layers(box.place()), name, userns_fd)
+def _overlay(build: SandboxBuild, lower_paths: tuple[str, ...], name: str, userns_fd: int) -> int:
+    machine = build.machine
+    layers = mounts.Layers(lower_paths, machine.disk.layers(build.place()), name, userns_fd)
     return mounts.overlay(layers, features=machine.features, stage_path=machine.layout.stage)
 
 
-def _target(box: Box, path: str) -> int:
-    return open_directory(box.root_fd, path, owner=box.base)
+def _target(build: SandboxBuild, path: str) -> int:
+    return open_directory(build.root_fd, path, owner=build.base)
 
 
-def _tmpfs(box: Box, size_bytes: int, *, mode: str = "1777", inodes: int = 0) -> int:
-    base, inodes = box.base, inodes or max(size_bytes // _BYTES_PER_INODE, _MIN_INODES)
+def _tmpfs(build: SandboxBuild, size_bytes: int, *, mode: str = "1777", inodes: int = 0) -> int:
+    base, inodes = build.base, inodes or max(size_bytes // _BYTES_PER_INODE, _MIN_INODES)
     options: dict[str, str | int] = {"size": size_bytes, "nr_inodes": inodes, "mode": mode, "uid": base, "gid": base}
     return mounts.filesystem("tmpfs", mounts.NOSUID_NODEV, **options)

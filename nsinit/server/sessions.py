@@ -1,8 +1,8 @@
-"""What nsinit does to sessions: prepare, build, attach, scan, limit, tear down. Each is a job for the scheduler.
+"""The operations on sessions: prepare, build, attach, scan, limit, tear down. Each is a job for the scheduler.
 
-Owns which processes and vessels belong to which session. A failed build leaves nothing; a teardown is idempotent and
-right for half-built, foreign and already dead sessions. It never waits in place and never believes anything but the
-kernel and the disk about a session it did not make itself.
+Owns the processes of the sessions that this nsinit made, and the sandboxes of the pool. A failed build leaves nothing;
+a teardown is idempotent and right for half-built, foreign and already dead sessions. No function waits in place. About
+a session of an earlier nsinit only the kernel and the disk are asked.
 """
 
 from __future__ import annotations
@@ -12,43 +12,44 @@ import os
 import signal
 import socket
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from nsinit.cgroup import freezer, groups, limits
-from nsinit.cgroup.identity import find_identity, open_verified, require_identity
+from nsinit.cgroup import freezer, limits, run_cgroups
+from nsinit.cgroup.identity import find_identity, open_root, open_verified, require_identity
 from nsinit.cgroup.session import Counters, SessionCgroup
 from nsinit.cgroup.tree import Tree
 from nsinit.helpers.builder import Order, Stage
-from nsinit.helpers.cgroup_maker import MakeGroup, RaiseLimits
-from nsinit.helpers.pool import Outcome, Workers
-from nsinit.helpers.vessel import Foundry, Process, Vessel
+from nsinit.helpers.cgroup_maker import AddRunCgroup, RaiseLimits
+from nsinit.helpers.pool import HelperPool, Outcome
 from nsinit.kernel import syscalls
 from nsinit.log import log
 from nsinit.scheduler import Event, Job, Scheduler, Wait
+from nsinit.server.births import Births, Process, UnfinishedSandbox
 from nsinit.server.kmsg import KernelLog, Kills
 from nsinit.steps import StepFailed, failure_of, passing
-from nsinit.storage import running, trash
-from nsinit.storage.mechanism import Usage
+from nsinit.storage import trash
+from nsinit.storage.mechanism import CHANGE, Place, Usage
 from nsinit.storage.paths import Layout
 from nsinit.wire import control
 from nsinit.wire.protocol import MAX_DATAGRAM_BYTES, Attached, Build, Built, DiskLimits, Found, Limits, SandboxPlan
 from nsinit.wire.validate import is_session_id
 
 BUILD_DEADLINE_S = 5.0
+"""From the end of the builder's work until the runner serves."""
 _DEATH_DEADLINE_S = 5.0
 _EMPTY_BACKOFF_S = (0.001, 0.002, 0.004, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _DELETION_DELAY_S = 0.3
 _MAX_BUILDING = 2 * (os.cpu_count() or 1) + 2
-"""Builds under way at once: more only makes each of them later."""
+"""Builds under way at once. More would only take turns on the processors, and each would be done later."""
 
 Removal = Generator[Wait, bool, "Removed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What a teardown found and left."""
+    """The outcome of a teardown: the last readings of the cgroup, and a sentence for each thing that is left."""
 
     counters: Counters
     leftovers: tuple[str, ...]
@@ -58,12 +59,14 @@ class Removed:
 class Sessions:
     """All sessions of one data directory."""
 
-    foundry: Foundry
-    builders: Workers
+    births: Births
+    builders: HelperPool
     scheduler: Scheduler
     kernel_log: KernelLog
+    find_mounts: Callable[[], list[str]]
+    """Returns the points of mounts that a person made; trash below which there is one is not deleted."""
     processes: dict[str, Process] = field(default_factory=dict)
-    vessels: dict[str, Vessel] = field(default_factory=dict)
+    pool: dict[str, UnfinishedSandbox] = field(default_factory=dict)
     _filling: set[str] = field(default_factory=set)
     _building: int = 0
     _queue: deque[Event] = field(default_factory=deque)
@@ -71,14 +74,14 @@ class Sessions:
     _hurry: Event = field(default_factory=Event)
 
     def prepare(self, session_id: str, limits: Limits, disk: DiskLimits) -> Generator[Wait, bool, None]:
-        """Make a blank vessel. Raises `StepFailed`, and then nothing is left."""
+        """Make a blank sandbox for the pool. Raises `StepFailed`, and then nothing is left."""
         yield from self._admit()
         try:
-            vessel = self.vessels[session_id] = yield from self._make_vessel(session_id, limits)
+            sandbox = self.pool[session_id] = yield from self._begin(session_id, limits)
             try:
-                outcome = yield from self._order(vessel, None, disk, "born", "blank")
-                with vessel.steps.step("identity"):
-                    vessel.identify()
+                outcome = yield from self._order(sandbox, None, disk, "born", "blank")
+                with sandbox.steps.step("identity"):
+                    sandbox.identify()
                 yield Wait(event=outcome.done)
                 outcome.result()
             except StepFailed:
@@ -87,17 +90,21 @@ class Sessions:
         finally:
             self._leave()
 
-    def furnish(self, plan: SandboxPlan) -> Generator[Wait, bool, None]:
-        """Mount the image in a blank vessel. Raises `StepFailed`, and then nothing is left of it, if it was one."""
-        vessel = self.vessels.get(plan.session_id)
-        if vessel is None or vessel.furnishing is not None or plan.image_kind == "files":
-            raise StepFailed("vessel", "there is no blank one of that id for an image", errno=errno.ENOENT)
+    def mount_image(self, plan: SandboxPlan) -> Generator[Wait, bool, None]:
+        """Mount the image in a blank sandbox of the pool.
+
+        Raises:
+            StepFailed: no such sandbox (`ENOENT`), or nothing of the sandbox is left.
+        """
+        sandbox = self.pool.get(plan.session_id)
+        if sandbox is None or sandbox.image_key is not None or plan.image_kind == "files":
+            raise StepFailed("pool", "no blank sandbox of that id waits for an image", errno=errno.ENOENT)
         yield from self._admit()
         try:
-            outcome = yield from self._order(vessel, plan, plan.disk, "blank", "furnished")
+            outcome = yield from self._order(sandbox, plan, plan.disk, "blank", "imaged")
             yield Wait(event=outcome.done)
             outcome.result()
-            vessel.furnishing = plan.furnishing
+            sandbox.image_key = plan.image_key
         except StepFailed:
             yield from self.remove(plan.session_id)
             raise
@@ -109,49 +116,49 @@ class Sessions:
         session_id = request.plan.session_id
         yield from self._admit()
         try:
-            vessel = self.vessels.pop(session_id, None)
-            done: Stage = "born" if vessel is None else "blank" if vessel.furnishing is None else "furnished"
-            if vessel is None:
-                vessel = yield from self._make_vessel(session_id, request.plan.limits)
+            sandbox = self.pool.pop(session_id, None)
+            done: Stage = "born" if sandbox is None else "blank" if sandbox.image_key is None else "imaged"
+            if sandbox is None:
+                sandbox = yield from self._begin(session_id, request.plan.limits)
             self._filling.add(session_id)
             try:
-                if vessel.furnishing not in (None, request.plan.furnishing):
-                    raise StepFailed("vessel", "it was furnished for another plan", errno=errno.EINVAL)
-                if vessel.limits != request.plan.limits:
-                    with vessel.steps.step("limits"):
-                        yield from self._change_limits(vessel.cgroup, request.plan.limits)
-                outcome = yield from self._order(vessel, request.plan, request.plan.disk, done, "whole")
-                return (yield from self._fill(vessel, request, outcome))
+                if sandbox.image_key not in (None, request.plan.image_key):
+                    raise StepFailed("pool", "another plan's image is mounted in it", errno=errno.EINVAL)
+                if sandbox.limits != request.plan.limits:
+                    with sandbox.steps.step("limits"):
+                        yield from self._change_limits(sandbox.cgroup, request.plan.limits)
+                outcome = yield from self._order(sandbox, request.plan, request.plan.disk, done, "whole")
+                return (yield from self._fill(sandbox, request, outcome))
             except StepFailed:
                 yield from self.remove(session_id)
                 raise
             finally:
                 self._filling.discard(session_id)
-                vessel.control.close()
+                sandbox.control.close()
         finally:
             self._leave()
 
     def finish(self) -> None:
-        """Begin no build any more, and let what waits for a quiet moment happen now."""
+        """Refuse further builds, and begin a deletion that is due now instead of after its delay."""
         self._hurry.set()
 
     @property
     def is_deleting(self) -> bool:
-        """Whether a process is deleting the trash."""
+        """Whether a deletion of the trash is due or under way."""
         return self._deleting
 
     def abort_build(self, session_id: str) -> None:
-        """Let a build that is under way fail now."""
+        """Make a build fail that is under way, if one is, by killing PID 1."""
         if session_id in self._filling:
             self.processes[session_id].kill()
 
     def attach(self, session_id: str) -> tuple[Attached, list[int]]:
-        """Find a running sandbox again. Raises `StepFailed`."""
+        """Return the identity of a running sandbox, with a pidfd and the out-of-memory event. Raises `StepFailed`."""
         cgroup = self._cgroup(session_id)
         try:
             identity = require_identity(cgroup, "attach")
-            cgroup.set_share(1)  # nsinit may have died when it was all but built
-            self.foundry.machine.layout.share_socket(session_id)  # the daemon may have been another user then
+            cgroup.set_share(1)  # an nsinit that died when the sandbox was all but built left the share of builds
+            self.births.machine.layout.share_socket(session_id)  # the daemon may have changed its user since
             pidfd = open_verified(identity)
             try:
                 kind, event_fd = cgroup.open_oom_event()
@@ -161,12 +168,12 @@ class Sessions:
         except OSError as error:
             raise failure_of("attach", error) from error
         if session_id not in self.processes:
-            self.foundry.slots.reserve(identity.base_uid)
+            self.births.slots.reserve(identity.base_uid)
         return Attached(0, session_id, identity, kind), [pidfd, event_fd]
 
     def scan(self, after: str, limit: int) -> tuple[list[Found], bool]:
-        """List sessions that have a cgroup or files, with what runs of each; and whether there are more."""
-        return scan(self.foundry.tree, self.foundry.machine.layout, after, limit)
+        """List the first `limit` sessions after an id that have a cgroup or files; and whether there are more."""
+        return scan(self.births.tree, self.births.machine.layout, after, limit)
 
     def set_limits(self, session_id: str, limits: Limits) -> Generator[Wait, bool, None]:
         """Change the limits of a session that has a cgroup, all or none. Raises `StepFailed`."""
@@ -186,53 +193,67 @@ class Sessions:
             raise failure_of("freeze", error) from error
 
     def disk_usage(self, session_id: str) -> Usage:
-        """Return how full a running session's disk is. Raises `StepFailed`."""
-        machine = self.foundry.machine
-        return running.usage(machine.disk, machine.layout, self._cgroup(session_id), session_id)
+        """Return how full a running session's disk is. Raises `StepFailed` when nothing of the session runs."""
+        machine = self.births.machine
+        try:
+            root_fd = open_root(require_identity(self._cgroup(session_id), "disk"))
+            try:
+                return machine.disk.usage(Place(machine.layout, session_id), root_fd)
+            finally:
+                os.close(root_fd)
+        except OSError as error:
+            raise failure_of("disk", error) from error
 
     def set_disk(self, session_id: str, limits: DiskLimits) -> None:
-        """Change the limits of a session's disk. Raises `StepFailed`."""
-        machine = self.foundry.machine
-        running.change(machine.disk, machine.layout, session_id, limits)
+        """Change the limits of a session's disk. Raises `StepFailed`, and then the old ones hold."""
+        machine = self.births.machine
+        try:
+            machine.disk.change(Place(machine.layout, session_id), limits)
+        except OSError as error:
+            raise failure_of(CHANGE, error) from error
 
-    def find_kills(self, session_id: str) -> Generator[Wait, bool, Kills]:
-        """Return whom of a session the kernel killed for memory."""
+    def find_oom_kills(self, session_id: str) -> Generator[Wait, bool, Kills]:
+        """Return the processes of a session that the kernel killed for memory."""
         base: int | None = None
         if (process := self.processes.get(session_id)) is not None:
             base = process.slot.base
         elif (identity := find_identity(self._cgroup(session_id))) is not None:
             base = identity.base_uid
-        return (yield from self.kernel_log.find_kills(session_id, base))
+        return (yield from self.kernel_log.find_oom_kills(session_id, base))
 
-    def make_group(self, session_id: str, name: str) -> Generator[Wait, bool, tuple[groups.Membership, int]]:
-        """Make a group in a running session; returns what its descriptor is for, and that. Raises `StepFailed`."""
+    def make_run_cgroup(self, session_id: str, name: str) -> Generator[Wait, bool, tuple[run_cgroups.Membership, int]]:
+        """Make a run cgroup in a running session; return the use of its descriptor, and that. Raises `StepFailed`."""
         cgroup, process = self._cgroup(session_id), self.processes.get(session_id)
         try:
             base = process.slot.base if process is not None else require_identity(cgroup, "group").base_uid
-            yield from self._ordered_cgroup(MakeGroup(session_id, name, base))
-            made = groups.open_membership(cgroup, name)
+            yield from self._ordered_cgroup(AddRunCgroup(session_id, name, base))
+            made = run_cgroups.open_membership(cgroup, name)
         except OSError as error:
             raise failure_of("group", error) from error
-        passing(self.foundry.machine.crash, "nsinit.exec.group_made")
+        passing(self.births.machine.crash, "nsinit.exec.group_made")
         return made
 
-    def remove_group(self, session_id: str, name: str, *, kill: bool) -> Generator[Wait, bool, bool]:
-        """Remove a group, with what is in it if so asked; False if it stays, at most as long as the session does."""
-        is_gone = yield from groups.remove(self._cgroup(session_id), name, kill=kill)
-        passing(self.foundry.machine.crash, "nsinit.exec.group_removed")
+    def remove_run_cgroup(self, session_id: str, name: str, *, kill: bool) -> Generator[Wait, bool, bool]:
+        """Remove a run cgroup, killing its processes with `kill`; False: it stays, at most as long as the session."""
+        is_gone = yield from run_cgroups.remove(self._cgroup(session_id), name, kill=kill)
+        passing(self.births.machine.crash, "nsinit.exec.group_removed")
         return is_gone
 
     def remove(self, session_id: str) -> Removal:
-        """Kill and remove all of a session, whatever state it is in."""
+        """Kill every process of a session and remove its cgroup and files, whatever state the session is in."""
         cgroup, leftovers = self._cgroup(session_id), []
-        vessel = self.vessels.pop(session_id, None)
-        if vessel is not None:
-            vessel.control.close()
-        machine = self.foundry.machine
-        running.abandon(machine.disk, machine.layout, session_id)
+        sandbox = self.pool.pop(session_id, None)
+        if sandbox is not None:
+            sandbox.control.close()
+        machine = self.births.machine
+        try:
+            machine.disk.abandon(Place(machine.layout, session_id))
+        except OSError as error:  # then the last unmount writes to the disk, and the end takes longer
+            log("warning", "disk not abandoned", session_id, reason=str(error))
         passing(machine.crash, "nsinit.destroy.abandoned")
         base = yield from self._kill(session_id, cgroup)
         passing(machine.crash, "nsinit.destroy.killed")
+        # PID 1 took its pid namespace along. A process left was moved into the cgroup from outside, or is dying.
         for pause_s in _EMPTY_BACKOFF_S:
             if not cgroup.processes():
                 break
@@ -250,7 +271,7 @@ class Sessions:
         if not left:
             yield from self._give_back_slot(session_id, base)
         try:
-            if trash.discard_session(self.foundry.machine.layout, session_id):
+            if trash.discard_session(self.births.machine.layout, session_id):
                 self.delete_trash()
         except OSError as error:
             leftovers.append(f"{error.filename}: {error.strerror}")
@@ -258,73 +279,76 @@ class Sessions:
         return Removed(counters, tuple(leftovers))
 
     def delete_trash(self) -> None:
-        """Delete what is in the trash, in a process of its own; one at a time."""
+        """Have the trash deleted by a process of its own, unless one is at it already."""
         if not self._deleting:
             self._deleting = True
             self.scheduler.spawn(self._delete_trash())
 
     def _change_limits(self, cgroup: SessionCgroup, wanted: Limits) -> Generator[Wait, bool, None]:
-        """All of them or none. Raises `OSError` or `StepFailed`."""
+        """Change all of the limits or none. Raises `OSError` or `StepFailed`."""
         if limits.is_lower(cgroup, wanted):
             yield from limits.lower(cgroup, wanted)
         else:
             yield from self._ordered_cgroup(RaiseLimits(cgroup.session_id, wanted))
 
-    def _ordered_cgroup(self, order: RaiseLimits | MakeGroup) -> Generator[Wait, bool, None]:
-        """Have the cgroup maker do something; if it dies over it or hangs, the next one. Raises `StepFailed`."""
+    def _ordered_cgroup(self, order: RaiseLimits | AddRunCgroup) -> Generator[Wait, bool, None]:
+        """Hand an order to the cgroup maker; a second one gets it if the first dies or hangs. Raises `StepFailed`."""
         for _ in range(2):
-            outcome = yield from self.foundry.cgroup_makers.hand_over(order, [])
+            outcome = yield from self.births.cgroup_makers.hand_over(order, [])
             yield Wait(event=outcome.done)
             if not outcome.has_died:
                 break
-            if isinstance(order, MakeGroup):
-                groups.unmake(self._cgroup(order.session_id), order.name)
+            if isinstance(order, AddRunCgroup):
+                run_cgroups.unmake(self._cgroup(order.session_id), order.name)
         outcome.result()
 
-    def _make_vessel(self, session_id: str, limits: Limits) -> Generator[Wait, bool, Vessel]:
+    def _begin(self, session_id: str, limits: Limits) -> Generator[Wait, bool, UnfinishedSandbox]:
         if session_id in self.processes or self._cgroup(session_id).exists():
             raise StepFailed("session", "the session exists", errno=errno.EEXIST)
-        path = self.foundry.machine.layout.session(session_id)
+        path = self.births.machine.layout.session(session_id)
         if os.path.lexists(path):
             raise StepFailed("session", "the session has files of an earlier life", path=path, errno=errno.EEXIST)
-        vessel = yield from self.foundry.make(session_id, limits)
-        self.processes[session_id] = vessel.process
-        self.scheduler.spawn(self._reap(session_id, vessel.process))
-        return vessel
+        sandbox = yield from self.births.make(session_id, limits)
+        self.processes[session_id] = sandbox.process
+        self.scheduler.spawn(self._reap(session_id, sandbox.process))
+        return sandbox
 
     def _order(
-        self, vessel: Vessel, plan: SandboxPlan | None, disk: DiskLimits, done: Stage, goal: Stage
+        self, sandbox: UnfinishedSandbox, plan: SandboxPlan | None, disk: DiskLimits, done: Stage, goal: Stage
     ) -> Generator[Wait, bool, Outcome]:
-        """Set a builder to work. Raises `StepFailed`."""
-        order = Order(vessel.session_id, vessel.process.slot.base, plan, done, goal, disk)
-        return (yield from self.builders.hand_over(order, self.foundry.builder_fds(vessel, plan)))
+        """Hand an order for a sandbox to a builder. Raises `StepFailed`."""
+        order = Order(sandbox.session_id, sandbox.process.slot.base, plan, done, goal, disk)
+        return (yield from self.builders.hand_over(order, self.births.builder_fds(sandbox, plan)))
 
-    def _fill(self, vessel: Vessel, request: Build, outcome: Outcome) -> Generator[Wait, bool, tuple[Built, list[int]]]:
-        """Wait for the builder, then until the runner serves; what the answer needs is collected meanwhile.
+    def _fill(
+        self, sandbox: UnfinishedSandbox, request: Build, outcome: Outcome
+    ) -> Generator[Wait, bool, tuple[Built, list[int]]]:
+        """Wait for the builder, then until the runner serves; collect the parts of the answer meanwhile.
 
-        Raises `StepFailed`, never before the builder is done.
+        Raises `StepFailed`, never before the builder is done: a builder must not work on a sandbox that is being
+        removed.
         """
-        process = vessel.process
+        process = sandbox.process
         with ExitStack() as undo:
             try:
-                with vessel.steps.step("identity"):
-                    identity = vessel.identify()
-                    kind, event_fd = vessel.cgroup.open_oom_event()
+                with sandbox.steps.step("identity"):
+                    identity = sandbox.identify()
+                    kind, event_fd = sandbox.cgroup.open_oom_event()
                     undo.callback(os.close, event_fd)
             finally:
                 yield Wait(event=outcome.done)
-            timings_us = vessel.steps.timings_us | outcome.result()
-            if not (yield Wait(fd=vessel.control.fileno(), timeout_s=BUILD_DEADLINE_S)):
+            timings_us = sandbox.steps.timings_us | outcome.result()
+            if not (yield Wait(fd=sandbox.control.fileno(), timeout_s=BUILD_DEADLINE_S)):
                 raise StepFailed("deadline", f"not ready after {BUILD_DEADLINE_S} s", errno=errno.ETIMEDOUT)
-            timings_us |= _read_status(vessel)
-            with vessel.steps.step("share"):
-                vessel.cgroup.set_share(1)
+            timings_us |= _read_status(sandbox)
+            with sandbox.steps.step("share"):
+                sandbox.cgroup.set_share(1)
             pidfd = os.dup(process.pidfd)
             undo.pop_all()
         return Built(request.seq, request.plan.session_id, identity, kind, timings_us), [pidfd, event_fd]
 
     def _admit(self) -> Generator[Wait, bool, None]:
-        """Wait until fewer than `_MAX_BUILDING` builds are under way, in order of arrival. Raises `StepFailed`."""
+        """Wait, in order of arrival, until fewer than `_MAX_BUILDING` builds run. Raises `StepFailed`."""
         if self._building >= _MAX_BUILDING:
             turn = Event()
             self._queue.append(turn)
@@ -336,14 +360,14 @@ class Sessions:
             raise StepFailed("stop", "nsinit is stopping")
 
     def _leave(self) -> None:
-        """End a build: its place goes to the next in the queue."""
+        """End a build; the next one in the queue begins."""
         if self._queue:
             self._queue.popleft().set()
         else:
             self._building -= 1
 
     def _kill(self, session_id: str, cgroup: SessionCgroup) -> Generator[Wait, bool, int | None]:
-        """Kill PID 1 and wait for its end; returns the base id of a session that another nsinit made."""
+        """Kill PID 1 and wait for its end; return the base id of a session that an earlier nsinit made."""
         process = self.processes.get(session_id)
         if process is not None:
             process.kill()
@@ -368,19 +392,20 @@ class Sessions:
         return identity.base_uid
 
     def _give_back_slot(self, session_id: str, base: int | None) -> Generator[Wait, bool, None]:
-        """Only now, with the cgroup gone, is it sure that no process has ids of the slot. Victims that had them are
-        this session's; later ones will be another's."""
+        """Let the ids be used again. Called when the cgroup is gone: no process has ids of the slot any more.
+
+        Kills in the kernel's log that have these ids are counted for this session before another one gets them."""
         process = self.processes.get(session_id)
-        yield from self.kernel_log.find_kills(session_id, base if process is None else process.slot.base)
+        yield from self.kernel_log.find_oom_kills(session_id, base if process is None else process.slot.base)
         if process is not None:
             del self.processes[session_id]
             process.released.set()
-            self.foundry.slots.free(process.slot)
+            self.births.slots.free(process.slot)
         elif base is not None:
-            self.foundry.slots.forget(base)
+            self.births.slots.forget(base)
 
     def _reap(self, session_id: str, process: Process) -> Job:
-        """Collect the exit of a PID 1 as soon as it ends."""
+        """Reap a PID 1 when it ends, and close its pidfd when the session was removed."""
         yield Wait(fd=process.pidfd)
         result = os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED)
         process.dead.set()
@@ -389,19 +414,24 @@ class Sessions:
         os.close(process.pidfd)
 
     def _delete_trash(self) -> Job:
-        """Wait a little first: deleting keeps the disk's journal busy, and one fork does for many sessions."""
+        """Delete the trash after a delay: deletions keep the disk's journal busy, and one fork serves many sessions."""
         try:
             yield Wait(event=self._hurry, timeout_s=_DELETION_DELAY_S)
             before: set[str] = set()
-            while (names := set(os.listdir(self.foundry.machine.layout.trash))) - before:
+            while (names := set(os.listdir(self.births.machine.layout.trash))) - before:
                 before = names
                 yield from self._run_deletion()
         finally:
             self._deleting = False
 
     def _run_deletion(self) -> Generator[Wait, bool, None]:
-        machine = self.foundry.machine
-        pidfd = trash.start_deletion(machine.layout, machine.disk.remove)
+        machine = self.births.machine
+        try:
+            mounts = self.find_mounts()
+        except OSError as error:  # nothing is deleted that a mount might be in
+            log("error", "trash not deleted", reason=str(error))
+            return
+        pidfd = trash.start_deletion(machine.layout, machine.disk.remove, mounts)
         try:
             yield Wait(fd=pidfd)
             os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
@@ -409,11 +439,11 @@ class Sessions:
             os.close(pidfd)
 
     def _cgroup(self, session_id: str) -> SessionCgroup:
-        return SessionCgroup(self.foundry.tree, session_id)
+        return SessionCgroup(self.births.tree, session_id)
 
 
 def scan(tree: Tree, layout: Layout, after: str = "", limit: int | None = None) -> tuple[list[Found], bool]:
-    """List sessions that have a cgroup or files, in the order of their ids; only those returned are looked at."""
+    """List sessions that have a cgroup or files, in the order of their ids; of those only is `/proc` read."""
     with_files = {name for path in (layout.sessions, layout.run) for name in os.listdir(path)}
     with_cgroup = {name for path in tree.unique for name in _names_in(path)}
     names = sorted(name for name in with_files | with_cgroup if name > after and is_session_id(name))
@@ -430,16 +460,16 @@ def scan(tree: Tree, layout: Layout, after: str = "", limit: int | None = None) 
 
 
 def _names_in(directory: str) -> list[str]:
-    """Return what is in a cgroup directory; one without sessions may have been removed by a cleaner of the machine."""
+    """Return the names in a cgroup directory; none if a cleaner of the machine removed the directory."""
     try:
         return os.listdir(directory)
     except FileNotFoundError:
         return []
 
 
-def _read_status(vessel: Vessel) -> dict[str, int]:
-    """Return the child's timings. Raises `StepFailed` with what the child says, or that it died."""
+def _read_status(sandbox: UnfinishedSandbox) -> dict[str, int]:
+    """Return the timings of PID 1. Raises `StepFailed` with the failure that PID 1 reports, or that PID 1 died."""
     try:
-        return control.read_status(vessel.control.recv(MAX_DATAGRAM_BYTES, socket.MSG_DONTWAIT))
+        return control.read_status(sandbox.control.recv(MAX_DATAGRAM_BYTES, socket.MSG_DONTWAIT))
     except ConnectionResetError:
         return control.read_status(b"")

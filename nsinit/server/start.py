@@ -1,7 +1,8 @@
-"""What nsinit does once, on `Start`: claim its cgroups and directories, leave the host's mount namespace, probe.
+"""The start of nsinit, on `Start`: claim cgroups and directories, leave the host's mount namespace, probe, fork
+helpers.
 
-Owns the lock that keeps two nsinits off one data directory. Fails with the name of the step; what was made by then is
-either empty or found again by the next start.
+Owns the lock that keeps two nsinits off one data directory. A failure names the step; directories made by then are
+empty, or found again by the next start. nsinit mounts only in its own namespace, so no mount of its own is left.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import re
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from nsinit.cgroup import tree as cgroup_tree
-from nsinit.cgroup.tree import mark_of, read_mark, set_mark
+from nsinit.cgroup.tree import owner_of, read_owner, set_owner
 from nsinit.helpers import builder, cgroup_maker
 from nsinit.helpers.forker import Forker
-from nsinit.helpers.pool import Workers
-from nsinit.helpers.vessel import Foundry
+from nsinit.helpers.pool import HelperPool
 from nsinit.kernel import landlock, mounts, slots, stage
 from nsinit.kernel.capabilities import NSINIT_CAPABILITIES, keep_only, read_last_capability
 from nsinit.kernel.mountinfo import parse_mountinfo, parse_own_cgroups
@@ -27,15 +28,16 @@ from nsinit.kernel.seccomp.filters import prepare
 from nsinit.sandbox import builder_steps, child
 from nsinit.sandbox.crash_points import all_points
 from nsinit.scheduler import Scheduler
+from nsinit.server.births import Births
 from nsinit.server.kmsg import KernelLog
-from nsinit.server.mounts import MachineMounts, points_below
+from nsinit.server.leftovers import HostView, Leftovers
 from nsinit.server.sessions import Sessions, scan
-from nsinit.server.strays import Strays, open_blocks
 from nsinit.steps import Crash, StepFailed, Steps
 from nsinit.storage import choose
 from nsinit.storage.paths import Layout
 from nsinit.storage.volumes import Volumes
-from nsinit.wire.grant import Grant
+from nsinit.storage.workspaces import Workspaces
+from nsinit.wire.launching import Grant
 from nsinit.wire.protocol import Ready, Start
 from nsinit.wire.validate import InvalidName, check_cgroup_parent, check_data_dir, check_node_id
 
@@ -49,20 +51,21 @@ class Node:
 
     ready: Ready
     sessions: Sessions
-    located: cgroup_tree.Located
+    workspaces: Workspaces
+    leftovers: Leftovers
     kernel_log: KernelLog
-    strays: Strays
     lock_fd: int
 
     def stop(self) -> None:
         """End the helpers; remove the cgroup directories unless sessions live on in them."""
+        births = self.sessions.births
         self.kernel_log.close()
         self.sessions.builders.stop()
-        self.sessions.foundry.cgroup_makers.stop()
-        self.sessions.foundry.forker.stop()
-        cgroup_tree.release(self.sessions.foundry.tree, self.located)
+        births.cgroup_makers.stop()
+        births.forker.stop()
+        cgroup_tree.release(births.tree, self.leftovers.located)
         os.close(self.lock_fd)
-        self.strays.close()
+        self.leftovers.host.close()
 
 
 def start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Grant | None = None) -> Node:
@@ -84,27 +87,27 @@ def _start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Gr
         crash = _crash(request.crash_at, grant)
     with steps.step("seccomp profiles"):
         filters = prepare(request.seccomp_profiles)
-    disks, volumes = choose.candidates(layout, request.disk), Volumes(layout, open_blocks())
+    with steps.step("host view"):  # while the whole machine is in sight: nsinit's own mounts show no `/sys`
+        host = HostView.open()
+        undo.callback(host.close)
+    disks, volumes = choose.candidates(layout, request.disk), Volumes(layout, host.blocks_fd)
     with steps.step("data directory"):
         layout.make()
         lock_fd = _lock(layout.run)
     with steps.step("cgroups"):
         located = locate()
-        group = cgroup_tree.group_name(request.node_id)
+        name = cgroup_tree.name_of_node(request.node_id)
         beside = grant.beside if grant else ()
-        tree = cgroup_tree.claim(located, group=group, parent=request.cgroup_parent, beside=beside)
+        tree = cgroup_tree.claim(located, name=name, parent=request.cgroup_parent, beside=beside)
         undo.callback(cgroup_tree.release, tree, located)
-        _mark(tree, layout)
+        _own(tree, layout)
     kernel_log = KernelLog()
     undo.callback(kernel_log.close)
     with steps.step("capabilities"):
         last_capability = read_last_capability()
         keep_only(NSINIT_CAPABILITIES, last_capability)
     with steps.step("namespaces"):
-        strays = Strays(tree, layout, located, group, MachineMounts.open(layout.data_dir), volumes.blocks_fd)
-        undo.callback(strays.close)
-        needed = (layout.data_dir, builder_steps.HOST_USR, "/proc", *tree.unique)
-        stage.enter_own_namespaces(needed, unwanted=frozenset(points_below(strays.mounts.find())))
+        stage.enter_own_namespaces((layout.data_dir, builder_steps.HOST_USR, "/proc", *tree.unique))
     with steps.step("stage"):
         stage.make_stage(layout.stage)
     with steps.step("disk"):
@@ -119,12 +122,13 @@ def _start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Gr
         machine = builder_steps.Machine(layout, features, *powers, disk, volumes, crash)
     table.free(slot)
     with steps.step("helpers"):
-        builders = Workers(builder.trade(machine), scheduler)
+        builders = HelperPool(builder.kind_of(machine), scheduler)
         builders.start()
-        cgroup_makers = Workers(cgroup_maker.trade(machine, tree, located), scheduler)
+        cgroup_makers = HelperPool(cgroup_maker.kind_of(machine, tree, located), scheduler)
         cgroup_makers.start()
         forker = Forker(machine, runner)
-    sessions = Sessions(Foundry(machine, tree, table, forker, cgroup_makers), builders, scheduler, kernel_log)
+    births = Births(machine, tree, table, forker, cgroup_makers)
+    sessions = Sessions(births, builders, scheduler, kernel_log, partial(host.find_mounts, layout))
     ready = Ready(
         seq=request.seq,
         pid=os.getpid(),
@@ -135,11 +139,12 @@ def _start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Gr
         disk=disk.mode,
         disk_refused=refused,
     )
-    return Node(ready, sessions, located, kernel_log, strays, lock_fd)
+    leftovers = Leftovers(tree, layout, located, name, host)
+    return Node(ready, sessions, Workspaces(layout, volumes, crash), leftovers, kernel_log, lock_fd)
 
 
 def _crash(at: str, grant: Grant | None) -> Crash | None:
-    """Return where to end, None: nowhere. Raises `InvalidName` if it may not be asked for or is unknown."""
+    """Return the crash point of a request, None without. Raises `InvalidName`: not allowed, or there is none."""
     if not at:
         return None
     if grant is not None:
@@ -149,17 +154,17 @@ def _crash(at: str, grant: Grant | None) -> Crash | None:
     return Crash(at)
 
 
-def _mark(tree: cgroup_tree.Tree, layout: Layout) -> None:
+def _own(tree: cgroup_tree.Tree, layout: Layout) -> None:
     """Make the cgroups known as this data directory's. Raises `StepFailed` if another one's sessions are in them."""
-    mark = mark_of(layout.data_dir)
+    owner = owner_of(layout.data_dir)
     for directory in tree.unique:
-        if read_mark(directory) not in ("", mark) and cgroup_tree.has_sessions(directory):
+        if read_owner(directory) not in ("", owner) and cgroup_tree.has_sessions(directory):
             message = (
                 "sessions of another data directory with the same node id run here; if this one is a copy, remove its "
                 "`node-id` and its database"
             )
             raise StepFailed("cgroups", message, path=directory, errno=errno.EEXIST)
-        set_mark(directory, mark)
+        set_owner(directory, owner)
 
 
 def _taken_bases(tree: cgroup_tree.Tree, layout: Layout) -> frozenset[int]:
@@ -168,14 +173,18 @@ def _taken_bases(tree: cgroup_tree.Tree, layout: Layout) -> frozenset[int]:
 
 
 def locate(pid: int | None = None) -> cgroup_tree.Located:
-    """Return where this process is, or another one. Raises `OSError`."""
+    """Return the cgroups of this process, or of another one. Raises `OSError`."""
     with open("/proc/self/mountinfo", "rb") as mountinfo, open(f"/proc/{pid or 'self'}/cgroup", "rb") as own:
         mounted = parse_mountinfo(os.fsdecode(mountinfo.read()))
         return cgroup_tree.locate(mounted, parse_own_cgroups(os.fsdecode(own.read())))
 
 
 def _lock(path: str) -> int:
-    """Lock the data directory; an nsinit that is just ending gets time to finish."""
+    """Lock the data directory and return the descriptor that holds the lock. Waits for an nsinit that is just ending.
+
+    Raises:
+        StepFailed: another nsinit keeps the lock for longer than `_LOCK_DEADLINE_S`.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     deadline = time.monotonic() + _LOCK_DEADLINE_S
     while True:

@@ -1,8 +1,8 @@
-"""Removes what sessions leave on disk: a rename now, the deletion in the background.
+"""Removes the files of sessions: a rename now, the deletion in the background.
 
-Owns the one function that deletes session files. It works beneath directory descriptors, never follows a link, refuses
-to cross a mount, and needs neither recursion nor depth: a deep directory is first moved to the top. A workspace gets
-here only as a whole, by one rename (`workspaces.py`).
+Owns the one function that deletes session files. `remove_tree` works beneath directory descriptors, never follows a
+link, refuses to cross a mount, and needs neither recursion nor depth: a deep directory is first moved to the top. A
+workspace gets here only as a whole, by one rename (`workspaces.py`).
 Sources: openat2(2) RESOLVE_NO_XDEV; rename(2); Documentation/filesystems/overlayfs.rst (work/work).
 """
 
@@ -11,10 +11,11 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
+from nsinit.kernel.mountinfo import is_below
 from nsinit.log import log
 from nsinit.storage.paths import SOCKET_NAME, Layout
 
@@ -23,11 +24,11 @@ _BENEATH = k.RESOLVE_BENEATH | k.RESOLVE_NO_SYMLINKS | k.RESOLVE_NO_XDEV
 _NICENESS = 19
 
 Remove = Callable[[int, str], None]
-"""Deletes a directory of this name below that descriptor: `remove_tree`, or what a disk mechanism makes of it."""
+"""Deletes a directory of this name below that descriptor: `remove_tree`, or a disk mechanism's own way."""
 
 
 def discard_session(layout: Layout, session_id: str) -> bool:
-    """Take the session's directories out of the way; True if there is something to delete now."""
+    """Move the session's directories into the trash; True if there is something to delete now."""
     moved = False
     try:
         os.unlink(f"{layout.session_run(session_id)}/{SOCKET_NAME}")
@@ -45,15 +46,16 @@ def discard_session(layout: Layout, session_id: str) -> bool:
 
 
 def discard(layout: Layout, path: str) -> None:
-    """Take something that is no session's out of the way."""
-    _move(layout, path, "stray")
+    """Move an entry that is no session's into the trash."""
+    _move(layout, path, "foreign")
 
 
-def start_deletion(layout: Layout, remove: Remove) -> int:
-    """Delete the trash in a process of its own, each thing in it by `remove`; return its pidfd."""
+def start_deletion(layout: Layout, remove: Remove, mounts: Collection[str] = ()) -> int:
+    """Delete the entries of the trash by `remove`, in a process of its own; return its pidfd. An entry with one of
+    `mounts`, points in the machine's mount namespace, in it stays."""
     pid = os.fork()
     if pid == 0:
-        _delete_all(layout, remove)
+        _delete_all(layout, remove, mounts)
     return os.pidfd_open(pid)
 
 
@@ -61,7 +63,7 @@ def remove_tree(parent_fd: int, name: str) -> None:
     """Delete `name` below `parent_fd`.
 
     Raises:
-        OSError: something can't be deleted (EXDEV or EBUSY: a mount); everything else is gone.
+        OSError: some entry can't be deleted (EXDEV or EBUSY: a mount); all others are gone.
     """
     if _removed_at_once(parent_fd, name):
         return
@@ -84,7 +86,7 @@ def remove_tree(parent_fd: int, name: str) -> None:
 
 
 def _remove_level(top_fd: int, entry: str, prefix: str, numbers: Iterator[int]) -> None:
-    """Delete one entry of the top; directories inside it that aren't empty are moved up to the top first."""
+    """Delete one entry of the top; directories in it that aren't empty are moved up to the top first."""
     if _removed_at_once(top_fd, entry):
         return
     fd = syscalls.openat2(top_fd, entry, _DIRECTORY, resolve=_BENEATH)
@@ -128,8 +130,8 @@ def _move(layout: Layout, path: str, session_id: str) -> bool:
     return True
 
 
-def _delete_all(layout: Layout, remove: Remove) -> None:
-    """The deleting process: at lowest priority, ends when all was tried once."""
+def _delete_all(layout: Layout, remove: Remove, mounts: Collection[str]) -> None:
+    """Try to delete each entry once, at lowest priority. Ends the process, always."""
     status = 1
     try:
         syscalls.close_range(3)
@@ -138,9 +140,13 @@ def _delete_all(layout: Layout, remove: Remove) -> None:
         status = 0
         for name in os.listdir(trash_fd):
             try:
+                # A mount that nsinit's namespace does not show would go with the directory it is on (rmdir(2) detaches
+                # it in other namespaces), and a person may need it.
+                if any(is_below(point, f"{layout.trash}/{name}") for point in mounts):
+                    raise OSError(errno.EBUSY, "a mount is in it")
                 remove(trash_fd, name)
             except OSError as error:
-                status = 2  # stays in the trash until the next start
+                status = 2  # the entry stays in the trash, and is a leftover
                 log("error", "trash not deleted", name=name, reason=str(error))
     finally:
         os._exit(status)

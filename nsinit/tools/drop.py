@@ -1,9 +1,9 @@
-"""Gives root away, for good: what a daemon does once, after everything that needs root is open.
+"""Gives root away, for good. A daemon does so once, after everything that needs root is open.
 
-Runs in the daemon's own process (with `hand_mounts`, the one part of nsinit that does), while that has a single thread:
-credentials belong to threads. No capability, group, key ring or way back is left; what could not be given away is an
-error. Paths that the new user could not walk to, because a directory above them is private to root (`/root`, somebody's
-home), are shown to this process alone, in a mount namespace of its own, in an otherwise empty directory.
+The one part of nsinit that runs in the daemon's own process, while that process has a single thread: credentials belong
+to threads (credentials(7)). No capability, group, key ring or way back is left; privilege that can't be given away is
+an error. Paths that the new user could not walk to, because a directory above them is private to root (`/root`,
+somebody's home), are shown to this process alone, in a mount namespace of its own, in an otherwise empty directory.
 
 Sources: capabilities(7); credentials(7); setresuid(2); prctl(2) PR_SET_DUMPABLE; mount_namespaces(7); open_tree(2).
 """
@@ -12,32 +12,22 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
 from nsinit.kernel.capabilities import drop_bounding_set, read_last_capability
-from nsinit.server.mounts import detach_all
 
 _COVER = "mode=0755,size=64k,nr_inodes=64"
 _NOTHING = f"{0:016x}"
 
 
 class NotDropped(Exception):
-    """Privilege is left, or can't be given away; nothing may be served."""
-
-
-def undo_mounts(data_dir: str) -> Iterator[tuple[str, OSError | None]]:
-    """Detach what somebody mounted by hand below the sessions' places; yield each point, with the reason if it is left.
-
-    Raises:
-        OSError: it can't be known what there is.
-    """
-    return detach_all(data_dir)
+    """Some privilege is left or can't be given away: the process must not serve anybody."""
 
 
 def drop_privilege(uid: int, gid: int, *, keep_reachable: Sequence[str] = ()) -> None:
-    """Become user `uid` and group `gid` without any privilege. `keep_reachable`: directories it must get to.
+    """Become user `uid` and group `gid` without any privilege. `keep_reachable`: directories the daemon must get to.
 
     Raises:
         NotDropped, OSError: the process must end.
@@ -48,18 +38,20 @@ def drop_privilege(uid: int, gid: int, *, keep_reachable: Sequence[str] = ()) ->
         raise NotDropped(f"user {uid} and group {gid} are no place to go to")
     show_only(find_hidden(keep_reachable, uid, gid))
     os.umask(0o077)
+    # The bounding set first: dropping it takes CAP_SETPCAP. Groups before the uid: setgroups(2) takes CAP_SETGID.
     drop_bounding_set(read_last_capability(), root_inside=False)
     os.setgroups([])
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
     syscalls.capset(0)
+    # Not dumpable: a process of the same user can neither trace this one nor read its memory (ptrace(2)).
     syscalls.prctl(k.PR_SET_DUMPABLE, 0)
     syscalls.join_session_keyring()
     check_dropped(uid, gid)
 
 
 def check_dropped(uid: int, gid: int) -> None:
-    """Raise `NotDropped` unless the kernel says that nothing is left."""
+    """Raise `NotDropped` unless the kernel shows no id, group or capability but the new ones."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as file:
         status = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
     expected = {"Uid": "\t".join([str(uid)] * 4), "Gid": "\t".join([str(gid)] * 4), "Groups": "", "NoNewPrivs": "1"}
@@ -72,7 +64,7 @@ def check_dropped(uid: int, gid: int) -> None:
 
 
 def find_hidden(paths: Iterable[str], uid: int, gid: int) -> dict[str, list[str]]:
-    """Return the topmost directory that stops `uid` on its way to some of `paths`, and which those are."""
+    """Return the topmost directories that `uid` can't pass on the way to some of `paths`, each with those paths."""
     hidden: dict[str, list[str]] = {}
     for path in sorted({os.path.realpath(path) for path in paths}):
         parents = [path[:end] for end, char in enumerate(path) if char == "/" and end]
@@ -106,7 +98,7 @@ def show_only(hidden: dict[str, list[str]]) -> None:
 
 
 def _make_way(path: str) -> None:
-    """Make the directory with its parents, open to all; what lies below a path shown before is there already."""
+    """Make a directory with its parents, open to all. Directories below a path shown before exist already."""
     mask = os.umask(0o022)
     try:
         os.makedirs(path, exist_ok=True)

@@ -1,8 +1,9 @@
-"""The private conversation over a sandbox's control socket, while it is built. No foreign code has run at either end.
+"""Messages over a sandbox's control socket while the sandbox is built. No foreign code has run at either end.
 
-PID 1 says first, to the builder: `proc` is mounted. The builder, when all is mounted and it has left: `Begin`. PID 1,
-to nsinit: `Furnished`. Instead of either word of its own PID 1 may say `Failed`, or nothing and end.
-PID 1 has no socket object, which would cost it memory, only the descriptor.
+In order: PID 1 tells the builder that `proc` is mounted; the builder, when all is mounted and the builder has left the
+namespaces, sends `Begin`; PID 1 tells nsinit `Done`. In place of a message of its own PID 1 may send `Failed`, or end.
+Helpers answer their orders with the same `Done` and `Failed`. PID 1 uses the bare descriptor: a socket object would
+cost memory in every sandbox.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ RootId = tuple[int, int]
 
 
 class Begin(NamedTuple):
-    """What PID 1 must know to go on: its root, the number of its system call filter (`seccomp.filters`), whether
-    commands may be root, so that it keeps what that takes, how many files a process may open, and whether there are no
-    commands at all, only files."""
+    """The builder's word to PID 1 to go on: device and inode of the new root, the number of the system call filter
+    (`seccomp.filters`), whether commands may be root, how many files a process may open, and whether the sandbox has
+    files only and no commands."""
 
     device: int
     inode: int
@@ -39,24 +40,24 @@ class Begin(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Furnished:
-    """Done, and how long each step took."""
+class Done:
+    """Success, and how many microseconds each step took."""
 
     timings_us: dict[str, int]
 
 
-STATUS = Vocabulary(Furnished, Failed)
-READY = STATUS.encode(Furnished({}))
-"""A helper of nsinit's, to it: orders may come."""
+STATUS = Vocabulary(Done, Failed)
+READY = STATUS.encode(Done({}))
+"""A helper's first message to nsinit: orders may come."""
 
 
 def say_proc(control_fd: int) -> None:
-    """PID 1: `proc` is mounted."""
+    """Tell the builder, as PID 1, that `proc` is mounted."""
     os.write(control_fd, _PROC)
 
 
 def wait_proc(control: socket.socket) -> None:
-    """The builder: wait until `proc` is mounted. Raises `StepFailed` with what PID 1 says instead."""
+    """Wait, as the builder, until `proc` is mounted. Raises `StepFailed` with the failure that PID 1 reports."""
     try:
         data = control.recv(MAX_DATAGRAM_BYTES)
     except ConnectionResetError:
@@ -67,7 +68,7 @@ def wait_proc(control: socket.socket) -> None:
 
 
 def say_begin(control: socket.socket, begin: Begin) -> None:
-    """The builder: let PID 1 go on. Raises `StepFailed` when it is gone."""
+    """Let PID 1 go on, as the builder. Raises `StepFailed` when PID 1 is gone."""
     try:
         control.send(_BEGIN.pack(*begin))
     except OSError as error:
@@ -75,17 +76,17 @@ def say_begin(control: socket.socket, begin: Begin) -> None:
 
 
 def wait_begin(control_fd: int) -> Begin | None:
-    """PID 1: wait for the builder; None when nobody is there any more."""
+    """Wait, as PID 1, for the builder's word; None when builder and nsinit have closed the socket."""
     data = os.read(control_fd, _BEGIN.size)
     return Begin._make(_BEGIN.unpack(data)) if data else None
 
 
 def read_status(data: bytes) -> dict[str, int]:
-    """Return the timings that came. Raises `StepFailed` with what the other end says, or that it died (no data)."""
+    """Return the timings in a status. Raises `StepFailed`: the failure in the status, or a death (no data)."""
     if not data:
         raise StepFailed("child", "the child died without a word")
     match STATUS.decode(data):
-        case Furnished(timings_us):
+        case Done(timings_us):
             return timings_us
         case Failed() as failed:
             raise StepFailed(failed.stage, failed.message, path=failed.path, errno=failed.errno)

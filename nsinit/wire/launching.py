@@ -1,27 +1,71 @@
-"""What the keeper is told when it starts, and the few words between it and the daemon. The process is `keeper.py`."""
+"""The start of nsinit for a daemon that is not root: the grant, the launcher's argument, the words on its socket.
+
+A daemon without privilege must not choose on what a process with all privileges works. Root says so, in the one
+argument of each process: the launcher's (`tools/launcher.py`) is a `LaunchForParent` or a `LaunchForUser`, and nsinit's
+is the `Grant` that the launcher makes of it. nsinit holds each `Start` against its grant. Without an argument nsinit is
+the child of a program that is root itself, and allows all. Values only; opens nothing.
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
 
-START, KILL = b"start", b"kill"
-"""What the daemon may say; the answer to `START` is nsinit's pid in decimal, with its pidfd, or `FAILED`."""
+from nsinit.wire.validate import InvalidName, check_data_dir
 
-NOTIFY_FD = 4
-"""Where the keeper of a service finds its socket to the service manager."""
+START, KILL = b"start", b"kill"
+"""The daemon's words to the launcher. The answer to `START` is nsinit's pid in decimal, with its pidfd, or `FAILED`."""
 
 READY, FAILED = b"ready", b"-"
-"""The keeper's own words: the first one of all, and that no nsinit could be started."""
+"""The launcher's words: its first one, and that no nsinit could be started."""
 
 MAX_WORD_BYTES = 16
 FDS_OF_START = 2
 """nsinit's socket and the write end of its log."""
 
+NOTIFY_FD = 4
+"""The descriptor of the socket to the service manager, in a launcher that is a service."""
+
+_ANY_CGROUP = "auto"
+
 
 @dataclass(frozen=True, slots=True)
-class KeepForParent:
-    """`pid`: the daemon. `sockets`: paths that root bound for it, with device and inode, which go when it goes."""
+class Grant:
+    """`gid`: the daemon's group, which may reach the sockets of sessions. `beside`: processes of the same service,
+    which nsinit may move to another cgroup along with itself."""
+
+    data_dir: str
+    gid: int
+    beside: tuple[int, ...] = ()
+
+    def encode(self) -> str:
+        """Return the argument for nsinit."""
+        return json.dumps(asdict(self))
+
+    def check(self, data_dir: str, cgroup_parent: str) -> None:
+        """Raise `InvalidName` unless the grant covers what the daemon asks for."""
+        if data_dir != self.data_dir:
+            raise InvalidName(f"this daemon may not use the data directory {data_dir[:80]!r}")
+        if cgroup_parent != _ANY_CGROUP:
+            raise InvalidName("this daemon may not choose a cgroup")
+
+
+def parse_grant(arguments: list[str]) -> Grant | None:
+    """Return the grant in the process's arguments, None when there is none. Raises `ValueError`, `KeyError`."""
+    if not arguments:
+        return None
+    fields = json.loads(arguments[0])
+    data_dir, gid, beside = fields["data_dir"], fields["gid"], fields["beside"]
+    check_data_dir(data_dir)
+    if not isinstance(gid, int) or not 0 < gid < 2**32 - 1:
+        raise ValueError(f"{gid!r} is no group for a daemon")
+    return Grant(data_dir, gid, tuple(int(pid) for pid in beside))
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchForParent:
+    """The launcher's argument from a daemon that is its parent. `pid`: the daemon. `sockets`: paths that root bound for
+    the daemon, with device and inode; the launcher removes them when the daemon ends."""
 
     data_dir: str
     gid: int
@@ -33,9 +77,9 @@ class KeepForParent:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepForUser:
-    """`uid`: the one user besides root who may connect. `notify_fd`: a datagram socket to the service manager, whose
-    watchdog wants to hear of the keeper every `beat_s` seconds; 0: it does not."""
+class LaunchForUser:
+    """The launcher's argument as a service. `uid`: the one user besides root who may connect. `notify_fd`: a datagram
+    socket to the service manager (sd_notify(3)), -1: none. `beat_s`: seconds between signs of life, 0: none."""
 
     data_dir: str
     gid: int

@@ -14,7 +14,7 @@ _SESSION_ID = re.compile(r"[0-9a-f]{16,32}")
 _WORKSPACE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}[a-z0-9]")
 _IMAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}")
 _DRAFT_NAME = re.compile(r"\.new-[0-9a-f]{16}")
-_GROUP_NAME = re.compile(r"[a-z0-9-]{1,32}")
+_RUN_CGROUP_NAME = re.compile(r"[a-z0-9-]{1,32}")
 _NODE_ID = re.compile(r"[0-9a-z][0-9a-z-]{7,63}")
 
 MIN_MEMORY_BYTES = 4 * 1024 * 1024
@@ -24,9 +24,9 @@ MIN_QUOTA_US, MAX_QUOTA_US = 1_000, 1 << 40
 """Below 1 ms the kernel refuses a cpu quota."""
 MAX_INODES = 1 << 31
 MIN_OPEN_FILES, MAX_OPEN_FILES = 1024, 1 << 20
-"""PID 1 itself needs as many as the lowest when it runs all that it may."""
+"""PID 1 itself needs the lowest number when it runs as many commands as it may."""
 MIN_DISK_BYTES, MAX_DISK_BYTES = 16 << 20, 1 << 44
-"""Below, an ext4 has no room for itself; above, it has no block numbers."""
+"""Below, an ext4 has no room for its own tables; above, no block numbers."""
 MIN_DISK_INODES, MAX_DISK_INODES = 256, 1 << 32
 MIN_PERIOD_US, MAX_PERIOD_US = 1_000, 1_000_000
 
@@ -55,14 +55,14 @@ def check_workspace_id(text: str) -> None:
     _match(_WORKSPACE_ID, text, "workspace id")
 
 
-def check_group_name(text: str) -> None:
-    """Raise `InvalidName` unless `text` is the name of a group (no dot, so it is never a file the kernel puts there;
-    v1's `tasks` makes the request fail, as it is no directory)."""
-    _match(_GROUP_NAME, text, "group name")
+def check_run_cgroup_name(text: str) -> None:
+    """Raise `InvalidName` unless `text` is the name of a run cgroup. Without a dot it is no file of the kernel's but
+    v1's `tasks`, which fails the request since it is no directory."""
+    _match(_RUN_CGROUP_NAME, text, "name of a run cgroup")
 
 
 def check_draft_name(text: str) -> None:
-    """Raise `InvalidName` unless `text` is what an image in the making is called (no image has such a name)."""
+    """Raise `InvalidName` unless `text` is the name of an image's draft (no image has such a name)."""
     _match(_DRAFT_NAME, text, "name of a draft")
 
 
@@ -101,7 +101,7 @@ def check_limits(limits: Limits) -> None:
 
 
 def check_disk(disk: DiskLimits) -> None:
-    """Raise `InvalidName` unless every mechanism could be asked for it."""
+    """Raise `InvalidName` unless every disk mechanism can have these limits."""
     _range("disk size_bytes", disk.size_bytes, MIN_DISK_BYTES, MAX_DISK_BYTES)
     _range("disk inodes", disk.inodes, MIN_DISK_INODES, MAX_DISK_INODES)
 

@@ -1,7 +1,8 @@
-"""What each request for files (`fileprotocol`) means. Runs in an offshoot as the sandbox user; may block.
+"""Operations on files: listing, looking, removing, measuring, packing. Run in a file worker as the sandbox user; may
+block.
 
-Which place a path means is `paths`' matter: the kernel decides, and what leads outside is refused. From there on
-everything goes by descriptors.
+Paths are resolved by `Resolver`: the kernel decides, and a path that leads outside is refused. From there on everything
+goes by descriptors.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from runner.files import archive
-from runner.files.paths import FileRefused, Resolver, refusal
+from runner.files.paths import Resolver, refusal
 from runner.files.tree import Walk, describe, open_directory
+from runner.loop.context import Refused
 from runner.loop.kernel import Kernel
 from runner.wire.protocol import (
     CHUNK_BYTES,
@@ -39,15 +41,15 @@ _LISTING_BYTES = 160 * 1024
 """Well below `MAX_FRAME_BYTES`, as JSON."""
 _ENTRY_BYTES = 200
 _JSON_BYTES = 6
-"""What a byte of a name may take as JSON."""
+"""Most that a byte of a name takes as JSON."""
 _CLOCK_EVERY = 256
 
 
 def perform(request: Request, resolver: Resolver, kernel: Kernel, *, input_fd: int, output_fd: int) -> object:
-    """Do what is asked and return the answer.
+    """Perform a request and return the answer.
 
     Raises:
-        FileRefused, OSError
+        Refused, OSError
     """
     match request:
         case ListFiles():
@@ -71,14 +73,14 @@ def perform(request: Request, resolver: Resolver, kernel: Kernel, *, input_fd: i
 
 @contextmanager
 def _directory(path: str, resolver: Resolver) -> Iterator[tuple[int, bytes]]:
-    """Open the directory that a path leads to; its real path comes with it."""
+    """Open the directory that a path leads to; yield descriptor and real path."""
     try:
         path_fd, real = resolver.open_existing(resolver.encode(path))
     except OSError as error:
         raise refusal(error, path) from None
     try:
         if not stat.S_ISDIR(os.fstat(path_fd).st_mode):
-            raise FileRefused("NOT_A_DIRECTORY", f"no directory: {path[:200]}")
+            raise Refused("NOT_A_DIRECTORY", f"no directory: {path[:200]}")
         fd = open_directory(path_fd, b".")
     except OSError as error:
         raise refusal(error, path) from None
@@ -92,7 +94,8 @@ def _directory(path: str, resolver: Resolver) -> Iterator[tuple[int, bytes]]:
 
 @contextmanager
 def _parent_of(path: str, resolver: Resolver) -> Iterator[tuple[int, bytes, bytes]]:
-    """Open the directory that holds what a path names; the last name is not followed, and is `.` for a root."""
+    """Open the directory above the file that a path names; yield descriptor, name and real path. The name may be a
+    link, which is not followed, and is `.` for a root."""
     encoded = resolver.encode(path).rstrip(b"/")
     directory, name = os.path.split(encoded)
     if resolver.is_root(encoded) or name in (b".", b".."):
@@ -110,8 +113,7 @@ def _parent_of(path: str, resolver: Resolver) -> Iterator[tuple[int, bytes, byte
 
 
 def _list(request: ListFiles, resolver: Resolver) -> Listing:
-    """The names are read as they come and the first ones behind `after` are kept, so that a huge directory costs time
-    and no memory."""
+    # Names are read as they come and the first ones behind `after` are kept: a huge directory costs time, not memory.
     after, limit = os.fsencode(request.after), min(max(request.limit, 1), MAX_LISTED)
     with _directory(request.path, resolver) as (fd, real):
         with os.scandir(fd) as found:
@@ -134,7 +136,7 @@ def _list(request: ListFiles, resolver: Resolver) -> Listing:
 def _remove(path: str, resolver: Resolver, *, recursive: bool) -> Done:
     with _parent_of(path, resolver) as (parent_fd, name, real):
         if name == b".":
-            raise FileRefused("PERMISSION_DENIED", "this directory itself can't be removed by its own name")
+            raise Refused("PERMISSION_DENIED", "this directory itself can't be removed by its own name")
         status = os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
         if not stat.S_ISDIR(status.st_mode):
             os.unlink(name, dir_fd=parent_fd)
@@ -150,12 +152,12 @@ def _remove_directory(name: bytes, parent_fd: int) -> None:
         os.rmdir(name, dir_fd=parent_fd)
     except OSError as error:
         if error.errno == errno.ENOTEMPTY:
-            raise FileRefused("NOT_EMPTY", f"the directory is not empty: {os.fsdecode(name)[:200]}") from None
+            raise Refused("NOT_EMPTY", f"the directory is not empty: {os.fsdecode(name)[:200]}") from None
         raise
 
 
 def _empty(top_fd: int) -> None:
-    """Remove all there is below a directory, whose descriptor is closed."""
+    """Remove everything below a directory, whose descriptor is closed."""
     try:
         for found in Walk(top_fd):
             if not stat.S_ISDIR(found.status.st_mode):

@@ -1,7 +1,7 @@
-"""Where a path leads inside the sandbox, decided by the kernel with the sandbox user's rights, never lexically.
+"""Resolution of paths inside the sandbox, by the kernel with the sandbox user's rights, never lexically.
 
-It must not open a file's content: it hands out O_PATH descriptors whose real place was checked, and later steps go
-through those, so nothing can be exchanged in between.
+The result is an O_PATH descriptor whose real place was checked. Later steps go through the descriptor, so nothing can
+be exchanged in between. No file's content is opened here.
 
 Sources: openat2(2) (RESOLVE_NO_MAGICLINKS keeps PID 1's own /proc/self out of reach), open(2) "O_PATH",
 proc_pid_fd(5).
@@ -15,6 +15,7 @@ import stat
 from dataclasses import dataclass
 
 from runner.loop.config import RunnerConfig
+from runner.loop.context import Refused
 from runner.loop.kernel import RESOLVE_NO_MAGICLINKS, Kernel
 from runner.wire.protocol import ErrorCode
 
@@ -37,24 +38,16 @@ _CODES: dict[int, ErrorCode] = {
 }
 
 
-class FileRefused(Exception):
-    """A file request fails with this code."""
-
-    def __init__(self, code: ErrorCode, message: str) -> None:
-        super().__init__(message)
-        self.code: ErrorCode = code
-
-
-def refusal(error: OSError, path: str) -> FileRefused:
-    """Return the refusal that says what the kernel said."""
+def refusal(error: OSError, path: str) -> Refused:
+    """Return the refusal with the code and words for the kernel's error."""
     number = error.errno or 0
-    return FileRefused(_CODES.get(number, "IO_ERROR"), f"{os.strerror(number).lower()}: {path[:200]}")
+    return Refused(_CODES.get(number, "IO_ERROR"), f"{os.strerror(number).lower()}: {path[:200]}")
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a file is or would be: a checked directory (the descriptor is the holder's), a name in it, and, if it
-    exists, its mode."""
+    """Place of a file that exists or is to be made: a checked directory (the descriptor is the holder's), a name in the
+    directory, and the mode of the file that exists."""
 
     directory_fd: int
     directory: bytes
@@ -75,28 +68,28 @@ class Resolver:
         self._kernel = kernel
 
     def encode(self, path: str) -> bytes:
-        """Return the absolute path a request means.
+        """Return the absolute path that a request means.
 
         Raises:
-            FileRefused: INVALID_PATH.
+            Refused: INVALID_PATH.
         """
         try:
             encoded = os.fsencode(path)
         except UnicodeEncodeError:
-            raise FileRefused("INVALID_PATH", "the path holds a lone surrogate") from None
+            raise Refused("INVALID_PATH", "the path holds a lone surrogate") from None
         if not encoded or b"\0" in encoded:
-            raise FileRefused("INVALID_PATH", "the path is empty or holds a NUL character")
+            raise Refused("INVALID_PATH", "the path is empty or holds a NUL character")
         return os.path.join(self._workspace, encoded)
 
     def is_root(self, path: bytes) -> bool:
-        """Whether an absolute path names one of the allowed roots as such."""
+        """Return whether an absolute path names one of the allowed roots as such."""
         return path in self._roots
 
     def open_existing(self, path: bytes) -> tuple[int, bytes]:
         """Return an O_PATH descriptor (the caller's) of what `path` leads to, links followed, and its real path.
 
         Raises:
-            FileRefused: PATH_OUTSIDE.
+            Refused: PATH_OUTSIDE.
             OSError: as open(2).
         """
         fd = self._open_path(os.open("/", _O_PATH | os.O_DIRECTORY), path, 0)
@@ -110,27 +103,27 @@ class Resolver:
         """Return the real path of an open descriptor.
 
         Raises:
-            FileRefused: it is not below an allowed root, or was deleted.
+            Refused: PATH_OUTSIDE, not below an allowed root; FILE_NOT_FOUND, deleted.
         """
         path = os.readlink(b"/proc/self/fd/%d" % fd)
         if not any(path == root or path.startswith(root + b"/") for root in self._roots):
             roots = ", ".join(os.fsdecode(root) for root in self._roots)
-            raise FileRefused("PATH_OUTSIDE", f"the path leads outside of {roots}")
+            raise Refused("PATH_OUTSIDE", f"the path leads outside of {roots}")
         if os.fstat(fd).st_nlink == 0:
-            raise FileRefused("FILE_NOT_FOUND", "the file was deleted")
+            raise Refused("FILE_NOT_FOUND", "the file was deleted")
         return path
 
     def target_for_writing(self, path: bytes) -> Target:
-        """Return where writing to `path` puts the file, making the directories that are missing.
+        """Return the place of a file to be written to `path`. Missing directories are made.
 
         Raises:
-            FileRefused, OSError
+            Refused, OSError
         """
         self._refuse_directory(path)
         for _ in range(_MAX_LINKS):
             directory, name = os.path.split(path)
             if name in (b"", b".", b".."):
-                raise FileRefused("IS_DIRECTORY", "the path names a directory")
+                raise Refused("IS_DIRECTORY", "the path names a directory")
             directory_fd = self._make_directories(directory)
             try:
                 real = self.check_inside(directory_fd)
@@ -142,12 +135,12 @@ class Resolver:
                 raise
             os.close(directory_fd)
             path = os.path.join(real, link)
-        raise FileRefused("PATH_OUTSIDE", "too many symbolic links")
+        raise Refused("PATH_OUTSIDE", "too many symbolic links")
 
     def _refuse_directory(self, path: bytes) -> None:
-        """Raise what reading would raise of a directory, the allowed roots themselves included, or of what is outside.
+        """Raise the error that reading would raise for a directory, the allowed roots included, or for a path outside.
 
-        Only for the right word: what lies there may change at any time, and writing checks again.
+        Only for a good message: the file may change at any time, and writing checks again.
         """
         try:
             fd, _ = self.open_existing(path)
@@ -155,7 +148,7 @@ class Resolver:
             return
         try:
             if stat.S_ISDIR(os.fstat(fd).st_mode):
-                raise FileRefused("IS_DIRECTORY", "the path names a directory")
+                raise Refused("IS_DIRECTORY", "the path names a directory")
         finally:
             os.close(fd)
 
@@ -173,7 +166,7 @@ class Resolver:
                     os.mkdir(name, _NEW_DIRECTORY_MODE, dir_fd=fd)
                     next_fd = self._open_path(os.dup(fd), name, os.O_DIRECTORY)
                 except FileExistsError:  # a dangling link
-                    raise FileRefused("FILE_NOT_FOUND", "a link on the way leads nowhere") from None
+                    raise Refused("FILE_NOT_FOUND", "a link on the way leads nowhere") from None
                 finally:
                     os.close(fd)
             except BaseException:
@@ -185,7 +178,7 @@ class Resolver:
         return fd
 
     def _open_path(self, directory_fd: int, path: bytes, flags: int) -> int:
-        """Open relative to a descriptor, which is closed."""
+        """Open a path below a directory, whose descriptor is closed."""
         try:
             return self._kernel.openat2(directory_fd, path, _O_PATH | flags, 0, RESOLVE_NO_MAGICLINKS)
         finally:
@@ -211,10 +204,12 @@ def _mode_of_file(name: bytes, directory_fd: int) -> int | None:
 
 
 def check_regular(status: os.stat_result) -> None:
-    """Raises:
-    FileRefused: what was opened is a directory, FIFO, socket or device, which PID 1 must never block on.
+    """Check that a file is a regular one: PID 1 could block on a FIFO, socket or device.
+
+    Raises:
+        Refused
     """
     if stat.S_ISDIR(status.st_mode):
-        raise FileRefused("IS_DIRECTORY", "the path names a directory")
+        raise Refused("IS_DIRECTORY", "the path names a directory")
     if not stat.S_ISREG(status.st_mode):
-        raise FileRefused("NOT_A_FILE", "the path names something that is not a regular file")
+        raise Refused("NOT_A_FILE", "the path names something that is not a regular file")

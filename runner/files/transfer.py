@@ -1,6 +1,6 @@
 """Reading and writing one file for a client, as the sandbox user, in pieces between other work of the loop.
 
-It must not block: only regular files are opened, and only after their kind was checked on the descriptor itself.
+PID 1 must not block: only regular files are opened, and only after their kind was checked on the descriptor itself.
 
 Sources: open(2) (O_TMPFILE), linkat(2), rename(2) (atomic replacement), proc_pid_fd(5) (reopening a checked O_PATH
 descriptor).
@@ -12,17 +12,16 @@ import errno
 import functools
 import os
 
-from runner.files.paths import FileRefused, Resolver, Target, check_regular, refusal
-from runner.files.worker import Offshoot
-from runner.loop.context import Context
-from runner.shell.execution import Sink
+from runner.files.paths import Resolver, Target, check_regular, refusal
+from runner.files.worker import FileWorker
+from runner.loop.context import Context, Refused, Sink, refuse
 from runner.wire.protocol import CHUNK_BYTES, Done, Error, FileInfo, Kind, ReadFile, WriteFile
 
 _NEW_FILE_MODE = 0o644
 
 
 class FileReader:
-    """Sends a file. Ends after `max_bytes` read, whatever the file says its size is."""
+    """Job of a `ReadFile`: sends a file. Ends after `max_bytes`, whatever size the file has."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -33,14 +32,13 @@ class FileReader:
         self._is_scheduled = False
 
     def begin(self, request: ReadFile, sink: Sink) -> None:
-        if request.max_bytes < 0:
-            sink.finish(Error("BAD_REQUEST", "max_bytes is negative"))
-            return
-        try:
-            self._open(request.path)
-        except FileRefused as refused:
-            sink.finish(Error(refused.code, str(refused)))
-            return
+        """Open the file and send its first piece.
+
+        Raises:
+            Refused
+        """
+        refuse("max_bytes is negative" if request.max_bytes < 0 else None)
+        self._open(request.path)
         self._sink = sink
         size = os.fstat(self._fd).st_size
         self._left = request.max_bytes
@@ -63,7 +61,7 @@ class FileReader:
         self._path = os.fsdecode(real)
 
     def _pump(self) -> None:
-        """Send one piece and come back after the others had their turn."""
+        """Send one piece, and the next after other work had its turn."""
         self._is_scheduled = False
         if self._sink is None or self._sink.is_full:
             return
@@ -114,7 +112,7 @@ class FileReader:
 
 
 class FileWriter:
-    """Receives a file into one without a name, and gives it its place at END."""
+    """Job of a `WriteFile`: receives into a file without a name, which takes its place at END."""
 
     def __init__(self, context: Context, serial: int) -> None:
         self._context = context
@@ -124,15 +122,21 @@ class FileWriter:
         self._target: Target | None = None
         self._fd = -1
         self._syncs = False
-        self._offshoot: Offshoot | None = None
+        self._worker: FileWorker | None = None
 
     def begin(self, request: WriteFile, sink: Sink) -> None:
+        """Open the new file.
+
+        Raises:
+            Refused
+        """
         self._sink = sink
         self._syncs = request.sync
         try:
             self._open(request.path)
-        except FileRefused as refused:
-            self._fail(refused)
+        except Refused:
+            self.on_close()
+            raise
 
     def _open(self, path: str) -> None:
         resolver = Resolver(self._context.config, self._context.kernel)
@@ -158,7 +162,7 @@ class FileWriter:
         try:
             if self._syncs:  # the disk may take its time
                 work = functools.partial(self._place_durably, fd, temporary, target)
-                self._offshoot = Offshoot(self._context, work, self._on_answer, kept=(fd, target.directory_fd))
+                self._worker = FileWorker(self._context, work, self._on_answer, kept=(fd, target.directory_fd))
                 return
             with self._context.as_user:
                 answer = _put_in_place(fd, temporary, target, syncs=False)
@@ -168,14 +172,14 @@ class FileWriter:
             self._on_answer(answer)
 
     def _place_durably(self, fd: int, temporary: bytes, target: Target) -> Done:
-        """The offshoot's work."""
+        """Work of a file worker: put the file in place when it is on the disk."""
         os.fsync(fd)
         self._context.config.passing("runner.files.synced")
         return _put_in_place(fd, temporary, target, syncs=True)
 
     def _on_answer(self, answer: object) -> None:
         self._context.config.passing("runner.files.placed")
-        sink, self._offshoot = self._sink, None
+        sink, self._worker = self._sink, None
         if isinstance(answer, Error):
             self.on_close()
         else:
@@ -184,19 +188,19 @@ class FileWriter:
             sink.finish(answer)
 
     def on_cancel(self) -> None:
-        self._fail(FileRefused("IO_ERROR", "cancelled"))
+        self._fail(Refused("IO_ERROR", "cancelled"))
 
     def on_close(self) -> None:
-        """The client left before END: the old file stays as it was. If it left after that, either may be there."""
-        if self._offshoot is not None:
-            self._offshoot.kill()
-            self._offshoot = None
+        """The client is gone. Before END the old file stays; after it, either the old or the new file is there."""
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker = None
         if self._fd >= 0 and self._target is not None:
             try:
                 with self._context.as_user:
                     os.unlink(self._temporary, dir_fd=self._target.directory_fd)
             except OSError:
-                pass  # removed by the sandbox itself, perhaps with its directory
+                pass  # the sandbox has removed it, perhaps with its directory
         self._forget()
 
     def on_drained(self) -> None:
@@ -206,11 +210,11 @@ class FileWriter:
     def wants_input(self) -> bool:
         return True
 
-    def _fail(self, refused: FileRefused) -> None:
+    def _fail(self, refused: Refused) -> None:
         sink = self._sink
         self.on_close()
         if sink is not None:
-            sink.finish(Error(refused.code, str(refused)))
+            sink.finish(refused.error)
 
     def _forget(self) -> None:
         self._sink = None
@@ -221,8 +225,8 @@ class FileWriter:
 
 
 def _open_new(directory_fd: int, temporary: bytes) -> int:
-    """Open a new file that gets a name when it is whole: of one that is killed before, nothing is left. Where the file
-    system can't do that it is the temporary name at once."""
+    """Open a new file without a name, of which nothing is left if PID 1 is killed before the file is whole. Where the
+    file system can't do that, the file has the temporary name."""
     try:
         return os.open(".", os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
     except OSError as error:
@@ -233,7 +237,7 @@ def _open_new(directory_fd: int, temporary: bytes) -> int:
 
 
 def _put_in_place(fd: int, temporary: bytes, target: Target, *, syncs: bool) -> Done:
-    """Give the new file its mode and its name, and, if asked to, wait until both are on the disk."""
+    """Give the new file its mode and its name; with `syncs` wait until both are on the disk."""
     os.fchmod(fd, _NEW_FILE_MODE if target.mode is None else target.mode)
     if syncs:
         os.fsync(fd)
@@ -241,7 +245,7 @@ def _put_in_place(fd: int, temporary: bytes, target: Target, *, syncs: bool) -> 
     if syncs:
         try:
             directory_fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=target.directory_fd)
-        except PermissionError:  # it can be written and not read
+        except PermissionError:  # a directory that can be written and not read
             os.sync()
         else:
             os.fsync(directory_fd)
@@ -250,14 +254,14 @@ def _put_in_place(fd: int, temporary: bytes, target: Target, *, syncs: bool) -> 
 
 
 def _name(fd: int, temporary: bytes, target: Target) -> None:
-    """Let the file take its place in one step. Only rename(2) replaces, and it needs a name to begin with."""
+    """Let the file take its place in one step. Only rename(2) replaces, and it starts from a name."""
     directory_fd = target.directory_fd
     if os.fstat(fd).st_nlink == 0:
         path = b"/proc/self/fd/%d" % fd
         if target.mode is None:
             try:
                 os.link(path, target.name, dst_dir_fd=directory_fd)
-            except FileExistsError:  # it came just now
+            except FileExistsError:  # another file took the name just now
                 pass
             else:
                 return
@@ -266,7 +270,7 @@ def _name(fd: int, temporary: bytes, target: Target) -> None:
 
 
 def _check_writable(target: Target) -> None:
-    """Refuse to replace a file its own mode protects; renaming over it would get past that."""
+    """Refuse to replace a file that its own mode protects; rename(2) would replace it."""
     if target.mode is None:
         return
     try:

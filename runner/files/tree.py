@@ -1,7 +1,7 @@
-"""Walking a directory tree that somebody else may be changing, and describing what is in it.
+"""Walking a directory tree that other processes may be changing, and describing its files.
 
-Every step is one name below an open directory, so no link is ever followed and nothing outside is reached. What has
-vanished meanwhile is passed over. Runs in an offshoot as the sandbox user; may block.
+Every step is one name below an open directory, so no link is ever followed and nothing outside is reached. A file that
+vanished meanwhile is passed over. Runs in a file worker as the sandbox user; may block.
 
 Sources: openat(2) O_NOFOLLOW; readlink(2); stat(2).
 """
@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from runner.files.paths import FileRefused
+from runner.loop.context import Refused
 from runner.wire.protocol import FileEntry, FileKind
 
 MAX_DEPTH = 4096
@@ -22,9 +22,9 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Something in a tree: `name` in the directory `parent_fd`, which is open until the next one is asked for.
+    """One file of a tree: `name` in the directory `parent_fd`, which is open until the next file is asked for.
 
-    `path` is relative to the top. A directory comes twice: before what is in it, and, `is_left`, behind.
+    `path` is relative to the top. A directory comes twice: before its content, and after it with `is_left`.
     """
 
     parent_fd: int
@@ -35,8 +35,8 @@ class Found:
 
 
 class Walk:
-    """Iterate over all there is below a directory. With `passes_denied`, directories that must not be read are passed
-    over and counted; otherwise they are an error."""
+    """Iterates over all files below a directory. With `passes_denied`, directories that may not be read are passed over
+    and counted; otherwise they are an error."""
 
     def __init__(self, top_fd: int, *, passes_denied: bool = False) -> None:
         self._top_fd = top_fd
@@ -71,7 +71,7 @@ class Walk:
 
     def _enter(self, found: Found, depth: int) -> int:
         if depth >= MAX_DEPTH:
-            raise FileRefused("INVALID_PATH", f"directories are nested more than {MAX_DEPTH} deep")
+            raise Refused("INVALID_PATH", f"directories are nested more than {MAX_DEPTH} deep")
         try:
             return open_directory(found.parent_fd, found.name)
         except (FileNotFoundError, NotADirectoryError):  # removed or replaced meanwhile
@@ -80,7 +80,7 @@ class Walk:
             self.denied += 1
             if self._passes_denied:
                 return -1
-            raise FileRefused("PERMISSION_DENIED", f"can't be read: {os.fsdecode(found.path)[:200]}") from None
+            raise Refused("PERMISSION_DENIED", f"can't be read: {os.fsdecode(found.path)[:200]}") from None
 
 
 def open_directory(parent_fd: int, name: bytes) -> int:
@@ -97,7 +97,7 @@ def _look(fd: int, name: bytes, above: bytes) -> Found | None:
 
 
 def describe(parent_fd: int, name: bytes, status: os.stat_result, *, path: bytes = b"") -> FileEntry:
-    """Return what a client learns of one file."""
+    """Return the description of one file for a client."""
     mode, target = status.st_mode, b""
     if stat.S_ISLNK(mode):
         try:

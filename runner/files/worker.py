@@ -1,11 +1,8 @@
-"""PID 1's half of the requests for files: one offshoot each, its output and input pumped, its answer passed on.
+"""Requests for files: each is done by a file worker, a fork of PID 1 that becomes the session's user.
 
-It must not look at a file itself: that may block, or take long.
-
-Work of PID 1's own that may take long or meet something that blocks, in a fork of it that is the sandbox user.
-
-The fork runs our code and no other: it has no capability, keeps only the descriptors it was given, and ends with one
-answer, a message of `protocol.ANSWERS`. PID 1 never waits for it; whoever gives up kills it.
+PID 1 looks at no file itself: that may block, or take long. A file worker runs this code and no other. It has no
+capability, keeps only the descriptors it was given, and ends with one answer, a message of `protocol.ANSWERS`. PID 1
+never waits for it. A worker whose answer nobody wants any more is killed.
 
 Sources: pipe(7); fork(2); credentials(7).
 """
@@ -20,29 +17,33 @@ from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from runner.files.operations import Request, perform
-from runner.files.paths import FileRefused, Resolver, refusal
-from runner.loop.config import STDIN_BUFFER_BYTES
-from runner.loop.context import Context, Sink
+from runner.files.paths import Resolver, refusal
+from runner.loop.context import Context, Refused, Sink
 from runner.loop.kernel import FD_MAX, Kernel
 from runner.loop.loop import READ
 from runner.loop.reaper import unblock_signals
 from runner.process.spawn import change_user, fork
-from runner.streams.flow import Inflow
+from runner.streams.flow import Inflow, Outflow
+from runner.streams.streams import NO_STREAMS, ClientSide, Streams
 from runner.wire.protocol import ANSWERS, CHUNK_BYTES, MAX_FRAME_BYTES, Error, Kind, Pack, ProtocolError, Unpack
 
 Work = Callable[[], object]
-"""Runs in the fork and returns the answer. Raises `FileRefused` or `OSError` for what went wrong."""
+"""Runs in the worker and returns the answer. Raises `Refused` or `OSError`."""
 
 _CUT_SHORT = Error("IO_ERROR", "the work was cut short")
 
 
-class Offshoot:
-    """One such fork. `on_answer` is called once, unless it is killed before."""
+class FileWorker:
+    """One worker. `on_answer` is called once, unless the worker is killed before."""
 
     def __init__(
         self, context: Context, work: Work, on_answer: Callable[[object], None], *, kept: Iterable[int] = ()
     ) -> None:
-        """Raises `OSError`: no process could be made."""
+        """Fork. `kept` are the descriptors that the worker keeps; they stay the caller's.
+
+        Raises:
+            OSError: no process could be made.
+        """
         self._context = context
         self._on_answer = on_answer
         self._answer = bytearray()
@@ -63,7 +64,7 @@ class Offshoot:
         context.loop.watch(self._fd, READ, self._on_readable, lambda _error: self._finish(_CUT_SHORT))
 
     def kill(self) -> None:
-        """End it, whatever it does; its answer is not wanted any more."""
+        """Kill the worker, whatever it does; its answer is not wanted any more."""
         if self._pid:
             os.kill(self._pid, signal.SIGKILL)
         self._close()
@@ -93,7 +94,7 @@ class Offshoot:
 
 
 def _decode(data: bytes) -> object:
-    """Return the answer; of a fork that was killed there is none, or half of one."""
+    """Return the answer. A worker that was killed gave none, or half of one."""
     try:
         return ANSWERS.decode(data)
     except ProtocolError:
@@ -101,16 +102,16 @@ def _decode(data: bytes) -> object:
 
 
 def _live(context: Context, work: Work, answer_fd: int, kept: tuple[int, ...]) -> NoReturn:
-    """The fork. Nothing may unwind into PID 1's stack."""
+    """Do the work and exit, in the fork. Nothing may unwind into PID 1's stack."""
     try:
         try:
             _become_user(context, kept)
             answer = work()
-        except FileRefused as refused:
-            answer = Error(refused.code, str(refused))
+        except Refused as refused:
+            answer = refused.error
         except OSError as error:
             failure = refusal(error, os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else "")
-            answer = Error(failure.code, str(failure))
+            answer = failure.error
         except Exception as error:  # noqa: BLE001 - the last frame of the process
             answer = Error("IO_ERROR", f"the work failed ({type(error).__name__})")
         data = memoryview(ANSWERS.encode(answer))
@@ -146,142 +147,111 @@ MAX_JOBS = 16
 
 
 class FileJobs:
-    """Which of them are under way."""
+    """The requests under way."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._running: set[FileJob] = set()
 
-    def begin(self, request: Request, sink: Sink) -> FileJob | None:
-        """Begin a request; return its job unless it is answered."""
+    def begin(self, request: Request, sink: Sink) -> FileJob:
+        """Begin a request.
+
+        Raises:
+            Refused: TOO_MANY.
+        """
         if len(self._running) >= MAX_JOBS:
-            sink.finish(Error("TOO_MANY", f"{MAX_JOBS} requests for files are under way"))
-            return None
+            raise Refused("TOO_MANY", f"{MAX_JOBS} requests for files are under way")
         job = FileJob(self._context, sink, self._running.discard)
         try:
             job.begin(request)
         except OSError as error:
             job.on_close()
-            sink.finish(Error("TOO_MANY", f"no process could be made: {os.strerror(error.errno or 0).lower()}"))
-            return None
+            reason = os.strerror(error.errno or 0).lower()
+            raise Refused("TOO_MANY", f"no process could be made: {reason}") from None
         self._running.add(job)
         return job
 
 
-class FileJob:
-    """One request. It is over when the answer has come and all output was sent."""
+class WorkerStreams(Streams):
+    """The pipe that a worker reads an archive from, or the one it writes an archive to. `input_fd` and `output_fd` are
+    the worker's ends, open until `close_worker_side`."""
+
+    def __init__(self, job: FileJob, context: Context, request: Request) -> None:
+        super().__init__()
+        self.input_fd = self.output_fd = -1
+        if isinstance(request, Unpack):
+            self.input_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+            os.set_blocking(write_fd, False)
+            self._inflow = Inflow(context.loop, job, write_fd)
+        if isinstance(request, Pack):
+            read_fd, self.output_fd = os.pipe2(os.O_CLOEXEC)
+            os.set_blocking(read_fd, False)
+            self._outflows.append(Outflow(context.loop, read_fd, Kind.DATA, job))
+
+    @property
+    def worker_side(self) -> list[int]:
+        return [fd for fd in (self.input_fd, self.output_fd) if fd >= 0]
+
+    def close_worker_side(self) -> None:
+        for fd in self.worker_side:
+            os.close(fd)
+        self.input_fd = self.output_fd = -1
+
+
+class FileJob(ClientSide):
+    """One request. It is over when the worker's answer has come and all output was sent."""
 
     def __init__(self, context: Context, sink: Sink, on_over: Callable[[FileJob], None]) -> None:
+        super().__init__(sink)
         self._context = context
-        self._sink: Sink | None = sink
         self._on_over = on_over
-        self._offshoot: Offshoot | None = None
-        self._inflow: Inflow | None = None
-        self._output_fd = -1
-        self._is_watched = False
+        self._worker: FileWorker | None = None
         self._answer: object = None
 
     def begin(self, request: Request) -> None:
-        """Start the work. Raises `OSError`: there is no process or descriptor left."""
-        resolver = Resolver(self._context.config, self._context.kernel)
-        input_fd = output_fd = -1
+        """Start the work.
+
+        Raises:
+            OSError: there is no process or descriptor left.
+        """
+        resolver, kernel = Resolver(self._context.config, self._context.kernel), self._context.kernel
+        self._streams = streams = WorkerStreams(self, self._context, request)
+        input_fd, output_fd = streams.input_fd, streams.output_fd
         try:
-            if isinstance(request, Pack):
-                self._output_fd, output_fd = os.pipe2(os.O_CLOEXEC)
-                os.set_blocking(self._output_fd, False)
-            if isinstance(request, Unpack):
-                input_fd, write_fd = os.pipe2(os.O_CLOEXEC)
-                os.set_blocking(write_fd, False)
-                self._inflow = Inflow(self._context.loop, write_fd, self._on_room)
-            self._offshoot = Offshoot(
+            self._worker = FileWorker(
                 self._context,
-                lambda: perform(request, resolver, self._context.kernel, input_fd=input_fd, output_fd=output_fd),
+                lambda: perform(request, resolver, kernel, input_fd=input_fd, output_fd=output_fd),
                 self._on_answer,
-                kept=[fd for fd in (input_fd, output_fd) if fd >= 0],
+                kept=streams.worker_side,
             )
         finally:
-            for fd in (input_fd, output_fd):
-                if fd >= 0:
-                    os.close(fd)
-        self._resume()
-
-    # Output
-
-    def _resume(self) -> None:
-        if self._output_fd >= 0 and not self._is_watched and self._sink is not None and not self._sink.is_full:
-            self._is_watched = True
-            self._context.loop.watch(self._output_fd, READ, self._on_output, lambda _error: self.on_close())
-
-    def _pause(self) -> None:
-        if self._is_watched:
-            self._is_watched = False
-            self._context.loop.unwatch(self._output_fd)
-
-    def _on_output(self, _events: int) -> None:
-        try:
-            chunk = os.read(self._output_fd, CHUNK_BYTES)
-        except BlockingIOError:
-            return
-        if not chunk:
-            self._end_output()
-            self._finish_if_done()
-        elif self._sink is not None:
-            self._sink.send(Kind.DATA, chunk)
-            if self._sink.is_full:
-                self._pause()
-
-    def _end_output(self) -> None:
-        self._pause()
-        if self._output_fd >= 0:
-            os.close(self._output_fd)
-            self._output_fd = -1
+            streams.close_worker_side()
+        streams.resume()
 
     def _on_answer(self, answer: object) -> None:
         self._answer = answer
-        self._finish_if_done()
+        self._streams.finish(may_read=self._may_read)
+        self.on_output_done()
 
-    def _finish_if_done(self) -> None:
-        if self._answer is not None and self._output_fd < 0:
-            sink, answer = self._sink, self._answer
-            self.on_close()
-            if sink is not None:
-                sink.finish(answer)
+    def on_output_done(self) -> None:
+        if self._worker is not None and self._answer is not None and self._streams.is_done:
+            self._finish(self._answer)
 
-    # Job
-
-    def on_data(self, data: bytes) -> None:
-        if self._inflow is not None:
-            self._inflow.feed(data)
-
-    def on_end(self) -> None:
-        if self._inflow is not None:
-            self._inflow.end()
-
-    def on_cancel(self) -> None:
+    def _finish(self, answer: object) -> None:
         sink = self._sink
         self.on_close()
         if sink is not None:
-            sink.finish(Error("IO_ERROR", "cancelled"))
+            sink.finish(answer)
+
+    def on_cancel(self) -> None:
+        self._finish(Error("IO_ERROR", "cancelled"))
 
     def on_close(self) -> None:
-        """Nobody waits any more, or all is said."""
+        """Give everything up: the client is gone, or the answer is known."""
         self._sink = None
-        if self._offshoot is not None:
-            self._offshoot.kill()
-            self._offshoot = None
-        if self._inflow is not None:
-            self._inflow.close()
-            self._inflow = None
-        self._end_output()
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker = None
+        self._streams.close(None)
+        self._streams = NO_STREAMS
         self._on_over(self)
-
-    def on_drained(self) -> None:
-        self._resume()
-
-    @property
-    def wants_input(self) -> bool:
-        return self._inflow is None or self._inflow.buffered_bytes < STDIN_BUFFER_BYTES
-
-    def _on_room(self) -> None:
-        if self._sink is not None:
-            self._sink.refresh_input()

@@ -1,14 +1,12 @@
-"""What every part of the runner stands on, made once at start. Holds references only.
+"""Parts that every request meets: the context in which PID 1 serves it, the sink for its answer, the job that takes the
+further frames of its connection, the descriptor that came with it, its refusal, and the registry of runs by their ids.
 
-What runs under which id, so that another connection can reach it. Holds references only.
-
-It must not decide which id a second command may have: several commands may carry one id, and the last one is reached.
-
-Where the answer to a request goes, and where what else comes on its connection goes. Pure declarations.
+Sources: unix(7) SCM_RIGHTS.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,11 +16,42 @@ from runner.loop.kernel import Kernel
 from runner.loop.loop import Loop
 from runner.loop.reaper import Reaper
 from runner.loop.settings import Settings
-from runner.wire.protocol import Kind, TerminalSize
+from runner.wire.protocol import Error, ErrorCode, Kind, TerminalSize
+
+
+class Refused(Exception):
+    """A request is answered with an error."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.error = Error(code, message)
+
+
+def refuse(problem: str | None) -> None:
+    """Raise `Refused` with BAD_REQUEST unless the check of a request has found no problem."""
+    if problem is not None:
+        raise Refused("BAD_REQUEST", problem)
+
+
+class Descriptor:
+    """At most one descriptor that came with a request, closed unless the request takes it."""
+
+    def __init__(self, fd: int = -1) -> None:
+        self.fd = fd
+        """-1 if there is none."""
+
+    def take(self) -> int:
+        """Return the descriptor, which is the caller's from now on."""
+        fd, self.fd = self.fd, -1
+        return fd
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.take())
 
 
 class Reachable(Protocol):
-    """A command or program as `Signal`, `Cancel` and `Resize` see it."""
+    """A run as `Signal`, `Cancel` and `Resize` see it."""
 
     def signal(self, number: int) -> bool:
         """Send a signal; return whether there was anything to send it to."""
@@ -35,7 +64,8 @@ class Reachable(Protocol):
 
 
 class Registry:
-    """Owns nothing: whoever adds removes."""
+    """Runs by their ids, so that another connection can reach them. Several runs may carry one id; the last is reached.
+    Owns nothing: a run adds and removes itself."""
 
     def __init__(self) -> None:
         self._reachable: dict[str, Reachable] = {}
@@ -44,7 +74,7 @@ class Registry:
         self._reachable[exec_id] = reachable
 
     def remove(self, exec_id: str, reachable: Reachable) -> None:
-        """Forget it; a later one of the same id stays."""
+        """Forget a run; a later one of the same id stays."""
         if self._reachable.get(exec_id) is reachable:
             del self._reachable[exec_id]
 
@@ -59,7 +89,8 @@ class Registry:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """`as_user` is entered around file system work on behalf of the session's user, whose account it knows."""
+    """Objects that live as long as PID 1, made once at start. `as_user` is entered around file system work on behalf of
+    the session's user, whose account it knows."""
 
     config: RunnerConfig
     kernel: Kernel
@@ -82,33 +113,42 @@ class Context:
 
 
 class Job(Protocol):
-    """What a running request takes from its connection."""
+    """A request under way, as its connection sees it."""
 
-    def on_data(self, data: bytes) -> None: ...
+    def on_data(self, data: bytes) -> None:
+        """Take a DATA frame."""
 
-    def on_end(self) -> None: ...
+    def on_end(self) -> None:
+        """Take an END frame: no DATA follows."""
 
-    def on_cancel(self) -> None: ...
+    def on_cancel(self) -> None:
+        """Take a CANCEL frame."""
 
-    def on_close(self) -> None: ...
+    def on_close(self) -> None:
+        """The connection is gone; no answer is wanted."""
 
-    def on_drained(self) -> None: ...
+    def on_drained(self) -> None:
+        """The sink was full, and has room again."""
 
     @property
-    def wants_input(self) -> bool: ...
+    def wants_input(self) -> bool:
+        """Whether more frames are read from the connection."""
 
 
 class Sink(Protocol):
-    """Where the answer to a request goes: a connection, or what outlives it (`kept`). `finish` sends the one final
-    frame; nothing may follow it."""
+    """The way of an answer: a connection, or a kept run, which outlives its connections."""
 
     def send(self, kind: Kind, body: bytes) -> None: ...
 
-    def start(self, message: object) -> None: ...
+    def start(self, message: object) -> None:
+        """Send STARTED, at most once and before any output."""
 
-    def finish(self, message: object) -> None: ...
+    def finish(self, message: object) -> None:
+        """Send the final frame, an answer or an `Error`. Nothing may follow."""
 
-    def refresh_input(self) -> None: ...
+    def refresh_input(self) -> None:
+        """Ask the job again whether it wants input."""
 
     @property
-    def is_full(self) -> bool: ...
+    def is_full(self) -> bool:
+        """Whether to wait for `Job.on_drained` before sending more."""

@@ -1,6 +1,6 @@
-"""Programs beside the shells: which there are, and what a request to run one means in this image.
+"""Programs beside the shells: which ones run, and the meaning of a request to run one in this image.
 
-It must not touch a program's process or streams. Everything is looked up with the rights of the user it will run as.
+File, directory and account are looked up with the rights of the user that the program will run as.
 
 Sources: openat2(2) (RESOLVE_NO_MAGICLINKS keeps PID 1's own /proc/self out of reach), environ(7).
 """
@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from collections.abc import Callable
 
-from runner.loop.context import Context
-from runner.loop.descriptor import Descriptor
+from runner.loop.context import Context, Descriptor, Refused, Sink, refuse
 from runner.loop.identity import Account, UserIdentity
 from runner.loop.kernel import AT_FDCWD, RESOLVE_NO_MAGICLINKS
 from runner.loop.settings import check_environment, is_argument
 from runner.process import users
-from runner.process.spawn import Membership
+from runner.process.spawn import check_group, membership_of
 from runner.programs.program import Plan, Program
-from runner.shell.execution import Sink
 from runner.streams import pty
-from runner.streams.pipes import Leftovers
-from runner.wire.protocol import MAX_PROGRAMS, Error, ErrorCode, RunProgram
+from runner.streams.flow import Leftovers
+from runner.wire.protocol import MAX_PROGRAMS, RunProgram
 
-_GROUP_NAME = re.compile(r"[a-z0-9-]{1,32}")
 _MAX_TIMEOUT_MS = 2**31
 _TERMINAL = "xterm-256color"
 _DUMB = "dumb"
@@ -33,15 +29,8 @@ _PROMPTS = {"bash": r"\u:\w\$ "}
 _PROMPT = "$USER:$PWD$ "
 
 ShellArgv = Callable[[], list[str] | None]
-"""Tells how the session's shell is started, None if it has none: its absolute path, and for BusyBox the applet."""
-
-
-class Refused(Exception):
-    """A program is not started."""
-
-    def __init__(self, code: ErrorCode, message: str) -> None:
-        super().__init__(message)
-        self.error = Error(code, message)
+"""Returns the arguments that start the session's shell (absolute path, and for BusyBox the applet), None without
+one."""
 
 
 class Programs:
@@ -53,29 +42,24 @@ class Programs:
         self._leftovers = Leftovers(context.loop)
         self._programs: set[Program] = set()
 
-    def run(self, request: RunProgram, sink: Sink, descriptor: Descriptor) -> Program | None:
-        """Start a program; return it, or None when the request was answered with an error."""
+    def run(self, request: RunProgram, sink: Sink, descriptor: Descriptor) -> Program:
+        """Start a program.
+
+        Raises:
+            Refused
+        """
         program = Program(self._context, request, sink, self._leftovers, on_over=self._programs.discard)
-        fd = descriptor.take()
         try:
-            program.begin(self._plan(request, fd))
-        except Refused as refused:
-            sink.finish(refused.error)
-            return None
+            program.begin(self._plan(request, descriptor))
         except OSError as error:
-            sink.finish(Error("IO_ERROR", f"cannot start the program: {os.strerror(error.errno or 0)}"))
-            return None
-        finally:
-            if fd is not None:
-                os.close(fd)
+            reason = os.strerror(error.errno or 0)
+            raise Refused("IO_ERROR", f"cannot start the program: {reason}") from None
         self._programs.add(program)
         self._context.config.passing("runner.exec.program_started")
         return program
 
-    def _plan(self, request: RunProgram, fd: int | None) -> Plan:
-        problem = _check(request)
-        if problem is not None:
-            raise Refused("BAD_REQUEST", problem)
+    def _plan(self, request: RunProgram, descriptor: Descriptor) -> Plan:
+        refuse(_check(request))
         if len(self._programs) >= MAX_PROGRAMS:
             raise Refused("TOO_MANY", f"{MAX_PROGRAMS} programs run already")
         account = self._account(request)
@@ -83,18 +67,16 @@ class Programs:
         cwd = self._directory(request, identity, account)
         file, argv = self._argv(request)
         env = self._environment(request, account, cwd, file)
-        return Plan(file, argv, env, cwd, account, identity, _membership(request, fd))
+        return Plan(file, argv, env, cwd, account, identity, membership_of(request.group, descriptor))
 
     def _account(self, request: RunProgram) -> Account:
         if request.user is None:
             return self._context.as_user.account
-        try:
-            return users.look_up(self._context, request.user)
-        except users.NoSuchUser as error:
-            raise Refused("NO_SUCH_USER", str(error)) from None
+        return users.look_up(self._context, request.user)
 
     def _directory(self, request: RunProgram, identity: UserIdentity, account: Account) -> bytes:
-        """Return the real path of the directory to start in: the wanted one, or the first there is."""
+        """Return the real path of the directory to start in: the wanted one, or else the first of the usual ones that
+        there is."""
         workspace = self._context.config.workspace
         wanted = [] if request.cwd is None else [os.path.join(workspace, request.cwd)]
         candidates = wanted or [workspace, account.home, "/"]
@@ -103,14 +85,14 @@ class Programs:
                 with identity:
                     return _real_directory(self._context, os.fsencode(path))
             except PermissionError:
-                if wanted and account.groups:  # which PID 1 can't put on: the program itself will see
+                if wanted and account.groups:  # PID 1 can't take on groups; the program has them, and will see
                     return os.path.normpath(os.fsencode(path))
             except OSError:
                 continue
         raise Refused("FILE_NOT_FOUND", f"no directory to run in: {candidates[0][:200]}")
 
     def _argv(self, request: RunProgram) -> tuple[str, list[str]]:
-        """Return the file to execute and the arguments, of which the first is the name it goes by."""
+        """Return the file to execute and the arguments, of which the first is the program's name for itself."""
         if request.argv:
             return request.argv[0], list(request.argv)
         shell = self._shell_argv()
@@ -146,31 +128,23 @@ def _check(request: RunProgram) -> str | None:
         return "an interactive shell takes a terminal and nothing to run"
     if request.timeout_ms is not None and not 0 < request.timeout_ms <= _MAX_TIMEOUT_MS:
         return "timeout_ms is out of range"
-    if request.group is not None and not _GROUP_NAME.fullmatch(request.group.name):
-        return "not a name of a group"
+    if (problem := check_group(request.group)) is not None:
+        return problem
     if request.terminal is not None and (problem := pty.check_size(request.terminal)) is not None:
         return problem
     return check_environment(request.env)
-
-
-def _membership(request: RunProgram, fd: int | None) -> Membership | None:
-    if request.group is None or request.group.membership == "none":
-        return None
-    if fd is None:
-        raise Refused("BAD_REQUEST", "the descriptor of the group is missing")
-    return request.group.membership, fd
 
 
 def _real_directory(context: Context, path: bytes) -> bytes:
     """Return the real path of a directory that may be entered.
 
     Raises:
-        OSError: it isn't there, is no directory, or must not be entered.
+        OSError: not there, no directory, or not to be entered.
     """
     flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
     fd = context.kernel.openat2(AT_FDCWD, path, flags, 0, RESOLVE_NO_MAGICLINKS)
     try:
-        os.close(os.open(".", flags, dir_fd=fd))  # looking itself up takes the right to enter it
+        os.close(os.open(".", flags, dir_fd=fd))  # a look-up in the directory needs the right to enter it
         if os.fstat(fd).st_nlink == 0:
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
         return os.readlink(b"/proc/self/fd/%d" % fd)

@@ -1,6 +1,6 @@
-"""PID 1 of a sandbox: takes the descriptors it was built with and serves until it is killed.
+"""Entry of PID 1 of a sandbox: takes the descriptors it was built with and serves until it is killed.
 
-It must not import anything once it runs (the file system is the sandbox's by then), and it never returns.
+Nothing is imported once PID 1 runs, for the file system is the sandbox's by then; so every module is imported here.
 
 Sources: pid_namespaces(7) "The namespace init process".
 """
@@ -9,32 +9,33 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from runner.files.transfer import FileReader, FileWriter
 from runner.files.worker import FileJobs
 from runner.loop.config import RunnerConfig
-from runner.loop.context import Context, Job, Reachable, Sink
-from runner.loop.descriptor import Descriptor
+from runner.loop.context import Context, Descriptor, Job, Reachable, Refused, Sink, refuse
 from runner.loop.kernel import Kernel
 from runner.loop.reaper import block_signals
 from runner.programs.programs import Programs
-from runner.server import rehearsal
 from runner.server.kept import KeptRuns
 from runner.server.ports import Ports
-from runner.server.server import Server
+from runner.server.server import Connection, Server
 from runner.shell.shells import Shells
 from runner.streams import pty
 from runner.wire.protocol import (
+    MAX_REQUEST_BYTES,
+    REQUESTS,
     AttachRun,
     Cancel,
     CloseShell,
     Done,
-    Error,
     Exec,
     ForgetRuns,
     Hello,
+    Kind,
     ListFiles,
     ListRuns,
     Measure,
@@ -52,45 +53,57 @@ from runner.wire.protocol import (
     Unpack,
     Watch,
     WriteFile,
+    encode_frame,
 )
 
 _FOR_FILES = (Hello, Thawed, ReadFile, WriteFile, ListFiles, StatFile, RemoveFile, Measure, Pack, Unpack)
 
+_NO_VERSION = -1
+
 
 class Service:
-    """Pairs each kind of request with what serves it."""
+    """Pairs each kind of request with the object that serves it."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._shells = Shells(context)
-        self._programs: Programs | None = None  # these two when first needed: an idle session is spared their pages
+        self._programs: Programs | None = None  # these two are made when first needed: an idle session is spared them
         self._ports: Ports | None = None
         self._runs = KeptRuns()
         self._files = FileJobs(context)
         self._writers = 0
 
     def dispatch(self, request: Any, sink: Sink, descriptor: Descriptor) -> Job | None:  # one of REQUESTS
-        """Begin a request; return its job unless it is answered."""
-        if self._context.config.files_only and not isinstance(request, _FOR_FILES):
-            sink.finish(Error("BAD_REQUEST", "there are only files here"))
+        """Begin a request; return its job unless the request is answered."""
+        try:
+            return self._begin(request, sink, descriptor)
+        except Refused as refused:
+            sink.finish(refused.error)
             return None
+
+    def _begin(self, request: Any, sink: Sink, descriptor: Descriptor) -> Job | None:
+        if self._context.config.files_only and not isinstance(request, _FOR_FILES):
+            raise Refused("BAD_REQUEST", "there are only files here")
         match request:
             case Hello():
                 sink.finish(self._shells.hello())
             case Setup():
-                self._shells.set_up(request, sink)
+                sink.finish(self._shells.set_up(request))
             case SetEnv():
-                self._set_env(request, sink)
+                refuse(self._context.settings.check(request.env))
+                self._context.settings.change(request.env)
+                sink.finish(Done())
             case Thawed(frozen_ms):
                 self._context.loop.postpone(max(0, frozen_ms) / 1000)
                 sink.finish(Done())
             case OpenShell():
                 self._wake_ports()
-                self._shells.open(request, descriptor, sink)
+                sink.finish(self._shells.open(request, descriptor))
             case CloseShell():
                 self._shells.close(request, sink)
             case Signal() | Cancel() | Resize():
-                self._reach(request, sink)
+                self._reach(request)
+                sink.finish(Done())
             case Exec():
                 self._wake_ports()
                 return self._runs.begin(request, sink, lambda to: self._shells.submit(request, to))
@@ -120,31 +133,23 @@ class Service:
             case ListFiles() | StatFile() | RemoveFile() | Measure() | Pack() | Unpack():
                 if self._context.config.files_only:
                     return self._files.begin(request, sink)
-                sink.finish(Error("BAD_REQUEST", "this is for a sandbox of files alone"))
+                raise Refused("BAD_REQUEST", "this is for a sandbox of files alone")
         return None
 
     def _wake_ports(self) -> None:
         if self._ports is not None:
             self._ports.wake()
 
-    def _reach(self, request: Signal | Cancel | Resize, sink: Sink) -> None:
-        """Do something to what runs under an id."""
-        problem = _check_reach(request)
-        target = self._context.registry.get(request.exec_id)
-        if problem is not None:
-            sink.finish(Error("BAD_REQUEST", problem))
-        elif target is not None and _act_on(target, request):
-            sink.finish(Done())
-        else:
-            sink.finish(Error("NOT_RUNNING", f"nothing runs as {request.exec_id[:64]!r}"))
+    def _reach(self, request: Signal | Cancel | Resize) -> None:
+        """Signal, cancel or resize the run with an id.
 
-    def _set_env(self, request: SetEnv, sink: Sink) -> None:
-        problem = self._context.settings.check(request.env)
-        if problem is not None:
-            sink.finish(Error("BAD_REQUEST", problem))
-            return
-        self._context.settings.change(request.env)
-        sink.finish(Done())
+        Raises:
+            Refused
+        """
+        refuse(_check_reach(request))
+        target = self._context.registry.get(request.exec_id)
+        if target is None or not _act_on(target, request):
+            raise Refused("NOT_RUNNING", f"nothing runs as {request.exec_id[:64]!r}")
 
 
 def _check_reach(request: Signal | Cancel | Resize) -> str | None:
@@ -169,14 +174,34 @@ def _act_on(target: Reachable, request: Signal | Cancel | Resize) -> bool:
 
 
 def rehearse(kernel: Kernel, config: RunnerConfig) -> None:
-    """Serve a request that is refused; for a PID 1 that has nothing to do yet."""
-    rehearsal.rehearse(kernel, config, lambda context: Service(context).dispatch)
+    """Serve one request, which is refused, on a loop of its own; for a PID 1 that waits for its sandbox to be built.
+    Signals are blocked afterwards, as the runner blocks them itself.
+
+    PID 1 is a fork, and the kernel copies every page it writes to (fork(2), copy-on-write); in Python a write is the
+    reference count of everything a piece of code names. The first request writes to hundreds of such pages. After a
+    rehearsal most of them are PID 1's own before somebody waits for the session, and no more of them than without.
+
+    The file system is not the sandbox's yet, and is not touched. Descriptors stay open: the caller closes all that are
+    not its own.
+    """
+    block_signals()
+    context = Context.open(config, kernel)
+    ours, theirs = socket.socketpair()
+    with ours:
+        theirs.setblocking(False)
+        connection = Connection(context.loop, theirs, Service(context).dispatch, lambda _connection: None)
+        ours.sendall(encode_frame(Kind.REQUEST, REQUESTS.encode(Setup(version=_NO_VERSION))))
+        context.loop.run_once()
+        ours.recv(MAX_REQUEST_BYTES, socket.MSG_DONTWAIT)
+        connection.close()
+    signal.set_wakeup_fd(-1)
+    context.loop.close()
 
 
 def run(
     listener_fd: int, kernel: Kernel, *, on_ready: Callable[[], None], config: RunnerConfig | None = None
 ) -> NoReturn:
-    """Be PID 1: serve requests on the listening socket until the sandbox is killed.
+    """Serve requests on the listening socket as PID 1, until the sandbox is killed.
 
     `on_ready` is called once, when the first connection would be served.
     """

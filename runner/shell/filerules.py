@@ -1,7 +1,7 @@
 """File rules of a session: paths a client named, made into one ruleset that every command enters. Made once.
 
-It must not apply anything to PID 1, and never go on without a rule that was asked for. Paths are looked up inside the
-sandbox, with the rights of the session's user, and a rule holds for what was found, whatever takes its name later.
+PID 1 itself enters no rules. A set of rules is made whole or refused. Paths are looked up inside the sandbox, with the
+rights of the session's user; a rule holds for the file that was found, whatever takes its name later.
 
 Sources: landlock(7), openat2(2).
 """
@@ -12,7 +12,7 @@ import os
 import stat
 from collections.abc import Iterable
 
-from runner.loop.context import Context
+from runner.loop.context import Context, Refused
 from runner.loop.kernel import AT_FDCWD, RESOLVE_NO_MAGICLINKS
 from runner.wire.protocol import FileRules
 
@@ -24,10 +24,6 @@ _ALWAYS_WRITABLE = (
     "/proc",
 )
 _ALWAYS_READABLE = ("/dev", "/proc")
-
-
-class BadRules(Exception):
-    """The rules can't be had; the message names the path."""
 
 
 def check(rules: FileRules) -> str | None:
@@ -45,7 +41,7 @@ def make(context: Context, rules: FileRules) -> int:
     """Return the ruleset, which is the caller's.
 
     Raises:
-        BadRules: a path is not there for the session's user, or the kernel has no such rules.
+        Refused: a path is not there for the session's user, or the kernel has no such rules.
     """
     own = context.config.private_dir
     readable = writable = None
@@ -58,7 +54,8 @@ def make(context: Context, rules: FileRules) -> int:
             readable = _open_all(context, paths, opened)
         return context.kernel.make_file_rules(readable, writable)
     except OSError as error:
-        raise BadRules(f"this kernel can't keep these file rules: {os.strerror(error.errno or 0).lower()}") from None
+        reason = os.strerror(error.errno or 0).lower()
+        raise Refused("INVALID_PATH", f"this kernel can't keep these file rules: {reason}") from None
     finally:
         for fd, _ in opened:
             os.close(fd)
@@ -73,7 +70,7 @@ def _open(context: Context, path: str, opened: list[tuple[int, bool]]) -> tuple[
         with context.as_user:
             fd = context.kernel.openat2(AT_FDCWD, os.fsencode(path), os.O_PATH | os.O_CLOEXEC, 0, RESOLVE_NO_MAGICLINKS)
     except OSError as error:
-        raise BadRules(f"{os.strerror(error.errno or 0).lower()}: {path[:200]}") from None
+        raise Refused("INVALID_PATH", f"{os.strerror(error.errno or 0).lower()}: {path[:200]}") from None
     entry = fd, stat.S_ISDIR(os.fstat(fd).st_mode)
     opened.append(entry)
     return entry

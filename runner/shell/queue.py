@@ -1,6 +1,7 @@
 """The queue in front of one persistent shell: one command at a time, in order of arrival.
 
-It must not touch a command's streams; it pairs commands with a waiting shell and passes on what the shell reports.
+`CommandQueue` pairs commands with a waiting shell, and gives the command in the shell the news of that shell. What the
+news means for the command is the business of `Execution`.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from collections import deque
 from collections.abc import Callable
 
 from runner.loop import settings
-from runner.loop.context import Context
+from runner.loop.context import Context, Sink
 from runner.loop.identity import UserIdentity
-from runner.process.process_set import GroupScope, TreeScope
-from runner.shell.execution import Execution, Sink
-from runner.shell.ladder import Ladder
+from runner.process.process_set import GroupSet, TreeSet
+from runner.shell.ending import Ladder
+from runner.shell.execution import Execution
 from runner.shell.shell import Birth, Shell, ShellEvents
 from runner.streams import pty
-from runner.streams.pipes import Leftovers
+from runner.streams.flow import Leftovers
 from runner.wire.protocol import Exec
 
 _MAX_BEGINNINGS = 2
@@ -26,11 +27,11 @@ _MAX_TIMEOUT_MS = 2**31
 _REAP_S = 0.001
 
 
-class Engine:
+class CommandQueue:
     """Owns the shell and every command that waits, runs or ends."""
 
     def __init__(self, context: Context, leftovers: Leftovers, *, directory: str, birth: Birth) -> None:
-        """Have the shell started once the answer is out.
+        """Start the shell as soon as the answer to the request for it is out.
 
         Raises:
             OSError: its files could not be made.
@@ -62,11 +63,11 @@ class Engine:
         return execution
 
     def close(self, on_closed: Callable[[], None]) -> None:
-        """Kill the shell and all it started; its commands end as cancelled. `on_closed` follows."""
+        """Kill the shell and all it has started; its commands end as cancelled. `on_closed` follows."""
         self.shell.retire()
         group = self.shell.group
-        scope = TreeScope(lambda: self.shell.pid) if group is None else GroupScope(group)
-        self._closing = Ladder(self._context, scope, on_clear=lambda: self._on_clear(on_closed), now=True)
+        processes = TreeSet(lambda: self.shell.pid) if group is None else GroupSet(group)
+        self._closing = Ladder(self._context, processes, on_clear=lambda: self._on_clear(on_closed), now=True)
         self._closing.climb()
 
     def _on_clear(self, on_closed: Callable[[], None]) -> None:
@@ -102,22 +103,26 @@ class Engine:
         except OSError as error:
             execution.fail("SHELL_FAILED", f"the shell cannot be handed a command: {os.strerror(error.errno or 0)}")
 
-    # What the shell tells ------------------------------------------------------------------------------------------
+    # News of the shell ----------------------------------------------------------------------------------------------
 
     def _on_ready(self) -> None:
         if self._current is not None:
-            if self._current.has_ended:
-                self._current.conclude(self.shell.cwd)
-            elif self._current.is_taken_back:
+            if self._current.is_taken_back:
                 self._begin(self._current)
+            else:
+                self._current.on_shell_ready()
         self._next()
 
     def _on_status(self, status: int | None) -> None:
-        if self._current is not None:
+        if self._current is None:
+            return
+        if status is None:
+            self._current.on_reader()
+        else:
             self._current.on_status(status)
 
     def _on_death(self, wait_status: int) -> None:
-        if self._current is not None and not self._current.is_taken_back and self._current.can_be_retried:
+        if self._current is not None and self._current.is_unstarted:
             self._on_unstarted()
         if self._current is None or self._current.is_taken_back:
             self._restarted = True
@@ -128,23 +133,17 @@ class Engine:
         return self._current is None or self._current.is_begun
 
     def _on_unstarted(self) -> None:
-        if self._current is None:
-            return
-        if self._beginnings < _MAX_BEGINNINGS:
-            self._current.take_back()
-        else:
-            self._current.fail("SHELL_FAILED", "the shell does not take commands")
+        if self._current is not None:
+            self._current.on_unstarted(may_retry=self._beginnings < _MAX_BEGINNINGS)
 
     def _on_failed(self) -> None:
-        if self._current is not None and self._current.has_ended:
-            self._current.conclude(self.shell.cwd)
-        elif self._current is not None:
-            self._current.fail("SHELL_FAILED", "the shell cannot be started")
+        if self._current is not None:
+            self._current.on_no_shell()
         while self._queue:
             self._queue.popleft().fail("SHELL_FAILED", "the shell cannot be started")
 
     def _on_error(self, _error: Exception) -> None:
-        """Something went wrong between the shell and its command: the command pays, the queue goes on."""
+        """A turn between the shell and its command was lost: the command pays, the queue goes on."""
         if self._current is not None:
             self._current.fail("IO_ERROR", "the command was lost")
         self.shell.replace()
@@ -158,7 +157,7 @@ class Engine:
 
 
 def may_enter(context: Context, identity: UserIdentity, cwd: str | None) -> bool:
-    """Return whether there is such a directory for a user, seen from the workspace."""
+    """Return whether a user may enter a directory, given relative to the workspace."""
     if cwd is None:
         return True
     try:
@@ -169,7 +168,7 @@ def may_enter(context: Context, identity: UserIdentity, cwd: str | None) -> bool
 
 
 def check_request(request: Exec) -> str | None:
-    """Return what is wrong with a command no shell could be handed, or None."""
+    """Return what is wrong with a command that no shell could be handed, or None."""
     if not all(settings.is_argument(text) for text in (request.command, request.cwd or "")):
         return "a command or directory cannot hold a NUL character or a lone surrogate"
     if request.timeout_ms is not None and not 0 < request.timeout_ms <= _MAX_TIMEOUT_MS:
@@ -182,6 +181,6 @@ def check_request(request: Exec) -> str | None:
 
 
 def _new_number() -> int:
-    """Return the number that a command's status must carry: one that no other process of the sandbox can foresee, so
-    that a job of an earlier command can't end a later one by writing to the status FIFO."""
+    """Return the number that a command's status must carry. No other process of the sandbox can foresee it, so a job of
+    an earlier command can't end a later one by writing to the status FIFO."""
     return 1 + int.from_bytes(os.urandom(7), "big")

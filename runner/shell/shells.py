@@ -1,7 +1,7 @@
 """The persistent shells of a sandbox, by name. Each has a queue, a directory below the private one, and a cgroup if
 it was given one.
 
-It must not run commands (`engine`). Names never become paths: directories are numbered.
+A command goes to the queue of its shell. Names never become paths: directories are numbered.
 
 Sources: `runner.wire.protocol` says what each request means.
 """
@@ -9,27 +9,23 @@ Sources: `runner.wire.protocol` says what each request means.
 from __future__ import annotations
 
 import os
-import re
 
 from runner.loop import settings
-from runner.loop.context import Context
-from runner.loop.descriptor import Descriptor
+from runner.loop.context import Context, Descriptor, Refused, Sink, refuse
 from runner.loop.identity import UserIdentity
 from runner.process import users
-from runner.process.spawn import Membership
+from runner.process.spawn import check_group, membership_of
 from runner.shell import filerules
-from runner.shell.execution import Execution, Sink
-from runner.shell.queue import Engine, check_request, may_enter
+from runner.shell.execution import Execution
+from runner.shell.queue import CommandQueue, check_request, may_enter
 from runner.shell.shell import Birth, find_shell
-from runner.streams.pipes import Leftovers
+from runner.streams.flow import Leftovers
 from runner.wire.protocol import (
     DEFAULT_SHELL,
     MAX_SHELLS,
     PROTOCOL_VERSION,
     CloseShell,
     Done,
-    Error,
-    ErrorCode,
     Exec,
     FileRules,
     HelloReply,
@@ -39,39 +35,30 @@ from runner.wire.protocol import (
 )
 
 _MAX_NAME_LENGTH = 64
-_GROUP_NAME = re.compile(r"[a-z0-9-]{1,32}")
-
-
-class Refused(Exception):
-    """A request is answered with an error."""
-
-    def __init__(self, code: ErrorCode, message: str) -> None:
-        super().__init__(message)
-        self.error = Error(code, message)
 
 
 class Shells:
-    """Owns the engines."""
+    """Owns the queues, one for each shell."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._leftovers = Leftovers(context.loop)
-        self._engines: dict[str, Engine] = {}
+        self._queues: dict[str, CommandQueue] = {}
         self._opened = 0
 
     def argv(self) -> list[str] | None:
         """Return how the default shell is started, None before `set_up`."""
-        engine = self._engines.get(DEFAULT_SHELL)
-        return None if engine is None else list(engine.shell.argv)
+        queue = self._queues.get(DEFAULT_SHELL)
+        return None if queue is None else list(queue.shell.argv)
 
     def pids(self) -> frozenset[int]:
         """Return the pids of the shells that run now."""
-        pids = (engine.shell.pid for engine in self._engines.values())
+        pids = (queue.shell.pid for queue in self._queues.values())
         return frozenset(pid for pid in pids if pid is not None)
 
     def hello(self) -> HelloReply:
-        """Return which shells there are and where."""
-        infos = [self._info(name, engine) for name, engine in self._engines.items() if not engine.shell.is_closed]
+        """Return the shells there are, and their directories."""
+        infos = [self._info(name, queue) for name, queue in self._queues.items() if not queue.shell.is_closed]
         default = next((info for info in infos if info.name == DEFAULT_SHELL), None)
         others = tuple(info for info in infos if info is not default)
         if default is None:
@@ -79,32 +66,27 @@ class Shells:
         return HelloReply(default.path, default.cwd, others, PROTOCOL_VERSION)
 
     @staticmethod
-    def _info(name: str, engine: Engine) -> ShellInfo:
-        return ShellInfo(name, engine.shell.path, os.fsdecode(engine.shell.cwd), engine.shell.group or "")
+    def _info(name: str, queue: CommandQueue) -> ShellInfo:
+        return ShellInfo(name, queue.shell.path, os.fsdecode(queue.shell.cwd), queue.shell.group or "")
 
-    def set_up(self, request: Setup, sink: Sink) -> None:
-        """Start the default shell, unless there is one, and answer."""
+    def set_up(self, request: Setup) -> HelloReply:
+        """Start the default shell, unless there is one.
+
+        Raises:
+            Refused
+        """
         if request.version != PROTOCOL_VERSION:
-            sink.finish(Error("BAD_REQUEST", f"protocol version {PROTOCOL_VERSION} is spoken here"))
-        elif any(not _can_be_set(name, value) for name, value in request.env.items()):
-            sink.finish(Error("BAD_REQUEST", "env holds an impossible name or value"))
-        elif DEFAULT_SHELL in self._engines:
-            sink.finish(self.hello())
-        else:
-            self._open_default(request, sink)
-
-    def _open_default(self, request: Setup, sink: Sink) -> None:
-        try:
+            raise Refused("BAD_REQUEST", f"protocol version {PROTOCOL_VERSION} is spoken here")
+        if any(not _can_be_set(name, value) for name, value in request.env.items()):
+            raise Refused("BAD_REQUEST", "env holds an impossible name or value")
+        if DEFAULT_SHELL not in self._queues:
             self._apply(request)
-            self._new_engine(OpenShell(DEFAULT_SHELL, request.shell), Descriptor())
-        except Refused as refused:
-            sink.finish(refused.error)
-        else:
+            self._new_queue(OpenShell(DEFAULT_SHELL, request.shell), Descriptor())
             self._context.config.passing("runner.create.set_up")
-            sink.finish(self.hello())
+        return self.hello()
 
     def _apply(self, request: Setup) -> None:
-        """Take over what holds for every command: user, file rules, graces, variables."""
+        """Take over the settings of every run: user, file rules, graces, variables."""
         context = self._context
         account = context.as_user.account = self._identity(request).account
         if request.files is not None:
@@ -115,37 +97,27 @@ class Shells:
     def _identity(self, request: Setup | OpenShell) -> UserIdentity:
         if request.user is None:
             return self._context.as_user
-        try:
-            return self._context.as_user.of(users.look_up(self._context, request.user))
-        except users.NoSuchUser as error:
-            raise Refused("NO_SUCH_USER", str(error)) from None
+        return self._context.as_user.of(users.look_up(self._context, request.user))
 
     def _file_rules(self, rules: FileRules) -> int:
         problem = filerules.check(rules)
         if problem is not None:
             raise Refused("INVALID_PATH", problem)
-        try:
-            return filerules.make(self._context, rules)
-        except filerules.BadRules as error:
-            raise Refused("INVALID_PATH", str(error)) from None
+        return filerules.make(self._context, rules)
 
-    def open(self, request: OpenShell, descriptor: Descriptor, sink: Sink) -> None:
-        """Start one more shell and answer."""
-        problem = _check(request)
-        if problem is not None:
-            sink.finish(Error("BAD_REQUEST", problem))
-            return
-        try:
-            engine = self._new_engine(request, descriptor)
-        except Refused as refused:
-            sink.finish(refused.error)
-        else:
-            sink.finish(self._info(request.name, engine))
+    def open(self, request: OpenShell, descriptor: Descriptor) -> ShellInfo:
+        """Start one more shell.
 
-    def _new_engine(self, request: OpenShell, descriptor: Descriptor) -> Engine:
-        if request.name in self._engines:
+        Raises:
+            Refused
+        """
+        refuse(_check(request))
+        return self._info(request.name, self._new_queue(request, descriptor))
+
+    def _new_queue(self, request: OpenShell, descriptor: Descriptor) -> CommandQueue:
+        if request.name in self._queues:
             raise Refused("EXISTS", f"there is a shell {request.name!r}")
-        if len(self._engines) >= MAX_SHELLS:
+        if len(self._queues) >= MAX_SHELLS:
             raise Refused("TOO_MANY", f"a sandbox has at most {MAX_SHELLS} shells")
         argv = find_shell(request.shell)
         if argv is None:
@@ -158,49 +130,49 @@ class Shells:
         self._opened += 1
         directory = f"{self._context.config.private_dir}/{self._opened}"
         group = request.group.name if request.group is not None else None
-        membership = _take_membership(request, descriptor)
+        membership = membership_of(request.group, descriptor)
+        env = request.env if request.user is None else {**identity.account.variables, **request.env}
+        birth = Birth(argv, env, cwd, identity, membership, group)
         try:
-            env = request.env if request.user is None else {**identity.account.variables, **request.env}
-            birth = Birth(argv, env, cwd, identity, membership, group)
-            engine = Engine(self._context, self._leftovers, directory=directory, birth=birth)
+            queue = CommandQueue(self._context, self._leftovers, directory=directory, birth=birth)
         except OSError as error:
-            if membership is not None:
-                os.close(membership[1])
             raise Refused("SHELL_FAILED", f"cannot make a shell: {os.strerror(error.errno or 0)}") from error
-        self._engines[request.name] = engine
-        return engine
+        if membership is not None:
+            descriptor.take()  # the shell's from now on
+        self._queues[request.name] = queue
+        return queue
 
     def close(self, request: CloseShell, sink: Sink) -> None:
-        """Kill a shell and answer when nothing of it is left."""
-        engine = self._engines.get(request.name)
+        """Kill a shell, and answer when no process of it is left.
+
+        Raises:
+            Refused
+        """
+        queue = self._queues.get(request.name)
         if request.name == DEFAULT_SHELL:
-            sink.finish(Error("BAD_REQUEST", "the default shell stays"))
-        elif engine is None or engine.shell.is_closed:
-            sink.finish(Error("NOT_RUNNING", f"no shell {request.name!r}"))
-        else:
-            engine.close(lambda: self._on_closed(request.name, sink))
+            raise Refused("BAD_REQUEST", "the default shell stays")
+        if queue is None or queue.shell.is_closed:
+            raise Refused("NOT_RUNNING", f"no shell {request.name!r}")
+        queue.close(lambda: self._on_closed(request.name, sink))
 
     def _on_closed(self, name: str, sink: Sink) -> None:
-        del self._engines[name]
+        del self._queues[name]
         sink.finish(Done())
 
-    def submit(self, request: Exec, sink: Sink) -> Execution | None:
-        """Queue a command, or answer why not."""
-        engine = self._engines.get(request.shell)
-        if engine is None or engine.shell.is_closed:
-            is_early = request.shell == DEFAULT_SHELL
-            sink.finish(
-                Error("BAD_REQUEST", "no shell was set up")
-                if is_early
-                else Error("NO_SUCH_SHELL", f"no shell {request.shell!r}")
-            )
-            return None
-        problem = check_request(request)
-        if problem is not None:
-            sink.finish(Error("BAD_REQUEST", problem))
-            return None
+    def submit(self, request: Exec, sink: Sink) -> Execution:
+        """Queue a command.
+
+        Raises:
+            Refused
+        """
+        queue = self._queues.get(request.shell)
+        if queue is None or queue.shell.is_closed:
+            if request.shell == DEFAULT_SHELL:
+                raise Refused("BAD_REQUEST", "no shell was set up")
+            raise Refused("NO_SUCH_SHELL", f"no shell {request.shell!r}")
+        refuse(check_request(request))
         self._context.config.passing("runner.exec.accepted")
-        return engine.submit(request, sink)
+        return queue.submit(request, sink)
 
 
 def _can_be_set(name: str, value: str) -> bool:
@@ -212,15 +184,4 @@ def _check(request: OpenShell) -> str | None:
         return f"a shell's name has 1 to {_MAX_NAME_LENGTH} characters"
     if not settings.is_argument(request.shell + (request.cwd or "") + (request.user or "")):
         return "a shell, directory or user cannot hold a NUL character or a lone surrogate"
-    if request.group is not None and not _GROUP_NAME.fullmatch(request.group.name):
-        return "not a name of a group"
-    return settings.check_environment(request.env)
-
-
-def _take_membership(request: OpenShell, descriptor: Descriptor) -> Membership | None:
-    if request.group is None or request.group.membership == "none":
-        return None
-    fd = descriptor.take()
-    if fd is None:
-        raise Refused("BAD_REQUEST", "the descriptor of the group is missing")
-    return request.group.membership, fd
+    return check_group(request.group) or settings.check_environment(request.env)

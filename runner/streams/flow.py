@@ -1,79 +1,89 @@
-"""Bytes to and from one program through descriptors PID 1 made: a pipe, or the master side of a terminal.
+"""One stream of a run: a descriptor of PID 1's that is read (`Outflow`) or written (`Inflow`) without blocking.
 
-It must not know when the program ends or who listens. What it cannot write it keeps, bounded by whoever feeds it
-(`buffered_bytes`); what nobody wants yet it does not read, so that the program waits.
+The descriptor is a pipe, a FIFO of the private directory, or the master side of a terminal. A flow does not know when
+its run ends; its owner says so (`finish`). Output that nobody takes is not read, so that the run waits. Input that the
+run does not take is buffered; the owner bounds it by `buffered_bytes`.
 
-Sources: pipe(7), `FIONREAD`; pts(4) (EIO: nobody has the terminal side open); drivers/tty/n_tty.c (a non-blocking read
-of a terminal looks for what is still on its way before it says EAGAIN).
+Sources: pipe(7), fifo(7), FIONREAD in ioctl_tty(2); pts(4) (EIO: nobody has the terminal side open);
+drivers/tty/n_tty.c (a non-blocking read of a terminal looks for bytes on their way before it returns EAGAIN).
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
-from collections import deque
-from collections.abc import Callable
+import struct
+import termios
+from collections import OrderedDict, deque
+from typing import Protocol
 
+from runner.loop.config import MAX_LEFTOVER_PIPES
 from runner.loop.loop import READ, WRITE, Loop
-from runner.streams.pipes import Leftovers, pending_bytes
-from runner.wire.protocol import CHUNK_BYTES
+from runner.wire.protocol import CHUNK_BYTES, Kind
 
 _LAST_TERMINAL_BYTES = 128 * 1024
-"""More than a terminal holds: what is read after the program's end, while something else writes on."""
+"""More than a terminal holds. Bounds the read after the end of a run whose terminal a background job still fills."""
+
+
+class FlowOwner(Protocol):
+    """The owner of flows."""
+
+    def on_output(self, kind: Kind, chunk: bytes) -> None:
+        """Take output of the run."""
+
+    def on_output_done(self) -> None:
+        """One flow has given its last output."""
+
+    def on_room(self) -> None:
+        """The run has taken input, or never will take any."""
 
 
 class Outflow:
-    """What a program writes. Owns the descriptor, non-blocking. Nothing is read before the first `resume`.
+    """Output of a run. Owns the descriptor, non-blocking. Nothing is read before the first `resume` or `finish`."""
 
-    It is over when nobody has the other end open: a terminal, too, though a program that closed it could open
-    `/dev/tty` once more.
-    """
-
-    def __init__(
-        self,
-        loop: Loop,
-        fd: int,
-        *,
-        is_terminal: bool,
-        on_chunk: Callable[[bytes], None],
-        on_done: Callable[[], None],
-    ) -> None:
+    def __init__(self, loop: Loop, fd: int, kind: Kind, owner: FlowOwner, *, is_terminal: bool = False) -> None:
         self._loop = loop
         self._fd = fd
+        self._kind = kind
+        self._owner = owner
         self._is_terminal = is_terminal
-        self._on_chunk = on_chunk
-        self._on_done = on_done
         self._is_watched = False
-        self._remaining: int | None = None
         self._is_at_end = False
+        self._remaining: int | None = None
         self.is_done = False
+        """Whether the last output was read, or is not wanted."""
 
     def resume(self) -> None:
         """Read as it comes, until `pause`."""
-        if not self._is_watched and not self._is_at_end and not self.is_done:
+        if not (self._is_watched or self._is_at_end or self.is_done):
             self._is_watched = True
             self._loop.watch(self._fd, READ, self._on_readable, self._on_error)
         if self._remaining is not None:
-            self._on_readable(0)
+            self._on_readable(0)  # a terminal with nothing in it reports no event, and would never be done
 
     def pause(self) -> None:
+        """Stop reading; the run blocks when the pipe or terminal is full."""
         if self._is_watched:
             self._is_watched = False
             self._loop.unwatch(self._fd)
 
     def finish(self, *, may_read: bool) -> None:
-        """The program has ended: what the descriptor holds now is its last output, `on_done` follows after it."""
-        self._remaining = _LAST_TERMINAL_BYTES if self._is_terminal else pending_bytes(self._fd)
-        if self._is_at_end or self._remaining == 0:
+        """The run has ended: the bytes that are there now are its last output, and `on_output_done` follows them."""
+        if not self._is_at_end:
+            self._remaining = _LAST_TERMINAL_BYTES if self._is_terminal else pending_bytes(self._fd)
+        if not self._remaining:
             self._done()
         elif may_read:
-            self.resume()
+            self._on_readable(0)
+            if not self.is_done:
+                self.resume()
 
-    def close(self, leftovers: Leftovers) -> None:
-        """Give the descriptor up: a pipe that somebody still writes to goes to `leftovers`, a terminal hangs up."""
+    def close(self, leftovers: Leftovers | None) -> None:
+        """Give the descriptor up. A pipe goes to `leftovers`, for a background job may hold it; a terminal hangs up."""
         self.pause()
         self.is_done = True
-        if self._is_terminal:
+        if self._is_terminal or leftovers is None:
             os.close(self._fd)
         else:
             leftovers.adopt(self._fd)
@@ -86,15 +96,17 @@ class Outflow:
         if self._remaining is not None:
             self._remaining -= len(chunk)
         if chunk:
-            self._on_chunk(chunk)
+            self._owner.on_output(self._kind, chunk)
         if not may_come_more:
             self.pause()
             self._is_at_end = True
-        if self._remaining is not None and (self._remaining == 0 or len(chunk) < want):  # all there was is read
+        # A pipe may give less than is there (in packets, O_DIRECT), but never nothing; `_read` has emptied a terminal.
+        is_empty = len(chunk) < want if self._is_terminal else not chunk
+        if self._remaining is not None and (self._remaining == 0 or is_empty):
             self._done()
 
     def _read(self, want: int) -> tuple[bytes, bool]:
-        """Return what is there, up to `want` bytes, and whether more can come. A terminal gives it in small pieces."""
+        """Return up to `want` bytes, and whether more can come. A terminal gives them in small pieces."""
         chunks: list[bytes] = []
         while want:
             try:
@@ -104,20 +116,20 @@ class Outflow:
             except OSError as error:
                 if error.errno != errno.EIO:
                     raise
-                chunk = b""
+                chunk = b""  # the terminal side is closed; one that opens /dev/tty once more is not waited for
             if not chunk:
                 return b"".join(chunks), False
+            if not self._is_terminal:
+                return chunk, True
             chunks.append(chunk)
             want -= len(chunk)
-            if not self._is_terminal:
-                break
         return b"".join(chunks), True
 
     def _done(self) -> None:
         if not self.is_done:
             self.pause()
             self.is_done = True
-            self._on_done()
+            self._owner.on_output_done()
 
     def _on_error(self, _error: Exception) -> None:
         self.pause()
@@ -127,20 +139,30 @@ class Outflow:
 
 
 class Inflow:
-    """What a program reads. Owns the descriptor, non-blocking. When nobody reads any more, what comes is dropped."""
+    """Input of a run. Owns the descriptor, non-blocking. Buffers all until there is one (`connect`), and afterwards the
+    bytes that the run does not take yet. When nobody reads any more, input is dropped, as if the run had ignored
+    SIGPIPE for the client."""
 
-    def __init__(self, loop: Loop, fd: int, on_room: Callable[[], None]) -> None:
+    def __init__(self, loop: Loop, owner: FlowOwner, fd: int = -1) -> None:
         self._loop = loop
-        self._fd = fd
-        self._on_room = on_room
+        self._owner = owner
+        self._fd = -1
         self._chunks: deque[bytes] = deque()
         self._has_ended = False
         self._interest = 0
         self.buffered_bytes = 0
-        loop.watch(fd, 0, self._on_event, lambda _error: self.close())
+        if fd >= 0:
+            self.connect(fd)
+
+    def connect(self, fd: int) -> None:
+        """Begin to write to `fd`: the run holds the other end."""
+        self._fd = fd
+        self._loop.watch(fd, 0, self._on_event, lambda _error: self.close())
+        if self._chunks or self._has_ended:
+            self._flush()
 
     def feed(self, data: bytes) -> None:
-        if self._fd >= 0 and not self._has_ended and data:
+        if data and not self._has_ended:
             self._chunks.append(data)
             self.buffered_bytes += len(data)
             self._flush()
@@ -151,18 +173,19 @@ class Inflow:
         self._flush()
 
     def close(self) -> None:
-        """Drop what was not taken."""
+        """Close the descriptor and drop all that was not taken. Before there is a descriptor this does nothing."""
         if self._fd >= 0:
             self._loop.unwatch(self._fd)
             os.close(self._fd)
             self._fd = -1
-        self._chunks.clear()
-        self.buffered_bytes = 0
+            self._has_ended = True
+            self._chunks.clear()
+            self.buffered_bytes = 0
 
     def _on_event(self, events: int) -> None:
         if events & ~WRITE:  # the last reader is gone
             self.close()
-            self._on_room()
+            self._owner.on_room()
         else:
             self._flush()
 
@@ -177,10 +200,11 @@ class Inflow:
         except OSError:  # EPIPE, EIO: nobody reads any more
             self.close()
         else:
-            self._want(0)
             if self._has_ended:
                 self.close()
-        self._on_room()
+            else:
+                self._want(0)
+        self._owner.on_room()
 
     def _drop(self, count: int) -> None:
         self.buffered_bytes -= count
@@ -192,3 +216,43 @@ class Inflow:
         if interest != self._interest:
             self._interest = interest
             self._loop.change(self._fd, interest)
+
+
+class Leftovers:
+    """Pipes of ended runs that still have writers, background jobs, say: read and thrown away, so that the writers
+    neither block nor die of SIGPIPE. A bounded number; the oldest is closed first."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._fds: OrderedDict[int, None] = OrderedDict()
+
+    def adopt(self, fd: int) -> None:
+        """Own `fd`: discard what comes until its last writer is gone."""
+        try:
+            if not os.read(fd, CHUNK_BYTES):
+                os.close(fd)
+                return
+        except BlockingIOError:
+            pass
+        self._fds[fd] = None
+        self._loop.watch(fd, READ, lambda _events: self._discard(fd), lambda _error: self._close(fd))
+        if len(self._fds) > MAX_LEFTOVER_PIPES:
+            self._close(next(iter(self._fds)))
+
+    def _discard(self, fd: int) -> None:
+        try:
+            if not os.read(fd, CHUNK_BYTES):
+                self._close(fd)
+        except BlockingIOError:
+            pass
+
+    def _close(self, fd: int) -> None:
+        if fd in self._fds:
+            del self._fds[fd]
+            self._loop.unwatch(fd)
+            os.close(fd)
+
+
+def pending_bytes(fd: int) -> int:
+    """Return how many bytes a pipe holds now."""
+    return int(struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, b"\0\0\0\0"))[0])

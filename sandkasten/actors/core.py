@@ -1,12 +1,11 @@
-"""The one mailbox loop: `Actor`, its `Ref`, typed `Ask`s and one-shot replies.
+"""The one mailbox loop: `Actor`, its address `Ref`, messages (`Ask`, `Tell`) and one-shot replies.
 
 An actor owns its state: only its own tasks touch it. Others hold a `Ref` and send frozen messages. Mailboxes are
-bounded. A handler answers at once, hands its answer to a child task (`defer`), or awaits when nothing may overtake it.
-On the way out every message in the mailbox and every deferred answer is failed, so no asker is left hanging.
+bounded. A handler answers at once, hands the answer to a child task (`defer`), or awaits when no message may overtake
+the one it handles. When an actor ends, every message in its mailbox and every deferred answer fails: no asker waits for
+ever.
 
 Asks go down the tree only; see docs/architecture.md. Vocabulary after Erlang/OTP's gen_server.
-
-Exception groups, taken apart where one actor's failure is judged.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ CLEANUP_S = 20.0
 
 
 RESTART_PATIENCE_S = 5.0
-"""How long `ask_again` waits for an actor to come back."""
+"""How long `ask_again` waits for a restarted actor."""
 
 _RESTART_PAUSE_S = 0.05
 
@@ -43,6 +42,11 @@ _RESTART_PAUSE_S = 0.05
 @attrs.frozen
 class Ask(Generic[R_co]):
     """A message that is answered with an `R_co`."""
+
+
+@attrs.frozen
+class Tell:
+    """A message without an answer."""
 
 
 class Deferred:
@@ -55,7 +59,7 @@ DEFERRED: Final = Deferred()
 class Reply(Generic[R]):
     """A one-shot answer. The first `set` or `fail` counts, later ones are ignored.
 
-    An answer that owns something (it has `close_unused`) is closed when nobody is left to take it.
+    An answer that owns a resource has a method `close_unused`, which is called when the asker has gone.
     """
 
     __slots__ = ("_done", "_error", "_is_abandoned", "_value")
@@ -75,7 +79,7 @@ class Reply(Generic[R]):
             self._done.set()
 
     def abandon(self) -> None:
-        """Nobody waits any more."""
+        """Close the answer when it comes: its only asker was cancelled."""
         self._is_abandoned = True
         value, self._value = self._value, None
         _close_unused(value)
@@ -111,8 +115,8 @@ class _Envelope:
     origin: logcontext.Origin = attrs.field(factory=logcontext.origin.get)
 
 
-def _nothing() -> None:
-    """The last word of who comes back."""
+def _no_error() -> None:
+    """An actor that its supervisor restarts: the end of one incarnation is not the end."""
 
 
 async def _as_it_is(error: SandkastenError) -> SandkastenError:
@@ -126,14 +130,23 @@ class Ref:
         self.name = name
         self.incarnation = 0
         """How many actors have answered here."""
-        self.last_word: Callable[[], SandkastenError | None] = _nothing
-        """What to say of an actor that has ended for good."""
-        self.judge: Callable[[SandkastenError], Awaitable[SandkastenError]] = _as_it_is
-        """What an error means that came of work with what the actor lent; see `Actor.judge`."""
+        self.end_error: Callable[[], SandkastenError | None] = _no_error
+        """Returns the error of a request to an actor that has ended for good, or None while the actor lives."""
+        self.translate: Callable[[SandkastenError], Awaitable[SandkastenError]] = _as_it_is
+        """Translates an error that came of work with a resource which the actor lent; see `Actor.translate`."""
         self._outbox: trio.MemorySendChannel[_Envelope] | None = None
 
     def __repr__(self) -> str:
         return f"<Ref {self.name}>"
+
+    def speak_for(
+        self,
+        *,
+        end_error: Callable[[], SandkastenError | None],
+        translate: Callable[[SandkastenError], Awaitable[SandkastenError]],
+    ) -> None:
+        """Answer with these errors for an actor that is not restarted when it ends."""
+        self.end_error, self.translate = end_error, translate
 
     @property
     def is_alive(self) -> bool:
@@ -142,7 +155,7 @@ class Ref:
 
     @property
     def waiting(self) -> int:
-        """How many messages are in the mailbox."""
+        """The messages in the mailbox."""
         return 0 if self._outbox is None else self._outbox.statistics().current_buffer_used
 
     async def ask(self, message: Ask[R]) -> R:
@@ -162,8 +175,8 @@ class Ref:
             raise
 
     async def ask_again(self, message: Ask[R], *, on: tuple[type[SandkastenError], ...] = ()) -> R:
-        """Ask an actor that may be restarting, and again when it is gone (or fails with one of `on`) for some seconds;
-        only for requests that may be repeated. Raises what the last try raised."""
+        """Ask an actor that may be restarting: for some seconds again, whenever it is gone or fails with one of `on`.
+        Only for requests that may be repeated. Raises as the last try."""
         give_up_at = trio.current_time() + RESTART_PATIENCE_S
         passing: tuple[type[SandkastenError], ...] = (ActorGone, *on)
         while True:
@@ -174,23 +187,23 @@ class Ref:
                     raise
                 await trio.sleep(_RESTART_PAUSE_S)
 
-    def post(self, message: object, reply: Reply[R]) -> None:
-        """Send `message` and have its answer put into `reply`, which others may wait for, too. Raises as `tell`."""
+    def post(self, message: Ask[R], reply: Reply[R]) -> None:
+        """Send `message` and have its answer put into `reply`, for which others may wait as well. Raises as `tell`."""
         self._post(_Envelope(message, reply))
 
-    def tell(self, message: object) -> None:
+    def tell(self, message: Tell | Ask[Any]) -> None:
         """Send `message` without waiting. Raises `Overloaded` or `ActorGone`; never blocks."""
         self._post(_Envelope(message, None))
 
     def _post(self, envelope: _Envelope) -> None:
         if self._outbox is None:
-            raise self.last_word() or ActorGone(f"{self.name} is not running")
+            raise self.end_error() or ActorGone(f"{self.name} is not running")
         try:
             self._outbox.send_nowait(envelope)
         except trio.WouldBlock:
             raise Overloaded(f"{self.name} has too many requests waiting") from None
         except trio.BrokenResourceError:
-            raise (self.last_word() or ActorGone(f"{self.name} has ended")) from None
+            raise (self.end_error() or ActorGone(f"{self.name} has ended")) from None
 
     def _bind(self, outbox: trio.MemorySendChannel[_Envelope] | None) -> None:
         self.incarnation += outbox is not None
@@ -198,10 +211,10 @@ class Ref:
 
 
 class Actor:
-    """Base of all actors: one mailbox, one nursery, one owner of its state.
+    """Base of all actors: one mailbox, one nursery, one owner of the state.
 
-    Subclasses implement `handle` and, where needed, `on_start` and `on_stop`. Run it with `nursery.start(actor.run)`;
-    the value handed back is its `Ref`.
+    Subclasses implement `handle` and, where needed, `on_start` and `on_stop`. `nursery.start(actor.run)` runs an actor
+    and returns its `Ref`.
     """
 
     def __init__(self, ref: Ref) -> None:
@@ -215,17 +228,17 @@ class Actor:
         raise NotImplementedError
 
     async def on_start(self) -> None:
-        """Acquire what the actor needs; messages wait meanwhile."""
+        """Acquire the actor's resources; messages wait meanwhile."""
 
     async def on_stop(self) -> None:
-        """Release what the actor owns. Runs shielded, for at most `CLEANUP_S` seconds."""
+        """Release the actor's resources. Runs shielded, for at most `CLEANUP_S` seconds."""
 
     def gone(self) -> SandkastenError:
-        """The error for those who asked too late."""
+        """The error of a message that came too late."""
         return ActorGone(f"{self.ref.name} has ended")
 
-    async def judge(self, error: SandkastenError) -> SandkastenError:
-        """Return what the asker is told instead of an error that a handler, or work it deferred, ended with."""
+    async def translate(self, error: SandkastenError) -> SandkastenError:
+        """Return the error that an asker gets when a handler, or work that it deferred, ended with `error`."""
         return error
 
     def stop(self) -> None:
@@ -238,7 +251,7 @@ class Actor:
         return DEFERRED
 
     async def run(self, *, task_status: trio.TaskStatus[Ref] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve the mailbox until `stop`, cancellation or a bug (which is raised, for the supervisor to judge)."""
+        """Serve the mailbox until `stop`, cancellation, or a bug in a handler. Raises the bug, for the supervisor."""
         outbox, inbox = trio.open_memory_channel[_Envelope](MAILBOX_MESSAGES)
         self.ref._bind(outbox)
         try:
@@ -293,8 +306,8 @@ class Actor:
 
     async def _refuse(self, reply: Reply[Any] | None, error: SandkastenError, what: object) -> None:
         try:
-            error = await self.judge(error)
-        finally:  # cancelled: as it is
+            error = await self.translate(error)
+        finally:  # cancelled: the error goes out untranslated
             self._fail(reply, error, what)
 
     def _fail(self, reply: Reply[Any] | None, error: SandkastenError, what: object) -> None:
@@ -316,7 +329,7 @@ class Actor:
 
 
 def _name_of(work: Callable[..., object]) -> str:
-    """Return what to call it in the log; a `functools.partial` has no name of its own."""
+    """Return the name of `work` for the log; a `functools.partial` has none of its own."""
     return str(getattr(work, "__name__", work))
 
 

@@ -1,17 +1,15 @@
-"""What the node may promise to sessions, and has: the one place that says whether one more session, or a larger one,
-fits.
+"""The node's budget: the one place that decides whether one more session, or a larger one, fits.
 
-Two bounds for each resource. A limit is a ceiling and not a reservation, so the sum of all limits may be a multiple of
-what there is, by the configured ratio. And something must be left at that moment, whoever has the rest: a machine that
-is out of memory is slow for everybody before it kills. What runs already is never refused, only counted (`hold`).
+Each resource has two bounds. The sum of all limits may be a configured multiple of the node's total, since a limit is a
+ceiling and not a reservation. And a reserve of the resource must be free at the moment, whatever uses the rest: a
+machine that is out of memory is slow for everybody before it kills. Sessions that run already are never refused, only
+counted (`hold`). Every check is one step without waiting, so that two creates never get the same remainder. Owns no
+session.
 
-Owns no session. Every check is one step without waiting, so that two creates never get the same remainder.
+`check` keeps a reserve of the data directory's disk free. Sessions' disks may promise more than there is, and where
+a session's disk is an image file, a full host disk is an input/output error inside.
 
-What of the data directory's disk is kept free of sessions, so that the machine lives when they fill theirs.
-
-Sessions' disks may promise more than there is, and where theirs is an image a host disk that is full is an input/output
-error inside: so none is created that late. Reads the file system's counters and nothing else.
-Sources: statvfs(3) (`f_bavail`, `f_favail`: what is there for others than root).
+Sources: statvfs(3) (`f_bavail`, `f_favail`: free to processes other than root's).
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from sandkasten.model.errors import Capacity, DiskReserve, InvalidRequest
 from sandkasten.model.node import Amounts
 
 FIRST_MB = 16
-"""What a session that was just admitted is going to take, and the kernel does not show yet."""
+"""Memory that a session admitted a moment ago is going to take, and that the kernel does not show yet."""
 
 _NOTHING = Limits(cpu=0.0, memory_mb=0, pids=0, disk_mb=0, disk_inodes=0)
 _FIELDS = {"cpu": "cpu", "memory_bytes": "memory_mb", "pids": "pids", "disk_bytes": "disk_mb"}
@@ -42,25 +40,160 @@ _LOOK_AGAIN_S = 5.0
 _FEEL_AGAIN_S = 0.05
 
 
+class Budget:
+    """The limits of live sessions, and their sums. Keys are session ids, or a stand-in before a session has its id."""
+
+    def __init__(self, settings: Admission, max_sessions: int, sight: Sight, shares: KeyShares | None = None) -> None:
+        self._settings, self._sight = settings, sight
+        self._shares = shares or KeyShares(KeyRing())
+        self._held: dict[Hashable, Limits] = {}
+        self._sums = dict.fromkeys(_FIELDS, 0.0)
+        self.max_sessions = max_sessions
+
+    @property
+    def committed(self) -> Amounts:
+        """The sum of the limits of live sessions."""
+        cpu, memory, pids, disk = self._sums.values()
+        return Amounts(
+            sessions=len(self._held),
+            cpu=round(cpu, 3),
+            memory_bytes=int(memory),
+            pids=int(pids),
+            disk_bytes=int(disk),
+        )
+
+    def admit(self, key: Hashable, limits: Limits, *, under_way: int = 0, owner: str | None = None) -> None:
+        """Count one more session in.
+
+        `under_way`: the number of other sessions that were admitted and do not run yet. `owner`: the API key of the
+        request.
+
+        Raises:
+            Capacity: the session does not fit now; `details` say why.
+            InvalidRequest: the session would not fit on an empty node.
+            QuotaExceeded: the owner has used up a quota.
+        """
+        self._shares.check_create(owner, limits)
+        count, most = len(self._held), self.max_sessions
+        if count >= most:
+            message = "this node has all the sessions it may have"
+            raise self._full("sessions", message, requested=1, committed=count, total=most, max_sessions=most)
+        totals = self._sight.totals()
+        self._check_promises(totals, limits, _NOTHING)
+        self._check_free(totals, under_way)
+        self._shares.take_create(owner)
+        self.hold(key, limits, owner=owner)
+
+    def hold(self, key: Hashable, limits: Limits, *, owner: str | None = None) -> None:
+        """Count a session that exists, whether it fits or not. `owner`: None if already known."""
+        owner = owner or self._shares.owner_of(key)
+        self.release(key)
+        self._shares.hold(key, owner, limits)
+        self._held[key] = limits
+        self._add(limits, 1)
+
+    def change(self, key: Hashable, limits: Limits) -> None:
+        """Count new limits of a session; only those that grow are checked. Raises as `admit`."""
+        self._shares.check_change(key, limits)
+        self._check_promises(self._sight.totals(), limits, self._held.get(key, limits))
+        self.hold(key, limits)
+
+    def release(self, key: Hashable) -> None:
+        """Forget a session."""
+        self._shares.release(key)
+        limits = self._held.pop(key, None)
+        if limits is not None:
+            self._add(limits, -1)
+
+    def _add(self, limits: Limits, sign: int) -> None:
+        amounts = node.committed([limits])
+        for name in _FIELDS:
+            self._sums[name] += sign * getattr(amounts, name)
+
+    def _check_promises(self, totals: Amounts, wanted: Limits, before: Limits) -> None:
+        most = promisable(self._settings, totals)
+        committed, after, had = self.committed, node.committed([wanted]), node.committed([before])
+        for name, field in _FIELDS.items():
+            bound, now, new, old = (getattr(each, name) for each in (most, committed, after, had))
+            if bound is None or new <= old:
+                continue
+            if new > bound:
+                largest = bound if name == field else bound // MIB
+                raise InvalidRequest("this node can't promise so much", limits=f"{field} can be at most {largest}")
+            if now - old + new > bound:
+                message = "what this node may promise is taken"
+                raise self._full(name, message, requested=new - old, committed=now, total=bound)
+
+    def _check_free(self, totals: Amounts, under_way: int) -> None:
+        """Refuse while too little is free, counting admitted sessions that have not taken their memory yet."""
+        settings = self._settings
+        if not settings.reserve_percent and not settings.reserve_memory_mb:
+            return
+        free = self._sight.free()
+        if free.memory_bytes is not None and totals.memory_bytes is not None:
+            share = int(totals.memory_bytes * settings.reserve_percent / 100)
+            reserve = min(max(share, settings.reserve_memory_mb * MIB), totals.memory_bytes // 2)
+            if free.memory_bytes - (under_way + 1) * FIRST_MB * MIB < reserve:
+                message = "this node has too little free memory"
+                raise self._full("memory_bytes", message, free=free.memory_bytes, reserve=reserve)
+        if free.pids is not None and totals.pids is not None:
+            reserve = int(totals.pids * settings.reserve_percent / 100)
+            if free.pids < reserve:
+                raise self._full("pids", "this node has too few free process ids", free=free.pids, reserve=reserve)
+
+    def _full(self, resource: str, message: str, **details: float) -> Capacity:
+        return Capacity(message, retry_after_s=self._retry_after_s(), resource=resource, **details)
+
+    def _retry_after_s(self) -> int:
+        """Return the seconds until the next lease ends, at most half a minute; sessions may well end before."""
+        end = self._sight.next_end()
+        if end is None:
+            return 1
+        return max(1, min(math.ceil((end - datetime.now(UTC)).total_seconds()), _MAX_RETRY_S))
+
+
+def promisable(settings: Admission, totals: Amounts) -> Amounts:
+    """Return the budget of a node with these totals; None: not counted."""
+    return Amounts(
+        sessions=totals.sessions,
+        cpu=_times(totals.cpu, settings.cpu_overcommit),
+        memory_bytes=_whole(_times(totals.memory_bytes, settings.memory_overcommit)),
+        pids=_whole(_times(totals.pids, settings.pids_overcommit)),
+        disk_bytes=_whole(_times(totals.disk_bytes, settings.disk_overcommit)),
+    )
+
+
+def _times(total: float | None, ratio: float) -> float | None:
+    return None if total is None or not ratio else total * ratio
+
+
+def _whole(amount: float | None) -> int | None:
+    return None if amount is None else int(amount)
+
+
+# The node as the budget sees it
+
+
 class Sight(Protocol):
-    """How the budget sees the node."""
+    """The node's resources, as the budget asks for them."""
 
     def totals(self) -> Amounts:
-        """Return what there is; not of the sessions."""
+        """Return the totals; `sessions` is not used."""
         ...
 
     def free(self) -> Amounts:
-        """Return what is left at this moment."""
+        """Return the amounts free at this moment."""
         ...
 
     def next_end(self) -> datetime | None:
-        """Return when the next session may end."""
+        """Return the earliest end of a lease."""
         ...
 
 
 class Machine:
-    """The sight of this machine. What there is changes rarely, and is looked at again after a few seconds; what is free
-    after a moment, for /proc/meminfo takes longer than all the rest of an admission."""
+    """The machine that runs this process. Totals are cached for seconds, since they change rarely. Free amounts are
+    cached for a moment: reading /proc/meminfo takes longer than the rest of an admission.
+    """
 
     def __init__(self, data_dir: Path, cgroup_dirs: Mapping[str, str], next_end: Callable[[], datetime | None]) -> None:
         self._data_dir, self._cgroup_dirs = data_dir, cgroup_dirs
@@ -87,137 +220,11 @@ class Machine:
             self._seen_at = now
 
 
-def promisable(settings: Admission, totals: Amounts) -> Amounts:
-    """Return what may be promised where there is `totals`; None: that is not counted."""
-    return Amounts(
-        sessions=totals.sessions,
-        cpu=_times(totals.cpu, settings.cpu_overcommit),
-        memory_bytes=_whole(_times(totals.memory_bytes, settings.memory_overcommit)),
-        pids=_whole(_times(totals.pids, settings.pids_overcommit)),
-        disk_bytes=_whole(_times(totals.disk_bytes, settings.disk_overcommit)),
-    )
-
-
-class Budget:
-    """See the module's docstring. Keys are session ids, or whatever stands for one that has none yet."""
-
-    def __init__(self, settings: Admission, max_sessions: int, sight: Sight, shares: KeyShares | None = None) -> None:
-        self._settings, self._sight = settings, sight
-        self._shares = shares or KeyShares(KeyRing())
-        self._held: dict[Hashable, Limits] = {}
-        self._sums = dict.fromkeys(_FIELDS, 0.0)
-        self.max_sessions = max_sessions
-
-    @property
-    def committed(self) -> Amounts:
-        """What live sessions may use together."""
-        cpu, memory, pids, disk = self._sums.values()
-        return Amounts(
-            sessions=len(self._held),
-            cpu=round(cpu, 3),
-            memory_bytes=int(memory),
-            pids=int(pids),
-            disk_bytes=int(disk),
-        )
-
-    def admit(self, key: Hashable, limits: Limits, *, under_way: int = 0, owner: str | None = None) -> None:
-        """Count one more session in. `under_way`: how many others were admitted and do not run yet. `owner`: the API
-        key that asks.
-
-        Raises:
-            Capacity: it does not fit now; `details` say why.
-            InvalidRequest: it would not fit if it were alone.
-            QuotaExceeded: its owner has or asks for too much.
-        """
-        self._shares.check_create(owner, limits)
-        count, most = len(self._held), self.max_sessions
-        if count >= most:
-            message = "this node has all the sessions it may have"
-            raise self._full("sessions", message, requested=1, committed=count, total=most, max_sessions=most)
-        totals = self._sight.totals()
-        self._check_promises(totals, limits, _NOTHING)
-        self._check_free(totals, under_way)
-        self._shares.take_create(owner)
-        self.hold(key, limits, owner=owner)
-
-    def hold(self, key: Hashable, limits: Limits, *, owner: str | None = None) -> None:
-        """Count what is there, whether it fits or not. `owner`: None if it was said before."""
-        owner = owner or self._shares.owner_of(key)
-        self.release(key)
-        self._shares.hold(key, owner, limits)
-        self._held[key] = limits
-        self._add(limits, 1)
-
-    def change(self, key: Hashable, limits: Limits) -> None:
-        """Count other limits for a session; what does not grow is not checked. Raises as `admit`."""
-        self._shares.check_change(key, limits)
-        self._check_promises(self._sight.totals(), limits, self._held.get(key, limits))
-        self.hold(key, limits)
-
-    def release(self, key: Hashable) -> None:
-        """It is no more."""
-        self._shares.release(key)
-        limits = self._held.pop(key, None)
-        if limits is not None:
-            self._add(limits, -1)
-
-    def _add(self, limits: Limits, sign: int) -> None:
-        amounts = node.committed([limits])
-        for name in _FIELDS:
-            self._sums[name] += sign * getattr(amounts, name)
-
-    def _check_promises(self, totals: Amounts, wanted: Limits, before: Limits) -> None:
-        most = promisable(self._settings, totals)
-        committed, after, had = self.committed, node.committed([wanted]), node.committed([before])
-        for name, field in _FIELDS.items():
-            bound, now, new, old = (getattr(each, name) for each in (most, committed, after, had))
-            if bound is None or new <= old:
-                continue
-            if new > bound:
-                largest = bound if name == field else bound // MIB
-                raise InvalidRequest("this node can't promise so much", limits=f"{field} can be at most {largest}")
-            if now - old + new > bound:
-                message = "what this node may promise is taken"
-                raise self._full(name, message, requested=new - old, committed=now, total=bound)
-
-    def _check_free(self, totals: Amounts, under_way: int) -> None:
-        """Refuse while too little is left, counting those in that have not taken theirs yet."""
-        settings = self._settings
-        if not settings.reserve_percent and not settings.reserve_memory_mb:
-            return
-        free = self._sight.free()
-        if free.memory_bytes is not None and totals.memory_bytes is not None:
-            share = int(totals.memory_bytes * settings.reserve_percent / 100)
-            reserve = min(max(share, settings.reserve_memory_mb * MIB), totals.memory_bytes // 2)
-            if free.memory_bytes - (under_way + 1) * FIRST_MB * MIB < reserve:
-                message = "this node has too little free memory"
-                raise self._full("memory_bytes", message, free=free.memory_bytes, reserve=reserve)
-        if free.pids is not None and totals.pids is not None:
-            reserve = int(totals.pids * settings.reserve_percent / 100)
-            if free.pids < reserve:
-                raise self._full("pids", "this node has too few free process ids", free=free.pids, reserve=reserve)
-
-    def _full(self, resource: str, message: str, **details: float) -> Capacity:
-        return Capacity(message, retry_after_s=self._retry_after_s(), resource=resource, **details)
-
-    def _retry_after_s(self) -> int:
-        """Return when the next lease ends, if that is soon; sessions may well end before."""
-        end = self._sight.next_end()
-        if end is None:
-            return 1
-        return max(1, min(math.ceil((end - datetime.now(UTC)).total_seconds()), _MAX_RETRY_S))
-
-
-def _times(total: float | None, ratio: float) -> float | None:
-    return None if total is None or not ratio else total * ratio
-
-
-def _whole(amount: float | None) -> int | None:
-    return None if amount is None else int(amount)
+# The reserve of the disk
 
 
 def check(data_dir: Path, disk: Disk) -> None:
-    """Raise `DiskReserve` while less is free than is to be kept."""
+    """Raise `DiskReserve` while less disk is free than the reserve."""
     space = os.statvfs(data_dir)
     refuse_below(space, disk)
 

@@ -1,21 +1,22 @@
-"""The file of API keys: read whole or not at all, and replaced in one step. Holds digests, never a key.
+"""API keys: the ring of those in force, their users, and the file they are kept in.
 
-The command line writes it, the daemon only reads it: where the daemon has a user of its own the file is root's, so that
-nothing that came in through the network can make a key. Whoever may read it learns no key; who may write it makes them,
-and so a file that others may write is not believed. A file that is damaged gives no key at all, rather than those that
-could be made out of it. Blocking. Sources: open(2) O_NOFOLLOW; rename(2); flock(2).
+`KeyRing` is in memory: it finds a key by its token. Each request or connection is served within a `KeyUse`, which ends
+when its key is revoked, changed to give less, or expires. `KeyWatch` reads the file and replaces the ring's keys when
+the file changes. Nothing of a token is logged.
 
-The API keys in force, and who is using them: finds a key by its token, and ends what goes on with one that is over.
+The file holds digests, never a key; it is read whole or not at all, and replaced in one step. The command line writes
+it, the daemon only reads it: where the daemon has a user of its own, the file is root's, so that nothing that came in
+through the network can make a key. A file that other users may write is not believed, since its writer makes keys. A
+damaged file gives no key at all, rather than those that could be made out of it. Its functions block.
 
-In memory alone; `keyfile.py` has the file, `actors/services/keys.py` brings changes of it here. Whoever is served on a
-key does so within a `KeyUse`, which ends when the key is revoked, changed to give less, or expires. Logs nothing of a
-token.
+Sources: open(2) O_NOFOLLOW; rename(2); flock(2).
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import re
 import secrets
@@ -35,7 +36,12 @@ import trio
 from sandkasten.model.errors import Unauthorized
 from sandkasten.model.keys import KEY_ID, KEY_NAME, Access, ApiKey, Label, Quota, id_of, is_token_of
 
+log = logging.getLogger(__name__)
+
 MAX_KEYS = 1000
+LOOK_EVERY_S = 0.5
+"""Period at which `KeyWatch` looks at the file."""
+
 _MAX_BYTES = 1024 * 1024
 _VERSION = 1
 _MODE = 0o640
@@ -44,16 +50,99 @@ _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 _LOCK_S = 5.0
 _LOCK_PAUSE_S = 0.05
 
+
+class KeyUse:
+    """One request or connection: served inside `running`, on the key given to `bind` once the key is known."""
+
+    def __init__(self, uses: dict[str, set[KeyUse]]) -> None:
+        self.scope = trio.CancelScope()
+        self.key: ApiKey | None = None
+        self._uses = uses
+
+    def bind(self, key: ApiKey) -> None:
+        """Serve on `key` from here on, while the key is in force."""
+        self.key = key
+        if key.digest:  # the configured key holds as long as the daemon
+            self._uses.setdefault(key.id, set()).add(self)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Cancel the block and raise `Unauthorized` when the key ends before the block does."""
+        try:
+            with self.scope:
+                yield
+        finally:
+            self.leave()
+        if self.scope.cancelled_caught:
+            raise Unauthorized("the API key was revoked or has expired")
+
+    def leave(self) -> None:
+        """Stop using the key. Idempotent."""
+        if self.key is not None and self.key.id in self._uses:
+            self._uses[self.key.id].discard(self)
+            if not self._uses[self.key.id]:
+                del self._uses[self.key.id]
+
+
+class KeyRing:
+    """The API keys in force, and their uses. In memory."""
+
+    def __init__(self) -> None:
+        self._keys: dict[str, ApiKey] = {}
+        self._uses: dict[str, set[KeyUse]] = {}
+        self.last_used: dict[str, datetime] = {}
+        self.trouble: str | None = None
+        """The reason why the file of keys is not believed, None if it is."""
+
+    @property
+    def keys(self) -> Mapping[str, ApiKey]:
+        """The keys by id, expired ones included."""
+        return MappingProxyType(self._keys)
+
+    def find(self, token: bytes) -> ApiKey | None:
+        """Return the key in force with this token. Takes the same time for every wrong token."""
+        key_id = id_of(token)
+        key = None if key_id is None else self._keys.get(key_id)
+        is_right = is_token_of(key, token)
+        now = datetime.now(UTC)
+        if key is None or not is_right or key.is_over(now):
+            return None
+        self.last_used[key.id] = now
+        return key
+
+    def replace(self, keys: Sequence[ApiKey]) -> None:
+        """Put these keys in force, and end uses of those that are gone or changed."""
+        self._keys = {key.id: key for key in keys}
+        self.trouble = None
+        self.last_used = {key_id: moment for key_id, moment in self.last_used.items() if key_id in self._keys}
+        self.end_uses()
+
+    def end_uses(self) -> None:
+        """End the uses of keys that are gone, changed or over by now."""
+        now = datetime.now(UTC)
+        for key_id, uses in list(self._uses.items()):
+            key = self._keys.get(key_id)
+            for use in uses:
+                if key is None or key.is_over(now) or use.key is None or not use.key.gives(key):
+                    use.scope.cancel()
+
+    def use(self) -> KeyUse:
+        """Return a new use, for one request or connection."""
+        return KeyUse(self._uses)
+
+
+# The file
+
 Stamp = tuple[int, ...]
-"""What differs when a file was replaced or written."""
+"""A value that differs after a file was replaced or written."""
 
 
 class KeyFileError(Exception):
-    """The file can't be believed or read; the message says why and holds nothing of it."""
+    """The file can't be believed or read; the message says why and quotes nothing of the file."""
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Return what to compare to see a change; empty if there is no file. Raises `OSError`."""
+    """Return the file's stamp, empty if there is no file. Raises `OSError`."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
@@ -65,8 +154,8 @@ def read_keys(path: Path) -> list[ApiKey]:
     """Return the keys; none if there is no file.
 
     Raises:
-        KeyFileError: it is not ours, or not what `write_keys` writes.
-        OSError: it can't be read.
+        KeyFileError: another user owns or may write the file, or `write_keys` did not write it.
+        OSError: the file can't be read.
     """
     try:
         fd = os.open(path, _READ)
@@ -84,7 +173,7 @@ def read_keys(path: Path) -> list[ApiKey]:
 
 
 def write_keys(path: Path, keys: Sequence[ApiKey]) -> None:
-    """Replace the file; the group that has the directory may read it. Raises `OSError`."""
+    """Replace the file; the directory's group may read it. Raises `OSError`."""
     content = orjson.dumps({"version": _VERSION, "keys": [_encode(key) for key in keys]}, option=orjson.OPT_INDENT_2)
     new = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -107,7 +196,7 @@ def locked_for_change(path: Path) -> Iterator[None]:
     """Keep other writers out between a read and a write.
 
     Raises:
-        KeyFileError: another writer does not end.
+        KeyFileError: another writer holds the lock for too long.
         OSError: the directory can't be opened.
     """
     fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -135,8 +224,7 @@ def _sync_directory(path: Path) -> None:
 
 
 def _check_owner(status: os.stat_result) -> None:
-    """Root believes a file of the daemon's user, which can make keys for nobody but itself; others believe root's and
-    their own."""
+    """Refuse a file of another user. Root believes also a file of the daemon's user, which serves only that user."""
     if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
         raise KeyFileError("it is no plain file")
     if os.geteuid() not in (0, status.st_uid) and status.st_uid != 0:
@@ -163,7 +251,7 @@ def _text(moment: datetime | None) -> str | None:
 
 
 def _decode(content: bytes) -> list[ApiKey]:
-    """Raises ValueError, KeyError, TypeError or AttributeError unless `write_keys` could have written it."""
+    """Return the keys. Raises ValueError, KeyError, TypeError or AttributeError unless `write_keys` wrote them."""
     if len(content) > _MAX_BYTES:
         raise ValueError("too long")
     value = orjson.loads(content)
@@ -205,82 +293,49 @@ def _moment(text: str | None) -> datetime | None:
     return moment
 
 
-class KeyUse:
-    """A request or a connection under way: it goes on inside `running`, and `bind` says on which key, once that is
-    known."""
+class KeyWatch:
+    """Keeps `ring` as the file at `path` says, so that a revoked key is over within a second.
 
-    def __init__(self, uses: dict[str, set[KeyUse]]) -> None:
-        self.scope = trio.CancelScope()
-        self.key: ApiKey | None = None
-        self._uses = uses
+    The file is looked at by its name and off the event loop: a disk that hangs delays changes and nothing else.
+    """
 
-    def bind(self, key: ApiKey) -> None:
-        """From here on this is served on `key`, while that is in force. To be called when the key is found."""
-        self.key = key
-        if key.digest:  # the configured key holds as long as the daemon
-            self._uses.setdefault(key.id, set()).add(self)
+    def __init__(self, ring: KeyRing, path: Path) -> None:
+        self._ring, self._path = ring, path
+        self._seen: Stamp | None = None
+        self._limiter = trio.CapacityLimiter(1)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Raises `Unauthorized` when the key ended before what goes on inside."""
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Read the file at once, then whenever it changes."""
+        await self.look()
+        task_status.started()
+        while True:
+            await trio.sleep(LOOK_EVERY_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Bring the ring up to date."""
         try:
-            with self.scope:
-                yield
-        finally:
-            self.leave()
-        if self.scope.cancelled_caught:
-            raise Unauthorized("the API key was revoked or has expired")
+            stamp = await trio.to_thread.run_sync(stamp_of, self._path, limiter=self._limiter)
+            if stamp != self._seen:
+                await self._read(stamp)
+        except (KeyFileError, OSError) as error:
+            self._refuse(error)
+        self._ring.end_uses()
 
-    def leave(self) -> None:
-        """All that the key was for is done; more than once is fine."""
-        if self.key is not None and self.key.id in self._uses:
-            self._uses[self.key.id].discard(self)
-            if not self._uses[self.key.id]:
-                del self._uses[self.key.id]
+    async def _read(self, stamp: Stamp) -> None:
+        self._seen = stamp
+        keys = await trio.to_thread.run_sync(read_keys, self._path, limiter=self._limiter)
+        before = self._ring.keys.keys()
+        after = {key.id for key in keys}
+        if before != after:
+            facts = {"added": sorted(after - before), "removed": sorted(before - after), "keys": len(keys)}
+            log.info("keys_changed", extra=facts)
+        self._ring.replace(keys)
 
-
-class KeyRing:
-    """See the module's docstring."""
-
-    def __init__(self) -> None:
-        self._keys: dict[str, ApiKey] = {}
-        self._uses: dict[str, set[KeyUse]] = {}
-        self.last_used: dict[str, datetime] = {}
-        self.trouble: str | None = None
-        """Why the file of keys is not believed."""
-
-    @property
-    def keys(self) -> Mapping[str, ApiKey]:
-        """The keys by id, expired ones included."""
-        return MappingProxyType(self._keys)
-
-    def find(self, token: bytes) -> ApiKey | None:
-        """Return the key in force that has this token. Takes as long for every wrong one."""
-        key_id = id_of(token)
-        key = None if key_id is None else self._keys.get(key_id)
-        is_right = is_token_of(key, token)
-        now = datetime.now(UTC)
-        if key is None or not is_right or key.is_over(now):
-            return None
-        self.last_used[key.id] = now
-        return key
-
-    def replace(self, keys: Sequence[ApiKey]) -> None:
-        """These are the keys now."""
-        self._keys = {key.id: key for key in keys}
-        self.trouble = None
-        self.last_used = {key_id: moment for key_id, moment in self.last_used.items() if key_id in self._keys}
-        self.end_uses()
-
-    def end_uses(self) -> None:
-        """End what goes on with keys that are gone, changed or over by now."""
-        now = datetime.now(UTC)
-        for key_id, uses in list(self._uses.items()):
-            key = self._keys.get(key_id)
-            for use in uses:
-                if key is None or key.is_over(now) or use.key is None or not use.key.gives(key):
-                    use.scope.cancel()
-
-    def use(self) -> KeyUse:
-        """Return what a request or a connection is to go on in."""
-        return KeyUse(self._uses)
+    def _refuse(self, error: Exception) -> None:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        if self._ring.keys or self._ring.trouble != reason:
+            log.error("keys_refused", extra={"file": self._path.name, "reason": reason})
+        self._ring.replace([])
+        self._ring.trouble = reason
+        self._seen = None  # the file may become readable without a change of its stamp

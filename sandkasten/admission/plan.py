@@ -1,11 +1,8 @@
-"""What a caller wants, made into what nsinit needs; pure. `SessionSpec + Config + image → Resolved → SandboxPlan`.
+"""From a spec to nsinit's plan: `SessionSpec + Config + image → Resolved → SandboxPlan`. Pure.
 
-Limits beyond the kernel's bounds: those fixed when a session is made, and the most the operator allows. Pure.
-
-Open files and the sizes of `/tmp` and `/dev/shm` can't change while a session lives: what runs has inherited or mounted
-them. `plan.check_limits` owns the bounds of those that can.
-
-Which times to live and lifetimes a session may have; pure.
+`resolve` fills in defaults and refuses values out of range, with the bad field in the error's details. Limits are of
+two kinds. Those in `LIMIT_BOUNDS` can change while a session lives. Those in `FIXED_BOUNDS` can't, since running
+processes have inherited open-file limits, and `/tmp` and `/dev/shm` are mounted with their sizes.
 """
 
 from __future__ import annotations
@@ -34,11 +31,14 @@ from sandkasten.model import (
 from sandkasten.model.errors import InvalidImage, InvalidRequest
 from sandkasten.model.workspace import WorkspaceMode
 
-_BYTES_PER_INODE = 4096
 _MIB = 1024 * 1024
+_BYTES_PER_INODE = 4096
 _MIN_INODES = 1024
+_CPU_PERIOD_US = 100_000
+_MIN_CPU_QUOTA_US = 1_000
 _TMPFS_SHARES = {"tmp_mb": 2, "shm_mb": 4}
-"""Each may be at most one part of so many of the memory: a full one is "no space left", not a killed PID 1."""
+"""Divisors: each size is at most that part of the memory, so that a full one is "no space left", not an OOM kill."""
+
 _MAXIMUM_OF = {
     "cpu": "cpu_limit",
     "memory_mb": "mem_limit_mb",
@@ -49,106 +49,9 @@ _MAXIMUM_OF = {
 }
 
 
-def fill_fixed(limits: Limits, defaults: Defaults) -> Limits:
-    """Return `limits`, of which the others were checked, with every fixed one filled in.
-
-    Raises:
-        InvalidRequest: one that was asked for is out of range, or more than its share of the memory.
-    """
-    problems = _bad_values(limits)
-    for name, parts in _TMPFS_SHARES.items():
-        asked = getattr(limits, name)
-        if f"limits.{name}" not in problems and asked is not None and asked * parts > limits.memory_mb:
-            problems[f"limits.{name}"] = f"must be at most 1/{parts} of memory_mb: what is in there counts as memory"
-    if problems:
-        raise InvalidRequest("limits out of range", **problems)
-    tmp_mb = limits.tmp_mb or min(defaults.tmp_limit_mb, limits.memory_mb // 2)
-    shm_mb = limits.shm_mb or min(defaults.shm_limit_mb, limits.memory_mb // 4)
-    return attrs.evolve(
-        limits,
-        open_files=limits.open_files or defaults.open_files_limit,
-        tmp_mb=tmp_mb,
-        tmp_inodes=limits.tmp_inodes or defaults.tmp_inodes or _usual_inodes(tmp_mb),
-        shm_mb=shm_mb,
-        shm_inodes=limits.shm_inodes or defaults.shm_inodes or _usual_inodes(shm_mb),
-    )
-
-
-def keep_fixed(limits: Limits, current: Limits) -> Limits:
-    """Return a change's `limits` with the fixed ones as they are. Raises `InvalidRequest` if it would change one."""
-    kept = {name: getattr(current, name) for name in FIXED_BOUNDS}
-    asked = {name: getattr(limits, name) for name in FIXED_BOUNDS}
-    problems = {
-        f"limits.{name}": "is fixed when the session is made"
-        for name, value in asked.items()
-        if value is not None and value != kept[name]
-    }
-    if problems:
-        raise InvalidRequest("these limits can't change", **problems)
-    return attrs.evolve(limits, **kept)
-
-
-def check_maximum(limits: Limits, maximum: Maximum) -> None:
-    """Refuse more than the operator allows. Raises `InvalidRequest`."""
-    most = {name: getattr(maximum, setting) for name, setting in _MAXIMUM_OF.items()}
-    asked = {name: getattr(limits, name) for name in most}
-    problems = {
-        f"limits.{name}": f"must be at most {most[name]} on this server"
-        for name, value in asked.items()
-        if value is not None and value > most[name]
-    }
-    if problems:
-        raise InvalidRequest("limits above this server's maximum", **problems)
-
-
-def _bad_values(limits: Limits) -> dict[str, str]:
-    problems = {}
-    for name, (low, high) in FIXED_BOUNDS.items():
-        value = getattr(limits, name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            problems[f"limits.{name}"] = "must be an integer"
-        elif value is not None and not low <= value <= high:
-            problems[f"limits.{name}"] = f"must be between {low} and {high}"
-    return problems
-
-
-def _usual_inodes(size_mb: int) -> int:
-    return max(size_mb * _MIB // _BYTES_PER_INODE, _MIN_INODES)
-
-
-def check_spans(maximum: Maximum, *, ttl_s: float | None, max_lifetime_s: float | None) -> None:
-    """Refuse a time that no session may have or that the operator does not allow. None is not asked for.
-
-    Raises:
-        InvalidRequest: with each bad one in `details`.
-    """
-    asked = {
-        "idle_timeout_seconds": (ttl_s, maximum.idle_timeout_seconds),
-        "max_lifetime_seconds": (max_lifetime_s, maximum.max_lifetime_seconds),
-    }
-    found = {name: _problem(span_s, most_s) for name, (span_s, most_s) in asked.items() if span_s is not None}
-    problems = {name: problem for name, problem in found.items() if problem is not None}
-    if problems:
-        raise InvalidRequest("the session can't live as long as that", **problems)
-
-
-def _problem(span_s: float, most_s: int | None) -> str | None:
-    if span_s == FOREVER_S:
-        return None if most_s is None else f"must not be null on this server, and at most {most_s}"
-    if not 0 < span_s <= MAX_SPAN_S:  # written so that NaN fails, too
-        return f"must be more than 0 and at most {MAX_SPAN_S:.0f}"
-    if most_s is not None and span_s > most_s:
-        return f"must be at most {most_s} on this server"
-    return None
-
-
-_CPU_PERIOD_US = 100_000
-_MIN_CPU_QUOTA_US = 1_000
-
-
 @attrs.frozen
 class Resolved:
-    """A session's settings with every default filled in. `image` is as asked for, an alias perhaps."""
+    """A session's settings with every default filled in. `image` is the name in the request, which may be an alias."""
 
     image: str
     ttl_s: float
@@ -160,11 +63,11 @@ class Resolved:
 
 
 def resolve(spec: SessionSpec, config: Config) -> Resolved:
-    """Fill in defaults and refuse what is out of range.
+    """Fill in defaults and refuse values out of range.
 
     Raises:
-        InvalidRequest: with the bad field in `details`.
-        InvalidImage: the name is malformed or not among the allowed ones.
+        InvalidRequest: the bad field is in `details`.
+        InvalidImage: the name is malformed or not allowed.
     """
     image = spec.image or config.default_image
     if not IMAGE_NAME.match(image):
@@ -216,7 +119,7 @@ def _options(spec: SessionSpec, config: Config, exec_mode: str) -> SessionOption
 
 
 def _seccomp(asked: str | None, config: Config) -> str:
-    """Return the filter: the configured one, one that sessions may ask for, or `strict`, which is the strictest."""
+    """Return the name of the system call filter. Sessions may ask for `strict` and for those the operator allows."""
     allowed = dict.fromkeys((config.security.seccomp, SECCOMP_PROFILES[0], *config.security.seccomp_allowed))
     if asked is not None and asked not in allowed:
         raise InvalidRequest(
@@ -226,8 +129,37 @@ def _seccomp(asked: str | None, config: Config) -> str:
     return asked or config.security.seccomp
 
 
+# Bounds
+
+
+def check_spans(maximum: Maximum, *, ttl_s: float | None, max_lifetime_s: float | None) -> None:
+    """Refuse times to live out of range or above the operator's maximum. None: not in the request.
+
+    Raises:
+        InvalidRequest: each bad time is in `details`.
+    """
+    asked = {
+        "idle_timeout_seconds": (ttl_s, maximum.idle_timeout_seconds),
+        "max_lifetime_seconds": (max_lifetime_s, maximum.max_lifetime_seconds),
+    }
+    found = {name: _problem(span_s, most_s) for name, (span_s, most_s) in asked.items() if span_s is not None}
+    problems = {name: problem for name, problem in found.items() if problem is not None}
+    if problems:
+        raise InvalidRequest("the session can't live as long as that", **problems)
+
+
+def _problem(span_s: float, most_s: int | None) -> str | None:
+    if span_s == FOREVER_S:
+        return None if most_s is None else f"must not be null on this server, and at most {most_s}"
+    if not 0 < span_s <= MAX_SPAN_S:  # written so that NaN fails, too
+        return f"must be more than 0 and at most {MAX_SPAN_S:.0f}"
+    if most_s is not None and span_s > most_s:
+        return f"must be at most {most_s} on this server"
+    return None
+
+
 def check_limits(limits: Limits) -> None:
-    """Refuse limits that no sandbox can live under. Raises `InvalidRequest` with each bad one in `details`."""
+    """Refuse limits out of the kernel's range. Raises `InvalidRequest` with each bad one in `details`."""
     problems = {}
     for name, (low, high) in LIMIT_BOUNDS.items():
         value = getattr(limits, name)
@@ -241,17 +173,87 @@ def check_limits(limits: Limits) -> None:
 
 
 def check_disk_limits(limits: Limits, disk: Disk) -> None:
-    """Refuse more disk than the configuration lets any session have. Raises `InvalidRequest`."""
+    """Refuse more disk than the configuration allows. Raises `InvalidRequest`."""
     if limits.disk_mb > disk.max_mb:
         raise InvalidRequest("limits out of range", **{"limits.disk_mb": f"at most {disk.max_mb}"})
     if limits.disk_inodes > disk.max_inodes:
         raise InvalidRequest("limits out of range", **{"limits.disk_inodes": f"at most {disk.max_inodes}"})
 
 
+def check_maximum(limits: Limits, maximum: Maximum) -> None:
+    """Refuse limits above the operator's maximum. Raises `InvalidRequest`."""
+    most = {name: getattr(maximum, setting) for name, setting in _MAXIMUM_OF.items()}
+    asked = {name: getattr(limits, name) for name in most}
+    problems = {
+        f"limits.{name}": f"must be at most {most[name]} on this server"
+        for name, value in asked.items()
+        if value is not None and value > most[name]
+    }
+    if problems:
+        raise InvalidRequest("limits above this server's maximum", **problems)
+
+
+def fill_fixed(limits: Limits, defaults: Defaults) -> Limits:
+    """Return `limits` with every fixed limit filled in. The others were checked before.
+
+    Raises:
+        InvalidRequest: a fixed limit is out of range, or more than its share of the memory.
+    """
+    problems = _bad_values(limits)
+    for name, parts in _TMPFS_SHARES.items():
+        asked = getattr(limits, name)
+        if f"limits.{name}" not in problems and asked is not None and asked * parts > limits.memory_mb:
+            problems[f"limits.{name}"] = f"must be at most 1/{parts} of memory_mb: what is in there counts as memory"
+    if problems:
+        raise InvalidRequest("limits out of range", **problems)
+    tmp_mb = limits.tmp_mb or min(defaults.tmp_limit_mb, limits.memory_mb // 2)
+    shm_mb = limits.shm_mb or min(defaults.shm_limit_mb, limits.memory_mb // 4)
+    return attrs.evolve(
+        limits,
+        open_files=limits.open_files or defaults.open_files_limit,
+        tmp_mb=tmp_mb,
+        tmp_inodes=limits.tmp_inodes or defaults.tmp_inodes or _usual_inodes(tmp_mb),
+        shm_mb=shm_mb,
+        shm_inodes=limits.shm_inodes or defaults.shm_inodes or _usual_inodes(shm_mb),
+    )
+
+
+def keep_fixed(limits: Limits, current: Limits) -> Limits:
+    """Return the `limits` of a change with the present fixed ones. Raises `InvalidRequest` if a fixed one differs."""
+    kept = {name: getattr(current, name) for name in FIXED_BOUNDS}
+    asked = {name: getattr(limits, name) for name in FIXED_BOUNDS}
+    problems = {
+        f"limits.{name}": "is fixed when the session is made"
+        for name, value in asked.items()
+        if value is not None and value != kept[name]
+    }
+    if problems:
+        raise InvalidRequest("these limits can't change", **problems)
+    return attrs.evolve(limits, **kept)
+
+
+def _bad_values(limits: Limits) -> dict[str, str]:
+    problems = {}
+    for name, (low, high) in FIXED_BOUNDS.items():
+        value = getattr(limits, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            problems[f"limits.{name}"] = "must be an integer"
+        elif value is not None and not low <= value <= high:
+            problems[f"limits.{name}"] = f"must be between {low} and {high}"
+    return problems
+
+
+def _usual_inodes(size_mb: int) -> int:
+    return max(size_mb * _MIB // _BYTES_PER_INODE, _MIN_INODES)
+
+
+# The plan
+
+
 def plan_sandbox(
     session_id: str, resolved: Resolved, *, workspace_id: str | None, image: str, image_kind: ImageKind
 ) -> SandboxPlan:
-    """Return the plan for nsinit; `image` is the name that an alias stands for."""
+    """Return the plan for nsinit; `image` is the image's own name, never an alias."""
     limits = resolved.limits
     return SandboxPlan(
         session_id=session_id,
@@ -272,7 +274,7 @@ def plan_sandbox(
 
 
 def plan_disk(limits: Limits) -> protocol.DiskLimits:
-    """Return the disk's part of the limits."""
+    """Return the disk limits in the kernel's units."""
     return protocol.DiskLimits(size_bytes=limits.disk_mb * _MIB, inodes=limits.disk_inodes)
 
 
@@ -285,9 +287,11 @@ def plan_limits(limits: Limits) -> protocol.Limits:
 
 
 def spec_digest(spec: SessionSpec) -> str:
-    """Return what tells one spec from another, for idempotency keys; irreversible, since `env` may hold secrets. Of
-    what is as by default nothing is said, so that a field which a later version adds makes no spec another one. Who
-    asks is part of the key."""
+    """Return a digest of a spec, for idempotency keys; irreversible, since `env` may hold secrets.
+
+    Fields with their default are left out, so that a field of a later version does not change the digest. The caller
+    is part of the key, not of the digest.
+    """
     default = attrs.asdict(SessionSpec())
     asked = attrs.asdict(attrs.evolve(spec, idempotency_key=None, key_id=None))
     said = {name: value for name, value in asked.items() if value != default[name]}

@@ -1,10 +1,8 @@
-"""What each API key has of its quota: its live sessions and their limits, what runs in them, how often it asked.
+"""Shares of API keys: live sessions and their limits, running commands, and rates of requests, against quotas.
 
-Sums are kept by who made a session, whoever changes it later, and an adopted session counts again after a restart. What
-is over a quota is refused with what to wait for; what is there stays, also when a quota was made smaller. Rates are
-token buckets: a full one may be spent at once. Bookkeeping alone: no I/O, no task. The node's own limits: `budget.py`.
-
-How often something may be done: so many times at once, then at a rate. Bookkeeping alone: nobody waits here.
+Sums count for the key that made a session, also when another key changes the session later; adopted sessions count
+again after a restart. A request over a quota is refused with the time to wait. Sessions that exist stay, also when a
+quota is made smaller. Bookkeeping alone: no I/O, no task. The node's own limits are `budget.py`'s.
 """
 
 from __future__ import annotations
@@ -20,30 +18,8 @@ from sandkasten.model import Limits
 from sandkasten.model.errors import QuotaExceeded
 from sandkasten.model.keys import ApiKey, KeyUsage, Quota
 
-
-class TokenBucket:
-    """`burst` may be taken at once, then `per_s`. `clock` in seconds; it is not looked at before the first is taken."""
-
-    def __init__(self, *, per_s: float, burst: float, clock: Callable[[], float]) -> None:
-        self.per_s, self.burst = per_s, burst
-        self._clock = clock
-        self._left = burst
-        self._at: float | None = None
-
-    def take(self) -> float:
-        """Take one, and return 0; or take none, and return in how many seconds there is one."""
-        now = self._clock()
-        if self._at is not None:
-            self._left = min(self.burst, self._left + (now - self._at) * self.per_s)
-        self._at = now
-        if self._left >= 1:
-            self._left -= 1
-            return 0
-        return (1 - self._left) / self.per_s if self.per_s else math.inf
-
-
 _WHEN_FULL_S = 5
-"""When to ask again for what others of the key hold; nobody knows when they let go."""
+"""Seconds to wait for a share that other sessions of the key hold: a guess, since their end is unknown."""
 
 _NO_QUOTA = Quota()
 _SUMMED = ("cpu", "memory_mb", "disk_mb")
@@ -57,8 +33,7 @@ class _Held:
 
 
 class KeyShares:
-    """See the module's docstring. Sessions are known by whatever the caller knows them by; `runs_of` counts what runs
-    in the sessions of a key."""
+    """The shares of all keys. `runs_of` counts the running commands, processes and terminals in a key's sessions."""
 
     def __init__(
         self,
@@ -75,7 +50,7 @@ class KeyShares:
         self._requests: dict[str, TokenBucket] = {}
 
     def usage(self, key: ApiKey) -> KeyUsage:
-        """Return what a key has now."""
+        """Return the present use of a key's quota."""
         held = self._of.get(key.id, {}).values()
         return KeyUsage(
             sessions=len(held),
@@ -89,24 +64,24 @@ class KeyShares:
     # Sessions ---------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """There are no sessions; those that there are will be held again."""
+        """Forget all sessions, before the live ones are held anew."""
         self._held.clear()
         self._of.clear()
 
     def hold(self, session: Hashable, owner: str | None, limits: Limits) -> None:
-        """Count what is there, whether it fits or not."""
+        """Count a session that exists, whether it fits or not."""
         self.release(session)
         if owner is not None:
             self._held[session] = _Held(owner, limits)
             self._of.setdefault(owner, {})[session] = limits
 
     def owner_of(self, session: Hashable) -> str | None:
-        """Return the key that made a session that is held."""
+        """Return the key that made a counted session."""
         held = self._held.get(session)
         return None if held is None else held.owner
 
     def release(self, session: Hashable) -> None:
-        """It is no more."""
+        """Forget a session."""
         held = self._held.pop(session, None)
         if held is not None:
             of_owner = self._of[held.owner]
@@ -115,7 +90,7 @@ class KeyShares:
                 del self._of[held.owner]
 
     def check_create(self, owner: str | None, limits: Limits) -> None:
-        """Raises `QuotaExceeded` unless one more session of these limits fits."""
+        """Raise `QuotaExceeded` unless one more session of these limits fits."""
         quota = self._quota(owner)
         have = len(self._of.get(owner or "", ()))
         if quota.sessions is not None and have >= quota.sessions:
@@ -124,7 +99,7 @@ class KeyShares:
         self._check_sums(owner, quota, limits, None)
 
     def check_change(self, session: Hashable, limits: Limits) -> None:
-        """Raises `QuotaExceeded` unless other limits fit; what does not grow always does."""
+        """Raise `QuotaExceeded` unless the new limits fit; a limit that does not grow always fits."""
         held = self._held.get(session)
         if held is not None:
             self._check_sums(held.owner, self._quota(held.owner), limits, held.limits)
@@ -142,21 +117,21 @@ class KeyShares:
     # Rates and runs ---------------------------------------------------------------------------------------------
 
     def take_create(self, owner: str | None) -> None:
-        """A session is about to be made. Raises `QuotaExceeded` when that comes too soon."""
+        """Count a create. Raises `QuotaExceeded` when the key creates faster than it may."""
         per_minute = self._quota(owner).creates_per_minute
         if owner is not None and per_minute is not None:
             bucket = self._bucket(self._creates, owner, per_s=per_minute / 60, burst=per_minute)
             _take(bucket, "creates_per_minute", per_minute)
 
     def take_request(self, key: ApiKey) -> None:
-        """The key asks for something. Raises `QuotaExceeded` when that comes too soon."""
+        """Count a request. Raises `QuotaExceeded` when the key asks faster than it may."""
         per_s = key.quota.requests_per_second
         if per_s is not None:
             bucket = self._bucket(self._requests, key.id, per_s=per_s, burst=per_s)
             _take(bucket, "requests_per_second", per_s)
 
     def check_run(self, owner: str | None) -> None:
-        """Raises `QuotaExceeded` unless one more command, process or terminal may run in the key's sessions."""
+        """Raise `QuotaExceeded` unless one more command, process or terminal may run in the key's sessions."""
         most = self._quota(owner).execs
         if owner is not None and most is not None and (running := self._runs_of(owner)) >= most:
             message = "the sessions of this API key run all that they may at a time"
@@ -175,13 +150,37 @@ class KeyShares:
         return _NO_QUOTA if key is None else key.quota
 
 
+def _full(name: str, message: str, **details: float) -> QuotaExceeded:
+    return QuotaExceeded(message, retry_after_s=_WHEN_FULL_S, quota=name, **details)
+
+
+# Rates
+
+
+class TokenBucket:
+    """A rate: `burst` may be taken at once, then `per_s`. `clock` gives seconds; first read when the first is taken."""
+
+    def __init__(self, *, per_s: float, burst: float, clock: Callable[[], float]) -> None:
+        self.per_s, self.burst = per_s, burst
+        self._clock = clock
+        self._left = burst
+        self._at: float | None = None
+
+    def take(self) -> float:
+        """Take one and return 0, or take none and return the seconds until there is one."""
+        now = self._clock()
+        if self._at is not None:
+            self._left = min(self.burst, self._left + (now - self._at) * self.per_s)
+        self._at = now
+        if self._left >= 1:
+            self._left -= 1
+            return 0
+        return (1 - self._left) / self.per_s if self.per_s else math.inf
+
+
 def _take(bucket: TokenBucket, name: str, total: float) -> None:
     wait_s = bucket.take()
     if wait_s:
         message = "this API key asks more often than it may"
         wait = math.ceil(wait_s) if math.isfinite(wait_s) else 3600
         raise QuotaExceeded(message, retry_after_s=wait, quota=name, total=total)
-
-
-def _full(name: str, message: str, **details: float) -> QuotaExceeded:
-    return QuotaExceeded(message, retry_after_s=_WHEN_FULL_S, quota=name, **details)

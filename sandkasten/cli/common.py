@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,21 +16,21 @@ if TYPE_CHECKING:
 
 
 def printable(text: str) -> str:
-    """Return a text with `?` in place of what is neither printable nor a line break."""
+    """Return a text with `?` in place of unprintable characters other than line breaks."""
     return "\n".join(map(printable_line, text.split("\n")))
 
 
 def printable_line(text: str) -> str:
-    """Return a line with `?` in place of what is not printable."""
+    """Return a line with `?` in place of unprintable characters."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
 class Stop(Exception):
-    """Nothing more can be done; the message is what the person at the terminal should read."""
+    """End of the command; the message is for the person at the terminal."""
 
 
 def load(arguments: argparse.Namespace) -> Config:
-    """Read the configuration with what the command line says on top."""
+    """Read the configuration and apply the command line to it."""
     from sandkasten.config import ConfigError
     from sandkasten.config.files import find_file, load_config
 
@@ -46,3 +47,13 @@ def require_root() -> None:
     """Refuse to go on without the privilege to make sandboxes."""
     if os.geteuid() != 0:
         raise Stop("making sandboxes needs root: run this with sudo, or as root in a virtual machine")
+
+
+def make_data_dir(path: Path) -> None:
+    """Make the data directory, closed to other users, also if it was open before."""
+    from sandkasten.host import data_dir
+
+    try:
+        data_dir.make_data_dir(path)
+    except OSError as error:
+        raise Stop(f"can't use {path} as data directory: {error.strerror}") from None

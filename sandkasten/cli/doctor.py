@@ -1,7 +1,8 @@
-"""`sandkasten doctor`: everything that was tried on this machine, and what is left over, as a table or as JSON.
+"""`sandkasten doctor`: the checks of this machine, the protections they add up to, and leftovers, as a table or as
+JSON.
 
-Exit status 0: all that is required works; 1: something required is missing; 2: wrong arguments or configuration. Needs
-no root, but can try and see less without. With `--fix` it is about what is left over alone; see `mend.py`.
+Exit status 0: every required protection works; 1: one is missing; 2: wrong arguments or configuration. Needs no root,
+but tries and sees less without. `--fix` makes no checks and removes leftovers; see `leftovers.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from collections.abc import Sequence
 import attrs
 
 from sandkasten.cli.common import Stop, load, printable
-from sandkasten.cli.notices import image_notices
-from sandkasten.cli.remains import Remains, as_json, find_remains, lines_of
+from sandkasten.cli.image import image_notices
+from sandkasten.cli.leftovers import Leftovers, as_json, as_lines, find_leftovers, fix_leftovers
 from sandkasten.config import Config
 from sandkasten.host import examine
 from sandkasten.host.leftovers import CantLook
@@ -32,7 +33,7 @@ _MARKS = {
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Print every check and what they add up to; 0 if sandboxes can be made here."""
+    """Print all checks and protections; return 0 if sandboxes can be made here."""
     try:
         config = load(arguments)
     except Stop as mistakes:
@@ -40,9 +41,7 @@ def doctor(arguments: argparse.Namespace) -> int:
             print(f"sandkasten: {line}", file=sys.stderr)
         return 2
     if arguments.fix:
-        from sandkasten.cli.mend import mend
-
-        return mend(config, is_json=arguments.json)
+        return fix_leftovers(config, is_json=arguments.json)
     machine = with_needs(config, examine.examine(config.data_dir, thorough=True))
     found = protections(Situation(config, machine))
     lacks = lacking(config, found)
@@ -54,22 +53,22 @@ def doctor(arguments: argparse.Namespace) -> int:
     return 1 if lacks else 0
 
 
-def _look(config: Config) -> Remains | str:
-    """Return what is left over, or why nobody looked."""
+def _look(config: Config) -> Leftovers | str:
+    """Return the leftovers, or the reason why they were not looked for."""
     if os.geteuid() != 0:
         return "takes root"
     try:
-        return find_remains(config)
+        return find_leftovers(config)
     except CantLook as error:
         return str(error)
 
 
-def _leftovers_json(seen: Remains | str) -> dict[str, object]:
+def _leftovers_json(seen: Leftovers | str) -> dict[str, object]:
     return {"not_looked_for": seen} if isinstance(seen, str) else as_json(seen)
 
 
-def _leftovers(seen: Remains | str) -> Sequence[str]:
-    return [f"{'?':<5} {'leftovers':<18} not looked for: {seen}"] if isinstance(seen, str) else lines_of(seen)
+def _leftovers(seen: Leftovers | str) -> Sequence[str]:
+    return [f"{'?':<5} {'leftovers':<18} not looked for: {seen}"] if isinstance(seen, str) else as_lines(seen)
 
 
 def _print_all(config: Config, machine: Machine, found: Sequence[Protection], lacks: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""`sandkasten init`: configuration, key and default image where there are none; what is there stays as it is."""
+"""`sandkasten init`: makes configuration, key and default image if missing, and changes no existing one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 import os
 from pathlib import Path
 
-from sandkasten.cli.common import Stop, load, require_root
-from sandkasten.cli.keys import make_data_dir, with_key
+from sandkasten.cli.common import Stop, load, make_data_dir, require_root
+from sandkasten.cli.keys import with_key
 from sandkasten.config import Config
 from sandkasten.model.errors import SandkastenError
 
@@ -19,7 +19,7 @@ data_dir: {data_dir}
 
 
 def init(arguments: argparse.Namespace) -> int:
-    """Make what is missing and say where everything is."""
+    """Make the missing parts and print their places."""
     require_root()
     made_file = arguments.config is not None and not arguments.config.exists()
     path, arguments.config = arguments.config, None if made_file else arguments.config

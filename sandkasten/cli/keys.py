@@ -1,9 +1,8 @@
-"""`sandkasten key create | list | revoke`: works on the file of keys directly, with or without a daemon.
+"""API keys on disk: the configured key's file, and `sandkasten key create | list | revoke`.
 
-A daemon that runs sees the change within a second. The token of a new key is on stdout and nowhere else, once: what is
-kept of it is a digest.
-
-The API key on disk: made once, readable for the daemon's user and root alone, told to nobody.
+`with_key` makes the first key, once, in a file that the daemon's user and root alone can read. The subcommand works on
+the file of further keys directly, with or without a daemon; a running daemon sees the change within a second. The token
+of a new key is printed on stdout once; only its digest is kept.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ from typing import Any
 import attrs
 
 from sandkasten.admission.keys import MAX_KEYS, KeyFileError, locked_for_change, read_keys, write_keys
-from sandkasten.cli.common import Stop, load
+from sandkasten.cli.common import Stop, load, make_data_dir
 from sandkasten.config import Config
-from sandkasten.host import data_dir
 from sandkasten.host.paths import DataPaths
 from sandkasten.model.keys import KEY_ID, KEY_NAME, Access, ApiKey, Label, Quota, digest_of, make_token
 
@@ -45,14 +43,6 @@ def with_key(config: Config) -> Config:
         key = secrets.token_urlsafe(_BYTES)
         file.write(f"{key}\n")
     return _with(config, key)
-
-
-def make_data_dir(path: Path) -> None:
-    """Make the data directory, closed to everybody else, also if it was open before."""
-    try:
-        data_dir.make_data_dir(path)
-    except OSError as error:
-        raise Stop(f"can't use {path} as data directory: {error.strerror}") from None
 
 
 def _read(path: Path) -> str:
@@ -82,7 +72,7 @@ QUOTAS = {
     "creates_per_minute": "creates_per_minute",
     "requests_per_second": "requests_per_second",
 }
-"""Options of `create`, and what they are in a quota."""
+"""Options of `create` and the fields of `Quota` they set."""
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
-"""The `sandkasten` command: arguments in, one function per subcommand, one sentence on stderr when it can't go on.
+"""The `sandkasten` command: arguments, one function per subcommand, one sentence on stderr for a failure.
 
-Imports nothing heavy: each subcommand loads what it needs, so `--help` and `version` answer at once.
+Imports nothing heavy: each subcommand loads its own imports, so `--help` and `version` answer at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _PrintVersion(argparse.Action):
-    """argparse's own action wants the text beforehand, which costs every other call the search for it."""
+    """Prints the version. argparse's own action needs the text beforehand, which would cost every call a search."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_arguments: object) -> None:
         _version(argparse.Namespace())
@@ -50,19 +50,25 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
     serve.set_defaults(command=_serve)
 
-    nsinit = commands.add_parser("nsinit", parents=[common], help="run what makes sandboxes as a service of its own")
+    nsinit = commands.add_parser(
+        "nsinit", parents=[common], help="run nsinit, which makes sandboxes, as a service apart"
+    )
     nsinit.add_argument("--listen", dest="socket", type=Path, metavar="PATH", help="where the daemon connects")
     nsinit.set_defaults(command=_nsinit)
 
     init = commands.add_parser("init", parents=[common], help="make configuration, key and default image if missing")
     init.set_defaults(command=_init)
 
-    doctor = commands.add_parser("doctor", parents=[common], help="say whether this machine can run sandboxes")
+    doctor = commands.add_parser("doctor", parents=[common], help="check whether this machine can run sandboxes")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
-    doctor.add_argument("--fix", action="store_true", help="adopt, finish and remove what is left, without serving")
+    doctor.add_argument(
+        "--fix", action="store_true", help="adopt and finish sessions, remove leftovers, without serving"
+    )
     doctor.set_defaults(command=_doctor)
 
-    security = commands.add_parser("security", parents=[common], help="say what is weak here, and attack it")
+    security = commands.add_parser(
+        "security", parents=[common], help="list weaknesses of this installation, and attack it"
+    )
     security.add_argument("--attack", action="store_true", help="make the attempts of the catalogue, in own sessions")
     security.add_argument("--json", action="store_true", help="print JSON")
     security.add_argument("--user", action="append", choices=("sandbox", "root"), help="attack as; default: both")
@@ -93,16 +99,20 @@ def _add_key(commands: argparse._SubParsersAction[argparse.ArgumentParser], comm
     key = commands.add_parser("key", help="look after API keys")
     actions = key.add_subparsers(metavar="ACTION", required=True)
     create = actions.add_parser("create", parents=[common], help="make a key and print it, once")
-    create.add_argument("--name", required=True, help="what it is for")
+    create.add_argument("--name", required=True, help="name of the key")
     access = create.add_mutually_exclusive_group()
-    access.add_argument("--read-only", action="store_true", help="it may look and change nothing")
-    access.add_argument("--admin", action="store_true", help="it may do everything, the node and keys included")
-    create.add_argument("--label", metavar="NAME=VALUE", help="it reaches only what carries this label")
-    create.add_argument("--expires", metavar="SPAN", help="it ends after that: 90m, 12h, 30d, 8w")
+    access.add_argument("--read-only", action="store_true", help="the key may look and change nothing")
+    access.add_argument("--admin", action="store_true", help="the key may do everything, the node and keys included")
+    create.add_argument(
+        "--label", metavar="NAME=VALUE", help="confine the key to sessions and workspaces with this label"
+    )
+    create.add_argument("--expires", metavar="SPAN", help="end of the key from now: 90m, 12h, 30d, 8w")
     create.add_argument("--max-sessions", type=int, metavar="N", help="live sessions at a time")
-    create.add_argument("--max-cpu", type=float, metavar="CORES", help="cores of its live sessions together")
-    create.add_argument("--max-memory-mb", type=int, metavar="MB", help="memory limits of its live sessions together")
-    create.add_argument("--max-disk-mb", type=int, metavar="MB", help="disk limits of its live sessions together")
+    create.add_argument("--max-cpu", type=float, metavar="CORES", help="cores of the key's live sessions together")
+    create.add_argument(
+        "--max-memory-mb", type=int, metavar="MB", help="memory limits of the key's live sessions together"
+    )
+    create.add_argument("--max-disk-mb", type=int, metavar="MB", help="disk limits of the key's live sessions together")
     create.add_argument("--max-execs", type=int, metavar="N", help="commands, processes and terminals at a time")
     create.add_argument("--creates-per-minute", type=int, metavar="N")
     create.add_argument("--requests-per-second", type=int, metavar="N")

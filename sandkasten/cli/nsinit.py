@@ -1,7 +1,7 @@
-"""`sandkasten nsinit --listen PATH`: nsinit as a service of its own, for a daemon that never was root.
+"""`sandkasten nsinit --listen PATH`: nsinit as a service apart, for a daemon that is never root.
 
-Does as root what a start does on disk, opens the socket, which only the daemon's user may connect to, and becomes the
-keeper (`nsinit/tools/launcher.py`), which starts an nsinit for whoever connects. Sources: unix(7); sd_notify(3).
+Does a start's work on disk as root, opens the socket, to which only the daemon's user may connect, and becomes the
+launcher (`nsinit/tools/launcher.py`), which starts an nsinit for each connection. Sources: unix(7); sd_notify(3).
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from nsinit.spawn import CHANNEL_FD, ENVIRONMENT, keeper_command
-from nsinit.wire.launching import NOTIFY_FD, KeepForUser
+from nsinit.spawn import CHANNEL_FD, ENVIRONMENT, launcher_command
+from nsinit.wire.launching import NOTIFY_FD, LaunchForUser
 from sandkasten import app
 from sandkasten.api.http.listen import ListenError, bind_unix
-from sandkasten.cli.common import Stop, load, require_root
-from sandkasten.cli.keys import make_data_dir
+from sandkasten.cli.common import Stop, load, make_data_dir, require_root
 from sandkasten.cli.privilege import account_of, set_up
 from sandkasten.config import ConfigError
 from sandkasten.host import examine
 from sandkasten.host.account import Account
-from sandkasten.host.machine_file import write_machine
+from sandkasten.host.examine import write_machine
 from sandkasten.host.notify import open_notifier
 from sandkasten.host.paths import DataPaths
 from sandkasten.model.errors import SandkastenError
@@ -32,7 +31,7 @@ _HIGH_FD = 64
 
 
 def nsinit(arguments: argparse.Namespace) -> int:
-    """Prepare, and become the keeper; returns only by an exception."""
+    """Prepare, and become the launcher; returns only by an exception."""
     config = load(arguments)
     require_root()
     path = arguments.socket or config.nsinit_socket
@@ -55,15 +54,15 @@ def nsinit(arguments: argparse.Namespace) -> int:
     notifier.ready(f"listening on {path} for user {account.name}")
     is_told = notifier.fileno() >= 0
     _hand_down({CHANNEL_FD: listener.fileno()} | ({NOTIFY_FD: notifier.fileno()} if is_told else {}))
-    what = KeepForUser(
+    what = LaunchForUser(
         str(config.data_dir), account.gid, account.uid, NOTIFY_FD if is_told else -1, notifier.beat_s or 0.0
     )
-    command = keeper_command(what.encode())
+    command = launcher_command(what.encode())
     os.execve(command[0], command, ENVIRONMENT)
 
 
 def _listen(path: Path, account: Account) -> socket.socket:
-    """Open the socket; it is nobody's but root's until it is the daemon's."""
+    """Open the socket; root owns it until it is handed to the daemon's user."""
     try:
         listener = bind_unix(os.fspath(path), kind=socket.SOCK_SEQPACKET)
     except ListenError as error:
@@ -74,7 +73,7 @@ def _listen(path: Path, account: Account) -> socket.socket:
 
 
 def _hand_down(places: Mapping[int, int]) -> None:
-    """Put descriptors where the keeper looks for them; first out of each other's way."""
+    """Put descriptors where the launcher looks for them; first out of each other's way."""
     safe = {place: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH_FD) for place, fd in places.items()}
     for place, fd in safe.items():
         os.dup2(fd, place)

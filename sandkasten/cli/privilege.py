@@ -1,14 +1,13 @@
-"""What the command line does while it is root, so that the daemon need not be: open, hand over, start the keeper, drop.
+"""The privileged part of a start: open, hand over, start the launcher, drop root, so that the daemon need not be root.
 
-The order is the point: the lock first, so that nobody else is at work in the data directory; then what root alone can
-do; then the keeper, which stays root; then nothing but the daemon's user. Before that there is no thread, no key in
-memory that was not in the configuration, and no connection.
+The order matters. The lock comes first, so that no other process is at work in the data directory; then the work that
+only root can do; then the launcher, which stays root; then this process keeps nothing but the daemon's user. Before the
+drop there is no thread, no key in memory that was not in the configuration, and no connection.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,28 +16,26 @@ from pathlib import Path
 import attrs
 
 import sandkasten
-from nsinit.tools.drop import NotDropped, drop_privilege, undo_mounts
-from nsinit.wire.launching import KeepForParent
+from nsinit.tools.drop import NotDropped, drop_privilege
+from nsinit.wire.launching import LaunchForParent
 from sandkasten import app
-from sandkasten.api.http.listen import Held, hold
+from sandkasten.api.http.listen import EarlySockets, listen_early
 from sandkasten.cli.common import Stop
 from sandkasten.config import Config, ConfigError
 from sandkasten.host.account import Account, find_account
 from sandkasten.host.data_dir import hand_over
 from sandkasten.host.paths import DataPaths
 from sandkasten.images.catalog import Catalog, share_store
-from sandkasten.links.nsinit import Keeper, StartNsinit, connect_to, open_keeper, start_as_child
-
-log = logging.getLogger(__name__)
+from sandkasten.links.nsinit import Launcher, StartNsinit, connect_to, open_launcher, start_as_child
 
 
 @attrs.frozen
 class Means:
-    """What the daemon has instead of privilege."""
+    """The daemon's means in place of privilege."""
 
     start_nsinit: StartNsinit
-    held: Held | None = None
-    keeper: Keeper | None = None
+    early: EarlySockets | None = None
+    launcher: Launcher | None = None
 
 
 def account_of(config: Config) -> Account:
@@ -50,7 +47,7 @@ def account_of(config: Config) -> Account:
 
 
 def set_up(config: Config, account: Account) -> None:
-    """Do as root what a start does on disk, for a daemon of `account`.
+    """Do a start's work on disk as root, for a daemon of `account`.
 
     Raises:
         ConfigError, SandkastenError, OSError.
@@ -62,15 +59,14 @@ def set_up(config: Config, account: Account) -> None:
 
 @contextlib.contextmanager
 def means(config: Config, *, serves: bool = True) -> Iterator[Means]:
-    """Give up root as far as the configuration says, and yield what is left to work with; without `serves` no socket.
+    """Give up root as far as the configuration says, and yield the means to work with; without `serves` no socket.
 
     Raises:
-        Stop: the daemon can't live without privilege here; one sentence says why.
+        Stop: the daemon can't run without privilege here; the message is one sentence.
     """
     if os.geteuid() != 0:
         yield Means(_start_nsinit(config))
         return
-    _undo_mounts(config)
     account = account_of(config)
     if account.is_root:
         set_up(config, account)
@@ -85,33 +81,24 @@ def means(config: Config, *, serves: bool = True) -> Iterator[Means]:
             yield kept
 
 
-def _undo_mounts(config: Config) -> None:
-    """Detach what somebody mounted where only sessions are. What can't be detached is told of like any leftover."""
-    for point, error in undo_mounts(str(config.data_dir)):
-        if error is None:
-            log.warning("mount_undone", extra={"path": point})
-        else:
-            log.error("mount_not_undone", extra={"path": point, "error": error.strerror})
-
-
 def _start_nsinit(config: Config) -> StartNsinit:
     return start_as_child if config.nsinit_socket is None else connect_to(config.nsinit_socket)
 
 
 @contextlib.contextmanager
 def _kept(config: Config, account: Account, listen: Sequence[str]) -> Iterator[Means]:
-    held = hold(listen, loopback_only=False)  # the command line always has a key
+    early = listen_early(listen, loopback_only=False)  # the command line always has a key
     try:
-        what = KeepForParent(str(config.data_dir), account.gid, os.getpid(), tuple(held.sockets))
-        keeper = open_keeper(what)
+        what = LaunchForParent(str(config.data_dir), account.gid, os.getpid(), tuple(early.unix_paths))
+        launcher = open_launcher(what)
         try:
             _drop(config, account)
-            yield Means(keeper.start_nsinit, held, keeper)
+            yield Means(launcher.start_nsinit, early, launcher)
         finally:
-            held.close()
-            keeper.close()
+            early.close()
+            launcher.close()
     finally:
-        held.close()
+        early.close()
 
 
 def _drop(config: Config, account: Account) -> None:

@@ -1,4 +1,4 @@
-"""`sandkasten security`: what weakens this installation, and with `--attack` what holds when it is attacked."""
+"""`sandkasten security`: weaknesses of this installation, and with `--attack` the results of attacks on it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from sandkasten.config import Config
 from sandkasten.config.files import find_file
 from sandkasten.security.attacks.field import USERS
 from sandkasten.security.campaign import Result, attack
-from sandkasten.security.posture.check import find_weaknesses
-from sandkasten.security.posture.finding import Finding, Severity
+from sandkasten.security.posture import Finding, Severity, find_weaknesses
 from sandkasten.security.report import HEADER, finding_json, finding_lines, result_json, result_line, summary
 
 

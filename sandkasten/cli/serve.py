@@ -1,10 +1,10 @@
 """`sandkasten serve`: the daemon in the foreground. The only place that receives signals. Root only at its start.
 
-SIGINT, SIGTERM, SIGQUIT and SIGHUP stop it in good order; a second one ends it at once. What a terminal sends ends the
-sessions, too, for a person who typed Ctrl-C is done with them; SIGTERM, which service managers send, lets commands end
-and leaves sessions to the next start. The configuration or `--stop-sessions` may say otherwise. SIGQUIT or SIGHUP that
-is ignored at the start (nohup(1)) stays ignored. Logs go to stderr, the few lines for people to stdout. The key itself
-is on neither.
+SIGINT, SIGTERM, SIGQUIT and SIGHUP stop the daemon in good order; a second signal ends it at once. Signals of a
+terminal end the sessions, too, since a person who types Ctrl-C is done with them; SIGTERM, which service managers send,
+lets commands end and leaves sessions to the next start. The configuration or `--stop-sessions` may say otherwise.
+SIGQUIT or SIGHUP that is ignored at the start (nohup(1)) stays ignored. Logs go to stderr, the few lines for people to
+stdout. The key is on neither.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from nsinit.wire.protocol import SeccompProfile
 from sandkasten import app, log
 from sandkasten.actors.supervision import GiveUp
 from sandkasten.api.http.listen import ListenError
-from sandkasten.cli.common import Stop, load, require_root
-from sandkasten.cli.keys import make_data_dir, with_key
-from sandkasten.cli.notices import image_notices, protection_notices
+from sandkasten.cli.common import Stop, load, make_data_dir, require_root
+from sandkasten.cli.image import image_notices
+from sandkasten.cli.keys import with_key
 from sandkasten.cli.privilege import Means, means
 from sandkasten.config import Config, ConfigError
 from sandkasten.config.seccomp import load_filters
 from sandkasten.host import examine
 from sandkasten.host.data_dir import locked
-from sandkasten.host.machine_file import read_machine
+from sandkasten.host.examine import read_machine
 from sandkasten.host.notify import Notifier, open_notifier
 from sandkasten.host.paths import DataPaths
 from sandkasten.model.errors import SandkastenError, ZygoteLost
-from sandkasten.model.node import Machine, System
+from sandkasten.model.node import Machine, State, System
 
 logger = logging.getLogger(__name__)
 
 _STOP_S = 120.0
-"""More than all the deadlines of a stop in good order together, but for the one that is configured."""
+"""Longer than all deadlines of a stop in good order together, but for the configured ones."""
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -68,7 +68,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def look_at_machine(config: Config) -> Machine:
-    """Return what the machine can do; without root, what the service that makes sandboxes has found."""
+    """Return the examination of the machine; without root, the one that the service `sandkasten nsinit` made."""
     if os.geteuid() != 0 and config.nsinit_socket is not None:
         machine = read_machine(DataPaths(config.data_dir).machine)
     else:
@@ -100,7 +100,7 @@ def _serve_until_signal(
         started=started,
         told=_tell,
         start_nsinit=at_hand.start_nsinit,
-        held=at_hand.held,
+        early=at_hand.early,
         notifier=notifier,
     )
     writer = log.configure(config.server.log_level, format=config.server.log_format)
@@ -119,7 +119,7 @@ async def _run(config: Config, serve_all: Callable[..., Awaitable[None]], at_han
     with trio.open_signal_receiver(*numbers) as signals:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(partial(serve_all, order=order))
-            nursery.start_soon(_watch_keeper, at_hand)
+            nursery.start_soon(_watch_launcher, at_hand)
             async for number in signals:
                 how = stop_order(config, signal.Signals(number))
                 order.ends_sessions, order.drain_s = how.ends_sessions, how.drain_s
@@ -134,11 +134,11 @@ async def _run(config: Config, serve_all: Callable[..., Awaitable[None]], at_han
                 signal.signal(number, signal.SIG_DFL)
 
 
-async def _watch_keeper(at_hand: Means) -> None:
-    """Everything goes on without the keeper, until nsinit should be started again; better to know before."""
-    if at_hand.keeper is not None:
-        await at_hand.keeper.wait_ended()
-        logger.error("keeper_lost", extra={"advice": "restart the daemon: a fork server that ends can't be replaced"})
+async def _watch_launcher(at_hand: Means) -> None:
+    """Log the end of the launcher early: all works without it until nsinit has to be started again."""
+    if at_hand.launcher is not None:
+        await at_hand.launcher.wait_ended()
+        logger.error("launcher_lost", extra={"advice": "restart the daemon: a fork server that ends can't be replaced"})
 
 
 def stop_order(config: Config, number: signal.Signals) -> app.StopOrder:
@@ -155,12 +155,13 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def _tell(system: System) -> None:
-    for notice in protection_notices(system.protections):
-        print(f"note: {notice}")
+    for each in system.protections:
+        if each.state is not State.ON:
+            print(f"note: {each.name} is {each.state}: {each.detail}")
 
 
 def greet(config: Config, addresses: Sequence[str], *, key_is_given: bool) -> None:
-    """Tell where the daemon is, where the key is, and a line to paste."""
+    """Print the addresses, the place of the key, and a command line to paste."""
     for address in addresses:
         print(f"listening on {address}")
     if key_is_given:
@@ -184,7 +185,7 @@ def curl_line(config: Config, addresses: Sequence[str], *, key_is_given: bool) -
 
 
 def explain(error: BaseException) -> str | None:
-    """Return one sentence for a failure that the operator can do something about, None for a bug."""
+    """Return one sentence for a failure that the operator can mend, None for a bug."""
     for leaf in sorted(
         _leaves(error), key=lambda leaf: isinstance(leaf, ZygoteLost)
     ):  # it says why right before it ends

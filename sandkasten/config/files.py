@@ -1,7 +1,7 @@
-"""Where settings come from: a YAML file, then the environment, then the command line; later ones win.
+"""Sources of settings: a YAML file, then the environment, then the command line; later ones win.
 
-Owns key names, their environment names, older spellings and the wording of mistakes. A key nobody knows is an error
-that names the nearest known one, so a misspelt limit is never silently the default. What values mean is `config.py`'s.
+Owns key names, their environment names, older spellings and the wording of mistakes. An unknown key is an error that
+names the nearest known one, so a misspelt limit is never silently the default. `values.py` checks the values.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ OLDER_SPELLINGS = {
     "network.mode": "defaults.network_mode",
 }
 _PLAIN_SECTIONS = {"defaults", "security", "testing"}
-"""Sections whose name is no part of the environment name: `SANDKASTEN_CPU_LIMIT`."""
+"""Sections left out of environment names: `SANDKASTEN_CPU_LIMIT`."""
 _TYPO = 0.75
-"""How alike an unknown `SANDKASTEN_*` variable must be to a known one to count as a mistake: container engines and
-clients set variables with this prefix, too."""
+"""Least likeness of an unknown `SANDKASTEN_*` variable to a known one that counts as a mistake: container engines and
+clients set variables with this prefix, too.
+"""
 
 
 def _keys(section: type = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,8 +1,9 @@
-"""An operator's own system call filters: JSON files in the OCI format, made into what nsinit compiles.
+"""An operator's own system call filters: JSON files in the OCI format, made into the rules that nsinit compiles.
 
-Owns the format. What it can't keep it refuses, naming the file and the place; it never skips a part it does not know.
-Which calls exist, which arguments can be compared and what no profile may allow, nsinit says at its start.
-Rules for capabilities are dropped (no command has one), and so are those for other architectures and newer kernels.
+Owns the format. An unsupported part is refused, with the file and the place in the message; no part is skipped. nsinit
+says at its start which calls exist, which arguments can be compared and what no profile may allow. Rules for
+capabilities are dropped (no command has one), and so are those for other architectures and newer kernels.
+
 Sources: the OCI runtime specification, config-linux.md "Seccomp"; the default profile of Moby for `includes`.
 """
 
@@ -24,7 +25,7 @@ from sandkasten.model import SECCOMP_NAME, SECCOMP_PROFILES
 
 MAX_FILE_BYTES = 256 * 1024
 _ROOM_BYTES = MAX_DATAGRAM_BYTES - 8192
-"""What all profiles together may take of the message that starts nsinit."""
+"""Most bytes that all profiles together take in the message that starts nsinit."""
 
 _ACTIONS = {
     "SCMP_ACT_ALLOW": "allow",
@@ -49,7 +50,7 @@ Json = Mapping[str, Any]  # JSON values
 
 
 def load_filters(security: Security) -> tuple[SeccompProfile, ...]:
-    """Return the operator's own filters; every name that is configured must be there. Raises `ConfigError`."""
+    """Return the operator's own filters. Raises `ConfigError`, also for a configured name without a file."""
     profiles = load_profiles(security.seccomp_profiles)
     known = {*SECCOMP_PROFILES, *(profile.name for profile in profiles)}
     for name in (security.seccomp, *security.seccomp_allowed):
@@ -96,7 +97,7 @@ def _load(path: Path) -> SeccompProfile:
 
 
 def parse_profile(name: str, data: bytes) -> SeccompProfile:
-    """Return the profile in a JSON text. Raises `ValueError` with the place and what is wrong there."""
+    """Return the profile in a JSON text. Raises `ValueError` with the place and the fault."""
     try:
         tree = json.loads(data, object_pairs_hook=_no_doubles)
     except RecursionError:
@@ -164,7 +165,7 @@ def _is_kernel(least: object, where: str) -> bool:
 
 
 def _check_architectures(top: Json) -> None:
-    """A call of an architecture that is not the machine's kills, whatever is said here; the names must be some."""
+    """Check the names of architectures, and no more: a call of a foreign architecture always kills."""
     names = list(_list(top.get("architectures"), "architectures"))
     for number, entry in enumerate(_list(top.get("archMap"), "archMap")):
         where = f"archMap[{number}]"

@@ -1,7 +1,7 @@
 """The configuration as frozen values with their defaults and limits.
 
-Owns what a setting may be; `configfile.py` owns where settings come from. A value that asks for protection or
-behaviour this version does not have is refused here, never ignored. Knows no file and no environment.
+Owns the range of each setting; `files.py` owns the sources of settings. A value that asks for protection or behaviour
+that this version lacks is refused here, never ignored. Knows no file and no environment.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _redact(value: object) -> str:
 
 @attrs.frozen
 class Defaults:
-    """What a session gets when its creator does not say. `cpu_limit` is in cores; 0 inodes: one for each 4 KiB."""
+    """Defaults of a session's settings. `cpu_limit` is in cores; 0 inodes: one for each 4 KiB."""
 
     cpu_limit: float = attrs.field(default=1.0, validator=_between(*LIMIT_BOUNDS["cpu"]))
     mem_limit_mb: int = attrs.field(default=512, validator=_between(*LIMIT_BOUNDS["memory_mb"]))
@@ -129,7 +129,7 @@ class Defaults:
 
     @property
     def limits(self) -> Limits:
-        """The limits as the model knows them."""
+        """The default limits as a value of the model."""
         return Limits(
             cpu=self.cpu_limit,
             memory_mb=self.mem_limit_mb,
@@ -141,7 +141,7 @@ class Defaults:
 
 @attrs.frozen
 class Maximum:
-    """The most that any session may ask for. A time of None: any, and also none at all."""
+    """Upper bounds of the settings that a request may ask for. A time of None: unbounded."""
 
     cpu_limit: float = attrs.field(default=LIMIT_BOUNDS["cpu"][1], validator=_between(*LIMIT_BOUNDS["cpu"]))
     mem_limit_mb: int = attrs.field(default=16 * 2**20, validator=_between(*LIMIT_BOUNDS["memory_mb"]))
@@ -165,8 +165,9 @@ def _not_below_defaults(instance: Any, _attribute: attrs.Attribute[Any], maximum
 
 @attrs.frozen
 class Security:
-    """`seccomp` is the system call filter of sessions that ask for none, `seccomp_allowed` what they may ask for
-    besides; `seccomp_profiles` a directory of filters of the operator's own."""
+    """System call filters. `seccomp` is the default of sessions, `seccomp_allowed` the further ones that a session may
+    ask for; `seccomp_profiles` is a directory of the operator's own filters.
+    """
 
     seccomp: Literal["off"] | str = attrs.field(default="strict", validator=_filters)  # YAML reads `off` as false
     seccomp_allowed: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_filters)
@@ -190,8 +191,9 @@ def _protections(_instance: object, attribute: attrs.Attribute[Any], value: tupl
 
 @attrs.frozen
 class Isolation:
-    """By name: protections that must be fully on besides those that always must be there, and those that may be missing
-    though by default the start is refused without them. `root_inside`: commands may run as the session's root."""
+    """Protections by name: `required` ones must be fully on, `allow_missing` ones may be missing though the start is
+    refused without them by default. `root_inside`: commands may run as the session's root.
+    """
 
     root_inside: bool = True
     required: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_protections)
@@ -205,7 +207,7 @@ class Isolation:
 
 @attrs.frozen
 class Disk:
-    """How sessions are kept to their disk limits, and what of the data directory's disk is kept free of them.
+    """Disk limits of sessions, and the reserve of the data directory's disk.
 
     No session is created while less than `reserve_percent` of the bytes or inodes, or less than `reserve_mb`, is free.
     """
@@ -221,8 +223,9 @@ class Disk:
 
 @attrs.frozen
 class Admission:
-    """How much the node may promise to its sessions. A ratio says how many times what there is the limits of all live
-    sessions may be together; 0: not counted. No session is made while less than the reserve is free, either."""
+    """The node's budget. A ratio bounds the sum of the limits of all live sessions, as a multiple of the node's total;
+    0: not counted. No session is made while less than the reserve is free, either.
+    """
 
     cpu_overcommit: float = attrs.field(default=0.0, validator=_between(0, 100_000))
     memory_overcommit: float = attrs.field(default=8.0, validator=_between(0, 100_000))
@@ -234,7 +237,7 @@ class Admission:
 
 @attrs.frozen
 class Pool:
-    """Warm sessions: image name to how many are kept."""
+    """Warm sessions: the number to keep ready, by image name."""
 
     enabled: bool = False
     images: Mapping[str, int] = attrs.field(factory=dict, converter=_frozen_mapping)
@@ -242,7 +245,7 @@ class Pool:
 
 @attrs.frozen
 class Workspace:
-    """Persistent workspaces. `max_import_mb`: how large the files of an imported archive may be, unpacked."""
+    """Persistent workspaces. `max_import_mb` bounds the unpacked size of an imported archive."""
 
     enabled: bool = True
     max_import_mb: int = attrs.field(default=10 * 1024, validator=_between(1, MIB * MIB))
@@ -279,13 +282,14 @@ class Server:
 
 @attrs.frozen
 class Runs:
-    """Commands, processes and terminals. The graces are how long each rung of the kill ladder waits for the one before.
+    """Commands, processes and terminals. The graces are the times that each rung of the kill ladder waits for the one
+    before.
 
-    What an ended run wrote and its record are kept for `keep_seconds`, or until what is newer in its session needs the
-    `keep_mb`, or all sessions together take `records_memory_mb` or `spool_disk_mb` and its own takes most. A session
-    remembers `max_exec_ids` ids that clients chose for runs that are not kept any more, and then takes no new ones.
-    `allow_unlimited`: a client may ask for a command without time limit. `pass_traceparent`: what runs finds the trace
-    of its request in the variable `TRACEPARENT`.
+    The output and the record of an ended run are kept for `keep_seconds`, or until newer runs of its session need the
+    `keep_mb`, or until all sessions together take `records_memory_mb` or `spool_disk_mb` and its own takes most. A
+    session remembers `max_exec_ids` ids that clients chose for runs that are not kept any more, and then takes no new
+    ones. `allow_unlimited`: a client may ask for a command without time limit. `pass_traceparent`: processes of a run
+    find the trace of its request in the variable `TRACEPARENT`.
     """
 
     interrupt_grace_ms: int = attrs.field(default=200, validator=_between(0, 3_600_000))
@@ -303,22 +307,23 @@ class Runs:
 
 @attrs.frozen
 class Records:
-    """How long the record of an ended session is kept, and with it its idempotency key."""
+    """Seconds that the record of an ended session, with its idempotency key, is kept."""
 
     keep_seconds: int = attrs.field(default=7 * 86_400, validator=_between(60, 3650 * 86_400))
 
 
 @attrs.frozen
 class Events:
-    """The journal: how many events the database keeps."""
+    """The journal: the number of events that the database keeps."""
 
     keep: int = attrs.field(default=100_000, validator=_between(1000, 100_000_000))
 
 
 @attrs.frozen
 class FaultTesting:
-    """For tests of this program alone. `crash_at`: the point at which a process of it ends (see `crash.py`), refused
-    unless `crash_points` is set, too."""
+    """Settings for tests of this program. `crash_at`: the point at which a process ends itself (see `crash.py`),
+    refused unless `crash_points` is set.
+    """
 
     crash_points: bool = False
     crash_at: str = attrs.field(default="", validator=attrs.validators.matches_re(r"([a-z_.-]+(:[1-9][0-9]{0,5})?)?"))
@@ -378,7 +383,7 @@ def _user(_instance: object, _attribute: attrs.Attribute[Any], value: str) -> No
 
 @attrs.frozen
 class Config:
-    """Everything the daemon can be told. `api_key` None: none is checked (the command line always makes one)."""
+    """All settings of the daemon. `api_key` None: no key is checked (the command line always makes one)."""
 
     listen: tuple[str, ...] = attrs.field(default=("127.0.0.1:8080",), converter=_strings, validator=_listen)
     api_key: str | None = attrs.field(default=None, repr=_redact, validator=_api_key)
@@ -419,11 +424,11 @@ class Config:
 
     @property
     def api_key_path(self) -> Path:
-        """Where a key that was made on first start lies."""
+        """Path of the key that is made at the first start."""
         return self.data_dir / "api-key"
 
     def notices(self) -> list[str]:
-        """Say which accepted settings have no effect in this version, one sentence each."""
+        """Return a sentence for each accepted setting that has no effect in this version, or that weakens it."""
         notices = []
         if self.user == "root":
             notices.append("user: the daemon stays root, as configured; what breaks into it has the whole machine")

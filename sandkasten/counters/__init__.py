@@ -1,4 +1,4 @@
-"""Numbers: a session's cgroup counters, the node's capacity and use, and what the daemon counts itself.
+"""Numbers: a session's cgroup counters, the node's capacity and use, and the daemon's own metrics.
 
 Reads cgroup files and /proc, and writes nothing. Imports `model` alone. Begin with `cgroup.py`.
 """

@@ -1,22 +1,14 @@
-"""Reads the counters of one session's cgroup, in v2, hybrid and v1, and of its PID 1. Never writes: nsinit does.
+"""Counters of one session's cgroup and of its PID 1, in cgroup v2, hybrid and v1. Reads only; nsinit writes.
 
-Files stay open for the session's life, so that a reading is one `pread` of a few microseconds each.
+`CgroupStats` reads the whole session: each counter is a file that stays open for the session's life, so that a reading
+is one `pread` of a few microseconds. Its `groups` read the run cgroups below the session's, one for each program and
+named shell (`nsinit/cgroup/run_cgroups.py`). These have no controller, but in a v2 hierarchy, mounted alone or beside
+v1, the kernel keeps their CPU time all the same. `read_raw` opens every file anew and returns the kernel's own names,
+for the diagnosis of a session. A counter that the kernel does not have is `UNKNOWN`; no reading raises.
 
-Sources: Documentation/admin-guide/cgroup-v2.rst; Documentation/admin-guide/cgroup-v1/{memory,cpuacct,pids}.rst;
-Documentation/accounting/psi.rst; Documentation/scheduler/sched-stats.rst, "/proc/<pid>/schedstat".
-
-Reads what the groups of one session say: the CPU time of each, and how many processes are in it.
-
-A group is a cgroup below the session's, one for each program and named shell (`nsinit/cgroup/groups.py`). It has no
-controller of its own, but in a v2 hierarchy, mounted alone or beside v1, the kernel keeps its CPU time all the same; v1
-does not. One file of each group that is asked for stays open until it is forgotten. Never writes, never raises.
-
-Sources: Documentation/admin-guide/cgroup-v2.rst, "cpu.stat" (there whether the controller is enabled or not).
-
-The counters of a session's cgroup as the kernel writes them, for whoever has to look closely. Blocking; no owner.
-
-Opens what is there and reads a few KiB of each; what there is depends on the machine (v2, hybrid, v1) and is told under
-the kernel's own names. Sources: Documentation/admin-guide/cgroup-v2.rst; cgroup-v1/{memory,cpuacct,pids}.rst.
+Sources: Documentation/admin-guide/cgroup-v2.rst ("cpu.stat" is there whether the controller is enabled or not);
+Documentation/admin-guide/cgroup-v1/{memory,cpuacct,pids}.rst; Documentation/accounting/psi.rst;
+Documentation/scheduler/sched-stats.rst, "/proc/<pid>/schedstat".
 """
 
 from __future__ import annotations
@@ -31,81 +23,14 @@ import attrs
 from sandkasten.model import Limits, Pressure, SessionStats, Stall
 
 UNKNOWN = -1
-_CPU_BYTES = 512
-_MEMBERS_BYTES = 4096
-_USAGE = b"usage_usec "
-
-
-class GroupStats:
-    """`directory` is the session's in the v2 hierarchy; None where there is none, and then nothing is known."""
-
-    def __init__(self, directory: str | None) -> None:
-        self._directory = directory
-        self._fds: dict[str, int] = {}
-
-    @property
-    def is_known(self) -> bool:
-        """Whether CPU time is told apart at all."""
-        return self._directory is not None
-
-    def list(self) -> list[str]:
-        """Return the names of the groups there are."""
-        if self._directory is None:
-            return []
-        try:
-            with os.scandir(self._directory) as entries:
-                return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-        except OSError:
-            return []
-
-    def cpu_usec(self, name: str) -> int:
-        """Return the CPU time that was ever used in a group, in µs; `UNKNOWN` when there is no such group."""
-        try:
-            _, found, rest = os.pread(self._open(name), _CPU_BYTES, 0).partition(_USAGE)
-        except OSError:
-            return UNKNOWN
-        digits = rest.partition(b"\n")[0]
-        return int(digits) if found and digits.isdigit() else UNKNOWN
-
-    def count_processes(self, name: str | None) -> int:
-        """Return how many processes are in a group, or with None in no group of the session; some hundred at most."""
-        place = "cgroup.procs" if name is None else f"{name}/cgroup.procs"
-        try:
-            with open(self._path(place), "rb", buffering=0) as file:
-                content = file.read(_MEMBERS_BYTES) or b""
-        except OSError:
-            return UNKNOWN
-        return content.count(b"\n") if content else UNKNOWN
-
-    def forget(self, name: str) -> None:
-        """The group is gone, or nothing is asked of it any more."""
-        fd = self._fds.pop(name, None)
-        if fd is not None:
-            os.close(fd)
-
-    def close(self) -> None:
-        for name in list(self._fds):
-            self.forget(name)
-
-    def _open(self, name: str) -> int:
-        fd = self._fds.get(name)
-        if fd is None:
-            fd = self._fds[name] = os.open(self._path(f"{name}/cpu.stat"), os.O_RDONLY | os.O_CLOEXEC)
-        return fd
-
-    def _path(self, path: str) -> str:
-        if self._directory is None:
-            raise FileNotFoundError(errno.ENOENT, "no v2 hierarchy")
-        return f"{self._directory}/{path}"
-
-
 _MIB = 1024 * 1024
+_READ_BYTES = 4096
+_MEMBERS_BYTES = 4096
 _CPU_STEP = 1e-5
 """A quota is whole microseconds of a period of 100 ms."""
+
 _V1_UNLIMITED = 1 << 62
 """In v1 no limit is the highest number of whole pages."""
-
-_READ_BYTES = 4096
 
 
 @attrs.frozen
@@ -128,17 +53,20 @@ class CgroupStats:
         self._dirs = {name: f"{path}/{session_id}" for name, path in v1.items()}
         self._fds: dict[tuple[str, str], int | None] = {}
         self.groups = GroupStats(self._dirs.get("unified"))
-        self.init_pid = 0
-        """The session's PID 1, as seen from here; 0 while there is none."""
+        self._init_pid = 0
+
+    def follow_init(self, pid: int) -> None:
+        """Read the CPU time of that process as PID 1's; `pid` is as the daemon sees it."""
+        self._init_pid = pid
 
     def read_usage(self) -> UsageReading:
-        """Return what an exec is charged by; cheap enough for the hot path."""
+        """Return the counters that a run is charged by; cheap enough for the hot path."""
         return UsageReading(self._cpu_usec(), self._memory(), self._memory_peak())
 
     def read_init_cpu(self) -> int:
-        """Return what PID 1 itself has used of the CPU, in µs."""
+        """Return the CPU time of PID 1 itself, in µs."""
         try:
-            with open(f"/proc/{self.init_pid}/schedstat", "rb", buffering=0) as file:
+            with open(f"/proc/{self._init_pid}/schedstat", "rb", buffering=0) as file:
                 return int(file.read(_READ_BYTES).split()[0]) // 1000
         except (OSError, ValueError, IndexError):  # it has ended, or the kernel was built without SCHED_INFO
             return UNKNOWN
@@ -152,14 +80,14 @@ class CgroupStats:
     def read_pids_refused(self) -> int:
         """Return how many forks the pids limit refused.
 
-        In v1 the kernel counts them where the forking process was, which may be a group below the session.
+        In v1 the kernel counts them where the forking process was, which may be a run cgroup below the session.
         """
         session = self._field(self._home("pids"), "pids.events", "max")
-        is_flat = "unified" in self._dirs or session < 0  # there the groups are in the v2 tree
+        is_flat = "unified" in self._dirs or session < 0  # there the run cgroups are in the v2 tree
         return session if is_flat else session + self._groups_refused()
 
     def read_processes(self) -> int:
-        """Return how many processes and threads the session has, those included that wait to be reaped."""
+        """Count the processes and threads of the session, zombies included."""
         return self._number(self._home("pids"), "pids.current")
 
     def read_all(self) -> SessionStats:
@@ -185,7 +113,7 @@ class CgroupStats:
         )
 
     def read_limits(self, recorded: Limits) -> Limits:
-        """Return the limits in force; `recorded` fills in what a cgroup does not know."""
+        """Return the limits in force; limits that no cgroup holds come from `recorded`."""
         memory, cpu, pids = self._memory_limit(), self._cpu_limit(), self._number(self._home("pids"), "pids.max")
         return attrs.evolve(
             recorded,
@@ -244,7 +172,7 @@ class CgroupStats:
         return nanoseconds // 1000 if nanoseconds >= 0 else UNKNOWN
 
     def _groups_refused(self) -> int:
-        """Groups come and go, so nothing of them is kept open."""
+        """Sum over the run cgroups. They come and go, so none of their files is kept open."""
         refused = 0
         with contextlib.suppress(OSError), os.scandir(self._dirs["pids"]) as entries:
             for entry in entries:
@@ -280,8 +208,20 @@ class CgroupStats:
         return fd
 
 
+def _known(number: int) -> int | None:
+    return None if number == UNKNOWN else number
+
+
+def _field_of(text: str, key: str) -> int:
+    for line in text.splitlines():
+        label, _, value = line.partition(" ")
+        if label == key and value.isdigit():
+            return int(value)
+    return UNKNOWN
+
+
 def parse_pressure(text: str) -> Pressure | None:
-    """Return what a pressure file says, None if there is none (Documentation/accounting/psi.rst)."""
+    """Return the content of a pressure file, None if there is none (Documentation/accounting/psi.rst)."""
     kinds: dict[str, Stall] = {}
     for line in text.splitlines():
         kind, *fields = line.split()
@@ -294,18 +234,79 @@ def parse_pressure(text: str) -> Pressure | None:
 
 _STALL_FIELDS = {"avg10", "avg60", "avg300", "total"}
 
+# Run cgroups
 
-def _known(number: int) -> int | None:
-    return None if number == UNKNOWN else number
+_CPU_BYTES = 512
+_USAGE = b"usage_usec "
 
 
-def _field_of(text: str, key: str) -> int:
-    for line in text.splitlines():
-        label, _, value = line.partition(" ")
-        if label == key and value.isdigit():
-            return int(value)
-    return UNKNOWN
+class GroupStats:
+    """CPU time and processes of the run cgroups of one session.
 
+    `directory` is the session's in the v2 hierarchy; None on a machine without one, where nothing is known.
+    """
+
+    def __init__(self, directory: str | None) -> None:
+        self._directory = directory
+        self._fds: dict[str, int] = {}
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the kernel keeps CPU time for each run cgroup."""
+        return self._directory is not None
+
+    def list(self) -> list[str]:
+        """Return the names of the run cgroups."""
+        if self._directory is None:
+            return []
+        try:
+            with os.scandir(self._directory) as entries:
+                return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        except OSError:
+            return []
+
+    def cpu_usec(self, name: str) -> int:
+        """Return the CPU time ever used in a run cgroup, in µs; `UNKNOWN` when there is no such cgroup."""
+        try:
+            _, found, rest = os.pread(self._open(name), _CPU_BYTES, 0).partition(_USAGE)
+        except OSError:
+            return UNKNOWN
+        digits = rest.partition(b"\n")[0]
+        return int(digits) if found and digits.isdigit() else UNKNOWN
+
+    def count_processes(self, name: str | None) -> int:
+        """Count the processes in a run cgroup, or with None in the session's own; a few hundred at most are counted."""
+        place = "cgroup.procs" if name is None else f"{name}/cgroup.procs"
+        try:
+            with open(self._path(place), "rb", buffering=0) as file:
+                content = file.read(_MEMBERS_BYTES) or b""
+        except OSError:
+            return UNKNOWN
+        return content.count(b"\n") if content else UNKNOWN
+
+    def forget(self, name: str) -> None:
+        """Close the file of a run cgroup that is gone or no longer read."""
+        fd = self._fds.pop(name, None)
+        if fd is not None:
+            os.close(fd)
+
+    def close(self) -> None:
+        for name in list(self._fds):
+            self.forget(name)
+
+    def _open(self, name: str) -> int:
+        fd = self._fds.get(name)
+        if fd is None:
+            fd = self._fds[name] = os.open(self._path(f"{name}/cpu.stat"), os.O_RDONLY | os.O_CLOEXEC)
+        return fd
+
+    def _path(self, path: str) -> str:
+        if self._directory is None:
+            raise FileNotFoundError(errno.ENOENT, "no v2 hierarchy")
+        return f"{self._directory}/{path}"
+
+
+# Every file, for a person
 
 FILES: Mapping[str, tuple[str, ...]] = {
     "unified": (
@@ -319,7 +320,7 @@ FILES: Mapping[str, tuple[str, ...]] = {
     "pids": ("pids.current", "pids.max", "pids.events"),
     "freezer": ("freezer.state",),
 }
-"""Which files are worth reading, by hierarchy."""
+"""Files worth reading, by hierarchy."""
 
 
 def read_raw(dirs: Mapping[str, str], session_id: str) -> dict[str, str | int | dict[str, str | int]]:

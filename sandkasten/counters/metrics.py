@@ -1,22 +1,35 @@
-"""What the tree counts while it works: one object for each tree, handed to whoever has something to count.
+"""The numbers that the tree counts while it works, as instruments of prometheus_client in a registry of their own.
 
-Owns the instruments and their names, decides nothing and keeps nothing of a session: no label has an id, a path or a
-name that a client chose. What can be looked at when somebody asks (queues, memory) is not counted here, see
-`actors/node_view.py`. Names after Prometheus, "Metric and label naming": base units, `_total` is appended on the way
-out.
+One `Metrics` belongs to one tree, and is handed to every part that has something to count; the library's global
+registry is not used, since a process may have several supervisors. No label has an id, a path or a name that a client
+chose, and `Series` bounds an instrument should a caller be wrong about that. Numbers that can be looked at when a
+scraper asks (queues, memory) are not counted here, see `actors/node_view.py`.
+
+Sources: Prometheus, "Metric types" and "Metric and label naming": base units; counters get `_total` on the way out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar, cast
 from weakref import WeakSet
 
 import trio
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 from sandkasten.model import EventType
-from sandkasten.model.measures import SHORT_SECONDS, Counter, Family, Histogram
 
+MAX_SERIES = 500
+OVERFLOW = "other"
+
+SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
+"""Upper bounds of buckets, for times from half a millisecond to two minutes."""
+
+SHORT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
+"""Upper bounds of buckets, for times of a few milliseconds."""
+
+UNKNOWN = "unknown"
 _ENDINGS = {
     EventType.SESSION_DESTROYED: "destroyed",
     EventType.SESSION_EXPIRED: "expired",
@@ -26,8 +39,47 @@ _ENDINGS = {
 _PHASES = ("queue", "store", "workspace", "build", "runner")
 """The phases of a create that follow each other; their steps are in the answer's `Server-Timing`."""
 
-UNKNOWN = "unknown"
 _PULSE_S = 0.5
+
+
+T = TypeVar("T", bound=Counter | Gauge | Histogram)
+
+
+class Series(Generic[T]):
+    """One instrument by the values of its labels: at most `MAX_SERIES` of them, further ones are counted together.
+
+    The children are kept here, since the library's own look-up of one takes a lock and a multiple of the time.
+    """
+
+    def __init__(self, instrument: T) -> None:
+        self._instrument = instrument
+        self._children: dict[tuple[str, ...], T] = {}
+
+    def __call__(self, *labels: str) -> T:
+        """Return the child to count in; `labels` in the order of their names. Raises `ValueError` for a wrong count."""
+        child = self._children.get(labels)
+        if child is None:
+            if len(self._children) >= MAX_SERIES:
+                labels = (OVERFLOW,) * len(labels)
+            child = self._children[labels] = cast(T, self._instrument.labels(*labels))
+        return child
+
+
+def collect(registry: CollectorRegistry) -> list[Metric]:
+    """Return the counts so far, without the times at which each series began. Callable from any thread."""
+    found = list(registry.collect())
+    for metric in found:
+        metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+    return found
+
+
+def gauge(name: str, help: str, values: Mapping[str, float | None], label: str) -> Metric:
+    """Return present values, by the value of their one label; unknown (None) values are left out."""
+    family = GaugeMetricFamily(name, help, labels=[label])
+    for key, value in values.items():
+        if value is not None:
+            family.add_metric([key], value)
+    return family
 
 
 class HasQueues(Protocol):
@@ -41,78 +93,84 @@ class HasQueues(Protocol):
 
 
 class Metrics:
-    """See the module's docstring."""
+    """The instruments of one tree. Written to by the event loop alone."""
 
     def __init__(self) -> None:
-        self.creates = Histogram("sandkasten_create_seconds", "How long creating a session took.", "outcome")
-        self.create_phases = Histogram("sandkasten_create_phase_seconds", "Where that time went.", "phase")
-        self.teardowns = Histogram("sandkasten_teardown_seconds", "How long taking down a sandbox took.")
-        self.sessions_created = Counter("sandkasten_sessions_created", "Sessions that came to run.", "source")
-        self.sessions_ended = Counter("sandkasten_sessions_ended", "Sessions that ended.", "status", "reason")
-        self.runs_ended = Counter("sandkasten_runs_ended", "Commands, processes and terminals.", "kind", "cause")
-        self.runs = Histogram("sandkasten_run_seconds", "From the start of a run to its end.", "kind")
-        self.run_waits = Histogram("sandkasten_run_wait_seconds", "From the request to the start of a run.", "kind")
-        self.first_outputs = Histogram(
-            "sandkasten_run_first_output_seconds", "From the start of a run to its first output.", "kind"
+        own = self._registry = CollectorRegistry()
+
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(f"sandkasten_{name}", help, labels, registry=own)
+
+        def histogram(name: str, help: str, *labels: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+            return Histogram(f"sandkasten_{name}", help, labels, registry=own, buckets=buckets)
+
+        self.creates = Series(histogram("create_seconds", "How long creating a session took.", "outcome"))
+        self.create_phases = Series(histogram("create_phase_seconds", "Where that time went.", "phase"))
+        self.teardowns = histogram("teardown_seconds", "How long taking down a sandbox took.")
+        self.sessions_created = Series(counter("sessions_created", "Sessions that came to run.", "source"))
+        self.sessions_ended = Series(counter("sessions_ended", "Sessions that ended.", "status", "reason"))
+        self.runs_ended = Series(counter("runs_ended", "Commands, processes and terminals.", "kind", "cause"))
+        self.runs = Series(histogram("run_seconds", "From the start of a run to its end.", "kind"))
+        self.run_waits = Series(histogram("run_wait_seconds", "From the request to the start of a run.", "kind"))
+        self.first_outputs = Series(
+            histogram("run_first_output_seconds", "From the start of a run to its first output.", "kind")
         )
-        self.oom_kills = Counter("sandkasten_oom_kills", "Times that the kernel killed in sessions for memory.")
-        self.events = Counter("sandkasten_events", "Events told in the journal.", "type")
-        self.store_commits = Histogram(
-            "sandkasten_store_commit_seconds", "How long a group commit took.", bounds=SHORT_SECONDS
+        self.oom_kills = counter("oom_kills", "Times that the kernel killed in sessions for memory.")
+        self.events = Series(counter("events", "Events told in the journal.", "type"))
+        self.store_commits = histogram("store_commit_seconds", "How long a group commit took.", buckets=SHORT_SECONDS)
+        self.store_jobs = Series(counter("store_jobs", "Reads and writes of the database.", "outcome"))
+        self.loop_lag = histogram(
+            "event_loop_lag_seconds", "How late the event loop was, twice a second.", buckets=SHORT_SECONDS
         )
-        self.store_jobs = Counter("sandkasten_store_jobs", "Reads and writes of the database.", "outcome")
-        self.loop_lag = Histogram(
-            "sandkasten_event_loop_lag_seconds", "How late the event loop was, twice a second.", bounds=SHORT_SECONDS
-        )
-        self.sweeps = Counter("sandkasten_sweeps", "Searches for what no session owns.", "outcome")
-        self.swept = Counter("sandkasten_swept", "What such searches adopted, finished or removed.")
+        self.sweeps = Series(counter("sweeps", "Searches for what no session owns.", "outcome"))
+        self.swept = counter("swept", "What such searches adopted, finished or removed.")
         self.looks: dict[str, Callable[[], float]] = {}
-        """Numbers that are looked at when somebody asks, by name; see `look_at`."""
+        """Numbers that are looked at when a scraper asks, by name; see `look_at`."""
         self.queues: WeakSet[HasQueues] = WeakSet()
-        """The runs of each live session, for who counts what waits."""
+        """The runs of each live session, to count those that wait."""
 
     def note_event(self, type: EventType, data: Mapping[str, object]) -> None:
-        """Count what the journal was told."""
-        self.events.add(type.value)
+        """Count an event of the journal."""
+        self.events(type.value).inc()
         if type is EventType.SESSION_CREATED:
-            self.sessions_created.add(str(data.get("acquire_source")))
+            self.sessions_created(str(data.get("acquire_source"))).inc()
         elif type is EventType.OOM:
-            self.oom_kills.add()
+            self.oom_kills.inc()
         elif (status := _ENDINGS.get(type)) is not None:
-            self.sessions_ended.add(status, str(data.get("end_reason", UNKNOWN)))
+            self.sessions_ended(status, str(data.get("end_reason", UNKNOWN))).inc()
 
     def note_create(self, outcome: str, took_s: float, timings_ms: Mapping[str, float]) -> None:
-        """Count a create: `ok` or the code of its error, and what its phases took."""
-        self.creates.observe(took_s, outcome)
+        """Count a create: `ok` or the code of its error, and the times of its phases."""
+        self.creates(outcome).observe(took_s)
         for phase in _PHASES:
             if phase in timings_ms:
-                self.create_phases.observe(timings_ms[phase] / 1000, phase)
+                self.create_phases(phase).observe(timings_ms[phase] / 1000)
 
     def note_run(
         self, kind: str, cause: str, *, waited_s: float | None, ran_s: float | None, first_output_s: float | None
     ) -> None:
-        """Count a run that has ended; None for what did not happen."""
-        self.runs_ended.add(kind, cause)
+        """Count a run that has ended; None for a time of an event that did not happen."""
+        self.runs_ended(kind, cause).inc()
         if waited_s is not None:
-            self.run_waits.observe(waited_s, kind)
+            self.run_waits(kind).observe(waited_s)
         if ran_s is not None:
-            self.runs.observe(ran_s, kind)
+            self.runs(kind).observe(ran_s)
         if first_output_s is not None:
-            self.first_outputs.observe(first_output_s, kind)
+            self.first_outputs(kind).observe(first_output_s)
 
     def note_commit(self, took_s: float, *, done: int, failed: int) -> None:
         """Count a group commit and the jobs in it."""
         self.store_commits.observe(took_s)
-        self.store_jobs.add("ok", by=done)
-        self.store_jobs.add("failed", by=failed)
+        self.store_jobs("ok").inc(done)
+        self.store_jobs("failed").inc(failed)
 
     def look_at(self, **looks: Callable[[], float]) -> None:
-        """Let numbers be looked at, in place of what was looked at under those names before."""
+        """Have numbers looked at under these names, in place of earlier ones of the same name."""
         self.looks |= looks
 
-    def read(self) -> list[Family]:
-        """Return all that was counted."""
-        return [each.read() for each in vars(self).values() if isinstance(each, Counter | Histogram)]
+    def read(self) -> list[Metric]:
+        """Return all counts. Callable from any thread."""
+        return collect(self._registry)
 
 
 async def watch_loop(metrics: Metrics, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

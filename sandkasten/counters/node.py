@@ -1,13 +1,11 @@
-"""What the node has in all, has promised to live sessions, and what those use. Reads /proc, statvfs and cgroup files.
+"""Capacity and use of the node: totals, promises to live sessions, use and remainder, and the same as metrics.
 
-A limit of a cgroup above the sessions (the daemon's unit, a container) is a limit of the node. Blocking reads of a few
-microseconds; nothing is kept open. What the kernel does not tell is None, never 0.
-Sources: proc(5) meminfo, loadavg; Documentation/admin-guide/cgroup-v2.rst; cgroup-v1/memory.rst; statvfs(3).
+A limit of a cgroup above the sessions (the daemon's unit, a container) is a limit of the node. Reads /proc, statvfs and
+cgroup files: blocking calls of a few microseconds, nothing stays open. A figure that the kernel does not give is None
+or left out, never 0.
 
-Reads what a node uses at one moment: all sessions together by the cgroup above them, and the machine itself.
-
-Blocking reads of a few microseconds each; nothing is kept open. What the kernel does not tell is left out, never 0.
-Sources: proc(5) meminfo; Documentation/accounting/psi.rst; statvfs(3).
+Sources: proc(5) meminfo, loadavg; Documentation/accounting/psi.rst; Documentation/admin-guide/cgroup-v2.rst;
+cgroup-v1/memory.rst; statvfs(3).
 """
 
 from __future__ import annotations
@@ -18,13 +16,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from sandkasten.counters.cgroup import CgroupStats, parse_pressure
+from sandkasten.counters.metrics import gauge
 from sandkasten.model import Limits, Pressure
-from sandkasten.model.measures import Family, Sample, gauge, single
 from sandkasten.model.node import Amounts
 
 _MIB = 1024 * 1024
+_USEC = 1_000_000
 _NO_LIMIT = 2**62
 """cgroup v1 writes no limit as the largest number of pages."""
 
@@ -34,6 +34,10 @@ _MAX_LEVELS = 32
 _MAX_FILE_BYTES = 64 * 1024
 _MEMORY_LIMITS = ("memory.max", "memory.limit_in_bytes")
 _MEMORY_USES = ("memory.current", "memory.usage_in_bytes")
+_ABOVE_ALL = "."
+"""In place of a session's id: the directory that holds all of them."""
+
+_RESOURCES = ("cpu", "memory", "io")
 
 
 @attrs.frozen
@@ -45,18 +49,18 @@ class Bounds:
 
 
 def read_bounds(cgroup_dirs: Mapping[str, str]) -> Bounds:
-    """Return them. `cgroup_dirs`: where the sessions' cgroups are made, by controller."""
+    """Return the bounds above the sessions. `cgroup_dirs`: where their cgroups are made, by controller."""
     memory = tuple(_limits(cgroup_dirs.get("memory", ""), _MEMORY_LIMITS))
     return Bounds(memory, tuple(_limits(cgroup_dirs.get("pids", ""), ("pids.max",))))
 
 
 def read_totals(data_dir: Path, bounds: Bounds, *, max_sessions: int) -> Amounts:
-    """Return what there is."""
+    """Return the totals of the node."""
     space = os.statvfs(data_dir)
     return Amounts(
         sessions=max_sessions,
         cpu=float(len(os.sched_getaffinity(0))),
-        memory_bytes=_least(_meminfo("MemTotal:"), *(limit for _, limit in bounds.memory)),
+        memory_bytes=_least(_meminfo().get("MemTotal"), *(limit for _, limit in bounds.memory)),
         pids=_least(
             _number("/proc/sys/kernel/pid_max"),
             _number("/proc/sys/kernel/threads-max"),
@@ -67,7 +71,7 @@ def read_totals(data_dir: Path, bounds: Bounds, *, max_sessions: int) -> Amounts
 
 
 def read_free(data_dir: Path, bounds: Bounds) -> Amounts:
-    """Return what can be had now, whoever has the rest. CPU is a rate and not among them."""
+    """Return the amounts free now. CPU is a rate and not among them."""
     space = os.statvfs(data_dir)
     memory = [
         limit - (_first_number(directory, _MEMORY_USES) or 0) + _reclaimable(directory)
@@ -75,14 +79,14 @@ def read_free(data_dir: Path, bounds: Bounds) -> Amounts:
     ]
     pids = [limit - (_number(f"{directory}/pids.current") or 0) for directory, limit in bounds.pids]
     return Amounts(
-        memory_bytes=_least(_meminfo("MemAvailable:"), *memory),
+        memory_bytes=_least(_meminfo().get("MemAvailable"), *memory),
         pids=_least(_free_pids(), *pids),
         disk_bytes=space.f_bavail * space.f_frsize,
     )
 
 
 def committed(limits: Iterable[Limits]) -> Amounts:
-    """Return the sum of what live sessions may use. Pure."""
+    """Return the sum of the limits of live sessions. Pure."""
     each = list(limits)
     return Amounts(
         sessions=len(each),
@@ -94,8 +98,10 @@ def committed(limits: Iterable[Limits]) -> Amounts:
 
 
 def read_used(data_dir: Path, cgroup_dirs: Mapping[str, str], *, sessions: int) -> Amounts:
-    """Return what all sessions together use: memory and processes by the cgroup above them, disk of the data
-    directory's file system by whomever. CPU is a rate and not among them."""
+    """Return the use of all sessions together: memory and processes by the cgroup above them.
+
+    Disk is the use of the data directory's file system, by any process. CPU is a rate and not among them.
+    """
     space = os.statvfs(data_dir)
     return Amounts(
         sessions=sessions,
@@ -106,87 +112,18 @@ def read_used(data_dir: Path, cgroup_dirs: Mapping[str, str], *, sessions: int) 
 
 
 def sessions_for_descriptors() -> int:
-    """Return how many sessions this process has file descriptors for."""
+    """Return the number of sessions this process has file descriptors for."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max((soft - _FDS_RESERVED) // _FDS_PER_SESSION, 1)
 
 
-def _least(*amounts: int | None) -> int | None:
-    return min((amount for amount in amounts if amount is not None), default=None)
+# The same as metrics
 
 
-def _limits(directory: str, names: Sequence[str]) -> Iterator[tuple[str, int]]:
-    for each in _upwards(directory):
-        limit = _first_number(each, names)
-        if limit is not None and limit < _NO_LIMIT:
-            yield each, limit
-
-
-def _upwards(directory: str) -> Iterator[str]:
-    for _ in range(_MAX_LEVELS):
-        if not directory or not os.path.exists(f"{directory}/cgroup.procs"):
-            return
-        yield directory
-        directory = os.path.dirname(directory)
-
-
-def _reclaimable(directory: str) -> int:
-    """Return how much of a cgroup's memory is pages of files that nobody used for a while."""
-    stat = dict(line.split(" ", 1) for line in _lines(f"{directory}/memory.stat") if " " in line)
-    value = stat.get("total_inactive_file", stat.get("inactive_file", ""))  # v1 has both, of which one counts children
-    return int(value) if value.isdigit() else 0
-
-
-def _free_pids() -> int | None:
-    """Return how many more threads the kernel has numbers for; the fourth field of loadavg ends with all there are."""
-    fields = next(iter(_lines("/proc/loadavg")), "").split()
-    most = _least(_number("/proc/sys/kernel/pid_max"), _number("/proc/sys/kernel/threads-max"))
-    if most is None or len(fields) < 4:
-        return None
-    threads = fields[3].partition("/")[2]
-    return most - int(threads) if threads.isdigit() else None
-
-
-def _meminfo(name: str) -> int | None:
-    for line in _lines("/proc/meminfo"):
-        if line.startswith(name):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def _first_number(directory: str, names: Iterable[str]) -> int | None:
-    return next((found for name in names if (found := _number(f"{directory}/{name}")) is not None), None)
-
-
-def _number(path: str) -> int | None:
-    text = "\n".join(_lines(path))
-    return int(text) if text.isdigit() else None
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return []
-    try:
-        return os.read(fd, _MAX_FILE_BYTES).decode("ascii", "replace").splitlines()
-    except OSError:
-        return []
-    finally:
-        os.close(fd)
-
-
-_ABOVE_ALL = "."
-"""In place of a session's id: the directory that holds all of them."""
-
-_RESOURCES = ("cpu", "memory", "io")
-_USEC = 1_000_000
-
-
-def read_node(data_dir: Path, cgroup_dirs: Mapping[str, str]) -> list[Family]:
-    """Return what there is to tell. Without `cgroup_dirs` nothing of the sessions is known."""
+def read_node(data_dir: Path, cgroup_dirs: Mapping[str, str]) -> list[Metric]:
+    """Return the metrics of the machine and, with `cgroup_dirs`, of the sessions."""
     families = [*_of_sessions(cgroup_dirs)] if cgroup_dirs else []
-    memory = _memory_lines()
+    memory = _meminfo()
     space = os.statvfs(data_dir)
     return [
         *families,
@@ -212,44 +149,82 @@ def read_node(data_dir: Path, cgroup_dirs: Mapping[str, str]) -> list[Family]:
     ]
 
 
-def _of_sessions(cgroup_dirs: Mapping[str, str]) -> Iterator[Family]:
+def _of_sessions(cgroup_dirs: Mapping[str, str]) -> Iterator[Metric]:
     counters = CgroupStats(cgroup_dirs, _ABOVE_ALL)
     try:
         found = counters.read_all()
     finally:
         counters.close()
     cpu = found.cpu_usage_usec
-    yield single("sandkasten_sessions_memory_bytes", "Memory of all sessions together.", found.memory_bytes)
-    yield single("sandkasten_sessions_pids", "Processes and threads of all sessions together.", found.pids)
-    yield single(
+    yield GaugeMetricFamily("sandkasten_sessions_memory_bytes", "Memory of all sessions together.", found.memory_bytes)
+    yield GaugeMetricFamily("sandkasten_sessions_pids", "Processes and threads of all sessions together.", found.pids)
+    yield CounterMetricFamily(
         "sandkasten_sessions_cpu_seconds",
         "Processor time of all sessions, ended ones included.",
         None if cpu is None else cpu / _USEC,
-        kind="counter",
     )
     pressures = {name: getattr(found, f"{name}_pressure") for name in _RESOURCES}
     yield _pressure("sandkasten_sessions_pressure_seconds", "tasks of sessions", pressures)
 
 
-def _pressure(name: str, whose: str, found: Mapping[str, Pressure | None]) -> Family:
-    samples = []
+def _pressure(name: str, whose: str, found: Mapping[str, Pressure | None]) -> Metric:
+    help = f"How long some or all {whose} waited for a resource."
+    family = CounterMetricFamily(name, help, labels=["resource", "kind"])
     for resource_name, pressure in found.items():
         for kind in ("some", "full"):
             stall = None if pressure is None else getattr(pressure, kind)
             if stall is not None:
-                samples.append(Sample((resource_name, kind), stall.total_usec / _USEC))
-    help = f"How long some or all {whose} waited for a resource."
-    return Family(name, "counter", help, ("resource", "kind"), samples)
+                family.add_metric([resource_name, kind], stall.total_usec / _USEC)
+    return family
 
 
 def _node_pressure() -> dict[str, Pressure | None]:
-    return {name: parse_pressure(_text(f"/proc/pressure/{name}")) for name in _RESOURCES}
+    return {name: parse_pressure("\n".join(_lines(f"/proc/pressure/{name}"))) for name in _RESOURCES}
 
 
-def _memory_lines() -> dict[str, int]:
+# Reading
+
+
+def _least(*amounts: int | None) -> int | None:
+    return min((amount for amount in amounts if amount is not None), default=None)
+
+
+def _limits(directory: str, names: Sequence[str]) -> Iterator[tuple[str, int]]:
+    for each in _upwards(directory):
+        limit = _first_number(each, names)
+        if limit is not None and limit < _NO_LIMIT:
+            yield each, limit
+
+
+def _upwards(directory: str) -> Iterator[str]:
+    for _ in range(_MAX_LEVELS):
+        if not directory or not os.path.exists(f"{directory}/cgroup.procs"):
+            return
+        yield directory
+        directory = os.path.dirname(directory)
+
+
+def _reclaimable(directory: str) -> int:
+    """Return the bytes of a cgroup's memory that are pages of files not used for a while."""
+    stat = dict(line.split(" ", 1) for line in _lines(f"{directory}/memory.stat") if " " in line)
+    value = stat.get("total_inactive_file", stat.get("inactive_file", ""))  # v1 has both, of which one counts children
+    return int(value) if value.isdigit() else 0
+
+
+def _free_pids() -> int | None:
+    """Return the number of thread ids left; the fourth field of loadavg ends with the number in use."""
+    fields = next(iter(_lines("/proc/loadavg")), "").split()
+    most = _least(_number("/proc/sys/kernel/pid_max"), _number("/proc/sys/kernel/threads-max"))
+    if most is None or len(fields) < 4:
+        return None
+    threads = fields[3].partition("/")[2]
+    return most - int(threads) if threads.isdigit() else None
+
+
+def _meminfo() -> dict[str, int]:
     """Return the machine's memory in bytes, by the kernel's names."""
     found = {}
-    for line in _text("/proc/meminfo").splitlines():
+    for line in _lines("/proc/meminfo"):
         name, _, rest = line.partition(":")
         fields = rest.split()
         if fields[1:] == ["kB"] and fields[0].isdigit():
@@ -257,9 +232,23 @@ def _memory_lines() -> dict[str, int]:
     return found
 
 
-def _text(path: str) -> str:
+def _first_number(directory: str, names: Iterable[str]) -> int | None:
+    return next((found for name in names if (found := _number(f"{directory}/{name}")) is not None), None)
+
+
+def _number(path: str) -> int | None:
+    text = "\n".join(_lines(path))
+    return int(text) if text.isdigit() else None
+
+
+def _lines(path: str) -> list[str]:
     try:
-        with open(path, encoding="ascii") as file:
-            return file.read()
-    except (OSError, ValueError):  # no such file, or pressure is not accounted (kernel option psi=0)
-        return ""
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return []
+    try:
+        return os.read(fd, _MAX_FILE_BYTES).decode("ascii", "replace").splitlines()
+    except OSError:
+        return []
+    finally:
+        os.close(fd)

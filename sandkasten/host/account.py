@@ -1,8 +1,9 @@
-"""As which user the daemon runs once nothing needs root any more: `user:` of the configuration, looked up.
+"""The daemon's user once no step needs root any more: `user:` of the configuration, looked up.
 
-Reads the system's accounts and changes nothing. An id that belongs to somebody else, or lies where sessions or other
-containers have theirs, is refused: whoever has the daemon's id can do to it what the daemon can.
-Sources: passwd(5); subuid(5); systemd's "Users, Groups, UIDs and GIDs" for which ranges are taken by whom.
+Reads the system's accounts and changes nothing. An id of another account, or in the ranges of sessions and other
+containers, is refused: a process with the daemon's id can do to the daemon what it likes.
+
+Sources: passwd(5); subuid(5); systemd's "Users, Groups, UIDs and GIDs" for the owners of ranges.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from sandkasten.config import ConfigError
 
 NAME = "sandkasten"
 FALLBACK_ID = 61_100
-"""User and group when there is no account `sandkasten`: in a range that neither distributions nor systemd hand out."""
+"""User and group without an account `sandkasten`: in a range that neither distributions nor systemd hand out."""
 
 _OVERFLOW_ID = 65_534
 _CONTAINER_IDS = range(524_288, 1_879_048_192)
@@ -39,10 +40,10 @@ ROOT = Account(0, 0, "root")
 
 
 def find_account(user: str) -> Account:
-    """Return what `auto`, `root`, an account's name or a number stands for.
+    """Return the account for `auto`, `root`, an account's name or a number.
 
     Raises:
-        ConfigError: there is no such account, or the id is not one for a daemon.
+        ConfigError: there is no such account, or its id is unfit for a daemon.
     """
     if user == "root":
         return ROOT

@@ -1,10 +1,11 @@
-"""Who owns what in the data directory: root its part, the daemon's user the rest. Runs as root, before the daemon.
+"""Owners in the data directory: root has its part, the daemon's user the rest. Runs as root, before the daemon.
 
 The directory is root's and sticky, and the daemon's group may write in it: so the daemon makes and removes files of its
-own (`DataPaths`: database, key, lock, spool), and can't rename or remove what nsinit and the image store have there.
-The API keys are root's to write and the daemon's to read (`keyfile.py`).
-What an earlier start left to another owner is handed over here, by descriptor, never through a link. nsinit's own
-directories are its own matter (`nsinit/storage/paths.py`), images that of `images/catalog.py`.
+own (`DataPaths`: database, key, lock, spool), and can't rename or remove the files of nsinit and the image store. The
+API keys are root's to write and the daemon's to read (`admission/keys.py`). Files of an earlier owner are handed over
+by descriptor, never through a link. nsinit looks after its own directories (`nsinit/storage/paths.py`),
+`images/catalog.py` after images.
+
 Sources: inode(7) sticky bit; open(2) O_NOFOLLOW; proc_sys_fs(5) protected_regular.
 """
 
@@ -29,10 +30,10 @@ _OF_DATABASE = ("", "-wal", "-shm", "-journal")
 
 
 def make_data_dir(path: Path) -> None:
-    """Make the data directory, closed to everybody else, also if it was open before.
+    """Make the data directory, closed to other users, also if it was open before.
 
     Raises:
-        OSError: it can't be made, or closed.
+        OSError: the directory can't be made or closed.
     """
     path.mkdir(mode=PRIVATE_MODE, parents=True, exist_ok=True)
     status = path.stat()
@@ -43,7 +44,7 @@ def make_data_dir(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(data_dir: Path) -> Iterator[None]:
-    """Hold the data directory for this process alone. Raises `ConfigError` when another one holds it."""
+    """Hold the data directory for this process alone. Raises `ConfigError` while another process holds it."""
     fd = _open_lock(DataPaths(data_dir).lock)
     try:
         try:
@@ -64,11 +65,11 @@ def _open_lock(path: Path) -> int:
 
 
 def hand_over(config: Config, account: Account) -> None:
-    """Give the daemon's files to `account`, and let it make such files. Under the lock: nobody else is at work there.
+    """Give the daemon's files to `account`, and let it make such files. The caller holds the lock.
 
     Raises:
-        ConfigError: something of somebody else is in the way.
-        OSError: it can't be done.
+        ConfigError: a file of another user is in the way.
+        OSError: an owner or a mode can't be changed.
     """
     paths = DataPaths(config.data_dir)
     root_fd = os.open(config.data_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -105,14 +106,14 @@ def _give_file(dir_fd: int | None, name: str, account: Account, known: frozenset
 
 
 def _keep_file(dir_fd: int, name: str, account: Account, known: frozenset[int]) -> None:
-    """Have a file that root writes and the daemon reads; an empty one if there is none, lest the daemon make it."""
+    """Keep a file that root writes and the daemon reads; make an empty one, lest the daemon make it."""
     with contextlib.suppress(FileExistsError):
         os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640, dir_fd=dir_fd))
     _give_file(dir_fd, name, Account(0, account.gid, account.name), known)
 
 
 def _give_directory(dir_fd: int, name: str, account: Account, known: frozenset[int]) -> None:
-    """Hand over a flat directory; it must not be changed by another meanwhile, which the lock sees to."""
+    """Hand over a flat directory; the lock keeps other processes from changing it meanwhile."""
     try:
         fd = os.open(name, _DIRECTORY, dir_fd=dir_fd)
     except FileNotFoundError:

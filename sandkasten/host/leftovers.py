@@ -1,8 +1,8 @@
-"""Looks from outside at what there is of a data directory's sessions and at leftovers, without touching it, as root.
+"""Sessions and leftovers of a data directory, seen from outside by root, without touching them. Blocking.
 
-The looking is `nsinit/tools/look.py`'s, a program of its own; here is how it is asked, who is at work in the directory,
-and how a process gets where the sessions' cgroups are: an nsinit that is started elsewhere would not find them.
-Blocking.
+`nsinit/tools/leftovers.py`, a program of its own, looks. Here are the call of that program, the test for a daemon at
+work in the directory, and the move of a process to the place of the sessions' cgroups: an nsinit that is started
+elsewhere would not find them.
 
 Sources: proc_locks(5); cgroups(7), "cgroup.procs"; cgroup-v2.rst, "No Internal Process Constraint" (EBUSY).
 """
@@ -20,31 +20,34 @@ from pathlib import Path
 import attrs
 
 from nsinit.wire import protocol as nsinit_protocol
-from nsinit.wire.protocol import Found, Identity, Stray
+from nsinit.wire.protocol import Found, Identity, Leftover
 from sandkasten.host.paths import DataPaths
 
-_LOOK = Path(nsinit_protocol.__file__).parents[1] / "tools" / "look.py"
+_LOOK = Path(nsinit_protocol.__file__).parents[1] / "tools" / "leftovers.py"
 _LOOK_S = 60
 _NO_PROCESSES = (errno.EBUSY, errno.EOPNOTSUPP)
 
 
 class CantLook(Exception):
-    """It can't be seen what there is; the text says why."""
+    """Sessions and leftovers can't be looked for; the text says why."""
 
 
 @attrs.frozen
 class Sight:
-    """What is there. `homes`: for each cgroup directory that the sessions live in, two files; the first that takes a
-    process puts it there. `rivals`: further directories in which recorded sessions run."""
+    """Sessions and leftovers found. `homes`: for each cgroup directory that the sessions live in, two files, of which
+    the first that accepts a process moves it there. `rivals`: further directories in which recorded sessions run.
+    """
 
     found: Sequence[Found] = ()
-    strays: Sequence[Stray] = ()
+    leftovers: Sequence[Leftover] = ()
     homes: Sequence[tuple[str, str]] = ()
     rivals: Sequence[str] = ()
 
 
 def look(data_dir: Path, node_id: str, recorded: Collection[str]) -> Sight:
-    """Return what is there of a node; `recorded` are the sessions that the database has as alive. Raises `CantLook`."""
+    """Return sessions and leftovers of a node; `recorded` are the ids of live sessions in the database. Raises
+    `CantLook`.
+    """
     command = [sys.executable, "-I", "-S", "-B", str(_LOOK), os.path.realpath(data_dir), node_id]
     asked = json.dumps({"recorded": sorted(recorded), "nsinit": holder_of(data_dir / "run") or 0})
     try:
@@ -58,7 +61,7 @@ def look(data_dir: Path, node_id: str, recorded: Collection[str]) -> Sight:
         raise CantLook(done.stderr.decode(errors="replace").strip().rpartition("\n")[2]) from None
     return Sight(
         [Found(**each | {"identity": each["identity"] and Identity(**each["identity"])}) for each in answer["found"]],
-        [Stray(**each) for each in answer["strays"]],
+        [Leftover(**each) for each in answer["leftovers"]],
         [(first, second) for first, second in answer["homes"]],
         answer["rivals"],
     )
@@ -70,11 +73,13 @@ def has_daemon(data_dir: Path) -> bool:
 
 
 def holder_of(path: Path) -> int | None:
-    """Return who holds a flock(2) on a file. Told by its inode alone, since some file systems tell two devices: who is
-    wrong about that is too careful. Taking the lock to see would keep a daemon from starting at that moment.
+    """Return the pid of the holder of a flock(2) on a file, None if there is none.
+
+    The file is known by its inode alone, since some file systems report two devices; a mistake errs on the safe side. A
+    trial lock would keep a daemon from starting at that moment.
 
     Raises:
-        CantLook: it can't be known.
+        CantLook: `/proc/locks` or the file can't be read.
     """
     try:
         inode = path.stat().st_ino
@@ -91,7 +96,7 @@ def holder_of(path: Path) -> int | None:
 
 
 def move_to(homes: Sequence[tuple[str, str]]) -> None:
-    """Move this process to where sessions live, so that an nsinit it starts finds them. Raises `OSError`."""
+    """Move this process to the sessions' cgroups, so that an nsinit it starts finds them. Raises `OSError`."""
     pid = f"{os.getpid()}\n".encode("ascii")
     for beside, inside in homes:
         try:

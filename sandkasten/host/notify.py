@@ -1,8 +1,8 @@
-"""What the service manager is told: that the daemon serves, what it does, that it stops, and that it still lives.
+"""Notes to the service manager: ready, status, stopping, and signs of life.
 
-Datagrams of `NAME=value` lines to the socket that `NOTIFY_SOCKET` names, a path or (with `@`) an abstract name. It is
-connected at once, while the process can still reach it, and the variables are taken out of the environment. Nobody is
-waited for: what can't be delivered is dropped, since a service manager that does not listen is no reason to stop.
+Datagrams of `NAME=value` lines to the socket that `NOTIFY_SOCKET` names, a path or (with `@`) an abstract name. The
+socket is connected at once, while the process can still reach it, and the variables are taken out of the environment. A
+note that can't be delivered is dropped without waiting, since a deaf service manager is no reason to stop.
 
 Sources: sd_notify(3), sd_watchdog_enabled(3); unix(7).
 """
@@ -17,13 +17,13 @@ from collections.abc import MutableMapping
 log = logging.getLogger(__name__)
 
 _BEATS = 3
-"""How often within the watchdog's time: one or two that come late, or not, are no death."""
+"""Signs of life within the watchdog's time: one or two that come late or get lost are no death."""
 
 _MAX_STATUS_CHARACTERS = 200
 
 
 class Notifier:
-    """See the module's docstring. `beat_s`: how often the watchdog wants to hear of us, None if it does not."""
+    """The service manager, or none. `beat_s`: the period of signs of life for the watchdog, None without one."""
 
     def __init__(self, sock: socket.socket | None = None, beat_s: float | None = None) -> None:
         self._socket = sock
@@ -34,19 +34,19 @@ class Notifier:
         return -1 if self._socket is None else self._socket.fileno()
 
     def ready(self, status: str) -> None:
-        """It serves from now on."""
+        """Report that the daemon serves."""
         self._send("READY=1", _status(status))
 
     def stopping(self, status: str) -> None:
-        """It begins to stop; the watchdog does not count any more."""
+        """Report that the daemon stops; the watchdog does not count any more."""
         self._send("STOPPING=1", _status(status))
 
     def alive(self, status: str) -> None:
-        """Everything that has to answer did."""
+        """Report a sign of life: every part that has to answer did."""
         self._send("WATCHDOG=1", _status(status))
 
     def say(self, status: str) -> None:
-        """Say to people what it does, or why it ends."""
+        """Report a status for people: present work, or the reason of the end."""
         self._send(_status(status))
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class Notifier:
 
 
 def open_notifier(environ: MutableMapping[str, str]) -> Notifier:
-    """Connect to the service manager, if there is one that listens; forget its variables in any case."""
+    """Connect to the service manager, if one listens; remove its variables in any case."""
     address = environ.pop("NOTIFY_SOCKET", "")
     beat_s = _beat_s(environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", ""))
     if not address.startswith(("/", "@")):

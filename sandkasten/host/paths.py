@@ -1,12 +1,9 @@
-"""Every path under the data directory that the daemon uses, in one place. Does no I/O.
+"""Every path under the data directory that the daemon uses, and the id of this boot.
 
-nsinit builds its own paths from the same layout (`nsinit/storage/paths.py`); what only nsinit touches (session
-overlays, workspaces, trash) is not named here, so the daemon can't reach it by accident.
+nsinit builds its own paths from the same layout (`nsinit/storage/paths.py`). Paths that only nsinit touches (session
+overlays, workspaces, trash) are not named here, so the daemon can't reach them by accident.
 
-Which boot of the machine this is. A pid and a start time mean a process only within one boot.
-
-Reads one file and changes nothing. In a container it is the machine's boot, not the container's.
-Source: proc_sys_kernel(5), `random/boot_id`; Documentation/admin-guide/sysctl/kernel.rst.
+Source: proc_sys_kernel(5), `random/boot_id`.
 """
 
 from __future__ import annotations
@@ -14,6 +11,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import attrs
+
+RUNNER_SOCKET = "r.sock"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @attrs.frozen
@@ -32,7 +32,7 @@ class DataPaths:
 
     @property
     def keys(self) -> Path:
-        """API keys besides the configured one, as digests; root's where the daemon has a user of its own."""
+        """API keys besides the configured one, as digests; owned by root where the daemon has a user of its own."""
         return self.root / "keys.json"
 
     @property
@@ -46,7 +46,7 @@ class DataPaths:
 
     @property
     def machine(self) -> Path:
-        """What root found on the machine, for a daemon that can't try it."""
+        """The examination of the machine that root made for a daemon that is never root."""
         return self.root / "machine.json"
 
     @property
@@ -56,7 +56,7 @@ class DataPaths:
 
     @property
     def spool(self) -> Path:
-        """Output of runs that memory has no room for, and what is written down of runs for the next daemon."""
+        """Output of runs that memory has no room for, and records of runs for the next daemon."""
         return self.root / "spool"
 
     def run_dir(self, session_id: str) -> Path:
@@ -64,12 +64,9 @@ class DataPaths:
         return self.root / "run" / session_id
 
 
-RUNNER_SOCKET = "r.sock"
-
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
 def read_boot_id() -> str:
-    """Return the id of the present boot, a UUID. Raises `OSError` where `/proc` is not the kernel's."""
+    """Return the id of the machine's present boot, a UUID, also in a container.
+
+    A pid and a start time name a process only within one boot. Raises `OSError` where `/proc` is not the kernel's.
+    """
     return _BOOT_ID.read_text("ascii").strip()

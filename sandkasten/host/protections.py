@@ -1,7 +1,7 @@
-"""Which protections are in force: one entry each, drawn from the machine's checks, the configuration and nsinit.
+"""The protections in force, drawn from the machine's checks, the configuration and nsinit's features.
 
-The one source of what `doctor`, the start messages, `/v1/system` and the refusal to start say. Pure: performs nothing.
-An entry per name of `machine.PROTECTIONS`; most rest on their checks alone, the others have a function in `_ENTRIES`.
+The one source for `doctor`, the start messages, `/v1/system` and the refusal to start. Pure. Each name of
+`model.node.PROTECTIONS` has an entry; most rest on their checks alone, the others have a function in `_ENTRIES`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _STATES = {
 
 @attrs.frozen
 class Situation:
-    """What is known when the question is asked. `features` is nsinit's own word, empty before it has started;
-    `daemon_uid` is that of the running daemon, None before there is one."""
+    """Knowledge at one moment. `features` are those that nsinit reported, empty before its start; `daemon_uid` is that
+    of the running daemon, None before there is one.
+    """
 
     config: Config
     machine: Machine
@@ -35,7 +36,7 @@ class Situation:
 
 
 Entry = Callable[[Situation, Protection], Protection]
-"""Gets what the checks alone say and returns what is so."""
+"""Takes the protection as the checks alone say, and returns the one in force."""
 
 
 def _seccomp(now: Situation, found: Protection) -> Protection:
@@ -50,7 +51,7 @@ def _seccomp(now: Situation, found: Protection) -> Protection:
 
 
 def _landlock(now: Situation, found: Protection) -> Protection:
-    """What nsinit asked the kernel for, once it has; before, what the checks say."""
+    """Landlock, as nsinit asked the kernel for it; before nsinit runs, as the checks say."""
     if "landlock_scopes" not in now.features:
         return found
     if now.features["landlock_scopes"]:
@@ -71,7 +72,7 @@ _DISK_MODES = {
 
 
 def _disk(now: Situation, found: Protection) -> Protection:
-    """nsinit tries the mechanisms when it starts; before that the checks say what it will find."""
+    """Disk limits, by the mechanism that nsinit chose at its start; before that, as the checks say."""
     if now.config.disk.mode == "none":
         return attrs.evolve(found, state=State.OFF, detail="disk.mode is none")
     mode = now.features.get("disk")
@@ -104,17 +105,17 @@ _ENTRIES: Mapping[str, Entry] = {
 
 
 _TOLD_BY_NSINIT = frozenset({"disk", "landlock"})
-"""A start makes no trial of its own of these: nsinit does, and refuses or reports."""
+"""Protections that a start does not try itself: nsinit does, and refuses or reports."""
 
 
 def protections(now: Situation) -> tuple[Protection, ...]:
-    """Return every protection as it is in force."""
+    """Return every protection with its state."""
     found = ((name, _from_checks(now, name)) for name in PROTECTIONS)
     return tuple(_ENTRIES[name](now, each) if name in _ENTRIES else each for name, each in found)
 
 
 def with_needs(config: Config, machine: Machine) -> Machine:
-    """Return the machine with each check's `required` as the configuration has it."""
+    """Return the machine with `required` of each check as the configuration has it."""
     checks = [
         attrs.evolve(check, required=is_required(config, check.protection)) if check.protection else check
         for check in machine.checks
@@ -132,10 +133,10 @@ def is_required(config: Config, name: str) -> bool:
 
 
 def lacking(config: Config, found: Sequence[Protection], *, before_start: bool = False) -> list[str]:
-    """Return one sentence for each protection without which the start is refused; none: all is well.
+    """Return one sentence for each protection that forbids the start; an empty list allows it.
 
-    What the configuration lists as required must be fully on; what is required by itself may fall back. `before_start`:
-    what only nsinit can tell, and has not yet, is no reason.
+    Protections that the configuration requires must be fully on; those required by default may be degraded.
+    `before_start`: states that only nsinit can know are no reason yet.
     """
     sentences = []
     for each in found:
@@ -166,7 +167,7 @@ def _checks_of(now: Situation, name: str) -> list[Check]:
 
 
 def _from_checks(now: Situation, name: str) -> Protection:
-    """The worst of the checks says how it is."""
+    """Return a protection in the state of its worst checks."""
     required = is_required(now.config, name)
     checks = _checks_of(now, name)
     if not checks:

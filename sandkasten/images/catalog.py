@@ -1,13 +1,12 @@
 """The image store: `<data_dir>/images/<name>/{meta.json,rootfs/}`, names, aliases, set-aside images.
 
-Owns what an image is called and when its files may go. An image that was replaced or deleted may be the lower layer of
-a running session, so it is renamed into `images/.retired/` and removed only when `<data_dir>/sessions` is empty. New
-images are built in `images/.new-*` and appear by rename(2), whole or not at all. Blocking: call it from a thread.
+Owns the names of images and decides when their files may go. An image that was replaced or deleted may be the lower
+layer of a running session, so it is renamed into `images/.retired/` and removed only when `<data_dir>/sessions` is
+empty. New images are built in `images/.new-*` and appear by rename(2), whole or not at all.
 
-Lets the daemon's group read what there is to know of images: their names and `meta.json`. The files stay root's.
-
-Runs as root, on what only root may change. Opens no link. Who makes an image calls `share_image` before it gets its
-name; a start calls `share_store` for those that are there already.
+`share_store` and `share_image` let the daemon's group read names and `meta.json`; the files of images stay root's. They
+run as root, on directories that only root may change, and open no link. The maker of an image calls `share_image`
+before the image gets its name; a start calls `share_store` for those there are. Blocking: call it from a thread.
 """
 
 from __future__ import annotations
@@ -32,61 +31,12 @@ from sandkasten.model import IMAGE_NAME
 from sandkasten.model.errors import InvalidImage
 
 META = "meta.json"
-_DIRECTORY = os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC
-
-
-def share_store(images: Path, gid: int) -> None:
-    """Make the directory of images if there is none, and let the group `gid` read it; 0: nobody.
-
-    Raises:
-        ConfigError: it is no directory of root's.
-    """
-    with contextlib.suppress(FileExistsError):
-        images.mkdir(mode=0o700)
-    try:
-        store_fd = os.open(images, _DIRECTORY)
-    except OSError as error:
-        raise ConfigError(f"{images} can't be used: {error.strerror}") from error
-    try:
-        if os.fstat(store_fd).st_uid != os.geteuid():
-            raise ConfigError(f"{images} belongs to another user; look at what is in it, and remove it or chown it")
-        _let_read(store_fd, gid)
-        for name in filter(IMAGE_NAME.match, os.listdir(store_fd)):
-            with contextlib.suppress(NotADirectoryError):
-                share_image(store_fd, name, gid)
-    finally:
-        os.close(store_fd)
-
-
-def share_image(store_fd: int, name: str, gid: int) -> None:
-    """Let the group read one image's `meta.json`, if it has one."""
-    image_fd = os.open(name, _DIRECTORY, dir_fd=store_fd)
-    try:
-        _let_read(image_fd, gid)
-        with contextlib.suppress(FileNotFoundError):
-            meta_fd = os.open(META, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=image_fd)
-            try:
-                if stat.S_ISREG(os.fstat(meta_fd).st_mode):
-                    os.fchown(meta_fd, -1, gid)
-                    os.fchmod(meta_fd, 0o640)
-            finally:
-                os.close(meta_fd)
-    finally:
-        os.close(image_fd)
-
-
-def _let_read(directory_fd: int, gid: int) -> None:
-    os.fchown(directory_fd, -1, gid)
-    os.fchmod(directory_fd, 0o750 if gid else 0o700)
-
-
 HOST = "host"
 _RETIRED = ".retired"
 _NEW = ".new-"
-
-
+_DIRECTORY = os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC
 Stamp = tuple[tuple[int, int] | None, tuple[int, int] | None]
-"""Modification time and inode of an image's `meta.json`, for the name and for what its alias stands for."""
+"""Modification time and inode of `meta.json`, of the image of a name and of the image it is an alias of."""
 
 
 @attrs.frozen
@@ -114,7 +64,7 @@ class Catalog:
         self._allowed = frozenset(allowed)
 
     def rootfs_path(self, name: str) -> Path:
-        """Where the files of an image lie."""
+        """Return the directory of an image's files."""
         return self._directory / name / "rootfs"
 
     def images(self) -> list[Image]:
@@ -125,11 +75,11 @@ class Catalog:
         return [image for image in found if image is not None]
 
     def aliases_of(self, name: str) -> list[str]:
-        """Return the aliases that lead to an image; one with an image of its own name is none."""
+        """Return the aliases of an image; an image of the same name hides an alias."""
         return sorted(each for each, target in self._aliases.items() if target == name and self._read(each) is None)
 
     def get(self, name: str) -> Image:
-        """Return the image of that name, or else the one its alias stands for.
+        """Return the image of that name, or else the image that the name is an alias of.
 
         Raises:
             InvalidImage: malformed, not present, or neither the name nor its target is allowed.
@@ -146,14 +96,14 @@ class Catalog:
         return image
 
     def unknown(self, names: Iterable[str]) -> list[str]:
-        """Return those that lead to no image; `host`, which every start makes, counts as present."""
+        """Return the names that lead to no image; `host`, which every start makes, counts as present."""
         return [each for each in names if not self._leads_somewhere(each)]
 
     def _leads_somewhere(self, name: str) -> bool:
         return any(each == HOST or self._read(each) is not None for each in (name, self._aliases.get(name, name)))
 
     def stamp(self, name: str) -> Stamp:
-        """Return what changes when `get(name)` would answer otherwise; two stat(2) calls, no reading."""
+        """Return a value that changes when the answer of `get(name)` does; two stat(2) calls, no reading."""
         return self._stat(name), self._stat(self._aliases.get(name, ""))
 
     def _stat(self, name: str) -> tuple[int, int] | None:
@@ -166,7 +116,7 @@ class Catalog:
         return found.st_mtime_ns, found.st_ino
 
     def validate(self, name: str) -> list[str]:
-        """Return what is wrong with an image's files, one sentence each; none means it can be used."""
+        """Return the faults of an image's files, one sentence each; none means that the image can be used."""
         image = self.get(name)
         return rootfs.find_problems(str(self.rootfs_path(image.name)), usr="/usr" if image.kind == "host" else None)
 
@@ -178,7 +128,7 @@ class Catalog:
         """
         image = self.get(name)
         if image.name != name:
-            raise InvalidImage(f"{name!r} is an alias of image {image.name!r}; delete that one", image=name)
+            raise InvalidImage(f"{name!r} is an alias of image {image.name!r}; delete the image", image=name)
         self._retire(name)
         return self.sweep()
 
@@ -192,7 +142,7 @@ class Catalog:
         directory.mkdir(mode=0o700)
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH)  # tells a sweep that somebody is at work here; nsinit may be, too
+            fcntl.flock(fd, fcntl.LOCK_SH)  # keeps a sweep away; nsinit may hold a lock here, too
             (directory / "rootfs").mkdir()
             (directory / "rootfs").chmod(0o755)
             yield directory
@@ -218,7 +168,7 @@ class Catalog:
         return image
 
     def sweep(self) -> bool:
-        """Remove builds that were cut short and, unless a session exists, set-aside images; say whether those went."""
+        """Remove aborted builds and, unless a session exists, set-aside images; return whether the latter went."""
         has_sessions = self._sessions.is_dir() and any(self._sessions.iterdir())
         retired = [] if has_sessions else [*(self._directory / _RETIRED).glob("*")]
         for directory in [*retired, *self._directory.glob(f"{_NEW}*")]:
@@ -227,7 +177,7 @@ class Catalog:
         return not has_sessions
 
     def _share(self, directory: Path) -> None:
-        """Let whoever may read the store read this image's description, too."""
+        """Give the store's group read access to this image's description."""
         store_fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             share_image(store_fd, directory.name, os.fstat(store_fd).st_gid)
@@ -269,5 +219,53 @@ def _is_locked(directory: Path) -> bool:
 
 
 def now() -> str:
-    """The present, as `Image.created_at` has it."""
+    """Return the present time in the form of `Image.created_at`."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+# Access for the daemon's group
+
+
+def share_store(images: Path, gid: int) -> None:
+    """Make the directory of images if there is none, and let the group `gid` read it; 0: root alone.
+
+    Raises:
+        ConfigError: it is no directory of root's.
+    """
+    with contextlib.suppress(FileExistsError):
+        images.mkdir(mode=0o700)
+    try:
+        store_fd = os.open(images, _DIRECTORY)
+    except OSError as error:
+        raise ConfigError(f"{images} can't be used: {error.strerror}") from error
+    try:
+        if os.fstat(store_fd).st_uid != os.geteuid():
+            raise ConfigError(f"{images} belongs to another user; look at what is in it, and remove it or chown it")
+        _let_read(store_fd, gid)
+        for name in filter(IMAGE_NAME.match, os.listdir(store_fd)):
+            with contextlib.suppress(NotADirectoryError):
+                share_image(store_fd, name, gid)
+    finally:
+        os.close(store_fd)
+
+
+def share_image(store_fd: int, name: str, gid: int) -> None:
+    """Let the group read one image's `meta.json`, if it has one."""
+    image_fd = os.open(name, _DIRECTORY, dir_fd=store_fd)
+    try:
+        _let_read(image_fd, gid)
+        with contextlib.suppress(FileNotFoundError):
+            meta_fd = os.open(META, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=image_fd)
+            try:
+                if stat.S_ISREG(os.fstat(meta_fd).st_mode):
+                    os.fchown(meta_fd, -1, gid)
+                    os.fchmod(meta_fd, 0o640)
+            finally:
+                os.close(meta_fd)
+    finally:
+        os.close(image_fd)
+
+
+def _let_read(directory_fd: int, gid: int) -> None:
+    os.fchown(directory_fd, -1, gid)
+    os.fchmod(directory_fd, 0o750 if gid else 0o700)

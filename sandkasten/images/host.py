@@ -1,12 +1,12 @@
 """The `host` image: a made `/` over the machine's own `/usr`, with no download.
 
-Owns the recipe. The rule for `/etc`: a list says what may be looked at, and of that only what every user of the machine
-may read is copied; nothing else of the machine gets in, whatever it is called. No file with a private key in it, no
-`/root`, `/home`, `/var`, `/opt`. Files of accounts are written here, not copied; nsinit writes those of host names for
-each session, the faster as there are none to replace.
+Owns the recipe. The rule for `/etc`: of the entries in a list, only files that every user of the machine may read are
+copied, and no file with a private key in it. Nothing of `/root`, `/home`, `/var` or `/opt` is copied. Files of accounts
+are written here, not copied; nsinit writes those of host names for each session, which is faster without files to
+replace.
 
-The image's own `/usr` lies over the machine's in a session. All it holds is a `python` command where the machine has
-`python3` alone: scripts and people ask for it by that name.
+The image's own `/usr` lies over the machine's in a session. It holds a `python` command where the machine has only
+`python3`, since scripts and people ask for `python`, and else nothing.
 
 A finished image is kept until the recipe, the linker's cache or that command changes (`fingerprint`), then made anew at
 a start.
@@ -69,7 +69,7 @@ ETC_MADE = {
     "bash.bashrc": "[ -z \"${PS1-}\" ] || PS1='\\u@\\h:\\w\\$ '\n",
 }
 PROGRAM_DIRECTORIES = ("usr/local/sbin", "usr/local/bin", "usr/sbin", "usr/bin")
-"""Where commands are looked for inside."""
+"""Directories of commands inside."""
 PYTHON = "usr/bin/python"
 MAX_FILE_BYTES = 8 * 1024 * 1024
 _PRIVATE = b"PRIVATE KEY"
@@ -93,7 +93,7 @@ def ensure_host_image(catalog: Catalog, *, root: Path = Path("/")) -> Image:
 
 
 def _fingerprint(root: Path) -> str:
-    """Name what the image depends on. Installing or removing a library changes the linker's cache."""
+    """Return a digest of the image's sources. A change of the machine's libraries changes the linker's cache."""
     try:
         status = os.stat(root / "etc/ld.so.cache")
         cache = f"{status.st_mtime_ns}-{status.st_size}"
@@ -143,7 +143,7 @@ def _link_merged(target: Path, root: Path, name: str) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a link as a link, a public regular file with its bytes, a public directory with what fits in it."""
+    """Copy a link as a link, a public regular file with its bytes, a public directory with its public entries."""
     status = source.lstat()
     if stat.S_ISLNK(status.st_mode):
         target.symlink_to(os.readlink(source))

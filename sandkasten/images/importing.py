@@ -1,13 +1,9 @@
-"""Import an image from a tar archive: unpack it in a jail, look it over, give it its name.
+"""Import an image from a tar archive: unpack it in a jail, check it, give it its name.
 
-Never parses the archive itself: nsinit has that done in a process that sees only the new image
-(`nsinit/tools/unpack.py`), and bounds what that answers. A failed import leaves nothing. Blocking: call it from a
-thread.
-
-Has an archive unpacked by an nsinit of our own, which lives for that: beside a running daemon's, or without one.
-
-Never reads a byte of the archive. nsinit gets it open, and the name of the draft to unpack it in. When this returns,
-with or without an error, nothing that it started runs any more. Blocking: call it from a thread.
+This process never reads a byte of the archive. An nsinit of its own, beside a running daemon's or without one, gets the
+open archive and the name of the draft, and has it unpacked in a process that sees only the new image
+(`nsinit/tools/unpack.py`). A failed import leaves nothing; when `unpack` returns, with or without an error, no process
+that it started runs any more. Blocking: call it from a thread.
 """
 
 from __future__ import annotations
@@ -28,75 +24,10 @@ from sandkasten.images import rootfs
 from sandkasten.images.catalog import Catalog, Image, now
 from sandkasten.model.errors import InvalidImage, ZygoteLost
 
-_END_S = 10.0
-_PIECE_BYTES = 65536
-
-
-def unpack(draft: Path, archive_fd: int, *, max_members: int, max_bytes: int) -> Unpacked:
-    """Unpack an archive into `draft`, which `Catalog.building` made.
-
-    Raises:
-        InvalidImage: it can't be unpacked.
-        ZygoteLost: nsinit died.
-    """
-    data_dir = os.path.realpath(draft.parent.parent)
-    request = UnpackImage(1, data_dir, draft.name, max_members, max_bytes)
-    with _nsinit() as channel:
-        try:
-            socket.send_fds(channel, [REQUESTS.encode(request)], [archive_fd])
-            data = channel.recv(MAX_DATAGRAM_BYTES)
-        except ConnectionError:
-            data = b""
-    match _decode(data):
-        case Unpacked() as unpacked:
-            return unpacked
-        case Failed(message=message):
-            raise InvalidImage(f"the archive can't be unpacked: {message}")
-        case _:
-            raise ZygoteLost("the fork server died while it had the archive unpacked")
-
-
-def _decode(data: bytes) -> object:
-    try:
-        return ANSWERS.decode(data)
-    except ProtocolError:
-        return None
-
-
-@contextlib.contextmanager
-def _nsinit() -> Iterator[socket.socket]:
-    """Start an nsinit; when the block is left, it is gone, and all that it started."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    log_fd, their_log_fd = os.pipe2(os.O_CLOEXEC)
-    try:
-        with ours:
-            try:
-                pid = spawn_nsinit(theirs.fileno(), their_log_fd)
-            finally:
-                theirs.close()
-                os.close(their_log_fd)
-            try:
-                yield ours
-            finally:
-                ours.close()
-                _wait_end(pid, log_fd)
-    finally:
-        os.close(log_fd)
-
-
-def _wait_end(pid: int, log_fd: int) -> None:
-    """Wait until nobody has the log any more, which every process down to the jail inherits."""
-    deadline = time.monotonic() + _END_S
-    while select.select([log_fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        if not os.read(log_fd, _PIECE_BYTES):
-            break
-    else:
-        os.kill(pid, signal.SIGKILL)  # not reaped yet, so it exists
-    os.waitpid(pid, 0)
-
-
 MAX_MEMBERS = 2_000_000
 MAX_BYTES = 64 * 1024**3
+_END_S = 10.0
+_PIECE_BYTES = 65536
 
 
 def import_tar(
@@ -108,7 +39,7 @@ def import_tar(
     max_bytes: int = MAX_BYTES,
     crash: Crash | None = None,
 ) -> tuple[Image, Unpacked]:
-    """Make image `name` of a tar file; return it and what nsinit counted.
+    """Make image `name` of a tar file; return the image and nsinit's counts of its members.
 
     Raises:
         InvalidImage: the name is malformed or taken, the archive can't be unpacked, or it holds no usable root.
@@ -138,3 +69,66 @@ def import_tar(
         published = catalog.publish(directory, image)
         crash.passing(Point.IMPORT_PUBLISHED)
         return published, counts
+
+
+def unpack(draft: Path, archive_fd: int, *, max_members: int, max_bytes: int) -> Unpacked:
+    """Unpack an archive into `draft`, which `Catalog.building` made.
+
+    Raises:
+        InvalidImage: the archive can't be unpacked.
+        ZygoteLost: nsinit died.
+    """
+    data_dir = os.path.realpath(draft.parent.parent)
+    request = UnpackImage(1, data_dir, draft.name, max_members, max_bytes)
+    with _nsinit() as channel:
+        try:
+            socket.send_fds(channel, [REQUESTS.encode(request)], [archive_fd])
+            data = channel.recv(MAX_DATAGRAM_BYTES)
+        except ConnectionError:
+            data = b""
+    match _decode(data):
+        case Unpacked() as unpacked:
+            return unpacked
+        case Failed(message=message):
+            raise InvalidImage(f"the archive can't be unpacked: {message}")
+        case _:
+            raise ZygoteLost("the fork server died while it had the archive unpacked")
+
+
+def _decode(data: bytes) -> object:
+    try:
+        return ANSWERS.decode(data)
+    except ProtocolError:
+        return None
+
+
+@contextlib.contextmanager
+def _nsinit() -> Iterator[socket.socket]:
+    """Start an nsinit; when the block is left, nsinit and every process that it started have ended."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    log_fd, their_log_fd = os.pipe2(os.O_CLOEXEC)
+    try:
+        with ours:
+            try:
+                pid = spawn_nsinit(theirs.fileno(), their_log_fd)
+            finally:
+                theirs.close()
+                os.close(their_log_fd)
+            try:
+                yield ours
+            finally:
+                ours.close()
+                _wait_end(pid, log_fd)
+    finally:
+        os.close(log_fd)
+
+
+def _wait_end(pid: int, log_fd: int) -> None:
+    """Wait until every process has closed the log, which all of them down to the jail inherit."""
+    deadline = time.monotonic() + _END_S
+    while select.select([log_fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        if not os.read(log_fd, _PIECE_BYTES):
+            break
+    else:
+        os.kill(pid, signal.SIGKILL)  # not reaped yet, so it exists
+    os.waitpid(pid, 0)

@@ -1,8 +1,8 @@
 """Remove a directory tree without following a link, crossing a mount, or recursing.
 
 Works beneath one directory descriptor. A subdirectory is never entered from its parent: it is renamed up into the top
-directory first, then emptied there. So depth costs neither stack nor descriptors, and the kernel itself refuses what
-must not be crossed: rename(2) of a mount point fails with EBUSY, of something on another mount with EXDEV.
+directory first, then emptied there. So depth costs neither stack nor descriptors, and the kernel itself refuses to
+cross a mount: rename(2) of a mount point fails with EBUSY, of an entry on another mount with EXDEV.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def remove_tree(parent_fd: int, name: str) -> None:
-    """Remove directory `name` of `parent_fd` with all that is in it; what is not there any more is fine.
+    """Remove directory `name` of `parent_fd` and its content; a directory that is gone already is no error.
 
     Raises:
-        OSError: something can't be removed (EBUSY: it is a mount point). The rest may be gone by then.
+        OSError: an entry can't be removed (EBUSY: a mount point). Other entries may be gone by then.
     """
     try:
         top_fd = os.open(name, _DIRECTORY, dir_fd=parent_fd)
@@ -38,7 +38,7 @@ def remove_tree(parent_fd: int, name: str) -> None:
 
 
 def _empty(top_fd: int, name: str, lifted: int) -> int:
-    """Unlink the files of a directory and lift its subdirectories into `top_fd`; return how many were lifted so far."""
+    """Unlink the files of a directory and lift its subdirectories into `top_fd`; return the number lifted so far."""
     directory_fd = os.open(name, _DIRECTORY, dir_fd=top_fd)
     try:
         for entry in os.listdir(directory_fd):

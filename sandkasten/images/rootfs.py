@@ -1,7 +1,7 @@
 """Judge a root file system without trusting it: every look-up resolves links inside it, never on the machine.
 
-The check is for people: a clear sentence at import instead of a failed session later. It grants nothing; nsinit opens
-every mount point again with openat2(RESOLVE_IN_ROOT | RESOLVE_NO_SYMLINKS).
+The check gives a clear sentence at import instead of a failed session later. It grants nothing: nsinit opens every
+mount point again with openat2(RESOLVE_IN_ROOT | RESOLVE_NO_SYMLINKS).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Callable
 MOUNT_POINTS = ("dev", "proc", "sys", "tmp", "run", "workspace", "home")
 SHELLS = ("/bin/bash", "/bin/sh")
 MAX_LINKS = 40
-"""As in the kernel (path_resolution(7))."""
+"""The kernel's bound (path_resolution(7))."""
 
 
 def find_problems(rootfs: str, *, usr: str | None = None) -> list[str]:
-    """Return what keeps `rootfs` from being an image, one sentence each.
+    """Return the reasons why `rootfs` can't be an image, one sentence each.
 
-    `usr` is a directory of the machine that will be seen as `/usr`, for an image that has none of its own.
+    `usr` is the directory of the machine that sessions see as `/usr`, for an image without one.
     """
     if not os.path.isdir(rootfs) or os.path.islink(rootfs):
         return ["there is no rootfs directory"]
@@ -37,7 +37,7 @@ def find_problems(rootfs: str, *, usr: str | None = None) -> list[str]:
 
 
 def is_program(rootfs: str, path: str, *, usr: str | None = None) -> bool:
-    """Whether `path`, seen from inside, is a regular file that may be executed by anybody."""
+    """Whether `path`, seen from inside, is a regular file that every user may execute."""
     found = resolve(rootfs, path, usr=usr)
     if found is None:
         return False
@@ -48,7 +48,7 @@ def is_program(rootfs: str, path: str, *, usr: str | None = None) -> bool:
 def resolve(rootfs: str, path: str, *, usr: str | None = None) -> str | None:
     """Return where `path`, seen from inside `rootfs`, lies on the machine; None if it does not exist.
 
-    The tree must be at rest: this is a walk by name, not a defence against somebody who changes it meanwhile.
+    The tree must be at rest: a walk by name is no defence against a process that changes the tree meanwhile.
     """
     todo = path.split("/")[::-1]
     inside: list[str] = []

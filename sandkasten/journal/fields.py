@@ -1,8 +1,8 @@
-"""What each type of event says, and how its data is kept small. Pure.
+"""Fields of each type of event, and the bounding of their data. Pure.
 
-`EVENT_FIELDS` is the one list of fields; docs/events.md is compared with it, and a field that is not in it is not told.
-Data goes to disk and to every reader of the journal, so it never holds a command, its output or an environment. Texts
-may come from a sandbox (a process names itself), so their length and their characters are nobody's promise.
+`EVENT_FIELDS` is the one list of fields; docs/events.md is compared with it, and a field outside the list is not
+written. Data goes to disk and to every reader of the journal, so it never holds a command, its output or an
+environment. Texts may come from a sandbox (a process names itself), so their length and characters are arbitrary.
 """
 
 from __future__ import annotations
@@ -61,15 +61,18 @@ EVENT_FIELDS: Mapping[EventType, frozenset[str]] = MappingProxyType(
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ASCII_GROWTH = 3
-"""How much longer JSON gets when everything beyond ASCII is escaped: 2 bytes of UTF-8 to 6, 3 to 6, 4 to 12."""
+"""Growth of JSON when every character beyond ASCII is escaped: 2 bytes of UTF-8 to 6, 3 to 6, 4 to 12."""
 _CUTS = ((1024, 64), (256, 32), (64, 16), (16, 8))
 """Longest text and longest list, try by try."""
 _MAX_DEPTH = 4
 
 
 def bounded_data(fields: Mapping[str, object]) -> dict[str, Any]:  # JSON values
-    """Return what is to be told as plain JSON values of bounded size, without fields that are None. Never fails:
-    texts are cut, what is no JSON becomes text, and if nothing else helps the data is empty but for `truncated`."""
+    """Return an event's fields as plain JSON values of bounded size, without fields that are None.
+
+    Never fails: texts are cut, values that are no JSON become text, and if nothing else helps the data is empty but for
+    `truncated`.
+    """
     given = {name: value for name, value in fields.items() if value is not None}
     try:
         encoded = orjson.dumps(given)

@@ -1,8 +1,8 @@
-"""The journal of events in memory: numbers them, keeps the newest, and says what is not written yet and who waits.
+"""The journal of events in memory: numbers events, keeps the newest, tracks the unwritten ones and wakes readers.
 
-`emit` is called on the way of every command: it does a bounded, small amount of work, waits for nothing and never
-refuses. What leaves memory must have been written by then (`actors/services/events.py` does that); if the database
-refused for too long, the *floor* rises: nobody can read on from below it. Owns no task and does no I/O.
+`emit` runs on the way of every command: it does a bounded, small amount of work, never waits and never refuses. An
+event must be written before it leaves memory (`actors/services/events.py` writes). If the database refuses for too
+long, the *floor* rises: no reader can go on from a cursor below it. Owns no task and does no I/O.
 
 A cursor is `EPOCH-NUMBER` in fixed-width hexadecimal, ordered as text. Each start of the daemon has an epoch of its
 own, so a cursor never comes again, whatever was lost with the last process.
@@ -31,10 +31,10 @@ MEMORY_EVENTS = 8192
 
 MAX_READERS = 256
 CROWD_EVENTS = 512
-"""So many unwritten events are written at once, not after the usual moment."""
+"""Number of unwritten events that are written at once, without the usual pause."""
 
 OLDEST = "0"
-"""The cursor of who wants everything that is kept."""
+"""The cursor before every event that is kept."""
 
 _CURSOR = re.compile(r"[0-9a-f]{12}-[0-9a-f]{12}\Z")
 _NUMBER_START = 13
@@ -42,7 +42,7 @@ _NUMBER_START = 13
 
 @attrs.define(eq=False)
 class Listener:
-    """A reader's place to wait: `woken` is set when there may be something for it."""
+    """A waiting reader: `woken` is set when there may be an event for it."""
 
     session_id: str | None
     woken: trio.Event = attrs.field(factory=trio.Event)
@@ -50,7 +50,7 @@ class Listener:
 
 @attrs.frozen
 class Unwritten:
-    """What the database has to be given: events in order, the number of the last, and the floor if that is new."""
+    """A batch for the database: events in order, the number of the last, and the floor if it has changed."""
 
     events: Sequence[Event]
     last: int
@@ -58,7 +58,7 @@ class Unwritten:
 
 
 class Journal:
-    """See the module's docstring. `open` comes before the first `emit`."""
+    """The journal of one daemon. `open` comes before the first `emit`."""
 
     def __init__(self, *, memory_events: int = MEMORY_EVENTS) -> None:
         self._size = memory_events
@@ -73,23 +73,23 @@ class Journal:
         self.rows = 0
         """Events in the database."""
         self.unknown_fields: set[tuple[EventType, str]] = set()
-        """What callers tried to tell that is in no list."""
+        """Fields that callers passed and that are in no list."""
         self.on_event: Callable[[EventType, Mapping[str, object]], None] | None = None
-        """Told of each event, at once; must not block or fail."""
+        """Called with each event, at once; must not block or fail."""
         self.is_closed = False
         self.to_write = trio.Event()
-        """Set when something is not written yet."""
+        """Set while events are unwritten."""
         self.is_crowded = trio.Event()
-        """Set when so much is not written yet that it should be, at once."""
+        """Set when so many events are unwritten that they should be written at once."""
         self.has_news = trio.Event()
-        """Set when listeners are to be told, by `announce`."""
+        """Set when listeners are to be woken, by `announce`."""
 
     @property
     def is_open(self) -> bool:
         return self._epoch >= 0
 
     def open(self, epoch: int, floor: str | None, *, rows: int = 0) -> None:
-        """Begin numbering; `floor` None: nothing was ever written. `rows` are in the database."""
+        """Begin numbering; `floor` None: nothing was ever written. `rows` is the number of events in the database."""
         self._epoch, self.rows = epoch, rows
         if floor is None:
             self._raise_floor(self._cursor(0))
@@ -97,13 +97,13 @@ class Journal:
             self.floor = floor
 
     def close(self) -> None:
-        """Nobody writes or reads any more: readers that wait are told."""
+        """End the journal and wake every waiting reader."""
         self.is_closed = True
         for listener in self._listeners:
             listener.woken.set()
 
     def emit(self, type: EventType, session_id: str, **data: object) -> None:
-        """Tell that something happened. `data` has JSON values in fields of `EVENT_FIELDS`; None leaves one out."""
+        """Record an event. `data` has JSON values in fields of `EVENT_FIELDS`; None leaves a field out."""
         assert self.is_open, "an event came before the journal was opened"
         if not data.keys() <= EVENT_FIELDS[type]:
             data = self._without_unknown(type, data)
@@ -142,7 +142,7 @@ class Journal:
         """Return the cursor to read on from; None is the newest event, `OLDEST` the floor.
 
         Raises:
-            InvalidRequest: this journal never gave that cursor to anyone.
+            InvalidRequest: the cursor is malformed, or ahead of every event.
         """
         if after is None:
             return self.head
@@ -155,8 +155,10 @@ class Journal:
         return after
 
     def page(self, after: str, session_id: str | None, *, limit: int) -> tuple[list[Event], str]:
-        """Return what `limit` events behind `after`, which is not before `memory_start`, hold for one session or for
-        all, and the cursor up to which that is everything."""
+        """Return events of one session or of all, from the `limit` events behind `after`, and the cursor to go on from.
+
+        `after` must not be before `memory_start`.
+        """
         first = int(after[_NUMBER_START:], 16) + 1
         events = self._events(first, min(self._last, first + limit - 1))
         wanted = [event for event in events if session_id is None or event.session_id == session_id]
@@ -175,7 +177,7 @@ class Journal:
 
     @property
     def readers(self) -> int:
-        """How many there are at the moment."""
+        """Number of readers."""
         return len(self._listeners)
 
     def listen(self, session_id: str | None) -> Listener:
@@ -190,8 +192,9 @@ class Journal:
         self._listeners.discard(listener)
 
     def announce(self) -> None:
-        """Wake the readers that what came since the last time is for. Now and then all of them, so that one whose
-        session is silent does not stay behind while others fill the journal."""
+        """Wake the readers for which there are new events. Now and then wake all readers, so that a reader of a silent
+        session does not stay behind while others fill the journal.
+        """
         self.has_news = trio.Event()
         first = max(self._announced, self._last - self._size) + 1
         sessions = {event.session_id for event in self._events(first, self._last)}
@@ -206,11 +209,11 @@ class Journal:
 
     @property
     def unwritten_count(self) -> int:
-        """How many events the database does not have yet."""
+        """Number of events that the database does not have yet."""
         return self._last - self._written
 
     def unwritten(self, *, limit: int) -> Unwritten | None:
-        """Return what is to be written next, or None."""
+        """Return the next batch to write, or None."""
         last = min(self._last, self._written + limit)
         floor = self.floor if self._is_floor_new else None
         if last == self._written and floor is None:
@@ -219,7 +222,7 @@ class Journal:
         return Unwritten(self._events(self._written + 1, last), last, floor)
 
     def was_written(self, batch: Unwritten, *, rows: int) -> None:
-        """Take note that the database has a batch, `rows` of it new."""
+        """Note that a batch was written, `rows` of it new."""
         self.rows += rows
         self._written = max(self._written, batch.last)
         if batch.floor == self.floor:
@@ -228,12 +231,12 @@ class Journal:
             self.is_crowded = trio.Event()
 
     def was_purged(self, floor: str, *, rows: int) -> None:
-        """Take note that the database forgot `rows` events, all that are not behind `floor`."""
+        """Note that the database deleted `rows` events: all at or before `floor`."""
         self.rows = self.rows - rows if rows else 0  # none there: the count was wrong
         self.floor = max(self.floor, floor)
 
     def _without_unknown(self, type: EventType, data: Mapping[str, object]) -> dict[str, object]:
-        """Leave out what nobody has decided to tell: it may be a secret. A bug of the caller, logged once each."""
+        """Drop fields that are in no list, since they may hold a secret. A bug of the caller, logged once each."""
         for name in data.keys() - EVENT_FIELDS[type]:
             if (type, name) not in self.unknown_fields:
                 self.unknown_fields.add((type, name))

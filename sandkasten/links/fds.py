@@ -1,4 +1,4 @@
-"""File descriptors with an owner: closed exactly once, whatever happens."""
+"""File descriptors with an owner: closed exactly once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import TracebackType
 
 
 class OwnedFd:
-    """A descriptor that its holder must close; closing twice is harmless."""
+    """A descriptor that its holder must close; a second close is harmless."""
 
     def __init__(self, fd: int) -> None:
         self._fd: int | None = fd

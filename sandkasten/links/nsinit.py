@@ -1,19 +1,14 @@
-"""The daemon's end of the connection to nsinit: sends requests, pairs answers by `seq`.
+"""The daemon's side of nsinit: how one is started, requests and answers on its socket, and its log lines.
 
-Speaks `nsinit.wire.protocol` over `AF_UNIX SOCK_SEQPACKET`; descriptors arrive by SCM_RIGHTS and are owned by whoever
-gets the answer. Where the process comes from is `nsinit_process.py`. Sources: unix(7).
+An nsinit comes as a child of this process, from its launcher (a child that stayed root), or at the socket of a service
+apart. Each way is a `StartNsinit`, and returns an `NsinitProcess`: our end of the socket, and the means to watch, kill
+and reap the process. nsinit gets no secret in any of them: an empty environment, and no descriptor but /dev/null, its
+log and its socket. Restarts are `actors/services/nsinit.py`'s.
 
-How the daemon comes by an nsinit: as its own child, from its keeper, or at a socket of a service apart.
-
-Each way is a `StartNsinit`; what it returns is the daemon's end of the connection and what can be done about the
-process. Nothing here restarts anything (`actors/services/nsinit.py` does) or speaks to nsinit (`zygote_link.py` does).
-nsinit stays free of secrets whichever way: an empty environment, no descriptor but /dev/null, its log and its socket.
+`ZygoteLink` speaks `nsinit.wire.protocol` over `AF_UNIX SOCK_SEQPACKET`, and pairs answers with requests by `seq`.
+Descriptors arrive by SCM_RIGHTS; the receiver of the answer owns them. `forward_log` passes nsinit's log lines on.
 
 Sources: unix(7), posix_spawn(3), pidfd_open(2); nsinit/tools/launcher.py.
-
-Passes nsinit's log lines on. It holds no secret and sees no command, so nothing needs hiding.
-
-What is no line of its own making (`nsinit/log.py`), a traceback or the words of a tool, is passed on as it is.
 """
 
 from __future__ import annotations
@@ -33,31 +28,218 @@ from typing import Any
 import attrs
 import trio
 
-from nsinit.spawn import spawn_keeper, spawn_nsinit
-from nsinit.wire.launching import FAILED, KILL, MAX_WORD_BYTES, READY, START, KeepForParent
+from nsinit.spawn import spawn_launcher, spawn_nsinit
+from nsinit.wire.launching import FAILED, KILL, MAX_WORD_BYTES, READY, START, LaunchForParent
 from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, MAX_FDS, REQUESTS, Failed, ProtocolError
 from sandkasten.links.fds import OwnedFd
-from sandkasten.model.errors import KeeperGone, ZygoteLost
+from sandkasten.model.errors import LauncherGone, ZygoteLost
 
+log = logging.getLogger(__name__)
 _FD_SIZE = array.array("i").itemsize
+_START_S = 20.0
+"""Longer than the launcher waits for the end of an nsinit that hangs, and than a service takes to restart."""
+
+_LAUNCHER_START_S = 10.0
+_LAUNCHER_STOP_S = 20.0
+_CONNECT_PAUSE_S = 0.1
+_STANDARD_ERROR = 2
+
+# Starting
+
+
+def _nothing() -> None:
+    pass
+
+
+@attrs.frozen
+class NsinitProcess:
+    """A started nsinit: our end of its socket; unless it is a service apart, also its pidfd and its log's read end.
+
+    `kill` is for an nsinit that hangs: running sandboxes go on without it. `reap` is called when it has ended.
+    """
+
+    sock: socket.socket
+    pidfd: OwnedFd | None = None
+    log: OwnedFd | None = None
+    kill: Callable[[], None] = _nothing
+    reap: Callable[[], object] = _nothing
+
+    def close(self) -> None:
+        self.sock.close()
+        for fd in (self.pidfd, self.log):
+            if fd is not None:
+                fd.close()
+
+
+StartNsinit = Callable[[], Awaitable[NsinitProcess]]
+
+
+async def start_as_child() -> NsinitProcess:
+    """Start nsinit as a child of this process, with its privileges."""
+    with _Ends() as ends:
+        pid = spawn_nsinit(ends.their_socket.fileno(), ends.log_write)
+        return ends.give(pid, os.pidfd_open(pid))
+
+
+class _Ends:
+    """A socket pair and a log pipe for an nsinit about to start; ends that were not given away are closed."""
+
+    def __init__(self) -> None:
+        self.our_socket, self.their_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._log_read, self.log_write = os.pipe2(os.O_CLOEXEC)
+        self._is_given = False
+
+    def __enter__(self) -> _Ends:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.their_socket.close()
+        os.close(self.log_write)
+        if not self._is_given:
+            self.our_socket.close()
+            os.close(self._log_read)
+
+    def give(self, pid: int, pidfd: int, *, kill: Callable[[], None] | None = None) -> NsinitProcess:
+        """Return the process; `kill` is given where it is the launcher's child, and is not ours to reap."""
+        self._is_given = True
+        owned = OwnedFd(pidfd)
+        ours = (lambda: _kill(owned), lambda: os.waitpid(pid, os.WNOHANG))
+        return NsinitProcess(self.our_socket, owned, OwnedFd(self._log_read), *((kill,) if kill else ours))
+
+
+def _kill(pidfd: OwnedFd) -> None:
+    try:
+        signal.pidfd_send_signal(pidfd.fileno(), signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+class Launcher:
+    """The daemon's way to its launcher, a child that stayed root. `close` ends the launcher."""
+
+    def __init__(self, sock: socket.socket, pid: int) -> None:
+        self._socket, self._pid = sock, pid
+        self.pidfd = OwnedFd(os.pidfd_open(pid))
+
+    @property
+    def pid(self) -> int:
+        return self._pid
+
+    async def start_nsinit(self) -> NsinitProcess:
+        """Have an nsinit started, after the end of the one before.
+
+        Raises:
+            LauncherGone: the launcher has ended, and no nsinit can be started any more.
+            ZygoteLost: the launcher failed to start an nsinit.
+        """
+        with _Ends() as ends, trio.move_on_after(_START_S):
+            try:
+                self._drop_old_answers()
+                socket.send_fds(self._socket, [START], [ends.their_socket.fileno(), ends.log_write])
+                await trio.lowlevel.wait_readable(self._socket)
+                word, fds, _flags, _address = socket.recv_fds(self._socket, MAX_WORD_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            except OSError as error:
+                raise LauncherGone(f"the launcher of the fork server is gone: {error.strerror}") from error
+            if not word:
+                raise LauncherGone("the launcher of the fork server is gone")
+            if word == FAILED or len(fds) != 1:
+                raise ZygoteLost("the fork server can't be started")
+            return ends.give(int(word), fds[0], kill=self._kill_nsinit)
+        raise ZygoteLost("the launcher of the fork server does not answer")
+
+    async def wait_ended(self) -> None:
+        """Wait until the launcher has ended."""
+        await trio.lowlevel.wait_readable(self.pidfd.fileno())
+
+    def close(self) -> None:
+        """End the launcher, which waits for nsinit, and reap it."""
+        self._socket.close()
+        if select.select([self.pidfd.fileno()], [], [], _LAUNCHER_STOP_S)[0]:
+            os.waitpid(self._pid, 0)
+        self.pidfd.close()
+
+    def _kill_nsinit(self) -> None:
+        try:
+            self._socket.send(KILL)
+        except OSError:
+            pass  # the launcher has ended, and nsinit with it
+
+    def _drop_old_answers(self) -> None:
+        """Drop answers to cancelled starts, whose nsinit has ended since its socket was closed."""
+        try:
+            while True:
+                word, fds, _flags, _address = socket.recv_fds(self._socket, MAX_WORD_BYTES, 1)
+                for fd in fds:
+                    os.close(fd)
+                if not word:
+                    return
+        except BlockingIOError:
+            return
+
+
+def open_launcher(what: LaunchForParent) -> Launcher:
+    """Start the launcher, as root. Blocking.
+
+    Raises:
+        ZygoteLost: the launcher did not start.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        pid = spawn_launcher(theirs.fileno(), _STANDARD_ERROR, what.encode())
+    launcher = Launcher(ours, pid)
+    ours.settimeout(_LAUNCHER_START_S)
+    try:
+        if ours.recv(MAX_WORD_BYTES) != READY:
+            raise ZygoteLost("the launcher of the fork server did not start")
+    except BaseException:
+        launcher.close()
+        raise
+    ours.setblocking(False)
+    return launcher
+
+
+def connect_to(path: Path) -> StartNsinit:
+    """Return the way to an nsinit at the socket of a service apart."""
+
+    async def connect() -> NsinitProcess:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        failure: OSError | None = None
+        with trio.move_on_after(_START_S):
+            while True:
+                try:
+                    sock.setblocking(False)
+                    sock.connect(os.fspath(path))
+                    return NsinitProcess(sock)
+                except OSError as error:
+                    failure = error
+                    if error.errno not in (errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN):
+                        break
+                await trio.sleep(_CONNECT_PAUSE_S)
+        sock.close()
+        raise ZygoteLost(f"no fork server at {path}: {failure.strerror if failure else 'no answer'}")
+
+    return connect
+
+
+# Requests and answers
 
 _PASSING_STAGES = frozenset({"builder", "cgroup maker", "child", "clone", "deadline", "identity", "stop"})
-"""What of `nsinit.steps.StepFailed.stage` names a process that died, or a time that ran out."""
+"""Values of `nsinit.steps.StepFailed.stage` that name a process that died, or a time that ran out."""
 
 _TAKEN_ID = "session", errno.EEXIST
-"""nsinit died over what it prepared for this id; the next create has another id."""
+"""nsinit died over its preparations for this id; the next create has another id."""
 
 
 @attrs.frozen
 class Answer:
-    """A message from nsinit and the descriptors that came with it; the receiver closes them."""
+    """A message from nsinit and the descriptors that came with the message; the receiver closes them."""
 
     message: Any  # a member of nsinit.protocol.ANSWERS
     fds: Sequence[OwnedFd]
 
 
 class ZygoteLink:
-    """Request and answer over one socket. `serve` must run while requests are made."""
+    """Requests and answers over one socket. `serve` must run while requests are made."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = trio.socket.from_stdlib_socket(sock)
@@ -72,7 +254,7 @@ class ZygoteLink:
         return self._next_seq
 
     async def request(self, message: Any) -> Answer:  # a member of nsinit.protocol.REQUESTS
-        """Send a request and wait for its answer, which may be `Failed`. A dropped answer's descriptors are closed.
+        """Send a request and wait for its answer, which may be `Failed`. Cancelling closes the answer's descriptors.
 
         Raises:
             ZygoteLost: nsinit died, or broke the protocol.
@@ -96,19 +278,19 @@ class ZygoteLink:
         return slot.answer
 
     async def serve(self) -> None:
-        """Hand answers to their askers until nsinit goes away; then raise `ZygoteLost` here and in every asker."""
+        """Hand answers to their requests until nsinit goes away; then raise `ZygoteLost` here and in every request."""
         try:
             while True:
                 answer = await self._receive()
                 slot = self._waiting.get(answer.message.seq)
                 if slot is not None:
                     slot.fill(answer)
-                else:  # the asker has gone; what came for it is not kept
+                else:  # the request was cancelled
                     for fd in answer.fds:
                         fd.close()
         except (OSError, ProtocolError, ZygoteLost) as error:
             self._lost = f"the fork server is gone: {error}"
-            await trio.lowlevel.cancel_shielded_checkpoint()  # whose answer came just before that goes first
+            await trio.lowlevel.cancel_shielded_checkpoint()  # requests whose answer came just before return first
             raise ZygoteLost(self._lost) from error
         finally:
             self._lost = self._lost or "the fork server is gone"
@@ -132,7 +314,7 @@ class ZygoteLink:
 
 
 class _Slot:
-    """Where one answer lands."""
+    """The place of one answer."""
 
     def __init__(self) -> None:
         self.done = trio.Event()
@@ -143,7 +325,7 @@ class _Slot:
         self.done.set()
 
     def drop(self) -> None:
-        """The asker was cancelled: close what it will never take."""
+        """Close the descriptors of an answer whose request was cancelled."""
         for fd in self.answer.fds if self.answer else ():
             fd.close()
 
@@ -157,207 +339,30 @@ def _fds_in(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
 
 
 def failure_text(failed: Failed) -> str:
-    """Return a sentence for the log: step, path, errno and what nsinit said."""
+    """Return a sentence for the log: step, path, errno and nsinit's message."""
     reason = f": {os.strerror(failed.errno)}" if failed.errno else ""
     return f"{failed.stage} {failed.path}{reason} ({failed.message})" if failed.message else f"{failed.stage}{reason}"
 
 
 def is_passing(stage: str, number: int) -> bool:
-    """Return whether a build that failed at `stage`, with that errno, may succeed when it is tried again."""
+    """Whether a build that failed at `stage`, with that errno, may succeed at the next attempt."""
     return stage in _PASSING_STAGES or (stage, number) == _TAKEN_ID
 
 
-_START_S = 20.0
-"""Longer than the keeper waits for the end of an nsinit that hangs, and than a service takes to restart."""
-
-_KEEPER_START_S = 10.0
-_KEEPER_STOP_S = 20.0
-_CONNECT_PAUSE_S = 0.1
-_STANDARD_ERROR = 2
-
-
-def _nothing() -> None:
-    pass
-
-
-@attrs.frozen
-class NsinitProcess:
-    """A started nsinit: our end of its socket, and, unless a service apart looks after it, its pidfd and the read end
-    of its log. `kill` is for one that hangs: running sandboxes go on without it. `reap` is called when it has ended."""
-
-    sock: socket.socket
-    pidfd: OwnedFd | None = None
-    log: OwnedFd | None = None
-    kill: Callable[[], None] = _nothing
-    reap: Callable[[], object] = _nothing
-
-    def close(self) -> None:
-        self.sock.close()
-        for fd in (self.pidfd, self.log):
-            if fd is not None:
-                fd.close()
-
-
-StartNsinit = Callable[[], Awaitable[NsinitProcess]]
-
-
-async def start_as_child() -> NsinitProcess:
-    """Start nsinit with our own power, as our child."""
-    with _Ends() as ends:
-        pid = spawn_nsinit(ends.their_socket.fileno(), ends.log_write)
-        return ends.give(pid, os.pidfd_open(pid))
-
-
-class _Ends:
-    """A socket pair and a log pipe for an nsinit about to start; what was not given away is closed."""
-
-    def __init__(self) -> None:
-        self.our_socket, self.their_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._log_read, self.log_write = os.pipe2(os.O_CLOEXEC)
-        self._is_given = False
-
-    def __enter__(self) -> _Ends:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.their_socket.close()
-        os.close(self.log_write)
-        if not self._is_given:
-            self.our_socket.close()
-            os.close(self._log_read)
-
-    def give(self, pid: int, pidfd: int, *, kill: Callable[[], None] | None = None) -> NsinitProcess:
-        """Return the process. With `kill` it is somebody else's child."""
-        self._is_given = True
-        owned = OwnedFd(pidfd)
-        ours = (lambda: _kill(owned), lambda: os.waitpid(pid, os.WNOHANG))
-        return NsinitProcess(self.our_socket, owned, OwnedFd(self._log_read), *((kill,) if kill else ours))
-
-
-def _kill(pidfd: OwnedFd) -> None:
-    try:
-        signal.pidfd_send_signal(pidfd.fileno(), signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-
-
-class Keeper:
-    """The daemon's way to its keeper: a child that stayed root. `close` ends it."""
-
-    def __init__(self, sock: socket.socket, pid: int) -> None:
-        self._socket, self._pid = sock, pid
-        self.pidfd = OwnedFd(os.pidfd_open(pid))
-
-    @property
-    def pid(self) -> int:
-        return self._pid
-
-    async def start_nsinit(self) -> NsinitProcess:
-        """Have an nsinit started, after the end of the one before.
-
-        Raises:
-            KeeperGone: nobody else can.
-            ZygoteLost: the keeper can't.
-        """
-        with _Ends() as ends, trio.move_on_after(_START_S):
-            try:
-                self._drop_old_answers()
-                socket.send_fds(self._socket, [START], [ends.their_socket.fileno(), ends.log_write])
-                await trio.lowlevel.wait_readable(self._socket)
-                word, fds, _flags, _address = socket.recv_fds(self._socket, MAX_WORD_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
-            except OSError as error:
-                raise KeeperGone(f"the keeper of the fork server is gone: {error.strerror}") from error
-            if not word:
-                raise KeeperGone("the keeper of the fork server is gone")
-            if word == FAILED or len(fds) != 1:
-                raise ZygoteLost("the fork server can't be started")
-            return ends.give(int(word), fds[0], kill=self._kill_nsinit)
-        raise ZygoteLost("the keeper of the fork server does not answer")
-
-    async def wait_ended(self) -> None:
-        """Wait until the keeper has ended."""
-        await trio.lowlevel.wait_readable(self.pidfd.fileno())
-
-    def close(self) -> None:
-        """End the keeper, which waits for nsinit, and reap it."""
-        self._socket.close()
-        if select.select([self.pidfd.fileno()], [], [], _KEEPER_STOP_S)[0]:
-            os.waitpid(self._pid, 0)
-        self.pidfd.close()
-
-    def _kill_nsinit(self) -> None:
-        try:
-            self._socket.send(KILL)
-        except OSError:
-            pass  # then it is its own end
-
-    def _drop_old_answers(self) -> None:
-        """Who asked was cancelled; the nsinit that came of it saw its socket close."""
-        try:
-            while True:
-                word, fds, _flags, _address = socket.recv_fds(self._socket, MAX_WORD_BYTES, 1)
-                for fd in fds:
-                    os.close(fd)
-                if not word:
-                    return
-        except BlockingIOError:
-            return
-
-
-def open_keeper(what: KeepForParent) -> Keeper:
-    """Start the keeper, as root. Blocking.
-
-    Raises:
-        ZygoteLost: it did not start.
-    """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        pid = spawn_keeper(theirs.fileno(), _STANDARD_ERROR, what.encode())
-    keeper = Keeper(ours, pid)
-    ours.settimeout(_KEEPER_START_S)
-    try:
-        if ours.recv(MAX_WORD_BYTES) != READY:
-            raise ZygoteLost("the keeper of the fork server did not start")
-    except BaseException:
-        keeper.close()
-        raise
-    ours.setblocking(False)
-    return keeper
-
-
-def connect_to(path: Path) -> StartNsinit:
-    """Return how to get an nsinit at the socket of a service that runs apart."""
-
-    async def connect() -> NsinitProcess:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        failure: OSError | None = None
-        with trio.move_on_after(_START_S):
-            while True:
-                try:
-                    sock.setblocking(False)
-                    sock.connect(os.fspath(path))
-                    return NsinitProcess(sock)
-                except OSError as error:
-                    failure = error
-                    if error.errno not in (errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN):
-                        break
-                await trio.sleep(_CONNECT_PAUSE_S)
-        sock.close()
-        raise ZygoteLost(f"no fork server at {path}: {failure.strerror if failure else 'no answer'}")
-
-    return connect
-
-
-log = logging.getLogger(__name__)
+# Its log
 
 _LINE_BYTES = 16 * 1024
-"""A longer one is cut."""
+"""Longer lines are cut."""
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
 async def forward_log(fd: int) -> None:
-    """Log each line that comes from a pipe, until its other end is closed."""
+    """Log each line of a pipe until its other end is closed.
+
+    nsinit holds no secret and sees no command, so nothing is hidden. A line that is not of `nsinit/log.py`, such as a
+    traceback or a tool's message, is logged as it is.
+    """
     buffer = b""
     while True:
         await trio.lowlevel.wait_readable(fd)

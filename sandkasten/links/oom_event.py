@@ -1,7 +1,7 @@
-"""Turns the kernel's out-of-memory notification of a session into something trio can wait for.
+"""The kernel's out-of-memory notification of a session, in a form that trio can wait for.
 
-v1 gives an eventfd. v2 gives a pollable `memory.events` whose change is POLLPRI, which trio's `wait_readable` can't
-ask for; an epoll descriptor that watches for it can be waited for instead.
+v1 gives an eventfd. v2 gives a pollable `memory.events` whose change is POLLPRI, which trio's `wait_readable` can't ask
+for; an epoll descriptor that watches for POLLPRI can be waited for instead.
 
 Sources: Documentation/admin-guide/cgroup-v1/memory.rst §9; cgroup-v2.rst "memory.events"; epoll(7).
 """
@@ -18,7 +18,7 @@ from sandkasten.links.fds import OwnedFd
 
 
 class OomEvent:
-    """Takes ownership of the descriptor that came with `Built` or `Attached`; `close` frees it."""
+    """Owner of the descriptor that came with `Built` or `Attached`; `close` frees it."""
 
     def __init__(self, kind: EventKind, fd: OwnedFd) -> None:
         self._kind = kind

@@ -44,7 +44,7 @@ _MAX_IDLE = 4
 _FIRST_RECEIVE_BYTES = 16 * 1024
 _BULK_RECEIVE_BYTES = 4 * (CHUNK_BYTES + HEADER_BYTES)
 _FRAMES_PER_CHECKPOINT = 32
-"""What was received at once may be thousands of frames: after so many of them others have their turn."""
+"""Frames handled in a row before other tasks have a turn: one read may hold thousands."""
 _CONNECT_PAUSE_S = 0.01
 _CONNECT_PATIENCE_S = 10.0
 _MAX_NUMBER = 2**53
@@ -84,9 +84,9 @@ class RunnerConnection:
             await self._send_all(memoryview(frame)[await self._send_first(frame, fd) :])
 
     async def send(self, kind: Kind, body: bytes = b"") -> None:
-        """Send one frame, whole, whichever task it comes from. Raises `RunnerLost` when PID 1 is gone.
+        """Send one frame, whole, also beside other sending tasks. Raises `RunnerLost` when PID 1 is gone.
 
-        Cancelled in the middle of a frame it keeps the rest, which goes out before the next one.
+        A call that is cancelled in the middle of a frame keeps the rest, which goes out before the next frame.
         """
         self._sending += 1
         try:
@@ -97,16 +97,21 @@ class RunnerConnection:
 
     @property
     def is_sending(self) -> bool:
-        """Whether a frame is, or was left, half sent or waiting to be sent."""
+        """Whether a frame is being sent, was left half sent, or waits to be sent."""
         return self._sending > 0 or bool(self._unsent)
 
+    def spend_if_sending(self) -> None:
+        """Carry no other request if a frame is half sent or waits to be sent."""
+        if self._sending > 0 or self._unsent:
+            self.is_idle = False
+
     def wait_until(self, deadline: float) -> None:
-        """Whoever waits for a frame waits until then, not until what it meant."""
+        """Replace the deadline of the task that waits for a frame."""
         if self._patience is not None:
             self._patience.deadline = deadline
 
     def hasten(self, deadline: float) -> None:
-        """Whoever waits for a frame waits no longer than until then."""
+        """Bring the deadline of the task that waits for a frame forward."""
         if self._patience is not None:
             self._patience.deadline = min(self._patience.deadline, deadline)
 
@@ -114,8 +119,8 @@ class RunnerConnection:
         """Return the next frame; REPLY and ERROR make the connection idle again.
 
         Raises:
-            RunnerLost: PID 1 closed the connection, is gone, or sent nothing until `deadline`.
-            RunnerProtocolError: it sent something that is no frame of the contract.
+            RunnerLost: PID 1 closed the connection, has ended, or sent nothing until `deadline`.
+            RunnerProtocolError: PID 1 sent bytes that are no frame of the contract.
         """
         if self._frames_in_a_row == _FRAMES_PER_CHECKPOINT:
             self._frames_in_a_row = 0
@@ -142,7 +147,9 @@ class RunnerConnection:
         return decode_answer(kind, body)
 
     def close(self) -> None:
-        """Close at once; what runs on it is cancelled in the sandbox, or kept there. Who waits gets `RunnerLost`."""
+        """Close at once; the request is cancelled in the sandbox, or its run kept there. A waiting task gets
+        `RunnerLost`.
+        """
         if self._socket.fileno() >= 0:
             trio.lowlevel.notify_closing(self._socket)
             self._socket.close()
@@ -165,7 +172,7 @@ class RunnerConnection:
             raise
 
     async def _send_first(self, data: bytes, fd: int) -> int:
-        """Send what the socket takes at once, at least one byte, and with it the descriptor; return how much."""
+        """Send at least one byte, and with it the descriptor; return the number of bytes sent."""
         with _lost_on_error():
             while True:
                 try:
@@ -175,7 +182,7 @@ class RunnerConnection:
                 await trio.lowlevel.wait_writable(self._socket)
 
     async def _receive_some(self, deadline: float) -> bytes:
-        """Return what has come, waiting for it if need be; always lets other tasks run."""
+        """Return received bytes, waiting for the first if need be; always lets other tasks run."""
         with _lost_on_error():
             data = self._receive_nowait()
             if data is None:
@@ -209,8 +216,7 @@ def _lost_on_error() -> Iterator[None]:
 
 
 def check_piece(body: bytes, what: str) -> None:
-    """Refuse a piece of output or of a file that no runner sends: an empty one, of which there is no end, or a large
-    one. Raises `RunnerProtocolError`."""
+    """Refuse a piece of output or of a file that no runner sends: empty or too large. Raises `RunnerProtocolError`."""
     if not 0 < len(body) <= CHUNK_BYTES:
         raise RunnerProtocolError(f"a piece of {len(body)} bytes of {what}")
 
@@ -238,7 +244,7 @@ def _check_message(message: Any) -> None:  # a dataclass of runner.protocol
 
 
 def _check_value(value: object) -> None:
-    """Refuse what JSON allows and nothing below here expects: huge values, surrogates that escape no byte."""
+    """Refuse values that JSON allows and no code here expects: huge numbers, surrogates that escape no byte."""
     if isinstance(value, int) and abs(value) > _MAX_NUMBER:
         raise RunnerProtocolError("a number out of range")
     if isinstance(value, str):
@@ -261,7 +267,7 @@ class RunnerLink:
 
     @property
     def connections(self) -> dict[str, int]:
-        """How many there are that wait for a request, and that carry one."""
+        """Number of connections that are idle, and that carry a request."""
         return {"connections_idle": len(self._idle), "connections_busy": len(self._busy)}
 
     @asynccontextmanager

@@ -1,8 +1,7 @@
-"""The error taxonomy: one base, families by whose doing it is, one leaf per thing a caller can react to.
+"""The error taxonomy: one base, families by cause (caller, system, sandbox), one leaf per reaction of a caller.
 
-Knows no HTTP: `api/http/errors.py` maps leaves to status codes in one table. `details` is public: it goes to the client
-as it is, so it never holds a host path, a traceback or a secret. Unmapped exceptions are bugs, not members of this
-tree.
+Knows no HTTP: `api/http/errors.py` maps leaves to status codes in one table. `details` goes to the client unchanged, so
+it never holds a host path, a traceback or a secret. Unmapped exceptions are bugs, not members of this tree.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from typing import Any, ClassVar
 
 
 class SandkastenError(Exception):
-    """Base of everything the supervisor raises on purpose.
+    """Base of every error that the supervisor raises on purpose.
 
-    `code` is the stable wire code; `retryable` says whether the same call may succeed later; `scope` says how far the
-    trouble reaches: `task`, `session`, `node` or `cluster`.
+    `code` is the stable wire code; `retryable` says whether the same call may succeed later; `scope` is the extent of
+    the failure: `task`, `session`, `node` or `cluster`.
     """
 
     code: ClassVar[str] = "INTERNAL_ERROR"
@@ -28,15 +27,15 @@ class SandkastenError(Exception):
         self.details: Mapping[str, Any] = {key: value for key, value in details.items() if value is not None}
 
 
-# The caller's doing -----------------------------------------------------------------------------------------------
+# Caused by the caller -----------------------------------------------------------------------------------------------
 
 
 class ClientError(SandkastenError):
-    """The request can't be served as it is."""
+    """The request can't be served in its present form."""
 
 
 class InvalidRequest(ClientError):
-    """Validation failed; `details` maps each bad field to what is wrong with it."""
+    """Validation failed; `details` maps each bad field to its fault."""
 
     code = "INVALID_REQUEST"
 
@@ -54,7 +53,7 @@ class Unauthorized(ClientError):
 
 
 class Forbidden(ClientError):
-    """The key is right and does not give what this needs; `details` says which access it has and which is needed."""
+    """The key is valid but lacks the access needed; `details` names both."""
 
     code = "FORBIDDEN"
 
@@ -85,7 +84,7 @@ class SessionExpired(ClientError):
 
 
 class SessionPaused(ClientError):
-    """The session is paused and was not to be resumed by requests like this one."""
+    """The session is paused, and requests like this one do not resume it."""
 
     code = "SESSION_PAUSED"
     scope = "session"
@@ -98,13 +97,13 @@ class ExecNotFound(ClientError):
 
 
 class ExecGone(ClientError):
-    """The run, or the part of its output that was asked for, is not kept any more."""
+    """The run, or the requested part of its output, is not kept any more."""
 
     code = "EXEC_GONE"
 
 
 class ExecEnded(ClientError):
-    """The run has ended: it takes no input, signal or size any more."""
+    """The run has ended and takes no input, signal or size any more."""
 
     code = "EXEC_ENDED"
 
@@ -120,7 +119,7 @@ class TerminalNotFound(ClientError):
 
 
 class CursorGone(ClientError):
-    """The events after that cursor are not kept any more; `details` has the oldest cursor that is."""
+    """The events after the cursor are not kept any more; `details` has the oldest cursor that is."""
 
     code = "CURSOR_GONE"
 
@@ -148,7 +147,7 @@ class NotADirectory(ClientError):
 
 
 class NotEmpty(ClientError):
-    """The directory has something in it."""
+    """The directory has entries."""
 
     code = "NOT_EMPTY"
 
@@ -160,7 +159,7 @@ class WorkspaceNotFound(ClientError):
 
 
 class WorkspaceBusy(ClientError):
-    """The workspace is in use by others in a way that excludes this; `details` names the sessions."""
+    """Another use of the workspace excludes this one; `details` names the sessions."""
 
     code = "WORKSPACE_BUSY"
 
@@ -192,7 +191,7 @@ class Conflict(ClientError):
 
 
 class ExecIdsExhausted(ClientError):
-    """The session takes no new id from a client: it could not remember it, or does not know which were used."""
+    """The session takes no new id from a client: it has no room to remember one, or lost the used ones."""
 
     code = "EXEC_IDS_EXHAUSTED"
     scope = "session"
@@ -210,7 +209,7 @@ class LimitInUse(ClientError):
 
 
 class Unavailable(SandkastenError):
-    """The request was fine; the system can't serve it now."""
+    """The request is valid; the system can't serve it now."""
 
     retryable = True
 
@@ -223,7 +222,7 @@ class CommandTimeout(Unavailable):
 
 
 class Capacity(Unavailable):
-    """Host admission control; `retry_after_s` is advice."""
+    """The node can't admit the request now; `retry_after_s` is advice."""
 
     code = "CAPACITY"
     scope = "node"
@@ -242,7 +241,7 @@ class ShuttingDown(Capacity):
 
 
 class Draining(Capacity):
-    """The operator has this node take no new sessions; those there are go on."""
+    """The node admits no new sessions by order of the operator; live sessions go on."""
 
 
 class ZygoteLost(Capacity):
@@ -250,16 +249,18 @@ class ZygoteLost(Capacity):
 
 
 class BuildInterrupted(Capacity):
-    """A process that took part in making a sandbox, or a change to one, died or was too slow; the request was not at
-    fault and may succeed. Nothing is left of a create."""
+    """A process that took part in making or changing a sandbox died or was too slow.
+
+    The request was not at fault and may succeed. Nothing is left of a create.
+    """
 
 
 class ActorGone(Capacity):
-    """The actor that was asked ended before it answered, or is being restarted."""
+    """The actor ended before it answered, or is being restarted."""
 
 
 class QuotaExceeded(Unavailable):
-    """The key has, or asks as often as, all that it may; `details` names the limit, `retry_after_s` is advice."""
+    """The key has used up a quota or a rate; `details` names the limit, `retry_after_s` is advice."""
 
     code = "QUOTA_EXCEEDED"
 
@@ -274,26 +275,26 @@ class DiskFull(Unavailable):
 
 
 class DiskReserve(Unavailable):
-    """The machine's own disk is so full that no session is created; `details` says what is free and what must be."""
+    """The machine's disk is too full for a new session; `details` has the free amount and the reserve."""
 
     code = "DISK_FULL"
     scope = "node"
 
 
-# The sandbox's doing ----------------------------------------------------------------------------------------------
+# Caused by the sandbox ----------------------------------------------------------------------------------------------
 
 
 class SandboxError(SandkastenError):
-    """Something below the daemon failed."""
+    """A failure below the daemon."""
 
     code = "INTERNAL_ERROR"
     scope = "session"
 
 
 class BuildFailed(SandboxError):
-    """nsinit could not build the sandbox. `stage`, `path` and `errno` are for the log, not for the client.
+    """nsinit could not build the sandbox, and has removed its parts.
 
-    Nothing is left of it.
+    `stage`, `path` and `errno` are for the log, not for the client.
     """
 
     def __init__(self, message: str, /, *, stage: str, path: str = "", errno: int = 0) -> None:
@@ -301,8 +302,8 @@ class BuildFailed(SandboxError):
         self.stage, self.path, self.errno = stage, path, errno
 
 
-class KeeperGone(SandboxError):
-    """nsinit died, and so did who alone could start another: the daemon ends."""
+class LauncherGone(SandboxError):
+    """nsinit and its launcher died. No other process can start an nsinit, so the daemon ends."""
 
     scope = "node"
 
@@ -312,7 +313,7 @@ class RunnerLost(SandboxError):
 
 
 class ShellFailed(SandboxError):
-    """A shell can't be started, or takes no commands: because of what its session is given or was done to it."""
+    """A shell can't be started, or takes no commands, because of the session's settings or content."""
 
     code = "SHELL_FAILED"
 
@@ -328,7 +329,7 @@ class StoreFailed(SandboxError):
 
 
 class StoreFull(StoreFailed):
-    """Its disk is full: it takes no write until there is room, and all that runs goes on."""
+    """The disk of the database is full: no write succeeds until there is room, and live sessions go on."""
 
     code = "DISK_FULL"
     retryable = True

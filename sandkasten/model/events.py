@@ -11,7 +11,7 @@ import attrs
 
 
 class EventType(enum.StrEnum):
-    """What an event tells; a closed set."""
+    """Types of event; a closed set."""
 
     SESSION_CREATED = "session.created"
     SESSION_PAUSED = "session.paused"
@@ -38,7 +38,7 @@ class EventType(enum.StrEnum):
 
 @attrs.frozen
 class Event:
-    """Something that happened. Cursors are opaque to clients and ordered; `data` holds JSON values."""
+    """One event of the journal. Cursors are opaque to clients and ordered; `data` holds JSON values."""
 
     cursor: str
     time: datetime

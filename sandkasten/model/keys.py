@@ -1,9 +1,9 @@
-"""API keys as values: what a key may, how many of what it may have, and how its secret is made and compared. Pure.
+"""API keys as values: access, label, quota, and the making and comparing of tokens. Pure.
 
-A key is `sk_ID_SECRET`. The id is public: it finds the key, so that no list is searched by comparing secrets, and it
-stands in records, events and log lines. Of the secret only SHA-256 is kept. Slow hashes protect what people choose;
-this has 256 random bits, so there is nothing to guess, and a slow hash would only let strangers burn our processor
-(NIST SP 800-63B §5.1.2.2 on look-up secrets). Knows no file, no clock and no HTTP.
+A token is `sk_ID_SECRET`. The id is public: it finds the key, so that no list is searched by comparing secrets, and it
+stands in records, events and log lines. Of the secret only SHA-256 is kept. Slow hashes protect secrets that people
+choose; a token has 256 random bits, so guessing is hopeless, and a slow hash would only let strangers use up the
+processor (NIST SP 800-63B §5.1.2.2 on look-up secrets). Knows no file, no clock and no HTTP.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import attrs
 KEY_ID = re.compile(r"[0-9a-f]{12}\Z")
 KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}\Z")
 CONFIGURED_ID = "configured"
-"""In records and logs, the id of the key of the configuration."""
+"""Id of the configuration's key in records and logs."""
 
 LOCAL_ID = "local"
-"""In records and logs, the id of who needs no key because none is configured."""
+"""Id in records and logs of callers who need no key because none is configured."""
 
 MAKER_ID = re.compile(rf"([0-9a-f]{{12}}|{CONFIGURED_ID}|{LOCAL_ID})\Z")
-"""What a record can say of who made something."""
+"""Form of a maker's id in records."""
 
 MAX_AMOUNT = 2**31
-"""No quota is larger."""
+"""Upper bound of every quota."""
 
 _PREFIX = b"sk_"
 _ID_BYTES = 6
@@ -40,9 +40,9 @@ _MAX_TOKEN_BYTES = 256
 
 
 class Access(enum.IntEnum):
-    """What a key may do, each more than the one before it.
+    """Access of a key; each level includes the one before.
 
-    READ looks and changes nothing; WRITE makes and uses sessions; ADMIN also sees to the node and the keys.
+    READ looks and changes nothing; WRITE makes and uses sessions; ADMIN also manages the node and the keys.
     """
 
     NONE = 0
@@ -59,12 +59,12 @@ class Label:
     value: str
 
     def is_on(self, labels: Mapping[str, str]) -> bool:
-        """Whether something with these labels is within reach."""
+        """Whether these labels include this one."""
         return labels.get(self.name) == self.value
 
 
 def _amount(_instance: object, field: attrs.Attribute[Any], value: object) -> None:
-    """Damage must not look like a quota, nor a quota like none."""
+    """Check an amount: a damaged file must not look like a quota, nor a quota like none."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     if value is not None and not (whole or (field.name == "cpu" and isinstance(value, float))):
         raise ValueError(f"{field.name} is no amount")
@@ -74,9 +74,9 @@ def _amount(_instance: object, field: attrs.Attribute[Any], value: object) -> No
 
 @attrs.frozen
 class Quota:
-    """How much a key may have at a time, and how fast; None: no such limit.
+    """Bounds of a key's use and rates; None: no bound.
 
-    Sessions count for the key that made them. `execs` counts all that runs in them: commands, processes, terminals.
+    Sessions count for the key that made them. `execs` counts running commands, processes and terminals in them.
     """
 
     sessions: int | None = attrs.field(default=None, validator=_amount)
@@ -95,9 +95,9 @@ def _not_admin(instance: ApiKey, _field: object, value: Label | None) -> None:
 
 @attrs.frozen
 class ApiKey:
-    """A key without its secret. `label` None: it reaches everything of its access; times are aware UTC datetimes.
+    """A key without its secret. `label` None: no confinement; times are aware UTC datetimes.
 
-    An administrator sees to the whole node, so its key has no label.
+    An administrator manages the whole node, so its key has no label.
     """
 
     id: str
@@ -110,21 +110,21 @@ class ApiKey:
     digest: bytes = attrs.field(default=b"", repr=False)
 
     def is_over(self, now: datetime) -> bool:
-        """Whether its time has passed."""
+        """Whether the key has expired."""
         return self.expires_at is not None and now >= self.expires_at
 
     def reaches(self, labels: Mapping[str, str]) -> bool:
-        """Whether something with these labels exists for this key."""
+        """Whether an object with these labels is within reach of the key."""
         return self.label is None or self.label.is_on(labels)
 
     def gives(self, other: ApiKey) -> bool:
-        """Whether `other` gives its owner all that this one gave: who uses this one may go on."""
+        """Whether `other` gives its owner all that this key gave, so that uses of this key may go on."""
         return (self.digest, self.access, self.label) == (other.digest, other.access, other.label)
 
 
 @attrs.frozen
 class KeyUsage:
-    """What a key has at one moment, and when it was last used since the daemon's start. `execs` counts what runs."""
+    """Use of a key at one moment, and the time of its last use since the daemon's start. `execs`: running now."""
 
     sessions: int = 0
     cpu: float = 0.0
@@ -146,12 +146,12 @@ def make_token() -> tuple[str, str]:
 
 
 def digest_of(token: bytes) -> bytes:
-    """Return what is kept of a token; of equal length for all, so that comparing tells nothing of theirs."""
+    """Return the digest of a token; all have one length, so that a comparison's time tells nothing."""
     return hashlib.sha256(token).digest()
 
 
 def id_of(token: bytes) -> str | None:
-    """Return the public id that a token names, None if it is none of our tokens."""
+    """Return the public id in a token, None if the token is malformed."""
     if not token.startswith(_PREFIX) or len(token) > _MAX_TOKEN_BYTES:
         return None
     key_id = token[len(_PREFIX) :].partition(b"_")[0].decode("latin-1")
@@ -159,6 +159,6 @@ def id_of(token: bytes) -> str | None:
 
 
 def is_token_of(key: ApiKey | None, token: bytes) -> bool:
-    """Whether it is the token of that key. Takes as long for a key that is not there."""
+    """Whether a token belongs to a key. Takes the same time for a key that does not exist."""
     kept = b"" if key is None else key.digest
     return hmac.compare_digest(digest_of(token), kept or bytes(hashlib.sha256().digest_size)) and bool(kept)

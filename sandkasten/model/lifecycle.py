@@ -1,7 +1,7 @@
 """The session state machine as one table; pure.
 
-`creating → running ⇄ paused → destroying → destroyed | expired | crashed | lost`. Everything that changes a session's
-status asks `next_status`; nothing else knows which changes are legal.
+`creating → running ⇄ paused → destroying → destroyed | expired | crashed | lost`. Code that changes a session's status
+asks `next_status`; no other place knows which changes are legal.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sandkasten.model.session import EndReason, Session, Status
 
 
 class Event(enum.StrEnum):
-    """What happens to a session."""
+    """Events in the life of a session."""
 
     BUILT = "built"
     PAUSE = "pause"
@@ -27,7 +27,7 @@ class Event(enum.StrEnum):
 
 
 class IllegalTransition(Exception):
-    """An event arrived in a state that has no place for it: a bug in the caller."""
+    """Raised for an event in a state that has no place for it: a bug in the caller."""
 
 
 LIVE = frozenset({Status.CREATING, Status.RUNNING, Status.PAUSED, Status.DESTROYING})
@@ -36,7 +36,7 @@ LIVE = frozenset({Status.CREATING, Status.RUNNING, Status.PAUSED, Status.DESTROY
 ENDED = frozenset(Status) - LIVE
 
 WHOLE = frozenset({Status.RUNNING, Status.PAUSED})
-"""States in which there is a sandbox and nobody has begun to end it."""
+"""States in which there is a sandbox whose end has not begun."""
 
 USABLE = frozenset({Status.RUNNING})
 """States in which commands and file requests are served."""
@@ -76,7 +76,7 @@ END_REASONS: dict[Event, EndReason] = {
     Event.BUILD_FAILED: EndReason.ERROR,
     Event.NOT_FOUND: EndReason.CRASHED,
 }
-"""Why a session ended, from the event that began its end; whoever knows it more exactly says so."""
+"""Default reason of a session's end by the event that began it; the teardown may know a more exact one."""
 
 
 def next_status(status: Status, event: Event, *, cause: Event | None = None) -> Status:
@@ -96,7 +96,7 @@ def next_status(status: Status, event: Event, *, cause: Event | None = None) -> 
 
 
 def ended_error(session: Session) -> SessionExpired:
-    """Return the error for requests to a session that serves none any more."""
+    """Return the error for requests to a session that has ended or is ending."""
     return SessionExpired(
         f"session is {session.status}",
         status=session.status.value,

@@ -1,8 +1,8 @@
-"""Lists of sessions: what is asked for, where in the list one is, and one page of it. Pure.
+"""Lists of sessions: a query, a place in the list, and one page. Pure.
 
-The order is newest first, by the moment of creation and then by id, and never changes for a session. So a place in it
-stays what it is whatever is made or ends meanwhile: a reader who goes on from a cursor sees nothing twice and misses
-nothing that was there before they began.
+The order is newest first, by the moment of creation and then by id, and never changes for a session. So a place stays
+valid whatever sessions are made or end meanwhile: a reader who goes on from a cursor sees no session twice, and misses
+none that existed when the reading began.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class LabelSelector:
     value: str | None = None
 
     def is_on(self, labels: Mapping[str, str]) -> bool:
-        """Whether something with these labels is meant."""
+        """Whether the selector matches these labels."""
         return self.name in labels and self.value in (None, labels[self.name])
 
 
 @attrs.frozen(order=True)
 class Place:
-    """A place in the list; the greater one is the newer and comes first."""
+    """A place in the list; the greater place is newer and comes first."""
 
     created_us: int
     id: str
@@ -48,17 +48,17 @@ class Place:
 
     @property
     def cursor(self) -> str:
-        """The place as clients have it, opaque to them."""
+        """The place in the form clients get, opaque to them."""
         return f"{self.created_us:015x}-{self.id}"
 
 
 def place_of(session: Session) -> Place:
-    """Return where a session stands in every list."""
+    """Return a session's place in every list."""
     return Place((session.created_at - _EPOCH) // _MICROSECOND, session.id)
 
 
 def parse_cursor(text: str) -> Place:
-    """Return the place that a cursor names. Raises `ValueError` for what is none."""
+    """Return the place that a cursor names. Raises `ValueError` for a malformed cursor."""
     match = _CURSOR.match(text)
     if match is None or not SESSION_ID.match(match[2]) or int(match[1], 16) > _MAX_MICROSECONDS:
         raise ValueError("is no cursor of this list")
@@ -67,7 +67,7 @@ def parse_cursor(text: str) -> Place:
 
 @attrs.frozen
 class SessionQuery:
-    """Sessions of these states that have all of these labels, behind `after`."""
+    """A query: sessions of these states that have all of these labels, behind `after`."""
 
     statuses: frozenset[Status] = LIVE
     labels: tuple[LabelSelector, ...] = ()
@@ -75,26 +75,31 @@ class SessionQuery:
     limit: int = 1000
 
     def matches(self, session: Session) -> bool:
-        """Whether a session belongs to the answer, wherever it stands."""
+        """Whether a session matches, whatever its place."""
         return session.status in self.statuses and all(label.is_on(session.labels) for label in self.labels)
 
     def is_ahead(self, session: Session) -> bool:
-        """Whether a session stands behind the place to go on from."""
+        """Whether a session comes behind `after` in the list."""
         return self.after is None or place_of(session) < self.after
 
 
 @attrs.frozen
 class SessionPage:
-    """Part of a list. `next`: where to go on; None if nothing follows. A page may have fewer sessions than were asked
-    for, even none, and go on all the same: how much is looked at for one page is bounded."""
+    """A page of the list. `next` is the place to go on from, None at the end.
+
+    A page may have fewer sessions than the query's limit, even none, and have a `next` all the same, since the number
+    of records read for one page is bounded.
+    """
 
     sessions: Sequence[Session]
     next: Place | None = None
 
 
 def page_of(query: SessionQuery, found: Iterable[Session], *, seen_to: Place | None = None) -> SessionPage:
-    """Return a page of what was found. `seen_to`: what stands behind this place was not looked at, so it is not on the
-    page even if it was found."""
+    """Return a page of the sessions found.
+
+    `seen_to`: sessions behind this place were not all read, so none of them goes on the page.
+    """
     meant = (each for each in found if query.matches(each) and query.is_ahead(each))
     ahead = sorted(meant, key=place_of, reverse=True)
     if seen_to is not None:

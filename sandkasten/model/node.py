@@ -1,8 +1,8 @@
-"""What a machine can do and what is in force on it: the values behind `doctor`, `/v1/system` and `/v1/node`.
+"""Values of the node: checks and protections (`doctor`, `/v1/system`), capacity (`/v1/node`), diagnosis.
 
-Owns the names of the protections and which of them may be given up. A check is something that was performed; a
-protection is what a session gets, and rests on checks, configuration and what nsinit said. Frozen values, free of HTTP;
-times are aware UTC datetimes. Performs nothing (`host/examine.py`) and decides nothing (`host/protections.py`).
+Owns the names of the protections and which of them may be given up. A check is one trial or reading on the machine. A
+protection is a guarantee to sessions, and rests on checks, configuration and nsinit's features. Frozen values, free of
+HTTP; times are aware UTC datetimes. The checks are made by `host/examine.py`, the protections by `host/protections.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sandkasten.model.session import Session
 
 
 class Verdict(enum.StrEnum):
-    """What came of performing something. NOT_TRIED: whoever asked may not even try."""
+    """Outcome of a check. NOT_TRIED: this process lacks the privilege to try."""
 
     WORKS = "works"
     FALLS_BACK = "falls_back"
@@ -28,7 +28,7 @@ class Verdict(enum.StrEnum):
 
 
 class State(enum.StrEnum):
-    """What is in force. OFF: by configuration; UNKNOWN: nobody who may try has tried."""
+    """State of a protection. OFF: by configuration; UNKNOWN: no process with the privilege has tried."""
 
     ON = "on"
     DEGRADED = "degraded"
@@ -38,10 +38,10 @@ class State(enum.StrEnum):
 
 
 class Need(enum.StrEnum):
-    """How a protection is needed if the configuration says nothing.
+    """Need of a protection unless the configuration says otherwise.
 
     ESSENTIAL: no sandbox can be made without it, whatever is configured. PROMISED: the start is refused without it,
-    unless it is allowed to be missing. OPTIONAL: used where it is there, and its lack is reported.
+    unless the configuration allows it to be missing. OPTIONAL: used where available, and its lack is reported.
     """
 
     ESSENTIAL = "essential"
@@ -65,14 +65,14 @@ PROTECTIONS: Mapping[str, Need] = MappingProxyType(
         "daemon_privilege": Need.OPTIONAL,
     }
 )
-"""Every protection there is, in the order in which they are shown."""
+"""All protections, in the order in which they are shown."""
 
 
 @attrs.frozen
 class Check:
-    """One thing that was performed. `seen` says what was done and what came of it; `fix` is what to type or to set.
+    """One check. `seen` is the observation in words; `fix` is a line to type or to set.
 
-    `protection` names the protection that rests on it, none for what only matters to the operator.
+    `protection` names the protection that rests on the check, empty for checks that matter to the operator only.
     """
 
     id: str
@@ -86,13 +86,13 @@ class Check:
 
     @property
     def is_fatal(self) -> bool:
-        """Whether no sandbox may be made because of it."""
+        """Whether the failure of this check forbids making sandboxes."""
         return self.required and self.verdict in (Verdict.MISSING, Verdict.NOT_TRIED)
 
 
 @attrs.frozen
 class Machine:
-    """All checks of one examination, and facts with the names the checks give them (`cgroup_mode`, `landlock_abi`)."""
+    """All checks of one examination, and facts under the names the trials give them (`cgroup_mode`, `landlock_abi`)."""
 
     examined_at: datetime
     checks: Sequence[Check]
@@ -105,7 +105,7 @@ class Machine:
 
 @attrs.frozen
 class Protection:
-    """One protection as it is in force. `required`: the daemon does not start without it."""
+    """One protection and its state. `required`: the daemon does not start without it."""
 
     name: str
     state: State
@@ -116,7 +116,7 @@ class Protection:
 
 @attrs.frozen
 class System:
-    """This installation: versions, what the kernel gives, defaults and bounds in force, protections in force.
+    """The installation: versions, features of the kernel, defaults and bounds in force, protections in force.
 
     `defaults` and `limits` map names of the HTTP API to values; a limit with two ends is `{"min", "max"}`.
     """
@@ -135,7 +135,7 @@ class System:
 
 @attrs.frozen
 class Amounts:
-    """Amounts of what sessions share; None: unknown. `cpu` is in cores."""
+    """Amounts of the resources that sessions share; None: unknown. `cpu` is in cores."""
 
     sessions: int | None = None
     cpu: float | None = None
@@ -146,12 +146,12 @@ class Amounts:
 
 @attrs.frozen(kw_only=True)
 class NodeCapacity:
-    """What one node can take at one moment.
+    """Capacity of one node at one moment.
 
-    `status` is `ready`, `not_ready` or `draining`. `budget` is how much may be promised to sessions (None: not
-    counted), `committed` sums what live ones may use, `used` what they do use, `free` is what is left, whoever has the
-    rest. `sessions` counts live ones by status; `vessels` are sandboxes made ahead; `queued` is how many creates wait
-    for their turn to be built.
+    `status` is `ready`, `not_ready` or `draining`. `budget` is the most that may be promised to sessions (None: not
+    counted), `committed` the sum of the limits of live sessions, `used` their present use, `free` the amounts free,
+    whatever uses the rest. `sessions` counts live ones by status; `vessels` are sandboxes made ahead; `queued` is the
+    number of creates that wait for a builder.
     """
 
     status: str
@@ -168,7 +168,7 @@ class NodeCapacity:
 
 @attrs.frozen(kw_only=True)
 class NodeInfo(NodeCapacity):
-    """One node at one moment: its capacity, and which it is."""
+    """One node at one moment: its capacity and its identity."""
 
     id: str
     incarnation: int
@@ -186,7 +186,7 @@ class Readiness:
 
 @attrs.frozen
 class Unavailable:
-    """In place of a part that could not be had, and why."""
+    """The reason why a part of a diagnosis could not be had, in its place."""
 
     reason: str
 
@@ -197,7 +197,7 @@ Part = Mapping[str, Any] | Unavailable
 
 @attrs.frozen
 class Diagnosis:
-    """A session as it was at one moment, part by part. Holds no command, no output and no environment."""
+    """A session at one moment, part by part. Holds no command, no output and no environment."""
 
     time: datetime
     session: Session

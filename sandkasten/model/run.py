@@ -1,4 +1,4 @@
-"""Values of a run: commands, processes and terminals as asked for, their output, their end, and ids of runs.
+"""Values of a run: the specs of commands, processes and terminals, their output, their end, and ids of runs.
 
 Frozen and free of behaviour but for making ids. An id that the server makes has a form of its own (`run-` and 16
 hexadecimal digits), so an id of that form that no run has is known to have been used, without being remembered.
@@ -27,7 +27,7 @@ DEFAULT_SHELL = "default"
 
 
 class Cause(enum.StrEnum):
-    """Why a command ended; a closed set."""
+    """Causes of a run's end; a closed set."""
 
     EXITED = "exited"
     SIGNALLED = "signalled"
@@ -47,7 +47,7 @@ class Stream(enum.StrEnum):
 
 
 class ExecKind(enum.StrEnum):
-    """What a run is: a command (in a shell or beside one), a background process, or a terminal."""
+    """Kinds of run: a command (in a shell or beside one), a background process, or a terminal."""
 
     COMMAND = "command"
     PROCESS = "process"
@@ -61,7 +61,7 @@ class ExecState(enum.StrEnum):
 
 
 class OnDisconnect(enum.StrEnum):
-    """What becomes of a command whose caller leaves before its end."""
+    """The fate of a command whose caller leaves before its end."""
 
     CANCEL = "cancel"
     DETACH = "detach"
@@ -77,17 +77,19 @@ class TerminalSize:
 
 @attrs.frozen
 class ExecSpec:
-    """What to run. Exactly one of `command` (a script for a shell) and `argv` (a program, no shell) is given.
+    """A command to run. Exactly one of `command` (a script for a shell) and `argv` (a program, no shell) is given.
 
-    A command runs in the persistent shell named `shell`, behind what that shell already has to do, unless `stateless`
-    (None: as the session's `exec_mode` says, and always in a shell that is not the default one): then, like `argv`, it
-    is a process of its own beside the shells, and may have another `user` (a name of the image's
-    `/etc/passwd` or `UID[:GID]`; root where the session may have it).
-    `timeout_ms` None or 0 means the configured maximum, `unlimited` none at all (where the configuration allows it).
-    `env` and `cwd` hold for this run only. `stdin` None is `/dev/null` unless `stdin_open`: then more may be sent until
+    A command runs in the persistent shell named `shell`, behind the shell's earlier commands. With `stateless` (None:
+    as the session's `exec_mode` says, but never in a shell that is not the default one) a command, like `argv`, is a
+    process of its own beside the shells, and may have another `user` (a name of the image's `/etc/passwd` or
+    `UID[:GID]`; root where the session allows it).
+
+    `timeout_ms` None or 0 means the configured maximum, `unlimited` no limit (where the configuration allows it). `env`
+    and `cwd` hold for this run only. `stdin` None is `/dev/null` unless `stdin_open`: then more input may be sent until
     it is closed. With `terminal` the streams are a terminal of that size and all output is `Stream.STDOUT`.
-    `exec_id` None lets the supervisor choose one; a chosen one makes a repeat attach instead of running twice, unless
-    it `has_new_id`: `make_exec_id` has just made it.
+
+    `exec_id` None lets the supervisor choose one. With a chosen id, a repeated request joins the run instead of running
+    twice, unless `has_new_id` says that `make_exec_id` made the id for this request.
     """
 
     command: str | None = attrs.field(default=None, repr=False)
@@ -107,11 +109,11 @@ class ExecSpec:
 
     @property
     def is_program(self) -> bool:
-        """Whether it runs beside the shells."""
+        """Whether the run is a process beside the shells."""
         return bool(self.stateless) or self.argv is not None
 
     def in_session(self, options: SessionOptions) -> ExecSpec:
-        """Return the same with what it leaves to the session."""
+        """Return the spec with the fields that it leaves to the session filled in."""
         if self.stateless is not None or self.argv is not None or self.shell != DEFAULT_SHELL:
             return self
         return attrs.evolve(self, stateless=True) if options.exec_mode == STATELESS else self
@@ -119,8 +121,11 @@ class ExecSpec:
 
 @attrs.frozen
 class ProcessSpec:
-    """A background process: `argv`, or `command` for a fresh shell. It has no time limit and its standard input stays
-    open until it is closed. With `keep_alive` it holds off the session's idle end like a running command."""
+    """A background process: `argv`, or `command` for a fresh shell.
+
+    A process has no time limit, and its standard input stays open until it is closed. With `keep_alive` the process
+    holds off the session's idle end, as a running command does.
+    """
 
     command: str | None = attrs.field(default=None, repr=False)
     argv: tuple[str, ...] | None = attrs.field(default=None, repr=False)
@@ -134,7 +139,7 @@ class ProcessSpec:
 
 @attrs.frozen
 class ShellSpec:
-    """One more persistent shell of a session. `shell` (`bash`, `sh`) and `user` are the session's own if None."""
+    """A further persistent shell. `shell` (`bash`, `sh`) and `user` are the session's own if None."""
 
     name: str
     shell: str | None = None
@@ -145,8 +150,11 @@ class ShellSpec:
 
 @attrs.frozen
 class TerminalSpec:
-    """A terminal to open: of an interactive shell of its own, or onto the persistent shell named `shell`, which is
-    watched until `take_over`. `terminal_id` of an open terminal joins it as one more viewer."""
+    """A terminal to open: on an interactive shell of its own, or on the persistent shell named `shell`.
+
+    A persistent shell is only watched until `take_over`. The `terminal_id` of an open terminal joins it as a further
+    viewer.
+    """
 
     size: TerminalSize = attrs.field(factory=TerminalSize)
     shell: str | None = None
@@ -168,8 +176,11 @@ class Output:
 
 @attrs.frozen
 class OutputSlice:
-    """A part of a run's output, by offset in bytes. `offset` is where `data` begins, `first_offset` where what is kept
-    begins, `total_bytes` what was written so far; `is_final`: nothing will follow `data`."""
+    """A part of a run's output, by offset in bytes.
+
+    `offset` is where `data` begins, `first_offset` where the kept output begins, `total_bytes` the size of the output
+    so far; `is_final`: nothing will follow `data`.
+    """
 
     data: bytes = attrs.field(repr=False)
     offset: int
@@ -181,11 +192,11 @@ class OutputSlice:
 
 @attrs.frozen
 class Usage:
-    """What ran used; -1 = unknown.
+    """Resources that a run used; -1 = unknown.
 
-    For a command in a shell, `cpu_ms` is what its shell and all that was started there used while it ran, jobs of
-    earlier commands included, and `peak_memory_bytes` the session's while it ran: a lower bound when the session once
-    used more than it did during this command. For a program they are its own. `written_bytes` went to storage.
+    For a command in a shell, `cpu_ms` is the time of the shell and all processes started in it while the command ran,
+    jobs of earlier commands included. `peak_memory_bytes` is then the session's while the command ran: a lower bound if
+    the session used more at an earlier time. For a program both are its own. `written_bytes` went to storage.
     """
 
     cpu_ms: int = -1
@@ -195,8 +206,10 @@ class Usage:
 
 @attrs.frozen
 class ExecEnd:
-    """How a run ended, without its output. `exit_code` is 128+n after signal n. `timeout_ms` None: it had none.
-    `victim` is the process that ran out of memory, by the name it gave itself."""
+    """End of a run, without its output. `exit_code` is 128+n after signal n; `timeout_ms` None: no time limit.
+
+    `victim` is the name of the process that the kernel killed for memory; the process chose the name.
+    """
 
     exec_id: str
     exit_code: int
@@ -214,8 +227,8 @@ class ExecEnd:
 class ExecResult:
     """A command's end and its output, capped with head and tail kept.
 
-    `output` is stdout and stderr in order of arrival. `bytes_total` counts what the command wrote on both streams,
-    `bytes_omitted` what the cap left out of `output`.
+    `output` is stdout and stderr in order of arrival. `bytes_total` counts the bytes written on both streams,
+    `bytes_omitted` those that the cap left out of `output`.
     """
 
     end: ExecEnd
@@ -227,16 +240,16 @@ class ExecResult:
 
     @property
     def truncated(self) -> bool:
-        """Whether anything is missing from `output`."""
+        """Whether bytes are missing from `output`."""
         return self.bytes_omitted > 0
 
 
 @attrs.frozen
 class ExecInfo:
-    """A run as it is at one moment. `command` is what runs, cut after 200 characters; `shell` None: beside the shells.
+    """A run at one moment. `command` is cut after 200 characters; `shell` None: beside the shells.
 
-    `end` is there once it ended. Output is kept from `first_sequence` on; `last_sequence` is that of the latest piece.
-    `trace_id` is the trace of the request that began it.
+    `end` is set once the run has ended. Output is kept from the piece numbered `first_sequence` to `last_sequence`.
+    `trace_id` is the trace of the request that began the run.
     """
 
     exec_id: str
@@ -261,7 +274,7 @@ class ExecInfo:
 
 @attrs.frozen
 class ShellInfo:
-    """A persistent shell. `running` is the run it is busy with, `queued` the ids of those that wait for it."""
+    """A persistent shell. `running` is its present run, `queued` the ids of the runs that wait for the shell."""
 
     name: str
     cwd: str
@@ -271,7 +284,7 @@ class ShellInfo:
 
 @attrs.frozen
 class Port:
-    """A TCP port that something inside listens on. `address` is `0.0.0.0` or `::` for all."""
+    """A TCP port on which a process inside listens. `address` is `0.0.0.0` or `::` for all."""
 
     port: int
     address: str
@@ -279,8 +292,10 @@ class Port:
 
 @attrs.frozen
 class WaitFor:
-    """What to wait for: exactly one of the end of the process, any listener on a port, a line of output in which
-    a regular expression (RE2 syntax: linear time, whatever the output) finds something."""
+    """A condition to wait for: the end of the process, a listener on a port, or a line of output; exactly one of them.
+
+    `pattern` is a regular expression in RE2 syntax, so that matching takes linear time whatever the output is.
+    """
 
     exit: bool = False
     port: int | None = None
@@ -289,7 +304,7 @@ class WaitFor:
 
 @attrs.frozen
 class Waited:
-    """What came of waiting: whether it happened, the run as it was then, and the line that matched."""
+    """Result of a wait: whether the condition was met, the run at that time, and the matching line."""
 
     happened: bool
     run: ExecInfo
@@ -301,10 +316,10 @@ _MADE: Final = re.compile(r"run-[0-9a-f]{16}\Z")
 
 
 def make_exec_id() -> str:
-    """Return a new id."""
+    """Return a new run id in the server's form."""
     return _PREFIX + secrets.token_hex(8)
 
 
 def is_made(exec_id: str) -> bool:
-    """Whether only the server makes such ids."""
+    """Whether an id has the form of the server's own."""
     return _MADE.match(exec_id) is not None

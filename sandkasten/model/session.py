@@ -1,4 +1,4 @@
-"""Values of a session: what a caller asks for, how it is limited, what it is at one moment, and why it ended.
+"""Values of a session: spec, limits, state at one moment, and reasons of its end.
 
 Frozen and free of behaviour. Durations are seconds as floats, moments are aware UTC datetimes.
 """
@@ -19,32 +19,32 @@ FOREVER_S = math.inf
 """A time to live or a lifetime without end. JSON and the database say null."""
 
 MAX_SPAN_S = 366 * 86_400.0
-"""The longest idle timeout or lifetime that is not without end."""
+"""The longest finite idle timeout or lifetime."""
 
 
 class EndReason(enum.StrEnum):
-    """Why a session ended; a closed set. A session's `reason` says the same in words, and more of it."""
+    """Reasons of a session's end; a closed set. A session's `reason` gives details in words."""
 
     IDLE = "idle"
-    """Nothing was done with it for its time to live."""
+    """No activity for its time to live."""
 
     MAX_LIFETIME = "max_lifetime"
-    """It was as old as it may become."""
+    """Its maximum lifetime was over."""
 
     USER = "user"
-    """By request: of a client, or of the operator who stopped the daemon."""
+    """By request of a client, or of the operator who stopped the daemon."""
 
     CRASHED = "crashed"
-    """Its PID 1 died, or could not be trusted any more."""
+    """PID 1 died, or could not be trusted any more."""
 
     OOM = "oom"
-    """Its PID 1 died while the kernel killed in it for want of memory."""
+    """PID 1 died while the kernel killed processes of the session for memory."""
 
     HOST_REBOOT = "host_reboot"
-    """The machine went down under it."""
+    """The machine stopped or was restarted."""
 
     ERROR = "error"
-    """It could not be built, or the daemon failed it."""
+    """The build failed, or the daemon had an error."""
 
 
 LIMIT_BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
@@ -68,17 +68,16 @@ FIXED_BOUNDS: Mapping[str, tuple[int, int]] = MappingProxyType(
         "shm_inodes": (64, 2**31),
     }
 )
-"""The same for those that are fixed when a session is made."""
+"""Lowest and highest value of the limits that are fixed when a session is made."""
 
 
 @attrs.frozen
 class Limits:
-    """What one session may use. `cpu` is in cores (0.5 = half of one); `disk_inodes` counts files and
-    directories.
+    """Limits of one session. `cpu` is in cores (0.5 = half of one); `disk_inodes` counts files and directories.
 
-    The others are fixed when the session is made; None: the configured default then, and as it is in a change.
-    `open_files` is how far each process may raise its own limit (RLIMIT_NOFILE). `/tmp` and `/dev/shm` hold `_mb` and
-    `_inodes`; what is in them counts as memory.
+    The limits with None are fixed when the session is made. In a spec None is the configured default, in a change the
+    present value. `open_files` is how far each process may raise its own limit (RLIMIT_NOFILE). `/tmp` and `/dev/shm`
+    hold `_mb` and `_inodes`; their content counts as memory.
     """
 
     cpu: float = 1.0
@@ -95,7 +94,7 @@ class Limits:
 
 @attrs.frozen
 class Stall:
-    """How long tasks waited for a resource: per cent of the last 10, 60 and 300 seconds, and in all."""
+    """Time that tasks waited for a resource: per cent of the last 10, 60 and 300 seconds, and µs in all."""
 
     avg10: float
     avg60: float
@@ -105,7 +104,7 @@ class Stall:
 
 @attrs.frozen
 class Pressure:
-    """`some`: at least one task waited; `full`: all of them did, so nothing got done."""
+    """Pressure on a resource. `some`: at least one task waited; `full`: all tasks did, so no work got done."""
 
     some: Stall | None = None
     full: Stall | None = None
@@ -115,9 +114,9 @@ class Pressure:
 class SessionStats:
     """Counters of one session, None where the kernel offers none.
 
-    `memory_peak_bytes` and `pids_peak` are the highest ever. In `cpu_throttled` of `cpu_periods` the quota was used up,
-    for `cpu_throttled_usec` together; `cpu_limit` is in cores. `pids_refused` counts forks that failed. `spool_bytes`
-    is kept of the runs' output outside of the session, in memory and on disk.
+    `memory_peak_bytes` and `pids_peak` are the highest ever. The quota was used up in `cpu_throttled` of `cpu_periods`,
+    for `cpu_throttled_usec` in all; `cpu_limit` is in cores. `pids_refused` counts forks that failed. `spool_bytes` is
+    the size of the runs' output kept outside of the session, in memory and on disk.
     """
 
     memory_bytes: int | None = None
@@ -149,20 +148,23 @@ def _strings(value: Iterable[str] | None) -> tuple[str, ...] | None:
 
 @attrs.frozen
 class FileRules:
-    """Where commands may read and execute, and where they may write: absolute paths inside, of what exists when the
-    session is made; None: wherever they otherwise could. What is writable is readable."""
+    """File rules: paths where commands may read and execute, and paths where they may write.
+
+    Paths are absolute, inside the sandbox, and exist when the session is made. None: no rule. A writable path is
+    readable.
+    """
 
     readable: Sequence[str] | None = attrs.field(default=None, converter=_strings)
     writable: Sequence[str] | None = attrs.field(default=None, converter=_strings)
 
 
 def file_rules(value: FileRules | Mapping[str, Any] | None) -> FileRules | None:  # Any: JSON
-    """Return the rules, from the form in which they are stored, too."""
+    """Return file rules; a mapping is the form in which they are stored."""
     return FileRules(**value) if isinstance(value, Mapping) else value
 
 
 SESSION_ID = re.compile(r"[0-9a-f]{16,32}\Z")
-"""What a session id looks like to us; clients treat it as opaque."""
+"""Form of a session id; clients treat ids as opaque."""
 
 
 WORKSPACE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}[a-z0-9]\Z")
@@ -175,7 +177,7 @@ SECCOMP_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}\Z")
 
 
 SECCOMP_PROFILES = ("strict", "mvp", "debug", "off")
-"""System call filters that come along; an operator's own have other names."""
+"""Built-in system call filters; an operator's own have other names."""
 
 
 IMAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}\Z")
@@ -196,14 +198,14 @@ class Status(enum.StrEnum):
 
 @attrs.frozen
 class SessionOptions:
-    """What was chosen when the session was made and holds for its life. Kept with its record, so every field has a
-    default: older records lack the newer ones.
+    """Options chosen when the session was made, for its whole life. Kept with its record, so every field has a default:
+    older records lack the newer fields.
 
-    `exec_mode`: `stateful`, or `stateless`: a command that names no shell and no mode runs beside the shells.
-    `user` runs all that names no other, and file requests are made with its rights (None: the sandbox user).
-    `root_inside`: commands may run as root. `filesystem`: rules that bind every command.
-    `seccomp`: the system call filter; sessions of before there was one have none.
-    `workspace_mode`: `shared`, or `exclusive`: no other session has the workspace meanwhile.
+    `exec_mode`: `stateful`, or `stateless`: a command that names no shell and no mode runs beside the shells. `user`
+    runs every process without a user of its own, and file requests have its rights (None: the sandbox user).
+    `root_inside`: commands may run as root. `filesystem`: rules that bind every command. `seccomp`: the system call
+    filter; records without the field had none. `workspace_mode`: `shared`, or `exclusive`: no other session holds the
+    workspace meanwhile.
     """
 
     exec_mode: str = STATEFUL
@@ -216,12 +218,13 @@ class SessionOptions:
 
 @attrs.frozen
 class SessionSpec:
-    """What a caller wants. `None` means the configured default; `ttl_s` is an idle timeout, `max_lifetime_s` counts
-    from the session's creation, and either may be `FOREVER_S`, where the configuration allows it.
+    """A session to make. `None` means the configured default.
 
-    `env` reaches the sandbox only (never a log, an argv or nsinit). `idempotency_key`: the same key with the same spec
-    answers the same session, with another spec it is a `Conflict`. `key_id`: the API key that asks; a library has none.
-    `workspace_within`: labels that the workspace must have, or it is `WorkspaceNotFound`; one that is made gets them.
+    `ttl_s` is an idle timeout, `max_lifetime_s` counts from the session's creation, and either may be `FOREVER_S`,
+    where the configuration allows it. `env` reaches the sandbox only (never a log, an argv or nsinit).
+    `idempotency_key`: the same key with the same spec answers with the same session, with another spec it is a
+    `Conflict`. `key_id`: the API key of the request; None for library users. `workspace_within`: labels that the
+    workspace must have, or it is `WorkspaceNotFound`; a new workspace gets them.
     """
 
     image: str | None = None
@@ -246,7 +249,7 @@ class SessionSpec:
 
 @attrs.frozen
 class SessionPatch:
-    """What may change on a live session; `None` leaves it as it is. In `env` a value of None removes the variable."""
+    """Changes of a live session; `None` leaves a field as it is. In `env` a value of None removes the variable."""
 
     ttl_s: float | None = None
     max_lifetime_s: float | None = None
@@ -257,8 +260,11 @@ class SessionPatch:
 
 @attrs.frozen
 class PauseSpec:
-    """How to pause. `auto_resume`: the next request that needs the session's processes makes them go on; otherwise it
-    is refused. `stop_lease`: the idle end comes no nearer meanwhile; the end of its whole life does."""
+    """A pause to make. `auto_resume`: the next request that needs the session's processes resumes them; otherwise such
+    a request is refused.
+
+    `stop_lease`: the idle end comes no nearer during the pause; the end of the lifetime does.
+    """
 
     auto_resume: bool = True
     stop_lease: bool = False
@@ -266,7 +272,7 @@ class PauseSpec:
 
 @attrs.frozen
 class Pause:
-    """A pause under way, and since when; otherwise as `PauseSpec`."""
+    """A pause under way since `since`; the other fields as in `PauseSpec`."""
 
     since: datetime
     auto_resume: bool
@@ -275,10 +281,12 @@ class Pause:
 
 @attrs.frozen
 class Session:
-    """A session as it was at one moment. `timings_ms` is in the answer to its create alone: the
-    phases in order, and behind the build's its steps as `build.…`. `expires_at` is when the
-    session ends if nothing is done with it from now on; None if it does not. While something
-    holds the idle end off, or a pause stopped it, that is what it would be from now on."""
+    """A session at one moment.
+
+    `timings_ms` is set only in the answer to its create: the phases in order, and behind the build's its steps as
+    `build.…`. `expires_at` is when the session ends without further activity; None if it does not. While an activity
+    holds the idle end off, or a pause stopped it, `expires_at` counts from now on.
+    """
 
     id: str
     image: str
@@ -301,4 +309,4 @@ class Session:
     options: SessionOptions = attrs.field(factory=SessionOptions)
     pause: Pause | None = None
     key_id: str | None = None
-    """The API key that made it, by its public id."""
+    """Public id of the API key that made the session."""

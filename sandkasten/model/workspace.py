@@ -1,4 +1,4 @@
-"""Values about persistent workspaces: what one is, what a caller wants of it, what lies in it. Frozen, no I/O."""
+"""Values of persistent workspaces: state, specs, quotas, and the files in them. Frozen, no I/O."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from datetime import datetime
 import attrs
 
 Within = Mapping[str, str]
-"""Labels that a workspace must have to exist for who asks, and gets when they make it; empty: all of them exist."""
+"""Labels that confine a caller: workspaces without them don't exist for the caller, and new ones get them."""
 
 EVERYWHERE: Within = {}
 
 
 def is_within(labels: Mapping[str, str], within: Within) -> bool:
-    """Whether something with these labels exists for who asks."""
+    """Whether a workspace with these labels exists for the caller."""
     return within.items() <= labels.items()
 
 
 class WorkspaceMode(enum.StrEnum):
-    """How a session has its workspace: beside others that share it, too, or alone."""
+    """Modes of a session's hold on its workspace: shared with others, or exclusive."""
 
     SHARED = "shared"
     EXCLUSIVE = "exclusive"
@@ -28,9 +28,9 @@ class WorkspaceMode(enum.StrEnum):
 
 @attrs.frozen
 class WorkspaceUsage:
-    """What is in a workspace: `entries` of any kind, regular `files`, the bytes in them, the bytes they take on disk.
+    """Use of a workspace: `entries` of any kind, regular `files`, their content in bytes, their size on disk in bytes.
 
-    `complete`: nothing was left uncounted, for being too much or closed to the sandbox user.
+    `complete`: every entry was counted; else some were beyond the bound of a measurement or closed to the sandbox user.
     """
 
     entries: int
@@ -47,7 +47,7 @@ QUOTA_FILES_BOUNDS = (256, 1 << 32)
 
 @attrs.frozen
 class WorkspaceQuota:
-    """What may be in a workspace. `size_bytes` includes what its file system needs for itself."""
+    """Upper bounds of a workspace. `size_bytes` includes its file system's own data."""
 
     size_bytes: int
     files: int
@@ -55,8 +55,10 @@ class WorkspaceQuota:
 
 @attrs.frozen
 class Workspace:
-    """A workspace as it was at one moment. `has_directory` is false for one that is only remembered: its files are
-    gone. `session_count`: sessions that had it, as far as they are remembered; `active_session_count`: have it now."""
+    """A workspace at one moment. `has_directory` is false for a record whose files are gone.
+
+    `session_count`: known sessions that ever held it; `active_session_count`: sessions that hold it now.
+    """
 
     id: str
     created_at: datetime
@@ -71,7 +73,7 @@ class Workspace:
 
 @attrs.frozen
 class WorkspaceSpec:
-    """What a new workspace begins with. `quota` None: nothing but the machine limits it, now and later."""
+    """A workspace to make. `quota` None: no limit but the machine's, now and later."""
 
     labels: Mapping[str, str] = attrs.field(factory=dict)
     quota: WorkspaceQuota | None = None
@@ -79,7 +81,7 @@ class WorkspaceSpec:
 
 @attrs.frozen
 class WorkspacePatch:
-    """What may change on a workspace; `None` leaves it as it is."""
+    """Changes of a workspace; `None` leaves a field as it is."""
 
     labels: Mapping[str, str] | None = None
     quota_bytes: int | None = None
@@ -87,8 +89,11 @@ class WorkspacePatch:
 
 @attrs.frozen
 class FileInfo:
-    """What is at a path. `kind` is file, directory, symlink or other; `mode` the permission bits; `owner` the uid
-    inside. Names of bytes that are not UTF-8 are surrogate-escaped. `path` is resolved, and empty in a listing."""
+    """Properties of a path. `kind` is file, directory, symlink or other; `mode` the permission bits; `owner` the uid
+    inside.
+
+    Names of bytes that are not UTF-8 are surrogate-escaped. `path` is resolved, and empty in a listing.
+    """
 
     name: str
     kind: str
@@ -102,7 +107,7 @@ class FileInfo:
 
 @attrs.frozen
 class FileListing:
-    """Part of a directory, in the order of the names' bytes. `more`: there are entries behind the last one."""
+    """Part of a directory, in the order of the names' bytes. `more`: entries follow behind the last one."""
 
     path: str
     entries: Sequence[FileInfo]
@@ -111,7 +116,7 @@ class FileListing:
 
 @attrs.frozen
 class Packed:
-    """What went into or came out of an archive; `skipped`: neither files nor directories nor links."""
+    """Counts of an archive's members; `skipped`: neither files nor directories nor links."""
 
     entries: int
     size_bytes: int
@@ -120,7 +125,7 @@ class Packed:
 
 @attrs.frozen
 class FileHead:
-    """A file that was opened for reading; `path` is resolved inside the sandbox, `size_bytes` what will be sent."""
+    """A file opened for reading; `path` is resolved inside the sandbox, `size_bytes` the number of bytes to be sent."""
 
     path: str
     size_bytes: int

@@ -96,6 +96,10 @@ class RunLogs:
         self._retired: deque[OutputLog] = deque()
         self._is_closed = False
 
+    def when_gone(self, call: Callable[[str], None]) -> None:
+        """Have `call` told the id of each ended run whose log is dropped, but not at `close`."""
+        self.on_gone = call
+
     @property
     def bytes_used(self) -> int:
         """What all logs cost, in memory or on disk, and the records of ended runs."""

@@ -1,7 +1,7 @@
-"""Makes the attempts of the catalogue and collects what came of each. The only place that decides a verdict.
+"""A campaign: makes the attempts of the catalogue and collects their results. The only place that decides a verdict.
 
-An attempt that ends in no answer, in time or at all, is BROKEN; one whose session dies, too. Nothing is left out
-silently: what can't be tried here is `not applicable`, with the reason.
+An attempt without an answer in time is BROKEN, and so is one whose session dies. No attempt is left out silently: one
+that can't be made here is `not applicable`, with the reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INSIDE = frozenset(each.id for each in INSIDE)
 
 @attrs.frozen
 class Result:
-    """One attempt as one user, and what came of it. `user` is "" where none matters."""
+    """One attempt as one user, and its result. `user` is "" for attempts that need none."""
 
     attempt: Attempt
     user: str
@@ -44,12 +44,12 @@ Report = Callable[[Result], object]
 
 
 def catalogue() -> tuple[Attempt, ...]:
-    """Return every attempt there is."""
+    """Return all attempts, those made inside first."""
     return (*INSIDE, *ATTACKS)
 
 
 def choose(patterns: Sequence[str]) -> tuple[Attempt, ...]:
-    """Return the attempts whose id begins with one of `patterns`; all without any."""
+    """Return the attempts whose id begins with one of `patterns`; all attempts for no pattern."""
     return tuple(each for each in catalogue() if not patterns or each.id.startswith(tuple(patterns)))
 
 
@@ -67,7 +67,7 @@ async def attack(
 
 
 async def make_all(field: Field, attempts: Sequence[Attempt], *, users: Sequence[str], report: Report) -> list[Result]:
-    """Make attempts on a field that is laid out."""
+    """Make attempts on an open field."""
     results: list[Result] = []
     blind = await _find_blind(field, attempts)
 
@@ -96,7 +96,7 @@ async def make_all(field: Field, attempts: Sequence[Attempt], *, users: Sequence
 
 
 async def _why_not(field: Field) -> str:
-    """Return why nothing can be run as the user, nothing if it can."""
+    """Return the reason why no attempt can run as the user, empty if attempts can."""
     try:
         async with field.session() as session_id:
             result = await field.run(session_id, "command -v python3")
@@ -106,7 +106,7 @@ async def _why_not(field: Field) -> str:
 
 
 async def make_inside(field: Field, attempts: Sequence[Attempt], add: Report) -> None:
-    """Make the attempts of the packed kind, as many in one go as survive it."""
+    """Make the attempts inside a session; those behind a death of the session go on in a new one."""
     left = list(attempts)
     while left:
         async with field.session() as session_id:
@@ -127,7 +127,7 @@ async def make_inside(field: Field, attempts: Sequence[Attempt], add: Report) ->
 
 
 def _parse(line: bytes) -> tuple[str, Outcome] | None:
-    """Return what a line of the packed attempts says; it came out of a session, so it may be anything."""
+    """Return the id and the outcome in a line of output, None if malformed; the line came out of a session."""
     try:
         fields = orjson.loads(line)
         outcome = Outcome(str(fields["verdict"]), str(fields["seen"])[:500])

@@ -1,6 +1,6 @@
-"""All attempts that are made from outside of a session, in the order in which they are made.
+"""All attempts made from outside of a session, in order.
 
-Those made inside are `probes/inside.py`'s; together they are the catalogue.
+Attempts made inside are in `probes/inside.py`; both together are the catalogue.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Findings and results as lines for people, as JSON for programs. What came out of a session is shown as plain text."""
+"""Findings and results as lines for people, as JSON for programs. Text out of a session is shown without control
+characters.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from collections.abc import Sequence
 import attrs
 
 from sandkasten.security.campaign import Result
-from sandkasten.security.posture.finding import Finding
+from sandkasten.security.posture import Finding
 from sandkasten.security.probes.attempt import BROKEN, HELD, NOT_APPLICABLE
 
 _ID, _USER, _STANDS_FOR, _EXPECTED, _SEEN = 31, 7, 35, 30, 48
@@ -18,7 +20,7 @@ HEADER = (
 
 
 def result_line(result: Result) -> str:
-    """Return one line of the table; only what matters is shown in full."""
+    """Return one line of the table; the observation of a held attempt is cut."""
     attempt = result.attempt
     seen = plain(result.seen)
     if result.verdict == HELD:
@@ -31,14 +33,14 @@ def result_line(result: Result) -> str:
 
 
 def summary(results: Sequence[Result], duration_s: float) -> str:
-    """Return the last line: how many of what."""
+    """Return the last line: the counts of attempts by verdict."""
     counts = Counter(each.verdict for each in results)
     parts = [f"{counts[verdict]} {verdict}" for verdict in (HELD, BROKEN, NOT_APPLICABLE) if counts[verdict]]
     return f"{len(results)} attempts in {duration_s:.1f} s: {', '.join(parts)}"
 
 
 def finding_lines(finding: Finding) -> list[str]:
-    """Return a finding as three lines: what, why, fix."""
+    """Return a finding as three lines: observation, reason, fix."""
     return [
         f"{finding.severity:<7} {finding.id}: {plain(finding.what)}",
         f"        why: {finding.why}",
@@ -73,5 +75,5 @@ def cut(text: str, width: int) -> str:
 
 
 def plain(text: str) -> str:
-    """Return printable text: a terminal must not obey what a session chose."""
+    """Return printable text: text out of a session must not drive a terminal."""
     return "".join(char if char.isprintable() else "?" for char in text)

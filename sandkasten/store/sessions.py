@@ -1,46 +1,74 @@
-"""SQL for sessions: the durable record of each one. Synchronous functions over an open connection.
+"""SQL for sessions: their durable records, and pages of the list of sessions. Synchronous, over an open connection.
 
-A record holds what must survive the daemon; the kernel stays the truth about what runs (`reconcile.py`). It never
-holds a session's environment or commands. A damaged row is set aside when it is first read, and then is no more.
+A record holds the state that must survive the daemon; whether a sandbox runs is for the kernel to say
+(`actors/node/reconcile.py`). Environments and commands of sessions are never stored. A damaged row is set aside when it
+is first read.
 
-SQL for lists of sessions: one page, from a bounded number of rows. Synchronous functions over an open connection.
+A page comes from a bounded number of rows: labels are JSON, so no index finds them, and all other work of the database
+waits meanwhile.
 
-Labels are JSON, so no index helps to find them: rows are looked at in the order of the list, and how many is bounded,
-since all other work of the database waits meanwhile.
 Sources: sqlite.org/rowvalue.html#scrolling_window_queries, sqlite.org/json1.html#jeach.
 """
 
 from __future__ import annotations
 
-import json
+import re
 import sqlite3
-from collections.abc import Sequence
-from datetime import UTC, datetime
-from typing import Any
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 
 import attrs
 
-from sandkasten.model import FOREVER_S, EndReason, Limits, Pause, Session, SessionOptions, Status
+from sandkasten.model import (
+    FOREVER_S,
+    IMAGE_NAME,
+    SESSION_ID,
+    WORKSPACE_ID,
+    EndReason,
+    Limits,
+    Pause,
+    Session,
+    SessionOptions,
+    Status,
+)
+from sandkasten.model.keys import MAKER_ID
 from sandkasten.model.lifecycle import LIVE, Event
 from sandkasten.model.listing import LabelSelector, Place, SessionQuery, place_of
-from sandkasten.store.checked import check_session, count_of, set_aside
+from sandkasten.store.rows import (
+    Column,
+    DamagedRow,
+    at_most,
+    column,
+    count_of,
+    is_text,
+    json_column,
+    named,
+    part,
+    read_row,
+    set_aside,
+    write_row,
+)
+
+_MAX_SPAN_S = 10 * 366 * 86_400.0
+_MAX_PID = 2**22
+_BOOT_ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")
 
 
 @attrs.frozen
 class KernelIdentity:
-    """PID 1 of the session as the kernel knew it: pid, start time in clock ticks, inode of its pid namespace; all three
-    mean something within one boot only. `boot_id` None: written by a version that did not know it."""
+    """PID 1 of a sandbox as the kernel knew it: pid, start time in clock ticks, inode of its pid namespace. They
+    mean something only within the boot `boot_id`."""
 
     pid: int
     start_ticks: int
     pid_ns: int
-    boot_id: str | None = None
+    boot_id: str
 
 
 @attrs.frozen
 class Clocked:
-    """How long a session had been idle and there, in seconds, when the clock that nobody sets (`time.monotonic()`) was
-    at `clock_s`; means something within one boot only."""
+    """The lease by CLOCK_MONOTONIC: at `clock_s` the session had been idle for `idle_s` and there for `age_s`, all
+    in seconds. Valid within one boot."""
 
     clock_s: float
     idle_s: float
@@ -49,8 +77,8 @@ class Clocked:
 
 @attrs.frozen
 class SessionRecord:
-    """A session and what only the daemon needs to know of it. `is_busy`: something held its idle end off when this
-    was written; `clocked`: where its lease stood then, None if a version that did not know it has written this."""
+    """A session, and the facts about it that only the daemon needs. `is_busy`: something held off the idle end when
+    the record was written. `clocked`: its lease then; None before the lease began."""
 
     session: Session
     incarnation: int
@@ -63,16 +91,68 @@ class SessionRecord:
     clocked: Clocked | None = None
 
 
-_COLUMNS = (
-    *("id", "status", "image", "cwd", "workspace_id", "created_at", "expires_at", "last_activity", "ended_at"),
-    *("ttl_s", "max_lifetime_s", "limits", "labels", "options", "pause", "acquire_source", "reason", "ending"),
-    *("end_reason", "epoch", "incarnation", "pid", "start_ticks", "pid_ns", "boot_id", "is_busy", "idempotency_key"),
-    *("spec_digest", "key_id", "clock_s", "idle_s", "age_s"),
-)
+def _flag(value: object) -> bool:
+    if type(value) is not int or value not in (0, 1):
+        raise ValueError("no flag")
+    return value == 1
+
+
+def _span(value: float | None) -> float:
+    return FOREVER_S if value is None else _FINITE_SPAN.read(value)
+
+
+def _text_of(path: str) -> str:
+    """Return a path as text: the name of a directory may hold any bytes, SQLite's text may not."""
+    return path.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+_FINITE_SPAN = column(float, at_most(_MAX_SPAN_S))
+_SPAN = Column(_span, lambda span_s: None if span_s == FOREVER_S else span_s)
+
+_COLUMNS: Mapping[str, Column] = {
+    "id": column(str, named(SESSION_ID)),
+    "status": column(Status),
+    "image": column(str, named(IMAGE_NAME)),
+    "cwd": Column(column(str, is_text).read, _text_of),
+    "workspace_id": column(str | None, named(WORKSPACE_ID)),
+    "created_at": column(datetime),
+    "expires_at": column(datetime | None),
+    "last_activity": column(datetime),
+    "ended_at": column(datetime | None),
+    "ttl_s": _SPAN,
+    "max_lifetime_s": _SPAN,
+    "limits": json_column(Limits),
+    "labels": json_column(Mapping[str, str]),
+    "options": json_column(SessionOptions),
+    "pause": json_column(Pause | None),
+    "acquire_source": column(str, is_text),
+    "reason": column(str | None, is_text),
+    "ending": column(Event | None),
+    "end_reason": column(EndReason | None),
+    "epoch": column(int),
+    "incarnation": column(int),
+    "pid": column(int | None, at_most(_MAX_PID)),
+    "start_ticks": column(int | None),
+    "pid_ns": column(int | None),
+    "boot_id": column(str | None, named(_BOOT_ID)),
+    "is_busy": Column(_flag, int),
+    "idempotency_key": column(str | None, is_text),
+    "spec_digest": column(str, is_text),
+    "key_id": column(str | None, named(MAKER_ID)),
+    "clock_s": column(float | None),
+    "idle_s": column(float | None),
+    "age_s": column(float | None),
+}
+"""The columns of `sessions`, named as the fields of `Session`, `SessionRecord`, `KernelIdentity` and `Clocked`."""
+
+_SESSION = [each.name for each in attrs.fields(Session) if each.name in _COLUMNS]
+_RECORD = [each.name for each in attrs.fields(SessionRecord) if each.name in _COLUMNS]
+_IDENTITY = [each.name for each in attrs.fields(KernelIdentity)]
+_CLOCKED = [each.name for each in attrs.fields(Clocked)]
 
 _PUT = (
     f"INSERT INTO sessions ({', '.join(_COLUMNS)}) VALUES ({', '.join(':' + name for name in _COLUMNS)}) "
-    f"ON CONFLICT (id) DO UPDATE SET {', '.join(f'{name}=excluded.{name}' for name in _COLUMNS[1:])}"
+    f"ON CONFLICT (id) DO UPDATE SET {', '.join(f'{name}=excluded.{name}' for name in _COLUMNS if name != 'id')}"
 )
 
 _LIVE_LIST = ", ".join(f"'{status}'" for status in sorted(LIVE))
@@ -80,7 +160,13 @@ _LIVE_LIST = ", ".join(f"'{status}'" for status in sorted(LIVE))
 
 def put_session(database: sqlite3.Connection, record: SessionRecord) -> None:
     """Insert or replace one record."""
-    database.execute(_PUT, _to_row(record))
+    values = {
+        name: getattr(each, name)
+        for each in (record.session, record, record.identity, record.clocked)
+        if each is not None
+        for name in [field.name for field in attrs.fields(type(each))]
+    }
+    database.execute(_PUT, write_row(values, _COLUMNS))
 
 
 def get_session(database: sqlite3.Connection, session_id: str) -> SessionRecord | None:
@@ -99,7 +185,7 @@ def live_sessions(database: sqlite3.Connection) -> Sequence[SessionRecord]:
 
 
 def live_sessions_of(database: sqlite3.Connection, workspace_id: str) -> Sequence[SessionRecord]:
-    """Return those of them that have a workspace."""
+    """Return the live ones of `live_sessions` that have a workspace."""
     return select_sessions(database, f"WHERE workspace_id = ? AND status IN ({_LIVE_LIST})", workspace_id)
 
 
@@ -118,12 +204,12 @@ def node_value(database: sqlite3.Connection, key: str, default: str) -> str:
 
 
 def read_drained(database: sqlite3.Connection) -> bool:
-    """Return whether the operator has the node take no new sessions."""
+    """Return whether the operator has drained the node."""
     return node_value(database, "drained", "0") == "1"
 
 
 def write_drained(database: sqlite3.Connection, drained: bool) -> None:
-    """Keep that over restarts."""
+    """Note that the node is drained, or is not, over restarts."""
     sql = "INSERT INTO node (key, value) VALUES ('drained', ?) ON CONFLICT (key) DO UPDATE SET value=excluded.value"
     database.execute(sql, (str(int(drained)),))
 
@@ -136,13 +222,12 @@ def next_incarnation(database: sqlite3.Connection) -> int:
 
 
 def select_sessions(database: sqlite3.Connection, condition: str, *values: object) -> list[SessionRecord]:
-    """Return the records of the sound rows among those that a condition selects, and set the others aside."""
+    """Return the records of the sound rows that a condition selects; set the damaged ones aside."""
     records = []
     for row in database.execute(f"SELECT rowid, * FROM sessions {condition}", values).fetchall():
         try:
-            check_session(row)
             records.append(_from_row(row))
-        except (ValueError, TypeError, OverflowError) as error:
+        except DamagedRow as error:
             set_aside(database, row, error)
     return records
 
@@ -151,114 +236,34 @@ def _first(records: Sequence[SessionRecord]) -> SessionRecord | None:
     return records[0] if records else None
 
 
-def _to_row(record: SessionRecord) -> dict[str, object]:
-    session, identity, clocked = record.session, record.identity, record.clocked
-    return {
-        "id": session.id,
-        "status": session.status,
-        "image": session.image,
-        # A directory name may hold any bytes; SQLite text may not.
-        "cwd": session.cwd.encode("utf-8", "surrogateescape").decode("utf-8", "replace"),
-        "workspace_id": session.workspace_id,
-        "created_at": session.created_at.timestamp(),
-        "expires_at": session.expires_at.timestamp() if session.expires_at else None,
-        "last_activity": session.last_activity.timestamp(),
-        "ended_at": record.ended_at.timestamp() if record.ended_at else None,
-        "ttl_s": _or_null(session.ttl_s),
-        "max_lifetime_s": _or_null(session.max_lifetime_s),
-        "limits": json.dumps(attrs.asdict(session.limits)),
-        "labels": json.dumps(dict(session.labels)),
-        "options": json.dumps(attrs.asdict(session.options)),
-        "pause": None if session.pause is None else json.dumps(attrs.asdict(session.pause), default=datetime.timestamp),
-        "acquire_source": session.acquire_source,
-        "reason": session.reason,
-        "ending": record.ending,
-        "end_reason": session.end_reason,
-        "epoch": session.epoch,
-        "incarnation": record.incarnation,
-        "pid": identity.pid if identity else None,
-        "start_ticks": identity.start_ticks if identity else None,
-        "pid_ns": identity.pid_ns if identity else None,
-        "boot_id": identity.boot_id if identity else None,
-        "is_busy": int(record.is_busy),
-        "idempotency_key": record.idempotency_key,
-        "spec_digest": record.spec_digest,
-        "key_id": session.key_id,
-        "clock_s": clocked.clock_s if clocked else None,
-        "idle_s": clocked.idle_s if clocked else None,
-        "age_s": clocked.age_s if clocked else None,
-    }
-
-
 def _from_row(row: sqlite3.Row) -> SessionRecord:
-    session = Session(
-        id=row["id"],
-        image=row["image"],
-        status=Status(row["status"]),
-        cwd=row["cwd"],
-        created_at=_moment(row["created_at"]),
-        expires_at=_moment(row["expires_at"]) if row["expires_at"] is not None else None,
-        last_activity=_moment(row["last_activity"]),
-        ttl_s=_or_forever(row["ttl_s"]),
-        max_lifetime_s=_or_forever(row["max_lifetime_s"]),
-        limits=Limits(**json.loads(row["limits"])),
-        workspace_id=row["workspace_id"],
-        labels=json.loads(row["labels"]),
-        options=SessionOptions(**json.loads(row["options"])),
-        pause=None if row["pause"] is None else _pause(json.loads(row["pause"])),
-        acquire_source=row["acquire_source"],
-        reason=row["reason"],
-        end_reason=EndReason(row["end_reason"]) if row["end_reason"] else None,
-        epoch=row["epoch"],
-        key_id=row["key_id"],
-    )
-    identity = None
-    if row["pid"] is not None:
-        identity = KernelIdentity(row["pid"], row["start_ticks"], row["pid_ns"], row["boot_id"])
+    """Return the record of a row. Raises `DamagedRow`."""
+    values = read_row(row, _COLUMNS)
     return SessionRecord(
-        session=session,
-        incarnation=row["incarnation"],
-        spec_digest=row["spec_digest"],
-        idempotency_key=row["idempotency_key"],
-        identity=identity,
-        is_busy=bool(row["is_busy"]),
-        ending=Event(row["ending"]) if row["ending"] else None,
-        ended_at=_moment(row["ended_at"]) if row["ended_at"] is not None else None,
-        clocked=None if row["clock_s"] is None else Clocked(row["clock_s"], row["idle_s"], row["age_s"]),
+        session=Session(**{name: values[name] for name in _SESSION}),
+        identity=part(KernelIdentity, {name: values[name] for name in _IDENTITY}),
+        clocked=part(Clocked, {name: values[name] for name in _CLOCKED}),
+        **{name: values[name] for name in _RECORD},
     )
 
 
-def _pause(values: dict[str, Any]) -> Pause:  # JSON values
-    return Pause(**{**values, "since": _moment(values["since"])})
-
-
-def _or_null(span_s: float) -> float | None:
-    return None if span_s == FOREVER_S else span_s
-
-
-def _or_forever(span_s: float | None) -> float:
-    return FOREVER_S if span_s is None else span_s
-
-
-def _moment(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)
-
+# Pages of the list --------------------------------------------------------------------------------------------------
 
 MAX_LOOKED_AT = 5000
-"""Rows that are looked at for their labels in one go."""
+"""Rows whose labels are examined for one page."""
 
 
 @attrs.frozen
 class Recorded:
-    """What of the database belongs on a page, one more than is asked for if there is more. `seen_to`: behind this place
-    nothing was looked at; None if all was."""
+    """Records for a page, one more than asked for if there are more. Rows behind `seen_to` were not examined; None
+    if all were."""
 
     records: Sequence[SessionRecord]
     seen_to: Place | None = None
 
 
 def find_sessions(database: sqlite3.Connection, query: SessionQuery) -> Recorded:
-    """Return what a query asks for, newest first."""
+    """Return the records that a query asks for, newest first."""
     where, values = _where(query)
     if not query.labels:
         return Recorded(_select(database, where, values, limit=query.limit + 1))
@@ -272,7 +277,7 @@ def find_sessions(database: sqlite3.Connection, query: SessionQuery) -> Recorded
 
 
 _CASE = "CASE WHEN json_valid(labels) THEN EXISTS (SELECT 1 FROM json_each(labels) WHERE {}) ELSE 1 END"
-"""A damaged row is selected as well: it is found to be one when it is read, and must not spoil the others."""
+"""Selects a damaged row as well: reading it sets it aside, and it must not spoil the query."""
 
 
 def _has(label: LabelSelector) -> str:

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import trio
 
 from runner.wire.protocol import ExecReply
 from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.accounting import Account, Accounts
-from sandkasten.actors.runs.groups import Groups
-from sandkasten.actors.runs.run import Run
-from sandkasten.actors.runs.shells import Shell
+from sandkasten.actors.runs.cgroups import RunCgroups
+from sandkasten.actors.runs.run import Run, RunObserver, RunRequest, Shell
 from sandkasten.counters.cgroup import CgroupStats
 from sandkasten.model import DEFAULT_SHELL, Cause, ExecEnd, ExecSpec
 from sandkasten.output.spool_ledger import Account as SpoolAccount
@@ -24,22 +24,21 @@ from sandkasten.output.spool_log import OutputLog
 SESSION = "s" * 24
 
 
-class Session:
+class Session(RunObserver):
     """Shells, runs and the files of a cgroup; PID 1 and the default shell are in it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory / SESSION
         self.directory.mkdir()
         self.stats = CgroupStats({"unified": str(directory)}, SESSION)
-        self.groups = Groups(Ref("zygote"), SESSION, self.stats.groups)
+        self.cgroups = RunCgroups(Ref("zygote"), SESSION, self.stats.groups)
         self.runs: list[Run] = []
         self.default = Shell(DEFAULT_SHELL)
-        self.changed: list[str] = []
+        self.notes: list[str] = []
         self.accounts = Accounts(
-            *(self.stats, self.groups),
+            *(self.stats, self.cgroups),
             active=self.runs,
             count_shells=lambda: 1,
-            note_change=lambda run: self.changed.append(run.exec_id),
         )
         self.set(cpu_usec=1000, kills=0, refused=0, processes=2)
 
@@ -63,16 +62,21 @@ class Session:
 
     def start(self, exec_id: str, *, shell: Shell | None = None) -> Run:
         """A run is admitted: a program, or a command of a shell."""
-        run = Run(ExecSpec(":", stateless=shell is None, exec_id=exec_id), timeout_ms=None)
-        run.shell, run.log = shell, OutputLog(exec_id, Ledger(1 << 20, 1 << 20), SpoolAccount(1 << 20, lambda: None))
+        run = self.make(exec_id, shell)
         self.runs.append(run)
-        if shell is not None:
-            shell.runs.append(run)
-        self.accounts.enter(run)
+        run.admit(shell)
         return run
 
+    def make(self, exec_id: str, shell: Shell | None) -> Run:
+        run = Run(RunRequest(ExecSpec(":", stateless=shell is None, exec_id=exec_id), timeout_ms=None))
+        log = OutputLog(exec_id, Ledger(1 << 20, 1 << 20), SpoolAccount(1 << 20, lambda: None))
+        run.join(log, observers=(self.accounts, self), cancel=lambda run, now: None, wake=trio.lowlevel.checkpoint)
+        return run
+
+    def changed(self, run: Run) -> None:
+        self.notes.append(run.exec_id)
+
     async def end(self, run: Run, exit_code: int = 1) -> ExecEnd:
-        self.accounts.ended(run, has_failed=exit_code != 0)
         end = await self.report(run, exit_code)
         self.leave(run)
         return end
@@ -83,8 +87,9 @@ class Session:
 
     def leave(self, run: Run) -> None:
         self.runs.remove(run)
+        self.accounts.forget(run)
         if run.shell is not None:
-            run.shell.runs.remove(run)
+            run.shell.remove(run)
 
     def _write(self, name: str, text: str) -> None:
         (self.directory / name).write_text(text)
@@ -117,7 +122,7 @@ async def test_a_run_that_came_and_went_was_there(session: Session) -> None:
     blamed = await session.end(culprit, 137)
     assert (blamed.cause, blamed.victim) == (Cause.OOM, "hog")
     assert (await session.end(innocent)).cause is Cause.EXITED
-    assert session.changed == ["a"]
+    assert session.notes == ["a"]
 
 
 async def test_what_earlier_runs_left_was_there(session: Session) -> None:
@@ -151,7 +156,7 @@ async def test_what_waits_has_no_part_in_what_happens(session: Session) -> None:
     second = session.start("b", shell=session.default)
     session.set(cpu_usec=501_000, kills=1)
     assert (await session.end(first, 137)).usage.cpu_ms == 500
-    session.accounts.begun(second)
+    second.begin(0)
     session.set(cpu_usec=511_000)
     end = await session.end(second)
     assert (end.cause, end.usage.cpu_ms) == (Cause.EXITED, 10)
@@ -162,7 +167,7 @@ async def test_a_turn_ends_when_the_next_begins(session: Session) -> None:
     first = session.start("a", shell=session.default)
     second = session.start("b", shell=session.default)
     session.set(cpu_usec=21_000)
-    session.accounts.begun(second)
+    second.begin(0)
     session.set(cpu_usec=91_000)
     assert (await session.end(first, 0)).usage.cpu_ms == 20
     assert (await session.end(second, 0)).usage.cpu_ms == 70
@@ -177,8 +182,8 @@ async def test_a_run_that_never_had_its_turn_used_nothing_known(session: Session
 
 async def test_cpu_time_is_that_of_the_run_s_own_shell(session: Session) -> None:
     """A named shell has its group; the default one has what is left, groups that came meanwhile included."""
-    named = Shell("b", group="gb")
-    session.groups._live.update(("gb", "gc"))
+    named = Shell("b", cgroup="gb")
+    session.cgroups._live.update(("gb", "gc"))
     session.group("gb", cpu_usec=100, processes=1)
     mine = session.start("a", shell=session.default)
     other = session.start("b", shell=named)
@@ -199,9 +204,9 @@ async def test_a_program_has_used_what_the_runner_says(session: Session) -> None
 async def test_groups_that_are_found_again_are_counted(session: Session) -> None:
     """Those of an earlier daemon."""
     session.group("gold", cpu_usec=700, processes=1)
-    assert session.groups.read_cpu() == 0
-    session.groups.recover()
-    assert session.groups.read_cpu() == 700
+    assert session.cgroups.read_cpu() == 0
+    session.cgroups.recover()
+    assert session.cgroups.read_cpu() == 700
 
 
 async def test_a_group_that_is_gone_is_no_open_file(session: Session) -> None:
@@ -218,19 +223,20 @@ async def test_a_group_that_is_gone_is_no_open_file(session: Session) -> None:
 
 async def test_an_account_outlives_its_daemon(session: Session) -> None:
     """Alone it is exact again; beside others its CPU time is not known, for groups may have come and gone."""
-    before = session.start("a", shell=session.default)
-    assert before.account is not None
     for company, cause, cpu_ms in ((False, Cause.OOM, 30), (True, Cause.EXITED, -1)):
         session.set(cpu_usec=1000, kills=0)
+        before = session.start("a", shell=session.default)
         if company:
             session.accounts.note_company()
-        run = Run(ExecSpec(":", exec_id="a"), timeout_ms=None)
-        run.shell, run.log, run.readings = session.default, before.log, before.readings
-        session.runs[:] = session.default.runs[:] = [run]
-        session.accounts.restore(run)
+        readings = session.accounts.readings_of(before)
+        session.leave(before)
+        run = session.make("a", session.default)
+        session.runs.append(run)
+        session.accounts.restore(run, readings)
+        run.enter(session.default)
+        session.accounts.resume(run)
         session.set(cpu_usec=31_000, kills=1)
-        session.accounts.ended(run, has_failed=True)
         end = await session.report(run)
         assert (end.cause, end.usage.cpu_ms) == (cause, cpu_ms)
-        session.runs[:] = session.default.runs[:] = [before]
-    assert Account.of_numbers((1, 2, 3), is_alone=True) is None
+        session.leave(run)
+    assert Account.of_numbers((1, 2, 3)) is None

@@ -48,7 +48,7 @@ async def test_a_renewal_moves_the_end_while_it_is_watched(autojump_clock: trio.
 async def test_activity_holds_the_idle_end_off_and_not_the_hard_one(autojump_clock: trio.testing.MockClock) -> None:
     """A running command keeps a session alive, up to its maximum lifetime."""
     lease = Lease()
-    lease.active = 1
+    lease.begin_activity()
     lease.renew(ttl_s=10, hard_end=FOREVER_S)
     assert await _ends(lease, 900) == []
     lease.renew(ttl_s=10, hard_end=trio.current_time() + 300)
@@ -67,7 +67,7 @@ async def test_the_hard_end_is_not_moved_by_renewals(autojump_clock: trio.testin
 async def test_a_pause_lets_no_activity_hold_the_end_off(autojump_clock: trio.testing.MockClock) -> None:
     """What stands still is no activity; when it goes on it is again."""
     lease = Lease()
-    lease.active = 1
+    lease.begin_activity()
     lease.renew(ttl_s=10, hard_end=FOREVER_S)
     lease.pause(stop=False)
     assert await _ends(lease, 900) == [10]
@@ -135,7 +135,8 @@ async def test_the_hard_end_is_announced_to_a_session_that_is_used_all_the_time(
     """Also when its idle end is always nearer than a minute; and with the idle end held off."""
     for active in (0, 1):
         lease = Lease()
-        lease.active = active
+        if active:
+            lease.begin_activity()
         hard_end = trio.current_time() + 100
         lease.renew(ttl_s=30, hard_end=hard_end)
 
@@ -152,7 +153,7 @@ async def test_the_hard_end_is_announced_to_a_session_that_is_used_all_the_time(
 async def test_an_extended_life_is_announced_again(autojump_clock: trio.testing.MockClock) -> None:
     """The warning belongs to an end; a new end has one of its own."""
     lease = Lease()
-    lease.active = 1
+    lease.begin_activity()
     lease.renew(ttl_s=10, hard_end=trio.current_time() + 100)
 
     async def extend() -> None:

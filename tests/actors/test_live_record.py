@@ -12,7 +12,7 @@ import trio.testing
 
 from sandkasten.actors.core import Actor, Ref
 from sandkasten.actors.services.directory import SessionDirectory
-from sandkasten.actors.services.store import Put
+from sandkasten.actors.services.store import Do
 from sandkasten.actors.session.lease import Lease
 from sandkasten.actors.session.record import LiveRecord
 from sandkasten.model import FOREVER_S, EndReason
@@ -29,8 +29,8 @@ class _Notes(Actor):
         super().__init__(Ref("store"))
         self.written: list[tuple[float, SessionRecord]] = []
 
-    async def handle(self, message: Put) -> None:
-        self.written.append((trio.current_time(), message.record))
+    async def handle(self, message: Do[None]) -> None:
+        self.written.append((trio.current_time(), message.args[0]))
 
 
 class _Session:
@@ -41,12 +41,12 @@ class _Session:
         self.own = LiveRecord(record, self.lease, store=notes.ref, directory=SessionDirectory())
 
     def begin(self) -> None:
-        self.lease.active += 1
+        self.lease.begin_activity()
         self.own.renew()
         self.own.put_lease()
 
     def end(self) -> None:
-        self.lease.active -= 1
+        self.lease.end_activity()
         self.own.renew()
         self.own.put_lease()
 
@@ -162,7 +162,7 @@ async def test_a_clock_that_is_set_moves_no_lease(nursery: trio.Nursery) -> None
         view = after.own.session
         assert view.expires_at is not None
         assert abs(view.expires_at - now - timedelta(seconds=60)) < timedelta(seconds=0.5)
-        after.lease.active += 1
+        after.lease.begin_activity()
         assert abs(after.lease.end - trio.current_time() - 600) < 0.5
 
 
@@ -178,7 +178,7 @@ async def test_what_is_written_goes_on_where_it_was(
     after = _Session(notes.written[-1][1], notes)
     after.own.restore_lease()
     assert abs(after.lease.end - trio.current_time() - 40) < 0.5
-    after.lease.active += 1
+    after.lease.begin_activity()
     assert abs(after.lease.end - trio.current_time() - 580) < 0.5
 
 

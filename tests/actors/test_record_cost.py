@@ -6,10 +6,11 @@ import gc
 import tracemalloc
 from pathlib import Path
 
-from sandkasten.actors.runs.persistence import facts_of, text_bytes
-from sandkasten.actors.runs.run import Run
+import trio
+
+from sandkasten.actors.runs.persistence import text_bytes
+from sandkasten.actors.runs.run import Run, RunRequest
 from sandkasten.model import Cause, ExecEnd, ExecSpec, Usage
-from sandkasten.output.run_records import facts_to_json
 from sandkasten.output.spool import RunLogs, Spool
 
 RUNS = 500
@@ -17,11 +18,11 @@ USAGE = Usage(1000, 2000, 3000)
 
 
 def end_one(logs: RunLogs, number: int, command: str) -> Run:
-    """Begin a run, write it down and end it without output, as a session does."""
-    run = Run(ExecSpec(command, exec_id=f"chosen-{number}"), timeout_ms=1000)
-    run.admit(logs.open(run.exec_id), lambda run, now: None, ahead=())
+    """Begin a run and end it without output, as a session does."""
+    run = Run(RunRequest(ExecSpec(command, exec_id=f"chosen-{number}"), timeout_ms=1000))
+    run.join(logs.open(run.exec_id), cancel=lambda run, now: None, wake=trio.lowlevel.checkpoint)
+    run.admit(None)
     run.begin(1000 + number)
-    run.facts_json = facts_to_json(facts_of(run))
     run.finish(
         ExecEnd(run.exec_id, 0, None, Cause.EXITED, f"/w/{number}", 12, 1000, shell_restarted=False, usage=USAGE)
     )

@@ -6,19 +6,19 @@ import pytest
 import trio
 import trio.testing
 
-from sandkasten.actors.runs.run import MAX_STDIN_SENDERS, Run
+from sandkasten.actors.runs.run import MAX_STDIN_SENDERS, Run, RunRequest
 from sandkasten.model import ExecSpec
 from sandkasten.model.errors import Capacity, ExecEnded, RunnerLost
 
 
 async def test_senders_over_the_limit_are_refused_while_the_others_wait() -> None:
     """Each holds what it sends; one that is refused may come again, and the end of the run frees all."""
-    run = Run(ExecSpec(command="cat", stdin_open=True), timeout_ms=1000)
+    run = Run(RunRequest(ExecSpec(command="cat", stdin_open=True), timeout_ms=1000))
     refused: list[type[Exception]] = []
 
     async def send() -> None:
         with pytest.raises(ExecEnded):
-            await run.queue_stdin(b"x", close=False)
+            await run.input.queue(b"x", close=False)
         refused.append(ExecEnded)
 
     async with trio.open_nursery() as nursery:
@@ -26,18 +26,18 @@ async def test_senders_over_the_limit_are_refused_while_the_others_wait() -> Non
             nursery.start_soon(send)
         await trio.testing.wait_all_tasks_blocked()
         with pytest.raises(Capacity) as caught:
-            await run.queue_stdin(b"x", close=False)
+            await run.input.queue(b"x", close=False)
         assert caught.value.details == {"max_senders": MAX_STDIN_SENDERS}
         run.fail(RunnerLost("gone"))
     assert len(refused) == MAX_STDIN_SENDERS
     with pytest.raises(ExecEnded):
-        await run.queue_stdin(b"x", close=False)
+        await run.input.queue(b"x", close=False)
 
 
 async def test_a_sender_that_leaves_makes_room() -> None:
     """A cancelled request doesn't count any more."""
-    run = Run(ExecSpec(command="cat", stdin_open=True), timeout_ms=1000)
+    run = Run(RunRequest(ExecSpec(command="cat", stdin_open=True), timeout_ms=1000))
     for _ in range(MAX_STDIN_SENDERS + 1):
         with trio.move_on_after(0) as scope:
-            await run.queue_stdin(b"x", close=False)
+            await run.input.queue(b"x", close=False)
         assert scope.cancelled_caught

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from sandkasten.actors.runs.run import Run
-from sandkasten.actors.runs.screen import SCROLLBACK_BYTES, Screen
+from sandkasten.actors.runs.run import Run, RunRequest
+from sandkasten.actors.runs.terminals import SCROLLBACK_BYTES, Screen, ShellScreen
 from sandkasten.model import Cause, ExecEnd, ExecSpec, Output, Stream, Usage
 
 COMMAND = b"\x1b[2m$ make\x1b[0m\r\n"
 
 
 def a_run() -> Run:
-    return Run(ExecSpec("make"), timeout_ms=1000)
+    return Run(RunRequest(ExecSpec("make"), timeout_ms=1000))
 
 
 def seen(screen: Screen) -> bytes:
@@ -22,14 +22,14 @@ def seen(screen: Screen) -> bytes:
 
 async def test_what_comes_while_the_past_is_read_is_shown_behind_it() -> None:
     """A command that goes on, ends and is followed by another one."""
-    screen, run, next_run = Screen(), a_run(), a_run()
-    screen.follow(run)
+    screen, run, next_run = ShellScreen(), a_run(), a_run()
+    run.begin(0)
+    run.observe(screen)
     screen.hold()
-    assert run.on_output is not None
-    run.on_output(Output(Stream.STDOUT, b"b\nc", 2))
-    run.end = ExecEnd(run.exec_id, 1, None, Cause.EXITED, "/", 1, 1, shell_restarted=False, usage=Usage())
-    screen.end(run)
-    screen.begin(next_run)
+    screen.wrote(run, Output(Stream.STDOUT, b"b\nc", 2))
+    run.finish(ExecEnd(run.exec_id, 1, None, Cause.EXITED, "/", 1, 1, shell_restarted=False, usage=Usage()))
+    next_run.observe(screen)
+    next_run.begin(0)
     assert seen(screen) == b""
     screen.show_past(run, b"a\n", is_over=False)
     screen.release()
@@ -38,12 +38,10 @@ async def test_what_comes_while_the_past_is_read_is_shown_behind_it() -> None:
 
 async def test_a_flood_while_the_past_is_read_takes_bounded_memory() -> None:
     """Its newest part is kept, as on the screen itself; the past gives way to it."""
-    screen, run = Screen(), a_run()
-    screen.follow(run)
+    screen, run = ShellScreen(), a_run()
     screen.hold()
-    assert run.on_output is not None
     for number in range(100):
-        run.on_output(Output(Stream.STDOUT, b"%05d" % number * 10_000, number))
+        screen.wrote(run, Output(Stream.STDOUT, b"%05d" % number * 10_000, number))
     assert screen._held_bytes <= SCROLLBACK_BYTES + 50_000
     screen.show_past(run, b"old\n", is_over=False)
     screen.release()
@@ -53,9 +51,9 @@ async def test_a_flood_while_the_past_is_read_takes_bounded_memory() -> None:
 
 async def test_a_screen_that_closes_early_shows_what_waited() -> None:
     """The end of a session does not wait for the past."""
-    screen, run = Screen(), a_run()
+    screen, run = ShellScreen(), a_run()
     screen.hold()
-    screen.begin(run)
+    screen.began(run)
     screen.close()
     assert seen(screen) == COMMAND
     reader = screen.reader()

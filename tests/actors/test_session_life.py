@@ -54,22 +54,15 @@ def asked(tree: ScriptedTree, kind: type) -> list[object]:
 
 
 async def test_a_death_of_the_sandbox_is_told_to_all_who_wait(tree: ScriptedTree, session_id: str) -> None:
-    """Of a run and of the session's end; what is left is torn down."""
-    seen: list[errors.SandkastenError] = []
-
-    async def run() -> None:
-        with pytest.raises(errors.SandkastenError) as caught:
-            await tree.supervisor.exec(session_id, ExecSpec(FOREVER))
-        seen.append(caught.value)
-
-    with trio.fail_after(patience()):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(run)
-            await tree.run_opened.wait()
+    """The run and the session have ended; nsinit tears down the remains."""
+    async with tree.supervisor.open_exec(session_id, ExecSpec(FOREVER)) as stream:
+        with trio.fail_after(patience()):
+            assert (await anext(aiter(stream))).data == b"begun\n"
             await tree.nsinit.kill(session_id)
-        ended = await tree.supervisor.wait_ended(session_id)
+            end = await stream.wait_end()
+            ended = await tree.supervisor.wait_ended(session_id)
+    assert end.cause is Cause.SANDBOX_DIED
     assert (ended.status, ended.end_reason) == (Status.CRASHED, EndReason.CRASHED)
-    assert [type(error) for error in seen] == [errors.SessionExpired]
     assert tree.nsinit.torn_down == [session_id]
 
 

@@ -7,13 +7,14 @@ import pytest
 import trio_websocket
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from sandkasten.api.resources.node import OPENMETRICS, TEXT, render
+from sandkasten.counters.metrics import Series, collect, gauge
 from sandkasten.model import SessionSpec
-from sandkasten.model.measures import Counter, Family, Histogram, Sample, gauge
 from tests.api.harness import KEY, parse_answer, read_until, request_bytes, running_fake, send_and_read
 from tests.waiting import until
 
@@ -147,15 +148,13 @@ async def test_websockets_are_counted_while_they_are_open_and_by_their_end() -> 
 @given(st.text(max_size=20), st.text(max_size=20).filter(lambda text: not text.startswith("\ufeff")))
 def test_whatever_a_label_holds_the_page_parses_and_says_it(first: str, second: str) -> None:
     """Quotes, newlines, braces: the library escapes them."""
-    counter, histogram = Counter("sandkasten_c", 'He"lp\nmore', "label"), Histogram("sandkasten_h", "Help", "label")
+    registry = CollectorRegistry()
+    counter = Series(Counter("sandkasten_c", 'He"lp\nmore', ("label",), registry=registry))
+    histogram = Series(Histogram("sandkasten_h", "Help", ("label",), registry=registry))
     for text in {first, second}:
-        counter.add(text)
-        histogram.observe(1.0, text)
-    families = [
-        counter.read(),
-        histogram.read(),
-        Family("sandkasten_g", "gauge", "", ("label",), [Sample((first,), 3)]),
-    ]
+        counter(text).inc()
+        histogram(text).observe(1.0)
+    families = [*collect(registry), gauge("sandkasten_g", "", {first: 3}, "label")]
     page = render(families, False).decode()
     assert series(page, "sandkasten_c_total") == {(text,): 1 for text in {first, second}}
     assert series(page, "sandkasten_h_count") == {(text,): 1 for text in {first, second}}

@@ -12,7 +12,7 @@ import pytest
 from nsinit.sandbox import build, crash_points
 from nsinit.server.start import _crash
 from nsinit.steps import Crash
-from nsinit.wire.grant import Grant
+from nsinit.wire.launching import Grant
 from nsinit.wire.validate import InvalidName
 from sandkasten.config import Config, FaultTesting
 from sandkasten.crash import Point
@@ -31,9 +31,9 @@ def literal_calls(package: str, method: str) -> Iterator[str]:
 
 
 def test_every_named_step_of_a_create_in_nsinit_is_a_point() -> None:
-    """A step that is added to a vessel or a build must be added to the registry."""
+    """A step that is added to a birth or a build must be added to the registry."""
     named = set()
-    for file in ("helpers/vessel.py", "server/sessions.py"):
+    for file in ("server/births.py", "server/sessions.py"):
         tree = ast.parse((ROOT / "nsinit" / file).read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":
@@ -85,7 +85,7 @@ def test_a_crash_point_alone_is_refused() -> None:
 
 @pytest.mark.parametrize("address", ["0.0.0.0:8080", "192.0.2.1:80", "[::]:80", "example.org:80"])
 def test_crash_points_are_refused_to_a_daemon_that_others_can_reach(address: str) -> None:
-    """One that serves a network is no test."""
+    """A daemon that serves a network is no test."""
     with pytest.raises(ValueError, match="loopback"):
         Config(listen=("127.0.0.1:1", address), testing=FaultTesting(crash_points=True))
 
@@ -101,13 +101,13 @@ def test_crash_points_are_for_this_machine_and_are_told_at_the_start(address: st
     "at", ["nsinit.create.nothing", "nsinit.create.cgroup:0", "x:y", "nsinit.create.cgroup:1:1", ":"]
 )
 def test_nsinit_knows_no_other_points(at: str) -> None:
-    """What the daemon says is checked."""
+    """The daemon's word is checked."""
     with pytest.raises(InvalidName):
         _crash(at, None)
 
 
 def test_nsinit_crashes_for_no_daemon_that_gave_root_away() -> None:
-    """Who breaks into that must not be able to end what it can't reach."""
+    """An intruder in that daemon must not be able to end processes that are out of reach."""
     with pytest.raises(InvalidName):
         _crash("nsinit.create.cgroup", Grant("/data", 61100))
     crash = _crash("nsinit.create.cgroup:2", None)

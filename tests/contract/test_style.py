@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("sandkasten", "nsinit", "runner", "tests", "bench")
 MAX_LINES = 800
 FEW_LINES = 60
-SLIVERS = {"sandkasten": 21, "nsinit": 8, "runner": 5, "tests": 50, "bench": 3}
+SLIVERS = {"sandkasten": 12, "nsinit": 5, "runner": 2, "tests": 49, "bench": 3}
 """Ceilings, by package, of files with fewer lines than `FEW_LINES`; they may only be lowered."""
 
 ASYNC_RULES = ",".join(

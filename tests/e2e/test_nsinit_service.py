@@ -125,7 +125,7 @@ def run(client: httpx.Client, session: str, command: str) -> str:
 
 
 def test_a_killed_service_leaves_the_daemon_its_nsinit(data_dir: Path, path: Path) -> None:
-    """kill -9 of the keeper: what it started goes on, and its successor serves the next one."""
+    """kill -9 of the launcher: what it started goes on, and its successor serves the next one."""
     with (
         running_service(data_dir, path) as first,
         running_daemon(data_dir, SANDKASTEN_NSINIT_SOCKET=str(path)) as daemon,

@@ -36,10 +36,10 @@ _SYS_PIDFD_GETFD = 438
 
 
 def helpers(daemon: Daemon) -> tuple[int, int]:
-    """Return the pids of the keeper and of nsinit, which is the keeper's only child."""
-    (keeper,) = children(daemon.process.pid)
-    (nsinit,) = children(keeper)
-    return keeper, nsinit
+    """Return the pids of the launcher and of nsinit, which is the launcher's only child."""
+    (launcher,) = children(daemon.process.pid)
+    (nsinit,) = children(launcher)
+    return launcher, nsinit
 
 
 def children(pid: int) -> list[int]:
@@ -101,7 +101,7 @@ def say(name, function, *arguments):
         print(name, "done", function(*arguments))
     except OSError as error:
         print(name, error.strerror)
-data, daemon, keeper, nsinit, session = {data!r}, {daemon}, {keeper}, {nsinit}, {session!r}
+data, daemon, launcher, nsinit, session = {data!r}, {daemon}, {launcher}, {nsinit}, {session!r}
 say("read shadow", open, "/etc/shadow")
 say("write image", open, data + "/images/host/rootfs/etc/passwd", "a")
 say("write description", open, data + "/images/host/meta.json", "a")
@@ -112,7 +112,7 @@ for name in ("sessions", "workspaces", "trash", "stage", "run"):
     say("list " + name, os.listdir, data + "/" + name)
 say("replace socket", os.unlink, data + "/run/" + session + "/r.sock")
 say("new socket", os.mkdir, data + "/run/" + session + "/x")
-say("kill keeper", os.kill, keeper, 0)
+say("kill launcher", os.kill, launcher, 0)
 say("kill nsinit", os.kill, nsinit, 0)
 say("read memory", open, "/proc/%d/mem" % daemon, "rb")
 say("read environment", open, "/proc/%d/environ" % daemon, "rb")
@@ -123,10 +123,10 @@ say("setuid", os.setuid, 0)
 def test_who_has_the_daemons_id_has_neither_the_machine_nor_the_sessions_files(
     daemon: Daemon, client: httpx.Client
 ) -> None:
-    """Shadow, images, session files, sockets, the keeper, nsinit and the daemon's own memory: each is refused."""
+    """Shadow, images, session files, sockets, the launcher, nsinit and the daemon's own memory: each is refused."""
     session = client.post("/v1/sessions", json={}).json()["id"]
-    keeper, nsinit = helpers(daemon)
-    names = {"data": str(daemon.data_dir), "daemon": daemon.process.pid, "keeper": keeper, "nsinit": nsinit}
+    launcher, nsinit = helpers(daemon)
+    names = {"data": str(daemon.data_dir), "daemon": daemon.process.pid, "launcher": launcher, "nsinit": nsinit}
     answers = try_as(uid_of(daemon), REACH.format(**names, session=session)).splitlines()
     assert len(answers) == 22
     assert [line for line in answers if "Permission denied" not in line and "not permitted" not in line] == []
@@ -136,11 +136,11 @@ def test_a_killed_nsinit_is_replaced_without_root(data_dir: Path) -> None:
     """Sessions don't notice, and new ones are made by its successor."""
     with running_daemon(data_dir) as daemon, daemon.client() as client:
         session = client.post("/v1/sessions", json={}).json()["id"]
-        keeper, nsinit = helpers(daemon)
+        launcher, nsinit = helpers(daemon)
         os.kill(nsinit, signal.SIGKILL)
         assert client.post(f"/v1/sessions/{session}/exec", json={"cmd": "echo on"}).json()["output"] == "on\n"
         create_patiently(client)
-        assert helpers(daemon)[0] == keeper
+        assert helpers(daemon)[0] == launcher
         assert helpers(daemon)[1] != nsinit
         assert daemon.stop() == 0
 
@@ -149,7 +149,7 @@ def test_a_killed_nsinit_is_missed_though_its_connection_is_held(data_dir: Path)
     """As by a process that it was just forking: the daemon does not wait for an end of the connection."""
     with running_daemon(data_dir) as daemon, daemon.client() as client:
         assert client.post("/v1/sessions", json={}).status_code == 201
-        _keeper, nsinit = helpers(daemon)
+        _launcher, nsinit = helpers(daemon)
         held = take_fd(nsinit, CHANNEL_FD)
         os.kill(nsinit, signal.SIGKILL)
         create_patiently(client)
@@ -166,7 +166,7 @@ def take_fd(pid: int, fd: int) -> int:
     return int(taken)
 
 
-def test_with_a_killed_daemon_keeper_and_nsinit_go_and_sessions_stay(data_dir: Path) -> None:
+def test_with_a_killed_daemon_launcher_and_nsinit_go_and_sessions_stay(data_dir: Path) -> None:
     """Nothing with privilege outlives it; the next daemon, as little privileged, serves what runs."""
     with running_daemon(data_dir) as first, first.client() as client:
         session = client.post("/v1/sessions", json={}).json()["id"]
@@ -180,30 +180,30 @@ def test_with_a_killed_daemon_keeper_and_nsinit_go_and_sessions_stay(data_dir: P
         assert second.stop() == 0
 
 
-def test_a_killed_keeper_is_missed_only_when_nsinit_ends(data_dir: Path) -> None:
+def test_a_killed_launcher_is_missed_only_when_nsinit_ends(data_dir: Path) -> None:
     """Everything goes on, and the log says so; without nsinit, too, the daemon gives up. The next finds it all."""
     with running_daemon(data_dir) as first, first.client() as client:
         session = client.post("/v1/sessions", json={}).json()["id"]
-        keeper, nsinit = helpers(first)
-        os.kill(keeper, signal.SIGKILL)
-        first.wait_log("keeper_lost")
+        launcher, nsinit = helpers(first)
+        os.kill(launcher, signal.SIGKILL)
+        first.wait_log("launcher_lost")
         other = client.post("/v1/sessions", json={})
         assert other.status_code == 201
         os.kill(nsinit, signal.SIGKILL)
         assert first.process.wait(patience(30)) == 1
-        assert any("keeper of the fork server is gone" in line for line in first.log if not line.startswith("{"))
+        assert any("launcher of the fork server is gone" in line for line in first.log if not line.startswith("{"))
     with running_daemon(data_dir) as second, second.client() as client:
         assert client.post(f"/v1/sessions/{session}/exec", json={"cmd": "echo on"}).json()["output"] == "on\n"
         assert second.stop() == 0
 
 
-def test_a_stop_without_keeper_leaves_nothing(data_dir: Path) -> None:
+def test_a_stop_without_launcher_leaves_nothing(data_dir: Path) -> None:
     """nsinit ends with its connection, whoever started it."""
     with running_daemon(data_dir) as daemon, daemon.client() as client:
         client.post("/v1/sessions", json={})
-        keeper, nsinit = helpers(daemon)
-        os.kill(keeper, signal.SIGKILL)
-        daemon.wait_log("keeper_lost")
+        launcher, nsinit = helpers(daemon)
+        os.kill(launcher, signal.SIGKILL)
+        daemon.wait_log("launcher_lost")
         with must_end(nsinit):
             assert daemon.stop() == 0
     assert list((data_dir / "sessions").iterdir()) == []

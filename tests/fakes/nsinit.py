@@ -51,7 +51,7 @@ class FakeNsinit:
         self.refusals: dict[type, protocol.Failed] = {}
         """What the next request of a kind is answered with, instead of being done."""
         self.frozen: set[str] = set()
-        self.victim = protocol.Victim(0, "")
+        self.oom_kills = protocol.OomKills(0, "")
         self.scripts: dict[str, Script] = {}
         self.runners: dict[str, ScriptedRunner] = {}
         self.runs: list[ScriptedRun] = []
@@ -111,20 +111,20 @@ class FakeNsinit:
             case protocol.SetFrozen(seq, session_id, frozen):
                 (self.frozen.add if frozen else self.frozen.discard)(session_id)
                 return protocol.Ok(seq)
-            case protocol.MakeGroup(seq):
+            case protocol.MakeRunCgroup(seq):
                 fds.append(OwnedFd(os.open("/dev/null", os.O_RDONLY)))
-                return protocol.Grouped(seq, "clone")
-            case protocol.FindVictim(seq):
-                return replace(self.victim, seq=seq)
+                return protocol.RunCgroupMade(seq, "clone")
+            case protocol.FindOomKills(seq):
+                return replace(self.oom_kills, seq=seq)
             case protocol.AskDisk(seq):
                 return protocol.DiskUse(seq, 4096, -1, 1, -1)
             case protocol.ListWorkspaces(seq):
                 return protocol.WorkspacesListed(seq, ())
             case protocol.AskQuota(seq):
                 return protocol.QuotaFound(seq)
-            case protocol.Survey(seq):
-                return protocol.Surveyed(seq, ())
-            case protocol.Prepare() | protocol.Furnish():
+            case protocol.FindLeftovers(seq):
+                return protocol.LeftoversFound(seq, ())
+            case protocol.Prepare() | protocol.MountImage():
                 return protocol.Failed(request.seq, "fake", "", 0, "nothing is made beforehand here")
             case _:
                 return protocol.Ok(request.seq)

@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 
 import attrs
 import trio
+from prometheus_client.metrics_core import Metric
 
 from sandkasten.actors.node_view import defaults_in_force, limits_in_force
 from sandkasten.config import Config
@@ -37,7 +38,6 @@ from sandkasten.model import (
 )
 from sandkasten.model.lifecycle import LIVE, ended_error
 from sandkasten.model.listing import SessionPage, SessionQuery, page_of
-from sandkasten.model.measures import Family
 from sandkasten.model.node import (
     Amounts,
     Diagnosis,
@@ -110,7 +110,7 @@ class FakeSessions:
         self.patches: list[SessionPatch] = []
         self.journal: list[Event] = []
         self.events_forgotten = 0
-        self.families: list[Family] = []
+        self.families: list[Metric] = []
         self.event_emitted = trio.Event()
         self.readiness_checks = {"store": "ok", "zygote": "ok", "disk": "ok"}
         self.create_failure: Exception | None = None
@@ -265,7 +265,7 @@ class FakeSessions:
         parts: dict[str, Part] = {"runner": Unavailable("there is none"), "lease": {"activities": 0}}
         return Diagnosis(datetime.now(UTC), await self.get(session_id), parts)
 
-    async def metrics(self) -> Sequence[Family]:
+    async def metrics(self) -> Sequence[Metric]:
         await trio.lowlevel.checkpoint()
         return self.families
 

@@ -21,7 +21,7 @@ import pytest
 from nsinit.kernel.capabilities import IMPORT_CAPABILITIES
 from nsinit.spawn import spawn_nsinit
 from nsinit.tools.unpack import CAPABILITIES
-from nsinit.wire.grant import Grant
+from nsinit.wire.launching import Grant
 from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, REQUESTS, Failed, Unpacked, UnpackImage
 from nsinit.wire.validate import MAX_BYTES, MAX_INODES
 from sandkasten.images.catalog import Catalog

@@ -31,11 +31,11 @@ from nsinit.wire.protocol import (
     Build,
     Built,
     Failed,
-    Furnish,
-    Grouped,
-    MakeGroup,
+    MakeRunCgroup,
+    MountImage,
     Ok,
     Prepare,
+    RunCgroupMade,
     SandboxPlan,
     SetLimits,
     Teardown,
@@ -148,7 +148,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _assert_all_is_well(server: Nsinit, plan: SandboxPlan) -> None:
-    """Nothing of the failed build is left, and the same id can be built now."""
+    """The failed build leaves nothing, and the same id can be built now."""
     assert server.traces(plan.session_id) == []
     assert server.scan() == {}
     sandbox = server.build(plan)
@@ -164,7 +164,7 @@ def test_helpers_keep_nothing_of_a_session(server: Nsinit) -> None:
     prepared = new_id()
     server.ask(Prepare, session_id=prepared, limits=ROOMY)
     assert _all_holdings(server) == before
-    server.ask(Furnish, plan=host_plan(prepared))
+    server.ask(MountImage, plan=host_plan(prepared))
     assert _all_holdings(server) == before
     for sandbox in sandboxes:
         assert all(
@@ -204,8 +204,8 @@ def test_a_builder_that_dies_with_an_order_fails_that_build_alone(server: Nsinit
 
 
 def test_a_build_whose_init_dies_while_no_builder_is_free_touches_no_other_sandbox(server: Nsinit) -> None:
-    """It waits with the descriptor of a process that is gone; a builder that was handed another process by that number
-    would work in the sandbox of somebody else."""
+    """The order waits with the descriptor of a process that is gone. A builder that was handed another process by that
+    number would work in the sandbox of another session."""
     builders, plans = server.helpers(BUILDER), [host_plan() for _ in range(COUNT + 2)]
     for pid in builders:
         os.kill(pid, signal.SIGSTOP)
@@ -289,19 +289,20 @@ def test_a_cgroup_maker_that_dies_with_an_order_fails_that_build_alone(server: N
 
 
 def test_a_cgroup_maker_that_dies_over_a_running_session_is_not_missed(server: Nsinit) -> None:
-    """Its successor carries the order out: limits are changed, and a group is made though there may be half of one."""
+    """The next maker carries the order out: limits are changed, and a run cgroup is made though there may be half of
+    one."""
     sandbox = server.build(host_plan())
     raised = replace(ROOMY, memory_bytes=ROOMY.memory_bytes * 2)
     for order in ({"limits": raised}, {"name": "p-1"}):
         (pid,) = server.helpers(CGROUP_MAKER)
         os.kill(pid, signal.SIGSTOP)
-        server.send(MakeGroup if "name" in order else SetLimits, session_id=sandbox.session_id, **order)
+        server.send(MakeRunCgroup if "name" in order else SetLimits, session_id=sandbox.session_id, **order)
         if "name" in order:  # as one that dies before it has told of it
             (_group_parent(server, sandbox.session_id) / "p-1").mkdir()
         server.scan()  # when that is answered, the order has been handed over
         os.kill(pid, signal.SIGKILL)
         answer, fds = server.receive()
-        assert isinstance(answer, Ok | Grouped), answer
+        assert isinstance(answer, Ok | RunCgroupMade), answer
         for fd in fds:
             os.close(fd)
     directory = server.ready.cgroup_dirs["memory"]
@@ -336,11 +337,11 @@ def test_a_cgroup_maker_that_hangs_costs_time_and_nothing_else(server: Nsinit) -
     sandbox, plan = server.build(host_plan()), host_plan()
     (pid,) = server.helpers(CGROUP_MAKER)
     os.kill(pid, signal.SIGSTOP)
-    server.send(MakeGroup, session_id=sandbox.session_id, name="p-1")
+    server.send(MakeRunCgroup, session_id=sandbox.session_id, name="p-1")
     server.send(Build, plan=plan)
     answers = [server.receive(), server.receive()]
     for answer, fds in answers:
-        assert isinstance(answer, Grouped | Built), answer
+        assert isinstance(answer, RunCgroupMade | Built), answer
         for fd in fds:
             os.close(fd)
     assert not _is_alive(pid)
@@ -353,8 +354,8 @@ def _group_parent(server: Nsinit, session_id: str) -> Path:
 
 
 def test_the_cgroup_maker_can_do_nothing_else(server: Nsinit) -> None:
-    """It sees the hierarchies that sessions have cgroups in and an empty root, no interface but a loopback that is
-    down, and could give files away; nothing it executed would gain anything."""
+    """The maker sees the hierarchies that sessions have cgroups in and an empty root, no interface but a loopback that
+    is down, and could give files away; a program that it executed would gain nothing."""
     (pid,) = server.helpers(CGROUP_MAKER)
     proc = Path(f"/proc/{pid}")
     mounts = parse_mountinfo((proc / "mountinfo").read_text())
@@ -373,7 +374,8 @@ def test_the_cgroup_maker_can_do_nothing_else(server: Nsinit) -> None:
 
 
 def test_nsinit_and_its_helpers_have_no_network_and_no_power_beyond_their_work(server: Nsinit) -> None:
-    """Whoever makes the daemon or a sandbox turn on them: no interface of the machine, no modules, no raw devices."""
+    """A daemon or sandbox that turns on nsinit and its helpers finds no interface of the machine, no modules, no raw
+    devices."""
     for pid in (server.pid, *server.helpers(BUILDER), *server.helpers(FORKER)):
         interfaces = Path(f"/proc/{pid}/net/dev").read_text().splitlines()[2:]
         assert [each.partition(":")[0].strip() for each in interfaces] == ["lo"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nsinit.server.server import SCAN_BATCH
+from nsinit.server.requests import LIST_BATCH
 from nsinit.storage import trash
 from nsinit.storage.paths import Layout
 from nsinit.wire.protocol import (
@@ -183,7 +183,7 @@ def test_two_nsinits_never_share_a_data_directory(data_dir: Path, server: Nsinit
 def test_requests_on_an_unknown_session_fail_softly(
     server: Nsinit, request_type: type, fields: dict[str, object]
 ) -> None:
-    """They name what is missing and change nothing."""
+    """Such requests name the missing thing and change nothing."""
     answer, fds = server.ask(request_type, session_id=new_id(), **fields)
     assert isinstance(answer, Failed)
     assert answer.errno in (2, 3)
@@ -193,7 +193,7 @@ def test_requests_on_an_unknown_session_fail_softly(
 
 def test_a_scan_of_many_sessions_comes_in_batches_without_gap_or_repeat(server: Nsinit) -> None:
     """Each answer goes on after the id it is asked for, all but the last are full and say that more follow."""
-    ids = sorted(new_id() for _ in range(2 * SCAN_BATCH + 1))
+    ids = sorted(new_id() for _ in range(2 * LIST_BATCH + 1))
     paths = [server.data_dir / "sessions" / session_id for session_id in ids]
     for path in paths:
         path.mkdir()
@@ -202,7 +202,7 @@ def test_a_scan_of_many_sessions_comes_in_batches_without_gap_or_repeat(server: 
         answer, _ = server.ask(Scan, after=batches[-1].sessions[-1].session_id if batches else "")
         assert isinstance(answer, Scanned), answer
         batches.append(answer)
-    assert [len(batch.sessions) for batch in batches] == [SCAN_BATCH, SCAN_BATCH, 1]
+    assert [len(batch.sessions) for batch in batches] == [LIST_BATCH, LIST_BATCH, 1]
     found = [each for batch in batches for each in batch.sessions]
     assert found == [Found(session_id, None, has_cgroup=False, has_files=True) for session_id in ids]
     for path in paths:
@@ -228,7 +228,7 @@ for depth in range(2000):
 
 
 def test_deletion_refuses_to_cross_a_mount(tmp_path: Path) -> None:
-    """Something mounted in a session's directory survives the deletion of the directory around it."""
+    """A mount in a session's directory survives the deletion of the directory around it."""
     layout = Layout(str(tmp_path))
     layout.make()
     held = tmp_path / "sessions/0123456789abcdef/root/held"

@@ -1,4 +1,4 @@
-"""Where sessions' cgroups are, when they may have been made anywhere: found by name and mark, never by a guess."""
+"""The cgroups of sessions, which may have been made anywhere: found by name and owner, never by a guess."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from nsinit.cgroup.tree import Located, mark_of, set_mark
+from nsinit.cgroup.tree import Located, owner_of, set_owner
 from nsinit.storage.paths import Layout
-from nsinit.tools.look import choose_homes
+from nsinit.tools.leftovers import choose_homes
 from tests.ground import Ground
 
 GROUP = "sandkasten-12345678"
@@ -49,10 +49,10 @@ def tops(ground: Ground) -> Iterator[dict[str, Path]]:
 def test_the_home_is_where_recorded_sessions_run_and_other_such_places_are_rivals(
     tops: dict[str, Path], tmp_path: Path, ground: Ground
 ) -> None:
-    """Not where this process is, not where unknown sandboxes run, and never what bears another mark; without any
+    """Not where this process is, not where unknown sandboxes run, and never what has another owner; without any
     recorded session it is where one would be made."""
     for name, home in tops.items():
-        set_mark(str(home), "1:1" if name == "copy" else mark_of(str(tmp_path)))
+        set_owner(str(home), "1:1" if name == "copy" else owner_of(str(tmp_path)))
     top = str(ground.cgroups[0])
     located = Located(None, None, {"memory": os.path.dirname(tops["here"])}, {"memory": top})
     layout, recorded = Layout(str(tmp_path)), frozenset({FIRST, SECOND})

@@ -9,6 +9,7 @@ import attrs
 import pytest
 import trio
 
+from sandkasten.actors.core import Tell
 from sandkasten.actors.services.events import EventReader
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
@@ -113,7 +114,7 @@ async def test_events_go_on_where_a_stopped_supervisor_ended(config: Config) -> 
 
 
 @attrs.frozen
-class Nonsense:
+class Nonsense(Tell):
     """A message no actor knows; handling it is a bug and ends the actor."""
 
 

@@ -6,7 +6,7 @@ import pwd
 
 import pytest
 
-from nsinit.wire.grant import Grant, parse_grant
+from nsinit.wire.launching import Grant, parse_grant
 from nsinit.wire.validate import InvalidName
 from sandkasten.config import Config, ConfigError
 from sandkasten.host.account import FALLBACK_ID, NAME, ROOT, Account, find_account

@@ -17,8 +17,8 @@ import pytest
 
 from sandkasten.cli import keys, serve
 from sandkasten.cli.common import Stop
+from sandkasten.cli.image import image_notices
 from sandkasten.cli.main import main
-from sandkasten.cli.notices import image_notices
 from sandkasten.config import Config, ConfigError
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -156,7 +156,7 @@ def test_images_are_looked_after_from_the_command_line(tmp_path: Path, capsys: p
     assert "this machine (also base, python)" in captured.out
     assert "python: ok" in captured.out
     assert captured.err.splitlines() == [
-        "sandkasten: 'python' is an alias of image 'host'; delete that one",
+        "sandkasten: 'python' is an alias of image 'host'; delete the image",
         "sandkasten: there is no image 'host'",
         f"sandkasten: {tmp_path / 'none.tar'}: No such file or directory",
     ]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nsinit.cgroup.tree import Located, Tree
-from nsinit.tools.look import tree_of
+from nsinit.tools.leftovers import tree_of
 from sandkasten.host.data_dir import locked
 from sandkasten.host.leftovers import CantLook, has_daemon, holder_of, look
 from sandkasten.store import sessions as session_store

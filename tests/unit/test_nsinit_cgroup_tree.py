@@ -1,4 +1,4 @@
-"""Which cgroup directory is ours: mount tables of real kinds of machines, text in, directories out."""
+"""The node's cgroup directories: mount tables of real kinds of machines, text in, directories out."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_each_directory_is_listed_once_memory_first_unified_last() -> None:
     cgroup = SessionCgroup(tree, "0123456789abcdef")
     assert cgroup.birth_directory == "/u/x/0123456789abcdef"
     assert cgroup.attach_files == tuple(f"/{name}/x/0123456789abcdef/tasks" for name in "mcp")
-    assert cgroup.group_parent == "/u/x/0123456789abcdef"
+    assert cgroup.run_cgroup_parent == "/u/x/0123456789abcdef"
 
 
 def test_v2_needs_no_attach_and_v1_has_no_birth_directory() -> None:
@@ -125,12 +125,12 @@ def test_v2_needs_no_attach_and_v1_has_no_birth_directory() -> None:
 def test_groups_are_made_in_the_pids_hierarchy_where_there_is_no_unified_one() -> None:
     """Only there a clone can't place a process."""
     v1 = SessionCgroup(Tree("v1", {"memory": "/m/x", "cpu": "/c/x", "pids": "/p/x"}), "00")
-    assert v1.group_parent == "/p/x/00"
-    assert v1.group_directories() == ()
+    assert v1.run_cgroup_parent == "/p/x/00"
+    assert v1.run_cgroup_directories() == ()
 
 
 def test_only_mounts_on_in_and_above_needed_paths_are_kept() -> None:
-    """What a session's mount namespace copies: the holder of each path, its parents, and what is mounted inside."""
+    """The mounts that a session's namespace copies: the holder of each path, its parents, and the mounts inside."""
     table = """\
 1 0 8:1 / / rw - ext4 /dev/a rw
 2 1 0:2 / /proc rw - proc proc rw

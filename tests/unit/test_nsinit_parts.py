@@ -16,7 +16,7 @@ from nsinit.kernel import syscalls
 from nsinit.kernel.slots import parse_subordinate_ids
 from nsinit.log import MAX_LINE_BYTES, log
 from nsinit.scheduler import Event, Job, Scheduler, Wait
-from nsinit.server.server import SCAN_BATCH
+from nsinit.server.requests import LIST_BATCH
 from nsinit.steps import StepFailed, Steps, failure_of
 from nsinit.wire import validate
 from nsinit.wire.protocol import (
@@ -52,7 +52,7 @@ def test_errors_are_of_the_fitting_subclass_and_name_the_call() -> None:
 
 @given(st.text(max_size=40))
 def test_a_name_that_passes_is_one_harmless_path_component(text: str) -> None:
-    """Whatever the text: if a check lets it through, joining it to a directory stays in that directory."""
+    """Any text that a check lets through stays in a directory when it is joined to its path."""
     for check in (validate.check_session_id, validate.check_workspace_id):
         try:
             check(text)
@@ -64,7 +64,7 @@ def test_a_name_that_passes_is_one_harmless_path_component(text: str) -> None:
 
 @pytest.mark.parametrize("bad", ["", "0" * 15, "0" * 33, "0123456789abcdeF", "0123456789abcde\n", "../../../../etc"])
 def test_session_ids_are_16_to_32_lower_hex_digits(bad: str) -> None:
-    """Everything else is refused."""
+    """All other text is refused."""
     assert not validate.is_session_id(bad)
     with pytest.raises(validate.InvalidName, match="session id"):
         validate.check_session_id(bad)
@@ -126,7 +126,7 @@ def test_a_batch_of_a_scan_says_whether_more_follow() -> None:
 def test_a_full_batch_of_a_scan_fits_into_a_datagram() -> None:
     """Even if every number in it is as long as it gets."""
     identity = Identity(pid=1 << 22, start_ticks=1 << 62, pid_ns=1 << 32, base_uid=1 << 32)
-    batch = (Found("f" * 32, identity, has_cgroup=False, has_files=False),) * SCAN_BATCH
+    batch = (Found("f" * 32, identity, has_cgroup=False, has_files=False),) * LIST_BATCH
     assert len(ANSWERS.encode(Scanned(1 << 53, batch, more=False))) < MAX_DATAGRAM_BYTES
 
 
@@ -252,6 +252,6 @@ def test_a_log_nobody_reads_never_blocks() -> None:
 
 
 def test_a_failure_on_the_wire_keeps_stage_path_and_errno() -> None:
-    """What the child says reaches the daemon as it is."""
+    """The child's failure reaches the daemon as it is."""
     failed = Failed(7, "overlay root", "/x", 2, "no such file")
     assert ANSWERS.decode(ANSWERS.encode(failed)) == failed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandkasten.actors.runs.output import CappedBytes
+from sandkasten.actors.runs.waiting import CappedBytes
 
 
 def _collect(pieces: list[bytes], cap: int) -> CappedBytes:

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sandkasten.host import examine
-from sandkasten.host.checks import check_settings
-from sandkasten.host.surroundings import Host, advise, read_host
-from sandkasten.model.node import Verdict
+from sandkasten.host.checks import CATALOGUE, Host, advise, check_sysctls, find_mount, read_host
+from sandkasten.model.node import Check, Verdict
 
 MOUNTINFO = """\
 21 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
@@ -25,9 +23,19 @@ MOUNTINFO = """\
 """
 
 
+def judge(check_id: str, host: Host) -> Check:
+    read = CATALOGUE[check_id].read
+    assert read is not None
+    return read(host)
+
+
+def judge_place(path: str) -> Check:
+    return judge("data_dir", Host(data_dir=Path(path), mountinfo=MOUNTINFO))
+
+
 def test_a_windows_drive_is_refused_with_the_way_out() -> None:
     """In WSL /mnt/c can't hold a session's layer, and the sentence says where to go."""
-    check = examine.check_filesystem(Path("/mnt/c/Users/me/data"), MOUNTINFO)
+    check = judge_place("/mnt/c/Users/me/data")
     assert check.verdict is Verdict.MISSING
     assert "9p" in check.seen
     assert "not below /mnt/c" in check.seen
@@ -46,13 +54,15 @@ def test_a_windows_drive_is_refused_with_the_way_out() -> None:
 )
 def test_the_file_system_is_that_of_the_longest_and_last_mount(path: str, fstype: str) -> None:
     """Names are compared by component, escapes are undone, a mount over a mount wins."""
-    assert examine.find_filesystem(Path(path), MOUNTINFO)[1] == fstype
+    mount = find_mount(Path(path), MOUNTINFO)
+    assert mount is not None
+    assert mount.fstype == fstype
 
 
 @pytest.mark.parametrize(("path", "ok"), [("/var/lib/x", True), ("/mnt/with space/x", False), ("/gcs/x", False)])
 def test_only_file_systems_that_can_hold_a_layer_pass(path: str, ok: bool) -> None:
     """Disks pass; foreign and user space file systems don't."""
-    assert examine.check_filesystem(Path(path), MOUNTINFO).verdict is (Verdict.WORKS if ok else Verdict.MISSING)
+    assert judge_place(path).verdict is (Verdict.WORKS if ok else Verdict.MISSING)
 
 
 @pytest.mark.parametrize(
@@ -68,28 +78,28 @@ def test_only_file_systems_that_can_hold_a_layer_pass(path: str, ok: bool) -> No
 )
 def test_kernels_are_judged_by_number(release: str, verdict: Verdict) -> None:
     """Too old stops the start, old is told, new enough passes."""
-    assert examine.check_kernel(release).verdict is verdict
+    assert judge("kernel", Host(release=release)).verdict is verdict
 
 
 def test_missing_capabilities_are_named() -> None:
     """Root in a container without SYS_ADMIN is told what is missing, and what to pass to the container."""
-    assert examine.check_capabilities("CapEff:\t000001ffffffffff\n", Host()).verdict is Verdict.WORKS
-    check = examine.check_capabilities("CapEff:\t00000000a80425fb\n", Host(container="docker"))
+    assert judge("capabilities", Host(status="CapEff:\t000001ffffffffff\n")).verdict is Verdict.WORKS
+    check = judge("capabilities", Host(status="CapEff:\t00000000a80425fb\n", container="docker"))
     assert check.verdict is Verdict.MISSING
     assert "CAP_SYS_ADMIN" in check.seen
     assert "docker run --privileged" in check.fix
-    assert examine.check_capabilities("", Host()).verdict is Verdict.MISSING
+    assert judge("capabilities", Host()).verdict is Verdict.MISSING
 
 
 def test_a_capability_that_only_helps_is_no_reason_to_stop() -> None:
     """Without CAP_SYS_RESOURCE the check falls back."""
-    assert examine.check_sys_resource("CapEff:\t000001ffffffffff\n").verdict is Verdict.WORKS
-    assert examine.check_sys_resource("CapEff:\t000001fffeffffff\n").verdict is Verdict.FALLS_BACK
+    assert judge("sys_resource", Host(status="CapEff:\t000001ffffffffff\n")).verdict is Verdict.WORKS
+    assert judge("sys_resource", Host(status="CapEff:\t000001fffeffffff\n")).verdict is Verdict.FALLS_BACK
 
 
 def test_who_is_not_root_is_told_so() -> None:
     """The sentence says what to do."""
-    check = examine.check_root(1000)
+    check = judge("root", Host(euid=1000))
     assert (check.verdict, check.seen, check.fix) == (Verdict.MISSING, "runs as user 1000", "run this as root (sudo)")
 
 
@@ -109,7 +119,7 @@ def look_around(tmp_path: Path, files: dict[str, str]) -> Host:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    return read_host(f"{tmp_path}/")
+    return read_host(tmp_path, f"{tmp_path}/")
 
 
 @pytest.mark.parametrize(
@@ -120,32 +130,32 @@ def test_what_is_around_is_recognised(tmp_path: Path, name: str, container: str,
     """Containers by their marks, WSL by its kernel; each has a check that says what to do."""
     host = look_around(tmp_path, MACHINES[name])
     assert (host.container, host.is_wsl) == (container, is_wsl)
-    check = examine.check_wsl(host) if is_wsl else examine.check_container(host)
+    check = judge("wsl" if is_wsl else "container", host)
     assert check.verdict is Verdict.FALLS_BACK
     assert ("kernelCommandLine" if is_wsl else "--privileged") in check.fix
-    assert examine.check_wsl(Host()).verdict is examine.check_container(Host()).verdict is Verdict.WORKS
+    assert judge("wsl", Host()).verdict is judge("container", Host()).verdict is Verdict.WORKS
 
 
 def test_the_same_failure_has_another_cure_elsewhere(tmp_path: Path) -> None:
     """A sysctl, AppArmor, a container's privilege, a container's filter, or else the usual."""
-    plain, docker = look_around(tmp_path, MACHINES["plain"]), Host(container="docker", is_filtered=True)
-    assert advise("namespaces", errno.ENOSPC, plain, "usual").startswith("sysctl -w user.max_net_namespaces=65536")
-    debian = Host(sysctls={"kernel/unprivileged_userns_clone": "0"})
-    assert advise("user_namespace", errno.EPERM, debian, "usual") == "sysctl -w kernel.unprivileged_userns_clone=1"
-    ubuntu = Host(sysctls={"kernel/apparmor_restrict_unprivileged_userns": "1"})
-    assert "\n  userns,\n" in advise("user_namespace", errno.EACCES, ubuntu, "usual")
-    assert os.path.realpath(sys.executable) in advise("user_namespace", errno.EACCES, ubuntu, "usual")
-    assert advise("overlay", errno.EACCES, ubuntu, "usual") == "usual"
-    assert "--privileged" in advise("overlay", errno.EPERM, docker, "usual")
-    assert "--security-opt seccomp=unconfined" in advise("mounts", errno.ENOSYS, docker, "usual")
-    assert advise("mounts", errno.ENOSYS, Host(), "usual") == "usual"
+    plain, docker = look_around(tmp_path, MACHINES["plain"]), Host(container="docker", status="Seccomp:\t2\n")
+    assert advise("namespaces", errno.ENOSPC, plain).startswith("sysctl -w user.max_net_namespaces=65536")
+    debian = Host(sysctls={"kernel.unprivileged_userns_clone": "0"})
+    assert advise("user_namespace", errno.EPERM, debian) == "sysctl -w kernel.unprivileged_userns_clone=1"
+    ubuntu = Host(sysctls={"kernel.apparmor_restrict_unprivileged_userns": "1"})
+    assert "\n  userns,\n" in advise("user_namespace", errno.EACCES, ubuntu)
+    assert os.path.realpath(sys.executable) in advise("user_namespace", errno.EACCES, ubuntu)
+    assert advise("overlay", errno.EACCES, ubuntu) == CATALOGUE["overlay"].fix
+    assert "--privileged" in advise("overlay", errno.EPERM, docker)
+    assert "--security-opt seccomp=unconfined" in advise("mounts", errno.ENOSYS, docker)
+    assert advise("mounts", errno.ENOSYS, Host()) == CATALOGUE["mounts"].fix
 
 
 def test_settings_are_judged_and_come_with_the_line_that_sets_them(tmp_path: Path) -> None:
     """Each in its own direction; one that the kernel does not have is left out."""
     values = {"fs/protected_symlinks": "0", "fs/protected_regular": "2", "dev/tty/legacy_tiocsti": "1"}
-    look_around(tmp_path, {f"sys/{name}": f"{value}\n" for name, value in values.items()})
-    checks = {check.id: check for check in check_settings(str(tmp_path))}
+    host = look_around(tmp_path, {f"proc/sys/{name}": f"{value}\n" for name, value in values.items()})
+    checks = {check.id: check for check in check_sysctls(host)}
     assert {check_id: check.verdict for check_id, check in checks.items()} == {
         "fs.protected_symlinks": Verdict.FALLS_BACK,
         "fs.protected_regular": Verdict.WORKS,
@@ -158,31 +168,38 @@ def test_settings_are_judged_and_come_with_the_line_that_sets_them(tmp_path: Pat
 
 def test_what_is_scarce_is_told() -> None:
     """Descriptors, inotify instances and a clock that stands before the installation."""
-    assert examine.check_descriptors(1024).verdict is Verdict.FALLS_BACK
-    assert examine.check_descriptors(1 << 20).verdict is Verdict.WORKS
-    assert "fs.inotify.max_user_instances" in examine.check_inotify("128\n").fix
-    assert examine.check_inotify("8192\n").verdict is Verdict.WORKS
-    assert examine.check_clock(0.0, 1e9).verdict is Verdict.FALLS_BACK
-    assert examine.check_clock(1e9, 1e9).verdict is Verdict.WORKS
-    assert "one byte" in examine.check_core_pattern("|/usr/lib/systemd/systemd-coredump %P\n").seen
+    assert judge("descriptors", Host(max_descriptors=1024)).verdict is Verdict.FALLS_BACK
+    assert judge("descriptors", Host(max_descriptors=1 << 20)).verdict is Verdict.WORKS
+    assert (
+        "fs.inotify.max_user_instances" in judge("inotify", Host(sysctls={"fs.inotify.max_user_instances": "128"})).fix
+    )
+    assert judge("inotify", Host(sysctls={"fs.inotify.max_user_instances": "8192"})).verdict is Verdict.WORKS
+    assert judge("clock", Host(now_s=0, installed_s=1e9)).verdict is Verdict.FALLS_BACK
+    assert judge("clock", Host(now_s=1e9, installed_s=1e9)).verdict is Verdict.WORKS
+    assert (
+        "one byte"
+        in judge("core_pattern", Host(sysctls={"kernel.core_pattern": "|/usr/lib/systemd/systemd-coredump %P"})).seen
+    )
 
 
 def test_a_data_directory_that_others_may_write_is_told(tmp_path: Path) -> None:
     """With the line that closes it, quoted."""
     directory = tmp_path / "with space"
-    assert examine.check_mode(directory).verdict is Verdict.WORKS
+    assert judge("data_dir_mode", Host(data_dir=directory)).verdict is Verdict.WORKS
     directory.mkdir()
     directory.chmod(0o777)
-    check = examine.check_mode(directory)
+    check = judge("data_dir_mode", Host(data_dir=directory))
     assert (check.verdict, check.fix) == (Verdict.FALLS_BACK, f"chmod go-w '{directory}'")
     directory.chmod(0o770)
-    assert examine.check_mode(directory).verdict is Verdict.FALLS_BACK
+    assert judge("data_dir_mode", Host(data_dir=directory)).verdict is Verdict.FALLS_BACK
     directory.chmod(0o1770)  # as a daemon with a user of its own needs it
-    assert examine.check_mode(directory).verdict is (Verdict.WORKS if os.geteuid() == 0 else Verdict.FALLS_BACK)
+    assert judge("data_dir_mode", Host(data_dir=directory)).verdict is (
+        Verdict.WORKS if os.geteuid() == 0 else Verdict.FALLS_BACK
+    )
 
 
 def test_space_is_measured_before_the_directory_exists(tmp_path: Path) -> None:
     """The file system of the nearest directory above is asked."""
-    check = examine.check_space(tmp_path / "not" / "there")
+    check = judge("space", Host(data_dir=tmp_path / "not" / "there"))
     assert "GiB free" in check.seen
     assert check.protection == ""

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsinit.wire.protocol import Found, Identity
+from nsinit.wire.protocol import TOLD_ONLY, Found, Identity
 from sandkasten.actors.node.reconcile import (
     HOST_REBOOT,
     MAX_SPOOL_FILES,
-    PLACE_MOUNT,
     SESSION,
     SPOOL_FILE,
     TRASH,
@@ -85,12 +84,6 @@ def test_nothing_of_another_boot_is_adopted() -> None:
     (decision,) = at_start([record], [running()])
     assert (decision.action, decision.event, decision.reason) == (Action.FINISH, Event.NOT_FOUND, HOST_REBOOT)
     assert decision.end_reason is EndReason.HOST_REBOOT
-
-
-def test_a_record_of_a_version_that_knew_no_boot_is_judged_by_the_rest() -> None:
-    """An upgrade loses no session."""
-    record = make_record(ID, identity=attrs.evolve(KERNEL, boot_id=None))
-    assert [each.action for each in at_start([record], [running()])] == [Action.ADOPT]
 
 
 @pytest.mark.parametrize("found", [[], [remains()]])
@@ -175,9 +168,10 @@ def test_a_leftover_is_told_of_once_and_removed_when_it_is_seen_again() -> None:
     assert (second.news, second.remove, second.seen) == ([], [stays], frozenset())
 
 
-def test_a_mount_on_a_place_of_ours_is_told_of_once_and_never_removed() -> None:
-    """Somebody may have given it a disk of its own."""
-    mount = Leftover(PLACE_MOUNT, "/data/sessions")
+@pytest.mark.parametrize("kind", ["mount", "other_cgroup"])
+def test_mounts_by_hand_and_cgroups_elsewhere_are_told_of_once_and_never_removed(kind: str) -> None:
+    """A person may need them."""
+    mount = Leftover(kind, "/data/sessions")
     seen: Sightings = frozenset()
     news: list[Leftover] = []
     for _ in range(3):
@@ -250,7 +244,7 @@ def test_however_many_there_are_one_look_is_bounded() -> None:
 
 IDS = tuple(letter * 24 for letter in "abcdef")
 KERNELS = (None, KERNEL, attrs.evolve(KERNEL, boot_id=EARLIER), attrs.evolve(KERNEL, pid=9))
-LEFTOVERS = st.builds(Leftover, st.sampled_from(["cgroup", "mount", TRASH, PLACE_MOUNT]), st.sampled_from("xyz"))
+LEFTOVERS = st.builds(Leftover, st.sampled_from(["cgroup", "mount", TRASH, "other_cgroup"]), st.sampled_from("xyz"))
 
 
 @attrs.define
@@ -331,6 +325,6 @@ def test_what_was_carried_out_is_not_planned_again(world: World, is_start: bool)
     plan = world.plan()
     assert {each.action for each in plan.decisions} <= {Action.LEAVE}
     assert (plan.remove, plan.news) == ([], [])
-    assert {each.kind for each in world.leftovers} <= {PLACE_MOUNT}
+    assert {each.kind for each in world.leftovers} <= TOLD_ONLY
     kept = {name for name, each in world.records.items() if each.session.status in LIVE} | world.owned
     assert {each.session_id for each in world.spool} <= kept

@@ -9,8 +9,8 @@ import pytest
 
 from sandkasten.config import Config, Defaults, Disk, Isolation, Runs, Security, Server
 from sandkasten.host.account import Account
-from sandkasten.security.posture import machine, places, settings
-from sandkasten.security.posture.finding import Finding, Severity, high, in_order, low, medium
+from sandkasten.security import posture
+from sandkasten.security.posture import Finding, Severity, high, in_order, low, medium
 
 GOOD_KEY = "q3ZrT8vXk1LwYbN5sJ7dFgHcPmA2eR9u"
 
@@ -21,7 +21,7 @@ def ids(findings: list[Finding]) -> list[str]:
 
 def of_settings(config: Config) -> list[str]:
     size = {"memory_bytes": 64 << 30, "cpus": 8, "free_bytes": 1 << 40}
-    return ids(list(settings.check_settings(config, **size)))
+    return ids(list(posture.check_settings(config, **size)))
 
 
 def test_the_defaults_are_clean() -> None:
@@ -38,7 +38,7 @@ def test_the_defaults_are_clean() -> None:
 )
 def test_beyond_loopback_is_a_finding(address: str, found: bool) -> None:
     """Names count as what they say, not as what they resolve to today."""
-    assert bool(list(settings.check_address(address))) is found
+    assert bool(list(posture.check_address(address))) is found
 
 
 @pytest.mark.parametrize(
@@ -70,15 +70,15 @@ def test_a_setting_that_weakens_is_a_finding(config: Config, expected: list[str]
 def test_a_key_file_must_be_its_owners_alone(tmp_path: Path) -> None:
     """Mode, kind and absence are told apart."""
     path = tmp_path / "api-key"
-    assert list(places.check_key_file(path)) == []
+    assert list(posture.check_key_file(path)) == []
     path.write_text(GOOD_KEY)
     path.chmod(0o600)
-    assert list(places.check_key_file(path)) == []
+    assert list(posture.check_key_file(path)) == []
     path.chmod(0o640)
-    assert ids(list(places.check_key_file(path))) == ["key.mode"]
+    assert ids(list(posture.check_key_file(path))) == ["key.mode"]
     path.unlink()
     path.symlink_to("/etc/passwd")
-    assert ids(list(places.check_key_file(path))) == ["key.not-a-file"]
+    assert ids(list(posture.check_key_file(path))) == ["key.not-a-file"]
 
 
 def test_a_configuration_that_others_may_change_or_read(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_configuration_that_others_may_change_or_read(tmp_path: Path) -> None:
         *((0o644, True, ["config.readable"]), (0o666, False, ["config.writable"])),
     ):
         path.chmod(mode)
-        found = [each for each in places.check_config_file(path, holds_key=holds_key) if each.id != "config.directory"]
+        found = [each for each in posture.check_config_file(path, holds_key=holds_key) if each.id != "config.directory"]
         assert ids(found) == expected, oct(mode)
 
 
@@ -101,12 +101,12 @@ def test_a_data_directory_that_others_enter_or_replace(tmp_path: Path) -> None:
     data.mkdir(parents=True)
     data.chmod(0o700)
     above.chmod(0o1777)
-    assert list(places.check_directory(data)) == []
+    assert list(posture.check_directory(data)) == []
     data.chmod(0o755)
-    assert ids(list(places.check_directory(data))) == ["data.mode"]
+    assert ids(list(posture.check_directory(data))) == ["data.mode"]
     data.chmod(0o700)
     above.chmod(0o777)
-    assert ids(list(places.check_directory(data))) == ["data.above"]
+    assert ids(list(posture.check_directory(data))) == ["data.above"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
@@ -120,10 +120,13 @@ def test_what_belongs_to_the_daemons_own_user_is_no_finding(tmp_path: Path) -> N
     key = data / "api-key"
     key.touch(0o600)
     os.chown(key, daemon.uid, daemon.gid)
-    assert [*places.check_key_file(key, daemon), *places.check_directory(data, daemon)] == []
-    assert ids([*places.check_key_file(key, other), *places.check_directory(data, other)]) == ["key.mode", "data.mode"]
+    assert [*posture.check_key_file(key, daemon), *posture.check_directory(data, daemon)] == []
+    assert ids([*posture.check_key_file(key, other), *posture.check_directory(data, other)]) == [
+        "key.mode",
+        "data.mode",
+    ]
     data.chmod(0o770)
-    assert ids(list(places.check_directory(data, daemon))) == ["data.mode"]
+    assert ids(list(posture.check_directory(data, daemon))) == ["data.mode"]
 
 
 def test_setuid_files_of_an_image_are_found(tmp_path: Path) -> None:
@@ -133,7 +136,7 @@ def test_setuid_files_of_an_image_are_found(tmp_path: Path) -> None:
     (tmp_path / "bin/ok").write_text("")
     os.chmod(tmp_path / "bin/su", 0o4755)
     (tmp_path / "bin/link").symlink_to("su")
-    assert places.privileged_files(tmp_path) == ["/bin/su"]
+    assert posture.privileged_files(tmp_path) == ["/bin/su"]
 
 
 def test_the_machine_is_read_below_a_root(tmp_path: Path) -> None:
@@ -152,7 +155,7 @@ def test_the_machine_is_read_below_a_root(tmp_path: Path) -> None:
     for path, content in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
-    found = {each.id: each for each in machine.check_machine(tmp_path, proc=proc, sys=sys)}
+    found = {each.id: each for each in posture.check_machine(tmp_path, f"{tmp_path}/")}
     assert set(found) == {
         *("sysctl.kernel.unprivileged_bpf_disabled", "sysctl.kernel.perf_event_paranoid", "core.pipe", "swap.on"),
         *("cpu.vulnerable", "data.mount", "data.on-root"),
@@ -164,7 +167,7 @@ def test_the_machine_is_read_below_a_root(tmp_path: Path) -> None:
 
 def test_a_machine_without_any_of_it_has_no_finding(tmp_path: Path) -> None:
     """What can't be read is not guessed at."""
-    assert list(machine.check_machine(tmp_path, proc=tmp_path, sys=tmp_path)) == []
+    assert list(posture.check_machine(tmp_path, f"{tmp_path}/")) == []
 
 
 def test_the_gravest_come_first() -> None:

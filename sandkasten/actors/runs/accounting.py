@@ -20,12 +20,13 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Collection
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import attrs
 
 from runner.wire.protocol import ExecReply
-from sandkasten.actors.runs.groups import Groups
-from sandkasten.actors.runs.run import Run
+from sandkasten.actors.runs.cgroups import RunCgroups
+from sandkasten.actors.runs.run import Run, RunObserver, Shell
 from sandkasten.counters.cgroup import UNKNOWN, CgroupStats
 from sandkasten.model import DEFAULT_SHELL, Cause, ExecEnd, Stream, Usage
 from sandkasten.model.errors import ExecGone
@@ -129,8 +130,9 @@ class Reading(NamedTuple):
 
 @attrs.define
 class Account:
-    """One run's. `is_alone`: nothing else has been there. `is_clean`: nothing of earlier commands was left in its
-    shell. `init_usec`: PID 1's CPU time when others began to have work for it, -1 while there are none."""
+    """The readings of one run. `is_alone`: nothing else has been in the session since the run's turn began. `is_clean`:
+    nothing of earlier commands was left in the run's shell. `init_usec`: PID 1's CPU time when others began to have
+    work for it, -1 while there are none."""
 
     opened: Reading
     is_alone: bool
@@ -142,100 +144,139 @@ class Account:
     is_restored: bool = False
 
     @classmethod
-    def of_numbers(cls, numbers: tuple[int, ...], *, is_alone: bool) -> Account | None:
+    def of_numbers(cls, numbers: tuple[int, ...]) -> Account | None:
         """Return the account of a run that an earlier daemon began, None if `numbers` are none of ours."""
         if len(numbers) != _READINGS:
             return None
-        *opened, was_alone, is_clean, init_usec = numbers
-        return cls(Reading(*opened), bool(was_alone) and is_alone, bool(is_clean), init_usec, is_restored=True)
+        *opened, is_alone, is_clean, init_usec = numbers
+        return cls(Reading(*opened), bool(is_alone), bool(is_clean), init_usec, is_restored=True)
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The same as numbers, to be written down."""
+        """The account as numbers, to be written down."""
         return (*self.opened, int(self.is_alone), int(self.is_clean), self.init_usec)
 
+    def end_solitude(self, init_usec: int) -> None:
+        """Something else is in the session from now on."""
+        self.is_alone, self.init_usec = False, init_usec
 
-class Accounts:
+    def note_kill(self) -> None:
+        """A caller sent the run SIGKILL."""
+        self.was_sent_kill = True
+
+    def close(self, reading: Reading, *, init_spent_usec: int) -> None:
+        """The run's turn is over."""
+        self.closed, self.init_spent_usec = reading, init_spent_usec
+
+
+class Accounts(RunObserver):
     """The accounts of one session's runs; see the module's docstring."""
 
     def __init__(
         self,
         stats: CgroupStats,
-        groups: Groups,
+        cgroups: RunCgroups,
         *,
         active: Collection[Run],
         count_shells: Callable[[], int],
-        note_change: Callable[[Run], None],
     ) -> None:
-        """`active` are the runs that wait or run, as of whenever it is looked at."""
+        """`active` are the runs that wait or run, as of whenever they are looked at."""
         self._stats = stats
-        self._groups = groups
+        self._cgroups = cgroups
         self._active = active
         self._count_shells = count_shells
-        self._note_change = note_change
+        self._accounts: dict[str, Account] = {}
+        self._left: WeakKeyDictionary[Shell, Reading] = WeakKeyDictionary()
+        """The readings when the last run of a shell ended, where the next run waited."""
+
+    def readings_of(self, run: Run) -> tuple[int, ...]:
+        """Return the account of a run as numbers, to be written down; empty before its turn and after its end."""
+        account = self._accounts.get(run.exec_id)
+        return () if account is None else account.numbers
 
     # Turns ------------------------------------------------------------------------------------------------------
 
     def note_company(self) -> None:
-        """Something is done in the session beside whatever runs."""
+        """Something is done in the session beside all that runs."""
         init_usec = UNKNOWN
         for run in self._active:
-            account = run.account
+            account = self._accounts.get(run.exec_id)
             if account is not None and account.is_alone and account.closed is None:
                 init_usec = self._stats.read_init_cpu() if init_usec < 0 else init_usec
-                account.is_alone, account.init_usec = False, init_usec
-                self._write_down(run, account)
+                account.end_solitude(init_usec)
+                run.note_change()
 
-    def enter(self, run: Run) -> None:
-        """One more waits or runs. A few microseconds when it is the only one."""
+    def admitted(self, run: Run) -> None:
+        """A few microseconds when the run is the only one."""
         if len(self._active) > 1:
             self.note_company()
-        if run.is_program or (run.shell is not None and run.shell.runs[:1] == [run]):
+        if run.shell is None or run.shell.runs[0] is run:
             self._open(run, self._read(run))
 
-    def begun(self, run: Run) -> None:
-        """It has begun: what was before it in its shell is over, even if its output is still on its way."""
-        if run.account is not None or run.shell is None:
+    def began(self, run: Run) -> None:
+        """The run before it in the shell is over, even if output of that one is still on its way."""
+        if run.exec_id in self._accounts or run.shell is None:
             return
-        reading, run.shell.left_at = run.shell.left_at, None
+        reading = self._left.pop(run.shell, None)
         for earlier in run.shell.runs[: run.shell.runs.index(run)]:
-            if earlier.account is not None and earlier.account.closed is None:
-                reading = self._close(earlier, earlier.account)
+            account = self._accounts.get(earlier.exec_id)
+            if account is not None and account.closed is None:
+                reading = self._close(earlier, account)
         self._open(run, reading or self._read(run))
-        run.facts_json = None
+        run.note_change()
 
-    def ended(self, run: Run, *, has_failed: bool) -> None:
-        """Its end is known."""
-        account, shell = run.account, run.shell
+    def ended(self, run: Run) -> None:
+        if run.end is not None:  # else the run may go on without this daemon, and is to be written down
+            self.forget(run)
+
+    def forget(self, run: Run) -> None:
+        """Drop the account of a run that has ended."""
+        self._accounts.pop(run.exec_id, None)
+
+    def note_kill(self, run: Run) -> None:
+        """A caller sent the run SIGKILL."""
+        account = self._accounts.get(run.exec_id)
+        if account is not None:
+            account.note_kill()
+
+    def restore(self, run: Run, numbers: tuple[int, ...]) -> None:
+        """Take over the account of a run that an earlier daemon began."""
+        account = Account.of_numbers(numbers)
+        if account is not None:
+            self._accounts[run.exec_id] = account
+
+    def resume(self, run: Run) -> None:
+        """Go on with a run that an earlier daemon began, now that it is known which others did."""
+        account = self._accounts.get(run.exec_id)
+        if account is not None and len(self._active) > 1:
+            account.end_solitude(account.init_usec)
+
+    def _settle(self, run: Run, *, has_failed: bool) -> Account | None:
+        """Take the last reading of a run whose end is known, unless the next one in its shell has begun."""
+        account, shell = self._accounts.get(run.exec_id), run.shell
         if account is None or account.closed is not None:
-            return
+            return account
         is_followed = shell is not None and len(shell.runs) > 1
         reading = self._close(run, account, is_full=has_failed or is_followed)
-        if shell is not None:
-            shell.left_at = reading if is_followed else None
-
-    def restore(self, run: Run) -> None:
-        """Go on with a run that an earlier daemon began."""
-        run.account = Account.of_numbers(run.readings, is_alone=len(self._active) == 1)
+        if shell is not None and is_followed:
+            self._left[shell] = reading
+        elif shell is not None and self._left:
+            self._left.pop(shell, None)
+        return account
 
     def _open(self, run: Run, reading: Reading) -> None:
         processes, idle = self._stats.read_processes(), 1 + self._count_shells()
         is_quiet = 0 < processes <= idle
-        account = Account(reading, len(self._active) == 1 and is_quiet, is_quiet or self._is_clean(run))
-        if not account.is_alone:
-            account.init_usec = self._stats.read_init_cpu()
-        run.account, run.readings = account, account.numbers
-
-    def _write_down(self, run: Run, account: Account) -> None:
-        run.readings, run.facts_json = account.numbers, None
-        self._note_change(run)
+        is_alone = len(self._active) == 1 and is_quiet
+        init_usec = UNKNOWN if is_alone else self._stats.read_init_cpu()
+        self._accounts[run.exec_id] = Account(reading, is_alone, is_quiet or self._is_clean(run), init_usec)
 
     def _is_clean(self, run: Run) -> bool:
-        """Whether its shell has nothing left of earlier commands. The default one shares its cgroup with PID 1."""
+        """Whether earlier commands left nothing in the run's shell. The default shell shares its cgroup with PID 1."""
         if run.shell is None:
             return True
         is_default = run.shell.name == DEFAULT_SHELL
-        return 0 < self._stats.groups.count_processes(run.shell.group) <= (2 if is_default else 1)
+        return 0 < self._stats.groups.count_processes(run.shell.cgroup) <= (2 if is_default else 1)
 
     # Readings ---------------------------------------------------------------------------------------------------
 
@@ -246,32 +287,33 @@ class Accounts:
         usage, shell = self._stats.read_usage(), run.shell
         cpu_usec = usage.cpu_usec
         if shell is not None and self._stats.groups.is_known:
-            cpu_usec = self._cpu_usec(shell.name, shell.group, cpu_usec)
+            cpu_usec = self._cpu_usec(shell, cpu_usec)
         return cpu_usec, usage.memory_bytes, usage.memory_peak_bytes
 
-    def _cpu_usec(self, shell: str, group: str | None, session_usec: int) -> int:
-        if shell == DEFAULT_SHELL:
-            return session_usec - self._groups.read_cpu()
-        return UNKNOWN if group is None else self._stats.groups.cpu_usec(group)
+    def _cpu_usec(self, shell: Shell, session_usec: int) -> int:
+        if shell.name == DEFAULT_SHELL:
+            return session_usec - self._cgroups.read_cpu()
+        return UNKNOWN if shell.cgroup is None else self._stats.groups.cpu_usec(shell.cgroup)
 
     def _close(self, run: Run, account: Account, *, is_full: bool = True) -> Reading:
         """Take the last reading. What explains a failure is read only where it `is_full`."""
-        opened = account.opened
-        account.closed = (
-            self._read(run) if is_full else Reading(*self._read_usage(run), opened.oom_kills, opened.pids_refused)
-        )
+        opened, init_spent_usec = account.opened, 0
+        reading = self._read(run) if is_full else Reading(*self._read_usage(run), opened.oom_kills, opened.pids_refused)
         if account.init_usec >= 0 and run.shell is not None and run.shell.name == DEFAULT_SHELL:
-            account.init_spent_usec = max(0, self._stats.read_init_cpu() - account.init_usec)
-        return account.closed
+            init_spent_usec = max(0, self._stats.read_init_cpu() - account.init_usec)
+        account.close(reading, init_spent_usec=init_spent_usec)
+        return reading
 
     # Ends -------------------------------------------------------------------------------------------------------
 
     async def end_of(self, run: Run, reply: ExecReply, find_victim: Callable[[], Awaitable[str | None]]) -> ExecEnd:
-        """Return the end of the run that the runner reported. A victim is named when there can be no other."""
+        """Close the run's account and return the end that the runner reported. A victim is named when there can be no
+        other."""
+        account = self._settle(run, has_failed=reply.exit_code != 0)
         cause, is_named = Cause(reply.cause), False
         if reply.exit_code != 0:
             assert run.log is not None
-            facts = _facts(run.account)
+            facts = _facts(account)
             cause = await find_cause(reply, facts, reader_of(run.log))
             is_named = cause is Cause.OOM and (facts.is_alone or facts.kills == 1)
         return ExecEnd(
@@ -281,21 +323,19 @@ class Accounts:
             cause=cause,
             cwd=reply.cwd,
             duration_ms=round(reply.duration_us / 1000),
-            timeout_ms=run.timeout_ms,
+            timeout_ms=run.request.timeout_ms,
             shell_restarted=reply.shell_restarted,
-            usage=_own_usage(reply) if run.is_program else self._shell_usage(run, reply, cause),
+            usage=_own_usage(reply) if run.shell is None else self._shell_usage(run.shell, account, reply, cause),
             victim=await find_victim() if is_named else None,
         )
 
-    def _shell_usage(self, run: Run, reply: ExecReply, cause: Cause) -> Usage:
+    def _shell_usage(self, shell: Shell, account: Account | None, reply: ExecReply, cause: Cause) -> Usage:
         """The peak is exact when the session's highest mark rose meanwhile or the limit was hit; otherwise the higher
         of the two readings is a lower bound."""
-        account = run.account
         if account is None or account.closed is None:
             return Usage(written_bytes=reply.written_bytes)
         before, after = account.opened, account.closed
-        has_group = run.shell is not None and run.shell.group is not None
-        is_told_apart = self._stats.groups.is_known and (has_group or not account.is_restored)
+        is_told_apart = self._stats.groups.is_known and (shell.cgroup is not None or not account.is_restored)
         cpu_usec = UNKNOWN
         if min(before.cpu_usec, after.cpu_usec) >= 0 and (account.is_alone or is_told_apart):
             cpu_usec = max(0, after.cpu_usec - before.cpu_usec - account.init_spent_usec)
@@ -325,8 +365,8 @@ def cut_short(run: Run, cause: Cause, cwd: str) -> ExecEnd:
         signal=_SIGKILL,
         cause=cause,
         cwd=cwd,
-        duration_ms=run.age_ms,
-        timeout_ms=run.timeout_ms,
+        duration_ms=run.clock.age_ms,
+        timeout_ms=run.request.timeout_ms,
         shell_restarted=False,
         usage=Usage(),
     )

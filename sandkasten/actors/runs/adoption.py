@@ -14,10 +14,10 @@ from collections.abc import Awaitable, Callable, Sequence
 import trio
 
 from runner.wire import protocol
-from sandkasten.actors.runs.host import Host
 from sandkasten.actors.runs.persistence import Keep, age_s, is_orphan, restored
 from sandkasten.actors.runs.run import Run
 from sandkasten.actors.runs.runs import Runs
+from sandkasten.actors.runs.session_services import SessionServices
 from sandkasten.model import ExecKind
 from sandkasten.model.errors import RunnerProtocolError
 from sandkasten.output.run_archive import Written, WrittenRun
@@ -34,7 +34,7 @@ class RunAdoption:
 
     def __init__(
         self,
-        host: Host,
+        host: SessionServices,
         runs: Runs,
         keep: Keep,
         *,
@@ -50,9 +50,9 @@ class RunAdoption:
 
     async def recover(self) -> None:
         """Know the runs that were written down again, with their output. Those without an end seem to run."""
-        self._runs.groups.recover()
+        self._runs.cgroups.recover()
         async with self._keep.recovering:
-            await self._take_over(await self._runs.keeping.read())
+            await self._take_over(await self._runs.persistence.read())
 
     async def _take_over(self, written: Written) -> None:
         if written.damaged_files:
@@ -68,7 +68,7 @@ class RunAdoption:
         if run.has_ended and age_s(run) > self._keep.retention_s:
             self._runs.ids.note_gone(run.exec_id)
             return
-        self._runs.recover(run)
+        self._runs.recover(run, written.facts.readings)
         await _fill(run, written)
         if run.has_ended:
             assert run.log is not None
@@ -80,7 +80,7 @@ class RunAdoption:
 
     async def resume(self) -> None:
         """Go on with what PID 1 has, and end what it hasn't. Raises `RunnerLost`, `RunnerProtocolError`."""
-        entries = await self._list() if self._runs.keeping.gives_tickets else ()
+        entries = await self._list() if self._runs.persistence.gives_tickets else ()
         waiting = {run.exec_id: run for run in self._runs.active}
         unwanted = []
         for entry in entries:
@@ -90,8 +90,8 @@ class RunAdoption:
             else:
                 facts = self._facts.pop(run.exec_id)
                 if entry.input_ended:
-                    run.note_input_ended()
-                if run.kind is ExecKind.TERMINAL and run.is_program:
+                    run.input.note_ended()
+                if run.request.kind is ExecKind.TERMINAL and run.request.is_program:
                     await self._on_terminal(run)
                 orphan = not entry.has_ended and is_orphan(run, facts, input_ended=entry.input_ended)
                 self._runs.resume(run, is_orphan=orphan)
@@ -99,7 +99,7 @@ class RunAdoption:
             self._runs.give_up(run)
         self._facts.clear()
         self._gone = frozenset()
-        self._runs.keeping.unwanted(unwanted)
+        self._runs.persistence.unwanted(unwanted)
 
     async def _list(self) -> Sequence[protocol.RunEntry]:
         entries: list[protocol.RunEntry] = []
@@ -129,7 +129,7 @@ class RunAdoption:
         run = restored(facts, RunState())
         if facts.exec_id != entry.exec_id or self._runs.is_full:
             return None
-        self._runs.recover(run)
+        self._runs.recover(run, facts.readings)
         self._facts[run.exec_id] = facts
         return run
 

@@ -14,8 +14,8 @@ import trio
 from runner.wire import protocol
 from runner.wire.protocol import Kind
 from sandkasten.actors.core import unwrap
-from sandkasten.actors.runs.run import PATIENCE_S, TRACEPARENT, Run
-from sandkasten.actors.services import nsinit_messages as zygote_actor
+from sandkasten.actors.runs.run import PATIENCE_S, Run, RunRequest
+from sandkasten.actors.services.nsinit import RunCgroup
 from sandkasten.links.runner import RunnerConnection, RunnerLink, check_piece, decode_answer
 from sandkasten.model import Stream
 from sandkasten.model.errors import (
@@ -31,46 +31,50 @@ from sandkasten.model.errors import (
 )
 
 
-def request_of(run: Run, *, group: protocol.Group | None, ticket: str) -> protocol.Exec | protocol.RunProgram:
+def request_of(run: Run, *, cgroup: protocol.Group | None, ticket: str) -> protocol.Exec | protocol.RunProgram:
     """Return what the runner is asked for this run."""
-    spec = run.spec
+    request = run.request
+    spec = request.spec
     size = None if spec.terminal is None else protocol.TerminalSize(spec.terminal.cols, spec.terminal.rows)
     has_stdin = size is None and (spec.stdin is not None or spec.stdin_open)
     if not spec.is_program:
         return protocol.Exec(
             exec_id=run.exec_id,
             command=spec.command or "",
-            timeout_ms=run.timeout_ms,
+            timeout_ms=request.timeout_ms,
             cwd=spec.cwd,
-            env=_environment(run),
+            env=_environment(request),
             stdin=has_stdin,
             shell=spec.shell,
             terminal=size,
-            interactive=run.interactive,
+            interactive=request.interactive,
             ticket=ticket,
         )
     return protocol.RunProgram(
         exec_id=run.exec_id,
         argv=spec.argv or (),
         command=None if spec.argv else spec.command or "",
-        timeout_ms=run.timeout_ms,
+        timeout_ms=request.timeout_ms,
         cwd=spec.cwd,
-        env=_environment(run),
+        env=_environment(request),
         stdin=has_stdin,
         terminal=size,
-        interactive=run.interactive,
+        interactive=request.interactive,
         user=spec.user,
-        group=group,
+        group=cgroup,
         ticket=ticket,
     )
 
 
-def _environment(run: Run) -> dict[str, str]:
+def _environment(request: RunRequest) -> dict[str, str]:
     """Return the variables of a run; its trace is no part of what was asked for, and of no repetition of it."""
-    if run.trace is None or not run.pass_trace:
-        return dict(run.spec.env)
-    return {TRACEPARENT: run.trace.header, **run.spec.env}
+    if request.trace is None or not request.pass_trace:
+        return dict(request.spec.env)
+    return {TRACEPARENT: request.trace.header, **request.spec.env}
 
+
+TRACEPARENT = "TRACEPARENT"
+"""The variable that holds the trace of a run, in the format of the HTTP header of that name."""
 
 _STREAMS = {Kind.STDOUT: Stream.STDOUT, Kind.STDERR: Stream.STDERR}
 
@@ -80,29 +84,29 @@ CONTROL_S = 10.0
 """How long PID 1 may take to answer a request that asks for nothing to wait for."""
 
 
-async def drive(run: Run, link: RunnerLink, group: zygote_actor.GroupHandle | None) -> protocol.ExecReply:
-    """Run it to its end and return how it ended. `group` is where a program is born; it stays the caller's.
+async def drive(run: Run, link: RunnerLink, cgroup: RunCgroup | None, *, ticket: str) -> protocol.ExecReply:
+    """Have PID 1 serve a run to its end and return how the run ended. A program is born in `cgroup`, which stays the
+    caller's. `ticket` is what PID 1 shows of the run to the next daemon.
 
     Raises:
         RunnerLost, RunnerProtocolError: PID 1 is gone or hostile.
         SandkastenError: the runner refused the run.
     """
     async with link.connection() as connection:
-        membership = None if group is None else protocol.Group(group.name, group.membership)
-        fd = None if group is None else group.fd.fileno()
-        ticket = "" if run.keeping is None else run.keeping.ticket(run)
-        await connection.send_request(request_of(run, group=membership, ticket=ticket), fd=fd)
-        if group is not None:
-            group.fd.close()  # PID 1 has its own now
-        run.connect(connection)
+        membership = None if cgroup is None else protocol.Group(cgroup.name, cgroup.membership)
+        fd = None if cgroup is None else cgroup.fd.fileno()
+        await connection.send_request(request_of(run, cgroup=membership, ticket=ticket), fd=fd)
+        if cgroup is not None:
+            cgroup.fd.close()  # PID 1 has its own now
+        run.input.connect(connection)
         try:
-            if run.spec.stdin is None:
+            stdin = run.request.spec.stdin
+            if stdin is None:
                 return await _receive(run, connection)
-            return await _receive_while_sending(run, connection, run.spec.stdin)
+            return await _receive_while_sending(run, connection, stdin)
         finally:
-            run.connect(None)
-            if connection.is_sending:  # cut in the middle of a frame: of no further use
-                connection.is_idle = False
+            run.input.connect(None)
+            connection.spend_if_sending()
 
 
 async def drive_again(run: Run, link: RunnerLink) -> protocol.ExecReply:
@@ -124,15 +128,14 @@ async def drive_again(run: Run, link: RunnerLink) -> protocol.ExecReply:
         if answer.stdout_offset < log.stdout_bytes or answer.stderr_offset < log.stderr_bytes or answer.age_us < 0:
             raise RunnerProtocolError("a run that begins before what is known of it")
         log.skip_to(stdout_bytes=answer.stdout_offset, stderr_bytes=answer.stderr_offset)
-        if answer.age_us > 0 and run.began_at is None:
+        if answer.age_us > 0 and not run.has_begun:
             run.go_on(answer.age_us / 1_000_000, answer.pid)
-        run.connect(connection)
+        run.input.connect(connection)
         try:
             return await _receive(run, connection)
         finally:
-            run.connect(None)
-            if connection.is_sending:
-                connection.is_idle = False
+            run.input.connect(None)
+            connection.spend_if_sending()
 
 
 async def _receive_while_sending(run: Run, connection: RunnerConnection, stdin: bytes) -> protocol.ExecReply:
@@ -149,26 +152,28 @@ async def _receive_while_sending(run: Run, connection: RunnerConnection, stdin: 
 
 async def _send_input(run: Run, stdin: bytes) -> None:
     try:
-        await run.send_stdin(stdin, close=not run.spec.stdin_open)
+        await run.input.send(stdin, close=not run.request.spec.stdin_open)
     except ExecEnded:  # its end is on its way to the other task
         await trio.lowlevel.checkpoint()
 
 
 async def _receive(run: Run, connection: RunnerConnection) -> protocol.ExecReply:
+    clock = run.clock
     while True:
-        kind, body = await connection.receive(deadline=run.answer_by)
-        if trio.current_time() > run.answer_by + PATIENCE_S:
+        deadline = clock.answer_by
+        kind, body = await connection.receive(deadline=deadline)
+        if trio.current_time() > deadline + PATIENCE_S and trio.current_time() > clock.answer_by + PATIENCE_S:
             raise RunnerProtocolError("the sandbox's init goes on long after the end")
         if kind in _STREAMS:
             check_piece(body, "output")
             await run.put(_STREAMS[kind], body)
             continue
-        if kind is Kind.STARTED and run.began_at is None and body == _plain_start(run):
+        if kind is Kind.STARTED and clock.began_at is None and body == _plain_start(run):
             run.begin(0)  # what nearly every run begins with, without the cost of taking it apart
             continue
         message = decode_answer(kind, body)
         match message:
-            case protocol.Started() if run.began_at is None:
+            case protocol.Started() if clock.began_at is None:
                 run.begin(message.pid)
             case protocol.ExecReply() if kind is Kind.REPLY:
                 return message

@@ -21,22 +21,20 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import attrs
 import trio
 
 from runner.wire import protocol
-from sandkasten.actors.runs.run import Run
+from sandkasten.actors.runs.run import Run, RunObserver, RunRequest
+from sandkasten.actors.runs.session_services import SessionServices
 from sandkasten.model import DEFAULT_SHELL, ExecKind, ExecSpec, OnDisconnect, Output, Stream
 from sandkasten.model.errors import ExecGone, ExecIdsExhausted, RunnerLost, SandkastenError
 from sandkasten.model.run import is_made
 from sandkasten.output.run_archive import RunNews, SessionArchive, Written
 from sandkasten.output.run_records import Input, RunFacts, RunState, Seal, facts_to_json
 from sandkasten.output.used_ids import UsedIds
-
-if TYPE_CHECKING:
-    from sandkasten.actors.runs.runs import Host
 
 
 class ExecIds:
@@ -52,7 +50,7 @@ class ExecIds:
 
         Raises: ExecGone, ExecIdsExhausted.
         """
-        if run.has_new_id:
+        if run.request.has_new_id:
             return
         if self.is_used(run.exec_id):
             raise gone(run.exec_id)
@@ -98,23 +96,24 @@ def gone(exec_id: str) -> ExecGone:
     return ExecGone("this run is not kept any more", exec_id=exec_id[:128])
 
 
-def facts_of(run: Run) -> RunFacts:
-    """Return what is known of a run before it begins."""
+def facts_of(run: Run, readings: tuple[int, ...]) -> RunFacts:
+    """Return the facts of a run that do not change by its running. `readings`: the counters when its turn began."""
+    request = run.request
     return RunFacts(
         exec_id=run.exec_id,
-        kind=run.kind,
-        shell=None if run.is_program else run.spec.shell,
-        digest=run.digest,
-        command=run.command,
-        created_at=run.created_at,
-        timeout_ms=run.timeout_ms,
+        kind=request.kind,
+        shell=request.shell,
+        digest=request.digest,
+        command=request.command,
+        created_at=request.created_at,
+        timeout_ms=request.timeout_ms,
         is_detached=run.is_detached,
-        keep_alive=run.keep_alive,
-        is_interactive=run.interactive,
+        keep_alive=request.keep_alive,
+        is_interactive=request.interactive,
         size=run.size,
-        input=_input_of(run),
-        group=run.group,
-        readings=run.readings,
+        input=_input_of(request.spec),
+        group=run.cgroup,
+        readings=readings,
     )
 
 
@@ -142,46 +141,48 @@ def restored(facts: RunFacts, state: RunState) -> Run:
         terminal=facts.size,
         exec_id=facts.exec_id,
     )
-    run = Run(
+    request = RunRequest(
         spec,
         timeout_ms=facts.timeout_ms,
         kind=facts.kind,
         on_disconnect=OnDisconnect.DETACH if facts.is_detached else OnDisconnect.CANCEL,
         interactive=facts.is_interactive,
         keep_alive=facts.keep_alive,
+        digest=facts.digest,
+        command=facts.command,
+        created_at=facts.created_at,
     )
-    run.digest, run.command, run.created_at = facts.digest, facts.command, facts.created_at
-    run.group, run.readings = facts.group, facts.readings
-    run.recover(started_at=state.started_at, ended_at=state.ended_at, pid=state.pid, end=state.end)
+    run = Run(request)
+    run.recover(cgroup=facts.group, started_at=state.started_at, ended_at=state.ended_at, pid=state.pid, end=state.end)
     return run
 
 
 def is_orphan(run: Run, facts: RunFacts, *, input_ended: bool) -> bool:
     """Whether a run has nobody any more it could go on for: its caller or those who sat at its prompt went with their
     daemon, or the rest of its input did."""
-    is_prompt = facts.kind is ExecKind.TERMINAL and not run.is_program
+    is_prompt = facts.kind is ExecKind.TERMINAL and not run.request.is_program
     return not run.is_detached or is_prompt or (facts.input == "given" and not input_ended)
 
 
 def text_bytes(run: Run) -> int:
     """Return what the texts of an ended run take in memory, as long as its record is kept."""
-    spec = run.spec
-    texts = [run.exec_id, run.command, spec.command, *(spec.argv or ()), *spec.env.values()]
+    spec = run.request.spec
+    texts = [run.exec_id, run.request.command, spec.command, *(spec.argv or ()), *spec.env.values()]
     if run.end is not None:
         texts += (run.end.cwd, run.end.victim)
-    return sum(sys.getsizeof(text) for text in texts if text is not None) + sys.getsizeof(run.facts_json)
+    return sum(map(sys.getsizeof, [text for text in texts if text is not None]))
 
 
 def age_s(run: Run) -> float:
     """Return how long ago it ended."""
-    ended_at = run.info.ended_at
+    ended_at = run.clock.ended_at
     return 0.0 if ended_at is None else (datetime.now(UTC) - ended_at).total_seconds()
 
 
-def _input_of(run: Run) -> Input:
-    if run.spec.stdin_open:
+def _input_of(spec: ExecSpec) -> Input:
+    if spec.stdin_open:
         return "open"
-    return "none" if run.spec.stdin is None else "given"
+    return "none" if spec.stdin is None else "given"
 
 
 log = logging.getLogger(__name__)
@@ -220,19 +221,55 @@ class _News:
 
     run: Run
     is_changed: bool = False
+    facts_json: bytes | None = None
+    """The facts of the run as they are now; None if they have to be made anew."""
     stdout_offset: int = 0
     stderr_offset: int = 0
     pieces: list[Output] = attrs.field(factory=list)
     size_bytes: int = 0
 
+    def note_state(self) -> None:
+        """The state of the run has changed."""
+        self.is_changed = True
 
-class RunKeeping:
-    """See the module's docstring. `known` gives all runs there are, `ids` has those not kept any more."""
+    def note_facts(self) -> None:
+        """The facts of the run have changed."""
+        self.is_changed, self.facts_json = True, None
 
-    def __init__(self, host: Host, keep: Keep, *, known: Callable[[], Iterable[Run]], ids: ExecIds) -> None:
+    def set_facts(self, facts_json: bytes) -> bytes:
+        """Keep the facts, which were made for the run's ticket, until they are written; return them."""
+        self.facts_json = facts_json
+        return facts_json
+
+    def add(self, piece: Output) -> None:
+        """The run wrote `piece`, which is in its log."""
+        if not self.pieces:
+            log = self.run.log
+            assert log is not None
+            is_stdout = piece.stream is Stream.STDOUT
+            self.stdout_offset = log.stdout_bytes - (len(piece.data) if is_stdout else 0)
+            self.stderr_offset = log.stderr_bytes - (0 if is_stdout else len(piece.data))
+        self.pieces.append(piece)
+        self.size_bytes += len(piece.data) + _PIECE_COST_BYTES
+
+
+class RunPersistence(RunObserver):
+    """See the module's docstring. `known` gives all runs there are, `ids` has those not kept any more; `readings_of`
+    gives the counters that a run's turn began with."""
+
+    def __init__(
+        self,
+        host: SessionServices,
+        keep: Keep,
+        *,
+        known: Callable[[], Iterable[Run]],
+        ids: ExecIds,
+        readings_of: Callable[[Run], tuple[int, ...]],
+    ) -> None:
         self._host = host
         self._archive, self._seal, self._limiter = keep.archive, keep.seal, keep.writing
         self._known, self._ids = known, ids
+        self._readings_of = readings_of
         self._news: dict[str, _News] = {}
         self._new_gone: list[str] = []
         self._refused: list[str] = []
@@ -241,37 +278,55 @@ class RunKeeping:
         self._hurry = trio.Event()
         self._written = trio.Event()
         self._writing = trio.Lock()
-        self.gives_tickets = False
-        """Whether PID 1 knows what to do with one."""
-        self.is_reachable = True
-        """Whether PID 1 can answer: not while the session stands still."""
+        self._gives_tickets = False
+        self._is_reachable = True
 
-    # What happens to runs ---------------------------------------------------------------------------------------
+    @property
+    def gives_tickets(self) -> bool:
+        """Whether PID 1 keeps runs for the next daemon."""
+        return self._gives_tickets
+
+    def note_version(self, *, gives_tickets: bool) -> None:
+        """PID 1 said which version of the protocol it speaks."""
+        self._gives_tickets = gives_tickets
+
+    def note_pause(self, *, is_paused: bool) -> None:
+        """PID 1 of a paused session can't answer."""
+        self._is_reachable = not is_paused
 
     def ticket(self, run: Run) -> str:
-        """Return what PID 1 is to be given with a run, to be told again."""
-        return self._seal.ticket(_facts(run)) if self.gives_tickets else ""
+        """Return the ticket that PID 1 is given with a run, and shows to the next daemon."""
+        if not self._gives_tickets:
+            return ""
+        news = self._news.get(run.exec_id)
+        if news is None:
+            return self._seal.ticket(self._facts(run))
+        return self._seal.ticket(news.facts_json or news.set_facts(self._facts(run)))
+
+    # What is observed -------------------------------------------------------------------------------------------
+
+    def admitted(self, run: Run) -> None:
+        self._add(run).note_state()
+
+    def began(self, run: Run) -> None:
+        (self._news.get(run.exec_id) or self._add(run)).note_state()
 
     def changed(self, run: Run) -> None:
-        """It was admitted, has begun or ended, or is detached now."""
-        self._of(run).is_changed = True
+        (self._news.get(run.exec_id) or self._add(run)).note_facts()
 
-    def put(self, run: Run, piece: Output) -> bool:
-        """It wrote something; return whether it has to be held up (`wait_written`)."""
-        news = self._of(run)
-        if not news.pieces:
-            assert run.log is not None
-            is_stdout = piece.stream is Stream.STDOUT
-            news.stdout_offset = run.log.stdout_bytes - (len(piece.data) if is_stdout else 0)
-            news.stderr_offset = run.log.stderr_bytes - (0 if is_stdout else len(piece.data))
-        news.pieces.append(piece)
-        news.size_bytes += len(piece.data) + _PIECE_COST_BYTES
+    def ended(self, run: Run) -> None:
+        if run.end is not None:
+            (self._news.get(run.exec_id) or self._add(run)).note_state()
+
+    def wrote(self, run: Run, piece: Output) -> bool:
+        news = self._news.get(run.exec_id) or self._add(run)
+        news.add(piece)
         if news.size_bytes >= _HURRY_BYTES:
             self._hurry.set()
         return self._is_behind(news)
 
-    async def wait_written(self, run: Run) -> None:
-        """Wait until what it wrote is being written."""
+    async def wait_room(self, run: Run) -> None:
+        """Wait until the output of the run is being written."""
         while (news := self._news.get(run.exec_id)) is not None and self._is_behind(news):
             await self._written.wait()
 
@@ -297,11 +352,9 @@ class RunKeeping:
             del self._unwanted[next(iter(self._unwanted))]
         self._schedule()
 
-    def _of(self, run: Run) -> _News:
-        news = self._news.get(run.exec_id)
-        if news is None:
-            news = self._news[run.exec_id] = _News(run)
-            self._schedule()
+    def _add(self, run: Run) -> _News:
+        news = self._news[run.exec_id] = _News(run)
+        self._schedule()
         return news
 
     # Writing ----------------------------------------------------------------------------------------------------
@@ -337,7 +390,7 @@ class RunKeeping:
             everything = self._all(taken) if is_all else list(taken.values())
             news = []
             for each in everything:
-                news.append(_frozen(each))
+                news.append(self._frozen(each))
                 if len(news) % _RUNS_PER_CHECKPOINT == 0:
                     await trio.lowlevel.checkpoint()
             try:
@@ -358,12 +411,12 @@ class RunKeeping:
     def _all(self, taken: dict[str, _News]) -> Sequence[_News]:
         """Return the news of all runs, those included of which there are none."""
         for run in self._known():
-            taken.setdefault(run.exec_id, _News(run)).is_changed = True
+            taken.setdefault(run.exec_id, _News(run)).note_state()
         return list(taken.values())
 
     async def _tell_runner(self) -> None:
         """Let PID 1 forget what is written down; what it can't be told now it is told later."""
-        while self._unwanted and self.gives_tickets and self.is_reachable:
+        while self._unwanted and self._gives_tickets and self._is_reachable:
             exec_ids = tuple(islice(self._unwanted, _FORGET_AT_ONCE))
             try:
                 await self._host.ask_runner(protocol.ForgetRuns(exec_ids), protocol.Done)
@@ -385,20 +438,16 @@ class RunKeeping:
         """The session has ended: nothing of its runs stays."""
         await trio.to_thread.run_sync(self._archive.discard, limiter=self._limiter, abandon_on_cancel=True)
 
+    def _frozen(self, news: _News) -> RunNews:
+        run = news.run
+        return RunNews(
+            exec_id=run.exec_id,
+            facts=(news.facts_json or self._facts(run)) if news.is_changed else None,
+            state=state_of(run) if news.is_changed else None,
+            stdout_offset=news.stdout_offset,
+            stderr_offset=news.stderr_offset,
+            pieces=news.pieces,
+        )
 
-def _frozen(news: _News) -> RunNews:
-    run = news.run
-    return RunNews(
-        exec_id=run.exec_id,
-        facts=_facts(run) if news.is_changed else None,
-        state=state_of(run) if news.is_changed else None,
-        stdout_offset=news.stdout_offset,
-        stderr_offset=news.stderr_offset,
-        pieces=news.pieces,
-    )
-
-
-def _facts(run: Run) -> bytes:
-    if run.facts_json is None:
-        run.facts_json = facts_to_json(facts_of(run))
-    return run.facts_json
+    def _facts(self, run: Run) -> bytes:
+        return facts_to_json(facts_of(run, self._readings_of(run)))

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import trio
 
 from runner.wire import protocol
 from runner.wire.protocol import Kind
+from sandkasten.actors.runs.session_services import SessionServices
 from sandkasten.links.runner import RunnerConnection, decode_answer
 from sandkasten.model import EventType, Port
 from sandkasten.model.errors import RunnerLost, RunnerProtocolError
-
-if TYPE_CHECKING:
-    from sandkasten.actors.runs.runs import Host
 
 _MAX_PORTS = 1024
 _MAX_PORT = 65535
@@ -31,7 +28,7 @@ _MAX_TOLD = 240
 class Ports:
     """See the module's docstring."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: SessionServices) -> None:
         self._host = host
         self._open: dict[Port, None] = {}
         self._changed = trio.Event()

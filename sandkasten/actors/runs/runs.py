@@ -21,11 +21,11 @@ import trio
 from runner.wire import protocol
 from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.accounting import Accounts, cut_short
+from sandkasten.actors.runs.cgroups import RunCgroups
 from sandkasten.actors.runs.driver import CONTROL_S, drive, drive_again
-from sandkasten.actors.runs.groups import Groups
-from sandkasten.actors.runs.host import Host as Host
-from sandkasten.actors.runs.persistence import ExecIds, Keep, RunKeeping, gone, text_bytes
-from sandkasten.actors.runs.run import Hold, Run
+from sandkasten.actors.runs.persistence import ExecIds, Keep, RunPersistence, gone, text_bytes
+from sandkasten.actors.runs.run import Hold, Run, RunObserver
+from sandkasten.actors.runs.session_services import SessionServices
 from sandkasten.actors.runs.shells import Shells
 from sandkasten.counters.cgroup import CgroupStats
 from sandkasten.counters.metrics import Metrics
@@ -56,16 +56,17 @@ _ENDINGS = {
 
 def beginning(run: Run) -> tuple[EventType, dict[str, Any]]:  # JSON values
     """Return the event of a run that has begun."""
+    request = run.request
     facts: dict[str, Any] = {"exec_id": run.exec_id}
-    match run.kind:
+    match request.kind:
         case ExecKind.COMMAND:
-            facts |= {"shell": _shell(run), "timeout_ms": run.timeout_ms}
+            facts |= {"shell": request.shell, "timeout_ms": request.timeout_ms}
         case ExecKind.PROCESS:
-            facts |= {"pid": run.pid, "keep_alive": run.keep_alive}
+            facts |= {"pid": run.pid, "keep_alive": request.keep_alive}
         case ExecKind.TERMINAL:
             size = run.size
-            facts |= {"shell": _shell(run), "cols": size.cols if size else None, "rows": size.rows if size else None}
-    return _BEGINNINGS[run.kind], facts
+            facts |= {"shell": request.shell, "cols": size.cols if size else None, "rows": size.rows if size else None}
+    return _BEGINNINGS[request.kind], facts
 
 
 def ending(run: Run, end: ExecEnd) -> tuple[EventType, dict[str, Any]]:  # JSON values
@@ -78,7 +79,8 @@ def ending(run: Run, end: ExecEnd) -> tuple[EventType, dict[str, Any]]:  # JSON 
         "duration_ms": end.duration_ms,
         "victim": end.victim,
     }
-    if run.kind is not ExecKind.TERMINAL and run.log is not None:
+    kind = run.request.kind
+    if kind is not ExecKind.TERMINAL and run.log is not None:
         facts |= {
             "cpu_ms": end.usage.cpu_ms,
             "peak_memory_bytes": end.usage.peak_memory_bytes,
@@ -86,13 +88,9 @@ def ending(run: Run, end: ExecEnd) -> tuple[EventType, dict[str, Any]]:  # JSON 
             "stdout_bytes": run.log.stdout_bytes,
             "stderr_bytes": run.log.stderr_bytes,
         }
-    if run.kind is ExecKind.COMMAND:
-        facts |= {"shell": _shell(run), "shell_restarted": end.shell_restarted}
-    return _ENDINGS[run.kind], facts
-
-
-def _shell(run: Run) -> str | None:
-    return None if run.is_program else run.spec.shell
+    if kind is ExecKind.COMMAND:
+        facts |= {"shell": run.request.shell, "shell_restarted": end.shell_restarted}
+    return _ENDINGS[kind], facts
 
 
 MAX_ACTIVE = 80
@@ -106,14 +104,14 @@ _CANCEL_TRIES = 20
 _CANCEL_PAUSE_S = 0.05
 
 
-class Runs:
+class Runs(RunObserver):
     """See the module's docstring."""
 
     def __init__(
         self,
-        host: Host,
+        host: SessionServices,
         *,
-        zygote: Ref,
+        nsinit: Ref,
         stats: CgroupStats,
         logs: RunLogs,
         queue_length: int,
@@ -126,17 +124,24 @@ class Runs:
         self._known: OrderedDict[str, Run] = OrderedDict()
         self.ids = ExecIds(keep.max_exec_ids)
         self._active: dict[str, Run] = {}
-        self.groups = Groups(zygote, host.session_id, stats.groups)
-        self.shells = Shells(host, self.groups)
-        self.keeping = RunKeeping(host, keep, known=self._known.values, ids=self.ids)
+        self.cgroups = RunCgroups(nsinit, host.session_id, stats.groups)
+        self.shells = Shells(host, self.cgroups)
+        self.persistence = RunPersistence(
+            host,
+            keep,
+            known=self._known.values,
+            ids=self.ids,
+            readings_of=lambda run: self.accounts.readings_of(run),
+        )
         self.accounts = Accounts(
             stats,
-            self.groups,
+            self.cgroups,
             active=self._active.values(),
             count_shells=lambda: self.shells.count,
-            note_change=self.keeping.changed,
         )
-        logs.on_gone = self._forget
+        self._observers = (self.accounts, self.persistence, self)
+        self._listeners = (self.persistence,)
+        logs.when_gone(self._forget)
         self._metrics = metrics
         metrics.queues.add(self)
 
@@ -151,16 +156,16 @@ class Runs:
             ExecIdsExhausted: it could not be remembered that the id was used.
             ShellNotFound, ShellBusy, Capacity.
         """
-        wish = hold.run
-        known = self._known.get(wish.exec_id)
+        wanted = hold.run
+        known = self._known.get(wanted.exec_id)
         if known is None:
-            self.ids.check_new(wish)
-            self._start(wish)
-            hold.take(wish)
-        elif known.digest == wish.digest:
+            self.ids.check_new(wanted)
+            self._start(wanted)
+            hold.take(wanted)
+        elif known.request.digest == wanted.request.digest:
             hold.take(known)
         else:
-            raise Conflict("another run has this exec_id", exec_id=wish.exec_id, status=known.state.value)
+            raise Conflict("another run has this exec_id", exec_id=wanted.exec_id, status=known.state.value)
 
     @property
     def under_way(self) -> int:
@@ -171,50 +176,52 @@ class Runs:
         self._host.check_run()
         if len(self._active) >= MAX_ACTIVE:
             raise Capacity("this session runs all it may at a time", max_active=MAX_ACTIVE)
-        run.shell = None if run.is_program else self.shells.get(run.spec.shell)
-        queue = self._programs() if run.shell is None else run.shell.runs
-        if sum(len(each.spec.stdin or b"") for each in (*self._active.values(), run)) > _MAX_INPUT_BYTES:
+        name = run.request.shell
+        shell = None if name is None else self.shells.get(name)
+        queue = self._programs() if shell is None else shell.runs
+        if sum(len(each.request.spec.stdin or b"") for each in (*self._active.values(), run)) > _MAX_INPUT_BYTES:
             raise Capacity("too much input waits in this session", max_input_bytes=_MAX_INPUT_BYTES)
-        if run.is_program and len(queue) >= _MAX_PROGRAMS:
+        if shell is None and len(queue) >= _MAX_PROGRAMS:
             raise Capacity("this session runs all the programs it may at a time", max_programs=_MAX_PROGRAMS)
-        if not run.is_program and len(queue) >= self._queue_length:
+        if shell is not None and len(queue) >= self._queue_length:
             raise _busy(queue, self._queue_length)
-        run.admit(self._logs.open(run.exec_id), self._request_cancel, ahead=() if run.is_program else queue)
-        run.on_begin = self._on_begin
-        self._known[run.exec_id] = run
-        self._enter(run)
-        if not run.is_program:
-            queue.append(run)
-        self.accounts.enter(run)
-        self.keeping.changed(run)
+        self._take(run, ahead=() if shell is None else shell.runs)
+        run.admit(shell)
         self._host.start_task(self._serve, run)
 
-    def _enter(self, run: Run) -> None:
-        """From here on it waits or runs."""
-        run.wake, run.keeping = self._host.wake, self.keeping
-        self._active[run.exec_id] = run
-        if _is_activity(run):
+    def _take(self, run: Run, *, ahead: Sequence[Run] = ()) -> None:
+        """Make a run that has not ended one of this session."""
+        run.join(
+            self._logs.open(run.exec_id),
+            observers=self._observers,
+            listeners=self._listeners,
+            ahead=ahead,
+            cancel=self._request_cancel,
+            wake=self._host.wake,
+        )
+        self._known[run.exec_id] = self._active[run.exec_id] = run
+        if run.request.is_activity:
             self._host.begin_activity()
 
     def _programs(self) -> list[Run]:
-        return [run for run in self._active.values() if run.is_program]
+        return [run for run in self._active.values() if run.request.is_program]
 
     def stop_clocks(self) -> None:
-        """The session is about to stand still."""
-        self.keeping.is_reachable = False
+        """The session is about to be frozen."""
+        self.persistence.note_pause(is_paused=True)
         for run in self._active.values():
             run.stop_clock()
 
     def start_clocks(self) -> None:
-        """It goes on."""
-        self.keeping.is_reachable = True
+        """The session is thawed."""
+        self.persistence.note_pause(is_paused=False)
         for run in self._active.values():
             run.start_clock()
 
     @property
     def running(self) -> int:
         """How many run now."""
-        return sum(run.began_at is not None for run in self._active.values())
+        return sum(run.has_begun for run in self._active.values())
 
     @property
     def queued(self) -> int:
@@ -223,15 +230,17 @@ class Runs:
 
     # What an earlier daemon left --------------------------------------------------------------------------------
 
-    def recover(self, run: Run) -> None:
+    def recover(self, run: Run, readings: tuple[int, ...]) -> None:
         """Take over a run that an earlier daemon had; it gets a log. One without an end is gone on with, or given up,
         as soon as PID 1 has answered."""
-        run.admit(self._logs.open(run.exec_id), self._request_cancel, ahead=())
-        self._known[run.exec_id] = run
         if not run.has_ended:
-            self._enter(run)
-        elif run.group is not None:
-            self.groups.adopt(run.group)
+            self._take(run)
+            self.accounts.restore(run, readings)
+            return
+        run.join(self._logs.open(run.exec_id), cancel=self._request_cancel, wake=self._host.wake)
+        self._known[run.exec_id] = run
+        if run.cgroup is not None:
+            self.cgroups.adopt(run.cgroup)
 
     def recovered(self, run: Run) -> None:
         """The log of an ended run holds again what is kept of it."""
@@ -244,14 +253,14 @@ class Runs:
 
     def resume(self, run: Run, *, is_orphan: bool) -> None:
         """Go on with it: in its shell, if there still is one."""
-        shell = None if run.is_program else self.shells.find(run.spec.shell)
-        if shell is None and not run.is_program:
-            self.keeping.unwanted((run.exec_id,))
+        name = run.request.shell
+        shell = None if name is None else self.shells.find(name)
+        if shell is None and name is not None:
+            self.persistence.unwanted((run.exec_id,))
             self.give_up(run)
             return
-        run.shell = shell
         if shell is not None:
-            shell.runs.append(run)
+            run.enter(shell)
         self._host.start_task(partial(self._serve_again, run, is_orphan=is_orphan))
 
     @property
@@ -298,19 +307,18 @@ class Runs:
         """Its output is not kept any more: remember the id alone, so that it is not run again."""
         if self._known.pop(exec_id, None) is not None:
             self.ids.note_gone(exec_id)
-            self.keeping.forget(exec_id)
+            self.persistence.forget(exec_id)
 
     # One run ----------------------------------------------------------------------------------------------------
 
     async def _serve(self, run: Run) -> None:
-        group = None
+        cgroup = None
         try:
             with run.scope:
-                if run.is_program:
-                    group = await self.groups.make()
-                    run.group = group.name
-                run.facts_json = None
-                reply = await drive(run, self._host.link, group)
+                if run.shell is None:
+                    cgroup = await self.cgroups.make()
+                    run.enter_cgroup(cgroup.name)
+                reply = await drive(run, self._host.link, cgroup, ticket=self.persistence.ticket(run))
                 await self._settle(run, reply)
             if not run.has_ended:
                 run.finish(cut_short(run, Cause.CANCELLED, self._host.cwd))
@@ -318,19 +326,19 @@ class Runs:
             await self._judge(run, error)
         finally:
             self._leave(run)
-            if group is not None:
-                self.groups.release(group)
-                self._host.start_task(self.groups.discard, group.name)
+            if cgroup is not None:
+                self.cgroups.release(cgroup)
+                self._host.start_task(self.cgroups.discard, cgroup.name)
 
     async def _serve_again(self, run: Run, *, is_orphan: bool) -> None:
         """See a run to its end that an earlier daemon began; PID 1 has it. One that has nobody is cancelled."""
         try:
-            self.accounts.restore(run)
+            self.accounts.resume(run)
             if is_orphan:
                 run.cancel()
             with run.scope:
                 reply = await drive_again(run, self._host.link)
-                is_ours = is_orphan or run.began_at is None
+                is_ours = is_orphan or not run.has_begun
                 cancelled = Cause.DAEMON_RESTARTED if is_ours else Cause.CANCELLED
                 await self._settle(run, reply, cancelled=cancelled)
             if not run.has_ended:
@@ -338,31 +346,29 @@ class Runs:
         except SandkastenError as error:
             await self._judge(run, error, lost=Cause.DAEMON_RESTARTED)
         finally:
-            self._leave(run)
-            if run.group is not None and not run.goes_on:
-                self.groups.adopt(run.group)
-                self._host.start_task(self.groups.discard, run.group)
+            goes_on = self._leave(run)
+            if run.cgroup is not None and not goes_on:
+                self.cgroups.adopt(run.cgroup)
+                self._host.start_task(self.cgroups.discard, run.cgroup)
 
-    def _leave(self, run: Run) -> None:
-        """It has ended, or this daemon has to leave it."""
+    def _leave(self, run: Run) -> bool:
+        """Give up a run that has ended, or that this daemon has to leave; return whether the run goes on without it."""
+        goes_on = False
         if not run.has_ended:
             cause = self._host.cause_of_stop
-            run.goes_on = cause is Cause.DAEMON_RESTARTED and self.keeping.gives_tickets and run.began_at is not None
-            if run.goes_on:
+            goes_on = cause is Cause.DAEMON_RESTARTED and self.persistence.gives_tickets and run.has_begun
+            if goes_on:
                 run.fail(ShuttingDown("the daemon stops; the run goes on, and the next daemon knows it by its id"))
             else:
                 run.finish(cut_short(run, cause, self._host.cwd))
-        self._retire(run)
+        self._retire(run, goes_on=goes_on)
+        return goes_on
 
-    def _on_begin(self, run: Run) -> None:
-        self.accounts.begun(run)
+    def began(self, run: Run) -> None:
         event, facts = beginning(run)
         self._host.emit(event, **facts)
-        if run.shell is not None and run.shell.screen is not None:
-            run.shell.screen.begin(run)
 
     async def _settle(self, run: Run, reply: protocol.ExecReply, *, cancelled: Cause = Cause.CANCELLED) -> None:
-        self.accounts.ended(run, has_failed=reply.exit_code != 0)
         end = await self.accounts.end_of(run, reply, self._host.find_victim)
         if end.cause is Cause.CANCELLED:
             end = attrs.evolve(end, cause=cancelled)
@@ -373,27 +379,25 @@ class Runs:
     async def _judge(self, run: Run, error: SandkastenError, *, lost: Cause | None = None) -> None:
         """A run failed below the shell: find out whether the sandbox is dead, hostile, or only said no. `lost` is the
         end of a run that was there and is not found again."""
-        told = await self._host.judge(error)
-        if self._host.has_died.is_set() and run.began_at is not None:
+        told = await self._host.translate(error)
+        if self._host.has_died.is_set() and run.has_begun:
             run.finish(cut_short(run, Cause.SANDBOX_DIED, self._host.cwd))
         elif lost is not None:
             run.finish(cut_short(run, lost, self._host.cwd))
         else:
             run.fail(told)
 
-    def _retire(self, run: Run) -> None:
+    def _retire(self, run: Run, *, goes_on: bool = False) -> None:
         del self._active[run.exec_id]
-        run.account = None
         if run.shell is not None:
-            run.shell.runs.remove(run)
-            if run.shell.screen is not None:
-                run.shell.screen.end(run)
-        if _is_activity(run):
+            run.shell.remove(run)
+        if run.request.is_activity:
             self._host.end_activity()
-        if run.goes_on:
+        if goes_on:
             return
         if run.end is None:  # refused: it may be tried again
-            self.keeping.discard(run.exec_id)
+            self.accounts.forget(run)
+            self.persistence.discard(run.exec_id)
             self._known.pop(run.exec_id, None)
             self._logs.discard(run.exec_id)
             return
@@ -403,21 +407,22 @@ class Runs:
         self._host.emit(event, **facts)
 
     def _measure(self, run: Run, end: ExecEnd) -> None:
-        began, now = run.began_at, trio.current_time()
+        clock, now = run.clock, trio.current_time()
+        began, output = clock.began_at, clock.first_output_at
         self._metrics.note_run(
-            run.kind.value,
+            run.request.kind.value,
             end.cause.value,
-            waited_s=None if began is None else began - run.asked_at,
+            waited_s=None if began is None else began - clock.asked_at,
             ran_s=None if began is None else now - began,
-            first_output_s=None if began is None or run.first_output_at is None else run.first_output_at - began,
+            first_output_s=None if began is None or output is None else output - began,
         )
 
     # Reaching a run ---------------------------------------------------------------------------------------------
 
     async def signal(self, run: Run, number: int) -> None:
         """Send a signal to what the run started. Raises `ExecEnded`."""
-        if run.account is not None:
-            run.account.was_sent_kill |= number == SIGKILL
+        if number == SIGKILL:
+            self.accounts.note_kill(run)
         await self._control(run, protocol.Signal(run.exec_id, number))
 
     async def resize(self, run: Run, size: TerminalSize) -> None:
@@ -425,20 +430,20 @@ class Runs:
         if run.size is None and not run.has_ended:
             raise InvalidRequest("the run has no terminal", exec_id=run.exec_id)
         await self._control(run, protocol.Resize(run.exec_id, protocol.TerminalSize(size.cols, size.rows)))
-        run.size = size
+        run.resize(size)
 
     async def _control(self, run: Run, request: protocol.Signal | protocol.Resize) -> None:
         if run.has_ended:
             raise ExecEnded("the run has ended", exec_id=run.exec_id)
-        if run.began_at is None:
+        if not run.has_begun:
             raise Conflict("the run has not begun; it can be cancelled", exec_id=run.exec_id, status=run.state.value)
         await self._host.ask_runner(request, protocol.Done)
 
     async def kill_rest(self, run: Run) -> None:
         """Kill what an ended program left running."""
         await run.ended.wait_done()
-        if run.group is not None:
-            await self.groups.kill(run.group)
+        if run.cgroup is not None:
+            await self.cgroups.kill(run.cgroup)
 
     def _request_cancel(self, run: Run, now: bool) -> None:
         self._host.start_task(self._cancel, run, now)
@@ -447,7 +452,7 @@ class Runs:
         """Ask PID 1, again while the run may still be on its way there. What can't be asked for is cancelled by closing
         its connection; the driver waits so long for an end, and no longer."""
         with trio.move_on_after(CONTROL_S):
-            await run.connected.wait()
+            await run.input.connected.wait()
         for _ in range(_CANCEL_TRIES):
             if run.has_ended:
                 return
@@ -461,13 +466,8 @@ class Runs:
                 return
             else:
                 return
-        if run.began_at is None:
+        if not run.has_begun:
             run.scope.cancel()
-
-
-def _is_activity(run: Run) -> bool:
-    """Whether the run holds off the session's idle end. Terminals do by their viewers."""
-    return run.kind is ExecKind.COMMAND or run.keep_alive
 
 
 def _busy(queue: Sequence[Run], limit: int) -> ShellBusy:
@@ -475,7 +475,7 @@ def _busy(queue: Sequence[Run], limit: int) -> ShellBusy:
     return ShellBusy(
         f"{len(queue)} commands are waiting for this shell",
         exec_id=running.exec_id,
-        age_ms=running.age_ms,
+        age_ms=running.clock.age_ms,
         last_line=running.last_line,
         queue_length=limit,
     )

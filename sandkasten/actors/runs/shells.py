@@ -7,52 +7,21 @@ their names; the runs that wait in each are put there by `Runs`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-import attrs
 
 from runner.wire import protocol
-from sandkasten.actors.runs.groups import Groups
-from sandkasten.actors.runs.run import Run
+from sandkasten.actors.runs.cgroups import RunCgroups
+from sandkasten.actors.runs.run import Shell
+from sandkasten.actors.runs.session_services import SessionServices
 from sandkasten.model import DEFAULT_SHELL, SHELL_NAME, EventType, ShellInfo, ShellSpec
 from sandkasten.model.errors import Capacity, Conflict, ExecEnded, InvalidRequest, ShellNotFound
-
-if TYPE_CHECKING:
-    from sandkasten.actors.runs.accounting import Reading
-    from sandkasten.actors.runs.runs import Host
-    from sandkasten.actors.runs.screen import Screen
-
-WORKSPACE_DIR = "/workspace"
-
-
-@attrs.define(eq=False)
-class Shell:
-    """One shell. `runs` are its runs in order, the running one first; `screen` shows it to those who watch."""
-
-    name: str
-    cwd: str = WORKSPACE_DIR
-    group: str | None = None
-    runs: list[Run] = attrs.field(factory=list)
-    screen: Screen | None = None
-    left_at: Reading | None = None
-    """What the counters said when its last run ended, if the next one waited."""
-
-    @property
-    def info(self) -> ShellInfo:
-        return ShellInfo(
-            name=self.name,
-            cwd=self.cwd,
-            running=self.runs[0].info if self.runs else None,
-            queued=tuple(run.exec_id for run in self.runs[1:]),
-        )
 
 
 class Shells:
     """See the module's docstring."""
 
-    def __init__(self, host: Host, groups: Groups) -> None:
+    def __init__(self, host: SessionServices, cgroups: RunCgroups) -> None:
         self._host = host
-        self._groups = groups
+        self._cgroups = cgroups
         self._shells = {DEFAULT_SHELL: Shell(DEFAULT_SHELL)}
         self._opening: set[str] = set()
         self.preferred = "bash"
@@ -78,18 +47,20 @@ class Shells:
 
     def note_cwd(self, shell: Shell, cwd: str) -> None:
         """A command left the shell in that directory."""
-        shell.cwd = cwd
+        if cwd == shell.cwd:
+            return
+        shell.note_cwd(cwd)
         if shell.name == DEFAULT_SHELL:
             self._host.note_cwd(cwd)
 
     def adopt(self, hello: protocol.HelloReply) -> None:
         """Take over the shells that PID 1 has, of a sandbox that outlived its daemon perhaps."""
         self.preferred = "bash" if hello.shell.endswith("/bash") else "sh"
-        self._shells[DEFAULT_SHELL].cwd = hello.cwd
+        self._shells[DEFAULT_SHELL].note_cwd(hello.cwd)
         for each in hello.shells[: protocol.MAX_SHELLS]:
             if SHELL_NAME.match(each.name):
                 shell = self._shells.setdefault(each.name, Shell(each.name))
-                shell.cwd, shell.group = each.cwd, shell.group or self._groups.known(each.group)
+                shell.recover(each.cwd, self._cgroups.known(each.group))
 
     async def open(self, spec: ShellSpec) -> ShellInfo:
         """Start a shell. Raises `Conflict`, `Capacity`, `InvalidRequest`."""
@@ -111,7 +82,7 @@ class Shells:
         return shell.info
 
     async def _start(self, spec: ShellSpec) -> Shell:
-        group = await self._groups.make()
+        cgroup = await self._cgroups.make()
         try:
             request = protocol.OpenShell(
                 name=spec.name,
@@ -119,17 +90,17 @@ class Shells:
                 cwd=spec.cwd,
                 env=dict(spec.env),
                 user=spec.user,
-                group=protocol.Group(group.name, group.membership),
+                group=protocol.Group(cgroup.name, cgroup.membership),
             )
-            answer = await self._host.ask_runner(request, protocol.ShellInfo, fd=group.fd.fileno())
+            answer = await self._host.ask_runner(request, protocol.ShellInfo, fd=cgroup.fd.fileno())
         except BaseException:
-            self._groups.release(group)
+            self._cgroups.release(cgroup)
             raise
-        group.fd.close()
-        return Shell(spec.name, cwd=answer.cwd, group=group.name)
+        cgroup.fd.close()
+        return Shell(spec.name, cwd=answer.cwd, cgroup=cgroup.name)
 
-    async def close(self, name: str) -> None:
-        """End a shell and all it started. Raises `ShellNotFound`, `InvalidRequest`."""
+    async def close(self, name: str) -> Shell:
+        """End a shell with all that it started, and return it. Raises `ShellNotFound`, `InvalidRequest`."""
         if name == DEFAULT_SHELL:
             raise InvalidRequest("the default shell ends with its session", name="is the default shell")
         shell = self.get(name)
@@ -141,8 +112,7 @@ class Shells:
         except BaseException:
             self._shells.setdefault(name, shell)
             raise
-        if shell.group is not None:
-            await self._groups.kill(shell.group)
-        if shell.screen is not None:
-            shell.screen.close()
+        if shell.cgroup is not None:
+            await self._cgroups.kill(shell.cgroup)
         self._host.emit(EventType.SHELL_CLOSED, shell=name)
+        return shell

@@ -11,16 +11,16 @@ exactly where a screen that follows the running command goes on. Nothing here is
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import attrs
 import trio
 
 from sandkasten.actors.runs.accounting import cut_short
-from sandkasten.actors.runs.run import Hold, Run
-from sandkasten.actors.runs.screen import SCROLLBACK_BYTES, Screen, ScreenReader
-from sandkasten.actors.runs.shells import Shell
+from sandkasten.actors.runs.run import Hold, Run, RunObserver, RunRequest, Shell
+from sandkasten.actors.runs.runs import Runs
+from sandkasten.actors.runs.session_services import SessionServices
 from sandkasten.model import (
     Cause,
     ExecEnd,
@@ -28,15 +28,227 @@ from sandkasten.model import (
     ExecKind,
     ExecSpec,
     OnDisconnect,
+    Output,
     Stream,
     TerminalSize,
     TerminalSpec,
 )
 from sandkasten.model.errors import Capacity, ExecEnded, ExecGone, PermissionDenied, TerminalNotFound
 
-if TYPE_CHECKING:
-    from sandkasten.actors.runs.runs import Host, Runs
-    from sandkasten.actors.runs.shells import Shell
+SCROLLBACK_BYTES = 256 * 1024
+WINDOW_BYTES = 128 * 1024
+"""How far the fastest viewer may lag before the terminal's program waits."""
+
+PIECE_BYTES = 64 * 1024
+_MERGE_BYTES = 4096
+_DIM, _PLAIN = b"\x1b[2m", b"\x1b[0m"
+
+
+class Screen(RunObserver):
+    """The screen of one terminal: a bounded scroll-back that each viewer follows at its own pace. A viewer that falls
+    behind what is kept skips ahead and is told by how much. No I/O."""
+
+    def __init__(self) -> None:
+        self._chunks: deque[bytes] = deque()
+        self._first = 0
+        self._end = 0
+        self._viewers: set[ScreenReader] = set()
+        self._changed = trio.Event()
+        self._last = b""
+        self._held: deque[tuple[bytes, bool]] | None = None
+        self._held_bytes = 0
+        self.is_closed = False
+
+    # Writing ----------------------------------------------------------------------------------------------------
+
+    def show(self, data: bytes, *, on_new_line: bool = False) -> None:
+        """Append what the screen gets; while it is held, behind what is still to come before it."""
+        if self._held is None:
+            self._append(data, on_new_line)
+            return
+        self._held.append((data, on_new_line))
+        self._held_bytes += len(data)
+        while self._held_bytes > SCROLLBACK_BYTES and len(self._held) > 1:
+            self._held_bytes -= len(self._held.popleft()[0])
+
+    def hold(self) -> None:
+        """Let what is shown wait until the past has been put before it and `release` is called."""
+        self._held, self._held_bytes = deque(), 0
+
+    def release(self) -> None:
+        """Show what waited."""
+        held, self._held = self._held or (), None
+        for data, on_new_line in held:
+            self._append(data, on_new_line)
+
+    def _append(self, data: bytes, on_new_line: bool) -> None:
+        if on_new_line and self._last not in (b"", b"\n"):
+            data = b"\r\n" + data
+        if not data:
+            return
+        if self._chunks and len(self._chunks[-1]) + len(data) <= _MERGE_BYTES:
+            self._chunks[-1] += data
+        else:
+            self._chunks.append(data)
+        self._end += len(data)
+        while self._end - self._first > SCROLLBACK_BYTES and len(self._chunks) > 1:
+            self._first += len(self._chunks.popleft())
+        self._last = data[-1:]
+        self._wake()
+
+    def close(self) -> None:
+        """Nothing more will be shown."""
+        self.release()
+        self.is_closed = True
+        self._wake()
+
+    @property
+    def is_lagging(self) -> bool:
+        """Whether there are viewers and every one of them lags."""
+        is_watched = bool(self._viewers) and not self.is_closed
+        return is_watched and all(each.lag_bytes > WINDOW_BYTES for each in self._viewers)
+
+    # Reading ----------------------------------------------------------------------------------------------------
+
+    def reader(self) -> ScreenReader:
+        """Return a new viewer's place, at the beginning of what is kept."""
+        viewer = ScreenReader(self)
+        self._viewers.add(viewer)
+        return viewer
+
+    @property
+    def end_offset(self) -> int:
+        return self._end
+
+    @property
+    def first_offset(self) -> int:
+        return self._first
+
+    def piece_at(self, offset: int) -> bytes:
+        """Return what is kept from `offset` on, at most `PIECE_BYTES`."""
+        position, parts, size = self._first, [], 0
+        for chunk in self._chunks:
+            if position + len(chunk) > offset:
+                part = chunk[max(0, offset - position) :]
+                parts.append(part)
+                size += len(part)
+                if size >= PIECE_BYTES:
+                    break
+            position += len(chunk)
+        return b"".join(parts)[:PIECE_BYTES]
+
+    def leave(self, viewer: ScreenReader) -> None:
+        self._viewers.discard(viewer)
+        self._wake()
+
+    async def wait_change(self) -> None:
+        await self._changed.wait()
+
+    def moved(self) -> None:
+        """A viewer has read: whoever waits for room looks again."""
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._changed.statistics().tasks_waiting:
+            self._changed.set()
+            self._changed = trio.Event()
+
+
+class ProgramScreen(Screen):
+    """The screen of a terminal of its own: it shows the bytes of one run and holds the run up when all viewers lag."""
+
+    def wrote(self, run: Run, piece: Output) -> bool:
+        self.show(piece.data)
+        return self.is_lagging
+
+    async def wait_room(self, run: Run) -> None:
+        while self.is_lagging:
+            await self._changed.wait()
+
+
+class ShellScreen(Screen):
+    """The screen of a watched shell: commands, their output as text, and notes of ends. It never holds a run up."""
+
+    def began(self, run: Run) -> None:
+        """Show the command of a run, unless a viewer types it."""
+        if run.size is None:
+            self.show(_command_line(run), on_new_line=True)
+
+    def wrote(self, run: Run, piece: Output) -> bool:
+        self.show(piece.data if run.size is not None else _lines(piece.data))
+        return False
+
+    def ended(self, run: Run) -> None:
+        """Show how a run ended, if it did not end well, and in any case that a prompt is over."""
+        if note := _end_note(run):
+            self.show(note, on_new_line=True)
+
+    def show_past(self, run: Run, data: bytes, *, is_over: bool) -> None:
+        """Show the output of a run from before the screen was there, though the screen is held."""
+        if run.size is None:
+            self._append(_command_line(run), True)
+            data = _lines(data)
+        for start in range(0, len(data), PIECE_BYTES):
+            self._append(data[start : start + PIECE_BYTES], False)
+        if is_over and (note := _end_note(run)):
+            self._append(note, True)
+
+
+class ScreenReader:
+    """One viewer's place; an async iterator of pieces that ends when the screen is closed and all was read."""
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+        self._offset = screen.first_offset
+        self.skipped_bytes = 0
+
+    @property
+    def lag_bytes(self) -> int:
+        return self._screen.end_offset - self._offset
+
+    def __aiter__(self) -> ScreenReader:
+        return self
+
+    async def __anext__(self) -> bytes:
+        while self._offset == self._screen.end_offset:
+            if self._screen.is_closed:
+                raise StopAsyncIteration
+            await self._screen.wait_change()
+        await trio.lowlevel.checkpoint()
+        missed = max(0, self._screen.first_offset - self._offset)
+        self.skipped_bytes += missed
+        self._offset += missed
+        piece = self._screen.piece_at(self._offset)
+        self._offset += len(piece)
+        self._screen.moved()
+        return piece
+
+    def close(self) -> None:
+        self._screen.leave(self)
+
+
+def _command_line(run: Run) -> bytes:
+    command = "".join(
+        char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in run.request.command
+    )
+    return _DIM + b"$ " + _lines(command.encode()) + _PLAIN + b"\r\n"
+
+
+def _end_note(run: Run) -> bytes:
+    """Return what is shown of an end; nothing of a good one."""
+    if run.size is not None:
+        text = "given back"
+    elif run.end is not None and run.end.exit_code != 0:
+        text = f"{run.end.cause.value}: {run.end.exit_code}"
+    else:
+        return b""
+    return _DIM + f"[{text}]".encode() + _PLAIN + b"\r\n"
+
+
+def _lines(data: bytes) -> bytes:
+    """Return text for a screen in raw mode."""
+    return data.replace(b"\r\n", b"\n").replace(b"\n", b"\r\n")
+
 
 MAX_PAST_RUNS = 100
 _LINE_BYTES = 64
@@ -77,15 +289,15 @@ def past_of(shell: Shell, newest_first: Iterable[Run]) -> Sequence[PastRun]:
         end = run.log.kept.total(None)
         start = max(run.log.kept.first_offset(None), end - room_bytes)
         found.append(PastRun(run, start, end, run.has_ended))
-        room_bytes -= end - start + len(run.command) + _LINE_BYTES
+        room_bytes -= end - start + len(run.request.command) + _LINE_BYTES
     return found[::-1]
 
 
 def _was_in(shell: Shell, run: Run) -> bool:
     """Whether a run has begun in it; one that an earlier daemon saw end is known by the shell's name alone."""
-    if run.is_program or run.info.started_at is None:
+    if run.clock.started_at is None:
         return False
-    return run.shell is shell or (run.shell is None and run.spec.shell == shell.name)
+    return run.shell is shell or (run.shell is None and run.request.shell == shell.name)
 
 
 MAX_TERMINALS = 16
@@ -104,11 +316,38 @@ class Terminal:
     viewers: int = 0
     takers: int = 0
 
+    def join(self) -> None:
+        """Count one more viewer."""
+        self.viewers += 1
+
+    def leave(self) -> None:
+        """Count one viewer less."""
+        self.viewers -= 1
+
+    def offer(self, prompt: Run) -> None:
+        """Make `prompt` the one that viewers sit at."""
+        self.run, self.takers = prompt, 0
+
+    def take(self) -> Run:
+        """Sit down at the prompt, and return it."""
+        assert self.run is not None
+        self.takers += 1
+        return self.run
+
+    def give_back(self, prompt: Run) -> bool:
+        """Leave `prompt`; return whether nobody sits at it any more. The next one to come gets a new prompt."""
+        if self.run is not prompt:
+            return False
+        self.takers -= 1
+        if self.takers == 0:
+            self.run = None
+        return self.takers == 0
+
 
 class Terminals:
     """See the module's docstring."""
 
-    def __init__(self, host: Host, runs: Runs) -> None:
+    def __init__(self, host: SessionServices, runs: Runs) -> None:
         self._host = host
         self._runs = runs
         self._terminals: dict[str, Terminal] = {}
@@ -122,7 +361,7 @@ class Terminals:
         terminal = self._find(spec)
         if terminal.viewers >= MAX_VIEWERS:
             raise Capacity("this terminal has all the viewers it may have", max_viewers=MAX_VIEWERS)
-        terminal.viewers += 1
+        terminal.join()
         self._host.begin_activity()
         return Viewer(self, terminal, spec)
 
@@ -141,22 +380,22 @@ class Terminals:
 
     def _open_own(self, spec: TerminalSpec) -> Terminal:
         program = ExecSpec(stateless=True, terminal=spec.size, cwd=spec.cwd, env=spec.env, user=spec.user)
-        run = _run(program)
+        screen = ProgramScreen()
+        run = _run(program, screen)
         self._runs.admit(Hold(run))
-        return self._begin(run, Screen())
+        return self._begin(run, screen)
 
     async def adopt(self, run: Run) -> None:
         """Take over a terminal of its own that outlived its daemon; its screen begins with what is kept of its end."""
         assert run.log is not None
-        screen = Screen()
+        screen = ProgramScreen()
         first = max(run.log.kept.first_offset(Stream.STDOUT), run.log.stdout_bytes - SCROLLBACK_BYTES)
         tail = await run.log.read(Stream.STDOUT, first, SCROLLBACK_BYTES)
         screen.show(tail.data)
+        run.observe(screen)
         self._begin(run, screen)
 
     def _begin(self, run: Run, screen: Screen) -> Terminal:
-        run.on_output = lambda piece: screen.show(piece.data)
-        run.wait_room = screen.room
         terminal = self._terminals[run.exec_id] = Terminal(run.exec_id, screen, run)
         self._host.start_task(self._close_with_run, terminal, run)
         return terminal
@@ -164,20 +403,24 @@ class Terminals:
     def _open_view(self, shell: Shell) -> Terminal:
         terminal = self._terminals.get(_NAME_OF_VIEW + shell.name)
         if terminal is None or terminal.shell is not shell:  # one of that name may have been closed
-            shell.screen = Screen()
-            terminal = Terminal(_NAME_OF_VIEW + shell.name, shell.screen, None, shell)
+            screen = ShellScreen()
+            terminal = Terminal(_NAME_OF_VIEW + shell.name, screen, None, shell)
             self._terminals[terminal.id] = terminal
-            for run in shell.runs[:1]:
-                if run.began_at is not None:
-                    shell.screen.follow(run)
-            shell.screen.hold()
-            self._host.start_task(_show_past, shell.screen, past_of(shell, self._runs.newest_first()))
+            shell.observe(screen)
+            screen.hold()
+            self._host.start_task(_show_past, screen, past_of(shell, self._runs.newest_first()))
         return terminal
 
     async def _close_with_run(self, terminal: Terminal, run: Run) -> None:
         await run.ended.wait_done()
         terminal.screen.close()
         self._terminals.pop(terminal.id, None)
+
+    def close_view(self, shell: Shell) -> None:
+        """The shell was closed: nothing more comes to its screen."""
+        terminal = self._terminals.get(_NAME_OF_VIEW + shell.name)
+        if terminal is not None and terminal.shell is shell:
+            terminal.screen.close()
 
     def close(self) -> None:
         """The session has ended: nothing more comes to any screen."""
@@ -189,16 +432,14 @@ class Terminals:
 
     def leave(self, terminal: Terminal, prompt: Run | None) -> None:
         """A viewer goes. The last one of a view closes it, the last taker gives the shell back."""
-        terminal.viewers -= 1
+        terminal.leave()
         self._host.end_activity()
         if prompt is not None:
             self.give_back(terminal, prompt)
         if terminal.viewers == 0 and terminal.shell is not None:
             if self._terminals.get(terminal.id) is terminal:
                 del self._terminals[terminal.id]
-            for run in terminal.shell.runs:
-                run.on_output = None
-            terminal.shell.screen = None
+            terminal.shell.unobserve(terminal.screen)
 
     async def wake(self) -> None:
         """Make a paused session go on, if it may. Raises `SessionPaused`."""
@@ -210,18 +451,13 @@ class Terminals:
         if terminal.run is None or terminal.run.has_ended:
             run = _run(ExecSpec(command="", shell=terminal.shell.name, terminal=size))
             self._runs.admit(Hold(run))
-            terminal.run, terminal.takers = run, 0
-        terminal.takers += 1
-        return terminal.run
+            terminal.offer(run)
+        return terminal.take()
 
     def give_back(self, terminal: Terminal, prompt: Run) -> Run | None:
         """One taker less of a prompt. Without any it is ended, with what runs there, and returned."""
-        if terminal.run is not prompt:
+        if not terminal.give_back(prompt):
             return None
-        terminal.takers -= 1
-        if terminal.takers:
-            return None
-        terminal.run = None  # who comes now waits for a prompt of their own
         prompt.cancel()
         return prompt
 
@@ -271,7 +507,7 @@ class Viewer:
         if self._terminal.shell is None:
             return not self._spec.read_only
         prompt = self._prompt
-        return prompt is not None and prompt.began_at is not None and not prompt.has_ended
+        return prompt is not None and prompt.has_begun and not prompt.has_ended
 
     def __aiter__(self) -> ScreenReader:
         return self._reader
@@ -286,7 +522,7 @@ class Viewer:
         """See `supervisor.TerminalViewer`."""
         run = self._writable()
         try:
-            await run.send_stdin(data)
+            await run.input.send(data)
         except ExecEnded:
             if self._terminal.shell is None:
                 raise
@@ -364,7 +600,7 @@ class Viewer:
             raise PermissionDenied("this viewer may only watch")
 
 
-async def _show_past(screen: Screen, past: Sequence[PastRun]) -> None:
+async def _show_past(screen: ShellScreen, past: Sequence[PastRun]) -> None:
     """Put what was in the shell before onto its new screen; what happens in it meanwhile comes behind that."""
     try:
         for each in past:
@@ -377,5 +613,8 @@ def _only_watched() -> PermissionDenied:
     return PermissionDenied("the shell is only watched; take it over first")
 
 
-def _run(spec: ExecSpec) -> Run:
-    return Run(spec, timeout_ms=None, kind=ExecKind.TERMINAL, on_disconnect=OnDisconnect.DETACH, interactive=True)
+def _run(spec: ExecSpec, *observers: RunObserver) -> Run:
+    request = RunRequest(
+        spec, timeout_ms=None, kind=ExecKind.TERMINAL, on_disconnect=OnDisconnect.DETACH, interactive=True
+    )
+    return Run(request, *observers)

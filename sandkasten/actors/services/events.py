@@ -1,8 +1,8 @@
-"""Writes the journal of events to the database, wakes its readers, and reads for those that memory has left behind.
+"""The events actor: writes the journal to the database and wakes its readers.
 
-Writing is late and in groups: an event is in the database a moment after it happened, through the store's one writer.
-A database that refuses holds up nobody: memory goes on serving and the write is tried again. A reader pulls: it has one
-page at a time and no queue, so a slow one costs nothing until it falls behind all that is kept.
+Events are written in groups, a moment after they happened, through the store. A database that refuses a write delays
+nothing: readers are served from memory and the write is tried again. A reader pulls one page at a time and has no
+queue, so a slow one costs nothing until it has fallen behind the oldest event that is kept.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ import attrs
 import trio
 
 from sandkasten.actors.core import Actor, Ask, Deferred, Ref
-from sandkasten.actors.services import store as store_actor
+from sandkasten.actors.services.store import do
 from sandkasten.journal.ring import OLDEST, Journal
 from sandkasten.model import Event
 from sandkasten.model.errors import CursorGone, SandkastenError, ShuttingDown, StoreFailed
+from sandkasten.store.events import append_events, open_journal, purge_events, read_events
 
 log = logging.getLogger(__name__)
 
 KEPT_EVENTS = 100_000
-"""Default for how many events stay in the database."""
+"""Default number of events that stay in the database."""
 
 WRITE_AFTER_S = 0.05
 STOP_S = 5.0
-"""How long the last write at a stop may take."""
+"""Time for the last write at a stop."""
 
 _RETRY_S = 1.0
 _BATCH_EVENTS = 1024
@@ -40,14 +41,14 @@ _PURGE_ROWS = 1000
 
 @attrs.frozen
 class Flush(Ask[None]):
-    """Write now; answered when all that was emitted before is written. Raises what the store raised."""
+    """Write now; answered when all events emitted before are written. Raises `StoreFailed`."""
 
 
 Message = Flush
 
 
 class Events(Actor):
-    """See the module's docstring. At most `kept` events, and a tenth of that or 1000 on top, stay in the database."""
+    """The writer of the journal. At most `kept` events, and a tenth of that or 1000 on top, stay in the database."""
 
     def __init__(self, ref: Ref, journal: Journal, *, store: Ref, kept: int = KEPT_EVENTS) -> None:
         super().__init__(ref)
@@ -59,7 +60,7 @@ class Events(Actor):
 
     async def on_start(self) -> None:
         if not self._journal.is_open:
-            state = await self._store.ask_again(store_actor.OpenJournal(time.time_ns() // 1_000_000), on=(StoreFailed,))
+            state = await self._store.ask_again(do(open_journal, now_ms=time.time_ns() // 1_000_000), on=(StoreFailed,))
             self._journal.open(state.epoch, state.floor, rows=state.rows)
         self._nursery.start_soon(self._write_forever)
         self._nursery.start_soon(self._announce_forever)
@@ -91,7 +92,8 @@ class Events(Actor):
                 await trio.sleep(_RETRY_S)
 
     async def _try_write(self) -> bool:
-        """Write what there is; return whether the database took it. A refusal is logged once until it is over."""
+        """Write all waiting events; return whether the database took them. A refusal is logged once until it is
+        over."""
         try:
             await self._write()
         except SandkastenError as error:
@@ -107,23 +109,23 @@ class Events(Actor):
     async def _write(self) -> None:
         async with self._turn:
             while (batch := self._journal.unwritten(limit=_BATCH_EVENTS)) is not None:
-                rows = await self._store.ask(store_actor.AppendEvents(batch.events, batch.floor))
+                rows = await self._store.ask(do(append_events, batch.events, floor=batch.floor))
                 self._journal.was_written(batch, rows=rows)
                 await self._purge()
                 if len(batch.events) < _BATCH_EVENTS:
-                    return  # what came meanwhile waits for company
+                    return  # later events wait for the next group
 
     async def _purge(self) -> None:
         while self._journal.rows >= self._kept + self._slack:
             oldest = min(self._journal.rows - self._kept, _PURGE_ROWS)
-            purged = await self._store.ask(store_actor.PurgeEvents(oldest))
+            purged = await self._store.ask(do(purge_events, oldest=oldest))
             self._journal.was_purged(purged.floor, rows=purged.rows)
 
 
 class EventReader:
     """A reader of the journal; implements `supervisor.EventStream`. Made by `open_reader`.
 
-    `cursor` is where to go on later: all that came up to it was handed out or was not for this reader.
+    `cursor` is the place to go on from later: every event up to it was handed out or belongs to another session.
     """
 
     def __init__(self, journal: Journal, store: Ref, *, session_id: str | None, after: str | None) -> None:
@@ -141,11 +143,11 @@ class EventReader:
         return self
 
     async def __anext__(self) -> Event:
-        """Return the next event. Being cancelled loses none.
+        """Return the next event. Cancelling it loses none.
 
         Raises:
-            CursorGone: this reader was slower than the journal forgets.
-            StoreFailed, ActorGone, Overloaded: it is behind what memory holds, and the database can't be read.
+            CursorGone: the journal has forgotten the events that come next.
+            StoreFailed, ActorGone, Overloaded: the next events are in the database alone, and it can't be read.
             ShuttingDown: the journal was closed.
         """
         while not self._page:
@@ -158,13 +160,15 @@ class EventReader:
         return event
 
     async def catch_up(self) -> bool:
-        """Read a page from the database if memory does not reach back far enough; return whether that was so."""
+        """Read a page from the database if memory does not reach back far enough; return whether it did not."""
         upto = self._journal.memory_start
         if self._position >= upto:
             return False
         if self._position < self._journal.floor:
             raise _gone(self._journal.floor)
-        page = await self._store.ask_again(store_actor.ReadEvents(self._position, upto, self._session_id, _PAGE_EVENTS))
+        page = await self._store.ask_again(
+            do(read_events, after=self._position, upto=upto, session_id=self._session_id, limit=_PAGE_EVENTS)
+        )
         if self._position < page.floor and not self._is_from_oldest:
             raise _gone(page.floor)
         self._is_from_oldest = False
@@ -197,7 +201,7 @@ async def open_reader(
     """Follow the journal from a cursor on, for one session or for all; `after` None is from now on.
 
     Raises:
-        CursorGone: some of what came behind that cursor is not kept any more.
+        CursorGone: some of the events behind that cursor are not kept any more.
         InvalidRequest: it is no cursor of this journal.
         Capacity: too many readers.
     """

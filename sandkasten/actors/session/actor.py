@@ -1,64 +1,95 @@
-"""One sandbox: its life-cycle, lease, commands and teardown. The only writer of its record.
+"""The actor of one session: the life of its sandbox, its lease, the work done in it, and its end.
 
-The lease is state of this actor, and its mailbox orders an expiry against a racing command, so there is no lock and no
-half-destroyed command. Death is an event: pidfd of PID 1, out-of-memory notification, a broken or hostile connection.
-A session is never restarted, because its state is in the kernel; cancelling this actor leaves the sandbox running (for
-adoption), only `Destroy`, an expiry or a death tears it down.
+The actor is the only writer of the session's record. The lease is state of this actor, and the mailbox orders an expiry
+against a racing command: there is no lock and no half-destroyed command. A death is an event: the pidfd of PID 1, an
+out-of-memory notification, a broken or hostile connection. A session is never restarted, because its state is in the
+kernel. Cancelling the actor leaves the sandbox running, to be adopted by the next daemon; only `Destroy`, an expiry or
+a death tears the sandbox down.
+
+Begin at `SessionActor.handle`. The first request to PID 1 is in `birth.py`, a pause in `pausing.py`, a change of limits
+in `changing.py`, the end in `ending.py`. The runs, shells, terminals and ports of the session are in `actors.runs`;
+they see this actor as `SessionServices`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable, Container, Mapping
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple, assert_never
 
 import attrs
 import trio
 
+from nsinit.wire.protocol import MakeWorkspace
 from runner.wire import protocol as runner_protocol
 from sandkasten import logcontext
-from sandkasten.actors.core import Actor, Ref, Reply, unwrap
+from sandkasten.actors.core import DEFERRED, Actor, Ref, Reply, unwrap
+from sandkasten.actors.runs.adoption import RunAdoption
 from sandkasten.actors.runs.driver import ask_runner
+from sandkasten.actors.runs.ports import Ports
+from sandkasten.actors.runs.run import Hold, Joined
 from sandkasten.actors.runs.runs import Runs
-from sandkasten.actors.services import nsinit_messages as zygote_actor
+from sandkasten.actors.runs.terminals import Terminals
 from sandkasten.actors.services.directory import Inspection
-from sandkasten.actors.services.nsinit_messages import MakeWorkspace
-from sandkasten.actors.session.birth import Greeting, Marks, first_request, greet
+from sandkasten.actors.services.nsinit import Sandbox, ask_patiently, ask_when_up, attach, build, call
+from sandkasten.actors.session.birth import FROM_POOL, Creation, Greeting, PhaseTimer, Services, first_request, greet
 from sandkasten.actors.session.changing import change_session, read_disk
 from sandkasten.actors.session.ending import EXPIRIES, end_session
-from sandkasten.actors.session.inspection import inspect
 from sandkasten.actors.session.lease import Lease
 from sandkasten.actors.session.messages import (
+    Attend,
+    Borrow,
+    CloseShell,
     Destroy,
     Died,
     Expire,
+    FindRun,
+    KillRest,
     Life,
+    ListRuns,
+    ListShells,
     OpenRun,
+    OpenShell,
+    OpenTerminal,
     PauseSession,
+    ResizeRun,
     ResumeSession,
     RunToEnd,
+    SignalRun,
     Stats,
     Update,
     Wake,
+    WatchPorts,
     Work,
     is_act,
     is_read,
 )
 from sandkasten.actors.session.pausing import Pausing
 from sandkasten.actors.session.record import LiveRecord
-from sandkasten.actors.session.setup import VESSEL, Creation, Services
-from sandkasten.actors.session.watch import INIT_ENDED, SandboxWatch, judge, last_word
-from sandkasten.actors.session.work import SessionWork
+from sandkasten.actors.session.watch import INIT_ENDED, SandboxWatch, end_error, translate_death
 from sandkasten.admission.plan import check_spans, plan_sandbox
 from sandkasten.counters.cgroup import CgroupStats
 from sandkasten.crash import Point
 from sandkasten.links.runner import RunnerLink
 from sandkasten.log import rfc3339_or_none
-from sandkasten.model import FOREVER_S, Cause, EndReason, EventType, Session, SessionPatch, SessionStats, Status
+from sandkasten.model import (
+    FOREVER_S,
+    Cause,
+    EndReason,
+    EventType,
+    ExecInfo,
+    Session,
+    SessionPatch,
+    SessionStats,
+    ShellInfo,
+    Status,
+)
 from sandkasten.model.errors import (
     ActorGone,
     BuildFailed,
     BuildInterrupted,
+    Capacity,
     Overloaded,
     RunnerLost,
     RunnerProtocolError,
@@ -73,9 +104,19 @@ log = logging.getLogger(__name__)
 A = TypeVar("A")
 Ts = TypeVarTuple("Ts")
 
+MAX_SHOWN_RUNS = 50
+"""The newest runs that a diagnosis shows."""
+
 _CRASHES = {EventType.EXEC_STARTED: Point.EXEC_STARTED, EventType.EXEC_ENDED: Point.EXEC_ENDED}
+
 _MAX_CONTROLS = 8
-"""Requests at a time that are answered at once; see `runs.MAX_ACTIVE`."""
+"""Requests to PID 1 at a time that are answered at once; see `runs.MAX_ACTIVE`."""
+
+_MAX_TRANSFERS = 32
+"""File transfers of one session at a time; see `runs.MAX_ACTIVE`."""
+
+_MAX_ATTENDANTS = 1024
+"""Requests at a time that follow the session's events."""
 
 _FULL_MAILBOX_PAUSE_S = 0.02
 
@@ -86,7 +127,10 @@ class SessionActor(Actor):
     def __init__(self, ref: Ref, record: SessionRecord, creation: Creation | None, services: Services) -> None:
         """Without `creation` the sandbox of `record` is adopted."""
         super().__init__(ref)
-        ref.judge, ref.last_word = self.judge, lambda: last_word(self.session, has_died=self.has_died.is_set())
+        ref.speak_for(
+            end_error=lambda: end_error(self.session, has_died=self.has_died.is_set()), translate=self.translate
+        )
+        self.session_id = record.session.id
         self.ready: Reply[Session] = Reply()
         self._creation = creation
         self._services = services
@@ -97,19 +141,23 @@ class SessionActor(Actor):
         self._is_lease_followed = False
         self._create_ms: Mapping[str, float] = {}
         self._controls = trio.CapacityLimiter(_MAX_CONTROLS)
-        self._watch = SandboxWatch(record.session.id, services.zygote, self._stats)
-        logs, keep = services.spool.session(record.session.id), services.keep(record.session.id)
-        runs = Runs(
+        self._watch = SandboxWatch(record.session.id, services.nsinit, self._stats)
+        self._logs, keep = services.spool.session(record.session.id), services.keep(record.session.id)
+        self._runs = Runs(
             self,
-            zygote=services.zygote,
+            nsinit=services.nsinit,
             stats=self._stats,
-            logs=logs,
+            logs=self._logs,
             queue_length=services.shell_queue_length,
             metrics=services.metrics,
             keep=keep,
         )
-        self._work = SessionWork(self, runs, logs=logs, keep=keep)
-        self._pausing = Pausing(self, self._own, zygote=services.zygote, lease=self._lease, work=self._work)
+        self._ports = Ports(self)
+        self._terminals = Terminals(self, self._runs)
+        self._adoption = RunAdoption(self, self._runs, keep, on_terminal=self._terminals.adopt)
+        self._transfers = self._attendants = 0
+        self._transfer_ended = trio.Event()
+        self._pausing = Pausing(self, self._own, nsinit=services.nsinit, lease=self._lease, runs=self._runs)
 
     @property
     def session(self) -> Session:
@@ -120,10 +168,6 @@ class SessionActor(Actor):
     def record(self) -> SessionRecord:
         """The session's durable record as it is now."""
         return self._own.record
-
-    def inspect(self) -> Inspection:
-        """Return what can be seen from outside, at any moment."""
-        return inspect(self.record, self._create_ms, self._lease, self._work, self._controls, self._link)
 
     # Life -------------------------------------------------------------------------------------------------------
 
@@ -139,21 +183,106 @@ class SessionActor(Actor):
             log.warning("session_start_failed", extra={"session_id": self.session.id, "error": repr(error)})
             await self._give_up(error)
             return
-        logcontext.origin.set(logcontext.NOBODY)  # what happens to it by itself is not the creator's doing
+        logcontext.origin.set(logcontext.NOBODY)  # from here on nothing that happens is the creator's doing
         self._nursery.start_soon(self._watch.watch_init, self._report_death)
         self._nursery.start_soon(self._watch.watch_memory, self._report_kill)
         self._nursery.start_soon(self._lease.watch, self._report_lease_end, self._warn_of_lease_end)
         if self._creation is not None:
             self._services.crash.passing(Point.CREATE_READY)
         self.ready.set(self.session)
-        self._own.change(timings_ms={})  # for whoever waited alone: they are large
+        self._own.change(timings_ms={})  # large, and of use to the creator alone
+
+    async def _create(self, creation: Creation) -> None:
+        timer = PhaseTimer()
+        crash = self._services.crash
+        await self._own.put()
+        timer.end_phase("store")
+        crash.passing(Point.CREATE_RECORDED)
+        session = self.session
+        plan = plan_sandbox(
+            session.id,
+            creation.resolved,
+            workspace_id=session.workspace_id,
+            image=creation.image,
+            image_kind=creation.image_kind,
+        )
+        if session.workspace_id is not None:
+            await ask_patiently(self._services.nsinit, call(MakeWorkspace, session.workspace_id))
+            timer.end_phase("workspace")
+        greeting = Greeting(self._services.paths.run_dir(session.id), first_request(creation, self._services.graces))
+        try:
+            async with trio.open_nursery() as meanwhile:
+                if session.acquire_detail == FROM_POOL:
+                    greeting.begin(meanwhile)
+                sandbox = await ask_when_up(self._services.nsinit, build(plan))
+                self._hold(sandbox)
+                timer.end_steps("build", sandbox.timings_us)
+                crash.passing(Point.CREATE_BUILT)
+                self._own.change(status=next_status(session.status, Event.BUILT))
+                meanwhile.start_soon(self._put_running)
+                self._meet(*await greeting.finish())
+        except BaseExceptionGroup as group:
+            raise unwrap(group) from None
+        finally:
+            greeting.close()
+        timer.end_phase("runner")
+        self._create_ms = timer.phases
+        crash.passing(Point.CREATE_SET_UP)
+        self._own.change(timings_ms=timer.phases)
+        self._own.renew()
+        made = self.session
+        self.emit(
+            EventType.SESSION_CREATED,
+            image=made.image,
+            workspace_id=made.workspace_id,
+            acquire_source=made.acquire_source,
+            ttl_s=None if made.ttl_s == FOREVER_S else made.ttl_s,
+            expires_at=rfc3339_or_none(made.expires_at),
+        )
+
+    async def _put_running(self) -> None:
+        await self._own.put()
+        self._services.crash.passing(Point.CREATE_RUNNING)
+
+    async def _adopt(self) -> None:
+        """Take over a sandbox that outlived its daemon, with its runs and the state of its shells."""
+        self._hold(await ask_patiently(self._services.nsinit, attach(self.session.id)))
+        self._link = RunnerLink(self._services.paths.run_dir(self.session.id))
+        await self._adoption.recover()
+        if self.session.status is Status.PAUSED:
+            await self._pausing.adopt()
+        else:
+            await self.greet_again()
+        limits = self._stats.read_limits(self.session.limits)  # a change may have been cut short
+        self._own.change(acquire_detail="adopted", limits=limits)
+        self._services.budget.hold(self.session.id, limits)
+        self._own.restore_lease()
+        self._own.put_soon()
+
+    def _hold(self, sandbox: Sandbox) -> None:
+        self._watch.hold(sandbox)
+        identity = sandbox.identity
+        self._stats.follow_init(identity.pid)
+        kernel = KernelIdentity(identity.pid, identity.start_ticks, identity.pid_ns, self._services.boot_id)
+        self._own.note(identity=kernel)
+
+    def _meet(self, link: RunnerLink, hello: runner_protocol.HelloReply) -> None:
+        self._link = link
+        self._own.change(cwd=hello.cwd)
+        self._runs.shells.adopt(hello)
+        self._runs.persistence.note_version(gives_tickets=hello.version >= runner_protocol.KEPT_RUNS_VERSION)
+
+    async def greet_again(self) -> None:
+        """Ask PID 1 of a sandbox that this daemon did not make for its shells and runs, and go on with them."""
+        self._meet(self.link, await greet(self.link, runner_protocol.Hello()))
+        await self._adoption.resume()
 
     async def _give_up(self, error: SandkastenError) -> None:
-        """What could not be created is undone. What could not be adopted ends only if it is not there any more; while
-        the fork server or the database is away it is left for the reaper to try again."""
+        """Undo a sandbox that could not be created. A sandbox that could not be adopted ends only if it is gone; while
+        nsinit or the database is away it is left for the next reconciliation."""
         self.stop()
         if self._creation is not None:
-            if isinstance(error, RunnerLost):  # nobody has used it yet
+            if isinstance(error, RunnerLost):  # nobody has used the session yet
                 error = BuildInterrupted(str(error))
             self._own.note(idempotency_key=None)  # a retry may try again
             is_built = self.session.status is not Status.CREATING
@@ -162,8 +291,19 @@ class SessionActor(Actor):
             await self._finish(Event.DIED, str(error))
         self.ready.fail(error)
 
+    async def _finish(self, event: Event, reason: str | None, end_reason: EndReason | None = None) -> Session:
+        """End the session. Awaited in the mailbox, so that no message overtakes the end."""
+        self.stop()
+        await end_session(
+            self, self._own, self._watch, self._services, event=event, reason=reason, end_reason=end_reason
+        )
+        return self.session
+
     async def on_stop(self) -> None:
-        await self._work.close(has_ended=self._own.facts.status in ENDED)
+        self._terminals.close()
+        self._logs.close()
+        persistence = self._runs.persistence
+        await (persistence.destroy() if self._own.facts.status in ENDED else persistence.write())
         if self._link is not None:
             self._link.close()
         self._watch.close()
@@ -171,12 +311,14 @@ class SessionActor(Actor):
         self.ready.fail(self.gone())
 
     def gone(self) -> SandkastenError:
-        return self.ref.last_word() or ActorGone("the session is not served at the moment")
+        return self.ref.end_error() or ActorGone("the session is not served at the moment")
 
-    async def judge(self, error: SandkastenError) -> SandkastenError:
-        return await judge(error, self, self._watch)
+    async def translate(self, error: SandkastenError) -> SandkastenError:
+        return await translate_death(error, self, self._watch)
 
-    async def handle(self, message: Life | Work) -> Any:
+    # Mailbox ----------------------------------------------------------------------------------------------------
+
+    async def handle(self, message: Life | Work) -> Any:  # each message names its answer
         match message:
             case Stats():
                 self._require(WHOLE)
@@ -201,20 +343,62 @@ class SessionActor(Actor):
             case Died(reason):
                 await self._finish(Event.DIED, reason)
                 return None
-            case _ if is_read(message):
-                self._require(WHOLE)
-                return self._work.handle(message)
+        if is_read(message):
+            self._require(WHOLE)
+        else:
+            await self._go_on(self._pausing.wake)
+            self._require(USABLE)
+            if is_act(message):
+                self._own.renew()
+        return self._work(message)
+
+    def _work(self, message: Work) -> Any:  # each message names its answer
+        """Serve a message about the work in the session, which is awake if the message needs that."""
+        match message:
+            case OpenRun(hold):
+                return self._open_run(hold)
+            case RunToEnd(hold):
+                wanted = hold.run
+                self._open_run(hold)
+                if hold.run is not wanted:
+                    raise Joined("another run has this id")
+                return DEFERRED  # the run's own end is the answer
+            case FindRun(exec_id, _):
+                return self._runs.find(exec_id)
+            case ListRuns():
+                return self._runs.infos()
+            case SignalRun(exec_id, number):
+                return self.defer(self._runs.signal, self._runs.find(exec_id), number)
+            case KillRest(exec_id):
+                return self.defer(self._runs.kill_rest, self._runs.find(exec_id))
+            case ResizeRun(exec_id, size):
+                return self.defer(self._runs.resize, self._runs.find(exec_id), size)
+            case OpenShell(spec):
+                self._runs.accounts.note_company()
+                return self.defer(self._runs.shells.open, spec)
+            case ListShells():
+                return self._runs.shells.infos()
+            case CloseShell(name):
+                return self.defer(self._close_shell, name)
+            case OpenTerminal(spec):
+                self._ports.ensure_watched()
+                return self._terminals.join(spec)
+            case WatchPorts():
+                self._ports.ensure_watched()
+                return self._ports
+            case Borrow(done):
+                return self._lend(done)
+            case Attend(done):
+                return self._attend(done)
             case _:
-                await self._go_on(self._pausing.wake)
-                self._require(USABLE)
-                if is_act(message):
-                    self._own.renew()
-                if isinstance(message, OpenRun | RunToEnd):
-                    self._services.crash.passing(Point.EXEC_ACCEPTED)
-                return self._work.handle(message)
+                assert_never(message)
+
+    def _require(self, states: Container[Status]) -> None:
+        if self._own.facts.status not in states:
+            raise self.gone()
 
     async def _go_on(self, resume: Callable[[], Awaitable[None]]) -> None:
-        """Let it go on, if it stands still; one that can't has died."""
+        """Let a paused session go on. A session that can't has died."""
         self._require(WHOLE)
         try:
             return await resume()
@@ -223,111 +407,99 @@ class SessionActor(Actor):
         await self._finish(Event.DIED, reason)
         raise self.gone()
 
-    async def _create(self, creation: Creation) -> None:
-        marks = Marks()
-        crash = self._services.crash
-        await self._own.put()
-        marks.mark("store")
-        crash.passing(Point.CREATE_RECORDED)
-        session = self.session
-        plan = plan_sandbox(
-            session.id,
-            creation.resolved,
-            workspace_id=session.workspace_id,
-            image=creation.image,
-            image_kind=creation.image_kind,
-        )
-        if session.workspace_id is not None:
-            await zygote_actor.ask_patiently(self._services.zygote, MakeWorkspace(session.workspace_id))
-            marks.mark("workspace")
-        greeting = Greeting(self._services.paths.run_dir(session.id), first_request(creation, self._services.graces))
-        try:
-            async with trio.open_nursery() as meanwhile:
-                if session.acquire_detail == VESSEL:
-                    greeting.begin(meanwhile)
-                sandbox = await zygote_actor.ask_when_up(self._services.zygote, zygote_actor.Build(plan))
-                self._hold(sandbox)
-                marks.mark_steps("build", sandbox.timings_us)
-                crash.passing(Point.CREATE_BUILT)
-                self._own.change(status=next_status(session.status, Event.BUILT))
-                meanwhile.start_soon(self._put_running)
-                self._meet(*await greeting.finish())
-        except BaseExceptionGroup as group:
-            raise unwrap(group) from None
-        finally:
-            greeting.close()
-        marks.mark("runner")
-        self._create_ms = marks.phases
-        crash.passing(Point.CREATE_SET_UP)
-        self._own.change(timings_ms=marks.phases)
+    async def _read_stats(self) -> SessionStats:
+        disk: dict[str, Any] = {**await read_disk(self._services.nsinit, self.session.id)}  # fields of SessionStats
+        return attrs.evolve(self._stats.read_all(), spool_bytes=self._logs.bytes_used, **disk)
+
+    async def _update(self, patch: SessionPatch) -> Session:
+        self._require(WHOLE)
+        check_spans(self._services.maximum, ttl_s=patch.ttl_s, max_lifetime_s=patch.max_lifetime_s)
+        if patch.env is not None:
+            await self._go_on(self._pausing.wake)
+        await change_session(self, self._own, patch, services=self._services)
         self._own.renew()
-        self._tell_created()
-
-    def _tell_created(self) -> None:
-        made = self.session
-        self.emit(
-            EventType.SESSION_CREATED,
-            image=made.image,
-            workspace_id=made.workspace_id,
-            acquire_source=made.acquire_source,
-            ttl_s=None if made.ttl_s == FOREVER_S else made.ttl_s,
-            expires_at=rfc3339_or_none(made.expires_at),
-        )
-
-    async def _put_running(self) -> None:
         await self._own.put()
-        self._services.crash.passing(Point.CREATE_RUNNING)
-
-    async def _adopt(self) -> None:
-        """Take over a sandbox that outlived its daemon, shell state and all."""
-        attach = zygote_actor.Attach(self.session.id)
-        self._hold(await zygote_actor.ask_patiently(self._services.zygote, attach))
-        self._link = RunnerLink(self._services.paths.run_dir(self.session.id))
-        await self._work.adoption.recover()
-        if self.session.status is Status.PAUSED:
-            await self._pausing.adopt()
-        else:
-            await self.greet()
-            await self._work.adoption.resume()
-        limits = self._stats.read_limits(self.session.limits)  # a change may have been cut short
-        self._own.change(acquire_detail="adopted", limits=limits)
-        self._services.budget.hold(self.session.id, limits)
-        self._own.restore_lease()
-        self._own.put_soon()
-
-    def _hold(self, sandbox: zygote_actor.Sandbox) -> None:
-        self._watch.hold(sandbox)
-        identity = sandbox.identity
-        self._stats.init_pid = identity.pid
-        kernel = KernelIdentity(identity.pid, identity.start_ticks, identity.pid_ns, self._services.boot_id)
-        self._own.note(identity=kernel)
-
-    def _meet(self, link: RunnerLink, hello: runner_protocol.HelloReply) -> None:
-        self._link = link
-        self._own.change(cwd=hello.cwd)
-        self._work.runs.shells.adopt(hello)
-        self._work.runs.keeping.gives_tickets = hello.version >= runner_protocol.KEPT_RUNS_VERSION
-
-    async def resume_runs(self) -> None:
-        await self._work.adoption.resume()
-
-    async def greet(self) -> None:
-        """Ask PID 1 of a sandbox that this daemon did not make, or has let stand still, what it has."""
-        self._meet(self.link, await greet(self.link, runner_protocol.Hello()))
-
-    async def _finish(self, event: Event, reason: str | None, end_reason: EndReason | None = None) -> Session:
-        """End the session. Nothing overtakes this: it is awaited in the mailbox."""
-        self.stop()
-        await end_session(
-            self, self._own, self._watch, self._services, event=event, reason=reason, end_reason=end_reason
-        )
         return self.session
 
-    # What work in the session needs of it -----------------------------------------------------------------------
+    def _open_run(self, hold: Hold) -> None:
+        self._services.crash.passing(Point.EXEC_ACCEPTED)
+        self._ports.ensure_watched()
+        self._runs.admit(hold)
 
-    @property
-    def session_id(self) -> str:
-        return self._own.facts.id
+    async def _close_shell(self, name: str) -> None:
+        self._terminals.close_view(await self._runs.shells.close(name))
+
+    # File transfers and followers: activity until the asker sets an event ---------------------------------------
+
+    def _lend(self, done: trio.Event) -> RunnerLink:
+        if self._transfers >= _MAX_TRANSFERS:
+            raise Capacity("too many files of this session are being transferred", limit=_MAX_TRANSFERS)
+        self._transfers += 1
+        self._runs.accounts.note_company()
+        self.begin_activity()
+        self.start_task(self._await_transfer, done)
+        return self.link
+
+    async def _await_transfer(self, done: trio.Event) -> None:
+        await done.wait()
+        self._transfers -= 1
+        self._transfer_ended.set()
+        self._transfer_ended = trio.Event()
+        self.end_activity()
+
+    async def wait_transferred(self, timeout_s: float) -> bool:
+        """Wait until no file is being transferred; False if that takes longer."""
+        with trio.move_on_after(timeout_s):
+            while self._transfers:
+                await self._transfer_ended.wait()
+        return self._transfers == 0
+
+    def _attend(self, done: trio.Event) -> None:
+        if self._attendants >= _MAX_ATTENDANTS:
+            raise Capacity("too many follow this session", limit=_MAX_ATTENDANTS)
+        self._attendants += 1
+        self.begin_activity()
+        self.start_task(self._await_leave, done)
+
+    async def _await_leave(self, done: trio.Event) -> None:
+        await done.wait()
+        self._attendants -= 1
+        self.end_activity()
+
+    # Lease and signs of life ------------------------------------------------------------------------------------
+
+    async def _follow_lease(self) -> None:
+        await self._own.put_while_busy()
+        self._is_lease_followed = False
+
+    async def _report_lease_end(self) -> None:
+        """Begin to end the session when its turn has come. Until then the session is usable and may be renewed."""
+        try:
+            async with self._services.expiries:
+                await self._tell_self(Expire())
+        except SandkastenError as error:  # the actor is ending anyway
+            log.info("expiry_skipped", extra={"session_id": self.session.id, "error": str(error)})
+
+    def _warn_of_lease_end(self, end_reason: EndReason, remaining_s: float) -> None:
+        self.emit(EventType.SESSION_EXPIRING, remaining_s=round(remaining_s), end_reason=end_reason)
+
+    async def _report_death(self) -> None:
+        await self._tell_self(Died(INIT_ENDED))
+
+    def _report_kill(self, kills: int, victim: str | None) -> None:
+        self.emit(EventType.OOM, oom_kills=kills, victim=victim)
+
+    async def _tell_self(self, message: Expire | Died) -> None:
+        """Put a message into the own mailbox, as soon as there is room, and wait for the answer of an `Expire`."""
+        while True:
+            try:
+                if isinstance(message, Expire):
+                    return await self.ref.ask(message)
+                return self.ref.tell(message)
+            except Overloaded:
+                await trio.sleep(_FULL_MAILBOX_PAUSE_S)
+
+    # SessionServices: what the work in the session needs --------------------------------------------------------
 
     @property
     def cwd(self) -> str:
@@ -353,16 +525,11 @@ class SessionActor(Actor):
         except RuntimeError:  # closed to new tasks: the session has ended
             log.debug("task_not_started", extra={"session_id": self.session_id})
 
-    @property
-    def running(self) -> int:
-        """How many runs there are, or wait for their turn."""
-        return self._work.runs.under_way
-
     def check_run(self) -> None:
         self._services.shares.check_run(self._own.facts.key_id)
 
     def begin_activity(self) -> None:
-        self._lease.active += 1
+        self._lease.begin_activity()
         self._own.renew()
         self._own.put_lease()
         if not self._is_lease_followed:
@@ -370,7 +537,7 @@ class SessionActor(Actor):
             self.start_task(self._follow_lease)
 
     def end_activity(self) -> None:
-        self._lease.active -= 1
+        self._lease.end_activity()
         if not self._is_stopping:
             self._own.renew()
             self._own.put_lease()
@@ -402,55 +569,65 @@ class SessionActor(Actor):
     async def find_victim(self) -> str | None:
         return await self._watch.find_victim()
 
-    async def _read_stats(self) -> SessionStats:
-        disk: dict[str, Any] = {**await read_disk(self._services.zygote, self.session.id)}  # fields of SessionStats
-        return attrs.evolve(self._stats.read_all(), spool_bytes=self._work.kept_bytes, **disk)
+    # Seen from outside, at any moment and without a message -----------------------------------------------------
 
-    async def _update(self, patch: SessionPatch) -> Session:
-        self._require(WHOLE)
-        check_spans(self._services.maximum, ttl_s=patch.ttl_s, max_lifetime_s=patch.max_lifetime_s)
-        if patch.env is not None:
-            await self._go_on(self._pausing.wake)
-        await change_session(self, self._own, patch, services=self._services)
-        self._own.renew()
-        await self._own.put()
-        return self.session
+    @property
+    def running(self) -> int:
+        """How many runs there are, or wait for their turn."""
+        return self._runs.under_way
 
-    def _require(self, states: Container[Status]) -> None:
-        if self._own.facts.status not in states:
-            raise self.gone()
+    def inspect(self) -> Inspection:
+        """Return the state of the actor for metrics and diagnoses, which are wanted most when it does not answer."""
+        runs, controls = self._runs, self._controls
+        return Inspection(
+            record=self.record,
+            create_ms=dict(self._create_ms),
+            lease=_shown_lease(self._lease),
+            runs={
+                "running": runs.running,
+                "queued": runs.queued,
+                "known": runs.known,
+                "kept_bytes": self._logs.bytes_used,
+                "newest": [_shown_run(info) for info in runs.newest(MAX_SHOWN_RUNS)],
+            },
+            shells=[_shown_shell(info) for info in runs.shells.infos()],
+            controls={
+                "requests": controls.borrowed_tokens,
+                "requests_waiting": controls.statistics().tasks_waiting,
+            },
+            link=self._link,
+        )
 
-    # Lease ------------------------------------------------------------------------------------------------------
 
-    async def _follow_lease(self) -> None:
-        await self._own.put_while_busy()
-        self._is_lease_followed = False
+def _shown_lease(lease: Lease) -> Mapping[str, Any]:
+    remaining_s = lease.end - trio.current_time()
+    is_endless = math.isinf(remaining_s)
+    return {
+        "activities": lease.active,
+        "is_held": lease.is_held,
+        "ends_in_s": None if is_endless else round(remaining_s, 3),
+        "ends_by": None if is_endless else lease.reason.value,
+    }
 
-    async def _report_lease_end(self) -> None:
-        """Begin to end it when its turn has come. Until then it is as usable as before, and may be renewed."""
-        try:
-            async with self._services.expiries:
-                await self._tell_self(Expire())
-        except SandkastenError as error:  # the actor is ending anyway
-            log.info("expiry_skipped", extra={"session_id": self.session.id, "error": str(error)})
 
-    def _warn_of_lease_end(self, end_reason: EndReason, remaining_s: float) -> None:
-        self.emit(EventType.SESSION_EXPIRING, remaining_s=round(remaining_s), end_reason=end_reason)
+def _shown_run(info: ExecInfo) -> Mapping[str, Any]:
+    """Return a run without its command and output: a diagnosis is sent around."""
+    return {
+        "exec_id": info.exec_id,
+        "kind": info.kind.value,
+        "state": info.state.value,
+        "shell": info.shell,
+        "created_at": info.created_at,
+        "started_at": info.started_at,
+        "ended_at": info.ended_at,
+        "cause": None if info.end is None else info.end.cause.value,
+        "exit_code": None if info.end is None else info.end.exit_code,
+        "stdout_bytes": info.stdout_bytes,
+        "stderr_bytes": info.stderr_bytes,
+        "trace_id": info.trace_id,
+    }
 
-    async def _tell_self(self, message: Expire | Died) -> None:
-        """Put news into the own mailbox and, for an `Ask`, wait until it was served; waits when the mailbox is full."""
-        while True:
-            try:
-                if isinstance(message, Expire):
-                    return await self.ref.ask(message)
-                return self.ref.tell(message)
-            except Overloaded:
-                await trio.sleep(_FULL_MAILBOX_PAUSE_S)
 
-    # Signs of life ----------------------------------------------------------------------------------------------
-
-    async def _report_death(self) -> None:
-        await self._tell_self(Died(INIT_ENDED))
-
-    def _report_kill(self, kills: int, victim: str | None) -> None:
-        self.emit(EventType.OOM, oom_kills=kills, victim=victim)
+def _shown_shell(info: ShellInfo) -> Mapping[str, Any]:
+    running = None if info.running is None else info.running.exec_id
+    return {"name": info.name, "running": running, "queued": list(info.queued)}

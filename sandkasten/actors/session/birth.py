@@ -1,14 +1,9 @@
-"""The first request to PID 1 of a new sandbox, and its answer.
+"""The birth of a session: what its actor is handed, the first request to PID 1, and how long each phase took.
 
-A vessel's PID 1 has its socket long before it serves. What is sent while the sandbox is still being furnished it reads
-as soon as it can, and not only when nsinit has told the daemon and the daemon has come back. A vessel may have died
-with its nsinit, and the greeting with it; then the sandbox that was made in its place is greeted as any other.
-
-What PID 1 of a new sandbox is asked first, and what its answer means to whoever made the session.
-
-Pure: `greeting.py` asks.
-
-How long each phase of a create took.
+The first request can be sent early: PID 1 of a pool sandbox has its socket long before it serves. It reads what was
+sent while nsinit still mounts the image as soon as it can, and not only when nsinit has told the daemon and the daemon
+has come back. A pool sandbox may have died with its nsinit, and the greeting with it; then the sandbox that was made in
+its place is greeted as any other.
 """
 
 from __future__ import annotations
@@ -17,11 +12,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import trio
 
+from nsinit.wire.protocol import ImageKind
 from runner.wire import protocol
 from runner.wire.protocol import Hello, HelloReply, Setup
-from sandkasten.actors.session.setup import Creation
+from sandkasten.actors.runs.persistence import Keep
+from sandkasten.actors.services.directory import Shared
+from sandkasten.admission.budget import Budget
+from sandkasten.admission.plan import Resolved
+from sandkasten.config import Disk, Maximum
+from sandkasten.host.paths import DataPaths
 from sandkasten.links.runner import RunnerLink
 from sandkasten.model.errors import (
     InvalidImage,
@@ -31,13 +33,63 @@ from sandkasten.model.errors import (
     SandboxError,
     SandkastenError,
 )
+from sandkasten.output.run_records import Seal
+
+FROM_POOL = "vessel"
+"""`acquire_detail` of a session that is made of a pool sandbox."""
 
 _VERSIONS = range(protocol.OLDEST_VERSION, protocol.PROTOCOL_VERSION + 1)
-"""What PID 1 may speak: that of a sandbox is as old as the sandbox."""
+"""The versions that PID 1 may speak: the runner of a sandbox is as old as the sandbox."""
+
+_HELLO_S = 10.0
+"""How long PID 1 may take to answer once it serves."""
+
+
+@attrs.frozen(kw_only=True)
+class Services(Shared):
+    """The rest of the tree, as a session needs it. `cgroup_dirs` is `nsinit.wire.protocol.Ready.cgroup_dirs`.
+    `expiries` bounds the sessions that are ended at once because their lease ran out: a thousand of them would hold up
+    all else. `adoptions` bounds the sessions taken over at once, since nsinit's mailbox is bounded."""
+
+    paths: DataPaths
+    boot_id: str
+    cgroup_dirs: Mapping[str, str]
+    shell_queue_length: int
+    max_exec_ids: int
+    maximum: Maximum
+    graces: protocol.Graces
+    run_key: bytes = attrs.field(repr=False)
+    writing: trio.CapacityLimiter
+    recovering: trio.CapacityLimiter
+    disk: Disk
+    budget: Budget
+    expiries: trio.CapacityLimiter
+    adoptions: trio.CapacityLimiter
+
+    def keep(self, session_id: str) -> Keep:
+        """Return what the runs of one session need to outlive the daemon."""
+        return Keep(
+            archive=self.archive.session(session_id),
+            seal=Seal(self.run_key, session_id),
+            writing=self.writing,
+            recovering=self.recovering,
+            retention_s=self.spool.retention_s,
+            max_exec_ids=self.max_exec_ids,
+        )
+
+
+@attrs.frozen
+class Creation:
+    """The making of a new sandbox. `env` goes to the runner and nowhere else."""
+
+    resolved: Resolved
+    image: str
+    image_kind: ImageKind
+    env: Mapping[str, str] = attrs.field(repr=False)
 
 
 def first_request(creation: Creation, graces: protocol.Graces) -> protocol.Setup:
-    """Return what PID 1 of the new sandbox is asked first."""
+    """Return the first request to PID 1 of a new sandbox."""
     options = creation.resolved.options
     rules = options.filesystem
     return protocol.Setup(
@@ -50,12 +102,12 @@ def first_request(creation: Creation, graces: protocol.Graces) -> protocol.Setup
 
 
 def accepted(answer: object) -> protocol.HelloReply:
-    """Return the answer if it is what it should be.
+    """Return the answer to the first request.
 
     Raises:
-        SandboxError: it speaks another version, or was never set up: then nobody was told of the session.
-        InvalidRequest, InvalidImage: it refused what the session's creator asked for.
-        RunnerProtocolError: it is no answer to that.
+        SandboxError: PID 1 speaks another version, or was never set up: then nobody was told of the session.
+        InvalidRequest, InvalidImage: PID 1 refused what the session's creator asked for.
+        RunnerProtocolError: the message is no answer to a first request.
     """
     match answer:
         case protocol.HelloReply(shell="", version=version) if version in _VERSIONS:
@@ -71,7 +123,7 @@ def accepted(answer: object) -> protocol.HelloReply:
 
 
 def _refused(error: protocol.Error) -> SandkastenError:
-    """Return what it means to the creator that PID 1 refused that."""
+    """Translate the refusal of the first request into an error of the create."""
     match error.code:
         case "NO_SUCH_USER":
             return InvalidRequest(error.message, user="can't be used")
@@ -89,12 +141,8 @@ def _listed(paths: Sequence[str] | None) -> tuple[str, ...] | None:
     return None if paths is None else tuple(paths)
 
 
-_HELLO_S = 10.0
-"""How long PID 1 may take to answer once it serves."""
-
-
 async def greet(link: RunnerLink, request: Setup | Hello) -> HelloReply:
-    """Ask PID 1 of a sandbox that is there. Raises `RunnerLost`, or what its refusal means."""
+    """Send the first request to a PID 1 that serves. Raises `RunnerLost`, or the translated refusal."""
     with trio.move_on_after(_HELLO_S) as patience:
         return accepted(await _ask(link, request))
     assert patience.cancelled_caught
@@ -102,7 +150,7 @@ async def greet(link: RunnerLink, request: Setup | Hello) -> HelloReply:
 
 
 class Greeting:
-    """The greeting of a sandbox that is being made. Owns the link to it until `finish` has returned it."""
+    """The first request to a sandbox that is being made. Owns the link to PID 1 until `finish` has returned it."""
 
     def __init__(self, run_dir: Path, request: Setup) -> None:
         self._run_dir, self._request = run_dir, request
@@ -111,13 +159,13 @@ class Greeting:
         self._early: trio.Event | None = None
 
     def begin(self, nursery: trio.Nursery) -> None:
-        """Say it now, to a vessel that is about to be furnished."""
+        """Send the request now, to a pool sandbox whose image is about to be mounted."""
         self._early = trio.Event()
         nursery.start_soon(self._greet_early, self._early)
 
     async def finish(self) -> tuple[RunnerLink, HelloReply]:
-        """The sandbox is built: wait for its word, and say it now if that was not done, or in vain. The link is the
-        caller's. Raises what `greet` raises."""
+        """Return the link and the answer of a sandbox that is built; send the request if that was not done, or in vain.
+        The link is the caller's. Raises as `greet`."""
         if self._early is not None:
             with trio.move_on_after(_HELLO_S) as patience:
                 await self._early.wait()
@@ -132,7 +180,7 @@ class Greeting:
         return link, hello
 
     def close(self) -> None:
-        """Close what nobody took."""
+        """Close the link unless it was returned."""
         if self._link is not None:
             self._link.close()
 
@@ -157,19 +205,20 @@ def _silence() -> RunnerLost:
     return RunnerLost("the sandbox's init does not answer")
 
 
-class Marks:
-    """Phases of a create and how long each took, in milliseconds."""
+class PhaseTimer:
+    """Times the phases of a create, in milliseconds."""
 
     def __init__(self) -> None:
         self._last = trio.current_time()
         self.phases: dict[str, float] = {}
 
-    def mark(self, phase: str) -> None:
+    def end_phase(self, phase: str) -> None:
+        """End `phase`, which began when the one before it ended."""
         now = trio.current_time()
         self.phases[phase] = round((now - self._last) * 1000, 3)
         self._last = now
 
-    def mark_steps(self, phase: str, steps_us: Mapping[str, int]) -> None:
-        """End a phase of which the steps are known: they follow it as `phase.step`, and overlap where they may."""
-        self.mark(phase)
+    def end_steps(self, phase: str, steps_us: Mapping[str, int]) -> None:
+        """End a phase whose steps are known: they follow it as `phase.step`, and overlap where they may."""
+        self.end_phase(phase)
         self.phases |= {f"{phase}.{step}": took_us / 1000 for step, took_us in steps_us.items()}

@@ -1,6 +1,6 @@
 """Ends a live session: its sandbox is torn down, and its final state is written and told.
 
-For its actor, which serves nothing any more by then. Sessions without an actor are ended by `reconciling.py`,
+For its actor, which serves nothing any more by then. Sessions without an actor are ended by `node/recovery.py`,
 and are told of in the same words.
 """
 
@@ -11,10 +11,10 @@ from datetime import UTC, datetime
 
 import trio
 
-from sandkasten.actors.runs.host import Host
-from sandkasten.actors.services import nsinit_messages as zygote_actor
+from sandkasten.actors.runs.session_services import SessionServices
+from sandkasten.actors.services.nsinit import ask_patiently, teardown
+from sandkasten.actors.session.birth import Services
 from sandkasten.actors.session.record import LiveRecord
-from sandkasten.actors.session.setup import Services
 from sandkasten.actors.session.watch import SandboxWatch
 from sandkasten.actors.workspaces.actor import release_soon
 from sandkasten.crash import Point
@@ -40,7 +40,7 @@ EXPIRIES = {
 
 
 async def end_session(
-    host: Host,
+    host: SessionServices,
     own: LiveRecord,
     watch: SandboxWatch,
     services: Services,
@@ -60,7 +60,7 @@ async def end_session(
     await own.put_or_keep()
     services.crash.passing(Point.DESTROY_RECORDED)
     try:
-        torn_down = await zygote_actor.ask_patiently(services.zygote, zygote_actor.Teardown(host.session_id))
+        torn_down = await ask_patiently(services.nsinit, teardown(host.session_id))
     except SandkastenError as error:  # the reaper finishes it
         log.error("teardown_deferred", extra={"session_id": host.session_id, "error": str(error)})
         return

@@ -31,6 +31,14 @@ class Lease:
         self._alarm = math.inf
         self._scope: trio.CancelScope | None = None
 
+    def begin_activity(self) -> None:
+        """Hold the idle end off until `end_activity`."""
+        self.active += 1
+
+    def end_activity(self) -> None:
+        """Hold the idle end off no longer for one activity; the owner renews the lease as well."""
+        self.active -= 1
+
     @property
     def is_busy(self) -> bool:
         """Whether something goes on that holds the idle end off."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import attrs
 import trio
 
-from sandkasten.actors.core import Ask
+from sandkasten.actors.core import Ask, Tell
 from sandkasten.actors.runs.ports import Ports
 from sandkasten.actors.runs.run import Hold, Run
 from sandkasten.actors.runs.terminals import Viewer
@@ -68,7 +68,7 @@ class Expire(Ask[None]):
 
 
 @attrs.frozen
-class Died:
+class Died(Tell):
     """PID 1 is gone, or can't be trusted any more."""
 
     reason: str

@@ -13,12 +13,13 @@ from typing import Protocol, TypeVar
 
 import trio
 
+from nsinit.wire.protocol import SetFrozen
 from runner.wire import protocol
 from sandkasten.actors.core import Ref
-from sandkasten.actors.services import nsinit_messages as zygote_actor
+from sandkasten.actors.runs.runs import Runs
+from sandkasten.actors.services.nsinit import ask_patiently, call
 from sandkasten.actors.session.lease import Lease
 from sandkasten.actors.session.record import LiveRecord
-from sandkasten.actors.session.work import SessionWork
 from sandkasten.model import EventType, Pause, PauseSpec, Status
 from sandkasten.model.errors import Conflict, RunnerLost, SandkastenError, SessionPaused
 from sandkasten.model.lifecycle import Event, next_status
@@ -32,11 +33,11 @@ _TRANSFER_S = 0.5
 
 
 class Pausable(Protocol):
-    """A session's actor as this needs it."""
+    """A session's actor, as a pause needs it."""
 
-    async def greet(self) -> None: ...
+    async def greet_again(self) -> None: ...
 
-    async def resume_runs(self) -> None: ...
+    async def wait_transferred(self, timeout_s: float) -> bool: ...
 
     async def ask_runner(self, request: object, answer: type[A], *, fd: int | None = None) -> A: ...
 
@@ -46,12 +47,12 @@ class Pausable(Protocol):
 class Pausing:
     """See the module's docstring."""
 
-    def __init__(self, actor: Pausable, own: LiveRecord, *, zygote: Ref, lease: Lease, work: SessionWork) -> None:
+    def __init__(self, actor: Pausable, own: LiveRecord, *, nsinit: Ref, lease: Lease, runs: Runs) -> None:
         self._actor = actor
         self._own = own
-        self._zygote = zygote
+        self._nsinit = nsinit
         self._lease = lease
-        self._work = work
+        self._runs = runs
         self._is_greeted = True
         self._still_since = 0.0
         """On the clock that nobody sets; that of a session which was adopted is taken from the time of day."""
@@ -65,7 +66,7 @@ class Pausing:
         """
         session = self._own.session
         is_new = session.status is not Status.PAUSED
-        if is_new and not await self._work.wait_transferred(_TRANSFER_S):
+        if is_new and not await self._actor.wait_transferred(_TRANSFER_S):
             raise Conflict("a file of the session is being transferred; try again when that is done")
         since = datetime.now(UTC) if session.pause is None else session.pause.since
         status = next_status(session.status, Event.PAUSE) if is_new else session.status
@@ -74,7 +75,7 @@ class Pausing:
         self._lease.pause(stop=spec.stop_lease)
         if is_new:
             self._still_since = trio.current_time()
-            self._work.runs.stop_clocks()
+            self._runs.stop_clocks()
         failure: SandkastenError | None = None
         try:
             await self._own.put()
@@ -110,7 +111,7 @@ class Pausing:
         pause = self._own.session.pause
         since = self._own.session.last_activity if pause is None else pause.since
         self._still_since = trio.current_time() - max(0.0, (datetime.now(UTC) - since).total_seconds())
-        self._work.runs.stop_clocks()
+        self._runs.stop_clocks()
         await self._set_frozen(frozen=True)
         self._is_greeted = False
         self._lease.pause(stop=pause is not None and pause.stop_lease)
@@ -124,7 +125,7 @@ class Pausing:
         self._lease.resume()
         self._own.change(status=next_status(session.status, Event.RESUME), pause=None)
         self._own.renew()
-        self._work.runs.start_clocks()
+        self._runs.start_clocks()
         thawed = protocol.Thawed(round(still_s * 1000))
         try:
             await self._actor.ask_runner(thawed, protocol.Done)
@@ -135,12 +136,10 @@ class Pausing:
     async def _greet(self) -> None:
         """Hear from the PID 1 of an adopted session at last. Raises `RunnerLost` if it is not one to go on with."""
         try:
-            await self._actor.greet()
-            await self._actor.resume_runs()
+            await self._actor.greet_again()
         except SandkastenError as error:
             raise RunnerLost(str(error)) from error
         self._is_greeted = True
 
     async def _set_frozen(self, *, frozen: bool) -> None:
-        request = zygote_actor.SetFrozen(self._own.session.id, frozen)
-        await zygote_actor.ask_patiently(self._zygote, request)
+        await ask_patiently(self._nsinit, call(SetFrozen, self._own.session.id, frozen))

@@ -20,9 +20,9 @@ from typing import Protocol, TypeVar
 import attrs
 import trio
 
-from nsinit.wire.protocol import Victim
-from sandkasten.actors.core import Ask, Ref
-from sandkasten.actors.services import nsinit_messages as zygote_actor
+from nsinit.wire.protocol import FindOomKills, OomKills
+from sandkasten.actors.core import Ref
+from sandkasten.actors.services.nsinit import Sandbox, call, recent_name
 from sandkasten.counters.cgroup import CgroupStats
 from sandkasten.links.oom_event import OomEvent
 from sandkasten.model import Session, Status
@@ -56,17 +56,17 @@ _OOM_REST_S = 0.5
 class SandboxWatch:
     """See the module's docstring. `has_died` is set with PID 1's death, `news` also when nobody watches any more."""
 
-    def __init__(self, session_id: str, zygote: Ref, stats: CgroupStats) -> None:
+    def __init__(self, session_id: str, nsinit: Ref, stats: CgroupStats) -> None:
         self.has_died, self.news = trio.Event(), trio.Event()
         self._session_id = session_id
-        self._zygote = zygote
+        self._nsinit = nsinit
         self._stats = stats
-        self._sandbox: zygote_actor.Sandbox | None = None
+        self._sandbox: Sandbox | None = None
         self._oom: OomEvent | None = None
         self._kills = 0
         self._killed_at = self._died_at = -math.inf
 
-    def hold(self, sandbox: zygote_actor.Sandbox) -> None:
+    def hold(self, sandbox: Sandbox) -> None:
         """Take over the descriptors."""
         self._sandbox = sandbox
         self._kills = self._stats.read_oom_kills()
@@ -116,15 +116,13 @@ class SandboxWatch:
 
     async def find_victim(self) -> str | None:
         """Return the name of the process that was killed for memory last, if that can be known."""
-        return await self._ask_log(zygote_actor.FindVictim(self._session_id))
+        victim = await self._find_kills()
+        return None if victim is None else recent_name(victim)
 
-    async def _find_kills(self) -> Victim | None:
-        return await self._ask_log(zygote_actor.FindKills(self._session_id))
-
-    async def _ask_log(self, question: Ask[T]) -> T | None:
+    async def _find_kills(self) -> OomKills | None:
         try:
             with trio.move_on_after(_VICTIM_S):
-                return await self._zygote.ask(question)
+                return await self._nsinit.ask(call(FindOomKills, self._session_id))
         except SandkastenError as error:
             log.info("victim_unknown", extra={"session_id": self._session_id, "error": str(error)})
         return None
@@ -158,7 +156,7 @@ class Losable(Protocol):
     def distrust(self, error: RunnerProtocolError) -> None: ...
 
 
-async def judge(error: SandkastenError, of: Losable, watch: SandboxWatch) -> SandkastenError:
+async def translate_death(error: SandkastenError, of: Losable, watch: SandboxWatch) -> SandkastenError:
     """Return what to answer instead of `error`, which came of work in that session; waits a while for the news. Without
     any, whoever asks again will hear it."""
     if isinstance(error, RunnerProtocolError):
@@ -174,7 +172,7 @@ async def judge(error: SandkastenError, of: Losable, watch: SandboxWatch) -> San
     return error
 
 
-def last_word(session: Session, *, has_died: bool) -> SandkastenError | None:
+def end_error(session: Session, *, has_died: bool) -> SandkastenError | None:
     """Return what is said of a session that has ended, or is about to; None of one that lives."""
     if session.status in ENDED or session.status is Status.DESTROYING:
         return ended_error(session)
@@ -185,7 +183,7 @@ def last_word(session: Session, *, has_died: bool) -> SandkastenError | None:
 
 
 @asynccontextmanager
-async def judged(ref: Ref) -> AsyncIterator[None]:
+async def translating_death(ref: Ref) -> AsyncIterator[None]:
     """Work done with what that actor lent, in the caller's own task: errors are judged as the actor judges its own."""
     failure: SandkastenError | None = None
     try:
@@ -193,7 +191,7 @@ async def judged(ref: Ref) -> AsyncIterator[None]:
     except SandkastenError as error:
         failure = error
     if failure is not None:
-        told = await ref.judge(failure)
+        told = await ref.translate(failure)
         if told is failure:
             raise failure
         raise told from failure

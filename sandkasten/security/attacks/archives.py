@@ -1,7 +1,8 @@
-"""Hostile archives: what an image to be imported may hold, and what must not happen.
+"""Hostile archives: the dangerous members an image archive may hold, and the damage they must not do.
 
-Each archive is imported into the field's own store; what lies beside it must stay as it was, and what an import lets
-through must be harmless in a session. Sources: tarfile(3), CVE descriptions, overlayfs.rst (whiteouts, xattrs).
+Each archive is imported into the field's own store. Files beside the store must stay as they were, and every file that
+an import lets through must be harmless in a session. Sources: tarfile(3), CVE descriptions, overlayfs.rst (whiteouts,
+xattrs).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from sandkasten.security.attacks.field import Field
 from sandkasten.security.probes.attempt import CANARY, Answers, Attempt, attempt
 
 MAX_BYTES = 4 << 20
-"""What is allowed of an archive's files."""
+"""Bound of an archive's files."""
 _MAX_MEMBERS = 200
 _HARMLESS = ("refused", "harmless")
 
@@ -42,7 +43,7 @@ class Member:
 
 
 _ROOT = (Member("etc", tarfile.DIRTYPE), Member("bin/sh", content=b"#!\n"))
-"""The least that is an image."""
+"""The smallest image."""
 
 
 def _link(name: str, to: str) -> Member:
@@ -50,7 +51,7 @@ def _link(name: str, to: str) -> Member:
 
 
 def _long_chain(outside: str) -> list[Member]:
-    """A path of links so long that a check by path gives up before the kernel does."""
+    """Return a path of links so long that a check by path gives up before the kernel does."""
     part, members, path = "d" * 240, [], ""
     for letter in "abcdefghijklmnop":
         members += [Member(f"{path}{part}", tarfile.DIRTYPE), _link(f"{path}{letter}", part)]
@@ -117,7 +118,7 @@ HOSTILE: dict[str, tuple[str, str, Callable[[str], Sequence[Member]]]] = {
         ],
     ),
 }
-"""By name: in words, what it stands for, and the members for a directory outside."""
+"""Archives by name: a description, the weakness it stands for, and the members for a directory outside."""
 
 
 async def _import(field: Field, members: Sequence[Member], name: str) -> Answers:
@@ -143,7 +144,7 @@ def _try(field: Field, members: Sequence[Member], name: str) -> str:
 
 
 async def _use(field: Field, name: str) -> str:
-    """Make a session of what was imported: it must be one that sees nothing of the host, or none."""
+    """Make a session of the imported image: either it sees nothing of the host, or none is made."""
     try:
         session = await field.supervisor.create(SessionSpec(image=name))
     except SandkastenError:
@@ -160,7 +161,7 @@ async def _use(field: Field, name: str) -> str:
 
 
 def make_tar(members: Sequence[Member]) -> bytes:
-    """Return an archive of these members, whatever they are."""
+    """Return an archive of these members."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for each in members:
@@ -178,7 +179,7 @@ def tree(directory: Path) -> dict[str, bytes]:
 
 
 def find_wrong(root: Path) -> list[str]:
-    """Return what nothing unpacked may hold: devices, privileged bits, attributes of overlays and capabilities."""
+    """Return forbidden traits of an unpacked tree: devices, privileged bits, attributes of overlays, capabilities."""
     wrong = []
     for directory, names, files in os.walk(root):
         for name in [*names, *files]:

@@ -1,7 +1,7 @@
-"""Attacks that use things up: processes, memory, disk, inodes, logs, time. Another session must go on answering.
+"""Attacks that use up processes, memory, disk, inodes, logs or time, while another session must go on answering.
 
-Each is made in a session with small limits, so that the machine is not what is measured. "answers" is what a session
-that has no part in it says meanwhile. Sources: cgroups(7), tmpfs(5), getrlimit(2).
+Each attack is made in a session with small limits, so that the machine's size does not matter. "answers" means that a
+witness, a session without part in the attack, answers meanwhile. Sources: cgroups(7), tmpfs(5), getrlimit(2).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ time.sleep(60)
 
 
 async def _during(field: Field, session_id: str, argv: tuple[str, ...], *, run_s: float) -> str:
-    """Return what the witness says while a program runs in a session for so long; the program is ended then."""
+    """Return the witness's answer while a program runs in a session for some seconds; then end the program."""
     spec = ExecSpec(argv=argv, user=field.exec_user, timeout_ms=round(30_000 * field.patience))
     async with field.supervisor.open_exec(session_id, spec, on_disconnect=OnDisconnect.CANCEL) as stream:
         async with trio.open_nursery() as nursery:
@@ -74,7 +74,7 @@ async def _during(field: Field, session_id: str, argv: tuple[str, ...], *, run_s
 
 
 async def _still_answers(field: Field, session_id: str) -> str:
-    """Return `answers` if the session itself is of use again."""
+    """Return `answers` if the attacked session works again."""
     for _ in range(20):
         result = await field.supervisor.exec(session_id, ExecSpec("echo here", timeout_ms=round(5000 * field.patience)))
         if result.stdout == b"here\n":
@@ -88,7 +88,7 @@ def _python(program: str) -> tuple[str, ...]:
 
 
 def _counted(counter: int | None) -> int:
-    """What can't be counted is no proof that a limit held."""
+    """Return a counter to compare with its limit, huge if unknown: an unknown count is no proof that the limit held."""
     return 1 << 63 if counter is None else counter
 
 
@@ -121,7 +121,7 @@ async def bomb_memory(field: Field) -> Answers:
 
 @attempt("exhaustion.swap", "push memory into the machine's swap", "memory bomb", ("within the limit",))
 async def use_swap(field: Field) -> Answers:
-    """Twice the limit would fit into a swap that is not counted."""
+    """Use twice the memory limit, which would fit into a swap that is not counted."""
     async with field.session(SMALL) as session_id:
         size = 2 * SMALL.memory_mb * _MIB
         result = await field.python(
@@ -159,7 +159,9 @@ async def fill_inodes(field: Field) -> Answers:
     "exhaustion.tmp", "fill memory by way of /tmp, /dev/shm and /run", "memory bomb", (*_FULL, "EACCES", "answers")
 )
 async def fill_tmp(field: Field) -> Answers:
-    """Their pages are the session's memory: full must be an error, not the death of PID 1."""
+    """Fill `/tmp` and `/dev/shm`, whose pages are the session's memory: the result must be an error, not the death of
+    PID 1.
+    """
     answers: dict[str, str] = {}
     for path in ("/tmp/big", "/dev/shm/big", "/run/big"):
         found = await _fill(field, _FILL.format(path=path, limit=200 * _MIB))
@@ -246,7 +248,7 @@ async def signal_everyone(field: Field) -> Answers:
     users=("root",),
 )
 async def signal_pid_1(field: Field) -> Answers:
-    """The kernel takes them; from its own namespace none may end or stop the first process."""
+    """Send every signal to PID 1: from its own namespace none may end or stop it."""
     program = """
 import os
 for number in range(1, 65):
@@ -264,7 +266,7 @@ for number in range(1, 65):
     "exhaustion.deep-tree", "leave a tree that can't be removed", "denial of service by clean-up", ("gone", "answers")
 )
 async def leave_deep_tree(field: Field) -> Answers:
-    """Three thousand directories deep, and some that their owner locked."""
+    """Leave a tree of three thousand nested directories, with some locked by their owner."""
     program = """
 import os
 os.chdir("/workspace")

@@ -1,7 +1,7 @@
-"""Where attempts are made: a supervisor of their own, a session to attack from, a neighbour, a witness, canaries.
+"""The field of all attempts: a supervisor of its own, a session to attack from, a neighbour, a witness, canaries.
 
 Owns everything that must be gone afterwards. The data directory is a temporary one beside the configured one, on the
-same file system, with the configured protections; sessions that people use are not touched.
+same file system, with the configured protections; the installation's own sessions are not touched.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ SANDBOX, ROOT = "sandbox", "root"
 USERS = (SANDBOX, ROOT)
 PROBES = "/tmp/probes.zip"
 SMALL = Limits(cpu=0.5, memory_mb=96, pids=48, disk_mb=24, disk_inodes=2000)
-"""What a session gets whose limits are tried."""
+"""Limits of a session whose limits are tried."""
 
 _ORDINARY = Limits(cpu=1.0, memory_mb=256, pids=128, disk_mb=64)
 _PLANT_S = 10.0
 _MAX_IMPORT_MB = 4
-"""So that a bomb goes off, if it does, before the disk is full."""
+"""Bound that ends a bomb before the disk is full."""
 _PORT = 47808
 
 
 @attrs.frozen
 class Field:
-    """Everything an attack may use. `patience` stretches every time limit, for machines that are slow."""
+    """The means of an attack. `patience` stretches every time limit, for slow machines."""
 
     supervisor: LocalSupervisor
     config: Config
@@ -55,12 +55,12 @@ class Field:
 
     @property
     def exec_user(self) -> str | None:
-        """The user as a command names it; None is the sandbox user."""
+        """User name for a command; None is the sandbox user."""
         return None if self.user == SANDBOX else self.user
 
     @asynccontextmanager
     async def session(self, limits: Limits = _ORDINARY, *, workspace_id: str | None = None) -> AsyncIterator[str]:
-        """A new session, destroyed afterwards; yields its id."""
+        """Make a session for the block, destroyed afterwards; yield its id."""
         spec = SessionSpec(image="host", limits=limits, workspace_id=workspace_id)
         session = await self.supervisor.create(spec)
         try:
@@ -70,13 +70,13 @@ class Field:
                 await self.supervisor.destroy(session.id)
 
     async def run(self, session_id: str, command: str, *, timeout_s: float = 10.0) -> ExecResult:
-        """Run a shell command as the user who attacks."""
+        """Run a shell command as the attacking user."""
         timeout_ms = round(timeout_s * self.patience * 1000)
         spec = ExecSpec(command, stateless=True, user=self.exec_user, timeout_ms=timeout_ms)
         return await self.supervisor.exec(session_id, spec)
 
     async def python(self, session_id: str, program: str, *, timeout_s: float = 10.0) -> ExecResult:
-        """Run a Python program as the user who attacks."""
+        """Run a Python program as the attacking user."""
         timeout_ms = round(timeout_s * self.patience * 1000)
         argv = ("python3", "-I", "-S", "-c", program)
         return await self.supervisor.exec(session_id, ExecSpec(argv=argv, user=self.exec_user, timeout_ms=timeout_ms))
@@ -89,7 +89,7 @@ class Field:
         return await self.supervisor.exec(session_id, ExecSpec(argv=argv, user=self.exec_user, timeout_ms=timeout_ms))
 
     async def ask_witness(self, answer_s: float = 5.0) -> str:
-        """Return `answers` if a session that has no part in it still runs a command in good time."""
+        """Return `answers` if the witness still runs a command in good time."""
         with trio.move_on_after(answer_s * self.patience):
             result = await self.supervisor.exec(self.witness, ExecSpec("echo here"))
             return "answers" if result.stdout == b"here\n" else f"says {result.output[:80]!r}"
@@ -105,7 +105,7 @@ async def put(supervisor: LocalSupervisor, session_id: str, path: str, content: 
 
 @asynccontextmanager
 async def open_field(config: Config, *, patience: float = 1.0) -> AsyncIterator[Field]:
-    """Lay out the field; nothing of it is left afterwards."""
+    """Make the field for the block, and remove all of it afterwards."""
     with _directories(config.data_dir) as (data_dir, outside):
         own = attrs.evolve(
             config,
@@ -147,13 +147,13 @@ async def _plant(field: Field) -> None:
 
 
 def secret() -> str:
-    """Return a new secret that is known by its beginning wherever it turns up."""
+    """Return a new secret, recognizable by its beginning."""
     return CANARY + secrets.token_hex(16)
 
 
 @contextmanager
 def _directories(configured: Path) -> Iterator[tuple[Path, Path]]:
-    """Make the data directory, on the file system of the configured one, and a directory that nobody may touch."""
+    """Make the data directory, on the file system of the configured one, and a forbidden directory beside it."""
     parent = configured if configured.is_dir() else Path(tempfile.gettempdir())
     base = Path(tempfile.mkdtemp(prefix="sandkasten-attack-", dir=parent))
     try:

@@ -1,7 +1,8 @@
 """Attacks on the file interface: links, races, special files, paths that lead out, files left behind for the host.
 
-Made from outside, through the supervisor, against files that a program inside prepared. Whatever is refused must be
-refused with an error that says so; whatever is read must be the session's own.
+Made from outside, through the supervisor, against files that a program inside prepared. A refusal must be an error that
+says so, and content that is read must be the session's own.
+
 Sources: openat2(2), symlink(7), renameat2(2) RENAME_EXCHANGE.
 """
 
@@ -32,7 +33,7 @@ print("ready", flush=True)
 while True:
     libc.renameat2(-100, b"flip", -100, b"flop", 2)
 """
-"""Exchanges a directory and a symbolic link, as fast as it can."""
+"""Program that exchanges a directory and a symbolic link as fast as it can."""
 EXCHANGE = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -45,11 +46,11 @@ while True:
         except OSError:
             pass
 """
-"""Exchanges a file and a hard link to `kept`, and makes the link again when it was replaced."""
+"""Program that exchanges a file and a hard link to `kept`, and renews the link when it was replaced."""
 
 
 async def _read(field: Field, session_id: str, path: str) -> str:
-    """Return what reading a file came to: the name of the refusal, or whose content it was."""
+    """Return the result of reading a file: the name of the refusal, or the owner of the content."""
     try:
         async with field.supervisor.open_read(session_id, path, max_bytes=_MAX_BYTES) as reader:
             content = b"".join([piece async for piece in reader])
@@ -89,7 +90,7 @@ async def follow_link(field: Field) -> Answers:
     ("own file or refused",),
 )
 async def race_link(field: Field) -> Answers:
-    """What is a directory when the path is looked at is a link to the host's when it is opened."""
+    """Race: a directory at the look is a link to the host's when it is opened."""
     seen: set[str] = set()
     async with field.session() as session_id, trio.open_nursery() as nursery:
         nursery.start_soon(_flip, field, session_id, str(field.outside))
@@ -115,7 +116,7 @@ async def _wait_file(field: Field, session_id: str, path: str) -> None:
 
 
 def changed(directory: Path) -> list[str]:
-    """Return what is wrong with the directory that nobody may touch."""
+    """Return the changes in the forbidden directory."""
     names = sorted(os.listdir(directory))
     content = (directory / "secret").read_bytes()
     wrong = [] if names == ["secret"] else [f"outside has {', '.join(names)}"]
@@ -124,7 +125,7 @@ def changed(directory: Path) -> list[str]:
 
 @attempt("files.hard-link", "change a file of the image by a hard link to it", "hard-link attack", ("unchanged",))
 async def change_by_hard_link(field: Field) -> Answers:
-    """Writing replaces, it never writes through: whatever the name was linked to keeps its content."""
+    """Writing replaces a name and never writes through a link: the linked file keeps its content."""
     async with field.session() as session_id:
         made = "cd /workspace; echo first > a; ln a b; ln /etc/passwd p 2>/dev/null; true"
         await field.run(session_id, made)
@@ -141,7 +142,7 @@ async def change_by_hard_link(field: Field) -> Answers:
 
 @attempt("files.hard-link-race", "have a write go through a hard link", "CWE-62", ("unchanged",))
 async def race_hard_link(field: Field) -> Answers:
-    """The name that is written to is, every other moment, that of a file which must not change."""
+    """Race: the written name is, every other moment, that of a file which must not change."""
     async with field.session() as session_id:
         await field.run(session_id, "cd /workspace; echo first > kept; echo mine > flop; ln kept flip")
         async with trio.open_nursery() as nursery:
@@ -176,7 +177,7 @@ async def read_special(field: Field) -> Answers:
 
 @attempt("files.paths", "name files out of the session", "path traversal", (*_REFUSED, "nothing outside"))
 async def name_outside(field: Field) -> Answers:
-    """Going up from the root stays there, so a write may well succeed: in the session."""
+    """Paths that go up from the root stay there, so a write may succeed: in the session."""
     async with field.session() as session_id:
         secret = str(field.outside / "secret")
         up = "../" * 30
@@ -190,7 +191,7 @@ async def name_outside(field: Field) -> Answers:
     "files.of-pid1", "read what PID 1 sees of itself: its environment, memory, descriptors", "confused deputy", _REFUSED
 )
 async def read_as_pid_1(field: Field) -> Answers:
-    """The runner opens the files, so /proc/self is its own: the path must be refused before that."""
+    """The runner opens the files, so `/proc/self` is the runner's own: the path must be refused before."""
     names = ("self/environ", "self/mem", "self/maps", "1/environ", "self/root/etc/shadow", "self/fd/3", "self/exe",
              "thread-self/environ", "self/task/1/environ")  # fmt: skip
     async with field.session() as session_id:
@@ -212,7 +213,7 @@ async def read_endless(field: Field) -> Answers:
     ("the session's ids",),
 )
 async def leave_setuid(field: Field) -> Answers:
-    """What lies on the host's disk has an id of the session's own range, in a directory that only root enters."""
+    """Files on the host's disk have ids of the session's own range, in a directory that only root enters."""
     async with field.session() as session_id:
         await field.run(session_id, "cp /bin/sh /workspace/left; chmod 6755 /workspace/left; mkdir -m 777 /tmp/open")
         found = await trio.to_thread.run_sync(_owners, field.config.data_dir / "sessions" / session_id, "left")
@@ -232,7 +233,7 @@ def _owners(root: Path, name: str) -> dict[str, int]:
 
 @attempt("files.image", "change the image that the next session gets", "tampering between sessions", ("unchanged",))
 async def change_image(field: Field) -> Answers:
-    """As root, the session may change what it sees; the files below stay as they are."""
+    """As root, the session may change its own view; the files below stay as they are."""
     change = (
         "for f in /etc/passwd /etc/hosts /usr/bin/env /bin/sh; do echo evil >> $f; rm -f $f; done; "
         "echo evil > /etc/profile; mkdir /evil; true"

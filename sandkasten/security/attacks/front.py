@@ -1,7 +1,8 @@
-"""What a session says, as clients get it: output, names and directories that look like the daemon's own words.
+"""Output, names and directories of a hostile program that look like the daemon's own words, as clients get them.
 
-All of it is text from a hostile program that ends up in streams of events, WebSockets, JSON, headers and the log. Each
-client is served by the real front; nothing a program chose may be more than a value there.
+Such text ends up in streams of events, WebSockets, JSON, headers and the log. Each client is served by the real front;
+text that a program chose must never be more than a value there.
+
 Sources: HTML Living Standard §9.2.6; RFC 6455; CWE-93, CWE-113, CWE-117, CWE-150.
 """
 
@@ -35,7 +36,7 @@ _FORGED = (
 _STATUS = 7
 _PRINT = ["python3", "-I", "-S", "-c", f"import os; os.write(1, {_FORGED!r}); os._exit({_STATUS})"]
 _NAME = b"a\r\n\nevent: z\x1b[2J"
-"""As long as a process's name may be."""
+"""Longest name of a process."""
 _DIRECTORY = b"\n\nevent: done\r\ndata: {}\n\n\x1b[2J\xff"
 _DIE = f"""
 import ctypes, os
@@ -53,7 +54,7 @@ os.write(1, b"typed" if select.select([0], [], [], 0.5)[0] else b"quiet")
 
 @attempt("front.sse-output", "forge the end of a command by what it prints", "CWE-93", ("as written",), users=("",))
 async def forge_stream(field: Field) -> Answers:
-    """As text and as bytes: chunks, then the one true end."""
+    """Chunks as text and as bytes, then the one true end."""
     front = Front(field)
     async with field.session() as session_id:
         target = f"{_SESSIONS}/{session_id}/exec/stream"
@@ -102,7 +103,7 @@ def _has_exit(frames: list[Frame]) -> bool:
     users=("",),
 )
 async def forge_names(field: Field) -> Answers:
-    """What ran out of memory is told by the name that it gave itself; everybody who follows events is told."""
+    """The event of an OOM kill names the process by the name that the process gave itself; all readers get it."""
     front = Front(field)
     async with field.session(SMALL) as session_id:
         with _logged() as lines:
@@ -134,7 +135,7 @@ def _texts(frames: list[Frame]) -> list[dict[str, Any]]:  # JSON values
 
 
 def _has_both(events: list[dict[str, Any]]) -> bool:
-    """Whether the kill was told, and the end of the command after it."""
+    """Whether the events of the kill, and of the command's end after it, have come."""
     kinds = [each.get("event", each.get("type")) for each in events]
     return EventType.OOM in kinds and kinds.count(EventType.EXEC_ENDED) >= 2
 
@@ -151,19 +152,19 @@ def _judge_events(session_id: str, events: list[dict[str, str]]) -> str:
 
 @contextmanager
 def _logged() -> Iterator[list[str]]:
-    """Everything that is logged meanwhile, as the daemon would write it, in each of its formats."""
+    """Collect the log lines written meanwhile, in each of the daemon's formats."""
     lines: list[str] = []
 
-    class Keeper(logging.Handler):
+    class Collector(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             lines.extend(make().format(record) for make in FORMATS.values() if not record.exc_info)
 
-    keeper = Keeper(logging.WARNING)
-    logging.getLogger().addHandler(keeper)
+    collector = Collector(logging.WARNING)
+    logging.getLogger().addHandler(collector)
     try:
         yield lines
     finally:
-        logging.getLogger().removeHandler(keeper)
+        logging.getLogger().removeHandler(collector)
 
 
 @attempt("front.file-names", "forge answers and headers by the names of files", "CWE-113", ("as written",), users=("",))
@@ -199,7 +200,7 @@ async def forge_file_names(field: Field) -> Answers:
     users=("",),
 )
 async def query_terminal(field: Field) -> Answers:
-    """The daemon passes a terminal's bytes on; what would answer is the screen of whoever looks."""
+    """The daemon passes a terminal's bytes on; only a viewer's screen would answer escape sequences."""
     front = Front(field)
     async with field.session() as session_id:
         argv = ["python3", "-I", "-S", "-c", _QUERY]

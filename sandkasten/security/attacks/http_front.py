@@ -1,7 +1,7 @@
-"""The HTTP front of the field's supervisor, asked without a network: what came out of a session as a client gets it.
+"""The HTTP front of the field's supervisor, asked without a network: text out of a session as a client gets it.
 
-Speaks ASGI to the real application. What reads the answers is strict: whatever a client's parser might take for more
-than it is raises `ValueError`. Sources: asgi.readthedocs.io; HTML Living Standard §9.2.6; RFC 6455 §5.2.
+Speaks ASGI to the real application. The parsers here are strict: bytes that a client's parser might take for more than
+one value raise `ValueError`. Sources: asgi.readthedocs.io; HTML Living Standard §9.2.6; RFC 6455 §5.2.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Frame = tuple[int, bytes]
 
 @attrs.frozen
 class Reply:
-    """One answer."""
+    """Status, headers and body of one answer."""
 
     status: int
     headers: tuple[tuple[bytes, bytes], ...]
@@ -38,7 +38,7 @@ class Reply:
 
 
 class Front:
-    """See the module's docstring."""
+    """Client of the field's front, in this process."""
 
     def __init__(self, field: Field) -> None:
         supervisor, key = field.supervisor, str(field.config.api_key)
@@ -48,8 +48,9 @@ class Front:
     async def ask(
         self, method: str, target: str, value: object = None, *, until: Callable[[bytes], bool] | None = None
     ) -> Reply:
-        """Return the answer to a request with a value as its JSON body; of one without an end what came when `until`
-        held."""
+        """Return the answer to a request with a value as its JSON body; of an endless answer, the part until `until`
+        held.
+        """
         bodies = [b"" if value is None else orjson.dumps(value)]
         heads: list[Message] = []
         heard, has_left = bytearray(), trio.Event()
@@ -73,7 +74,7 @@ class Front:
         return Reply(heads[0]["status"], tuple(heads[0]["headers"]), bytes(heard))
 
     async def talk(self, target: str, said: Sequence[object], *, until: Callable[[list[Frame]], bool]) -> list[Frame]:
-        """Return what a WebSocket heard until `until` held, having said these values as JSON."""
+        """Send these values as JSON over a WebSocket, and return the messages received until `until` held."""
         messages: list[Message] = [{"type": "websocket.connect"}]
         messages += [{"type": "websocket.receive", "text": orjson.dumps(each).decode()} for each in said]
         heard, has_left = bytearray(), trio.Event()
@@ -131,7 +132,7 @@ def read_events(body: bytes) -> list[dict[str, str]]:
 
 
 def read_frames(data: bytes) -> list[Frame]:
-    """Return the messages in what a server sent; of the last one all must be there."""
+    """Return the messages in a server's bytes; the last one must be complete."""
     frames, place = [], 0
     while place < len(data):
         first, short = data[place : place + 2]

@@ -1,6 +1,6 @@
-"""Packs the attempts that are made inside into one file that a session's own Python runs. Owns nothing else.
+"""Packing of the attempts made inside into one file that a session's own Python runs.
 
-They import nothing but the standard library, and each other by the names they have here.
+The packed modules import the standard library alone, and each other by their names here.
 """
 
 from __future__ import annotations

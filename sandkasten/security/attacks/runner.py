@@ -1,8 +1,9 @@
-"""A PID 1 that turned hostile: what it may send the daemon, and what must come of it.
+"""Attacks by a hostile PID 1: messages to the daemon that break the protocol.
 
-The attack puts a listener where the runner's socket was, as a runner under foreign control would be. A violation must
-be a typed error for the caller and the end of that session; every other session goes on.
-Sources: runner/wire/protocol.py (what is allowed), CWE-20, CWE-400, CWE-502.
+The attack puts a listener in place of the runner's socket, as a runner under foreign control would. A violation must be
+a typed error for the caller and the end of that session; every other session goes on.
+
+Sources: runner/wire/protocol.py (the allowed messages), CWE-20, CWE-400, CWE-502.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _END_S = 10.0
 _FLOOD_S = 1.0
 _MAX_READ_BYTES = 1 << 20
 _MOST_PORT_EVENTS = 240
-"""As docs/events.md promises for a minute."""
+"""The bound that docs/events.md promises for a minute."""
 _SENT_DESCRIPTORS = 200
 
 REPLIES: Mapping[str, tuple[str, str, bytes]] = {
@@ -65,7 +66,7 @@ REPLIES: Mapping[str, tuple[str, str, bytes]] = {
         encode_frame(Kind.STARTED, b'{"type":"Started","exec_id":7}'),
     ),
 }
-"""What a hostile runner says, by name: in words, the weakness it stands for, the bytes."""
+"""Messages of a hostile runner by name: a description, the weakness, the bytes."""
 
 _HEAD = encode_frame(Kind.STARTED, b'{"type":"FileInfo","path":"/workspace/f","size_bytes":9,"truncated":false}')
 
@@ -91,7 +92,7 @@ FILE_REPLIES: Mapping[str, tuple[str, str, bytes, bytes]] = {
         b"",
     ),
 }
-"""The same to a request for a file: what is said first, and then over and over."""
+"""Answers of a hostile runner to a request for a file: the first bytes, then bytes repeated for ever."""
 
 _PORTS = encode_frame(Kind.STARTED, b'{"type":"Started","exec_id":"x"}')
 _FLOOD = b"".join(
@@ -132,7 +133,7 @@ async def impostor(
 
 
 def _listen_instead(path: Path) -> socket.socket:
-    """Bind beneath a descriptor of the directory: a long path does not fit into a socket address."""
+    """Bind below a descriptor of the directory: a long path does not fit into a socket address."""
     path.unlink()
     directory_fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     plain = socket.socket(socket.AF_UNIX)
@@ -180,7 +181,7 @@ async def _run(field: Field, victim: str) -> str:
 
 
 async def _read(field: Field, victim: str) -> str:
-    """Give up where the daemon should have: an attempt must not become one on ourselves."""
+    """Read a file, and give up where the daemon should have: the attempt must not exhaust its own process."""
     size = pieces = 0
     async with field.supervisor.open_read(victim, "f", max_bytes=_MAX_READ_BYTES) as reader:
         async for piece in reader:
@@ -210,7 +211,7 @@ def _attempt(name: str, what: str, stands_for: str, asks: Asks, said: bytes, aga
     "runner.descriptors", "fill the daemon's table of descriptors", "CWE-769", (*_REFUSED, "none kept"), users=("",)
 )
 async def send_descriptors(field: Field) -> Answers:
-    """Nothing of ours takes descriptors from a sandbox, so the kernel closes those that ride along."""
+    """The daemon takes no descriptor from a sandbox, so the kernel closes those that are sent along."""
     held = os.open(field.outside / "secret", os.O_RDONLY | os.O_CLOEXEC)
     try:
         answers = await _say(field, _run, REPLIES["no-json"][2], fds=[held] * _SENT_DESCRIPTORS)
@@ -229,7 +230,9 @@ def _leads_to(fd: str, path: Path) -> bool:
 
 @attempt("runner.events", "flood the journal with ports", "CWE-770", ("answers", "bounded"), users=("",))
 async def flood_events(field: Field) -> Answers:
-    """The connection that is open is held by a file, so that ports are watched on one of ours."""
+    """Flood the journal with port events. An open file occupies one connection, so that the ports are watched on
+    another.
+    """
     async with field.session() as victim:
         await put(field.supervisor, victim, "f", bytes(8 * _MAX_READ_BYTES))
         async with (

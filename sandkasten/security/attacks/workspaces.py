@@ -1,7 +1,8 @@
-"""Attacks on the files of workspaces, while a program in a session of the same workspace changes them under our hands.
+"""Attacks on the files of workspaces, while a program in a session of the same workspace changes them.
 
-The daemon lists, reads, writes, removes, packs and unpacks them without a session. What is tried is tried against the
-sandbox that serves them, and through it against the host. Whatever is refused is refused with an error that says so.
+The daemon lists, reads, writes, removes, packs and unpacks these files without a session, in a sandbox that serves
+them. The attacks try that sandbox, and through it the host. A refusal must be an error that says so.
+
 Sources: openat2(2), renameat2(2) RENAME_EXCHANGE, CVE descriptions, tar(5).
 """
 
@@ -25,7 +26,7 @@ from sandkasten.security.probes.attempt import CANARY, Answers, Attempt, NotAppl
 _MAX_BYTES = 1 << 20
 _ROUNDS = 12
 _ROUNDS_S = 6.0
-"""On a slow machine there are fewer rounds."""
+"""Seconds of each race; a slow machine makes fewer rounds."""
 _HARMLESS = ("refused", "harmless")
 _OWN = "own files or refused"
 _FLIP = """
@@ -49,7 +50,7 @@ while True:
     libc.renameat2(-100, b"flip", -100, b"flop", 2)
     time.sleep(0)
 """
-"""Exchanges a directory and a symbolic link, all the time, and makes again what was removed of them."""
+"""Program that exchanges a directory and a symbolic link for ever, and makes removed ones again."""
 _RESIZE = """
 import os, tarfile
 forged = tarfile.TarInfo("evil").tobuf() * 1024
@@ -59,7 +60,7 @@ while True:
     os.pwrite(fd, forged[: 512 * (os.getpid() % 7 + 1)], 0)
     os.pwrite(fd, forged, 0)
 """
-"""A file that grows and shrinks, and whose content is headers of an archive."""
+"""Program whose file grows and shrinks, and holds headers of an archive."""
 _SPECIAL = """
 import os, socket
 os.chdir("/workspace")
@@ -81,10 +82,10 @@ for _ in range(1200):
 
 @asynccontextmanager
 async def new_workspace(field: Field) -> AsyncIterator[str]:
-    """A workspace of its own, deleted afterwards with whatever has it; yields its id.
+    """Make a workspace for the block, deleted afterwards with its sessions; yield its id.
 
     Raises:
-        NotApplicable: there are none in this installation.
+        NotApplicable: this installation has no workspaces.
     """
     if not field.config.workspace.enabled:
         raise NotApplicable("workspaces are switched off")
@@ -100,7 +101,7 @@ async def new_workspace(field: Field) -> AsyncIterator[str]:
 
 
 async def _beside(field: Field, program: str, waits_for: str, work: Callable[[str], Awaitable[str]]) -> Answers:
-    """Do some work on a workspace, again and again, beside a program that changes its files."""
+    """Repeat some work on a workspace beside a program that changes its files."""
     seen: set[str] = set()
     rounds = 0
     async with (
@@ -125,7 +126,7 @@ async def _beside(field: Field, program: str, waits_for: str, work: Callable[[st
 
 
 def _is_refusal(error: SandkastenError) -> bool:
-    """Whether it speaks of the files, and not of what serves them."""
+    """Whether an error is about the files, and not about the sandbox that serves them."""
     return isinstance(error, ClientError) or type(error) is SandboxError
 
 
@@ -143,7 +144,7 @@ async def _read(field: Field, workspace_id: str, path: str) -> bytes:
 
 
 async def _write(field: Field, workspace_id: str, path: str) -> None:
-    """Write, unless that is refused: files of the session's root are not the daemon's to replace."""
+    """Write a file, unless refused: files of the session's root are not the daemon's to replace."""
     try:
         async with field.supervisor.open_workspace_write(workspace_id, path) as writer:
             await writer.send(b"evil")
@@ -186,7 +187,7 @@ async def race_write(field: Field) -> Answers:
 
 @attempt("workspaces.remove-race", "exchange a directory for a link while it is removed", "CVE-2022-21658", (_OWN,))
 async def race_remove(field: Field) -> Answers:
-    """A removal that looks first and goes in by name afterwards empties what the link leads to."""
+    """A removal that looks first and enters by name afterwards would empty the link's target."""
 
     async def work(workspace_id: str) -> str:
         await field.supervisor.remove_file(workspace_id, "flip", recursive=True)
@@ -221,14 +222,14 @@ async def forge_export(field: Field) -> Answers:
 
 
 def _members(packed: bytes) -> set[str]:
-    """Return the names in an archive, which must be a whole one."""
+    """Return the names in an archive, which must be complete."""
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         return {each.name for each in archive.getmembers()}
 
 
 @attempt("workspaces.hard-link-race", "have a write go through a hard link", "CWE-62", ("unchanged",))
 async def race_hard_link(field: Field) -> Answers:
-    """The name that is written to is, every other moment, that of a file which must not change."""
+    """Race: the written name is, every other moment, that of a file which must not change."""
     async with new_workspace(field) as workspace_id, field.session(workspace_id=workspace_id) as session_id:
         await field.run(session_id, "cd /workspace; echo first > kept; echo mine > flop; ln kept flip")
         async with trio.open_nursery() as nursery:
@@ -298,7 +299,7 @@ async def serve_deep_tree(field: Field) -> Answers:
 
 
 def _find_left(field: Field) -> list[str]:
-    """Return what is left of workspaces, and what waits to be removed."""
+    """Return the directories of workspaces, and those in the trash."""
     return [name for place in ("workspaces", "trash") for name in os.listdir(field.config.data_dir / place)]
 
 
@@ -325,7 +326,7 @@ async def _import(field: Field, members: Sequence[Member]) -> Answers:
 
 
 async def _use(field: Field, workspace_id: str) -> str:
-    """Let a session and the daemon read whatever was unpacked."""
+    """Read the unpacked files by a session and by the daemon."""
     async with field.session(workspace_id=workspace_id) as session_id:
         shown = await field.run(session_id, "cd /workspace; cat -- * */* 2>/dev/null | head -c 1000000")
     packed = await _pack(field, workspace_id)
@@ -341,6 +342,6 @@ def _attempt(name: str, what: str, stands_for: str, make: Callable[[str], Sequen
 
 
 _OF_IMAGES = ("members", "mount-points", "libraries")
-"""What means nothing where no root file system is made."""
+"""Attempts without a meaning where no root file system is made."""
 IMPORTS = tuple(_attempt(name, *each) for name, each in HOSTILE.items() if name not in _OF_IMAGES)
 WORKSPACES = (*collect(globals()), *IMPORTS)

@@ -1,8 +1,7 @@
-"""What an attempt is, and how its answers become a verdict. Shared by what runs inside a session and by the daemon.
+"""The shape of an attempt, and the one rule that makes a verdict of its answers. Shared by sessions and the daemon.
 
-Owns the shape and the one rule of judging: an attempt is held if every answer it got is among those expected. Any other
-answer counts as broken, an unknown error included, so that an attempt which has gone stale can't pass.
-Standard library only: it is sent into sessions.
+An attempt is held if every answer is among those expected. Any other answer counts as broken, an unknown error
+included, so that an attempt which has gone stale can't pass. Standard library only: the module is sent into sessions.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from typing import Any
 HELD, BROKEN, NOT_APPLICABLE = "held", "BROKEN", "not applicable"
 
 Answers = Mapping[str, str]
-"""What was tried, and what came of it: the name of an errno, `ok`, or a few words."""
+"""Steps of an attempt and their answers: the name of an errno, `ok`, or a few words."""
 
 
 class NotApplicable(Exception):
-    """This attempt says nothing here; the message says why."""
+    """Raised by an attempt that proves nothing here; the message says why."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was seen, and what that means."""
+    """Observation of an attempt, and its verdict."""
 
     verdict: str
     seen: str
@@ -33,10 +32,10 @@ class Outcome:
 class Attempt:
     """One line of the catalogue.
 
-    `stands_for` is the attack class or the CVE. `run` makes the attempt and returns its answers. `users` are those it
-    is made as; "" means that no user of a session matters. `layer` names the protection that alone refuses it: with
-    that one off, it is expected to be BROKEN. `control` says how the same attempt is shown to succeed unprotected:
-    "neighbour" inside the session that is looked for, "host" outside as root in namespaces of its own.
+    `stands_for` is the attack class or the CVE. `run` makes the attempt and returns its answers. `users` are the users
+    to attack as; "" means that no user of a session is involved. `layer` names the only protection that refuses the
+    attempt: with that protection off, the attempt is expected to be BROKEN. `control` says where the attempt is shown
+    to succeed unprotected: "neighbour" inside the neighbour's session, "host" outside as root in namespaces of its own.
     """
 
     id: str
@@ -52,7 +51,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Target:
-    """What an attempt inside has to know of the outside. No secret is among it: what leaks is found by its pattern."""
+    """Facts of the outside for attempts inside. No secret is among them: leaks are found by their pattern."""
 
     outside_pid: int = 0
     outside_paths: tuple[str, ...] = ()
@@ -63,7 +62,7 @@ class Target:
 
 
 CANARY = "sk-canary-"
-"""How every secret begins that is laid out to be found; 32 hexadecimal digits follow."""
+"""Beginning of every secret that is laid out to be found; 32 hexadecimal digits follow."""
 
 
 def attempt(
@@ -76,7 +75,7 @@ def attempt(
     layer: str = "",
     control: str = "",
 ) -> Callable[[Callable[[Any], Any]], Attempt]:
-    """Make an `Attempt` of the function that makes it; `name` is `GROUP.NAME`."""
+    """Return a decorator that makes an `Attempt` of a function; `name` is `GROUP.NAME`."""
 
     def wrap(run: Callable[[Any], Any]) -> Attempt:
         group = name.partition(".")[0]
@@ -91,7 +90,7 @@ def collect(namespace: Mapping[str, object]) -> tuple[Attempt, ...]:
 
 
 def judge(expected: tuple[str, ...], answers: Answers) -> Outcome:
-    """Return the verdict on what came of an attempt; no answer at all is no hold."""
+    """Return the verdict on the answers of an attempt; no answer at all is no hold."""
     wrong = {name: answer for name, answer in answers.items() if answer not in expected}
     shown = wrong or answers
     by_answer: dict[str, list[str]] = {}

@@ -25,12 +25,14 @@ _MS_REMOUNT, _MS_BIND, _MS_MOVE, _MS_PRIVATE = 32, 4096, 8192, 1 << 18
 _NS_GET_USERNS, _NS_GET_PARENT = 0xB701, 0xB702
 
 _OF_ROOT_INSIDE = 0b1111_1011
-"""CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID: over what is the session's own, nothing else."""
+"""CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID: powers over the session's own objects alone."""
 
 
 @attempt("namespaces.unshare", "make a namespace of each kind", "CVE-2022-0185", _NO_NAMESPACE, control="host")
 def unshare(target: Target) -> Answers:
-    """With a user namespace of its own, a program has every capability over the others, and the kernel's bugs there."""
+    """In a user namespace of its own a program has every capability over the others, and reaches the kernel's bugs
+    there.
+    """
     return {name: call("unshare", flag) for name, flag in _KINDS.items()}
 
 
@@ -68,7 +70,7 @@ def clone(target: Target) -> Answers:
     control="host",
 )
 def enter(target: Target) -> Answers:
-    """EINVAL is what a process gets that is in that user namespace already."""
+    """A process that is in that user namespace already gets EINVAL."""
     answers = {}
     for pid in ("self", "1"):
         for name in _KINDS:
@@ -109,7 +111,7 @@ def rename_host(target: Target) -> Answers:
 
 @attempt("namespaces.clock", "set the machine's clock", "tampering", ("EPERM", "ENOSYS"))
 def set_clock(target: Target) -> Answers:
-    """To what it is already, and one of the clock's estimates: who may do it does no harm."""
+    """Set the clock to the present time and one of its estimates to its present value: success does no harm."""
     seconds, nanoseconds = divmod(time.time_ns(), 10**9)
     estimate = struct.pack("I", 8) + bytes(204)
     return calls(
@@ -178,7 +180,7 @@ def become_root(target: Target) -> Answers:
     users=("sandbox",),
 )
 def become_runner(target: Target) -> Answers:
-    """Its uid could signal it, and open the files that only it may."""
+    """The runner's uid could signal the runner, and open the files that only the runner may."""
     return {
         "setresuid": answer(os.setresuid, 65535, 65535, 65535),
         "setresgid": answer(os.setresgid, 65535, 65535, 65535),
@@ -271,7 +273,7 @@ def find_shared(target: Target) -> Answers:
     control="host",
 )
 def set_overlay_attributes(target: Target) -> Answers:
-    """Attributes that an overlay believes could show files of another place, or merge what was removed."""
+    """Attributes of overlays could show files of another place, or merge removed ones back."""
     path = f"/tmp/overlay-{os.getpid()}"
     os.mkdir(path)
     try:

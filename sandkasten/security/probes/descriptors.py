@@ -21,7 +21,7 @@ _HARMLESS = ("/dev/null", "pipe:", "socket:")
     "descriptors.inherited", "find an open descriptor that was not meant for a command", "CVE-2024-21626", ("none",)
 )
 def find_inherited(target: Target) -> Answers:
-    """0, 1 and 2 are the command's streams; anything else came by mistake, a directory of the host at worst."""
+    """Descriptors 0, 1 and 2 are the command's streams; any other came by mistake, a directory of the host at worst."""
     wrong = [
         f"{fd} -> {name}"
         for fd, name in target.inherited.items()
@@ -120,7 +120,7 @@ def claim_credentials(target: Target) -> Answers:
     "descriptors.runner-connection", "connect to the runner's socket by any name", "runner impersonation", ("no name",)
 )
 def reach_runner(target: Target) -> Answers:
-    """It was bound outside; inside it has neither a path nor an entry. Root may look into the runner's directory."""
+    """The runner's socket was bound outside; inside it has neither a path nor an entry. Root may read its directory."""
     with open("/proc/net/unix") as file:
         bound = [line.split()[7] for line in file.readlines()[1:] if len(line.split()) > 7]
     names = [name for name in bound if "sock" in name or "sandkasten" in name]

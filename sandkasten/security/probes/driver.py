@@ -1,7 +1,7 @@
-"""Runs attempts inside a session, each in a fork of its own with a time limit, and prints one line of JSON for each.
+"""The driver of attempts inside a session: each runs in a fork of its own with a time limit; one line of JSON for each.
 
-`python3 probes.zip TARGET NAME…`: TARGET is the JSON of a `Target`. A fork that dies without an answer is an answer:
-the name of the signal. The daemon trusts none of it further than any output of a session.
+`python3 probes.zip TARGET NAME…`: TARGET is the JSON of a `Target`. A fork that dies without an answer gives one: the
+name of the signal. The daemon trusts the lines no further than any output of a session.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def parse_target(text: str) -> Target:
 
 
 def descriptors() -> dict[str, str]:
-    """Return what this process has open, by descriptor; the one that lists them is left out."""
+    """Return the targets of this process's descriptors, without the one that lists them."""
     found = {}
     for fd in os.listdir("/proc/self/fd"):
         try:

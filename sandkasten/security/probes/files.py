@@ -25,7 +25,7 @@ _DEVICES = ("mem", "kmem", "port", "kmsg", "console", "tty0", "vcs", "sda", "vda
             "userfaultfd", "dri/card0", "btrfs-control", "hwrng", "rtc0", "hpet", "nvram", "ppp", "autofs", "cuse",
             "vfio/vfio", "watchdog", "ashmem", "binder")  # fmt: skip
 _HARMLESS = {(1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (5, 0), (5, 2)}
-"""null, zero, full, random, urandom, tty, ptmx."""
+"""Devices of a session: null, zero, full, random, urandom, tty, ptmx."""
 
 
 @attempt(
@@ -37,7 +37,7 @@ def read_kernel(target: Target) -> Answers:
 
 @attempt("proc.sysrq", "reboot the host by /proc/sysrq-trigger", "CVE-2025-52881", _REFUSED)
 def trigger_sysrq(target: Target) -> Answers:
-    """Opened for writing only: nothing is written."""
+    """Opens the files for writing only, and writes nothing."""
     return opening(["/proc/sysrq-trigger"])
 
 
@@ -85,7 +85,7 @@ def read_mount_table(target: Target) -> Answers:
     control="host",
 )
 def read_cgroup(target: Target) -> Answers:
-    """At most one level: a command's own group, beneath what is the session's root."""
+    """At most one level shows: the command's own run cgroup, below the session's root."""
     with open("/proc/self/cgroup") as file:
         paths = {line.split(":")[1] or "v2": line.strip().split(":")[2] for line in file}
     return {name: "its own tree" if path.count("/") == 1 and ".." not in path else path for name, path in paths.items()}
@@ -300,7 +300,7 @@ def read_no_new_privileges(target: Target) -> Answers:
     control="host",
 )
 def set_file_capabilities(target: Target) -> Answers:
-    """On an overlay, the bug wrote them through to the host's file system."""
+    """On an overlay, the bug let the write through to the host's file system."""
     path = f"/workspace/caps-{os.getpid()}" if os.path.isdir("/workspace") else f"/tmp/caps-{os.getpid()}"
     with open(path, "w"):
         pass

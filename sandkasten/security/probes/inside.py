@@ -1,4 +1,4 @@
-"""All attempts that are made inside a session, in the order in which they are made.
+"""All attempts made inside a session, in order.
 
 Runs inside a session; standard library only.
 """

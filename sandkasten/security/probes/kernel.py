@@ -1,7 +1,7 @@
 """System calls by name, for attempts: each returns `ok` or the name of the errno, so that refusals can be compared.
 
-Raw numbers, not the C library's wrappers, so that what is tried is what the kernel is asked for. Runs inside a session;
-standard library only. Sources: arch/x86/entry/syscalls/syscall_64.tbl, include/uapi/asm-generic/unistd.h.
+Raw numbers instead of the C library's wrappers, so that the kernel gets exactly the intended call. Runs inside a
+session; standard library only. Sources: arch/x86/entry/syscalls/syscall_64.tbl, include/uapi/asm-generic/unistd.h.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def number(name: str) -> int:
 
 
 def raw(nr: int, *arguments: object) -> int:
-    """Call by number; return what it returned. Integers go in full width. Raises OSError."""
+    """Make a call by number and return its result. Integers go in full width. Raises OSError."""
     wide = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
     result: int = _libc.syscall(ctypes.c_long(nr), *wide)
     if result == -1:
@@ -111,12 +111,12 @@ def raw(nr: int, *arguments: object) -> int:
 
 
 def get(name: str, *arguments: object) -> int:
-    """Call by name and return the result. Raises OSError, `NotApplicable`."""
+    """Make a call by name and return its result. Raises OSError, `NotApplicable`."""
     return raw(number(name), *arguments)
 
 
 def answer(function: Callable[..., object], *arguments: object) -> str:
-    """Do it; return `ok` or the name of the errno."""
+    """Run a function; return `ok` or the name of the errno."""
     try:
         function(*arguments)
     except OSError as error:
@@ -125,7 +125,7 @@ def answer(function: Callable[..., object], *arguments: object) -> str:
 
 
 def call(name: str, *arguments: object) -> str:
-    """Call by name; return `ok` or the name of the errno. Raises `NotApplicable`."""
+    """Make a call by name; return `ok` or the name of the errno. Raises `NotApplicable`."""
     nr = number(name)
     return answer(raw, nr, *arguments)
 

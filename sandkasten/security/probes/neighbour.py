@@ -1,6 +1,6 @@
-"""The other session: lays out everything that an attempt looks for, so that not finding it means something.
+"""The neighbour, another session: lays out every object that attempts look for, so that not finding one has a meaning.
 
-Runs inside a session; standard library only. A kernel that refuses one of the things leaves that one out.
+Runs inside a session; standard library only. An object that the kernel refuses is left out.
 """
 
 from __future__ import annotations

@@ -149,8 +149,9 @@ def _raise_limit(name: str) -> str:
     layer="seccomp",
 )
 def call_core_handler(target: Target) -> Answers:
-    """0 means `no file`, and a pipe is none; 1 is what the kernel takes for `no dump at all`. What counts is whether
-    the limit changes: a filter may tell programs that want no dumps that they got their way."""
+    """0 means no core file, and a pipe is none; 1 is the kernel's sign for no dump at all. The test is whether the
+    limit changes: a filter may tell programs that want no dumps that they got their way.
+    """
     nothing = struct.pack("QQ", 0, 0)
     calls(("prlimit64", 0, resource.RLIMIT_CORE, nothing, 0), ("setrlimit", resource.RLIMIT_CORE, nothing))
     return {"RLIMIT_CORE": "still 1" if resource.getrlimit(resource.RLIMIT_CORE) == (1, 1) else "changed"}
@@ -230,7 +231,7 @@ def signal_other_ways(target: Target) -> Answers:
 
 @attempt("signals.owner", "have the kernel signal PID 1 when a pipe is written to", "signal forgery", ("PID 1 lives",))
 def own_by_pid_1(target: Target) -> Answers:
-    """F_SETOWN takes any pid; what counts is whether the signal is delivered. A dead PID 1 would answer nothing."""
+    """F_SETOWN takes any pid; the test is whether the signal is delivered. A dead PID 1 would answer nothing."""
     reader, writer = os.pipe()
     fcntl.fcntl(reader, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
     try:

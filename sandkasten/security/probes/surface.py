@@ -1,7 +1,7 @@
-"""Attempts on parts of the kernel that a session has no need of: io_uring, bpf, userfaultfd, modules, old interfaces.
+"""Attempts on parts of the kernel that a session does not need: io_uring, bpf, userfaultfd, modules, old interfaces.
 
-Runs inside a session; standard library only. What only a system call filter refuses says so (`layer`): the privilege
-checks of the kernel itself let it through. Sources: seccomp(2), bpf(2), userfaultfd(2), io_uring_setup(2).
+Runs inside a session; standard library only. Attempts that only a system call filter refuses say so (`layer`): the
+kernel's own privilege checks let them through. Sources: seccomp(2), bpf(2), userfaultfd(2), io_uring_setup(2).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def load_modules(target: Target) -> Answers:
 
 @attempt("kernel.boot", "reboot the machine, load another kernel", "denial of service", _REFUSED)
 def reboot(target: Target) -> Answers:
-    """With numbers that name no action: who may do it is told EINVAL."""
+    """Uses numbers that name no action: a privileged caller is told EINVAL."""
     return calls(("reboot", 0, 0, 0, 0), ("kexec_load", 0, 0, 0, 1 << 30))
 
 
@@ -114,7 +114,9 @@ def watch_opens(target: Target) -> Answers:
     layer="seccomp",
 )
 def call_as_i386(target: Target) -> Answers:
-    """Its numbers mean other calls, so a filter that doesn't look at the architecture lets the wrong ones through."""
+    """The numbers of the 32-bit table mean other calls, so a filter that ignores the architecture lets wrong ones
+    through.
+    """
     if platform.machine() != "x86_64":
         raise NotApplicable("int 0x80 is x86's")
     page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
@@ -175,7 +177,7 @@ _TIOCSTI, _TIOCSETD, _TIOCLINUX, _TIOCCONS, _TIOCVHANGUP = 0x5412, 0x5423, 0x541
     "ttys.inject", "type on the terminal for whoever reads it next", "CVE-2019-10063", ("EPERM", "EIO"), layer="seccomp"
 )
 def inject_input(target: Target) -> Answers:
-    """The second one differs in bits the kernel ignores, and a careless filter does not."""
+    """The second number differs in bits that the kernel ignores, and a careless filter does not."""
     controlling_fd = _own_terminal()
     return {
         "TIOCSTI": call("ioctl", controlling_fd, _TIOCSTI, b"x"),
@@ -191,7 +193,7 @@ def paste(target: Target) -> Answers:
 
 @attempt("ttys.line-discipline", "load a line discipline of the kernel", "CVE-2017-2636", ("EPERM",), layer="seccomp")
 def change_discipline(target: Target) -> Answers:
-    """Number 0 is the one it has: setting it fails nowhere but in a filter. 13 and 21 had the bugs."""
+    """Line discipline 0 is the present one: only a filter refuses to set it. 13 and 21 had the bugs."""
     terminal = _own_terminal()
     return {
         f"N_{name}": call("ioctl", terminal, _TIOCSETD, struct.pack("i", line))

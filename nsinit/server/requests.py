@@ -1,0 +1,303 @@
+"""The requests that a started nsinit carries out: one row for each class, and the handlers that the rows name.
+
+A row says how each field of a request is checked, what the request is ordered by (requests of one key run in the order
+in which they came, all others side by side), and which handler does the work. A new privileged operation is its class
+in `wire/protocol.py`, which names the answer, a row and a handler here, and its caller in the daemon.
+
+A row can't be made with a field that nobody checks: such an nsinit does not start. `Start` and `UnpackImage`, which may
+only come first, are `server.serve`'s.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+from nsinit.log import log
+from nsinit.scheduler import Wait
+from nsinit.server import kmsg
+from nsinit.server.start import Node
+from nsinit.wire import protocol as p
+from nsinit.wire.validate import (
+    MIN_DISK_INODES,
+    check_disk,
+    check_limits,
+    check_plan,
+    check_run_cgroup_name,
+    check_session_id,
+    check_workspace_id,
+)
+
+LIST_BATCH = 200
+"""Sessions or workspaces in one answer, so that it stays well below `MAX_DATAGRAM_BYTES`."""
+
+R = TypeVar("R", bound=p.Request[Any])
+Answer = tuple[object, list[int]]
+"""A message and the descriptors that go with it, which are closed when it was sent."""
+Work = Generator[Wait, bool, Answer]
+Check = Callable[[Any], None]
+"""Raises `InvalidName` unless the value of a field is acceptable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row(Generic[R]):
+    """The way one class of requests is carried out. Its answer is of the class that the request's class names.
+
+    `checks`: from field to check; they run before any work. `key`: returns what the request is ordered by; None: it
+    waits for no other. `work`: a job, or a plain function where nothing is waited for. `on_arrival`: called at once,
+    before earlier requests of the same key are done.
+    """
+
+    request: type[R]
+    checks: Mapping[str, Check]
+    key: Callable[[R], str] | None
+    work: Callable[[Node, R], Work] | Callable[[Node, R], Answer]
+    on_arrival: Callable[[Node, R], None] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise `TypeError` unless every field that is more than a switch has a check."""
+        named = {each.name for each in fields(self.request) if each.type != "bool"} - {"seq"}  # type: ignore[arg-type]
+        if named != set(self.checks):
+            raise TypeError(f"{self.request.__name__}: fields {sorted(named)}, checks {sorted(self.checks)}")
+
+    @property
+    def answer(self) -> type:
+        """The class of the answer, in place of which `Failed` may come."""
+        answer: type = p.answer_class(self.request)
+        return answer
+
+    def check(self, request: R) -> None:
+        """Raise `InvalidName` unless every field is acceptable."""
+        for name, check in self.checks.items():
+            check(getattr(request, name))
+
+    def run(self, node: Node, request: R) -> Work:
+        """Do the work of a request that was checked. Raises `StepFailed`, `OSError`."""
+        done = self.work(node, request)
+        message, fds = done if isinstance(done, tuple) else (yield from done)
+        assert isinstance(message, (self.answer, p.Failed))
+        return message, fds
+
+
+# Sandboxes --------------------------------------------------------------------------------------------------------
+
+
+def prepare(node: Node, request: p.Prepare) -> Work:
+    yield from node.sessions.prepare(request.session_id, request.limits, request.disk)
+    return p.Ok(request.seq), []
+
+
+def mount_image(node: Node, request: p.MountImage) -> Work:
+    yield from node.sessions.mount_image(request.plan)
+    return p.Ok(request.seq), []
+
+
+def build(node: Node, request: p.Build) -> Work:
+    built, fds = yield from node.sessions.build(request)
+    log("info", "built", built.session_id, pid=built.identity.pid)
+    return built, fds
+
+
+def attach(node: Node, request: p.Attach) -> Answer:
+    attached, fds = node.sessions.attach(request.session_id)
+    return replace(attached, seq=request.seq), fds
+
+
+def abort_build(node: Node, request: p.Teardown) -> None:
+    """A teardown waits for the end of a build of that session, which therefore has to fail now."""
+    node.sessions.abort_build(request.session_id)
+
+
+def tear_down(node: Node, request: p.Teardown) -> Work:
+    removed = yield from node.sessions.remove(request.session_id)
+    counters = removed.counters
+    log("info", "torn down", request.session_id, leftovers=list(removed.leftovers))
+    return p.TornDown(
+        *(request.seq, request.session_id, counters.oom_kills, counters.cpu_usec, counters.memory_peak_bytes),
+        removed.leftovers,
+    ), []
+
+
+def scan(node: Node, request: p.Scan) -> Answer:
+    found, more = node.sessions.scan(request.after, LIST_BATCH)
+    return p.Scanned(request.seq, tuple(found), more), []
+
+
+# A running session ------------------------------------------------------------------------------------------------
+
+
+def set_limits(node: Node, request: p.SetLimits) -> Work:
+    yield from node.sessions.set_limits(request.session_id, request.limits)
+    return p.Ok(request.seq), []
+
+
+def set_frozen(node: Node, request: p.SetFrozen) -> Work:
+    yield from node.sessions.set_frozen(request.session_id, frozen=request.frozen)
+    return p.Ok(request.seq), []
+
+
+def set_disk(node: Node, request: p.SetDisk) -> Answer:
+    node.sessions.set_disk(request.session_id, request.disk)
+    return p.Ok(request.seq), []
+
+
+def ask_disk(node: Node, request: p.AskDisk) -> Answer:
+    return p.DiskUse(request.seq, *node.sessions.disk_usage(request.session_id)), []
+
+
+def make_run_cgroup(node: Node, request: p.MakeRunCgroup) -> Work:
+    membership, fd = yield from node.sessions.make_run_cgroup(request.session_id, request.name)
+    return p.RunCgroupMade(request.seq, membership), [fd]
+
+
+def remove_run_cgroup(node: Node, request: p.RemoveRunCgroup) -> Work:
+    if (yield from node.sessions.remove_run_cgroup(request.session_id, request.name, kill=request.kill)):
+        return p.Ok(request.seq), []
+    return p.Failed(request.seq, "group", request.name, errno.EBUSY, "a process in the run cgroup lives on"), []
+
+
+def find_oom_kills(node: Node, request: p.FindOomKills) -> Work:
+    kills = yield from node.sessions.find_oom_kills(request.session_id)
+    if not kills.last:
+        return p.OomKills(request.seq, ""), []
+    newest = kills.last[-1]
+    # In a container the log's pids are the machine's, and mean other processes here.
+    count, pids = (kills.count, kills.pids) if node.kernel_log.has_our_pids else (0, ())
+    return p.OomKills(request.seq, newest.name, kmsg.age_s(newest), count, pids), []
+
+
+# Workspaces -------------------------------------------------------------------------------------------------------
+
+
+def make_workspace(node: Node, request: p.MakeWorkspace) -> Work:
+    yield from node.workspaces.make(request)
+    return p.Ok(request.seq), []
+
+
+def grow_workspace(node: Node, request: p.GrowWorkspace) -> Work:
+    yield from node.workspaces.grow(request)
+    return p.Ok(request.seq), []
+
+
+def publish_workspace(node: Node, request: p.PublishWorkspace) -> Work:
+    yield from node.workspaces.publish(request)
+    node.sessions.delete_trash()
+    return p.Ok(request.seq), []
+
+
+def sync_workspace(node: Node, request: p.SyncWorkspace) -> Work:
+    yield from node.workspaces.sync(request)
+    return p.Ok(request.seq), []
+
+
+def discard_workspace(node: Node, request: p.DiscardWorkspace) -> Work:
+    yield from node.workspaces.discard(request)
+    node.sessions.delete_trash()
+    return p.Ok(request.seq), []
+
+
+def ask_quota(node: Node, request: p.AskQuota) -> Answer:
+    return p.QuotaFound(request.seq, node.workspaces.volumes.quota_of(request.workspace_id)), []
+
+
+def list_workspaces(node: Node, request: p.ListWorkspaces) -> Answer:
+    names, more = node.workspaces.listed(request.after, LIST_BATCH)
+    return p.WorkspacesListed(request.seq, names, more), []
+
+
+# Leftovers --------------------------------------------------------------------------------------------------------
+
+
+def find_leftovers(node: Node, request: p.FindLeftovers) -> Work:
+    return p.LeftoversFound(request.seq, tuple((yield from node.leftovers.find()))), []
+
+
+def remove_leftover(node: Node, request: p.RemoveLeftover) -> Work:
+    is_gone = yield from node.leftovers.remove(request.leftover)
+    node.sessions.delete_trash()
+    if is_gone:
+        log("warning", "leftover removed", kind=request.leftover.kind, name=request.leftover.name)
+        return p.Ok(request.seq), []
+    return p.Failed(request.seq, "leftover", request.leftover.name, errno.EBUSY, "something of it is left"), []
+
+
+# The table --------------------------------------------------------------------------------------------------------
+
+
+def _compared(_value: object) -> None:
+    """A value that is only compared with what is found, and never becomes part of a path."""
+
+
+def _quota(quota: p.DiskLimits | None) -> None:
+    if quota is not None:
+        check_disk(quota)
+
+
+def _size(size_bytes: int) -> None:
+    check_disk(p.DiskLimits(size_bytes, MIN_DISK_INODES))
+
+
+class OfSession(Protocol):
+    """A request about one session."""
+
+    @property
+    def session_id(self) -> str: ...
+
+
+class OfWorkspace(Protocol):
+    """A request about one workspace."""
+
+    @property
+    def workspace_id(self) -> str: ...
+
+
+def _of_session(request: OfSession) -> str:
+    return request.session_id
+
+
+def _of_plan(request: p.MountImage | p.Build) -> str:
+    return request.plan.session_id
+
+
+def _of_workspace(request: OfWorkspace) -> str:
+    return f"workspace {request.workspace_id}"
+
+
+_SESSION = {"session_id": check_session_id}
+_RUN_CGROUP = {**_SESSION, "name": check_run_cgroup_name}
+_WORKSPACE = {"workspace_id": check_workspace_id}
+_LIMITS, _DISK, _PLAN, _AFTER = (
+    {"limits": check_limits},
+    {"disk": check_disk},
+    {"plan": check_plan},
+    {"after": _compared},
+)
+
+_ROWS: tuple[Row[Any], ...] = (
+    # request (which names its answer), checks, ordered by, work
+    Row(p.Prepare, {**_SESSION, **_LIMITS, **_DISK}, _of_session, prepare),
+    Row(p.MountImage, _PLAN, _of_plan, mount_image),
+    Row(p.Build, _PLAN, _of_plan, build),
+    Row(p.Attach, _SESSION, _of_session, attach),
+    Row(p.Teardown, _SESSION, _of_session, tear_down, on_arrival=abort_build),
+    Row(p.Scan, _AFTER, None, scan),
+    Row(p.SetLimits, {**_SESSION, **_LIMITS}, _of_session, set_limits),
+    Row(p.SetFrozen, _SESSION, _of_session, set_frozen),
+    Row(p.SetDisk, {**_SESSION, **_DISK}, _of_session, set_disk),
+    Row(p.AskDisk, _SESSION, None, ask_disk),
+    Row(p.MakeRunCgroup, _RUN_CGROUP, _of_session, make_run_cgroup),
+    Row(p.RemoveRunCgroup, _RUN_CGROUP, _of_session, remove_run_cgroup),
+    Row(p.FindOomKills, _SESSION, None, find_oom_kills),
+    Row(p.MakeWorkspace, {**_WORKSPACE, "quota": _quota}, _of_workspace, make_workspace),
+    Row(p.GrowWorkspace, {**_WORKSPACE, "size_bytes": _size}, _of_workspace, grow_workspace),
+    Row(p.PublishWorkspace, _WORKSPACE, _of_workspace, publish_workspace),
+    Row(p.SyncWorkspace, _WORKSPACE, _of_workspace, sync_workspace),
+    Row(p.DiscardWorkspace, _WORKSPACE, _of_workspace, discard_workspace),
+    Row(p.AskQuota, _WORKSPACE, _of_workspace, ask_quota),
+    Row(p.ListWorkspaces, _AFTER, None, list_workspaces),
+    Row(p.FindLeftovers, {}, None, find_leftovers),
+    Row(p.RemoveLeftover, {"leftover": _compared}, None, remove_leftover),
+)
+TABLE: dict[type, Row[Any]] = {row.request: row for row in _ROWS}

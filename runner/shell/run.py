@@ -1,0 +1,154 @@
+"""A run: a command of a shell (`runner.shell.execution`) or a program (`runner.programs.program`), as far as the two
+are alike. That is the client's side, the time limit, the end by force, and the answer.
+
+News of a run is an event of its `Lifecycle`, and the table names the action that the run then performs.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+
+from runner.loop.context import Context, Sink
+from runner.loop.loop import Timer
+from runner.process.storage import RoomGauge
+from runner.shell.ending import Ladder
+from runner.shell.lifecycle import Action, Event, Lifecycle, Table
+from runner.streams.flow import Leftovers
+from runner.streams.streams import NO_STREAMS, ClientSide
+from runner.wire.protocol import Cause, Exec, ExecReply, RunProgram, Started, TerminalSize
+
+SIGNAL_BASE = 128
+"""Exit status of a process that a signal ended, less the signal's number."""
+
+
+class Run(ClientSide, ABC):
+    """One run, from its request to its answer. Implements `Job` and `Reachable`."""
+
+    def __init__(
+        self, context: Context, request: Exec | RunProgram, sink: Sink, leftovers: Leftovers, table: Table
+    ) -> None:
+        super().__init__(sink)
+        self._context = context
+        self._id = request.exec_id
+        self._timeout_ms = request.timeout_ms
+        self._leftovers = leftovers
+        self._life = Lifecycle(table)
+        self._ladder: Ladder | None = None
+        self._in_hurry = False
+        self._time_limit: Timer | None = None
+        self._started_s: float | None = None
+        self._duration_us = 0
+        self._room = RoomGauge()
+
+    # Events and actions ---------------------------------------------------------------------------------------------
+
+    def _take(self, event: Event) -> None:
+        self._perform(self._life.take(event))
+
+    @abstractmethod
+    def _perform(self, action: Action) -> None:
+        """Perform an action of the table. That may end in a next event."""
+
+    # News of the client ---------------------------------------------------------------------------------------------
+
+    def on_cancel(self) -> None:
+        self._force("cancelled")
+
+    def on_close(self) -> None:
+        """The connection is gone, and nobody else waits for the answer."""
+        self._sink = None
+        self.on_drained()
+        self._force("cancelled")
+
+    # News of other connections, by the run's id ---------------------------------------------------------------------
+
+    @abstractmethod
+    def signal(self, number: int) -> bool:
+        """Send a signal to the processes of the run; return whether the run goes on."""
+
+    def cancel(self, *, now: bool) -> None:
+        self._in_hurry = self._in_hurry or now
+        self._force("cancelled")
+
+    def resize(self, size: TerminalSize) -> bool:
+        return self._streams.resize(size)
+
+    # News of the streams --------------------------------------------------------------------------------------------
+
+    def on_output_done(self) -> None:
+        if self._streams.is_done:
+            self._take(Event.DRAINED)
+
+    # Parts of actions -----------------------------------------------------------------------------------------------
+
+    def _announce(self, pid: int = 0) -> None:
+        """The run begins: tell the client, and start the clock of the time limit."""
+        self._started_s = time.monotonic()
+        if self._sink is not None:
+            self._sink.start(Started(self._id, pid))
+        if self._timeout_ms is not None:
+            self._time_limit = self._context.loop.call_later(
+                self._timeout_ms / 1000, lambda: self._force("timed_out"), self._on_error
+            )
+
+    @abstractmethod
+    def _on_error(self, error: Exception) -> None:
+        """A turn of a clock was lost."""
+
+    def _force(self, cause: Cause) -> None:
+        self._perform(self._life.force(cause))
+
+    def _hurry(self) -> None:
+        if self._in_hurry and self._ladder is not None:
+            self._ladder.hurry()
+
+    def _finish_streams(self) -> None:
+        """Stop the clocks, take no more input, and read the last output: the run has ended."""
+        if self._started_s is not None:
+            self._duration_us = int((time.monotonic() - self._started_s) * 1_000_000)
+        self._stop_clocks()
+        self._streams.finish(may_read=self._may_read)
+
+    def _stop_clocks(self) -> None:
+        """Stop the clocks and let go of them: they refer back to the run, and PID 1 collects no cycles."""
+        if self._time_limit is not None:
+            self._time_limit.cancel()
+        if self._ladder is not None:
+            self._ladder.stop()
+        self._time_limit = self._ladder = None
+
+    def _give_up_streams(self) -> Sink | None:
+        """Close everything, for the last output is sent or not wanted; return the sink, for the answer."""
+        self._streams.close(self._leftovers)
+        self._streams = NO_STREAMS
+        sink, self._sink = self._sink, None
+        return sink
+
+    def _reply(
+        self,
+        *,
+        cwd: bytes,
+        shell_restarted: bool = False,
+        cpu_us: int = -1,
+        peak_bytes: int = -1,
+        written_bytes: int = -1,
+    ) -> ExecReply:
+        outcome = self._life.outcome
+        has_failed = self._started_s is not None and outcome.exit_code != 0  # only then a full disk is told of
+        is_full, was_filled = self._room.read(self._context, has_failed=has_failed)
+        return ExecReply(
+            exec_id=self._id,
+            exit_code=outcome.exit_code,
+            signal=outcome.signal,
+            cause=outcome.cause,
+            cwd=os.fsdecode(cwd),
+            duration_us=self._duration_us,
+            shell_restarted=shell_restarted,
+            disk_full=is_full,
+            cpu_us=cpu_us,
+            peak_bytes=peak_bytes,
+            written_bytes=written_bytes,
+            disk_filled=was_filled,
+        )

@@ -1,0 +1,47 @@
+"""What `sandkasten doctor` says of what is left over, and when `--fix` keeps its hands off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sandkasten.actors.node.reconcile import SESSION, Leftover
+from sandkasten.cli.common import Stop
+from sandkasten.cli.leftovers import Leftovers, as_json, as_lines, find_leftovers, refuse_rivals
+from sandkasten.config import Config
+from sandkasten.host.leftovers import Sight
+
+ID, OTHER = "a" * 24, "b" * 24
+
+
+def test_nothing_is_said_in_one_line_and_everything_else_has_one_of_its_own() -> None:
+    """What runs unknown is told from what only remains, and who removes what."""
+    assert [line.split()[0] for line in as_lines(Leftovers(live=[ID]))] == ["live", "left"]
+    left = [Leftover(SESSION, ID), Leftover(SESSION, OTHER), Leftover("mount", "/x"), Leftover("loop", "0 /y")]
+    lines = as_lines(Leftovers(left=left, running={ID}, unfinished={"c" * 24: "gone"}))
+    assert lines[1].split(maxsplit=2) == ["unended", "session", f"{'c' * 24}: gone"]
+    assert [line.split(maxsplit=2)[2] for line in lines[2:6]] == [
+        f"{ID}: runs, and the database has it not",
+        f"{OTHER}: remains, and the database has it not",
+        "/x: left to you",
+        "0 /y",
+    ]
+    assert lines[6].strip() == "fix: `sandkasten doctor --fix` removes it"
+    assert as_lines(Leftovers(is_served=True, left=left))[-1].strip() == "fix: the daemon removes it within two minutes"
+    only_disk = as_lines(Leftovers(is_served=True, left=left[2:3]))
+    assert only_disk[-1].strip() == "fix: left to you: `umount` a mount; end what runs in a cgroup"
+
+
+def test_a_data_directory_that_is_not_there_has_no_remains(tmp_path: Path) -> None:
+    """And is not made by looking."""
+    remains = find_leftovers(Config(data_dir=tmp_path / "none"))
+    assert as_json(remains) == {"daemon_runs": False, "live": [], "unfinished": [], "left": []}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_with_recorded_sessions_in_two_places_nothing_is_done() -> None:
+    """Those of one would be taken for lost and ended."""
+    refuse_rivals(Leftovers())
+    with pytest.raises(Stop, match=r"more than one place.*/c/unit/sandkasten-1"):
+        refuse_rivals(Leftovers(sight=Sight(rivals=["/c/unit/sandkasten-1"])))
