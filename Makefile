@@ -12,22 +12,25 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME PYTHONWARNINGS
 
+STYLE := $(patsubst %,tests/contract/test_%.py,style layers prose)
+
 # A start with few descriptors allowed is no reason to fail: take what the hard limit grants.
 LIMITS := ulimit -S -n 65536 2>/dev/null || ulimit -S -n "$$(ulimit -H -n)" 2>/dev/null || true
 
-.PHONY: help install run test vm crashwalk bench soak fuzz lint lock tools clean as-root
+.PHONY: help install run quick test vm crashwalk bench soak fuzz lint lock tools clean as-root
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make install            make .venv with the locked dependencies, the default image, a configuration and a key'
 	@echo 'make run [ARGS=...]     serve from here (data in .sandkasten); ARGS as for `sandkasten serve`'
+	@echo 'make quick [ARGS=...]   unit and actor tests beside what lint does: no root, no daemon, under a minute'
 	@echo 'make test [ARGS=...]    all tests, as root, in two lanes; with ARGS as for pytest: those, in one (or LANES=N)'
 	@echo 'make vm                 what is claimed of cgroup v2, on an emulated machine with a pure v2 tree and an older kernel'
 	@echo 'make crashwalk [ARGS=...] end processes at every crash point and look at the next start; ARGS: points'
 	@echo 'make bench [ARGS=...]   measure create, exec, HTTP and memory'
 	@echo 'make soak [ARGS=...]    cycles, kills and bad neighbours; leaves a report in docs/ (long; ARGS=--short: a minute)'
 	@echo 'make fuzz [SECONDS=120] hostile input for the parsers; ARGS: names of targets'
-	@echo 'make lint               types, lint, format, layers'
+	@echo 'make lint               types, lint, format, layers, prose'
 	@echo 'make lock               resolve the dependencies anew (needs pip-tools in .venv)'
 	@echo 'make clean              remove .venv and caches; data stays'
 
@@ -37,6 +40,9 @@ install: as-root $(VENV)/.installed
 run: as-root $(VENV)/.installed
 	@$(VENV)/bin/sandkasten init --config $(DATA)/sandkasten.yaml --data-dir $(DATA) >/dev/null
 	@$(LIMITS); exec $(VENV)/bin/sandkasten serve --stop-sessions --config $(DATA)/sandkasten.yaml $(ARGS)
+
+quick: $(VENV)/.installed-dev
+	@exec $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow and not kernel' $(STYLE) tests/unit tests/actors $(ARGS)
 
 test: $(if $(ARGS),,as-root $(VENV)/.installed-fuzz) tools $(VENV)/.installed-dev
 	@$(LIMITS); exec $(PYTHON) tests/guardian.py $(PYTHON) -m \
@@ -58,7 +64,7 @@ fuzz: $(VENV)/.installed-fuzz
 	@exec $(PYTHON) -m tests.fuzz --seconds $(SECONDS) $(ARGS)
 
 lint: $(VENV)/.installed-dev
-	@exec $(PYTHON) -m pytest tests/contract $(ARGS)
+	@exec $(PYTHON) -m pytest $(STYLE) $(ARGS)
 
 lock:
 	@for extra in '' dev; do \

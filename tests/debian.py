@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.waiting import patience
+
 _SOURCES = Path("/etc/apt")
 _BUILD_S = 600
 
@@ -85,7 +87,7 @@ def run(*command: str | Path, cwd: Path | None = None) -> str:
     environment = {**os.environ, "LC_ALL": "C.UTF-8", "DEBIAN_FRONTEND": "noninteractive"}
     try:
         done = subprocess.run(
-            command, cwd=cwd, capture_output=True, text=True, timeout=_BUILD_S, check=False, env=environment
+            command, cwd=cwd, capture_output=True, text=True, timeout=patience(_BUILD_S), check=False, env=environment
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"{command[0]}: {error}") from error

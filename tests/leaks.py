@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.ground import Ground
-from tests.waiting import SLOWNESS
+from tests.waiting import patience
 
-_PATIENCE_S = 5.0 * SLOWNESS
+_PATIENCE_S = 5.0
 _PAUSE_S = 0.02
 _OURS = "sandkasten"
 _CHECKOUT = Path(__file__).parents[1]
@@ -63,7 +63,7 @@ class Snapshot:
 
     def wait_for_difference_to_vanish(self) -> list[str]:
         """Return the difference, after giving the kernel the moment it needs to finish what was begun."""
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + patience(_PATIENCE_S)
         while (left := self.difference()) and time.monotonic() < deadline:
             gc.collect()
             time.sleep(_PAUSE_S)
@@ -73,7 +73,7 @@ class Snapshot:
 def clean_up(before: Snapshot) -> None:
     """Kill the processes and remove the cgroups that were left since `before`."""
     known = {pid for pid, _ in before.processes}
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + patience(_PATIENCE_S)
     while time.monotonic() < deadline:
         processes = {pid for pid, _ in descendants(os.getpid())} - known
         for pid in processes:

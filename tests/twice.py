@@ -1,8 +1,8 @@
 """Runs the whole suite in lanes, and what failed there once more, alone; that second result is what counts.
 
-Many tests watch real processes against real deadlines, and two lanes on a small machine take each other's time. What
-only passes alone is named as such, for somebody to mend; more than a handful of failures is no matter of time, and
-stays a failure at once.
+Many tests watch real processes against real deadlines, and two lanes on a small machine take each other's time. The
+tests that needed the second run are counted and named at its end, above pytest's own counts, for somebody to mend.
+More than a handful of failures is no matter of time, and stays a failure at once.
 
     python -m tests.twice LANES [ARGUMENT of pytest …]
 """
@@ -10,14 +10,20 @@ stays a failure at once.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 TESTS_FAILED = 1
 """Exit status of pytest; see `pytest.ExitCode`."""
+
+NEEDED_AGAIN = "SANDKASTEN_TESTS_NEEDED_AGAIN"
+"""Environment variable of the second run: the node ids of its tests, one a line."""
 
 MAX_AGAIN = 12
 """More failures than this have a common cause."""
@@ -29,8 +35,16 @@ def main(lanes: int, arguments: Sequence[str]) -> int:
     failed = _last_failed() if status == TESTS_FAILED else []
     if not 0 < len(failed) <= MAX_AGAIN:
         return status
-    print(f"{len(failed)} failed beside others and run again alone:", *failed, sep="\n  ", flush=True)
-    return _pytest("-n", "0", "--last-failed", "--last-failed-no-failures", "none", *arguments)
+    os.environ[NEEDED_AGAIN] = "\n".join(failed)
+    again = ("-p", "tests.twice", "--last-failed", "--last-failed-no-failures", "none")
+    return _pytest("-n", "0", *again, *arguments)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the tests of the second run; pytest calls this as a plugin, just before it prints its counts."""
+    failed = os.environ[NEEDED_AGAIN].splitlines()
+    terminalreporter.section(f"{len(failed)} needed a second run, alone", sep="-")
+    terminalreporter.write_line("\n".join(failed))
 
 
 def _pytest(*arguments: str) -> int:

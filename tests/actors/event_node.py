@@ -15,7 +15,7 @@ from sandkasten.actors.services.events import EventReader, Events, Flush, open_r
 from sandkasten.actors.services.store import Store
 from sandkasten.journal.ring import Journal
 from sandkasten.model import Event, EventType
-from tests.waiting import PATIENCE_S
+from tests.waiting import patience
 
 A, B = "a" * 24, "b" * 24
 
@@ -79,7 +79,7 @@ async def running_node(path: Path, *, memory_events: int = 8192, kept: int = 100
 
 async def take(reader: EventReader, count: int) -> list[Event]:
     """Return the next `count` events."""
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(patience()):
         return [await anext(reader) for _ in range(count)]
 
 

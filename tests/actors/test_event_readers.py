@@ -16,7 +16,7 @@ from sandkasten.model import Event
 from sandkasten.model.errors import Capacity, CursorGone, InvalidRequest, ShuttingDown, StoreFailed
 from sandkasten.store.events import purge_events
 from tests.actors.event_node import A, B, EventNode, ports, running_node, take
-from tests.waiting import PATIENCE_S
+from tests.waiting import patience
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ async def test_readers_at_any_pace_see_everything_once(path: Path) -> None:
         for session_id in (A, B):
             told.append((session_id, 1500))
             node.emit(1500, session_id=session_id)
-        nursery.cancel_scope.deadline = trio.current_time() + PATIENCE_S
+        nursery.cancel_scope.deadline = trio.current_time() + patience()
     for (session_id, _), got in seen.items():
         wanted = [each for each in told if session_id in (None, each[0])]
         assert got == wanted[: len(got)]

@@ -14,6 +14,7 @@ from runner.wire.protocol import ANSWERS, FROM_DAEMON, Error, FrameDecoder, Hell
 from sandkasten.actors.session.birth import Greeting
 from sandkasten.host.paths import RUNNER_SOCKET
 from sandkasten.model.errors import InvalidRequest, RunnerLost
+from tests.waiting import patience
 
 REPLY = HelloReply("/bin/bash", "/workspace", version=Setup().version)
 
@@ -47,7 +48,7 @@ async def test_a_vessel_is_greeted_before_it_serves(tmp_path: Path) -> None:
     """What was said then is the first thing that it reads; nothing is said twice."""
     init = Init(tmp_path)
     greeting = Greeting(tmp_path, Setup())
-    with trio.fail_after(5):
+    with trio.fail_after(patience(5)):
         async with trio.open_nursery() as nursery:
             greeting.begin(nursery)
             await trio.testing.wait_all_tasks_blocked()
@@ -67,7 +68,7 @@ async def test_a_vessel_that_is_gone_was_greeted_in_vain(tmp_path: Path) -> None
     new.mkdir()
     Init(new).listener.close()
     greeting = Greeting(new, Setup())
-    with trio.fail_after(5):
+    with trio.fail_after(patience(5)):
         async with trio.open_nursery() as nursery:
             greeting.begin(nursery)
             await trio.testing.wait_all_tasks_blocked()
@@ -83,7 +84,7 @@ async def test_a_refusal_is_final(tmp_path: Path) -> None:
     """PID 1 has said what it thinks of the request: it is not asked again, and the link is closed."""
     init = Init(tmp_path, Error("NO_SUCH_USER", "nobody of that name"))
     greeting = Greeting(tmp_path, Setup(user="nobody"))
-    with trio.fail_after(5), pytest.RaisesGroup(InvalidRequest):
+    with trio.fail_after(patience(5)), pytest.RaisesGroup(InvalidRequest):
         async with trio.open_nursery() as nursery:
             greeting.begin(nursery)
             nursery.start_soon(init.serve)

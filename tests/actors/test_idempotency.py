@@ -19,7 +19,7 @@ from sandkasten.model import Session, SessionSpec, Status
 from sandkasten.model.errors import Conflict, SessionExpired
 from sandkasten.store.sessions import SessionRecord, put_session
 from tests.strategies import make_record
-from tests.waiting import PATIENCE_S
+from tests.waiting import patience
 
 SPEC = SessionSpec(idempotency_key="k")
 BEFORE, NEW = "a" * 24, "b" * 24
@@ -71,7 +71,7 @@ async def test_a_session_that_nobody_was_told_of_is_told_to_nobody(
         undone = attrs.evolve(begun.session, status=Status.CRASHED)
         ended = attrs.evolve(begun, session=undone, ended_at=datetime.now(UTC), idempotency_key=None)
         await store.ask(do(put_session, ended))
-        repeats.cancel_scope.deadline = trio.current_time() + PATIENCE_S
+        repeats.cancel_scope.deadline = trio.current_time() + patience()
     assert made == [NEW]
 
 

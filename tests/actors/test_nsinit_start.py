@@ -14,12 +14,13 @@ from sandkasten.actors.core import Ref, unwrap
 from sandkasten.actors.services.nsinit import NsinitClient
 from sandkasten.links.nsinit import NsinitProcess
 from sandkasten.model.errors import BuildFailed
+from tests.waiting import patience
 
 
 async def test_why_it_refused_is_not_lost_with_it(tmp_path: Path) -> None:
     """The answer and the end of the connection come together; often enough for trio to have chosen either order."""
     for _ in range(30):
-        with trio.fail_after(5), pytest.raises(BaseExceptionGroup) as ended:
+        with trio.fail_after(patience(5)), pytest.raises(BaseExceptionGroup) as ended:
             async with trio.open_nursery() as nursery:
                 await nursery.start(NsinitClient(Ref("zygote"), tmp_path, "ab" * 4, start_nsinit=_refusing).run)
         error = unwrap(ended.value)

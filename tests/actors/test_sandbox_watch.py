@@ -16,6 +16,7 @@ from sandkasten.actors.services.nsinit import Call, Sandbox
 from sandkasten.actors.session.watch import SandboxWatch
 from sandkasten.counters.cgroup import CgroupStats
 from sandkasten.links.fds import OwnedFd
+from tests.waiting import patience
 
 ID = "a" * 24
 
@@ -82,7 +83,7 @@ async def _is_memory(place: Path, init: subprocess.Popen[bytes], nsinit: Ref, *,
         watch.hold(Sandbox(identity, OwnedFd(os.pidfd_open(init.pid)), "none", None, {}))
         assert not await watch.ran_out_of_memory(at_last)
         init.kill()
-        with trio.fail_after(10):
+        with trio.fail_after(patience(10)):
             await watch.watch_init(_ignore)
         return await watch.ran_out_of_memory(at_last)
     finally:

@@ -15,7 +15,7 @@ from sandkasten.model.errors import ActorGone, StoreFailed, StoreFull
 from sandkasten.store.database import open_database, ping
 from sandkasten.store.sessions import SessionRecord, live_sessions, put_session
 from tests.strategies import make_record
-from tests.waiting import PATIENCE_S
+from tests.waiting import patience
 
 
 def readonly(path: Path) -> sqlite3.Connection:
@@ -54,7 +54,7 @@ async def test_everybody_who_waits_hears_that_it_has_given_up(tmp_path: Path) ->
         except (StoreFailed, ActorGone) as error:
             answers.append(type(error).__name__)
 
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(patience()):
         async with trio.open_nursery() as askers:
             with pytest.RaisesGroup(StoreBroken, flatten_subgroups=True):
                 async with trio.open_nursery() as nursery:

@@ -16,8 +16,9 @@ from sandkasten.actors.services.events import EventReader
 from sandkasten.api.app import make_app
 from sandkasten.model import EventType, SessionSpec
 from tests.actors.event_node import EventNode, running_node
-from tests.api.harness import KEY, PATIENCE_S, Running, make_settings, read_until, request_bytes, running_app
+from tests.api.harness import KEY, Running, make_settings, read_until, request_bytes, running_app
 from tests.fakes.supervisor import FakeSupervisor
+from tests.waiting import patience
 
 
 class JournalSupervisor(FakeSupervisor):
@@ -74,7 +75,7 @@ class Front:
     ) -> AsyncIterator[trio_websocket.WebSocketConnection]:  # options: those of trio_websocket
         url = self.running.url.replace("http", "ws", 1) + path_of(session_id) + query
         options.setdefault("extra_headers", [("Authorization", f"Bearer {KEY}")])
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             async with trio_websocket.open_websocket_url(url, **options) as connection:
                 yield connection
             await connection._stream.aclose()  # it forgets to when the server closed first
@@ -88,7 +89,7 @@ class Blocks:
 
     async def next(self) -> bytes:
         """Return the next block, `b""` at the end of the answer."""
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             while True:
                 size, mark, rest = self._buffer.partition(b"\r\n")
                 if mark and len(rest) >= int(size, 16) + 2:

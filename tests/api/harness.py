@@ -13,6 +13,7 @@ import attrs
 import httpx
 import trio
 
+from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.quotas import KeyShares
 from sandkasten.api.app import make_app
@@ -20,6 +21,8 @@ from sandkasten.api.http.guard import App
 from sandkasten.api.http.server import serve
 from sandkasten.api.http.settings import ApiSettings
 from tests.fakes.supervisor import FakeSupervisor
+from tests.fakes.tree import ScriptedTree, open_scripted
+from tests.waiting import patience
 
 KEY = "sk-test-key"
 PATIENCE_S = 10.0
@@ -35,13 +38,12 @@ class Running:
     addresses: list[str]
     scope: trio.CancelScope
     stopped: trio.Event
-    supervisor: FakeSupervisor = attrs.field(factory=FakeSupervisor)
     ring: KeyRing = attrs.field(factory=KeyRing)
 
     async def stop(self) -> float:
         began = trio.current_time()
         self.scope.cancel()
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             await self.stopped.wait()
         return trio.current_time() - began
 
@@ -55,13 +57,31 @@ class Running:
     def client(self, **options: Any) -> httpx.AsyncClient:  # Any: httpx's own options
         token = options.pop("token", KEY)
         headers = {"Authorization": f"Bearer {token}"} | options.pop("headers", {})
-        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=PATIENCE_S, **options)
+        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=patience(), **options)
 
     async def is_alive(self) -> bool:
         """Whether a fresh connection still gets an answer."""
         async with await self.connect() as stream:
             await stream.send_all(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             return b" 200 " in (await read_to_end(stream)).partition(b"\r\n")[0]
+
+
+@attrs.define
+class RunningTree(Running):
+    """A front with the daemon's tree behind it."""
+
+    tree: ScriptedTree = attrs.field(kw_only=True)
+
+    @property
+    def supervisor(self) -> LocalSupervisor:
+        return self.tree.supervisor
+
+
+@attrs.define
+class RunningFake(Running):
+    """A front with a supervisor in memory behind it."""
+
+    supervisor: FakeSupervisor = attrs.field(kw_only=True)
 
 
 def make_settings(**changes: Any) -> ApiSettings:  # Any: ApiSettings' fields
@@ -99,19 +119,29 @@ async def _serve(app: App, settings: ApiSettings, *, task_status: trio.TaskStatu
 
 
 @asynccontextmanager
-async def running_front(**changes: Any) -> AsyncIterator[Running]:  # Any: ApiSettings' fields
-    """Serve the real front over a fake supervisor."""
+async def running_front(**changes: Any) -> AsyncIterator[RunningTree]:  # Any: ApiSettings' fields
+    """Serve the front over the daemon's tree with scripted sandboxes; `changes` are settings of the front."""
+    async with open_scripted() as tree:
+        app = make_app(tree.supervisor, settings=make_settings(**changes), shares=tree.supervisor.shares)
+        async with running_app(app, **changes) as running:
+            running.ring = tree.supervisor.shares.ring
+            yield RunningTree(**attrs.asdict(running, recurse=False), tree=tree)
+
+
+@asynccontextmanager
+async def running_fake(**changes: Any) -> AsyncIterator[RunningFake]:  # Any: ApiSettings' fields
+    """Serve the front over a supervisor in memory."""
     supervisor, shares = FakeSupervisor(), KeyShares(KeyRing())
     app = make_app(supervisor, settings=make_settings(**changes), shares=shares)
     async with running_app(app, **changes) as running:
-        running.supervisor, running.ring = supervisor, shares.ring
-        yield running
+        running.ring = shares.ring
+        yield RunningFake(**attrs.asdict(running, recurse=False), supervisor=supervisor)
 
 
 async def read_to_end(stream: trio.SocketStream) -> bytes:
     """Return everything until the server closes; a reset ends it, too."""
     received = bytearray()
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(patience()):
         try:
             while data := await stream.receive_some(64 * 1024):
                 received += data
@@ -123,7 +153,7 @@ async def read_to_end(stream: trio.SocketStream) -> bytes:
 async def read_until(stream: trio.SocketStream, mark: bytes) -> bytes:
     """Return what comes up to and with `mark`, and perhaps more."""
     received = bytearray()
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(patience()):
         while mark not in received:
             data = await stream.receive_some(64 * 1024)
             assert data, f"closed before {mark!r}: {bytes(received)!r}"

@@ -10,9 +10,10 @@ from typing import Any
 import trio
 import trio.testing
 
-from tests.api.harness import PATIENCE_S, Running
+from tests.api.harness import RunningFake
 from tests.api.ws_client import Talk, make_session, talk
 from tests.fakes.supervisor import Run
+from tests.waiting import patience
 
 
 class Screen:
@@ -26,7 +27,7 @@ class Screen:
         await self.talk.connection.send_message(data)
 
     async def hear(self) -> dict[str, Any] | bytes:  # JSON values
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             message = await self.talk.connection.get_message()
         if isinstance(message, bytes):
             return message
@@ -49,13 +50,13 @@ class Screen:
 
 
 @asynccontextmanager
-async def screen(running: Running, session_id: str | None = None, query: str = "") -> AsyncIterator[Screen]:
+async def screen(running: RunningFake, session_id: str | None = None, query: str = "") -> AsyncIterator[Screen]:
     """Open a terminal and take its `ready`."""
     session_id = session_id or await make_session(running)
     async with talk(running, f"/v1/sessions/{session_id}/terminal/ws{query}") as client:
         yield Screen(client, await client.hear_text("ready"))
 
 
-def terminal(running: Running) -> Run:
+def terminal(running: RunningFake) -> Run:
     """Return the newest run of the fake."""
     return running.supervisor.runs[-1]

@@ -10,7 +10,7 @@ import pytest
 from sandkasten.api.http.routing import Kind
 from sandkasten.api.routes import SESSIONS, TABLE, WORKSPACES
 from sandkasten.model import SessionSpec
-from tests.api.harness import Running, read_until, request_bytes, running_front
+from tests.api.harness import RunningFake, read_until, request_bytes, running_fake
 from tests.api.keys import ADMIN, CONFINED, CONFINED_READ, ISSUED, READ, WRITE, Issued
 from tests.api.ws_client import client_frame, close_code, handshake
 
@@ -57,13 +57,13 @@ def _pattern(path: str) -> str:
     return path.removeprefix(_BENEATH).removeprefix("/") if path.startswith(_BENEATH) else path
 
 
-async def make_session(running: Running, **labels: str) -> str:
+async def make_session(running: RunningFake, **labels: str) -> str:
     running.ring.replace([each.key for each in ISSUED])
     await running.supervisor.undrain()
     return (await running.supervisor.create(SessionSpec(labels=labels))).id
 
 
-async def refusal(running: Running, issued: Issued, request: Request, session_id: str) -> tuple[int, str] | None:
+async def refusal(running: RunningFake, issued: Issued, request: Request, session_id: str) -> tuple[int, str] | None:
     """Return how a request was refused for want of a right or a reachable session, None if it was not."""
     path = request.path(session_id)
     async with (
@@ -89,7 +89,7 @@ def not_found(request: Request) -> tuple[int, str]:
 
 async def test_every_route_asks_the_key_for_what_it_needs() -> None:
     """All routes: a read-only key looks, a write key acts, and an admin key does all."""
-    async with running_front() as running:
+    async with running_fake() as running:
         for request in all_requests():
             for issued in (READ, WRITE, ADMIN):
                 session_id = await make_session(running, team="b")
@@ -104,7 +104,7 @@ async def test_every_route_asks_the_key_for_what_it_needs() -> None:
 async def test_a_confined_key_finds_nothing_of_others_on_any_route() -> None:
     """All routes: sessions without its label do not exist, the node is not its business, and it only looks if it may
     no more than look."""
-    async with running_front() as running:
+    async with running_fake() as running:
         foreign = await make_session(running, team="b")
         for request in all_requests():
             for issued in (CONFINED, CONFINED_READ):
@@ -121,7 +121,7 @@ async def test_a_confined_key_finds_nothing_of_others_on_any_route() -> None:
 
 async def test_a_confined_key_works_in_its_own_sessions() -> None:
     """What is refused with others' sessions is served with one that carries the label."""
-    async with running_front() as running:
+    async with running_fake() as running:
         for request in all_requests():
             if request.pattern in ABOUT_NO_SESSION or request.method == "HEAD":
                 continue
@@ -131,7 +131,7 @@ async def test_a_confined_key_works_in_its_own_sessions() -> None:
 
 async def test_the_answer_for_others_sessions_is_that_for_none() -> None:
     """Not a byte tells them apart, but for the ids that were asked for."""
-    async with running_front() as running, running.client(token=CONFINED.token) as client:
+    async with running_fake() as running, running.client(token=CONFINED.token) as client:
         foreign, missing = await make_session(running, team="b"), "f" * 24
         answers = []
         for session_id in (foreign, missing):
@@ -142,7 +142,7 @@ async def test_the_answer_for_others_sessions_is_that_for_none() -> None:
 
 async def test_a_confined_key_lists_and_makes_only_what_is_its_own() -> None:
     """The label is put on what it makes, kept on what it changes, and filters what it lists."""
-    async with running_front() as running, running.client(token=CONFINED.token) as client:
+    async with running_fake() as running, running.client(token=CONFINED.token) as client:
         await make_session(running, team="b")
         made = (await client.post(SESSIONS, json={"labels": {"more": "yes"}})).json()
         assert made["labels"] == {"more": "yes", "team": "a"}
@@ -159,7 +159,7 @@ async def test_a_confined_key_lists_and_makes_only_what_is_its_own() -> None:
 
 async def test_a_confined_key_hears_only_of_its_own_sessions() -> None:
     """Over server-sent events, those that are kept included."""
-    async with running_front() as running:
+    async with running_fake() as running:
         foreign, own = await make_session(running, team="b"), await make_session(running, team="a")
         await running.supervisor.destroy(foreign)
         await running.supervisor.destroy(own)
@@ -172,7 +172,7 @@ async def test_a_confined_key_hears_only_of_its_own_sessions() -> None:
 
 async def test_idempotency_keys_of_two_keys_do_not_meet() -> None:
     """Each API key has its own; those of the configured key are as they were before there were others."""
-    async with running_front() as running:
+    async with running_fake() as running:
         await make_session(running)
         for options in ({"token": WRITE.token}, {"token": ADMIN.token}, {}):
             async with running.client(**options) as client:
@@ -206,7 +206,7 @@ async def test_websockets_ask_as_well_by_header_and_by_first_message(
     issued: Issued, session: str, expected: dict[str, int]
 ) -> None:
     """Every WebSocket, with the key in either place: the handshake's status, or a close code of 4000 more."""
-    async with running_front() as running:
+    async with running_fake() as running:
         session_id = await make_session(running, team="a" if session == "own" else "b")
         paths = websocket_paths(session_id)
         assert paths.keys() == expected.keys()
@@ -216,13 +216,13 @@ async def test_websockets_ask_as_well_by_header_and_by_first_message(
                 assert await close_after_message(running, path, issued.token) == 4000 + expected[pattern]
 
 
-async def status_of_handshake(running: Running, path: str, token: str) -> int:
+async def status_of_handshake(running: RunningFake, path: str, token: str) -> int:
     async with await running.connect() as stream:
         await stream.send_all(handshake(path, {"Authorization": f"Bearer {token}"}))
         return int((await stream.receive_some(4096)).split(b" ")[1])
 
 
-async def close_after_message(running: Running, path: str, token: str) -> int:
+async def close_after_message(running: RunningFake, path: str, token: str) -> int:
     async with await running.connect() as stream:
         await stream.send_all(handshake(path, {}) + client_frame(1, f'{{"type":"auth","key":"{token}"}}'.encode()))
         return await close_code(stream)

@@ -10,10 +10,11 @@ import trio
 import trio.testing
 
 from sandkasten.model import ExecState, OnDisconnect, Stream, errors
-from tests.api.harness import PATIENCE_S, Running, read_until, request_bytes, running_front
+from tests.api.harness import RunningFake, read_until, request_bytes, running_fake
 from tests.api.test_exec import make_session
 from tests.api.test_stream import Event, EventReader, text_of
 from tests.fakes.supervisor import Script
+from tests.waiting import patience
 
 
 async def events_of(answer: httpx.Response) -> list[Event]:
@@ -21,7 +22,7 @@ async def events_of(answer: httpx.Response) -> list[Event]:
     return [event async for event in EventReader(answer)]
 
 
-async def leave_after(running: Running, path: str, body: bytes, mark: bytes) -> None:
+async def leave_after(running: RunningFake, path: str, body: bytes, mark: bytes) -> None:
     """Send a request, read up to `mark`, and go away."""
     connection = await running.connect()
     await connection.send_all(request_bytes("POST", path, body=body))
@@ -35,7 +36,7 @@ async def test_the_same_id_and_body_attach_and_nothing_runs_twice(first_ended: b
     end = trio.Event()
     body = {"cmd": "cmd", "exec_id": "e-1", "env": {"A": "1"}, "timeout_ms": 900}
     answers: list[httpx.Response] = []
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         running.supervisor.scripts["cmd"] = Script([(Stream.STDOUT, b"once\n")], exit_code=3, hold=end)
 
@@ -59,7 +60,7 @@ async def test_the_same_id_and_body_attach_and_nothing_runs_twice(first_ended: b
 @pytest.mark.parametrize("route", ["exec", "exec/stream"])
 async def test_an_id_that_the_server_made_joins_its_run_and_never_begins_one(route: str) -> None:
     """The answer names it, and a client may repeat the call with it; when the run is not kept any more it is 410."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         first = await client.post(f"{url}/{route}", json={"cmd": "a"})
         made = running.supervisor.runs[0].exec_id
@@ -79,7 +80,7 @@ async def test_an_id_that_the_server_made_joins_its_run_and_never_begins_one(rou
 )
 async def test_the_same_id_with_another_body_is_409(other: dict[str, object]) -> None:
     """Blocking and streamed; what only concerns the answer may differ."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         body = {"cmd": "a", "exec_id": "e-1"}
         assert (await client.post(f"{url}/exec", json=body)).status_code == 200
@@ -93,7 +94,7 @@ async def test_the_same_id_with_another_body_is_409(other: dict[str, object]) ->
 
 async def test_a_run_that_is_not_kept_any_more_is_410() -> None:
     """It is not run again, whoever asks."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         body = {"cmd": "a", "exec_id": "e-1"}
         await client.post(f"{url}/exec", json=body)
@@ -125,7 +126,7 @@ async def test_a_client_that_leaves_cancels_or_detaches(
 ) -> None:
     """As it said, or as the route does; a detached run is there with its end and output later on."""
     end = trio.Event()
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         running.supervisor.scripts["cmd"] = Script([(Stream.STDOUT, b"done\n")], hold=end)
         connection = await running.connect()
@@ -133,11 +134,11 @@ async def test_a_client_that_leaves_cancels_or_detaches(
         await connection.send_all(request_bytes("POST", f"{url}/{route}", body=body))
         await running.supervisor.run_opened.wait()
         (run,) = running.supervisor.runs
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             while not run.pieces_taken:
                 await run.changed.wait()
         await connection.aclose()
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             while run.readers:
                 await run.changed.wait()
         end.set()
@@ -152,7 +153,7 @@ async def test_a_client_that_leaves_cancels_or_detaches(
 
 async def test_one_who_attached_never_ends_the_run_by_leaving() -> None:
     """Whatever it says: the run belongs to who began it."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         end = trio.Event()
         running.supervisor.scripts["cmd"] = Script([(Stream.STDOUT, b"on\n")], hold=end)
@@ -162,7 +163,7 @@ async def test_one_who_attached_never_ends_the_run_by_leaving() -> None:
             body = b'{"cmd": "cmd", "exec_id": "e-1", "on_disconnect": "cancel"}'
             await leave_after(running, f"{url}/exec/stream", body, b"event: chunk")
             (run,) = running.supervisor.runs
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(patience()):
                 while len(run.readers) > 1:
                     await run.changed.wait()
             assert not run.cancelled.is_set()
@@ -190,7 +191,7 @@ async def test_a_stream_goes_on_exactly_where_it_was_cut(how: str) -> None:
     """After each of its events, though a character, a line end and a colour lie across pieces."""
     pieces = [b"one\r", b"\ntwo\xc3", b"\xa9\x1b[3", b"1mthree\x1b[0m", b"x" * 9000, b"\r", b"end\xff"]
     script = Script([(Stream.STDERR if index == 5 else Stream.STDOUT, piece) for index, piece in enumerate(pieces)])
-    async with running_front(coalesce_ms=0) as running, running.client() as client:
+    async with running_fake(coalesce_ms=0) as running, running.client() as client:
         running.supervisor.scripts["cmd"] = script
         url = await make_session(running, client)
         async with client.stream("POST", f"{url}/exec/stream", json={"cmd": "cmd", "exec_id": "e-1"}) as answer:
@@ -209,7 +210,7 @@ async def test_a_stream_goes_on_exactly_where_it_was_cut(how: str) -> None:
 async def test_a_client_can_go_on_while_the_run_does() -> None:
     """It gets what was written in between, then what comes."""
     end = trio.Event()
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         running.supervisor.scripts["cmd"] = Script([(Stream.STDOUT, b"one")], hold=end)
         body = b'{"cmd": "cmd", "exec_id": "e-1"}'
@@ -226,7 +227,7 @@ async def test_a_client_can_go_on_while_the_run_does() -> None:
 
 async def test_a_stream_without_an_id_is_told_the_one_it_got() -> None:
     """So that it can go on, too."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         answer = await client.post(f"{url}/exec/stream", json={"cmd": "a"})
         seen = await client.get(f"{url}/execs/{answer.headers['x-exec-id']}")
@@ -235,7 +236,7 @@ async def test_a_stream_without_an_id_is_told_the_one_it_got() -> None:
 
 async def test_resuming_never_runs_a_command() -> None:
     """One that is not known is 404, one without an id is refused."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         headers = {"Last-Event-ID": "3"}
         unknown = await client.post(f"{url}/exec/stream", json={"cmd": "a", "exec_id": "e-9"}, headers=headers)
@@ -248,7 +249,7 @@ async def test_resuming_never_runs_a_command() -> None:
 @pytest.mark.parametrize("position", ["x", "-1", "1.5", "1~0~", "9" * 20])
 async def test_a_bad_position_is_refused(position: str) -> None:
     """By name, in the header and in the query."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         await client.post(f"{url}/exec", json={"cmd": "a", "exec_id": "e-1"})
         answers = [
@@ -267,7 +268,7 @@ async def test_a_bad_position_is_refused(position: str) -> None:
 
 async def test_output_that_is_not_kept_is_410_before_and_an_error_event_after_the_start() -> None:
     """With where what is kept begins."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         running.supervisor.scripts["cmd"] = Script([(Stream.STDOUT, b"one")], repeat=3, hold=trio.Event())
         await leave_after(running, f"{url}/exec/stream", b'{"cmd": "cmd", "exec_id": "e-1"}', b"id: 3\n")
@@ -299,7 +300,7 @@ async def test_what_is_held_back_is_told_only_when_nothing_can_follow(
     failure: errors.SandkastenError, chunks: list[str]
 ) -> None:
     """After an error that may pass a client comes back with a position that has it."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         running.supervisor.scripts["cmd"] = Script([(Stream.STDOUT, b"a\r")], failure=failure)
         async with client.stream("POST", f"{url}/exec/stream", json={"cmd": "cmd"}) as answer:
@@ -314,7 +315,7 @@ async def test_what_is_held_back_is_told_only_when_nothing_can_follow(
 
 async def test_a_client_that_does_not_read_is_cut_off_and_can_come_back() -> None:
     """Its command waits for it as long as it is there, and not a moment longer."""
-    async with running_front(write_timeout_s=0.3) as running:
+    async with running_fake(write_timeout_s=0.3) as running:
         async with running.client() as client:
             url = await make_session(running, client)
         running.supervisor.kept_bytes = 100_000_000
@@ -326,7 +327,7 @@ async def test_a_client_that_does_not_read_is_cut_off_and_can_come_back() -> Non
             (run,) = running.supervisor.runs
             await trio.testing.wait_all_tasks_blocked(0.05)
             assert 0 < run.pieces_taken < 200
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(patience()):
                 while run.readers:
                     await run.changed.wait()
         async with running.client() as client:

@@ -13,7 +13,7 @@ from sandkasten.api.http.settings import MIB, ApiSettings
 from sandkasten.model import ProcessSpec, SessionSpec
 from sandkasten.model.errors import InvalidRequest
 from tests.api.harness import running_front
-from tests.fakes.supervisor import Script
+from tests.fakes.runner import Script
 
 
 def test_the_limit_of_a_request_follows_from_that_of_a_command() -> None:
@@ -27,7 +27,7 @@ async def test_only_contents_may_be_larger_than_a_request() -> None:
     """fs/write and stdin take 5 MiB, no other route does, and says what it takes."""
     async with running_front() as running, running.client() as client:
         url = f"/v1/sessions/{(await running.supervisor.create(SessionSpec())).id}"
-        running.supervisor.scripts["cat"] = Script(hold=trio.Event())
+        running.tree.scripts["cat"] = Script(hold=trio.Event())
         await client.post(f"{url}/processes", json={"cmd": "cat", "process_id": "p"})
         body = json.dumps({"text": "x" * 5 * MIB, "path": "x", "cmd": "true", "name": "x", "signal": 1}).encode()
         for rest in ("fs/write", "execs/p/stdin", "processes/p/stdin"):
@@ -55,7 +55,7 @@ async def test_the_longest_command_fits(command: str) -> None:
     """However its characters are spelled in JSON."""
     async with running_front() as running, running.client() as client:
         session = await running.supervisor.create(SessionSpec())
-        running.supervisor.scripts[command] = Script()
+        running.tree.scripts[command] = Script()
         body = json.dumps({"cmd": command, "env": {"A": "\u0416" * 60_000}}).encode()
         assert (await client.post(f"/v1/sessions/{session.id}/exec", content=body)).status_code == 200
 
@@ -137,7 +137,7 @@ async def test_the_number_of_variables_is_bounded(method: str, rest: str) -> Non
     env = {f"a{number}": "" for number in range(4096)}
     async with running_front() as running, running.client() as client:
         session = await running.supervisor.create(SessionSpec())
-        running.supervisor.scripts["a"] = Script()
+        running.tree.scripts["a"] = Script()
         url = f"/v1/sessions/{session.id}{rest}"
         assert (await client.request(method, url, json={"cmd": "a", "env": env})).is_success
         answer = await client.request(method, url, json={"cmd": "a", "env": {"bad name": ""} | env})

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from sandkasten.model.workspace import WorkspaceSpec
-from tests.api.harness import Running, running_front
+from tests.api.harness import RunningFake, running_fake
 from tests.api.keys import ADMIN, CONFINED, CONFINED_READ, ISSUED
 from tests.api.test_access import ABOUT_WORKSPACES, Request, all_requests
 
@@ -35,7 +35,7 @@ async def ask(client: httpx.AsyncClient, request: Request, workspace_id: str) ->
     return await client.request(request.method, f"{TOP}/{workspace_id}/{pattern}".rstrip("/"), **options)
 
 
-def prepare(running: Running, **workspaces: WorkspaceSpec) -> None:
+def prepare(running: RunningFake, **workspaces: WorkspaceSpec) -> None:
     running.ring.replace([each.key for each in ISSUED])
     for name, spec in workspaces.items():
         running.supervisor.make(name, spec)
@@ -46,7 +46,7 @@ def prepare(running: Running, **workspaces: WorkspaceSpec) -> None:
 async def test_a_workspace_without_the_label_does_not_exist(spec: WorkspaceSpec) -> None:
     """All routes: one with another value, or with no labels, is 404 as one that is not there, and stays as it was."""
     assert len(ONE_WORKSPACE) >= 14
-    async with running_front() as running, running.client(token=CONFINED.token) as client:
+    async with running_fake() as running, running.client(token=CONFINED.token) as client:
         prepare(running, theirs=spec)
         for request in ONE_WORKSPACE:
             answer = await ask(client, request, "theirs")
@@ -60,7 +60,7 @@ async def test_a_workspace_without_the_label_does_not_exist(spec: WorkspaceSpec)
 
 async def test_a_confined_key_works_in_its_own_workspaces() -> None:
     """All routes are served with one that carries the label; one that only looks, looks."""
-    async with running_front() as running:
+    async with running_fake() as running:
         for request in ONE_WORKSPACE:
             prepare(running, mine=OWN)
             async with running.client(token=CONFINED.token) as client:
@@ -72,7 +72,7 @@ async def test_a_confined_key_works_in_its_own_workspaces() -> None:
 
 async def test_what_a_confined_key_makes_carries_its_label() -> None:
     """By POST, PUT, by writing a file or importing; it can't be taken off or changed, nor a taken name be had."""
-    async with running_front() as running, running.client(token=CONFINED.token) as client:
+    async with running_fake() as running, running.client(token=CONFINED.token) as client:
         prepare(running, theirs=FOREIGN)
         assert (await client.post(TOP, json={"id": "w1", "labels": {"more": "x"}})).status_code == 201
         assert (await client.put(f"{TOP}/w2", json={})).status_code == 201
@@ -94,7 +94,7 @@ async def test_what_a_confined_key_makes_carries_its_label() -> None:
 
 async def test_a_session_of_a_confined_key_asks_for_workspaces_with_its_label() -> None:
     """What decides about attaching is told which label it takes; others' keys ask without one."""
-    async with running_front() as running:
+    async with running_fake() as running:
         prepare(running)
         for token in (CONFINED.token, ADMIN.token):
             async with running.client(token=token) as client:

@@ -8,12 +8,12 @@ from typing import Any
 
 from sandkasten.api.http.json import encode_json, to_plain
 from sandkasten.model import SessionSpec
-from tests.api.harness import running_front
+from tests.api.harness import running_fake
 
 
 async def test_each_part_is_told_or_says_why_not() -> None:
     """Beside the session itself, as everywhere."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         session = await running.supervisor.create(SessionSpec())
         path = f"/v1/sessions/{session.id}"
         answer = await client.get(f"{path}/diagnostics")

@@ -14,7 +14,7 @@ from sandkasten.api.websocket import outbox
 from sandkasten.api.websocket.exec import MAX_WAITING
 from sandkasten.api.websocket.exec_messages import MAX_CHANNELS, STDIN_CREDIT_BYTES
 from sandkasten.model import Cause, Stream, errors
-from tests.api.harness import PATIENCE_S, read_until, running_front
+from tests.api.harness import PATIENCE_S, read_until, running_fake
 from tests.api.ws_client import (
     Chunk,
     client_frame,
@@ -27,7 +27,7 @@ from tests.api.ws_client import (
     started,
 )
 from tests.fakes.supervisor import Script
-from tests.waiting import until
+from tests.waiting import patience, until
 
 KIB = 1024
 PIECE = 64 * KIB
@@ -35,7 +35,7 @@ PIECE = 64 * KIB
 
 async def test_a_connected_client_keeps_its_session() -> None:
     """Between its commands, too: the supervisor is told that somebody is there, until they leave."""
-    async with running_front() as running:
+    async with running_fake() as running:
 
         async def is_attended() -> bool:
             return running.supervisor.attendants.total() == 1
@@ -56,7 +56,7 @@ async def test_a_run_is_started_output_and_exit() -> None:
     script = Script(
         [(Stream.STDOUT, b"a\0\xff"), (Stream.STDERR, "é\r\n".encode()), (Stream.STDOUT, b"b")], exit_code=3
     )
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         running.supervisor.scripts["x"] = script
         heard = await client.run(7, "x", exec_id="mine")
         spec = running.supervisor.runs[0].spec
@@ -71,14 +71,14 @@ async def test_a_run_is_started_output_and_exit() -> None:
 
 async def test_a_run_gets_an_id_if_it_has_none() -> None:
     """And every run its own."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         ids = [last(await client.run(1, "x"))["exec_id"] for _ in range(2)]
     assert len(set(ids)) == 2
 
 
 async def test_a_start_has_the_fields_of_post_exec() -> None:
     """And what POST refuses is refused here, by field."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         fields = {"argv": ["ls", "-l"], "cwd": "/tmp", "env": {"A": "b"}, "user": "nobody", "timeout_ms": 5}
         await client.say("start", id=1, **fields)
         await client.hear_until("exit")
@@ -99,7 +99,7 @@ async def test_a_start_has_the_fields_of_post_exec() -> None:
 )
 async def test_a_timeout_is_an_exit_unless_asked_otherwise(fields: dict[str, str], kind: str) -> None:
     """Where it is an error, the ending is in its details."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         running.supervisor.scripts["slow"] = Script(cause=Cause.TIMED_OUT, exit_code=137, signal=9)
         await client.say("start", id=1, cmd="slow", **fields)
         message = last(await client.hear_until(kind, 1))
@@ -112,7 +112,7 @@ async def test_a_timeout_is_an_exit_unless_asked_otherwise(fields: dict[str, str
 @pytest.mark.parametrize("refusal", [errors.ShellBusy("the queue is full", queued=8), errors.RunnerLost("secret path")])
 async def test_what_goes_wrong_ends_its_channel_only(refusal: errors.SandkastenError) -> None:
     """The error says what may be known, and the number is free again."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         running.supervisor.scripts["bad"] = Script(refusal=refusal)
         await client.say("start", id=1, cmd="bad")
         error = await client.hear_text("error")
@@ -125,7 +125,7 @@ async def test_what_goes_wrong_ends_its_channel_only(refusal: errors.SandkastenE
 async def test_a_quick_run_comes_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """Started, output and exit are one write, so that a client wakes up once."""
     monkeypatch.setattr(outbox, "HOLD_S", PATIENCE_S)
-    async with running_front() as running, await running.connect() as stream:
+    async with running_fake() as running, await running.connect() as stream:
         running.supervisor.scripts["x"] = Script([(Stream.STDOUT, b"hi"), (Stream.STDERR, b"ho")])
         await stream.send_all(handshake(f"/v1/sessions/{await make_session(running)}/exec/ws"))
         await read_until(stream, b'"hello"')
@@ -137,8 +137,8 @@ async def test_a_quick_run_comes_in_one_piece(monkeypatch: pytest.MonkeyPatch) -
 
 async def test_started_does_not_wait_for_output() -> None:
     """A run that is silent is heard of."""
-    async with running_front() as running, exec_talk(running) as client:
-        with trio.fail_after(PATIENCE_S):
+    async with running_fake() as running, exec_talk(running) as client:
+        with trio.fail_after(patience()):
             await started(running, client)
         running.supervisor.scripts["wait"].hold.set()  # type: ignore[union-attr]  # the event of `started`
         await client.hear_text("exit")
@@ -149,7 +149,7 @@ async def test_started_does_not_wait_for_output() -> None:
 
 async def test_fifty_runs_at_once_are_kept_apart() -> None:
     """Each channel gets its own output, whole and in order."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         wanted: dict[int, bytes] = {}
         for channel in range(1, 51):
             data = bytes([channel]) * 20_000
@@ -174,7 +174,7 @@ async def test_fifty_runs_at_once_are_kept_apart() -> None:
 
 async def test_a_busy_run_starves_nobody() -> None:
     """While one writes without end, another gets its turn, and so does a ping."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         running.supervisor.scripts["yes"] = Script([(Stream.STDOUT, bytes(PIECE))], repeat=10**9)
         await client.say("start", id=1, cmd="yes", credit=2**24, max_frame=PIECE)
         await client.hear_until("started")
@@ -185,7 +185,7 @@ async def test_a_busy_run_starves_nobody() -> None:
 
 async def test_a_channel_without_credit_stops_its_run_alone() -> None:
     """Not a byte more than was allowed; the others go on, and new credit goes on exactly where it stopped."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         data = bytes(range(256)) * 256
         running.supervisor.kept_bytes = 4 * PIECE
         running.supervisor.scripts["data"] = Script([(Stream.STDOUT, data)], repeat=50)
@@ -206,7 +206,7 @@ async def test_a_channel_without_credit_stops_its_run_alone() -> None:
 
 async def test_no_credit_at_all_still_tells_of_the_start() -> None:
     """A client may open the tap later."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         running.supervisor.scripts["x"] = Script([(Stream.STDOUT, b"hi")])
         await client.say("start", id=1, cmd="x", credit=0)
         await client.hear_text("started")
@@ -221,7 +221,7 @@ async def test_no_credit_at_all_still_tells_of_the_start() -> None:
 @pytest.mark.parametrize(("fields", "sizes"), [({}, [32, 32]), ({"max_frame": 64 * KIB}, [64])])
 async def test_frames_are_as_large_as_the_client_can_take(fields: dict[str, int], sizes: list[int]) -> None:
     """32 KiB unless it asks for up to 64; every part but the last says that more follows, all have one number."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         running.supervisor.scripts["x"] = Script([(Stream.STDOUT, bytes(PIECE))])
         parts = [each for each in await client.run(1, "x", **fields) if isinstance(each, Chunk)]
     assert [len(each.data) // KIB for each in parts] == sizes
@@ -232,7 +232,7 @@ async def test_frames_are_as_large_as_the_client_can_take(fields: dict[str, int]
 async def test_fifty_clients_that_do_not_read_cost_a_bounded_amount() -> None:
     """Less than 256 KiB each, however much their runs have to say; whoever reads is served meanwhile."""
     start = {"type": "start", "id": 1, "cmd": "yes", "credit": 2**24}
-    async with running_front() as running, contextlib.AsyncExitStack() as stack:
+    async with running_fake() as running, contextlib.AsyncExitStack() as stack:
         running.supervisor.scripts["yes"] = Script([(Stream.STDOUT, bytes(PIECE))], repeat=10**9)
         tracemalloc.start()
         stack.callback(tracemalloc.stop)
@@ -252,7 +252,7 @@ async def test_fifty_clients_that_do_not_read_cost_a_bounded_amount() -> None:
 
 async def test_channels_are_bounded_and_numbers_are_used_once() -> None:
     """One more is refused, and so is a number in use; neither touches what runs."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         for channel in range(1, MAX_CHANNELS + 1):
             await started(running, client, channel)
         await client.say("start", id=MAX_CHANNELS, cmd="x")
@@ -270,7 +270,7 @@ async def test_channels_are_bounded_and_numbers_are_used_once() -> None:
 
 async def test_input_reaches_the_run_and_ends() -> None:
     """Also what is sent before `started` came."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         running.supervisor.scripts["cat"] = Script(echo=True)
         await client.say("start", id=1, cmd="cat", stdin=True)
         await client.feed(1, b"one\0")
@@ -282,14 +282,14 @@ async def test_input_reaches_the_run_and_ends() -> None:
 
 async def test_input_as_text_needs_no_closing() -> None:
     """As with POST: the text, and then the end."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         running.supervisor.scripts["cat"] = Script(echo=True)
         assert output_of(await client.run(1, "cat", stdin="hello")) == b"hello"
 
 
 async def test_input_is_granted_as_the_run_reads_it() -> None:
     """Nothing is granted while it does not read; then what it took, and no more."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         reads = trio.Event()
         running.supervisor.scripts["slow"] = Script(echo=True, reads=reads)
         await client.say("start", id=1, cmd="slow", stdin=True, credit=0)
@@ -306,7 +306,7 @@ async def test_input_is_granted_as_the_run_reads_it() -> None:
 
 async def test_more_input_than_was_granted_ends_the_channel() -> None:
     """The run is treated as when its client leaves; the connection goes on."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         running.supervisor.scripts["slow"] = Script(echo=True, reads=trio.Event())
         await client.say("start", id=1, cmd="slow", stdin=True, on_disconnect="cancel")
         await client.hear_text("started")
@@ -320,7 +320,7 @@ async def test_more_input_than_was_granted_ends_the_channel() -> None:
 
 async def test_input_to_a_run_that_takes_none_is_refused_once() -> None:
     """And the run goes on."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         run = await started(running, client)
         for _ in range(3):
             await client.feed(1, b"x")
@@ -333,7 +333,7 @@ async def test_input_to_a_run_that_takes_none_is_refused_once() -> None:
 
 async def test_input_of_a_channel_goes_with_it() -> None:
     """What a run did not read is dropped: no task waits with it, and the next run on that number is granted nothing."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         reads = trio.Event()
         running.supervisor.scripts["deaf"] = Script(echo=True, reads=reads)
         await client.say("start", id=1, cmd="deaf", stdin=True, exec_id="deaf", credit=0)
@@ -356,7 +356,7 @@ async def test_input_of_a_channel_goes_with_it() -> None:
 
 async def test_input_after_its_end_is_refused() -> None:
     """Bytes behind `close_stdin` would be lost in silence."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         running.supervisor.scripts["hold"] = Script(hold=trio.Event())
         await client.say("start", id=1, cmd="hold", stdin=True)
         await client.hear_text("started")

@@ -13,9 +13,10 @@ from trio_websocket import ConnectionClosed
 
 from sandkasten.api.websocket.exec_messages import HEADER
 from sandkasten.model import Stream
-from tests.api.harness import PATIENCE_S, running_front
+from tests.api.harness import running_fake
 from tests.api.ws_client import Talk, exec_talk
 from tests.fakes.supervisor import Script
+from tests.waiting import patience
 
 CHANNELS = st.integers(1, 4)
 
@@ -62,7 +63,7 @@ async def hear_all(client: Talk, done: trio.Event) -> None:
 @given(st.lists(MESSAGES, max_size=40))
 async def test_any_conversation_is_answered_or_refused(messages: list[str | bytes]) -> None:
     """The connection stays, or is closed with 4400 for a message that names no channel; afterwards all is as before."""
-    async with running_front() as running:
+    async with running_fake() as running:
         running.supervisor.scripts |= {
             "cat": Script(echo=True),
             "yes": Script([(Stream.STDOUT, bytes(1000)), (Stream.STDERR, b"x")], repeat=100),
@@ -71,7 +72,7 @@ async def test_any_conversation_is_answered_or_refused(messages: list[str | byte
         async with exec_talk(running) as client, trio.open_nursery() as nursery:
             done = trio.Event()
             nursery.start_soon(hear_all, client, done)
-            with trio.fail_after(PATIENCE_S), contextlib.suppress(ConnectionClosed):
+            with trio.fail_after(patience()), contextlib.suppress(ConnectionClosed):
                 for message in (*messages, json.dumps({"type": "ping", "data": "the last"})):
                     await client.connection.send_message(message)
                 await done.wait()

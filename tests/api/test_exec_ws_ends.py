@@ -11,7 +11,7 @@ import trio.testing
 from sandkasten.api.websocket import exec
 from sandkasten.api.websocket.exec_messages import HEADER, MORE
 from sandkasten.model import ExecKind, ProcessSpec, Status, Stream, errors
-from tests.api.harness import PATIENCE_S, running_front
+from tests.api.harness import running_fake
 from tests.api.ws_client import (
     Chunk,
     client_frame,
@@ -25,6 +25,7 @@ from tests.api.ws_client import (
     started,
 )
 from tests.fakes.supervisor import Script
+from tests.waiting import patience
 
 KIB = 1024
 PIECE = 64 * KIB
@@ -39,18 +40,18 @@ async def test_a_client_that_leaves_takes_only_what_it_said_with_it(
     fields: dict[str, str], *, is_cancelled: bool, is_queued: bool
 ) -> None:
     """Runs go on unless they were to be cancelled, also those that wait for their turn."""
-    async with running_front() as running:
+    async with running_fake() as running:
         turn = trio.Event()
         running.supervisor.scripts["wait"] = Script(turn=turn if is_queued else None, hold=trio.Event())
         async with exec_talk(running) as client:
             await client.say("start", id=1, cmd="wait", **fields)
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(patience()):
                 await running.supervisor.run_opened.wait()
             if not is_queued:
                 await client.hear_text("started")
         run = running.supervisor.runs[0]
         if is_cancelled:
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(patience()):
                 await run.cancelled.wait()
         await trio.testing.wait_all_tasks_blocked(0.02)
         assert run.cancelled.is_set() is is_cancelled
@@ -58,7 +59,7 @@ async def test_a_client_that_leaves_takes_only_what_it_said_with_it(
 
 async def test_a_run_is_left_to_itself() -> None:
     """Also one that was to be cancelled when its client leaves; its number is free then."""
-    async with running_front() as running:
+    async with running_fake() as running:
         session_id = await make_session(running)
         async with exec_talk(running, session_id) as client:
             run = await started(running, client, on_disconnect="cancel")
@@ -78,7 +79,7 @@ async def test_a_run_is_left_to_itself() -> None:
 async def test_a_stream_is_resumed_exactly_where_it_broke() -> None:
     """Only a piece whose last part came counts; what follows it is sent again, whole."""
     data = [bytes([number]) * 50_000 for number in range(1, 9)]
-    async with running_front() as running:
+    async with running_fake() as running:
         session_id = await make_session(running)
         running.supervisor.scripts["data"] = Script([(Stream.STDOUT, each) for each in data], hold=trio.Event())
         async with exec_talk(running, session_id) as client:
@@ -100,7 +101,7 @@ async def test_a_stream_is_resumed_exactly_where_it_broke() -> None:
 
 async def test_a_repeated_start_joins_the_run() -> None:
     """From its first output on; another command of the same id is a conflict."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         running.supervisor.scripts["x"] = Script([(Stream.STDOUT, b"once")])
         await client.run(1, "x", exec_id="same")
         again = await client.run(1, "x", exec_id="same")
@@ -115,7 +116,7 @@ async def test_a_repeated_start_joins_the_run() -> None:
 
 async def test_a_run_that_is_joined_behind_its_end_says_where_that_is() -> None:
     """A number that the run has not come to yet is not believed."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         run = await started(running, client)
         run.write(Stream.STDOUT, b"one")
         await client.say("attach", id=2, exec_id=run.exec_id, after=1000)
@@ -139,7 +140,7 @@ async def test_what_is_refused_before_a_run_is_there_is_an_answer(
     def refuse(*_: object, **__: object) -> None:
         raise errors.TooLarge("that is too much")
 
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         monkeypatch.setattr(running.supervisor, method, refuse)
         await client.say(kind, id=1, **fields)
         error = await client.hear_text("error")
@@ -149,7 +150,7 @@ async def test_what_is_refused_before_a_run_is_there_is_an_answer(
 
 async def test_any_kind_of_run_can_be_joined() -> None:
     """A background process, for example; what was not kept is gone."""
-    async with running_front() as running:
+    async with running_fake() as running:
         session_id = await make_session(running)
         info = await running.supervisor.start_process(session_id, ProcessSpec(command="server"))
         run = running.supervisor.runs[0]
@@ -171,7 +172,7 @@ async def test_any_kind_of_run_can_be_joined() -> None:
 async def test_the_end_of_the_session_ends_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each channel gets an error, the connection 4410."""
     monkeypatch.setattr(exec, "END_S", 0.05)
-    async with running_front() as running:
+    async with running_fake() as running:
         session_id = await make_session(running)
         async with exec_talk(running, session_id) as client, exec_talk(running) as other:
             for channel in (1, 2):
@@ -188,7 +189,7 @@ async def test_the_end_of_the_session_ends_everything(monkeypatch: pytest.Monkey
 
 async def test_the_end_of_an_idle_session_closes_its_connections() -> None:
     """Nobody has to ask to be told."""
-    async with running_front() as running:
+    async with running_fake() as running:
         session_id = await make_session(running)
         async with exec_talk(running, session_id) as client:
             await running.supervisor.destroy(session_id)
@@ -201,7 +202,7 @@ async def test_the_end_of_an_idle_session_closes_its_connections() -> None:
 )
 async def test_a_message_that_names_no_channel_closes_the_connection(message: str | bytes) -> None:
     """4400 with a reason; what ran is left as always."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         run = await started(running, client)
         await client.connection.send_message(message)
         code, reason = await client.hear_close()
@@ -212,7 +213,7 @@ async def test_a_message_that_names_no_channel_closes_the_connection(message: st
 
 async def test_why_a_connection_is_closed_names_the_field() -> None:
     """Nothing else is said about a message that names no channel."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         await client.say("start", id=0, cmd="x")
         assert await client.hear_close() == (
             4400,
@@ -235,7 +236,7 @@ async def test_why_a_connection_is_closed_names_the_field() -> None:
 )
 async def test_a_malformed_message_to_a_channel_leaves_its_run_alone(message: str | bytes) -> None:
     """It is answered on the channel, and not as its end."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         run = await started(running, client)
         await client.connection.send_message(message)
         error = await client.hear_text("error")
@@ -246,10 +247,10 @@ async def test_a_malformed_message_to_a_channel_leaves_its_run_alone(message: st
 
 async def test_a_client_that_asks_and_does_not_listen_is_told_to_leave() -> None:
     """Answers that nobody reads are bounded; so is what a connection can hold."""
-    async with running_front() as running, await running.connect(receive_buffer=4096) as stream:
+    async with running_fake() as running, await running.connect(receive_buffer=4096) as stream:
         await stream.send_all(handshake(f"/v1/sessions/{await make_session(running)}/exec/ws"))
         ping = client_frame(1, json.dumps({"type": "ping", "data": "x" * 256}).encode())
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             await stream.send_all(ping * 40_000)
         assert await close_code(stream) == 4429
         assert await running.is_alive()

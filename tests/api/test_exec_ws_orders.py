@@ -11,7 +11,7 @@ import trio.testing
 from sandkasten.api.websocket import channel as ws_orders
 from sandkasten.api.websocket import exec
 from sandkasten.model import Stream, TerminalSize
-from tests.api.harness import PATIENCE_S, running_front
+from tests.api.harness import running_fake
 from tests.api.ws_client import (
     Chunk,
     exec_talk,
@@ -21,13 +21,13 @@ from tests.api.ws_client import (
     started,
 )
 from tests.fakes.supervisor import Script
-from tests.waiting import until
+from tests.waiting import patience, until
 
 
 @pytest.mark.parametrize("name", ["INT", "SIGINT", 2])
 async def test_a_signal_reaches_the_run(name: str | int) -> None:
     """By name or number."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         run = await started(running, client)
         await client.say("signal", id=1, signal=name)
         end = await client.hear_text("exit")
@@ -37,7 +37,7 @@ async def test_a_signal_reaches_the_run(name: str | int) -> None:
 @pytest.mark.parametrize("now", [None, False, True])
 async def test_a_run_is_cancelled_and_its_exit_says_so(now: bool | None) -> None:
     """`now` skips asking it."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         run = await started(running, client)
         await client.say("cancel", id=1, **({} if now is None else {"now": now}))
         assert (await client.hear_text("exit"))["cause"] == "cancelled"
@@ -52,7 +52,7 @@ async def test_a_cancellation_that_takes_its_time_holds_up_no_order(
     kind: str, fields: dict[str, object], cause: str
 ) -> None:
     """A run that ignores the polite way can be killed meanwhile, and resized."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         running.supervisor.scripts["wait"] = Script(hold=trio.Event(), is_tough=True)
         run = await started(running, client, tty={"cols": 80, "rows": 24})
         await client.say("cancel", id=1)
@@ -69,7 +69,7 @@ async def test_a_cancellation_that_takes_its_time_holds_up_no_order(
 
 async def test_a_run_that_was_cancelled_by_a_client_without_credit_ends() -> None:
     """What there is no credit for is dropped and counted; it can be had by joining the run again."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         run = await started(running, client, credit=60)
         for _ in range(4):
             run.write(Stream.STDOUT, bytes(50))
@@ -87,7 +87,7 @@ async def test_a_run_that_was_cancelled_by_a_client_without_credit_ends() -> Non
 
 async def test_a_run_that_was_cancelled_sends_what_there_is_credit_for() -> None:
     """Whole, with its exit behind it."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         run = await started(running, client)
         run.write(Stream.STDOUT, b"all of it")
         await client.say("cancel", id=1)
@@ -98,7 +98,7 @@ async def test_a_run_that_was_cancelled_sends_what_there_is_credit_for() -> None
 
 async def test_what_was_ordered_before_a_detach_is_done() -> None:
     """`detached` comes behind it."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         running.supervisor.scripts["tough"] = Script(hold=trio.Event(), ignores=frozenset({1}))
         await client.say("start", id=1, cmd="tough")
         await client.hear_text("started")
@@ -112,7 +112,7 @@ async def test_what_was_ordered_before_a_detach_is_done() -> None:
 async def test_an_order_that_outlives_its_channel_is_heard_of_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever comes of it, the next run on that number is not told."""
     monkeypatch.setattr(ws_orders, "LAST_ORDERS_S", 0.05)
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         running.supervisor.scripts["wait"] = Script(hold=trio.Event(), is_tough=True)
         run = await started(running, client)
         await client.say("cancel", id=1)
@@ -132,12 +132,12 @@ async def test_an_order_that_outlives_its_channel_is_heard_of_no_more(monkeypatc
 
 async def test_a_run_that_waits_for_its_turn_can_be_cancelled() -> None:
     """Even if the order comes in the same breath as the start."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         turn = trio.Event()
         running.supervisor.scripts["queued"] = Script(turn=turn, hold=trio.Event())
         await client.say("start", id=1, cmd="queued")
         await client.say("cancel", id=1)
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             await running.supervisor.run_opened.wait()
             await running.supervisor.runs[0].cancelled.wait()
         turn.set()
@@ -146,7 +146,7 @@ async def test_a_run_that_waits_for_its_turn_can_be_cancelled() -> None:
 
 async def test_a_terminal_is_resized() -> None:
     """A run with a terminal has one stream and a size; one without refuses it and goes on."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         run = await started(running, client, tty={"cols": 80, "rows": 24})
         await client.say("resize", id=1, cols=120, rows=50)
         other = await started(running, client, 2)
@@ -170,7 +170,7 @@ async def test_a_terminal_is_resized() -> None:
 )
 async def test_an_order_to_nobody_is_refused(kind: str, fields: dict[str, int]) -> None:
     """It may have crossed the exit on its way: nothing else happens."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         await client.say(kind, id=5, **fields)
         error = await client.hear_text("error")
         assert (error["error_code"], error["id"], error["refused"]) == ("EXEC_NOT_FOUND", 5, kind)
@@ -183,7 +183,7 @@ async def test_an_order_to_nobody_is_refused(kind: str, fields: dict[str, int]) 
 async def test_a_refusal_says_what_came_before_it() -> None:
     """Its `seq` is the last whole piece that was sent on its channel: of one that comes in parts not before the last
     part, behind an `after` that, and 0 where nothing runs."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
 
         async def refused_at(channel: int, kind: str = "resize", **fields: object) -> int:
             await client.say(kind, id=channel, **({"cols": 1, "rows": 1} if kind == "resize" else fields))
@@ -214,7 +214,7 @@ async def test_a_refusal_says_what_came_before_it() -> None:
 
 async def test_a_flood_of_orders_is_bounded() -> None:
     """Those over the limit are refused; the run takes the others."""
-    async with running_front() as running, exec_talk(running) as client:
+    async with running_fake() as running, exec_talk(running) as client:
         running.supervisor.scripts["tough"] = Script(hold=trio.Event(), ignores=frozenset({1}))
         await client.say("start", id=1, cmd="tough")
         await client.hear_text("started")

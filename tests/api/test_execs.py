@@ -12,15 +12,18 @@ import trio
 import trio.testing
 
 from sandkasten.model import Cause, ExecSpec, Stream, TerminalSize, Usage
-from tests.api.harness import PATIENCE_S, Running, request_bytes, running_front
+from tests.api.harness import RunningFake, request_bytes, running_fake
 from tests.api.test_exec import make_session
 from tests.api.test_sessions import RFC_3339
 from tests.fakes.supervisor import Run, Script
+from tests.waiting import patience
 
 USAGE = {"cpu_ms": 5, "peak_memory_bytes": 4096, "written_bytes": 7}
 
 
-async def start(running: Running, client: httpx.AsyncClient, script: Script, **body: Any) -> tuple[str, Run]:  # JSON
+async def start(
+    running: RunningFake, client: httpx.AsyncClient, script: Script, **body: Any
+) -> tuple[str, Run]:  # JSON
     """Start one scripted run that is detached; return the session's URL and the run."""
     running.supervisor.scripts["cmd"] = script
     url = await make_session(running, client)
@@ -28,7 +31,7 @@ async def start(running: Running, client: httpx.AsyncClient, script: Script, **b
     async with client.stream("POST", f"{url}/exec/stream", json=request) as answer:
         assert answer.status_code == 200
     run = running.supervisor.runs[-1]
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(patience()):
         while run.readers:
             await run.changed.wait()
     return url, run
@@ -46,7 +49,7 @@ async def test_a_run_is_shown_as_it_is() -> None:
         usage=Usage(5, 4096, 7),
         victim="hog\udcff",
     )
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url, _ = await start(running, client, script)
         seen = (await client.get(f"{url}/execs/e-1")).json()
         times = {name: seen.pop(name) for name in ("created_at", "started_at")}
@@ -85,7 +88,7 @@ async def test_a_run_is_shown_as_it_is() -> None:
 
 async def test_runs_are_listed_oldest_first_and_can_be_picked() -> None:
     """By kind, by state, and the latest ones."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url, _ = await start(running, client, Script(hold=trio.Event()))
         await client.post(f"{url}/exec", json={"argv": ["true"], "exec_id": "e-2"})
         await client.post(f"{url}/processes", json={"cmd": "cmd", "process_id": "p-1"})
@@ -128,7 +131,7 @@ async def test_runs_are_listed_oldest_first_and_can_be_picked() -> None:
 )
 async def test_a_bad_query_is_refused_by_name(rest: str, field: str) -> None:
     """Never ignored."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         await client.post(f"{url}/processes", json={"cmd": "a", "process_id": "e-1"})
         answer = await client.get(f"{url}/{rest}")
@@ -142,7 +145,7 @@ async def test_a_bad_query_is_refused_by_name(rest: str, field: str) -> None:
 async def test_a_signal_has_a_name_or_a_number(signal: object, number: int) -> None:
     """It reaches the run."""
     script = Script(hold=trio.Event(), ignores=frozenset(range(1, 65)))
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url, run = await start(running, client, script)
         answer = await client.post(f"{url}/execs/e-1/signal", json={"signal": signal})
         assert (answer.status_code, answer.json(), run.signals) == (200, {"ok": True}, [number])
@@ -150,7 +153,7 @@ async def test_a_signal_has_a_name_or_a_number(signal: object, number: int) -> N
 
 async def test_cancel_answers_with_the_end() -> None:
     """At once if it said so; on an ended run it changes nothing, and a body is not needed."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         for body in (None, {"now": True}, {"now": False}):
             url, run = await start(running, client, Script(hold=trio.Event()))
             answer = await client.post(f"{url}/execs/e-1/cancel", json=body)
@@ -166,7 +169,7 @@ async def test_cancel_answers_with_the_end() -> None:
 async def test_input_reaches_a_run_byte_by_byte() -> None:
     """Text, base64, and the end."""
     data = bytes(range(256))
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url, run = await start(running, client, Script(echo=True), stdin=True)
         for body in (
             {"text": "é\0"},
@@ -183,7 +186,7 @@ async def test_input_reaches_a_run_byte_by_byte() -> None:
 async def test_input_waits_for_a_run_that_does_not_read() -> None:
     """And a client that leaves meanwhile is not waited for."""
     reads = trio.Event()
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url, run = await start(running, client, Script(echo=True, reads=reads), stdin=True)
         path = f"{url}/execs/e-1/stdin"
         async with await running.connect() as connection:
@@ -197,7 +200,7 @@ async def test_input_waits_for_a_run_that_does_not_read() -> None:
 
 async def test_a_terminal_is_resized() -> None:
     """Its run shows the new size."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url, run = await start(running, client, Script(hold=trio.Event()), tty={"cols": 80, "rows": 24})
         assert run.spec.terminal == TerminalSize(80, 24)
         answer = await client.post(f"{url}/execs/e-1/resize", json={"cols": 120, "rows": 40})
@@ -236,7 +239,7 @@ async def test_a_terminal_is_resized() -> None:
 )
 async def test_a_bad_request_to_a_run_is_refused_by_name(action: str, body: dict[str, object], field: str) -> None:
     """And the run knows nothing of it."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url, run = await start(running, client, Script(echo=True), stdin=True)
         answer = await client.post(f"{url}/execs/e-1/{action}", json=body)
         assert (answer.status_code, list(answer.json()["details"])) == (400, [field])
@@ -257,7 +260,7 @@ async def test_an_ended_run_takes_nothing_any_more(
     action: str, body: dict[str, object], status: int, code: str | None
 ) -> None:
     """But it can be cancelled as often as one likes."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url, _ = await start(running, client, Script(), stdin=True)
         answer = await client.post(f"{url}/execs/e-1/{action}", json=body)
         assert (answer.status_code, answer.json().get("error_code")) == (status, code)
@@ -265,7 +268,7 @@ async def test_an_ended_run_takes_nothing_any_more(
 
 async def test_a_run_without_input_or_terminal_says_so() -> None:
     """As a bad request."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url, _ = await start(running, client, Script(hold=trio.Event()))
         for action, body in (("stdin", {"text": "x"}), ("resize", {"cols": 80, "rows": 24})):
             answer = await client.post(f"{url}/execs/e-1/{action}", json=body)
@@ -286,7 +289,7 @@ async def test_a_run_without_input_or_terminal_says_so() -> None:
 )
 async def test_a_run_that_never_was_is_404(method: str, rest: str, body: dict[str, object] | None) -> None:
     """Also one of another session; and all of them are 410 with the session."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         await start(running, client, Script())
         url = await make_session(running, client)
         answer = await client.request(method, f"{url}/execs/e-1{rest}", json=body)
@@ -298,7 +301,7 @@ async def test_a_run_that_never_was_is_404(method: str, rest: str, body: dict[st
 
 async def test_a_time_limit_above_the_maximum_is_cut_and_told() -> None:
     """In the answer, in the last event of a stream, and to the supervisor."""
-    async with running_front(max_exec_timeout_ms=7000) as running, running.client() as client:
+    async with running_fake(max_exec_timeout_ms=7000) as running, running.client() as client:
         url = await make_session(running, client)
         for asked_ms, given_ms in ((10**9, 7000), (7001, 7000), (6999, 6999), (0, 7000)):
             answer = await client.post(f"{url}/exec", json={"cmd": "a", "timeout_ms": asked_ms})
@@ -310,13 +313,13 @@ async def test_a_time_limit_above_the_maximum_is_cut_and_told() -> None:
 
 async def test_an_exec_without_a_limit_in_time_is_had_where_the_operator_allows() -> None:
     """Then its answer says null; elsewhere the field is refused by name."""
-    async with running_front(allow_unlimited_exec=True) as running, running.client() as client:
+    async with running_fake(allow_unlimited_exec=True) as running, running.client() as client:
         url = await make_session(running, client)
         answer = await client.post(f"{url}/exec", json={"cmd": "a", "timeout_ms": None})
         assert (answer.status_code, answer.json()["timeout_ms"]) == (200, None)
         assert running.supervisor.runs[-1].spec.unlimited
         assert (await client.post(f"{url}/exec", json={"cmd": "a"})).json()["timeout_ms"] == 120_000
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         for route in ("exec", "exec/stream"):
             answer = await client.post(f"{url}/{route}", json={"cmd": "a", "timeout_ms": None})
@@ -325,7 +328,7 @@ async def test_an_exec_without_a_limit_in_time_is_had_where_the_operator_allows(
 
 async def test_a_program_reaches_the_supervisor() -> None:
     """Beside the shells, with its own user."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         body = {"argv": ["id", "-u"], "user": "app", "cwd": "/tmp", "env": {"A": "1"}, "exec_id": "e-1"}
         assert (await client.post(f"{url}/exec", json=body)).status_code == 200

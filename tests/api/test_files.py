@@ -9,20 +9,21 @@ import httpx
 import pytest
 import trio
 
-from tests.api.harness import PATIENCE_S, Running, read_until, request_bytes, running_front
+from tests.api.harness import RunningTree, read_until, request_bytes, running_front
 from tests.api.test_exec import make_session
+from tests.waiting import patience
 
 MIB = 1024 * 1024
 
 
-async def write(running: Running, client: httpx.AsyncClient, **body: str) -> httpx.Response:
+async def write(running: RunningTree, client: httpx.AsyncClient, **body: str) -> httpx.Response:
     """Write a file into a new session."""
     return await client.post(f"{await make_session(running, client)}/fs/write", json=body)
 
 
-def stored(running: Running) -> dict[str, bytes]:
+def stored(running: RunningTree) -> dict[str, bytes]:
     """Return the files of all sessions by path."""
-    return {path: content for (_, path), content in running.supervisor.files.items()}
+    return {path: content for runner in running.tree.runners.values() for path, content in runner.files.items()}
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ async def test_writing_to_a_directory_is_a_typed_error(path: str) -> None:
     async with running_front() as running, running.client() as client:
         answer = await write(running, client, path=path, text="x")
         assert (answer.status_code, answer.json()["error_code"]) == (409, "IS_DIRECTORY")
-        assert running.supervisor.files == {}
+        assert stored(running) == {}
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ async def test_a_large_file_is_read_in_bounded_memory() -> None:
     """100 MiB pass through without being held."""
     async with running_front() as running, running.client() as client:
         url = await make_session(running, client)
-        running.supervisor.sizes["/workspace/big"] = 100 * MIB
+        running.tree.runner.sizes["/workspace/big"] = 100 * MIB
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         received = 0
         async with client.stream("GET", f"{url}/fs/read?path=big&max_bytes={100 * MIB}") as answer:
@@ -131,7 +132,7 @@ async def test_a_reader_that_leaves_ends_the_read() -> None:
     async with running_front() as running:
         async with running.client() as client:
             url = await make_session(running, client)
-        running.supervisor.sizes["/workspace/big"] = 100 * MIB
+        running.tree.runner.sizes["/workspace/big"] = 100 * MIB
         connection = await running.connect()
         await connection.send_all(request_bytes("GET", f"{url}/fs/read?path=big&max_bytes={100 * MIB}"))
         await read_until(connection, b"content_base64")
@@ -157,6 +158,6 @@ async def test_a_client_that_leaves_during_a_write_leaves_the_old_file() -> None
         whole = request_bytes("POST", f"{url}/fs/write", body=b'{"path": "a", "text": "new"}')
         await connection.send_all(whole[:-10])
         await connection.aclose()
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             assert await running.is_alive()
         assert stored(running) == {}

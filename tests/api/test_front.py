@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Awaitable, Callable
 
 import pytest
 import trio
@@ -14,7 +15,7 @@ from sandkasten.api.http.auth import is_loopback_host
 from sandkasten.model import Session, SessionSpec, errors
 from tests.api.harness import (
     KEY,
-    Running,
+    RunningTree,
     parse_answer,
     read_to_end,
     read_until,
@@ -42,7 +43,7 @@ ROUTES = [
 ]
 
 
-async def ask(running: Running, method: str, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
+async def ask(running: RunningTree, method: str, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
     """One request on a connection of its own, with exactly these headers besides `Host`."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     fields = {"Host": "localhost", "Connection": "close"} | named
@@ -63,7 +64,7 @@ async def test_every_route_but_healthz_wants_the_key(method: str, path: str) -> 
             assert (status, error["error_code"]) == (401, "UNAUTHORIZED")
             assert fields["x-request-id"] == error["request_id"]
             assert fields["www-authenticate"] == "Bearer"
-        assert running.supervisor.specs == []
+        assert (await running.supervisor.list()) == []
 
 
 async def test_healthz_is_public_and_says_nothing_else() -> None:
@@ -149,7 +150,7 @@ async def test_head_answers_like_get_without_a_body() -> None:
     """In both halves."""
     async with running_front() as running, running.client() as client:
         session = (await client.post("/v1/sessions")).json()["id"]
-        running.supervisor.files[session, "/workspace/a"] = b"x"
+        running.tree.runner.files["/workspace/a"] = b"x"
         for path in ("/healthz", "/v1/sessions", f"/v1/sessions/{session}/fs/read?path=a"):
             answer = await client.head(path)
             assert (answer.status_code, answer.content) == (200, b"")
@@ -227,26 +228,37 @@ async def test_with_a_key_the_content_type_does_not_matter() -> None:
         assert answer.status_code == 200
 
 
+def failing(error: Exception) -> Callable[[SessionSpec], Awaitable[Session]]:
+    """Return a create that fails."""
+
+    async def create(spec: SessionSpec) -> Session:
+        await trio.lowlevel.checkpoint()
+        raise error
+
+    return create
+
+
 @pytest.mark.parametrize("error", [RuntimeError("secret path /root/x"), errors.StoreFailed("secret path /root/x")])
 async def test_a_bug_and_an_internal_failure_show_nothing_inside(
-    error: Exception, caplog: pytest.LogCaptureFixture
+    error: Exception, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """500 without the message; the log has it, with the request id the client got."""
     async with running_front() as running, running.client() as client:
-        running.supervisor.create_failure = error
+        monkeypatch.setattr(running.supervisor, "create", failing(error))
         with caplog.at_level(logging.ERROR, "sandkasten"):
             answer = await client.post("/v1/sessions")
         assert (answer.status_code, answer.json()["error_code"]) == (500, "INTERNAL_ERROR")
         assert "secret" not in answer.text
         assert "secret path /root/x" in caplog.text
-        running.supervisor.create_failure = None
+        monkeypatch.undo()
         assert (await client.post("/v1/sessions")).status_code == 201
 
 
-async def test_capacity_says_when_to_come_back() -> None:
+async def test_capacity_says_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """503, `Retry-After`, and retryable."""
     async with running_front() as running, running.client() as client:
-        running.supervisor.create_failure = errors.Capacity("the node is full", retry_after_s=7)
+        full = errors.Capacity("the node is full", retry_after_s=7)
+        monkeypatch.setattr(running.supervisor, "create", failing(full))
         answer = await client.post("/v1/sessions")
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
         assert answer.json()["retryable"] is True
@@ -255,7 +267,7 @@ async def test_capacity_says_when_to_come_back() -> None:
 class Gate:
     """A create that waits."""
 
-    def __init__(self, running: Running) -> None:
+    def __init__(self, running: RunningTree) -> None:
         self.entered, self.opened = trio.Event(), trio.Event()
         self._create = running.supervisor.create
         running.supervisor.create = self  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from sandkasten.api.http.listen import listen_early
 from sandkasten.api.http.server import serve
 from tests.api.harness import KEY, make_settings
 from tests.fakes.supervisor import FakeSupervisor
-from tests.waiting import until
+from tests.waiting import patience, until
 
 
 def free_port() -> int:
@@ -39,7 +39,7 @@ async def test_a_listener_that_dies_is_listened_on_anew() -> None:
         async def answers() -> bool:
             headers = {"Authorization": f"Bearer {KEY}"}
             try:
-                async with httpx.AsyncClient(headers=headers, timeout=1.0) as client:
+                async with httpx.AsyncClient(headers=headers, timeout=patience(1.0)) as client:
                     return (await client.get(f"{early.addresses[0]}/v1/sessions")).status_code == 200
             except httpx.HTTPError:
                 return False

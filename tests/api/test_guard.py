@@ -26,6 +26,7 @@ from tests.api.harness import (
     send_and_read,
 )
 from tests.api.malformed import KILLERS, MALFORMED, http2_request
+from tests.waiting import patience
 
 Server = Callable[[], AbstractAsyncContextManager[Running]]
 
@@ -134,7 +135,7 @@ async def test_an_application_that_only_sends_ends_with_its_client(kind: str, le
             else:
                 await stream.receive_some(1)  # it may still read
             await stream.aclose()
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             await app.ended.wait()
         assert await running.is_alive()
         assert await running.stop() < 2
@@ -149,7 +150,7 @@ async def test_a_websocket_close_frame_ends_an_application_that_only_sends() -> 
         await read_until(stream, b"\r\n\r\n")
         await stream.send_all(b"\x88\x82\x00\x00\x00\x00\x03\xe8")
         await read_to_end(stream)
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             await app.ended.wait()
         await stream.aclose()
         assert await running.is_alive()
@@ -160,7 +161,7 @@ async def test_an_application_that_sends_nothing_for_ever_does_not_freeze_the_se
     app = apps.Endless(b"")
     async with running_app(app) as running, await running.connect() as stream:
         await stream.send_all(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             await app.started.wait()
         assert await running.is_alive()
         assert await running.stop() < 2
@@ -190,7 +191,7 @@ async def test_a_malformed_body_frees_an_answer_that_nobody_reads() -> None:
             await app.started.wait()
             await trio.testing.wait_all_tasks_blocked(0.05)
             await stream.send_all(b"nonsense\r\n")
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(patience()):
                 await app.ended.wait()
 
 
@@ -239,7 +240,7 @@ async def test_a_client_that_stops_reading_is_dropped_at_the_write_deadline() ->
         stream = await stall(running, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await app.started.wait()
         assert await running.is_alive()
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             await app.ended.wait()
         await stream.aclose()
         assert await running.stop() < 1.5

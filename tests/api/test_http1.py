@@ -12,7 +12,6 @@ import trio.testing
 from sandkasten.api.http.guard import Receive, Scope, Send
 from tests.api import apps
 from tests.api.harness import (
-    PATIENCE_S,
     parse_answer,
     read_to_end,
     read_until,
@@ -22,6 +21,7 @@ from tests.api.harness import (
     send_and_read,
 )
 from tests.api.malformed import MALFORMED
+from tests.waiting import patience
 
 REFUSED = {
     "no_host": 400,
@@ -81,7 +81,7 @@ async def test_what_follows_a_malformed_head_does_not_reset_the_answer_away() ->
         for _ in range(64):
             await stream.send_all(bytes(65_536))
         await stream.send_eof()
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             assert await read_to_end(stream) == b""
         assert b"INVALID_REQUEST" in answer
 
@@ -112,7 +112,7 @@ async def test_a_length_given_twice_is_refused_and_ends_the_connection(path: str
     smuggled = b"0\r\n\r\n" + request_bytes("GET", "/healthz")
     async with running_front() as running:
         answers = await send_and_read(running, request_bytes("POST", path, headers=both) + smuggled)
-        assert running.supervisor.specs == []
+        assert (await running.supervisor.list()) == []
     status, fields, body = parse_answer(answers)
     assert (status, fields["connection"], json.loads(body)["error_code"]) == (400, "close", "INVALID_REQUEST")
     assert answers.count(b"HTTP/1.1 ") == 1

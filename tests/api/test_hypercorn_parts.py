@@ -12,6 +12,7 @@ from wsproto.events import Ping
 
 from sandkasten.api.http.server import hypercorn_config
 from sandkasten.api.http.settings import ApiSettings
+from tests.waiting import patience
 
 
 def test_the_version_is_the_one_that_was_examined() -> None:
@@ -86,7 +87,7 @@ async def test_a_stopped_idle_task_stays_stopped() -> None:
     """`TrioSingleTask.stop` may be called when nothing runs."""
     from hypercorn.trio.worker_context import TrioSingleTask
 
-    with trio.fail_after(1):
+    with trio.fail_after(patience(1)):
         await TrioSingleTask().stop()
 
 

@@ -24,8 +24,8 @@ from tests.api.harness import (
 )
 from tests.api.test_front import Gate
 from tests.api.ws_client import UPGRADE, handshake
-from tests.fakes.supervisor import Script
-from tests.waiting import until
+from tests.fakes.runner import Script
+from tests.waiting import patience, until
 
 
 async def test_a_reset_during_a_json_request_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
@@ -63,13 +63,13 @@ async def test_who_ends_its_side_while_its_command_runs_has_left(rest: str) -> N
     """From here that looks the same as a socket that was closed, and a command must not go on for nobody."""
     async with running_front() as running, await running.connect() as stream:
         session = await running.supervisor.create(SessionSpec())
-        running.supervisor.scripts["a"] = Script(hold=trio.Event())
+        running.tree.scripts["a"] = Script(hold=trio.Event())
         body = b'{"cmd":"a","on_disconnect":"cancel"}'
         await stream.send_all(request_bytes("POST", f"/v1/sessions/{session.id}/{rest}", body=body))
-        await running.supervisor.run_opened.wait()
+        await running.tree.run_opened.wait()
         await stream.send_eof()
-        with trio.fail_after(PATIENCE_S):
-            await running.supervisor.runs[0].cancelled.wait()
+        with trio.fail_after(patience()):
+            await running.tree.runs[0].cancelled.wait()
         assert b"exit_code" not in await read_to_end(stream)
 
 

@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from sandkasten.model import Stream
-from tests.api.harness import running_front
+from tests.api.harness import running_fake
 from tests.api.test_execs import start
 from tests.fakes.supervisor import Script
 
@@ -27,7 +27,7 @@ async def read(client: httpx.AsyncClient, url: str, query: str = "") -> dict[str
 
 async def test_both_streams_come_as_they_arrived_or_one_alone() -> None:
     """As text with nothing removed, with all offsets."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url, _ = await start(running, client, Script(MIXED))
         assert await read(client, url) == {
             "text": "aé€😀\ufffd\r\nend",
@@ -44,7 +44,7 @@ async def test_both_streams_come_as_they_arrived_or_one_alone() -> None:
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 7, 100])
 async def test_reading_on_from_the_next_offset_gives_all_of_it(limit: int) -> None:
     """However small the parts: text without a cut character, and exact bytes."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url, _ = await start(running, client, Script(MIXED))
         text, offset, is_final = "", 0, False
         while not is_final:
@@ -65,7 +65,7 @@ async def test_reading_on_from_the_next_offset_gives_all_of_it(limit: int) -> No
 async def test_half_a_character_waits_for_its_end() -> None:
     """The next offset lies before it until it is whole, or nothing follows."""
     end = trio.Event()
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url, run = await start(running, client, Script([(Stream.STDOUT, b"a\xe2\x82")], hold=end))
         part = await read(client, url)
         assert (part["text"], part["next_offset"], part["total_bytes"], part["is_final"]) == ("a", 1, 3, False)
@@ -79,7 +79,7 @@ async def test_half_a_character_waits_for_its_end() -> None:
 
 async def test_it_never_waits() -> None:
     """At the end of what is there the part is empty, and not final while the run goes on."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url, _ = await start(running, client, Script([(Stream.STDOUT, b"abc")], hold=trio.Event()))
         part = await read(client, url, "?offset=3")
         assert (part["text"], part["next_offset"], part["is_final"]) == ("", 3, False)
@@ -87,7 +87,7 @@ async def test_it_never_waits() -> None:
 
 async def test_plain_bytes_have_their_offsets_in_headers() -> None:
     """For who asks for octets by name."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url, _ = await start(running, client, Script(MIXED))
         headers = {"Accept": "text/html, application/octet-stream;q=0.9"}
         answer = await client.get(f"{url}/execs/e-1/output?offset=1&limit=6", headers=headers)
@@ -101,7 +101,7 @@ async def test_plain_bytes_have_their_offsets_in_headers() -> None:
 
 async def test_what_is_not_kept_any_more_is_410() -> None:
     """With the offset from which on there is something."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         running.supervisor.kept_bytes = 100
         script = Script([(Stream.STDOUT, b"x" * 60), (Stream.STDERR, b"y" * 60)], repeat=2)
         url, _ = await start(running, client, script)
@@ -118,6 +118,6 @@ async def test_what_is_not_kept_any_more_is_410() -> None:
 async def test_a_large_part_is_decoded_in_slices() -> None:
     """With a character across each boundary."""
     data = b"a" + "é".encode() * 200_000
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url, _ = await start(running, client, Script([(Stream.STDOUT, data)]))
         assert (await read(client, url))["text"] == data.decode()

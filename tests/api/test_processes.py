@@ -8,12 +8,13 @@ import trio
 import trio.testing
 
 from sandkasten.model import Port, ProcessSpec, Stream, TerminalSize
-from tests.api.harness import PATIENCE_S, Running, read_until, request_bytes, running_front
+from tests.api.harness import RunningFake, read_until, request_bytes, running_fake
 from tests.api.test_exec import make_session
 from tests.fakes.supervisor import Run, Script
+from tests.waiting import patience
 
 
-async def start(running: Running, client: httpx.AsyncClient, script: Script) -> tuple[str, str, Run]:
+async def start(running: RunningFake, client: httpx.AsyncClient, script: Script) -> tuple[str, str, Run]:
     """Start one scripted process; return the session's URL, the process's, and its run."""
     url = await make_session(running, client)
     running.supervisor.scripts["serve"] = script
@@ -24,7 +25,7 @@ async def start(running: Running, client: httpx.AsyncClient, script: Script) -> 
 
 async def test_a_process_is_started_with_all_that_was_said() -> None:
     """And answered as it is, running."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         running.supervisor.scripts["srv -p 80"] = Script(hold=trio.Event())
         body = {
@@ -64,7 +65,7 @@ async def test_a_process_is_started_with_all_that_was_said() -> None:
 
 async def test_a_repeated_start_attaches() -> None:
     """With the same body; with another one it is 409."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url, _, _ = await start(running, client, Script(hold=trio.Event()))
         body = {"cmd": "serve", "process_id": "p-1"}
         assert (await client.post(f"{url}/processes", json=body)).json()["process_id"] == "p-1"
@@ -92,7 +93,7 @@ async def test_a_repeated_start_attaches() -> None:
 )
 async def test_a_bad_process_is_refused_by_name(body: dict[str, object], field: str) -> None:
     """And not started."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         answer = await client.post(f"{url}/processes", json=body)
         assert (answer.status_code, list(answer.json()["details"])) == (400, [field])
@@ -101,7 +102,7 @@ async def test_a_bad_process_is_refused_by_name(body: dict[str, object], field: 
 
 async def test_only_processes_are_in_the_list_and_beneath_it() -> None:
     """A command has the same kind of id and is none."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url, _, run = await start(running, client, Script(hold=trio.Event()))
         await client.post(f"{url}/exec", json={"cmd": "a", "exec_id": "e-1"})
 
@@ -128,7 +129,7 @@ async def test_only_processes_are_in_the_list_and_beneath_it() -> None:
 
 async def test_logs_are_read_by_offset() -> None:
     """As the output of any run."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         script = Script([(Stream.STDOUT, b"out\n"), (Stream.STDERR, b"err\n")], hold=trio.Event())
         _, process, _ = await start(running, client, script)
         part = (await client.get(f"{process}/logs?stream=stderr&offset=1&limit=100")).json()
@@ -137,7 +138,7 @@ async def test_logs_are_read_by_offset() -> None:
 
 async def test_logs_are_followed_as_events() -> None:
     """From the beginning or a position on, one stream alone if one likes; leaving ends nothing."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         script = Script([(Stream.STDOUT, b"out\n"), (Stream.STDERR, b"err\n")], hold=trio.Event())
         _, process, run = await start(running, client, script)
         async with await running.connect() as connection:
@@ -145,7 +146,7 @@ async def test_logs_are_followed_as_events() -> None:
             head = await read_until(connection, b'"stream":"stderr"}\n\n')
             assert b"content-type: text/event-stream" in head
             assert b'{"chunk":"out\\n",' in head
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             while run.readers:
                 await run.changed.wait()
         assert run.end is None
@@ -161,7 +162,7 @@ async def test_logs_are_followed_as_events() -> None:
 
 async def test_input_signals_and_sizes_reach_a_process() -> None:
     """Its input is open from the start."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         running.supervisor.scripts["top"] = Script(echo=True, ignores=frozenset({2}))
         body = {"cmd": "top", "process_id": "p-1", "tty": {"cols": 80, "rows": 24}}
@@ -181,7 +182,7 @@ async def test_input_signals_and_sizes_reach_a_process() -> None:
 @pytest.mark.parametrize("how", ["kill", "delete"])
 async def test_a_process_is_killed_at_once(how: str) -> None:
     """By either route; the answer shows its end, and another time the same."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         _, process, run = await start(running, client, Script(hold=trio.Event()))
         for _ in range(2):
             answer = await (client.post(f"{process}/kill") if how == "kill" else client.delete(process))
@@ -191,7 +192,7 @@ async def test_a_process_is_killed_at_once(how: str) -> None:
 
 async def test_waiting_for_the_end() -> None:
     """It comes, or the time is over."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         end = trio.Event()
         _, process, _ = await start(running, client, Script(hold=end, exit_code=4))
         answer = await client.post(f"{process}/wait", json={"for": "exit", "timeout_ms": 1})
@@ -207,7 +208,7 @@ async def test_waiting_for_the_end() -> None:
 
 async def test_waiting_for_a_port_and_the_list_of_ports() -> None:
     """One that opens while somebody waits."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url, process, run = await start(running, client, Script(hold=trio.Event()))
         session_id = url.rpartition("/")[2]
         assert (await client.get(f"{url}/ports")).json() == {"ports": []}
@@ -229,7 +230,7 @@ async def test_waiting_for_a_port_and_the_list_of_ports() -> None:
 
 async def test_waiting_for_a_line() -> None:
     """It is told, whatever bytes it has."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         script = Script([(Stream.STDOUT, b"booting\nready \xff on 80\n")], hold=trio.Event())
         _, process, _ = await start(running, client, script)
         answer = (await client.post(f"{process}/wait", json={"pattern": r"ready .* on \d+"})).json()
@@ -241,14 +242,14 @@ async def test_waiting_for_a_line() -> None:
 
 async def test_a_client_that_leaves_is_not_waited_for() -> None:
     """The process goes on."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         _, process, run = await start(running, client, Script(hold=trio.Event()))
         async with await running.connect() as connection:
             await connection.send_all(request_bytes("POST", f"{process}/wait", body=b'{"for": "exit"}'))
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(patience()):
                 while not run.changed.statistics().tasks_waiting:
                     await trio.testing.wait_all_tasks_blocked(0.01)
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             while run.changed.statistics().tasks_waiting:
                 await trio.testing.wait_all_tasks_blocked(0.01)
         assert run.end is None
@@ -275,7 +276,7 @@ async def test_a_client_that_leaves_is_not_waited_for() -> None:
 )
 async def test_a_bad_condition_is_refused_by_name(body: dict[str, object], field: str) -> None:
     """Nothing is waited for."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         _, process, _ = await start(running, client, Script(hold=trio.Event()))
         answer = await client.post(f"{process}/wait", json=body)
         assert (answer.status_code, list(answer.json()["details"])) == (400, [field])

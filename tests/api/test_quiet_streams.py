@@ -10,7 +10,7 @@ import pytest
 
 from sandkasten.api.http.sse import MAX_EVENT_BYTES
 from sandkasten.model import Cause, ExecSpec, OnDisconnect, Stream
-from tests.api.harness import Running, read_until, request_bytes, running_front
+from tests.api.harness import RunningFake, read_until, request_bytes, running_fake
 from tests.api.test_exec import make_session
 from tests.fakes.supervisor import Script
 
@@ -21,7 +21,7 @@ HIDDEN = {
 }
 
 
-async def begin(running: Running, client: httpx.AsyncClient, script: Script) -> str:
+async def begin(running: RunningFake, client: httpx.AsyncClient, script: Script) -> str:
     """Let a command run with the id `e`; return the URL of its stream."""
     url = await make_session(running, client)
     running.supervisor.scripts["a"] = script
@@ -34,7 +34,7 @@ async def begin(running: Running, client: httpx.AsyncClient, script: Script) -> 
 @pytest.mark.parametrize(("script", "query"), HIDDEN.values(), ids=HIDDEN.keys())
 async def test_pings_come_although_output_does_that_is_not_shown(script: Script, query: str) -> None:
     """Silence is what the client hears, not what the run does."""
-    async with running_front(ping_interval_s=0.05) as running, running.client() as client:
+    async with running_fake(ping_interval_s=0.05) as running, running.client() as client:
         url = await begin(running, client, script)
         async with await running.connect() as stream:
             await stream.send_all(request_bytes("GET", f"{url}?{query}"))
@@ -46,7 +46,7 @@ async def test_pings_come_although_output_does_that_is_not_shown(script: Script,
 
 async def test_no_ping_comes_between_events_that_follow_each_other() -> None:
     """Each write puts the next one off."""
-    async with running_front(ping_interval_s=30.0) as running, running.client() as client:
+    async with running_fake(ping_interval_s=30.0) as running, running.client() as client:
         url = await begin(running, client, Script([(Stream.STDOUT, b"x")] * 20))
         assert b"ping" not in (await client.get(url)).content
 
@@ -66,7 +66,7 @@ DIRECTORIES = {
 async def test_the_last_event_is_small_wherever_the_shell_is(cwd: str, cause: Cause) -> None:
     """Its directory is cut and says so; the run's own page has all of it."""
     exec_id = '"' * 128
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         running.supervisor.scripts["a"] = Script(cwd=cwd, cause=cause, victim="\x01" * 15)
         answer = await client.post(f"{url}/exec/stream", json={"cmd": "a", "exec_id": exec_id, "timeout_ms": 1000})
@@ -82,7 +82,7 @@ async def test_the_last_event_is_small_wherever_the_shell_is(cwd: str, cause: Ca
 
 async def test_a_short_directory_is_not_cut() -> None:
     """And nothing is said about it."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url = await begin(running, client, Script(cwd="/" + "é" * 300))
         end = ending((await client.get(url)).content, Cause.EXITED)
         assert end["cwd"] == "/" + "é" * 300

@@ -10,8 +10,9 @@ import trio.testing
 
 from sandkasten.api.http.auth import AT_ONCE, LOG_EVERY_S, PAUSE_S, PER_S, RefusalThrottle
 from sandkasten.api.routes import SESSIONS
-from tests.api.harness import PATIENCE_S, read_until, request_bytes, running_front
+from tests.api.harness import read_until, request_bytes, running_front
 from tests.api.keys import READ
+from tests.waiting import patience
 
 
 async def test_many_refusals_wait_and_few_do_not(autojump_clock: trio.testing.MockClock) -> None:
@@ -56,7 +57,7 @@ async def test_a_crowd_without_a_key_holds_up_nobody_with_one(caplog: pytest.Log
                 for options in ({"token": READ.token}, {}):
                     async with running.client(**options) as client:
                         assert (await client.get(SESSIONS)).status_code == 200
-                with trio.fail_after(PATIENCE_S):
+                with trio.fail_after(patience()):
                     await read_until(waiting, b"UNAUTHORIZED")
         lines = [record for record in caplog.records if record.name.startswith("sandkasten")]
         assert [record.message for record in lines if record.message != "request"] == ["auth_failed"]

@@ -7,7 +7,7 @@ import pytest
 from sandkasten.api.http.auth import OPEN
 from sandkasten.api.http.routing import Kind, Route, RouteTable, Target, parse_target
 from tests.api.harness import running_front
-from tests.fakes.supervisor import Script
+from tests.fakes.runner import Script
 
 
 async def _answer(_exchange: object) -> None:
@@ -122,7 +122,7 @@ async def test_an_id_with_slashes_names_its_run() -> None:
     exec_id = "a/b?c=%41&d#e{f}"
     async with running_front() as running, running.client() as client:
         url = f"/v1/sessions/{(await client.post('/v1/sessions')).json()['id']}"
-        running.supervisor.scripts["a"] = Script()
+        running.tree.scripts["a"] = Script()
         await client.post(f"{url}/exec", json={"cmd": "a", "exec_id": exec_id})
         answer = await client.get(f"{url}/execs/a%2Fb%3Fc=%2541&d%23e%7Bf%7D")
         assert (answer.status_code, answer.json()["exec_id"]) == (200, exec_id)

@@ -9,14 +9,14 @@ import pytest
 
 from sandkasten.api.resources.sessions import server_timing
 from sandkasten.model import EndReason, Limits, SessionPatch, SessionSpec, SessionStats, Status
-from tests.api.harness import running_front
+from tests.api.harness import running_fake
 
 RFC_3339 = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z\Z")
 
 
 async def test_a_created_session_has_the_published_shape() -> None:
     """201, times in UTC with Z, no null workspace, and the phases in `Server-Timing`."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         answer = await client.post("/v1/sessions", json={"image": "python", "ttl_seconds": 60})
         session = answer.json()
         assert answer.status_code == 201
@@ -32,28 +32,28 @@ async def test_a_created_session_has_the_published_shape() -> None:
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"unknown": 1}'])
 async def test_a_create_needs_nothing(body: bytes) -> None:
     """No body, an empty object, unknown fields."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         assert (await client.post("/v1/sessions", content=body)).status_code == 201
         assert running.supervisor.specs == [SessionSpec(key_id="configured")]
 
 
 async def test_the_idempotency_header_reaches_the_supervisor() -> None:
     """Header or field."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         await client.post("/v1/sessions", headers={"Idempotency-Key": "k-1"})
         assert running.supervisor.specs == [SessionSpec(idempotency_key="k-1", key_id="configured")]
 
 
 async def test_partial_limits_are_filled_from_the_configured_defaults() -> None:
     """Not from the model's."""
-    async with running_front(default_limits=Limits(pids=7)) as running, running.client() as client:
+    async with running_fake(default_limits=Limits(pids=7)) as running, running.client() as client:
         await client.post("/v1/sessions", json={"limits": {"cpu": 0.5}})
         assert running.supervisor.specs[0].limits == Limits(cpu=0.5, pids=7)
 
 
 async def test_the_list_is_a_raw_array_of_live_sessions_newest_first() -> None:
     """With `status` and `limit`; `all` has the ended ones, too."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         ids = [(await client.post("/v1/sessions")).json()["id"] for _ in range(3)]
         running.supervisor.end(ids[1], Status.CRASHED, "PID 1 died")
 
@@ -68,7 +68,7 @@ async def test_the_list_is_a_raw_array_of_live_sessions_newest_first() -> None:
 
 async def test_an_expired_session_is_410_with_why_it_ended() -> None:
     """On every route that needs it alive; looking at it is still an answer, and says the same."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         session_id = (await client.post("/v1/sessions")).json()["id"]
         why = {"status": "expired", "reason": "its time to live ran out", "end_reason": "idle"}
         running.supervisor.end(session_id, Status.EXPIRED, why["reason"], EndReason.IDLE)
@@ -88,7 +88,7 @@ async def test_an_expired_session_is_410_with_why_it_ended() -> None:
 
 async def test_a_session_without_end_says_null() -> None:
     """Only one that asked for it: the published clients take `expires_at` as it comes."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         usual = (await client.post("/v1/sessions")).json()
         assert None not in (usual["expires_at"], usual["ttl_seconds"], usual["idle_timeout_seconds"])
         body = {"idle_timeout_seconds": None, "max_lifetime_seconds": None}
@@ -99,7 +99,7 @@ async def test_a_session_without_end_says_null() -> None:
 
 async def test_the_list_goes_on_behind_its_cursor() -> None:
     """The header names it for as long as there is more; what is made meanwhile is not on later pages."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         ids = [(await client.post("/v1/sessions")).json()["id"] for _ in range(5)]
         seen, cursor = [], ""
         while True:
@@ -114,7 +114,7 @@ async def test_the_list_goes_on_behind_its_cursor() -> None:
 
 async def test_the_list_is_of_sessions_with_all_labels() -> None:
     """By name and value, or by name alone; an empty value is one, and the first `=` ends the name."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         labels: list[dict[str, str]] = [{"team": "a", "user": "x=y"}, {"team": "b", "user": ""}, {"team": "a"}, {}]
         ids = [(await client.post("/v1/sessions", json={"labels": each})).json()["id"] for each in labels]
 
@@ -142,7 +142,7 @@ async def test_the_list_is_of_sessions_with_all_labels() -> None:
 )
 async def test_a_bad_list_query_is_400(query: str) -> None:
     """Ignoring a filter would list more than was asked for."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         answer = await client.get(f"/v1/sessions?{query}")
         assert (answer.status_code, answer.json()["error_code"]) == (400, "INVALID_REQUEST")
         assert answer.json()["details"]
@@ -150,7 +150,7 @@ async def test_a_bad_list_query_is_400(query: str) -> None:
 
 async def test_an_ended_session_can_be_looked_at_and_nothing_else() -> None:
     """GET 200 with status and reason; exec, files, stats, patch 410 with both; DELETE 200 again."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url = f"/v1/sessions/{(await client.post('/v1/sessions')).json()['id']}"
         for _ in range(2):
             answer = await client.delete(url)
@@ -191,7 +191,7 @@ async def test_an_ended_session_can_be_looked_at_and_nothing_else() -> None:
 )
 async def test_an_unknown_session_is_404(session_id: str, method: str, rest: str) -> None:
     """Whatever the id looks like, on every route, as plain JSON."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         body = {"cmd": "a", "path": "a", "text": ""} if method == "POST" else None
         answer = await client.request(method, f"/v1/sessions/{session_id}{rest}".replace("..", "%2e%2e"), json=body)
         assert (answer.status_code, answer.json()["error_code"]) == (404, "SESSION_NOT_FOUND")
@@ -199,7 +199,7 @@ async def test_an_unknown_session_is_404(session_id: str, method: str, rest: str
 
 async def test_a_patch_reaches_the_supervisor() -> None:
     """The ttl, and limits filled from the session's own."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         session = (await client.post("/v1/sessions", json={"limits": {"cpu": 2}})).json()
         url = f"/v1/sessions/{session['id']}"
         answer = await client.patch(url, json={"ttl_seconds": 60})
@@ -214,7 +214,7 @@ async def test_a_patch_reaches_the_supervisor() -> None:
 
 async def test_a_counter_that_the_kernel_does_not_offer_is_null() -> None:
     """Never 0 and never -1, which a client could take for a reading; pressure is an object of objects."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         session = (await client.post("/v1/sessions")).json()["id"]
         stats = (await client.get(f"/v1/sessions/{session}/stats")).json()
         known = {name: value for name, value in stats.items() if value is not None}
@@ -234,7 +234,7 @@ async def test_a_counter_that_the_kernel_does_not_offer_is_null() -> None:
 
 async def test_readyz_is_503_until_every_check_is_ok() -> None:
     """It says which one is not."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         assert (await client.get("/readyz")).status_code == 200
         running.supervisor.readiness_checks["disk"] = "less than 1 % is free"
         answer = await client.get("/readyz")
@@ -249,7 +249,7 @@ def test_server_timing_names_are_tokens() -> None:
 
 async def test_a_pause_and_its_end_reach_the_supervisor() -> None:
     """With or without a body; wrong types are refused, an unknown session is 404, an ended one 410."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         session = (await client.post("/v1/sessions")).json()
         path = f"/v1/sessions/{session['id']}"
         plain = (await client.post(f"{path}/pause")).json()

@@ -8,14 +8,14 @@ import pytest
 import trio
 
 from sandkasten.model import SessionPatch, ShellSpec
-from tests.api.harness import running_front
+from tests.api.harness import running_fake
 from tests.api.test_exec import make_session
 from tests.fakes.supervisor import Script
 
 
 async def test_a_shell_is_opened_listed_used_and_closed() -> None:
     """The default one comes first and stays."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         body = {"name": "build", "shell": "sh", "cwd": "/tmp", "env": {"A": "1"}}
         answer = await client.post(f"{url}/shells", json=body)
@@ -38,7 +38,7 @@ async def test_a_shell_is_opened_listed_used_and_closed() -> None:
 
 async def test_a_shell_shows_what_keeps_it_busy() -> None:
     """The run, and the ids of those that wait; closing it ends them."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         await client.post(f"{url}/shells", json={"name": "build"})
         running.supervisor.scripts |= {"long": Script(hold=trio.Event()), "next": Script(turn=trio.Event())}
@@ -72,7 +72,7 @@ async def test_a_shell_shows_what_keeps_it_busy() -> None:
 )
 async def test_a_bad_shell_is_refused_by_name(body: dict[str, object], field: str) -> None:
     """And not opened."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         answer = await client.post(f"{url}/shells", json=body)
         assert (answer.status_code, list(answer.json()["details"])) == (400, [field])
@@ -81,7 +81,7 @@ async def test_a_bad_shell_is_refused_by_name(body: dict[str, object], field: st
 
 async def test_a_name_is_taken_once() -> None:
     """409, for the default one, too, which can't be closed (400)."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         await client.post(f"{url}/shells", json={"name": "build"})
         for name in ("build", "default"):
@@ -93,7 +93,7 @@ async def test_a_name_is_taken_once() -> None:
 
 async def test_variables_of_a_session_are_changed() -> None:
     """A null removes one; the answer never shows them."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         session = (await client.post("/v1/sessions", json={"env": {"A": "1", "B": "2"}})).json()
         answer = await client.patch(f"/v1/sessions/{session['id']}", json={"env": {"A": None, "C": "3"}})
         assert answer.status_code == 200

@@ -14,9 +14,10 @@ import trio
 import trio.testing
 
 from sandkasten.model import Cause, Stream, errors
-from tests.api.harness import PATIENCE_S, Running, read_until, request_bytes, running_front
+from tests.api.harness import RunningFake, read_until, request_bytes, running_fake
 from tests.api.test_exec import make_session
 from tests.fakes.supervisor import Script
+from tests.waiting import patience
 
 CANCELLED_WHEN_LEFT = b'{"cmd": "cmd", "on_disconnect": "cancel"}'
 
@@ -52,7 +53,7 @@ class EventReader:
         raise StopAsyncIteration
 
 
-async def stream(running: Running, client: httpx.AsyncClient, script: Script, **body: Any) -> list[Event]:  # JSON
+async def stream(running: RunningFake, client: httpx.AsyncClient, script: Script, **body: Any) -> list[Event]:  # JSON
     """Run one scripted command to its end."""
     running.supervisor.scripts["cmd"] = script
     url = await make_session(running, client)
@@ -70,7 +71,7 @@ def text_of(events: list[Event], kind: str | None = None) -> str:
 async def test_a_stream_is_chunks_and_one_done() -> None:
     """With the published fields, the headers that keep proxies from buffering, and ids that count pieces."""
     script = Script([(Stream.STDOUT, b"a\r\n"), (Stream.STDERR, b"b\n"), (Stream.STDOUT, b"\x1b[1mc")], exit_code=5)
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         events = await stream(running, client, script)
         assert (text_of(events), text_of(events, "stderr")) == ("a\nb\nc", "b\n")
         assert [event.position for event in events] == ["1", "2", "3", None]
@@ -83,7 +84,7 @@ async def test_a_stream_is_chunks_and_one_done() -> None:
 
 async def test_the_stream_has_the_headers_of_one() -> None:
     """Event stream, not cached, not buffered, with a request id."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         answer = await client.post(f"{url}/exec/stream", json={"cmd": "a"})
         assert answer.headers["content-type"] == "text/event-stream"
@@ -95,7 +96,7 @@ async def test_the_stream_has_the_headers_of_one() -> None:
 async def test_every_write_is_one_small_event() -> None:
     """Read as HTTP chunks: each has exactly one event, whole, of at most 4 KiB."""
     script = Script([(Stream.STDOUT, "é\u2028\x85\U0001f600".encode() * 5000)])
-    async with running_front() as running:
+    async with running_fake() as running:
         running.supervisor.scripts["cmd"] = script
         async with running.client() as client:
             url = await make_session(running, client)
@@ -127,7 +128,7 @@ async def test_characters_and_sequences_cut_between_pieces_stay_whole() -> None:
             (Stream.STDOUT, b"\nend\xc3"),
         ]
     )
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         events = await stream(running, client, script)
         assert text_of(events, "stdout") == "é\nend\ufffd"
         assert text_of(events, "stderr") == "x\ufffd"
@@ -136,7 +137,7 @@ async def test_characters_and_sequences_cut_between_pieces_stay_whole() -> None:
 async def test_no_position_comes_twice() -> None:
     """What is held back, on both streams, is part of it."""
     script = Script([(Stream.STDOUT, b"a\xc3"), (Stream.STDERR, b"b\xff\xe2")])
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         events = await stream(running, client, script)
         assert [(event.data["chunk"], event.position) for event in events[:-1]] == [
             ("a", "1~c3~"),
@@ -149,7 +150,7 @@ async def test_no_position_comes_twice() -> None:
 async def test_base64_chunks_are_exact_bytes() -> None:
     """Each one decodable alone."""
     data = bytes(range(256)) * 40
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         events = await stream(running, client, Script([(Stream.STDOUT, data)]), encoding="base64")
         chunks = [base64.b64decode(event.data["chunk"]) for event in events[:-1]]
         assert b"".join(chunks) == data
@@ -158,7 +159,7 @@ async def test_base64_chunks_are_exact_bytes() -> None:
 
 async def test_raw_output_keeps_sequences() -> None:
     """As in the blocking route."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         events = await stream(running, client, Script([(Stream.STDOUT, b"\x1b[1ma\r\n")]), raw_output=True)
         assert text_of(events) == "\x1b[1ma\r\n"
 
@@ -166,7 +167,7 @@ async def test_raw_output_keeps_sequences() -> None:
 async def test_the_first_output_comes_before_the_command_ends() -> None:
     """And the head before the first output."""
     first, last = trio.Event(), trio.Event()
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         running.supervisor.scripts["quiet"] = Script(hold=first)
         running.supervisor.scripts["cmd"] = Script([(Stream.STDOUT, b"first")], hold=last)
         url = await make_session(running, client)
@@ -184,7 +185,7 @@ async def test_the_first_output_comes_before_the_command_ends() -> None:
 async def test_many_small_pieces_are_gathered() -> None:
     """A program that writes single bytes does not become one event per byte."""
     script = Script([(Stream.STDOUT, b"x")], repeat=2000)
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         events = await stream(running, client, script)
         assert text_of(events) == "x" * 2000
         assert len(events) < 500
@@ -193,7 +194,7 @@ async def test_many_small_pieces_are_gathered() -> None:
 async def test_silence_is_filled_with_pings() -> None:
     """Comments that no parser sees, while the command runs and while it waits for its turn."""
     turn, end = trio.Event(), trio.Event()
-    async with running_front(ping_interval_s=0.05) as running:
+    async with running_fake(ping_interval_s=0.05) as running:
         running.supervisor.scripts["cmd"] = Script(turn=turn, hold=end)
         async with running.client() as client:
             url = await make_session(running, client)
@@ -209,7 +210,7 @@ async def test_silence_is_filled_with_pings() -> None:
 
 async def test_what_fails_before_the_command_starts_is_plain_json() -> None:
     """Validation, a busy shell, a command too long."""
-    async with running_front(max_command_bytes=10) as running, running.client() as client:
+    async with running_fake(max_command_bytes=10) as running, running.client() as client:
         url = await make_session(running, client)
         running.supervisor.scripts["busy"] = Script(refusal=errors.ShellBusy("the shell's queue is full"))
         for body, status in (({}, 400), ({"cmd": "busy"}, 409), ({"cmd": "a" * 11}, 413)):
@@ -220,7 +221,7 @@ async def test_what_fails_before_the_command_starts_is_plain_json() -> None:
 async def test_what_fails_afterwards_is_an_error_event() -> None:
     """After the output that came first, with the code, both spellings of the message, and the request id."""
     script = Script([(Stream.STDOUT, b"some")], failure=errors.SessionExpired("the session ended", status="crashed"))
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         events = await stream(running, client, script)
         assert [event.name for event in events] == ["chunk", "error"]
         error = events[-1].data
@@ -236,7 +237,7 @@ async def test_what_fails_afterwards_is_an_error_event() -> None:
 async def test_a_timeout_is_an_error_event_or_a_result() -> None:
     """As the client asked."""
     script = Script([(Stream.STDOUT, b"so far")], cause=Cause.TIMED_OUT, exit_code=137)
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         error = (await stream(running, client, script))[-1]
         assert (error.name, error.data["error_code"]) == ("error", "COMMAND_TIMEOUT")
         done = (await stream(running, client, script, on_timeout="result"))[-1]
@@ -246,7 +247,7 @@ async def test_a_timeout_is_an_error_event_or_a_result() -> None:
 async def test_a_bug_in_the_middle_ends_the_stream_unfinished() -> None:
     """A client must not take half of a stream for all of it."""
     script = Script([(Stream.STDOUT, b"some")], failure=RuntimeError("a bug"))
-    async with running_front() as running:
+    async with running_fake() as running:
         running.supervisor.scripts["cmd"] = script
         async with running.client() as client:
             url = await make_session(running, client)
@@ -263,7 +264,7 @@ async def test_a_client_that_leaves_cancels_its_command(caplog: pytest.LogCaptur
     """If it said so: in the middle of the output, in silence, and in the queue; it is nothing to complain about."""
     never = trio.Event()
     endless = Script([(Stream.STDOUT, bytes(60_000))], repeat=10**9)
-    async with running_front() as running:
+    async with running_fake() as running:
         async with running.client() as client:
             url = await make_session(running, client)
         for script in (endless, Script(hold=never), Script(turn=never)):
@@ -273,7 +274,7 @@ async def test_a_client_that_leaves_cancels_its_command(caplog: pytest.LogCaptur
             await connection.send_all(request_bytes("POST", f"{url}/exec/stream", body=CANCELLED_WHEN_LEFT))
             await running.supervisor.run_opened.wait()
             await connection.aclose()
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(patience()):
                 await running.supervisor.runs[-1].cancelled.wait()
         assert await running.is_alive()
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
@@ -282,7 +283,7 @@ async def test_a_client_that_leaves_cancels_its_command(caplog: pytest.LogCaptur
 async def test_a_slow_reader_stops_the_command_and_not_the_server(caplog: pytest.LogCaptureFixture) -> None:
     """What is taken from the command while nobody reads is bounded; the write deadline then ends it."""
     endless = Script([(Stream.STDOUT, b"x" * 60_000)], repeat=10**9)
-    async with running_front(write_timeout_s=0.4) as running:
+    async with running_fake(write_timeout_s=0.4) as running:
         async with running.client() as client:
             url = await make_session(running, client)
         running.supervisor.scripts["cmd"] = endless
@@ -294,7 +295,7 @@ async def test_a_slow_reader_stops_the_command_and_not_the_server(caplog: pytest
             taken = run.pieces_taken
             assert taken < 200
             assert await running.is_alive()
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(patience()):
                 await run.cancelled.wait()
             assert run.pieces_taken == taken
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
@@ -302,7 +303,7 @@ async def test_a_slow_reader_stops_the_command_and_not_the_server(caplog: pytest
 
 async def test_a_stop_ends_streams_in_time() -> None:
     """A stream that would go on for ever is ended with its command."""
-    async with running_front(graceful_timeout_s=0.1) as running, running.client() as client:
+    async with running_fake(graceful_timeout_s=0.1) as running, running.client() as client:
         running.supervisor.scripts["cmd"] = Script([(Stream.STDOUT, b"x")], hold=trio.Event())
         url = await make_session(running, client)
         async with await running.connect() as connection:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from sandkasten.model import SessionSpec
 from sandkasten.model.node import PROTECTIONS
-from tests.api.harness import running_front
+from tests.api.harness import running_fake
 
 
 async def test_the_installation_is_described() -> None:
     """Versions, defaults, bounds, every protection by name, and the checks behind them."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         answer = await client.get("/v1/system")
         found = answer.json()
     assert answer.status_code == 200
@@ -40,7 +40,7 @@ async def test_the_installation_is_described() -> None:
 
 async def test_the_node_adds_up_what_its_sessions_may_use() -> None:
     """Committed is the sum over live sessions; an amount that is not known is null, never 0."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         for _ in range(2):
             await running.supervisor.create(SessionSpec())
         ended = await running.supervisor.create(SessionSpec())
@@ -63,7 +63,7 @@ async def test_the_node_adds_up_what_its_sessions_may_use() -> None:
 
 async def test_a_drained_node_refuses_creates_and_says_that_they_may_be_repeated() -> None:
     """Both requests answer the node as it is then, and may be repeated."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         for _ in range(2):
             drained = await client.post("/v1/node/drain")
             assert (drained.status_code, drained.json()["status"]) == (200, "draining")

@@ -7,7 +7,7 @@ import trio
 import trio.testing
 
 from sandkasten.model import ShellSpec, Stream, errors
-from tests.api.harness import read_until, running_front
+from tests.api.harness import read_until, running_fake
 from tests.api.terminal_screen import screen, terminal
 from tests.api.ws_client import client_frame, handshake, make_session
 from tests.fakes.readers import Viewer
@@ -15,7 +15,7 @@ from tests.fakes.readers import Viewer
 
 async def test_a_watched_shell_is_taken_over_and_given_back() -> None:
     """What is typed right behind the order reaches it; before and after it only watches."""
-    async with running_front() as running:
+    async with running_fake() as running:
         session_id = await make_session(running)
         await running.supervisor.open_shell(session_id, ShellSpec("agent"))
         async with screen(running, session_id, "?shell=agent") as view:
@@ -35,7 +35,7 @@ async def test_a_watched_shell_is_taken_over_and_given_back() -> None:
 
 async def test_giving_back_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the prompt shows something at its end, with which the change of hands is told already."""
-    async with running_front() as running, screen(running, query="?shell=default") as view:
+    async with running_fake() as running, screen(running, query="?shell=default") as view:
         is_told = trio.Event()
 
         async def give_back(viewer: Viewer) -> None:
@@ -59,7 +59,7 @@ async def test_giving_back_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 async def test_a_watched_shell_can_be_joined_by_the_id_it_opened_with() -> None:
     """`terminal_id` of `ready` is that of the view, whoever sits at the shell and whatever runs there."""
-    async with running_front() as running:
+    async with running_fake() as running:
         session_id = await make_session(running)
         async with screen(running, session_id, "?shell=default") as first:
             query = f"?terminal_id={first.ready['terminal_id']}"
@@ -70,7 +70,7 @@ async def test_a_watched_shell_can_be_joined_by_the_id_it_opened_with() -> None:
 
 async def test_each_viewer_is_told_of_its_own_hands() -> None:
     """Who only watches is not told that somebody types; who takes over as a second gets an answer, too."""
-    async with running_front() as running:
+    async with running_fake() as running:
         session_id = await make_session(running)
         async with screen(running, session_id, "?shell=default") as first:
             await first.talk.say("take_over")
@@ -91,7 +91,7 @@ async def test_each_viewer_is_told_of_its_own_hands() -> None:
 
 async def test_a_read_only_viewer_of_a_terminal_does_not_type() -> None:
     """`taken_over` is about who asks, not about the terminal."""
-    async with running_front() as running:
+    async with running_fake() as running:
         session_id = await make_session(running)
         async with (
             screen(running, session_id) as owner,
@@ -102,7 +102,7 @@ async def test_a_read_only_viewer_of_a_terminal_does_not_type() -> None:
 
 async def test_what_is_typed_behind_the_end_of_a_prompt_is_refused() -> None:
     """The shell is only watched again, and whoever sat there is told before their keys are lost."""
-    async with running_front() as running, screen(running, query="?shell=default") as view:
+    async with running_fake() as running, screen(running, query="?shell=default") as view:
         await view.talk.say("take_over")
         assert await view.hear() == {"type": "taken_over"}
         terminal(running).takers.clear()
@@ -116,7 +116,7 @@ async def test_what_is_typed_behind_the_end_of_a_prompt_is_refused() -> None:
 
 async def test_a_shell_that_is_waited_for_can_be_given_back() -> None:
     """Whoever does not want to wait any more has not taken it, and what they typed meanwhile is refused."""
-    async with running_front() as running:
+    async with running_fake() as running:
         running.supervisor.take_over_turn = trio.Event()
         async with screen(running, query="?shell=default") as view:
             await view.talk.say("take_over")
@@ -136,7 +136,7 @@ async def test_a_shell_that_is_waited_for_can_be_given_back() -> None:
 
 async def test_taking_over_and_giving_back_in_one_breath_takes_nothing() -> None:
     """The answer to the second is the only one."""
-    async with running_front() as running, await running.connect() as stream:
+    async with running_fake() as running, await running.connect() as stream:
         await stream.send_all(handshake(f"/v1/sessions/{await make_session(running)}/terminal/ws?shell=default"))
         await read_until(stream, b'"ready"')
         await stream.send_all(client_frame(1, b'{"type":"take_over"}') + client_frame(1, b'{"type":"give_back"}'))
@@ -146,7 +146,7 @@ async def test_taking_over_and_giving_back_in_one_breath_takes_nothing() -> None
 
 async def test_a_shell_that_cannot_be_taken_over_stays_watched() -> None:
     """The refusal names the order."""
-    async with running_front() as running:
+    async with running_fake() as running:
         running.supervisor.take_over_refusal = errors.ShellBusy("somebody sits there")
         async with screen(running, query="?shell=default") as view:
             await view.talk.say("take_over")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from sandkasten.api.resources.files import safe_name
 from sandkasten.model.errors import InvalidRequest
-from tests.api.harness import KEY, Running, parse_answer, read_to_end, running_front, send_and_read
+from tests.api.harness import KEY, RunningTree, parse_answer, read_to_end, running_front, send_and_read
 from tests.api.test_exec import make_session
 from tests.api.test_files import MIB, stored
 
@@ -219,7 +219,7 @@ async def test_an_upload_over_the_limit_is_413_and_closed(is_chunked: bool) -> N
         assert stored(running) == {}
 
 
-async def send_large(running: Running, url: str, size: int, sent: list[int]) -> httpx.Response:
+async def send_large(running: RunningTree, url: str, size: int, sent: list[int]) -> httpx.Response:
     """Upload `size` zeros piece by piece, noting what was handed to the socket."""
     opening = part("path", b"sub") + part("file", b"", "big")[:-2]
     closing = f"\r\n--{BOUNDARY}--\r\n".encode()
@@ -241,10 +241,10 @@ async def test_a_slow_sandbox_slows_the_client_down() -> None:
     sent = [0]
     answers: list[httpx.Response] = []
     async with running_front() as running:
-        running.supervisor.is_keeping = False
         async with running.client() as client:
             url = await make_session(running, client)
-        running.supervisor.write_gate = trio.Event()
+        runner = running.tree.runner
+        runner.is_keeping, runner.write_gate = False, trio.Event()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
         async def upload() -> None:
@@ -254,11 +254,11 @@ async def test_a_slow_sandbox_slows_the_client_down() -> None:
             nursery.start_soon(upload)
             await trio.testing.wait_all_tasks_blocked(0.1)
             assert sent[0] < 20 * MIB  # two kernel socket buffers, and ten pieces in the server
-            assert running.supervisor.bytes_written == 0
+            assert runner.bytes_written == 0
             assert await running.is_alive()
-            running.supervisor.write_gate.set()
+            runner.write_gate.set()
         assert answers[0].status_code == 200
-        assert running.supervisor.bytes_written == size
+        assert runner.bytes_written == size
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20 * 1024
 
 

@@ -10,7 +10,7 @@ import pytest
 from backports.zstd import ZstdCompressor, compress, decompress
 
 from sandkasten.model.workspace import WorkspaceSpec
-from tests.api.harness import Running, running_front
+from tests.api.harness import RunningFake, running_fake
 from tests.fakes.workspaces import MemoryUnpacking
 
 TOP = "/v1/workspaces"
@@ -23,7 +23,7 @@ async def error_of(answer: httpx.Response) -> tuple[int, str]:
 
 async def test_the_routes_of_the_published_clients() -> None:
     """List, write, upload, list files, read, delete, with the fields that they look at."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         assert (await client.get(TOP)).json() == {"workspaces": []}
         written = await client.post(f"{TOP}/user-1/fs/write", json={"path": "a/b.txt", "text": "hi"})
         assert written.json() == {"ok": True, "path": "/workspace/a/b.txt"}
@@ -41,7 +41,7 @@ async def test_the_routes_of_the_published_clients() -> None:
 
 async def test_workspaces_are_made_labelled_and_listed_in_pages() -> None:
     """POST once, PUT as often as one likes, PATCH; a label filters; each comes once whatever the page's size."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         assert (await client.post(TOP, json={"id": "w-0", "labels": {"odd": "no"}})).status_code == 201
         assert await error_of(await client.post(TOP, json={"id": "w-0"})) == (409, "CONFLICT")
         assert await error_of(await client.post(TOP, json={"id": "-no-"})) == (400, "INVALID_REQUEST")
@@ -67,7 +67,7 @@ async def test_workspaces_are_made_labelled_and_listed_in_pages() -> None:
 
 async def test_files_are_listed_in_pages_looked_at_and_removed() -> None:
     """With a cursor from page to page; a directory with something in it goes only on demand."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         running.supervisor.make("ws", WorkspaceSpec())
         running.supervisor.workspace_files["ws"] = {f"/workspace/d/f{number}": b"x" for number in range(5)}
         seen: list[str] = []
@@ -96,7 +96,7 @@ async def test_files_are_listed_in_pages_looked_at_and_removed() -> None:
 
 async def test_a_workspace_in_use_is_refused_unless_forced() -> None:
     """409 with a code of its own."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         running.supervisor.make("ws", WorkspaceSpec())
         running.supervisor.busy.add("ws")
         assert await error_of(await client.delete(f"{TOP}/ws")) == (409, "WORKSPACE_BUSY")
@@ -106,7 +106,7 @@ async def test_a_workspace_in_use_is_refused_unless_forced() -> None:
 async def test_a_quota_is_given_when_it_is_made_and_only_grows() -> None:
     """By POST and PUT; a number of files of its own, or one by the size; never taken away, never without bytes."""
     mib = 1 << 20
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         made = (await client.post(TOP, json={"id": "w-1", "quota_bytes": 64 * mib, "quota_files": 1000})).json()
         assert (made["quota_bytes"], made["quota_files"]) == (64 * mib, 1000)
         made = (await client.put(f"{TOP}/w-2", json={"quota_bytes": 64 * mib})).json()
@@ -130,7 +130,7 @@ async def test_archives_go_out_and_in_compressed_or_not() -> None:
     """What was sent is what is unpacked: plain, compressed, in several frames; and comes back either way."""
     content = bytes(range(256)) * 8192
     frames = compress(content[:MIB]) + compress(content[MIB:])
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         for name, body in (("plain", content), ("packed", compress(content)), ("frames", frames)):
             answer = await send(client, name, body)
             assert (answer.status_code, answer.json()["ok"]) == (201, True)
@@ -155,7 +155,7 @@ async def test_what_is_no_archive_makes_nothing(kind: str) -> None:
         "huge window": bytes.fromhex("28b52ffd00c8") + bytes(50),
         "empty": b"",
     }
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         assert await error_of(await send(client, "bad", bodies[kind])) == (400, "INVALID_REQUEST")
         assert running.supervisor.known == {}
 
@@ -163,7 +163,7 @@ async def test_what_is_no_archive_makes_nothing(kind: str) -> None:
 async def test_a_bomb_comes_in_pieces() -> None:
     """Forty bytes that hold a mebibyte, hundreds of times: never more than a piece of it is in memory at once."""
     largest = 0
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         pieces: list[int] = []
         compressor = ZstdCompressor(level=19)
         bomb = b"".join(compressor.compress(bytes(MIB)) for _ in range(64)) + compressor.flush()
@@ -174,7 +174,7 @@ async def test_a_bomb_comes_in_pieces() -> None:
     assert (sum(pieces), largest <= 256 * 1024) == (64 * MIB, True)
 
 
-def watch(running: Running, pieces: list[int]) -> None:
+def watch(running: RunningFake, pieces: list[int]) -> None:
     """Note the size of each piece that is sent to be unpacked."""
 
     class Watched(MemoryUnpacking):
@@ -186,7 +186,7 @@ def watch(running: Running, pieces: list[int]) -> None:
 
 async def test_without_a_key_an_archive_must_say_so() -> None:
     """A web page can't send that type across origins unasked."""
-    async with running_front(api_key=None) as running, running.client(headers={"Authorization": ""}) as client:
+    async with running_fake(api_key=None) as running, running.client(headers={"Authorization": ""}) as client:
         refused = await client.post(f"{TOP}/ws-1/import", content=b"x", headers={"content-type": "text/plain"})
         assert await error_of(refused) == (400, "INVALID_REQUEST")
         assert (await send(client, "ws-1", b"x" * 1024)).status_code == 201
@@ -194,7 +194,7 @@ async def test_without_a_key_an_archive_must_say_so() -> None:
 
 async def test_names_that_are_no_text_have_their_bytes() -> None:
     """As base64, beside a readable spelling."""
-    async with running_front() as running, running.client() as client:
+    async with running_fake() as running, running.client() as client:
         running.supervisor.make("ws", WorkspaceSpec())
         running.supervisor.workspace_files["ws"]["/workspace/\udcff"] = b""
         (entry,) = json.loads((await client.get(f"{TOP}/ws/fs")).content)["entries"]

@@ -14,8 +14,9 @@ from trio_websocket import ConnectionClosed, WebSocketConnection, wrap_client_st
 
 from sandkasten.api.websocket.exec_messages import HEADER, MORE
 from sandkasten.model import SessionSpec
-from tests.api.harness import KEY, PATIENCE_S, Running, read_to_end, read_until
+from tests.api.harness import KEY, PATIENCE_S, Running, RunningFake, read_to_end, read_until
 from tests.fakes.supervisor import Run, Script
+from tests.waiting import patience
 
 UPGRADE = {
     "Host": "localhost",
@@ -79,7 +80,7 @@ class Talk:
 
     async def hear(self) -> Message:
         """Return the next message."""
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             message = await self.connection.get_message()
         if isinstance(message, str):
             value: dict[str, Any] = json.loads(message)  # JSON values
@@ -110,7 +111,7 @@ class Talk:
 
     async def hear_close(self) -> tuple[int, str]:
         """Wait until the server has closed; return its code and reason. What comes before is dropped."""
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             try:
                 while True:
                     await self.connection.get_message()
@@ -137,7 +138,7 @@ async def talk(
     """Open a WebSocket. `key` None: no `Authorization` header."""
     fields = (headers or {}) | ({} if key is None else {"Authorization": f"Bearer {key}"})
     async with await running.connect() as stream, trio.open_nursery() as nursery:
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             connection = await wrap_client_stream(
                 nursery,
                 stream,
@@ -154,13 +155,13 @@ async def talk(
         nursery.cancel_scope.cancel()
 
 
-async def make_session(running: Running) -> str:
+async def make_session(running: RunningFake) -> str:
     """Return the id of a fresh session."""
     return (await running.supervisor.create(SessionSpec())).id
 
 
 @asynccontextmanager
-async def exec_talk(running: Running, session_id: str | None = None, **options: Any) -> AsyncIterator[Talk]:
+async def exec_talk(running: RunningFake, session_id: str | None = None, **options: Any) -> AsyncIterator[Talk]:
     """Open an exec WebSocket, of a fresh session unless one is named, and take its `hello`. `options` as for `talk`."""
     session_id = session_id or await make_session(running)
     async with talk(running, f"/v1/sessions/{session_id}/exec/ws", **options) as client:
@@ -168,7 +169,7 @@ async def exec_talk(running: Running, session_id: str | None = None, **options: 
         yield client
 
 
-async def started(running: Running, client: Talk, channel: int = 1, **fields: Any) -> Run:  # JSON values
+async def started(running: RunningFake, client: Talk, channel: int = 1, **fields: Any) -> Run:  # JSON values
     """Start a command that waits to be told to end, and return it."""
     running.supervisor.scripts.setdefault("wait", Script(hold=trio.Event()))
     await client.say("start", id=channel, cmd="wait", **fields)
@@ -190,7 +191,7 @@ def last(messages: list[Message]) -> dict[str, Any]:  # JSON values
     return message
 
 
-async def opened(running: Running, stream: trio.SocketStream) -> None:
+async def opened(running: RunningFake, stream: trio.SocketStream) -> None:
     """Shake hands and read `hello`."""
     await stream.send_all(handshake(f"/v1/sessions/{await make_session(running)}/exec/ws"))
     await read_until(stream, b'"hello"')

@@ -17,6 +17,7 @@ from sandkasten.api.http.errors import STATUS
 from sandkasten.api.http.routing import Kind
 from sandkasten.api.routes import TABLE
 from tests.e2e.daemon import SCRIPT, running_daemon
+from tests.waiting import patience
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -55,7 +56,7 @@ def test_the_library_examples_run_and_print_what_is_shown(data_dir: Path, number
     assert len(blocks) == 4
     program, shown = blocks[2 * number : 2 * number + 2]
     command = [sys.executable, "-c", program, str(data_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(60), check=False)
     assert done.stdout == shown, done.stderr
 
 
@@ -100,7 +101,7 @@ def _check_console(block: str, data_dir: Path, environment: Mapping[str, str] = 
             env={**os.environ, **environment},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=patience(60),
             check=False,
         )
     assert done.returncode == 0, done.stderr

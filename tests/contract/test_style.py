@@ -12,6 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("sandkasten", "nsinit", "runner", "tests", "bench")
 MAX_LINES = 800
+FEW_LINES = 60
+SLIVERS = {"sandkasten": 12, "nsinit": 5, "runner": 2, "tests": 49, "bench": 3}
+"""Ceilings, by package, of files with fewer lines than `FEW_LINES`; they may only be lowered."""
 
 ASYNC_RULES = ",".join(
     f"ASYNC{number}"
@@ -65,6 +68,17 @@ def test_files_stay_readable() -> None:
     """No file outgrows what a person takes in at once."""
     sizes = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources()}
     assert {name: size for name, size in sizes.items() if size > MAX_LINES} == {}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_few_files_are_slivers(folder: str) -> None:
+    """A concept stands in one file; a package's `__init__` is a signpost and does not count."""
+    sizes = {
+        path: len(path.read_text().splitlines()) for path in sources() if path.relative_to(ROOT).parts[0] == folder
+    }
+    slivers = [path for path, size in sizes.items() if 0 < size < FEW_LINES and path.name != "__init__.py"]
+    print(*slivers, sep="\n")
+    assert len(slivers) <= SLIVERS[folder]
 
 
 def test_every_module_says_what_it_owns() -> None:

@@ -14,6 +14,7 @@ from nsinit.kernel import constants
 from nsinit.kernel.capabilities import START_CAPABILITIES
 from sandkasten.config import DEFAULT_DATA_DIR
 from sandkasten.host.account import NAME
+from tests.waiting import patience
 
 UNITS = Path(__file__).resolve().parents[2] / "config/systemd"
 PREFIX = "/opt/sandkasten/.venv/bin"
@@ -25,7 +26,12 @@ def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("there is no systemd-analyze here (package systemd)")
     return subprocess.run(
-        ["systemd-analyze", *arguments], capture_output=True, text=True, timeout=60, check=False, env={"LC_ALL": "C"}
+        ["systemd-analyze", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+        check=False,
+        env={"LC_ALL": "C"},
     )
 
 

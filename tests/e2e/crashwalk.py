@@ -42,7 +42,7 @@ from sandkasten.model.node import Machine
 from tests.e2e.crashwalk_workspaces import CHECK, EXPECTED, KEPT, PREFIXES, WorkspaceTour
 from tests.e2e.daemon import KEY, SCRIPT
 from tests.ground import Ground
-from tests.waiting import SLOWNESS
+from tests.waiting import patience
 
 SHORT = (
     "cgroup_maker.cgroup_limits",
@@ -57,7 +57,7 @@ SHORT = (
 )
 """One for each phase and for each process."""
 
-_PATIENCE_S = 30.0 * SLOWNESS
+_PATIENCE_S = 30.0
 _PAUSE_S = 0.02
 _NEED_VESSEL = ("nsinit.create.limits", "cgroup_maker.raise_limits")
 """Only a vessel that was made with other limits than the session wants gets there."""
@@ -80,13 +80,13 @@ class Daemon:
         os.close(write_fd)
         self.status: int | None = None
         with open(read_fd, "rb") as pipe:
-            ready = select.select([pipe], [], [], _PATIENCE_S)[0]
+            ready = select.select([pipe], [], [], patience(_PATIENCE_S))[0]
             url = os.read(pipe.fileno(), 100).decode() if ready else ""
         self.url = url or None
 
     def client(self) -> httpx.Client:
         assert self.url is not None, f"it did not start:\n{self.log}"
-        return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60.0)
+        return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=patience(60.0))
 
     @property
     def log(self) -> str:
@@ -197,7 +197,7 @@ class Walk:
         name = point.replace(".", "-")
         command = [str(SCRIPT), "image", "import", "--data-dir", str(self.data_dir), "--name", name]
         done = subprocess.run(
-            [*command, "--tar", str(self.tar)], env=environment, capture_output=True, timeout=60, check=False
+            [*command, "--tar", str(self.tar)], env=environment, capture_output=True, timeout=patience(60), check=False
         )
         assert done.returncode == -signal.SIGKILL, done.stderr
 
@@ -304,7 +304,7 @@ def run(client: httpx.Client, session: str, command: str) -> Any:
 
 def until(condition: Any, what: str) -> None:
     """Wait for what the daemon does after its start, which nothing announces."""
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + patience(_PATIENCE_S)
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(_PAUSE_S)

@@ -16,12 +16,12 @@ from typing import IO
 
 import httpx
 
-from tests.waiting import SLOWNESS
+from tests.waiting import patience
 
 KEY = "test-key-0123456789"
 SCRIPT = Path(sys.executable).parent / "sandkasten"
-START_S = 30.0 * SLOWNESS
-STOP_S = 30.0 * SLOWNESS
+START_S = 30.0
+STOP_S = 30.0
 
 
 class Daemon:
@@ -48,7 +48,7 @@ class Daemon:
         self._wait_line(self.log, pattern)
 
     def _wait_line(self, lines: list[str], pattern: str) -> re.Match[str]:
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + patience(START_S)
         while time.monotonic() < deadline:
             has_ended = self.process.poll() is not None
             for line in list(lines):
@@ -61,14 +61,14 @@ class Daemon:
 
     def client(self, **options: object) -> httpx.Client:
         headers = {"Authorization": f"Bearer {KEY}"}
-        return httpx.Client(base_url=self.wait_url(), headers=headers, timeout=60.0)
+        return httpx.Client(base_url=self.wait_url(), headers=headers, timeout=patience(60.0))
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> int:
         """Send a signal and return the exit status."""
         self.process.send_signal(number)
-        status = self.process.wait(STOP_S)
+        status = self.process.wait(patience(STOP_S))
         for reader in self._readers:
-            reader.join(STOP_S)
+            reader.join(patience(STOP_S))
         return status
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class Daemon:
 def create_patiently(client: httpx.Client) -> str:
     """Create a session and return its id. A create that meets the death of nsinit is refused, and says that it may be
     tried again."""
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + patience(START_S)
     while (answer := client.post("/v1/sessions", json={})).status_code == 503 and answer.json()["retryable"]:
         assert time.monotonic() < deadline, answer.text
         threading.Event().wait(0.05)

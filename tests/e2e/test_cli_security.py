@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.waiting import patience
+
 KNOWN = [name for name in os.environ if name.startswith("SANDKASTEN_")]
 
 
@@ -15,7 +17,7 @@ def security(data_dir: Path, *arguments: str, **environment: str) -> subprocess.
     """Run the command with a data directory of its own and nothing of the surroundings' settings."""
     command = [sys.executable, "-m", "sandkasten", "security", "--data-dir", str(data_dir), *arguments]
     env = {name: value for name, value in os.environ.items() if name not in KNOWN} | environment
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, cwd="/", check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=patience(120), env=env, cwd="/", check=False)
 
 
 def test_what_holds_is_status_0_and_a_table(data_dir: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.daemon import KEY, Daemon, running_daemon
+from tests.waiting import patience
 
 EXIT_S = 30
 
@@ -17,7 +18,7 @@ EXIT_S = 30
 def refusal(data_dir: Path, *arguments: str, **environment: str) -> str:
     """Start a daemon that must refuse, and return the one line for people that it leaves on stderr."""
     with running_daemon(data_dir, *arguments, **environment) as daemon:
-        assert daemon.process.wait(EXIT_S) == 1
+        assert daemon.process.wait(patience(EXIT_S)) == 1
     assert not any(line.startswith("listening") for line in daemon.printed)
     (line,) = [line for line in daemon.log if not line.startswith("{")]
     return line

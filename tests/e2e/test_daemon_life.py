@@ -17,6 +17,7 @@ import pytest
 
 from tests import leaks
 from tests.e2e.daemon import KEY, running_daemon
+from tests.waiting import patience
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,9 @@ def test_the_printed_curl_line_works_when_pasted(data_dir: Path) -> None:
         assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
         line = next(line for line in daemon.printed if line.lstrip().startswith("curl"))
         assert key_file.read_text().strip() not in "\n".join(daemon.printed + daemon.log)
-        done = subprocess.run(["bash", "-c", line.strip()], capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(
+            ["bash", "-c", line.strip()], capture_output=True, text=True, timeout=patience(30), check=False
+        )
         assert '"status"' in done.stdout, done.stderr
 
 
@@ -112,7 +115,7 @@ def test_a_second_daemon_on_the_same_data_is_refused_with_a_sentence(data_dir: P
     with running_daemon(data_dir) as first:
         first.wait_url()
         with running_daemon(data_dir) as second:
-            assert second.process.wait(30) == 1
+            assert second.process.wait(patience(30)) == 1
             assert any("another daemon" in line for line in second.log)
 
 
@@ -134,7 +137,7 @@ def test_a_pytest_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
         [python, str(root / "tests/guardian.py"), python, str(script)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
         check=False,
         cwd=root,
         env={**os.environ, "PYTHONPATH": str(root)},

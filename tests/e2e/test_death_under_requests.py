@@ -16,7 +16,7 @@ from tests.api.ws_client import output_of
 from tests.e2e.daemon import KEY, Daemon
 from tests.e2e.test_websocket import connected
 from tests.kernel.processes import init_pids
-from tests.waiting import until
+from tests.waiting import patience, until
 
 MANY_BYTES = 1 << 20
 BOUNDARY = "0123456789"
@@ -51,7 +51,7 @@ async def test_every_request_under_way_is_answered_410(daemon: Daemon, session: 
     form = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
     base_url = f"{daemon.wait_url()}/v1/sessions/{session}"
     async with (
-        httpx.AsyncClient(base_url=base_url, headers=headers, timeout=60) as http,
+        httpx.AsyncClient(base_url=base_url, headers=headers, timeout=patience(60)) as http,
         trio.open_nursery() as nursery,
     ):
         await http.post("/exec", json={"cmd": f"head -c {4 * MANY_BYTES} /dev/zero >big"})

@@ -18,6 +18,7 @@ from tests import leaks
 from tests.e2e.crashwalk import until
 from tests.e2e.daemon import SCRIPT, Daemon, running_daemon
 from tests.ground import Ground
+from tests.waiting import patience
 
 UNKNOWN, HALF = "e" * 24, "d" * 24
 
@@ -25,7 +26,7 @@ UNKNOWN, HALF = "e" * 24, "d" * 24
 def doctor(data_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run it as somebody at another terminal would."""
     command = [str(SCRIPT), "doctor", "--data-dir", str(data_dir), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=patience(120), check=False)
 
 
 def leftovers(data_dir: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 
 from sandkasten.host.paths import DataPaths
 from tests.e2e.daemon import SCRIPT, Daemon, running_daemon
+from tests.waiting import patience
 
 REVOKED_WITHIN_S = 2.0
 
@@ -19,12 +20,14 @@ REVOKED_WITHIN_S = 2.0
 def key(data_dir: Path, *arguments: str) -> str:
     """Run `sandkasten key` and return what it prints."""
     command = [str(SCRIPT), "key", *arguments, "--data-dir", str(data_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(30), check=True)
     return done.stdout.strip()
 
 
 def client_of(daemon: Daemon, token: str) -> httpx.Client:
-    return httpx.Client(base_url=daemon.wait_url(), headers={"Authorization": f"Bearer {token}"}, timeout=30.0)
+    return httpx.Client(
+        base_url=daemon.wait_url(), headers={"Authorization": f"Bearer {token}"}, timeout=patience(30.0)
+    )
 
 
 def wait_status(client: httpx.Client, status: int) -> float:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.daemon import Daemon
+from tests.waiting import patience
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65_534
@@ -38,7 +39,7 @@ def start(data_dir: Path) -> Daemon:
 
 def interrupt(daemon: Daemon) -> None:
     os.killpg(daemon.process.pid, signal.SIGINT)
-    daemon.process.wait(30)
+    daemon.process.wait(patience(30))
     daemon.close()
 
 
@@ -53,7 +54,9 @@ def test_make_run_serves_twice_in_a_row(data_dir: Path) -> None:
         try:
             daemon.wait_url()
             line = next(line for line in daemon.printed if line.lstrip().startswith("curl"))
-            done = subprocess.run(["bash", "-c", line.strip()], capture_output=True, text=True, timeout=30, check=False)
+            done = subprocess.run(
+                ["bash", "-c", line.strip()], capture_output=True, text=True, timeout=patience(30), check=False
+            )
             assert shown.keys() <= json.loads(done.stdout).keys(), done.stderr
         finally:
             interrupt(daemon)

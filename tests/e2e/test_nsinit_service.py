@@ -16,6 +16,7 @@ import pytest
 
 from tests.e2e.daemon import SCRIPT, Daemon, create_patiently, running_daemon
 from tests.e2e.test_privilege import must_end, status_of, try_as, uid_of
+from tests.waiting import patience
 
 ROOT = Path(__file__).parents[2]
 UNIT = ROOT / "config/systemd/sandkasten-nsinit.service"
@@ -54,7 +55,7 @@ class Service:
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        status = self.process.wait(30)
+        status = self.process.wait(patience(30))
         assert self.process.stdout is not None
         self.process.stdout.close()
         return status
@@ -169,5 +170,5 @@ def test_only_the_daemons_user_may_connect(data_dir: Path, path: Path) -> None:
 def test_a_daemon_that_was_never_root_says_what_it_lacks(data_dir: Path, path: Path) -> None:
     """Without a service there is nothing it could do."""
     with running_unprivileged(data_dir, path) as daemon:
-        assert daemon.process.wait(60) == 1
+        assert daemon.process.wait(patience(60)) == 1
     assert any("sandkasten nsinit" in line for line in daemon.log)

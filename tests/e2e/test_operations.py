@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 
 from tests.e2e.daemon import running_daemon
+from tests.waiting import patience
 
 TEXT = (Path(__file__).parents[2] / "docs/operations.md").read_text()
 LATER = 40
@@ -27,7 +28,9 @@ def commands(kind: str, of: str) -> str:
 
 def do(script: str, data_dir: Path) -> str:
     script = script.replace(".sandkasten/", f"{data_dir}/")
-    return subprocess.run(["bash", "-e", "-c", script], check=True, capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run(
+        ["bash", "-e", "-c", script], check=True, capture_output=True, text=True, timeout=patience(60)
+    ).stdout
 
 
 def labels(client: httpx.Client) -> dict[str, dict[str, str]]:

@@ -18,6 +18,7 @@ import pytest
 
 from nsinit.spawn import CHANNEL_FD
 from tests.e2e.daemon import Daemon, create_patiently, running_daemon
+from tests.waiting import patience
 
 NOTHING = f"{0:016x}"
 
@@ -52,7 +53,7 @@ def must_end(*pids: int) -> Iterator[None]:
     try:
         yield
         for pidfd in pidfds:
-            assert select.select([pidfd], [], [], 20)[0]
+            assert select.select([pidfd], [], [], patience(20))[0]
     finally:
         for pidfd in pidfds:
             os.close(pidfd)
@@ -65,7 +66,15 @@ def try_as(uid: int, code: str) -> str:
         pytest.skip("needs a python3 that every user can reach")
     command[0] = "/usr/bin/python3"
     done = subprocess.run(
-        command, user=uid, group=uid, extra_groups=[], cwd="/", capture_output=True, text=True, timeout=30, check=False
+        command,
+        user=uid,
+        group=uid,
+        extra_groups=[],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=patience(30),
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -181,7 +190,7 @@ def test_a_killed_launcher_is_missed_only_when_nsinit_ends(data_dir: Path) -> No
         other = client.post("/v1/sessions", json={})
         assert other.status_code == 201
         os.kill(nsinit, signal.SIGKILL)
-        assert first.process.wait(30) == 1
+        assert first.process.wait(patience(30)) == 1
         assert any("launcher of the fork server is gone" in line for line in first.log if not line.startswith("{"))
     with running_daemon(data_dir) as second, second.client() as client:
         assert client.post(f"/v1/sessions/{session}/exec", json={"cmd": "echo on"}).json()["output"] == "on\n"
@@ -226,7 +235,7 @@ def test_a_planted_link_is_not_handed_over(data_dir: Path, tmp_path: Path, how: 
     (data_dir / "node-id").symlink_to(secret) if how == "link" else os.link(secret, data_dir / "node-id")
     try:
         with running_daemon(data_dir) as daemon:
-            assert daemon.process.wait(30) == 1
+            assert daemon.process.wait(patience(30)) == 1
         assert secret.stat().st_uid == 0
         assert any("node-id" in line for line in daemon.log)
     finally:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.daemon import KEY, Daemon
+from tests.waiting import patience
 
 ROOT = Path(__file__).parents[2]
 CLIENT = "sandkasten==0.3.0"
@@ -85,7 +86,7 @@ def client_python() -> Path:
     if not marker.exists():
         venv.create(directory, with_pip=True, clear=True)
         command = [str(python), "-m", "pip", "install", "--quiet", CLIENT]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patience(300), check=False)
         if done.returncode:
             pytest.skip(f"the published client can't be installed here: {done.stderr.strip()[-300:]}")
         marker.touch()
@@ -97,7 +98,7 @@ def test_the_published_client_works_unchanged(daemon: Daemon, client_python: Pat
     script = tmp_path / "use_client.py"
     script.write_text(SCRIPT)
     command = [str(client_python), str(script), daemon.wait_url(), KEY]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(120), check=False)
     assert done.stdout == "every call worked\n", done.stderr + "\n".join(daemon.log)
 
 
@@ -107,5 +108,5 @@ def test_the_example_of_the_readme_runs(daemon: Daemon, client_python: Path, tmp
     (tmp_path / ".sandkasten").mkdir()
     (tmp_path / ".sandkasten/api-key").write_text(KEY + "\n")
     command = [str(client_python), "-c", program.replace("http://127.0.0.1:8080", daemon.wait_url())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(120), check=False, cwd=tmp_path)
     assert done.stdout == "0 hello from the sandbox\n1\n2\n3\n", done.stderr + "\n".join(daemon.log)

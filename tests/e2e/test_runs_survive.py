@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from tests.e2e.daemon import Daemon, running_daemon
-from tests.waiting import PATIENCE_S
+from tests.waiting import patience
 
 FLOOD_BYTES = 6_000_000
 WAIT = "until [ -e go ]; do sleep 0.02; done"
@@ -52,7 +52,7 @@ class Api:
 
     def join(self) -> None:
         for thread in self._threads:
-            thread.join(PATIENCE_S)
+            thread.join(patience())
 
     def run(self, exec_id: str) -> dict[str, Any]:
         answer = self.client.get(f"{self.path}/execs/{exec_id}")
@@ -93,7 +93,7 @@ def kill(daemon: Daemon) -> None:
 
 def wait_until(claim: Any, what: str) -> None:
     """Wait for something that another process does."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience()
     while not claim():
         assert time.monotonic() < deadline, what
         threading.Event().wait(0.02)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.daemon import running_daemon
 from tests.e2e.test_nsinit_service import running_service
+from tests.waiting import patience
 
 WATCHDOG_USEC = "600000"
 
@@ -22,7 +23,7 @@ def manager() -> Iterator[tuple[socket.socket, str]]:
     name = f"sandkasten-test-{secrets.token_hex(8)}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.bind(f"\0{name}")
-        sock.settimeout(60)
+        sock.settimeout(patience(60))
         yield sock, f"@{name}"
 
 
@@ -39,7 +40,7 @@ def test_the_daemon_tells_when_it_serves_that_it_lives_and_that_it_stops(data_di
     tmp_path.chmod(0o700)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.bind(str(tmp_path / "notify"))
-        sock.settimeout(60)
+        sock.settimeout(patience(60))
         variables = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": WATCHDOG_USEC}
         with running_daemon(data_dir, **variables) as daemon, daemon.client() as client:
             wait_message(sock, "READY=1", daemon.wait_url())

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 
 from tests.e2e.daemon import Daemon, running_daemon
+from tests.waiting import patience
 
 PATIENCE_S = 20.0
 
@@ -61,10 +62,10 @@ def test_sigterm_lets_commands_end_and_leaves_sessions_to_the_next_start(data_di
         assert all(int(each.headers["retry-after"]) > 0 for each in refused)
         assert client.get("/v1/node").json()["status"] == "draining"
         client.post(f"/v1/sessions/{session}/execs/{exec_id}/signal", json={"signal": "TERM"}).raise_for_status()
-        answer = waiting.result(PATIENCE_S)
+        answer = waiting.result(patience(PATIENCE_S))
         assert answer.status_code == 200
         assert answer.json()["output"].endswith("finished\n")
-        assert first.process.wait(PATIENCE_S) == 0
+        assert first.process.wait(patience(PATIENCE_S)) == 0
         assert "SIGTERM: stopping; sessions run on" in first.printed
     with running_daemon(data_dir) as second, second.client() as client:
         assert run(client, session, "echo $kept").json()["output"] == "alive\n"
@@ -78,7 +79,7 @@ def test_a_command_that_outlasts_the_deadline_is_answered_all_the_same(data_dir:
         waiting = threads.submit(run, client, session, "echo begun; sleep 1000")
         wait_running(client, session)
         assert first.stop(signal.SIGTERM) == 0
-        answer = waiting.result(PATIENCE_S)
+        answer = waiting.result(patience(PATIENCE_S))
         assert (answer.status_code, answer.json()["retryable"]) == (503, True), answer.text
     with running_daemon(data_dir) as second, second.client() as client:
         assert client.get(f"/v1/sessions/{session}").json()["status"] == "running"
@@ -94,7 +95,7 @@ def test_a_second_signal_ends_it_at_once_and_sessions_run_on(data_dir: Path) -> 
         wait_stopping(first)
         wait_until(lambda: client.get("/v1/node").json()["status"] == "draining")
         assert first.stop(signal.SIGTERM) == -signal.SIGTERM
-        assert isinstance(waiting.exception(PATIENCE_S), httpx.HTTPError)
+        assert isinstance(waiting.exception(patience(PATIENCE_S)), httpx.HTTPError)
     with running_daemon(data_dir) as second, second.client() as client:
         assert client.get(f"/v1/sessions/{session}").json()["status"] == "running"
 
@@ -105,5 +106,5 @@ def test_a_stop_while_it_starts_ends_it_soon(data_dir: Path) -> None:
     with running_daemon(data_dir, SANDKASTEN_NSINIT_SOCKET=str(data_dir / "no.sock")) as daemon:
         wait_until((data_dir / "sandkasten.db").exists)
         daemon.process.send_signal(signal.SIGTERM)
-        assert daemon.process.wait(PATIENCE_S) == 0
+        assert daemon.process.wait(patience(PATIENCE_S)) == 0
         assert not any('"level": "error"' in line for line in daemon.log)

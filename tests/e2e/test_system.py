@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.daemon import SCRIPT, running_daemon
+from tests.waiting import patience
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def test_daemon_doctor_and_start_messages_agree(data_dir: Path) -> None:
             [str(SCRIPT), "doctor", "--json", "--data-dir", str(data_dir)],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=patience(120),
             check=False,
         )
         notes = [line for line in daemon.printed if line.startswith("note: ")]

@@ -18,6 +18,7 @@ import trio
 from tests.api.harness import Running
 from tests.api.ws_client import Chunk, Message, Talk, output_of, talk
 from tests.e2e.daemon import KEY, Daemon, running_daemon
+from tests.waiting import patience
 
 PIECE = 64 * 1024
 
@@ -184,7 +185,7 @@ class Screen:
 
     async def see(self, mark: bytes) -> None:
         """Wait until `mark` comes, behind what was seen before."""
-        with trio.fail_after(30):
+        with trio.fail_after(patience(30)):
             while mark not in self.seen:
                 message = await self.client.connection.get_message()
                 assert self.takes_text or isinstance(message, bytes), message

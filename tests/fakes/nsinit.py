@@ -6,34 +6,57 @@ teardown takes its time, so that many at once are seen.
 
 from __future__ import annotations
 
+import itertools
 import os
+import shutil
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import trio
 
 from nsinit.wire import protocol
-from runner.wire import protocol as runner_protocol
 from sandkasten.host.paths import RUNNER_SOCKET, DataPaths
 from sandkasten.links.fds import OwnedFd
 from sandkasten.links.nsinit import NsinitProcess
+from tests.fakes.runner import Script, ScriptedRun, ScriptedRunner
 
 TEARDOWN_S = 0.005
 _SCAN = 64
-_READ_BYTES = 64 * 1024
 
 
 class FakeNsinit:
-    """Sandboxes that run; `peak` is how many teardowns were under way at a time."""
+    """Sandboxes that run; `peak` is how many teardowns were under way at a time.
+
+    `identities` are those that ran before. `script` gives each command its script by its text; `runners` are the PID 1s
+    of the sandboxes that were built, by session.
+    """
 
     def __init__(self, data_dir: Path, identities: dict[str, protocol.Identity], nursery: trio.Nursery) -> None:
         self._paths = DataPaths(data_dir)
+        self._cgroups = data_dir / "cgroups"
         self._alive = dict(identities)
         self._nursery = nursery
+        self._lives: dict[str, socket.socket] = {}
+        self._watched: dict[str, socket.socket] = {}
+        self._listeners: dict[str, trio.CancelScope] = {}
+        self._numbers = itertools.count(len(identities) + 2)
         self._under_way = 0
         self.peak = 0
         self.torn_down: list[str] = []
+        self.plans: list[protocol.SandboxPlan] = []
+        self.requests: list[object] = []
+        self.refusals: dict[type, protocol.Failed] = {}
+        """What the next request of a kind is answered with, instead of being done."""
+        self.frozen: set[str] = set()
+        self.oom_kills = protocol.OomKills(0, "")
+        self.scripts: dict[str, Script] = {}
+        self.runners: dict[str, ScriptedRunner] = {}
+        self.runs: list[ScriptedRun] = []
+        """Of all sandboxes, in the order in which they were begun."""
+        self.run_opened = trio.Event()
 
     async def start(self) -> NsinitProcess:
         """A `StartNsinit`."""
@@ -42,28 +65,21 @@ class FakeNsinit:
         self._nursery.start_soon(self._serve, trio.socket.from_stdlib_socket(theirs))
         return NsinitProcess(ours)
 
+    async def kill(self, session_id: str) -> None:
+        """End a sandbox's PID 1 as if by itself."""
+        await self.runners[session_id].die()
+        self._lives.pop(session_id).close()
+
     async def _serve(self, sock: trio.socket.SocketType) -> None:
         with sock:
             while data := await sock.recv(protocol.MAX_DATAGRAM_BYTES):
                 self._nursery.start_soon(self._answer, sock, protocol.REQUESTS.decode(data))
 
-    async def _answer(self, sock: trio.socket.SocketType, request: object) -> None:
+    async def _answer(self, sock: trio.socket.SocketType, request: Any) -> None:
+        self.requests.append(request)
         fds: list[OwnedFd] = []
-        match request:
-            case protocol.Start(seq=seq):
-                answer: object = protocol.Ready(seq, os.getpid(), "v2", {})
-            case protocol.Scan(seq, after):
-                answer = self._scan(seq, after)
-            case protocol.Attach(seq, session_id):
-                fds.append(OwnedFd(os.pidfd_open(os.getpid())))  # of one that does not die
-                answer = protocol.Attached(seq, session_id, self._alive[session_id], "none")
-            case protocol.Teardown(seq, session_id):
-                await self._tear_down(session_id)
-                answer = protocol.TornDown(seq, session_id, 0, 0, 0)
-            case protocol.ListWorkspaces(seq):
-                answer = protocol.WorkspacesListed(seq, ())
-            case _:
-                answer = protocol.Failed(request.seq, "fake", "", 0, "not here")  # type: ignore[attr-defined]
+        refusal = self.refusals.pop(type(request), None)
+        answer = await self._do(request, fds) if refusal is None else replace(refusal, seq=request.seq)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, b"".join(fd.fileno().to_bytes(4, "little") for fd in fds))]
         try:
             await sock.sendmsg([protocol.ANSWERS.encode(answer)], rights if fds else [])
@@ -73,10 +89,85 @@ class FakeNsinit:
             for fd in fds:
                 fd.close()
 
+    async def _do(self, request: Any, fds: list[OwnedFd]) -> object:
+        match request:
+            case protocol.Start(seq=seq):
+                self._write_counters(self._cgroups, {"memory.current": "8192", "pids.current": "4"})
+                directories = dict.fromkeys(("unified", "memory", "cpu", "pids"), str(self._cgroups))
+                return protocol.Ready(seq, os.getpid(), "v2", directories, disk="project")
+            case protocol.Scan(seq, after):
+                return self._scan(seq, after)
+            case protocol.Build(seq, plan):
+                self._alive[plan.session_id] = identity = protocol.Identity(next(self._numbers), 1, 1, 0)
+                await self._build(plan)
+                fds.append(self._life(plan.session_id))
+                return protocol.Built(seq, plan.session_id, identity, "none", {"clone": 100})
+            case protocol.Attach(seq, session_id):
+                fds.append(self._life(session_id))
+                return protocol.Attached(seq, session_id, self._alive[session_id], "none")
+            case protocol.Teardown(seq, session_id):
+                await self._tear_down(session_id)
+                return protocol.TornDown(seq, session_id, 0, 0, 0)
+            case protocol.SetFrozen(seq, session_id, frozen):
+                (self.frozen.add if frozen else self.frozen.discard)(session_id)
+                return protocol.Ok(seq)
+            case protocol.MakeRunCgroup(seq):
+                fds.append(OwnedFd(os.open("/dev/null", os.O_RDONLY)))
+                return protocol.RunCgroupMade(seq, "clone")
+            case protocol.FindOomKills(seq):
+                return replace(self.oom_kills, seq=seq)
+            case protocol.AskDisk(seq):
+                return protocol.DiskUse(seq, 4096, -1, 1, -1)
+            case protocol.ListWorkspaces(seq):
+                return protocol.WorkspacesListed(seq, ())
+            case protocol.AskQuota(seq):
+                return protocol.QuotaFound(seq)
+            case protocol.FindLeftovers(seq):
+                return protocol.LeftoversFound(seq, ())
+            case protocol.Prepare() | protocol.MountImage():
+                return protocol.Failed(request.seq, "fake", "", 0, "nothing is made beforehand here")
+            case _:
+                return protocol.Ok(request.seq)
+
+    def _life(self, session_id: str) -> OwnedFd:
+        """Return what becomes readable when a sandbox's PID 1 dies, as its pidfd does; of one found, it never does."""
+        if session_id not in self.runners:
+            return OwnedFd(os.pidfd_open(os.getpid()))
+        if session_id in self._lives:  # another daemon attaches
+            return OwnedFd(os.dup(self._watched[session_id].fileno()))
+        ours, theirs = socket.socketpair()
+        self._lives[session_id], self._watched[session_id] = theirs, ours
+        return OwnedFd(os.dup(ours.fileno()))
+
     def _scan(self, seq: int, after: str) -> protocol.Scanned:
         later = sorted(session_id for session_id in self._alive if session_id > after)
         found = (protocol.Found(each, self._alive[each], has_cgroup=True, has_files=True) for each in later[:_SCAN])
         return protocol.Scanned(seq, tuple(found), more=len(later) > _SCAN)
+
+    async def _build(self, plan: protocol.SandboxPlan) -> None:
+        self.plans.append(plan)
+        self._write_counters(self._cgroups / plan.session_id, _counters(plan.limits))
+        runner = self.runners[plan.session_id] = ScriptedRunner(self._nursery, self._script_of, self._note_run)
+        run_dir = self._paths.run_dir(plan.session_id)
+        run_dir.mkdir(parents=True)
+        sock = trio.socket.socket(socket.AF_UNIX)
+        await sock.bind(str(run_dir / RUNNER_SOCKET))
+        sock.listen(16)
+        self._listeners[plan.session_id] = scope = trio.CancelScope()
+        self._nursery.start_soon(_listen, scope, sock, runner)
+
+    def _write_counters(self, directory: Path, counters: dict[str, str]) -> None:
+        """Write plain files where the kernel has a cgroup's."""
+        directory.mkdir(exist_ok=True)
+        for name, text in counters.items():
+            (directory / name).write_text(f"{text}\n")
+
+    def _script_of(self, command: str) -> Script:
+        return self.scripts.get(command, Script())
+
+    def _note_run(self, run: ScriptedRun) -> None:
+        self.runs.append(run)
+        self.run_opened.set()
 
     async def _tear_down(self, session_id: str) -> None:
         self._under_way += 1
@@ -85,41 +176,50 @@ class FakeNsinit:
         self._under_way -= 1
         self._alive.pop(session_id, None)
         self.torn_down.append(session_id)
+        if session_id in self._listeners:
+            self._listeners.pop(session_id).cancel()
+            await self.runners[session_id].die()
+            shutil.rmtree(self._cgroups / session_id)
+            shutil.rmtree(self._paths.run_dir(session_id), ignore_errors=True)
+        for ends in (self._lives, self._watched):
+            if session_id in ends:
+                ends.pop(session_id).close()
 
     async def _serve_runners(self) -> None:
-        """One socket with a name in the directory of every session."""
+        """One socket with a name in the directory of every session that ran before."""
         directory = self._paths.root / "runners"
+        strangers = self._alive.keys() - self.runners.keys()
+        if not strangers or directory.exists():
+            return
         directory.mkdir()
         sock = trio.socket.socket(socket.AF_UNIX)
         await sock.bind(str(directory / "all"))
         sock.listen(4096)
-        for session_id in self._alive:
+        for session_id in strangers:
             self._paths.run_dir(session_id).mkdir(parents=True)
             (self._paths.run_dir(session_id) / RUNNER_SOCKET).hardlink_to(directory / "all")
-        self._nursery.start_soon(trio.serve_listeners, _serve_runner, [trio.SocketListener(sock)])
+        self._nursery.start_soon(_listen, trio.CancelScope(), sock, ScriptedRunner(self._nursery))
 
 
-async def _serve_runner(stream: trio.SocketStream) -> None:
-    decoder = runner_protocol.FrameDecoder(runner_protocol.FROM_DAEMON, max_body_bytes=runner_protocol.MAX_FRAME_BYTES)
-    try:
-        async with stream:
-            while data := await stream.receive_some(_READ_BYTES):
-                decoder.feed(data)
-                for _kind, body in decoder:
-                    await stream.send_all(_reply(runner_protocol.REQUESTS.decode(body)))
-    except trio.BrokenResourceError:
-        return  # its session has ended
+async def _listen(scope: trio.CancelScope, sock: trio.socket.SocketType, runner: ScriptedRunner) -> None:
+    with scope:
+        await trio.serve_listeners(runner.serve, [trio.SocketListener(sock)])
 
 
-def _reply(request: object) -> bytes:
-    match request:
-        case runner_protocol.Hello():
-            answer: object = runner_protocol.HelloReply("/bin/sh", "/workspace", (), runner_protocol.PROTOCOL_VERSION)
-        case runner_protocol.ListRuns():
-            answer = runner_protocol.RunList((), more=False)
-        case _:
-            answer = runner_protocol.Done()
-    return runner_protocol.encode_frame(runner_protocol.Kind.REPLY, runner_protocol.ANSWERS.encode(answer))
+def _counters(limits: protocol.Limits) -> dict[str, str]:
+    """Return the counters of a session's cgroup v2 that used little."""
+    return {
+        "memory.current": "1024",
+        "memory.peak": "2048",
+        "memory.max": str(limits.memory_bytes),
+        "memory.events": "oom_kill 0",
+        "memory.pressure": "some avg10=0.50 avg60=0.10 avg300=0.00 total=7",
+        "cpu.stat": "usage_usec 99\nnr_periods 1\nnr_throttled 0\nthrottled_usec 0",
+        "cpu.max": f"{limits.cpu_quota_us} {limits.cpu_period_us}",
+        "pids.current": "2",
+        "pids.max": str(limits.pids),
+        "pids.events": "max 0",
+    }
 
 
 def identities_of(session_ids: Sequence[str]) -> dict[str, protocol.Identity]:

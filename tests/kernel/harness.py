@@ -52,9 +52,9 @@ from runner.wire.protocol import Exec, ExecReply, FrameDecoder, HelloReply, Kind
 from sandkasten import model
 from sandkasten.counters.cgroup import CgroupStats
 from tests.leaks import descendants
-from tests.waiting import SLOWNESS
+from tests.waiting import patience
 
-PATIENCE_S = 20.0 * SLOWNESS
+PATIENCE_S = 20.0
 _PAUSE_S = 0.001
 FORK_UNTIL_REFUSED = """
 import errno, os, signal
@@ -96,7 +96,7 @@ class Nsinit:
         self._sandboxes: list[Sandbox] = []
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.channel.settimeout(PATIENCE_S)
+        self.channel.settimeout(patience(PATIENCE_S))
         with theirs:
             self.pid = self._spawn(theirs)
         self.ready = self.ask(Start, data_dir=str(data_dir), node_id=node_id, disk=disk)[0]
@@ -251,9 +251,9 @@ class Sandbox:
                 raise EOFError(f"the runner is gone: {self.owner.log}")
             self._decoder.feed(data)
 
-    def run(self, command: str, *, timeout_ms: int | None = round(10_000 * SLOWNESS)) -> Result:
+    def run(self, command: str, *, timeout_ms: int = 10_000) -> Result:
         """Run a command in the session's shell."""
-        reply, out, err = self.request(Exec(f"e{next(self._names)}", command, timeout_ms=timeout_ms))
+        reply, out, err = self.request(Exec(f"e{next(self._names)}", command, timeout_ms=round(patience(timeout_ms))))
         assert isinstance(reply, ExecReply), reply
         return Result(reply.exit_code, out.decode(errors="replace"), err.decode(errors="replace"))
 
@@ -280,7 +280,7 @@ class Sandbox:
 def connect(data_dir: Path, session_id: str) -> socket.socket:
     """Return a connection to a session's runner."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(PATIENCE_S)
+    connection.settimeout(patience(PATIENCE_S))
     directory_fd = os.open(data_dir / "run" / session_id, os.O_PATH)
     try:
         connection.connect(f"/proc/self/fd/{directory_fd}/r.sock")
@@ -356,7 +356,7 @@ def running(
 
 def wait_until(condition: Any, what: str) -> None:
     """Wait for something the kernel reports by no event to a bystander; fails naming it."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience(PATIENCE_S)
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(_PAUSE_S)  # whoever does it may have the lowest priority, and there may be one processor

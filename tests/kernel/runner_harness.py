@@ -44,6 +44,7 @@ from runner.wire.protocol import (
     WriteFile,
     encode_frame,
 )
+from tests.waiting import patience
 
 PATIENCE_S = 20.0
 MAX_PROCESSES = 100
@@ -207,7 +208,7 @@ class Sandbox:
 
     def connect(self) -> Client:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.settimeout(PATIENCE_S)
+        sock.settimeout(patience(PATIENCE_S))
         sock.connect(self.socket_path)
         client = Client(sock)
         self.clients.append(client)
@@ -338,7 +339,7 @@ def _refuse_import(name: str, *_rest: Any, **_more: Any) -> Any:
 
 def wait_until(claim: Any, *, patience_s: float = PATIENCE_S) -> None:
     """Wait for something that has no event of its own here, such as a process elsewhere being gone."""
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + patience(patience_s)
     while not claim():
         assert time.monotonic() < deadline, "never came true"
         time.sleep(0.002)

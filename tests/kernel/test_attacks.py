@@ -27,6 +27,7 @@ from sandkasten.security.attacks.package import pack_probes
 from sandkasten.security.campaign import Result, attack, catalogue, choose, make_all, show_controls
 from sandkasten.security.probes.attempt import BROKEN, HELD, NOT_APPLICABLE, Attempt, Target, judge
 from sandkasten.security.probes.inside import INSIDE
+from tests.waiting import patience
 
 ISSUED = (
     *("processes", "proc", "sys", "devices", "namespaces", "mounts", "ptrace", "signals", "descriptors", "sockets"),
@@ -105,7 +106,7 @@ def test_without_a_sandbox_the_attempt_succeeds(probes: tuple[Path, Target], nam
     path, target = probes
     kinds = ["--mount", "--uts", "--ipc", *(["--net"] if name == "sockets.links" else [])]
     command = ["unshare", *kinds, sys.executable, "-I", "-B", str(path), json.dumps(asdict(target)), name]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(30), check=True)
     found = json.loads(done.stdout)
     assert (found["id"], found["verdict"]) == (name, BROKEN), found
 

@@ -21,6 +21,7 @@ from tests.kernel.harness import (
     check_freezing,
     host_plan,
 )
+from tests.waiting import patience
 
 pytestmark = pytest.mark.cgroup_v2
 
@@ -41,7 +42,7 @@ def _value(server: Nsinit, session_id: str, controller: str, *names: str) -> str
 def _event_fired(fd: int, kind: str) -> bool:
     poller = select.poll()
     poller.register(fd, select.POLLIN if kind == "eventfd" else select.POLLPRI | select.POLLERR)
-    return bool(poller.poll(PATIENCE_S * 1000))
+    return bool(poller.poll(patience(PATIENCE_S) * 1000))
 
 
 def _limits(server: Nsinit, session_id: str) -> tuple[str, str, str]:

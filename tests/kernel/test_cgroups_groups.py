@@ -40,6 +40,7 @@ from tests.kernel.harness import (
     wait_until,
 )
 from tests.kernel.processes import sleeper_in
+from tests.waiting import patience
 
 pytestmark = pytest.mark.cgroup_v2
 
@@ -81,7 +82,9 @@ def _probe(server: Nsinit, box: Sandbox, *fds: int) -> list[dict[str, Any]]:
     """Return what a powerless process in the place of `box`'s PID 1 could do with the descriptors."""
     arguments = [str(_session_directory(server, box.session_id)), str(box.pid), *map(str, fds)]
     command = [sys.executable, "-m", "tests.kernel.group_probe", *arguments]
-    done = subprocess.run(command, cwd=ROOT, pass_fds=fds, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, pass_fds=fds, capture_output=True, text=True, timeout=patience(30), check=False
+    )
     assert done.returncode == 0, done.stderr
     answer: list[dict[str, Any]] = json.loads(done.stdout)
     return answer
@@ -207,7 +210,7 @@ def test_removing_a_group_kills_what_is_in_it_and_nothing_else(server: Nsinit) -
             pass
     with sleeper_in(directory / "a") as victim, sleeper_in(directory / "b") as neighbour:
         _remove(server, box.session_id, "a", kill=True)
-        assert victim.wait(10) == -9
+        assert victim.wait(patience(10)) == -9
         assert neighbour.poll() is None
         assert not (directory / "a").exists()
         _remove(server, box.session_id, "a", kill=True)
@@ -240,7 +243,7 @@ def test_a_teardown_takes_members_of_groups_too(server: Nsinit) -> None:
         sleeper_in(directory / "a") as member,
     ):
         assert box.teardown().leftovers == ()
-        assert member.wait(10) == -9
+        assert member.wait(patience(10)) == -9
     assert server.traces(box.session_id) == []
 
 

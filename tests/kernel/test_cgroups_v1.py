@@ -43,6 +43,7 @@ from tests.kernel.harness import (
     running,
     wait_until,
 )
+from tests.waiting import patience
 
 SMALL = replace(ROOMY, memory_bytes=48 << 20)
 HOG = "held = [bytearray(1 << 20) for _ in range(400)]"
@@ -110,7 +111,7 @@ def test_a_memory_hog_dies_alone_and_counters_are_read(server: Nsinit) -> None:
     poller = select.poll()
     poller.register(box.event_fd, select.POLLIN)
     assert box.built.oom_event == "eventfd"
-    assert poller.poll(PATIENCE_S * 1000)
+    assert poller.poll(patience(PATIENCE_S) * 1000)
     assert box.run("echo lives").out == "lives\n"
     torn_down = box.teardown()
     assert torn_down.oom_kills == 1
@@ -208,7 +209,7 @@ def test_a_powerless_process_joins_a_group_and_is_killed_with_it(server: Nsinit)
         assert isinstance(server.ask(RemoveRunCgroup, session_id=box.session_id, name="p-1")[0], Failed)
         assert process.poll() is None
         assert isinstance(server.ask(RemoveRunCgroup, session_id=box.session_id, name="p-1", kill=True)[0], Ok)
-        assert process.wait(PATIENCE_S) == -9
+        assert process.wait(patience(PATIENCE_S)) == -9
     assert not (directory / "p-1").exists()
     box.teardown()
 
@@ -243,7 +244,7 @@ def test_a_teardown_takes_groups_and_their_members(server: Nsinit) -> None:
     os.close(_group(server, box.session_id, "empty"))
     with _joined(_group(server, box.session_id, "full"), "exec sleep 1000") as process:
         assert box.teardown().leftovers == ()
-        assert process.wait(PATIENCE_S) == -9
+        assert process.wait(patience(PATIENCE_S)) == -9
     assert server.traces(box.session_id) == []
 
 

@@ -29,7 +29,7 @@ from sandkasten.model import (
 )
 from sandkasten.model.errors import Capacity, SandkastenError, SessionExpired
 from tests.kernel.processes import init_pid, init_pids
-from tests.waiting import until
+from tests.waiting import patience, until
 
 MANY_BYTES = 1 << 20
 """More than the sockets on the way hold."""
@@ -179,7 +179,7 @@ async def test_every_kind_of_request_is_told_that_the_session_has_ended(supervis
 
         outcomes[request.__name__] = await _outcome(request, supervisor, session.id, stop)
 
-    with trio.fail_after(60):
+    with trio.fail_after(patience(60)):
         async with trio.open_nursery() as nursery:
             for request in (*NOTHING_BEGUN, *HAS_BEGUN):
                 nursery.start_soon(make, request, await supervisor.create(SessionSpec()))

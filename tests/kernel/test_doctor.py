@@ -14,6 +14,7 @@ import pytest
 
 from sandkasten.host.checks import CATALOGUE
 from sandkasten.model.node import PROTECTIONS, Need
+from tests.waiting import patience
 
 pytestmark = [pytest.mark.kernel, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 
@@ -41,7 +42,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("SANDKASTEN_")}
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env=variables | environment
+        command, capture_output=True, text=True, timeout=patience(120), check=False, env=variables | environment
     )
 
 

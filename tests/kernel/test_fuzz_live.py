@@ -42,7 +42,7 @@ from tests.fuzz import grammar
 from tests.fuzz.grammar import Choices
 from tests.fuzz.targets import ANSWERS as RUNNER_ANSWERS
 from tests.kernel.harness import PATIENCE_S, data_directory, running
-from tests.waiting import until
+from tests.waiting import patience, until
 
 NSINIT_REQUESTS = 150
 RUNNERS = 8
@@ -113,7 +113,7 @@ def test_bytes_that_are_no_request_end_nsinit_in_good_order() -> None:
         poller = select.poll()
         pidfd = os.pidfd_open(server.pid)
         poller.register(pidfd, select.POLLIN)
-        assert poller.poll(PATIENCE_S * 1000), seed
+        assert poller.poll(patience(PATIENCE_S) * 1000), seed
         os.close(pidfd)
         assert "Traceback" not in server.log, (seed, server.log)
         server.close()
@@ -158,7 +158,7 @@ async def test_a_runner_that_lies_crashes_its_session_at_most(supervisor: LocalS
                         await stream.aclose()
 
                     nursery.start_soon(trio.serve_listeners, answer, [listener])
-                    with trio.fail_after(PATIENCE_S):
+                    with trio.fail_after(patience(PATIENCE_S)):
                         try:
                             await supervisor.exec(victim.id, ExecSpec("true", timeout_ms=500))
                         except SandkastenError as error:

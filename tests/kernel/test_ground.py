@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.waiting import patience
+
 ROOT = Path(__file__).parents[2]
 
 LEAVE_ALL = """
@@ -43,7 +45,7 @@ def test_what_is_left_is_found_by_who_left_it_and_by_nobody_else() -> None:
         assert process.stdout is not None
         lines = list(iter(process.stdout.readline, "ready\n"))
         mounts = Path("/proc/self/mountinfo").read_text()
-        output, _ = process.communicate("\n", timeout=60)
+        output, _ = process.communicate("\n", timeout=patience(60))
     assert lines[0] == "nothing: []\n"
     kinds = [line.split()[1] for line in lines[1:]]
     assert kinds == ["mount:", "cgroup:", "cgroup:", "process:", "descriptor:", "directory:"]

@@ -21,7 +21,7 @@ from nsinit.wire import control
 from runner.wire.codec import Vocabulary
 from tests.kernel.harness import PATIENCE_S
 from tests.leaks import children
-from tests.waiting import SLOWNESS
+from tests.waiting import patience
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _outcomes(pool: HelperPool, scheduler: Scheduler, *words: str) -> dict[str, 
 
     for word in words:
         scheduler.spawn(job(word))
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience(PATIENCE_S)
     while len(found) < len(words):
         assert time.monotonic() < deadline
         scheduler.round(0.1)
@@ -120,7 +120,7 @@ def test_an_order_that_kills_or_takes_too_long_fails_alone(monkeypatch: pytest.M
         assert _outcome(pool, scheduler, "well").result() == {"well": 1}
         with pytest.raises(StepFailed, match="the digger died"):
             _outcome(pool, scheduler, "die").result()
-        monkeypatch.setattr(helpers, "ORDER_DEADLINE_S", 0.5 * SLOWNESS)
+        monkeypatch.setattr(helpers, "ORDER_DEADLINE_S", patience(0.5))
         with pytest.raises(StepFailed, match="not done after"):
             _outcome(pool, scheduler, "hang").result()
         for _ in range(4):
@@ -131,7 +131,7 @@ def test_who_waits_behind_an_order_that_takes_too_long_is_served(monkeypatch: py
     """By the successor of the one that hangs, though they have waited all the time."""
     with _pool(_obey, count=1) as (pool, scheduler):
         pool.start()
-        monkeypatch.setattr(helpers, "ORDER_DEADLINE_S", 1.0 * SLOWNESS)
+        monkeypatch.setattr(helpers, "ORDER_DEADLINE_S", patience(1.0))
         found = _outcomes(pool, scheduler, "hang", "well", "again")
         assert {word: each.has_died for word, each in found.items()} == {"hang": True, "well": False, "again": False}
         assert (found["well"].result(), found["again"].result()) == ({"well": 1}, {"again": 1})
@@ -162,7 +162,7 @@ def test_helpers_that_cannot_work_are_tried_less_and_less_often() -> None:
 
 def test_nobody_is_told_of_an_end_that_has_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work of a helper that took too long may be half done; it is undone when no helper is at it any more."""
-    monkeypatch.setattr(helpers, "ORDER_DEADLINE_S", 0.5 * SLOWNESS)
+    monkeypatch.setattr(helpers, "ORDER_DEADLINE_S", patience(0.5))
     before = children(os.getpid())
     with _pool(_obey, count=1) as (pool, scheduler):
         pool.start()
@@ -175,7 +175,7 @@ def test_nobody_is_told_of_an_end_that_has_not_come(monkeypatch: pytest.MonkeyPa
             is_gone.append(pid not in children(os.getpid()))
 
         scheduler.spawn(job())
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + patience(PATIENCE_S)
         while not is_gone:
             assert time.monotonic() < deadline
             scheduler.round(0.1)

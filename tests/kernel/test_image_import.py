@@ -30,12 +30,12 @@ from sandkasten.model.errors import ZygoteLost
 from tests.e2e.daemon import SCRIPT
 from tests.kernel.harness import Nsinit, wait_until
 from tests.leaks import children
-from tests.waiting import SLOWNESS
+from tests.waiting import patience
 
 pytestmark = [pytest.mark.kernel, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 
 DRAFT = ".new-0123456789abcdef"
-PATIENCE_S = 20.0 * SLOWNESS
+PATIENCE_S = 20.0
 STRANGER = 12345
 
 
@@ -63,7 +63,7 @@ def request_for(draft: Path) -> UnpackImage:
 @contextlib.contextmanager
 def own_nsinit(grant: Grant | None = None) -> Iterator[socket.socket]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.settimeout(PATIENCE_S)
+    ours.settimeout(patience(PATIENCE_S))
     with ours:
         with theirs, open(os.devnull, "wb") as log:
             pid = spawn_nsinit(theirs.fileno(), log.fileno(), *([grant.encode()] if grant else []))
@@ -232,8 +232,8 @@ class Import:
     def wait_all(self) -> int:
         """Wait until none of them is left; return the exit status."""
         for pidfd in self._pidfds:
-            assert select.select([pidfd], [], [], PATIENCE_S)[0]
-        return self.process.wait(PATIENCE_S)
+            assert select.select([pidfd], [], [], patience(PATIENCE_S))[0]
+        return self.process.wait(patience(PATIENCE_S))
 
     @property
     def drafts(self) -> list[str]:
@@ -241,7 +241,7 @@ class Import:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.communicate(timeout=PATIENCE_S)
+        self.process.communicate(timeout=patience(PATIENCE_S))
         for pidfd in self._pidfds:
             os.close(pidfd)
 
@@ -344,7 +344,7 @@ def test_a_library_learns_of_the_death_of_nsinit(tmp_path: Path) -> None:
         wait_until(lambda: list(tmp_path.glob("data/images/.new-*/rootfs/file")), "the first member is there")
         (pid,) = children(os.getpid()) - known
         os.kill(pid, signal.SIGKILL)
-        thread.join(PATIENCE_S)
+        thread.join(patience(PATIENCE_S))
     assert len(failures) == 1
     assert os.listdir(tmp_path / "data/images") == []
 

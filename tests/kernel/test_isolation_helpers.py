@@ -4,11 +4,14 @@ one build."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
+import select
 import signal
+import stat
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +43,8 @@ from nsinit.wire.protocol import (
 from tests.kernel.harness import ROOMY, Nsinit, data_directory, host_plan, new_id, new_node_id, running, wait_until
 
 INIT = "sandkasten-init"
+_PIDFD_GETFD = 438
+_libc = ctypes.CDLL(None, use_errno=True)
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "pid_for_children", "user", "uts")
 
 
@@ -86,17 +91,36 @@ def _all_holdings(server: Nsinit) -> dict[int, object]:
     return {pid: _holdings(pid) for name in (BUILDER, FORKER, CGROUP_MAKER) for pid in server.helpers(name)}
 
 
-def _fail_while_stopped(server: Nsinit, pids: set[int], plan: SandboxPlan, is_reached: Callable[[], bool]) -> Failed:
-    """Stop helpers, ask for a build, kill them once nsinit waits for them; return the answer."""
+def _fail_while_stopped(server: Nsinit, pids: set[int], plan: SandboxPlan) -> Failed:
+    """Stop helpers, ask for a build, kill them once a request lies in the socket of one; return the answer."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: all(_state(pid) == "T" for pid in pids), "the helpers stand still")
     server.send(Build, plan=plan)
-    wait_until(lambda: is_reached() and _state(server.pid) == "S", "nsinit waits for its helper")
+    wait_until(lambda: any(_has_mail(pid) for pid in pids), "nsinit asked its helper")
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     answer, _ = server.receive()
     assert isinstance(answer, Failed), answer
     return answer
+
+
+def _has_mail(pid: int) -> bool:
+    """Tell whether a message lies unread in a socket of a process; pidfd_getfd(2) gives a copy of its descriptor."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            fd = _libc.syscall(_PIDFD_GETFD, pidfd, int(name), 0)
+            if fd < 0:
+                raise OSError(ctypes.get_errno(), "pidfd_getfd")
+            try:
+                if stat.S_ISSOCK(os.fstat(fd).st_mode) and select.select([fd], [], [], 0)[0]:
+                    return True
+            finally:
+                os.close(fd)
+    finally:
+        os.close(pidfd)
+    return False
 
 
 @contextlib.contextmanager
@@ -173,12 +197,7 @@ def test_helpers_live_where_nsinit_lives(server: Nsinit) -> None:
 def test_a_builder_that_dies_with_an_order_fails_that_build_alone(server: Nsinit) -> None:
     """The build ends with a reason and leaves nothing; new builders take over."""
     builders, plan = server.helpers(BUILDER), host_plan()
-
-    def is_ordered() -> bool:  # the out-of-memory event is opened after that
-        links = _descriptors(server.pid)
-        return any("[eventfd]" in link or link.endswith("/memory.events") for link in links)
-
-    assert _fail_while_stopped(server, builders, plan, is_ordered).stage == "builder"
+    assert _fail_while_stopped(server, builders, plan).stage == "builder"
     wait_until(lambda: len(server.helpers(BUILDER)) == len(builders), "the builders were replaced")
     assert not server.helpers(BUILDER) & builders
     _assert_all_is_well(server, plan)
@@ -250,8 +269,7 @@ def test_a_forker_that_dies_with_a_request_fails_that_build_alone(server: Nsinit
     """The build ends with a reason and leaves nothing; sandboxes of the old forker live on; a new one takes over."""
     survivor = server.build(host_plan())
     plan, forkers = host_plan(), server.helpers(FORKER)
-    socket_path = server.data_dir / "run" / plan.session_id / "r.sock"
-    assert _fail_while_stopped(server, forkers, plan, socket_path.exists).stage == "clone"
+    assert _fail_while_stopped(server, forkers, plan).stage == "clone"
     assert not server.helpers(FORKER) & forkers
     assert survivor.run("echo alive").out == "alive\n"
     survivor.teardown()
@@ -262,8 +280,7 @@ def test_a_cgroup_maker_that_dies_with_an_order_fails_that_build_alone(server: N
     """As with a builder; what it may have made is removed."""
     survivor = server.build(host_plan())
     plan, makers = host_plan(), server.helpers(CGROUP_MAKER)
-    socket_path = server.data_dir / "run" / plan.session_id / "r.sock"
-    assert _fail_while_stopped(server, makers, plan, socket_path.exists).stage == "cgroup maker"
+    assert _fail_while_stopped(server, makers, plan).stage == "cgroup maker"
     wait_until(lambda: len(server.helpers(CGROUP_MAKER)) == 1, "the cgroup maker was replaced")
     assert not server.helpers(CGROUP_MAKER) & makers
     assert survivor.run("echo alive").out == "alive\n"

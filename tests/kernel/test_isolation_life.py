@@ -36,6 +36,7 @@ from tests.kernel.harness import (
     running,
     wait_until,
 )
+from tests.waiting import patience
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def server(data_dir: Path) -> Iterator[Nsinit]:
 def _is_dead(pidfd: int, timeout_s: float = PATIENCE_S) -> bool:
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(timeout_s * 1000))
+    return bool(poller.poll(patience(timeout_s) * 1000))
 
 
 @pytest.mark.cgroup_v2

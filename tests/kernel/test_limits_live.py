@@ -28,6 +28,7 @@ from tests.kernel.harness import (
     wait_until,
 )
 from tests.kernel.test_cgroups_v1 import why_no_v1, without_v2
+from tests.waiting import patience
 
 FILES = (
     *("memory.max", "memory.swap.max", "cpu.max", "pids.max"),
@@ -156,7 +157,7 @@ def test_v2_refuses_what_it_would_have_to_kill_for(tmp_path: Path) -> None:
     work = limit_files.lower(cgroup, replace(ROOMY, memory_bytes=100 << 20))
     wait = next(work)
     assert wait.fd is not None
-    assert select.select([wait.fd], [], [], PATIENCE_S)[0]
+    assert select.select([wait.fd], [], [], patience(PATIENCE_S))[0]
     with pytest.raises(StopIteration):
         work.send(True)
     assert (tmp_path / "s/memory.max").read_text().split() == [str(100 << 20)]

@@ -16,6 +16,7 @@ from runner.wire.protocol import ANSWERS, Done, Kind, PortClosed, PortOpened, Ru
 from tests.kernel.harness import Sandbox, data_directory, host_plan, running, wait_until
 from tests.kernel.harness import connect as connect_to
 from tests.kernel.runner_harness import Client
+from tests.waiting import patience
 
 SERVER = """
 import socket, sys, signal
@@ -178,7 +179,7 @@ def test_nobody_looks_while_nothing_lives(watched: Watched) -> None:
         return watched.cpu_ns() == before
 
     wait_until(is_quiet, "PID 1 rests")
-    watched.events.sock.settimeout(20)
+    watched.events.sock.settimeout(patience(20))
     watched.serve()
     watched.tell_server("open", port=7000)
     assert watched.next_event() == PortOpened(7000, "0.0.0.0")

@@ -23,6 +23,7 @@ from runner.wire.protocol import (
     TerminalSize,
 )
 from tests.kernel.runner_harness import SHELLS, Client, Outcome, Sandbox, needs_namespaces, wait_until
+from tests.waiting import patience
 
 pytestmark = needs_namespaces
 
@@ -190,7 +191,7 @@ def test_input_nobody_reads_fills_its_own_connection_only(sandbox: Sandbox, clie
         while sent < 4 * STDIN_BUFFER_BYTES:
             sent += client.sock.send(frame)
     assert STDIN_BUFFER_BYTES <= sent < 4 * STDIN_BUFFER_BYTES
-    client.sock.settimeout(20)
+    client.sock.settimeout(patience(20))
     assert sandbox.connect().ask(Signal("p", signal.SIGTERM)) == Done()
     assert client.outcome().reply.signal == signal.SIGTERM
 

@@ -15,7 +15,7 @@ from sandkasten.model import Cause, EndReason, ExecEnd, ExecSpec, Limits, Sessio
 from sandkasten.model.errors import SandkastenError
 from tests.kernel.processes import init_pid
 from tests.leaks import descendants
-from tests.waiting import PATIENCE_S, SLOWNESS, until
+from tests.waiting import patience, slowness, until
 
 HOG = "python3 -c 'x = bytearray(300 << 20)'"
 BURN = "python3 -c 'import time\nwhile time.process_time() < 0.3: pass'"
@@ -103,7 +103,7 @@ async def test_cpu_time_is_that_of_the_command(box: Box) -> None:
     idle, busy = await box.beside(":", lambda: box.run(BURN, "bash"))
     assert busy.usage.cpu_ms >= 290
     assert 0 <= idle.usage.cpu_ms < 150
-    output = f"head -c {200_000_000 // round(SLOWNESS)} /dev/zero; true"
+    output = f"head -c {200_000_000 // round(slowness())} /dev/zero; true"
     idle, busy = await box.beside(":", lambda: box.run(output, stateless=True))
     assert 0 <= idle.usage.cpu_ms < 150
     async with trio.open_nursery() as nursery:
@@ -127,7 +127,7 @@ async def test_a_death_from_outside_is_not_put_down_to_a_command_that_ran_out_of
     init = init_pid(await box.supervisor.get(box.session_id))
     end = await box.run(HOG, stateless=True)
     os.kill(init, signal.SIGKILL)
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(patience()):
         ended = await box.supervisor.wait_ended(box.session_id)
     assert end.victim == "python3"
     assert (end.cause, ended.status) == (Cause.OOM, Status.CRASHED)
@@ -140,14 +140,14 @@ async def test_a_session_whose_init_was_killed_for_memory_says_so(box: Box) -> N
     init = init_pid(await box.supervisor.get(box.session_id))
     program = "print(flush=True); input(); x = bytearray(300 << 20)"
     spec = ExecSpec(argv=("python3", "-c", program), stdin_open=True)
-    with trio.fail_after(PATIENCE_S), contextlib.suppress(SandkastenError):  # its session ended
+    with trio.fail_after(patience()), contextlib.suppress(SandkastenError):  # its session ended
         async with box.supervisor.open_exec(box.session_id, spec) as stream:
             await anext(aiter(stream))
             for pid, score in ((init, 1000), *((pid, 0) for pid, _ in descendants(init))):
                 await trio.Path(f"/proc/{pid}/oom_score_adj").write_text(str(score))
             await stream.send_stdin(b"\n")
             await stream.wait_end()
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(patience()):
         ended = await box.supervisor.wait_ended(box.session_id)
     assert (ended.status, ended.end_reason) == (Status.CRASHED, EndReason.OOM)
     assert ended.reason == "out of memory: its init process ended"

@@ -20,7 +20,7 @@ from sandkasten.config import Config
 from sandkasten.model import ExecSpec, PauseSpec, SessionSpec, Status
 from sandkasten.model.errors import SessionNotFound
 from sandkasten.model.node import Diagnosis, Unavailable
-from tests.waiting import until
+from tests.waiting import patience, until
 
 SECRET = "hush-4711"
 
@@ -79,7 +79,7 @@ async def test_a_hung_init_and_a_stuck_database_cost_their_parts_only(
     pid = part(await supervisor.diagnose(session.id), "record")["init"]["pid"]
     os.kill(pid, signal.SIGSTOP)
     try:
-        with trio.fail_after(5):
+        with trio.fail_after(patience(5)):
             found = await supervisor.diagnose(session.id)
         assert missing(found) == {"runner"}
         assert found.parts["runner"] == Unavailable("no answer within 0.3 s")

@@ -17,7 +17,7 @@ from sandkasten.config import Config
 from sandkasten.model import Event, EventType, ExecSpec, Limits, ProcessSpec, SessionSpec, ShellSpec, TerminalSpec
 from sandkasten.model.errors import SessionNotFound
 from tests.kernel.processes import init_pid
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import patience, until
 
 HOG = "b = bytearray()\nwhile True: b += bytes(1024 * 1024)"
 
@@ -25,7 +25,7 @@ HOG = "b = bytearray()\nwhile True: b += bytes(1024 * 1024)"
 async def read_until(reader: EventReader, type: EventType) -> list[Event]:
     """Return the events up to and with the first of a type."""
     events: list[Event] = []
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(patience()):
         async for event in reader:
             events.append(event)
             if event.type is type:

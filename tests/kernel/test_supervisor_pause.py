@@ -27,7 +27,7 @@ from sandkasten.model import (
     TerminalSpec,
 )
 from sandkasten.model.errors import Conflict, SessionExpired, SessionPaused
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import patience, until
 
 STAYS = PauseSpec(auto_resume=False)
 COUNT = "n=0; while :; do n=$((n+1)); echo $n > /tmp/n; sleep 0.001; done"
@@ -159,7 +159,7 @@ async def test_a_clock_that_is_set_in_a_pause_moves_no_time_limit(
         await trio.sleep(1.6)
         await supervisor.resume(session_id)
         resumed_at = trio.current_time()
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(patience()):
             assert (await reader.wait_end()).cause is Cause.TIMED_OUT
         assert trio.current_time() - resumed_at > 0.5
 
@@ -267,7 +267,7 @@ async def test_a_viewer_that_takes_over_wakes_the_session(supervisor: LocalSuper
     """So does one that changes the size."""
     async with supervisor.open_terminal(session_id, TerminalSpec(shell="default")) as viewer:
         await supervisor.pause(session_id)
-        with trio.fail_after(10):
+        with trio.fail_after(patience(10)):
             await viewer.take_over()
         assert (await supervisor.get(session_id)).status is Status.RUNNING
         await supervisor.pause(session_id)

@@ -19,7 +19,7 @@ from sandkasten.model import (
     WaitFor,
 )
 from sandkasten.model.errors import InvalidRequest
-from tests.waiting import until
+from tests.waiting import patience, until
 
 SERVER = "import socket, time; s = socket.create_server(('127.0.0.1', 8123)); print('up', flush=True); time.sleep(60)"
 
@@ -49,7 +49,7 @@ async def test_a_port_is_waited_for_listed_and_told(supervisor: LocalSupervisor,
         assert list(await supervisor.ports(session_id)) == [Port(8123, "127.0.0.1")]
         await supervisor.cancel_exec(session_id, process.exec_id, now=True)
         seen = []
-        with trio.fail_after(10):
+        with trio.fail_after(patience(10)):
             async for event in events:
                 seen.append(event.type)
                 if {EventType.PORT_CLOSED, EventType.PROCESS_EXITED} <= set(seen):
@@ -95,7 +95,7 @@ async def test_a_prompt_is_waited_for(supervisor: LocalSupervisor, session_id: s
 async def test_a_wait_ends_with_the_process(supervisor: LocalSupervisor, session_id: str) -> None:
     """Nobody waits out the time for what can't happen any more."""
     process = await supervisor.start_process(session_id, ProcessSpec(command="exit 1"))
-    with trio.fail_after(10):
+    with trio.fail_after(patience(10)):
         for condition in (WaitFor(port=9999), WaitFor(pattern="never")):
             waited = await supervisor.wait_process(session_id, process.exec_id, condition, timeout_s=60)
             assert (waited.happened, waited.run.state) == (False, ExecState.ENDED)
@@ -104,7 +104,7 @@ async def test_a_wait_ends_with_the_process(supervisor: LocalSupervisor, session
 async def test_a_hostile_pattern_takes_no_time(supervisor: LocalSupervisor, session_id: str) -> None:
     """What would keep a backtracking matcher busy for years."""
     process = await supervisor.start_process(session_id, ProcessSpec(command=f"echo {'a' * 3000}b; cat"))
-    with trio.fail_after(10):
+    with trio.fail_after(patience(10)):
         waited = await supervisor.wait_process(session_id, process.exec_id, WaitFor(pattern="(a+)+$"), timeout_s=0.5)
     assert not waited.happened
 

@@ -34,7 +34,7 @@ from sandkasten.model.errors import (
     ShellBusy,
 )
 from sandkasten.supervisor import ExecStream
-from tests.waiting import until
+from tests.waiting import patience, until
 
 SIGINT, SIGUSR1 = 2, 10
 
@@ -174,7 +174,7 @@ async def test_a_run_that_reads_nothing_holds_up_only_its_sender(supervisor: Loc
         nursery.start_soon(send)
         other = await supervisor.exec(session_id, ExecSpec(argv=("echo", "fine")))
         assert other.output == b"fine\n"
-        with trio.fail_after(5):
+        with trio.fail_after(patience(5)):
             assert (await supervisor.cancel_exec(session_id, stream.exec_id)).state is ExecState.ENDED
 
 

@@ -35,7 +35,7 @@ from sandkasten.model.errors import (
     SessionNotFound,
 )
 from tests.kernel.processes import init_pid, nsinit_pid, oom_score
-from tests.waiting import until
+from tests.waiting import patience, until
 
 
 async def _wait_for(supervisor: LocalSupervisor, session: Session, status: Status) -> Session:
@@ -236,7 +236,7 @@ async def test_a_start_in_a_full_session_costs_a_program_and_not_the_session(
         await supervisor.exec(session.id, ExecSpec(argv=("true",)))
     assert ((await supervisor.stats(session.id)).oom_kills or 0) > 0
     assert (await supervisor.get(session.id)).status is Status.RUNNING
-    with trio.fail_after(10):
+    with trio.fail_after(patience(10)):
         assert (await supervisor.exec(session.id, ExecSpec("echo next"))).stdout == b"next\n"
 
 

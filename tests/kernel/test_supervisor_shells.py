@@ -10,7 +10,7 @@ import trio
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.model import Cause, ExecSpec, FileRules, SessionSpec, ShellSpec, Status
 from sandkasten.model.errors import Capacity, Conflict, InvalidRequest, SandboxError, ShellFailed, ShellNotFound
-from tests.waiting import until
+from tests.waiting import patience, until
 
 NAMES = ("default", "second")
 
@@ -77,7 +77,7 @@ async def test_a_root_that_ruins_what_shells_need_is_answered(supervisor: LocalS
     be used without, and ends."""
     session = await supervisor.create(SessionSpec(user="root"))
     await supervisor.open_shell(session.id, ShellSpec("second"))
-    with trio.fail_after(20):
+    with trio.fail_after(patience(20)):
         for script in (ruin, "echo hi", "cat"):
             with contextlib.suppress(SandboxError):
                 await supervisor.exec(session.id, ExecSpec(script, timeout_ms=2000, cwd="/"))
@@ -113,7 +113,7 @@ async def test_shells_run_beside_each_other(supervisor: LocalSupervisor, session
     await supervisor.exec(session_id, ExecSpec("mkfifo pipe"))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(supervisor.exec, session_id, ExecSpec("cat pipe > got"))
-        with trio.fail_after(10):
+        with trio.fail_after(patience(10)):
             await supervisor.exec(session_id, ExecSpec("echo through > pipe", shell="second"))
     assert (await supervisor.exec(session_id, ExecSpec("cat got"))).output == b"through\n"
 

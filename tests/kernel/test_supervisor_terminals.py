@@ -13,7 +13,7 @@ from sandkasten.config import Config
 from sandkasten.model import ExecSpec, SessionSpec, TerminalSize, TerminalSpec
 from sandkasten.model.errors import ExecEnded, InvalidRequest, PermissionDenied, ShellNotFound, TerminalNotFound
 from sandkasten.supervisor import TerminalViewer
-from tests.waiting import until
+from tests.waiting import patience, until
 
 CAT = b"sh -c 'echo be\"\"gun; exec cat'"
 """Says when it is in the foreground: a key that comes before is for nobody, and one that is pressed again since nothing
@@ -36,7 +36,7 @@ class Screen:
 
     async def until(self, wanted: bytes) -> bytes:
         """Read until `wanted` is on the screen; return what came up to it, and forget that."""
-        with trio.fail_after(15):
+        with trio.fail_after(patience(15)):
             while wanted not in self.text:
                 self.text += await anext(self._pieces)
         seen, _, self.text = self.text.partition(wanted)
@@ -69,7 +69,7 @@ async def test_a_terminal_has_job_control(supervisor: LocalSupervisor, session_i
         await screen.until(b"30 100")
         await screen.until(b"$ ")  # before the prompt is there, the key means nothing to bash
         await viewer.send(CTRL_D)
-        with trio.fail_after(15):
+        with trio.fail_after(patience(15)):
             assert (await viewer.wait_end()).exit_code == 0
         with pytest.raises(ExecEnded):
             await viewer.send(b"x")
@@ -211,7 +211,7 @@ async def test_a_taken_shell_is_given_back_when_its_taker_leaves(supervisor: Loc
         await viewer.take_over()
         await viewer.send(b"kept=yes; echo as''leep; sleep 1000\r")
         await Screen(viewer).until(b"asleep")  # not the echo of what was typed
-    with trio.fail_after(10):
+    with trio.fail_after(patience(10)):
         assert (await supervisor.exec(session_id, ExecSpec("echo $kept"))).output == b"yes\n"
 
 
@@ -299,7 +299,7 @@ async def test_the_end_of_a_session_ends_every_view(supervisor: LocalSupervisor,
     ):
         await anext(aiter(own))
         await supervisor.destroy(session_id)
-        with trio.fail_after(10):
+        with trio.fail_after(patience(10)):
             for viewer in (view, own):
                 async for _ in viewer:
                     pass

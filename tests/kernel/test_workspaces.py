@@ -21,7 +21,7 @@ from sandkasten.model import ExecSpec, SessionSpec, Status, errors
 from sandkasten.model.workspace import WorkspacePatch, WorkspaceSpec
 from tests.kernel.processes import nsinit_pid
 from tests.leaks import descendants
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import patience, until
 
 WORKSPACE = "user-1"
 
@@ -206,7 +206,7 @@ async def test_a_delete_whose_caller_has_left_is_over_before_anybody_gets_the_wo
             caller: trio.CancelScope = await nursery.start(_in_scope, supervisor.delete_workspace, WORKSPACE)
             await trio.testing.wait_all_tasks_blocked(0.1)
             caller.cancel()
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(patience()):
                 await attach()
             go_on()
     assert outcomes == ["WORKSPACE_BUSY"]
@@ -336,7 +336,7 @@ async def test_what_serves_files_goes_when_it_is_idle_and_with_nsinit(supervisor
     assert await reads()
     await write(supervisor, "f", b"x")  # which changes the ids of PID 1, and back
     (helper,) = await helpers()
-    with OwnedFd(os.pidfd_open(helper)) as pidfd, trio.fail_after(PATIENCE_S):
+    with OwnedFd(os.pidfd_open(helper)) as pidfd, trio.fail_after(patience()):
         os.kill(nsinit_pid(), signal.SIGKILL)
         await trio.lowlevel.wait_readable(pidfd.fileno())
     await until(reads)

@@ -14,6 +14,7 @@ import pytest
 from sandkasten.admission.keys import read_keys
 from sandkasten.cli.main import main
 from sandkasten.model.keys import Access, Label, Quota, is_token_of
+from tests.waiting import patience
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +126,6 @@ def test_commands_at_the_same_time_lose_no_key() -> None:
         )
         for name in names
     ]
-    tokens = [each.communicate(timeout=30)[0].strip() for each in running]
+    tokens = [each.communicate(timeout=patience(30))[0].strip() for each in running]
     keys = {each.name: each for each in read_keys(Path("data/keys.json"))}
     assert all(is_token_of(keys[name], token) for name, token in zip(names, tokens, strict=True))

@@ -17,6 +17,7 @@ import pytest
 
 from sandkasten import log, logcontext
 from sandkasten.logcontext import Trace
+from tests.waiting import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -184,7 +185,7 @@ def test_a_process_whose_log_nobody_reads_still_ends() -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline() == b"over\n"
-        assert process.wait(10) == 0
+        assert process.wait(patience(10)) == 0
         first = process.stderr.readline()
         assert json.loads(first)["event"] == "y" * 1000
         assert b"Fatal" not in process.stderr.read()

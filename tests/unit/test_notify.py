@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from sandkasten.host.notify import Notifier, open_notifier
+from tests.waiting import patience
 
 
 @pytest.fixture(params=["path", "abstract"])
@@ -19,7 +20,7 @@ def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[so
     name = str(tmp_path / "notify") if request.param == "path" else f"@sandkasten-test-{secrets.token_hex(8)}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.bind("\0" + name[1:] if name.startswith("@") else name)
-        sock.settimeout(5)
+        sock.settimeout(patience(5))
         yield sock, name
 
 

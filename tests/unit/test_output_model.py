@@ -18,6 +18,7 @@ from sandkasten.model.errors import ExecGone
 from sandkasten.output.log import LogReader, ReaderMode
 from sandkasten.output.store import OutputStore
 from tests.stores import KB, MB, open_spool
+from tests.waiting import patience
 
 _LAG_BYTES = 512 * KB
 _LAG_PIECES = 2000
@@ -140,7 +141,7 @@ class Model:
                 await self._step(number, reader, 4)
         sequence = len(self._written[number]) + 1
         data = (b"%d:%d;" % (number, sequence) * (size_bytes // 4 + 1))[:size_bytes]
-        with trio.fail_after(10):
+        with trio.fail_after(patience(10)):
             piece = await self._logs[number].append(stream, data)
         assert piece == Output(stream, data, sequence)
         self._written[number].append(piece)
@@ -161,7 +162,7 @@ class Model:
                 return
             before, skipped, is_fresh = reader.sequence, reader.skipped_bytes, reader not in self._fed
             self._fed.add(reader)
-            with trio.fail_after(10):
+            with trio.fail_after(patience(10)):
                 piece = await anext(reader)
             assert piece == written[piece.sequence - 1]
             assert reader.sequence == piece.sequence
@@ -207,7 +208,7 @@ async def _run(steps: Sequence[Step_], *, memory_bytes: int, session_bytes: int)
             assert spool.lost_bytes == 0
             await spool.session("session").destroy()
             assert spool.memory_bytes_used == 0
-            with trio.fail_after(10):
+            with trio.fail_after(patience(10)):
                 while spool.disk_bytes_used or os.listdir(root):
                     await trio.lowlevel.checkpoint()
 

@@ -19,6 +19,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import distributions
 from pathlib import Path
 
 from tests import debian
@@ -30,6 +31,7 @@ PACKAGES = "linux-image-cloud-amd64,python3,kmod,busybox-static,e2fsprogs,xfspro
 _RECIPE = "5"
 """Raise it when the root disk must be made anew."""
 _PROJECT = ("sandkasten", "nsinit", "runner", "tests", "config", "pyproject.toml")
+_PROJECT_NAME = "sandkasten-runtime"
 _NOT_NEEDED = ("mypy", "mypyc", "pip", "setuptools", "libcst", "ruff", "atheris*", "*__mypyc*", "*.pyi")
 _MODULES = ("virtio_pci", "virtio_blk")
 _SCRIPT = '#!/bin/sh\nexec python3 -m sandkasten "$@"\n'
@@ -90,9 +92,23 @@ def make_quota_disk(path: Path) -> None:
 
 
 def _version(suite: str) -> str:
-    made_from = [ROOT / "requirements-dev.lock", *sorted(GUEST.iterdir())]
-    content = b"".join(path.read_bytes() for path in made_from)
+    content = b"".join(path.read_bytes() for path in sorted(GUEST.iterdir()))
+    content += installed(Path(sysconfig.get_path("purelib")))
     return f"{suite} {sys.version_info[:2]} {_RECIPE} {hashlib.sha256(content).hexdigest()}"
+
+
+def installed(packages: Path) -> bytes:
+    """Return what identifies the content of an environment: each distribution's name, version and hashes of files.
+
+    A lock file says what should be there; an installation that was interrupted has less. Left out is what tells where
+    the environment lies (the project itself, which is linked, and the scripts), so that all clones share a disk.
+    """
+    known = []
+    for each in distributions(path=[str(packages)]):
+        lines = (each.read_text("RECORD") or "").splitlines()
+        if each.name != _PROJECT_NAME:
+            known.append((each.name, each.version, sorted(line for line in lines if not line.startswith("../"))))
+    return repr(sorted(known)).encode()
 
 
 def _is_made(directory: Path, version: str) -> bool:

@@ -1,6 +1,6 @@
-"""The supervisor in memory and the real one keep the same promises, so that what is tested over the one holds for both.
+"""Promises of the supervisor about sessions, runs, shells and processes, over scripted sandboxes and over real ones.
 
-A command is given twice: as a script for the fake, and as what does the same in a real shell.
+A command is given twice: as a script for the PID 1 in this process, and as what does the same in a real shell.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from sandkasten.model import (
 )
 from sandkasten.model.node import PROTECTIONS, Need
 from sandkasten.supervisor import Supervisor
-from tests.fakes.supervisor import FakeSupervisor, Script
+from tests.fakes.runner import Script
+from tests.fakes.tree import open_scripted
 from tests.waiting import PATIENCE_S, until
 
 SIGTERM = 15
@@ -53,12 +54,15 @@ SCRIPTS = {
 }
 
 
-@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.skipif(os.geteuid() != 0, reason="needs root"))])
+REAL = pytest.param("real", marks=[pytest.mark.kernel, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")])
+
+
+@pytest.fixture(params=["scripted", REAL])
 async def supervisor(request: pytest.FixtureRequest) -> AsyncIterator[Supervisor]:
-    if request.param == "fake":
-        fake = FakeSupervisor()
-        fake.scripts |= SCRIPTS
-        yield fake
+    if request.param == "scripted":
+        async with open_scripted() as tree:
+            tree.scripts.update(SCRIPTS)
+            yield tree.supervisor
         return
     with tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory:
         async with open_supervisor(Config(data_dir=Path(directory), server=Server(vessels=0))) as real:

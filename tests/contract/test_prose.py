@@ -1,0 +1,96 @@
+"""The mechanical part of the prose rule: how docstrings begin, and that the files they name exist.
+
+A ceiling is a number of offences that may only be lowered. `pytest -rA tests/contract/test_prose.py` lists them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+OFFENCES = {"sandkasten": 82, "nsinit": 0, "runner": 4, "tests": 398, "bench": 15}
+"""Ceilings of docstrings that begin with a pronoun, by package."""
+MISSING = {"sandkasten": 2, "nsinit": 0, "runner": 0, "tests": 0, "bench": 0, "docs": 2}
+"""Ceilings of named files that do not exist, by package."""
+
+_PERSONAL = "it|its|he|him|his|she|her|they|them|their"
+_FIRST = re.compile(
+    rf"(?:{_PERSONAL}|this|that|these|those|who|whom|whose|whoever|what|whatever|which|whichever|how)\b",
+    re.IGNORECASE,
+)
+_BARE = re.compile(
+    r"\w+ (?:(?:that|what|whether|if|when|where|why|how|as|until|while) )?(?:it|he|him|she|they|them)\b", re.IGNORECASE
+)
+"""A verb or a conjunction, and then a pronoun: no noun stands before."""
+_FILE = re.compile(r"`([\w.-]+(?:/[\w.-]+)*\.py)`")
+_SKIPPED = {".git", ".venv", ".sandkasten", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"}
+
+
+def docstrings(package: str) -> Iterator[tuple[str, str]]:
+    """Yield the place and the text of every docstring, those below assignments included."""
+    for path in sorted((ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            for statement in getattr(node, "body", ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ():
+                match statement:
+                    case ast.Expr(value=ast.Constant(value=str(text))):
+                        yield f"{path.relative_to(ROOT)}:{statement.lineno}", text.strip()
+
+
+def is_offence(text: str) -> bool:
+    """Tell whether a docstring begins with a pronoun, or is one line about a pronoun without a noun."""
+    return bool(_FIRST.match(text) or ("\n" not in text and _BARE.match(text)))
+
+
+@cache
+def files() -> frozenset[str]:
+    """Return every tail of the path of every Python file here: for a/b.py both itself and b.py."""
+    paths = [path.relative_to(ROOT) for path in ROOT.rglob("*.py") if not _SKIPPED & set(path.parts)]
+    return frozenset("/".join(path.parts[start:]) for path in paths for start in range(len(path.parts)))
+
+
+def within(offenders: list[str], ceiling: int) -> None:
+    """Fail when there are more offenders than the ceiling; print them in any case."""
+    print(*offenders, sep="\n")
+    assert len(offenders) <= ceiling, f"{len(offenders)} of at most {ceiling}"
+
+
+@pytest.mark.parametrize("text", ["It ends.", "Those who wait.", "Whether it runs.", "Say that they end.", "Stop it."])
+def test_a_pronoun_is_found(text: str) -> None:
+    """The check would find what it is for."""
+    assert is_offence(text)
+
+
+@pytest.mark.parametrize("text", ["Item of a list.", "Whether a run ends.", "Requests in flight; it counts them."])
+def test_a_noun_is_no_pronoun(text: str) -> None:
+    """The check finds no fault with nouns and verbs."""
+    assert not is_offence(text)
+
+
+@pytest.mark.parametrize("package", OFFENCES)
+def test_docstrings_begin_with_a_noun_or_a_verb(package: str) -> None:
+    """A reader need not guess who is meant."""
+    within(
+        [f"{place}: {text.splitlines()[0]}" for place, text in docstrings(package) if is_offence(text)],
+        OFFENCES[package],
+    )
+
+
+@pytest.mark.parametrize("package", MISSING)
+def test_named_files_exist(package: str) -> None:
+    """A file that was moved is named by its present name."""
+    if package == "docs":
+        texts = [
+            (str(path.relative_to(ROOT)), path.read_text()) for path in (*ROOT.glob("docs/**/*.md"), ROOT / "README.md")
+        ]
+    else:
+        texts = list(docstrings(package))
+    within(
+        [f"{place}: {name}" for place, text in texts for name in _FILE.findall(text) if name not in files()],
+        MISSING[package],
+    )
