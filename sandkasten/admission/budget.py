@@ -121,7 +121,7 @@ class Budget:
                 largest = bound if name == field else bound // MIB
                 raise InvalidRequest("this node can't promise so much", limits=f"{field} can be at most {largest}")
             if now - old + new > bound:
-                message = "what this node may promise is taken"
+                message = "live sessions take all that this node may promise"
                 raise self._full(name, message, requested=new - old, committed=now, total=bound)
 
     def _check_free(self, totals: Amounts, under_way: int) -> None:

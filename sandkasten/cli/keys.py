@@ -49,7 +49,7 @@ def _read(path: Path) -> str:
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(fd, encoding="ascii", errors="replace") as file:
         if os.fstat(fd).st_mode & 0o077:
-            raise Stop(f"{path} may be read by others; chmod 600 it, or delete it to get a new key")
+            raise Stop(f"other users may read {path}; chmod 600 it, or delete it to get a new key")
         return file.read().strip()
 
 
@@ -112,7 +112,7 @@ def _create(path: Path, arguments: argparse.Namespace) -> int:
 
 def _asked_for(key_id: str, token: str, arguments: argparse.Namespace, now: datetime) -> ApiKey:
     if not KEY_NAME.match(arguments.name) or KEY_ID.match(arguments.name):
-        raise Stop("--name: letters, digits and . _ @ -, at most 64, and not what could be an id")
+        raise Stop("--name: letters, digits and . _ @ -, at most 64, and not the form of an id")
     try:
         return ApiKey(
             key_id,

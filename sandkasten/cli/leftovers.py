@@ -132,7 +132,7 @@ def describe(leftover: Leftover, found: Leftovers) -> str:
 
 
 def _look(config: Config, is_served: bool, ask_for: Collection[str]) -> Leftovers:
-    files = list_spool(DataPaths(config.data_dir).spool)  # before the rows: a session has one before it has files
+    files = list_spool(DataPaths(config.data_dir).spool)  # before the rows: a session's row is older than its files
     try:
         with open_snapshot(config.db_path, is_in_use=is_served) as database:
             known = _Known() if database is None else _read(database, ask_for)

@@ -68,7 +68,7 @@ class CgroupStats:
         try:
             with open(f"/proc/{self._init_pid}/schedstat", "rb", buffering=0) as file:
                 return int(file.read(_READ_BYTES).split()[0]) // 1000
-        except (OSError, ValueError, IndexError):  # it has ended, or the kernel was built without SCHED_INFO
+        except (OSError, ValueError, IndexError):  # PID 1 has ended, or the kernel was built without SCHED_INFO
             return UNKNOWN
 
     def read_oom_kills(self) -> int:

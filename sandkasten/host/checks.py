@@ -355,7 +355,7 @@ _ALONE = "a session could use up the machine"
 
 CATALOGUE: Mapping[str, Row] = MappingProxyType(
     {
-        # who asks, and where
+        # the process and its place
         "root": Row("root", "privilege", "nothing can be made", "run this as root (sudo)", read=_root),
         "capabilities": Row(
             "capabilities", "privilege", "root without these powers can't make sandboxes", read=_capabilities
@@ -466,7 +466,7 @@ CATALOGUE: Mapping[str, Row] = MappingProxyType(
         "cgroup_kill": Row("cgroup.kill", "", "ends of sessions take longer", _since("5.14")),
         "cgroup_freeze": Row("cgroup.freeze", "", "a session can't be held still", _since("5.2")),
         "pressure": Row("pressure", "", "stats have no pressure", "CONFIG_PSI=y; psi=1 on the kernel command line"),
-        # what helps to look after it
+        # aids of the operator
         "kernel_log": Row(
             "kernel log", "", "a command that ran out of memory is not named", "in a container: --privileged"
         ),

@@ -98,7 +98,7 @@ def _give_file(dir_fd: int | None, name: str, account: Account, known: frozenset
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_gid not in known:
             raise ConfigError(
-                f"{name} in the data directory is not a plain file of the daemon's; look at it, remove it"
+                f"{name} in the data directory is not a plain file of the daemon's; check its content and remove it"
             )
         os.fchown(fd, account.uid, account.gid)
     finally:

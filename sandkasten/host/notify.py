@@ -84,7 +84,7 @@ def _beat_s(watchdog_usec: str, watchdog_pid: str) -> float | None:
     if not (watchdog_usec.isascii() and watchdog_usec.isdigit()) or int(watchdog_usec) == 0:
         return None
     if watchdog_pid and watchdog_pid != str(os.getpid()):
-        return None  # it watches another process
+        return None  # the watchdog is for another process
     return int(watchdog_usec) / 1e6 / _BEATS
 
 

@@ -161,7 +161,7 @@ def _copy(source: Path, target: Path) -> None:
 
 def _make_directory(target: Path, mode: int = 0o755) -> None:
     target.mkdir(exist_ok=True)
-    target.chmod(mode)  # whatever the umask is
+    target.chmod(mode)  # mkdir(2) applies the umask
 
 
 def _write(target: Path, content: bytes, mode: int) -> None:

@@ -92,7 +92,7 @@ def unpack(draft: Path, archive_fd: int, *, max_members: int, max_bytes: int) ->
         case Failed(message=message):
             raise InvalidImage(f"the archive can't be unpacked: {message}")
         case _:
-            raise ZygoteLost("the fork server died while it had the archive unpacked")
+            raise ZygoteLost("the fork server died during the unpacking of the archive")
 
 
 def _decode(data: bytes) -> object:
@@ -130,5 +130,5 @@ def _wait_end(pid: int, log_fd: int) -> None:
         if not os.read(log_fd, _PIECE_BYTES):
             break
     else:
-        os.kill(pid, signal.SIGKILL)  # not reaped yet, so it exists
+        os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still nsinit's
     os.waitpid(pid, 0)

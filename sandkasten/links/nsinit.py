@@ -162,7 +162,7 @@ class Launcher:
         try:
             self._socket.send(KILL)
         except OSError:
-            pass  # the launcher has ended, and nsinit with it
+            pass  # the launcher has ended, and its nsinit with it
 
     def _drop_old_answers(self) -> None:
         """Drop answers to cancelled starts, whose nsinit has ended since its socket was closed."""
@@ -303,7 +303,7 @@ class ZygoteLink:
         fds = [OwnedFd(fd) for fd in _fds_in(ancillary)]
         try:
             if not data:
-                raise ZygoteLost("it closed the connection")
+                raise ZygoteLost("nsinit closed the connection")
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                 raise ProtocolError("truncated datagram")
             return Answer(ANSWERS.decode(data), fds)
