@@ -1,4 +1,5 @@
 """Cgroups in v1, v2 and hybrid: found, made, limited, frozen, counted, emptied and removed.
 
-Imports `kernel` and `wire`. Begin with `tree.py`, which finds the hierarchies, then `session.py`.
+Imports `kernel`, `wire`, `steps` and `scheduler`; `storage` and every package above import `cgroup`. Begin with
+`tree.py`, which finds the hierarchies, then `session.py`.
 """

@@ -1,7 +1,8 @@
-"""Stops and continues all processes of a session at once, its groups included: the kernel's freezer.
+"""Freezes and thaws all processes of a session at once, those in run cgroups included.
 
-In a v2 tree, with or without controllers, `cgroup.freeze` of the session's directory; in v1 the `freezer` hierarchy.
-What is frozen dies of SIGKILL at once in v2, but in v1 only when it is thawed: whoever kills there thaws as well.
+In a v2 tree, with or without controllers, by `cgroup.freeze` of the session's directory; in v1 by the `freezer`
+hierarchy. A frozen process dies of SIGKILL at once in v2, but in v1 only when it is thawed: code that kills there thaws
+as well.
 Sources: Documentation/admin-guide/cgroup-v2.rst, "Core Interface Files"; cgroup-v1/freezer-subsystem.rst.
 """
 
@@ -16,14 +17,15 @@ from nsinit.scheduler import Wait
 from nsinit.steps import StepFailed
 
 _LOOK_AGAIN_S = (*(0.0005,) * 4, *(0.002,) * 10, *(0.01,) * 50, *(0.05,) * 40)
-"""Pauses between looks whether all stand still: a task in the middle of a system call may take its time."""
+"""Pauses between two readings of the state, in seconds: a task in the middle of a system call freezes at its end."""
 
 
 def set_frozen(cgroup: SessionCgroup, *, frozen: bool) -> Generator[Wait, bool, None]:
-    """Freeze or thaw, and wait until it is so.
+    """Freeze or thaw, and wait until the kernel says so.
 
     Raises:
-        StepFailed: this machine has no freezer (ENOTSUP), or not all stand still in time; then all of them run again.
+        StepFailed: this machine has no freezer (ENOTSUP), or not every task froze in time (ETIMEDOUT); then all run
+            again.
         OSError: the session has no cgroup.
     """
     freezer = _find(cgroup)
@@ -39,7 +41,8 @@ def set_frozen(cgroup: SessionCgroup, *, frozen: bool) -> Generator[Wait, bool, 
 
 
 def thaw_dying(cgroup: SessionCgroup) -> None:
-    """Let what was killed die. A session without cgroup or freezer needs nothing."""
+    """Thaw a session whose processes were killed, where only that lets them die. Without cgroup or freezer nothing is
+    done."""
     if cgroup.tree.mode == "v1" and "freezer" in cgroup.tree.dirs:
         try:
             _V1(cgroup).ask(frozen=False)
@@ -55,7 +58,7 @@ class _V2:
         write_file(f"{self._directory}/cgroup.freeze", "1" if frozen else "0")
 
     def remind(self) -> None:
-        """The kernel sees to new tasks itself."""
+        """Do nothing: the kernel freezes tasks that are added later by itself."""
 
     def is_so(self, *, frozen: bool) -> bool:
         return f"frozen {int(frozen)}" in _read(f"{self._directory}/cgroup.events").splitlines()
@@ -69,7 +72,7 @@ class _V1:
         write_file(self._path, "FROZEN" if frozen else "THAWED")
 
     def remind(self) -> None:
-        """A fork that raced with the first word may have been missed."""
+        """Ask again: a fork that raced with the first write may have been missed."""
         self.ask(frozen=True)
 
     def is_so(self, *, frozen: bool) -> bool:

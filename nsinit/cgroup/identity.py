@@ -1,7 +1,7 @@
-"""Who PID 1 of a session is, asked of the kernel alone. Reads `/proc`; changes nothing.
+"""Identifies PID 1 of a session by the kernel alone. Reads `/proc`; changes nothing.
 
-A process is PID 1 of a session when it is in the session's cgroup and its innermost pid is 1. Nested pid namespaces
-can't be made inside, so there is at most one. Sources: proc_pid_status(5) NSpid; proc_pid_stat(5); pidfd_open(2).
+PID 1 of a session is the process in the session's cgroup whose innermost pid is 1. No pid namespace can be made inside,
+so there is at most one. Sources: proc_pid_status(5) NSpid; proc_pid_stat(5); pidfd_open(2).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nsinit.wire.protocol import Identity
 
 
 def find_identity(cgroup: SessionCgroup) -> Identity | None:
-    """Return the session's PID 1, or None when nothing of it runs."""
+    """Return the identity of the session's PID 1, or None when no process of the session runs."""
     for pid in cgroup.processes():
         try:
             if _innermost_pid(pid) == 1:
@@ -26,7 +26,7 @@ def find_identity(cgroup: SessionCgroup) -> Identity | None:
 
 
 def require_identity(cgroup: SessionCgroup, stage: str) -> Identity:
-    """Return the session's PID 1. Raises `StepFailed` at `stage` when nothing of the session runs."""
+    """Return the identity of the session's PID 1. Raises `StepFailed` at `stage` when the session has no process."""
     identity = find_identity(cgroup)
     if identity is None:
         raise StepFailed(stage, "nothing of the session runs", errno=errno.ESRCH)
@@ -37,7 +37,7 @@ def read_identity(pid: int) -> Identity:
     """Return the identity of a process.
 
     Raises:
-        FileNotFoundError, ProcessLookupError: it is gone.
+        FileNotFoundError, ProcessLookupError: the process has ended.
     """
     return Identity(
         pid=pid,
@@ -48,18 +48,19 @@ def read_identity(pid: int) -> Identity:
 
 
 def open_verified(identity: Identity) -> int:
-    """Return a pidfd of exactly this process: the pid is checked again after opening, in case it was reused."""
+    """Return a pidfd of exactly this process. Raises `OSError`, `ProcessLookupError` when the pid is another process's
+    now."""
     return _of_same_process(os.pidfd_open(identity.pid), identity)
 
 
 def open_root(identity: Identity) -> int:
-    """Return the root directory of exactly this process (O_PATH). Nobody inside can change which one that is."""
+    """Return the root directory of exactly this process (O_PATH). PID 1 lacks CAP_SYS_CHROOT to change it."""
     path = f"/proc/{identity.pid}/root"
     return _of_same_process(os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), identity)
 
 
 def _of_same_process(fd: int, identity: Identity) -> int:
-    """Return a descriptor that was opened by pid; close it and raise if the pid is another process's by now."""
+    """Return a descriptor that was opened by pid; close it and raise if the pid belongs to another process now."""
     try:
         if _start_ticks(identity.pid) != identity.start_ticks:
             raise ProcessLookupError(3, "process was replaced")

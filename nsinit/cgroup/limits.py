@@ -1,9 +1,8 @@
-"""Writes the limits of one session's cgroup: in the order each cgroup version needs, and all of them or none.
+"""Writes the limits of one session's cgroup, in the order that each cgroup version needs, all of them or none.
 
-`first` is for a cgroup without processes, `raise_to` for one in use that keeps what it has: both return at once, and
-the cgroup maker calls them. `lower` makes the kernel take pages away first, for as long as the session makes new ones:
-a fork of nsinit's does the writing and is given up on after `CHANGE_DEADLINE_S`. What the session can't do without is
-never taken by killing.
+`first` is for a cgroup without processes, `raise_to` for one in use that loses no memory: both return at once, and the
+cgroup maker calls them. `lower` makes the kernel reclaim pages first, which may take as long as the session makes new
+ones: a fork of nsinit writes, and is killed after `CHANGE_DEADLINE_S`. No process is killed to make room.
 Sources: Documentation/admin-guide/cgroup-v2.rst, "memory.max"; cgroup-v1/memory.rst §6; scheduler/sched-bwc.rst.
 """
 
@@ -28,7 +27,7 @@ _RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One file and what goes in; `is_optional`: it exists only where the kernel counts swap."""
+    """A file and the text to write. `is_optional`: the file exists only where the kernel counts swap."""
 
     path: str
     value: str
@@ -36,12 +35,12 @@ class Setting:
 
 
 def first(cgroup: SessionCgroup, limits: Limits) -> None:
-    """Write all limits of a cgroup that nothing runs in yet. Raises `OSError`; then the cgroup is good for nothing."""
+    """Write all limits of a cgroup without processes. Raises `OSError`; then the cgroup must be removed."""
     _write(_settings(cgroup, limits, is_raising=False))
 
 
 def is_lower(cgroup: SessionCgroup, limits: Limits) -> bool:
-    """Whether there would be less memory than now, so that it takes `lower`, and time."""
+    """Whether the limits allow less memory than now: such a change takes `lower`, and time."""
     return limits.memory_bytes < _current_bytes(cgroup)
 
 
@@ -57,11 +56,12 @@ def raise_to(cgroup: SessionCgroup, limits: Limits) -> None:
 
 
 def lower(cgroup: SessionCgroup, limits: Limits) -> Generator[Wait, bool, None]:
-    """Write limits with less memory than now; swap stays none.
+    """Write limits with less memory than now. Swap stays forbidden.
 
     Raises:
-        OSError: nothing has changed. EBUSY: the session uses more memory than that; ETIMEDOUT: it could not be made to
-            use less in time; anything else is what the kernel said.
+        OSError: nothing has changed. EBUSY: the session uses more memory than the new limit; ETIMEDOUT: the kernel
+            could
+        not reclaim enough in time; others: the kernel's own error.
     """
     settings = _settings(cgroup, limits, is_raising=False)
     before = _read(settings)
@@ -74,7 +74,7 @@ def lower(cgroup: SessionCgroup, limits: Limits) -> Generator[Wait, bool, None]:
 
 
 def _settings(cgroup: SessionCgroup, limits: Limits, *, is_raising: bool) -> tuple[Setting, ...]:
-    """What to write, in order; first what is refused most."""
+    """Return the settings in the order of writing; the ones that are refused most come first."""
     memory, cpu, amount = cgroup.directory("memory"), cgroup.directory("cpu"), str(limits.memory_bytes)
     pids = Setting(f"{cgroup.directory('pids')}/pids.max", str(limits.pids))
     if cgroup.tree.mode == "v2":
@@ -105,13 +105,13 @@ def _write(settings: tuple[Setting, ...]) -> None:
 
 
 def _read(settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
-    """Return what the files hold now; the kernel takes its own words back."""
+    """Return the present content of the files, which the kernel accepts back."""
     found = ((setting.path, read_file(setting.path).strip()) for setting in settings)
     return tuple(Setting(path, value) for path, value in found if value)
 
 
 def _restore(before: tuple[Setting, ...]) -> None:
-    """Write back what was, the last first. What fails is in the log, and the daemon reads what is in force."""
+    """Write the earlier content back, last file first. Failures are logged; the daemon reads the limits in force."""
     for setting in reversed(before):
         try:
             write_file(setting.path, setting.value)
@@ -120,7 +120,7 @@ def _restore(before: tuple[Setting, ...]) -> None:
 
 
 def _write_apart(settings: tuple[Setting, ...]) -> Generator[Wait, bool, None]:
-    """Write in a process of its own, whose exit status is the errno. Raises `OSError`."""
+    """Write in a fork whose exit status is the errno. Raises `OSError`."""
     pid = os.fork()
     if pid == 0:
         _write_and_exit(settings)
@@ -159,7 +159,10 @@ def _current_bytes(cgroup: SessionCgroup) -> int:
 
 
 def _check_room(cgroup: SessionCgroup, limits: Limits) -> None:
-    """In v2 the kernel would kill to make room; in v1 it refuses by itself. Raises `OSError` with EBUSY."""
+    """Raise `OSError` (EBUSY) if a v2 session uses more memory than the new limit and the kernel could not reclaim it.
+
+    Writing a lower `memory.max` would invoke the OOM killer (cgroup-v2.rst). v1 refuses the write by itself.
+    """
     if cgroup.tree.mode != "v2":
         return
     memory = cgroup.directory("memory")

@@ -1,16 +1,17 @@
-"""Groups: a cgroup of its own for a program or shell inside a session's, so that all it ever started is found again.
+"""Run cgroups: one for each program or shell, inside the session's cgroup, so that every process it started is found
+again.
 
-Owns their making, the descriptor that lets the session's PID 1 start a process in one, and their end. A group is in one
-hierarchy and has no limit: the session's, above it, hold. Nothing here waits in place.
+Owns their making, their end, and the descriptor by which the session's PID 1 starts a process in one. A run cgroup is
+in one hierarchy and has no limit: those of the session, above it, hold. No function waits in place.
 
 Why handing the descriptor to PID 1, which lives next to hostile code, gives nothing away:
-- In a v2 tree it is a read-only detached mount of the group's directory alone: `..` leads nowhere, and no file can be
-  opened for writing. It serves CLONE_INTO_CGROUP, where the kernel asks who may write `cgroup.procs` of the group and
-  of the ancestor it shares with the caller's cgroup, the session; these two files become PID 1's (a uid no command
-  has). Nobody in the sandbox has a path to either, and the most that could be done with them is to move the session's
-  own processes between the session's own directories.
-- In v1 it is the group's `tasks`, where the credentials of who opened it count. Pids written are looked up in the
-  writer's pid namespace, so again only the session's own processes can be moved.
+- In a v2 tree the descriptor is a read-only detached mount of the run cgroup's directory alone: `..` leads nowhere, and
+  no file can be opened for writing. It serves CLONE_INTO_CGROUP, where the kernel asks who may write `cgroup.procs` of
+  the run cgroup and of the ancestor it shares with the caller's cgroup, the session; these two files become PID 1's (a
+  uid no command has). Nobody in the sandbox has a path to either, and the most that could be done with them is to move
+  the session's own processes between the session's own directories.
+- In v1 the descriptor is the run cgroup's `tasks`, where the credentials of the opener count. Pids written are looked
+  up in the writer's pid namespace, so again only the session's own processes can be moved.
 
 Sources: clone(2) CLONE_INTO_CGROUP; Documentation/admin-guide/cgroup-v2.rst, "Delegation"; open_tree(2).
 """
@@ -33,14 +34,17 @@ from nsinit.scheduler import Wait
 Membership = Literal["clone", "join"]
 
 _REMOVAL_BACKOFF_S = (0.001, 0.002, 0.004, 0.01, 0.02, 0.05, 0.1, 0.2)
-"""Together less than what a teardown, which waits for its turn, may be held up."""
+"""Pauses between attempts to remove a run cgroup: together less than a teardown, which waits for its turn, may be
+delayed."""
 
 
 def make(cgroup: SessionCgroup, name: str, base_uid: int) -> None:
-    """Make a group, for the PID 1 with ids from `base_uid`; the cgroup maker does.
+    """Make a run cgroup for the PID 1 with ids from `base_uid`. Called by the cgroup maker.
 
     Raises:
-        OSError: nothing of it is left. FileExistsError: there is one; BlockingIOError: there are too many.
+        OSError: nothing of the run cgroup is left. FileExistsError: one of that name exists; BlockingIOError: the
+            session
+        has `MAX_RUN_CGROUPS`.
     """
     if len(cgroup.run_cgroup_directories()) >= MAX_RUN_CGROUPS:
         raise BlockingIOError(errno.EAGAIN, f"the session has {MAX_RUN_CGROUPS} groups", cgroup.run_cgroup_parent)
@@ -56,15 +60,15 @@ def make(cgroup: SessionCgroup, name: str, base_uid: int) -> None:
 
 
 def unmake(cgroup: SessionCgroup, name: str) -> None:
-    """Remove a group that nobody was given yet, if there is one."""
+    """Remove a run cgroup whose descriptor was not handed out yet, if it exists."""
     was_removed(f"{cgroup.run_cgroup_parent}/{name}")
 
 
 def open_membership(cgroup: SessionCgroup, name: str) -> tuple[Membership, int]:
-    """Return what the descriptor of a new group, the caller's, is good for, and the descriptor.
+    """Return how the descriptor of a new run cgroup is used, and the descriptor, which the caller owns.
 
     Raises:
-        OSError: the group is gone.
+        OSError: the run cgroup is gone.
     """
     directory = f"{cgroup.run_cgroup_parent}/{name}"
     try:
@@ -77,9 +81,9 @@ def open_membership(cgroup: SessionCgroup, name: str) -> tuple[Membership, int]:
 
 
 def remove(cgroup: SessionCgroup, name: str, *, kill: bool) -> Generator[Wait, bool, bool]:
-    """Remove a group, killing what is in it if so asked; False if something in it lives on.
+    """Remove a run cgroup, killing its processes with `kill`; False if a process in it lives on.
 
-    A group just emptied is busy for a moment, and so is one whose processes are on their way out of the kernel.
+    A run cgroup just emptied is busy for a moment, and so is one whose processes are on their way out of the kernel.
     """
     directory = f"{cgroup.run_cgroup_parent}/{name}"
     for pause_s in _REMOVAL_BACKOFF_S:
@@ -94,7 +98,8 @@ def remove(cgroup: SessionCgroup, name: str, *, kill: bool) -> Generator[Wait, b
 
 
 def _kill(cgroup: SessionCgroup, directory: str) -> None:
-    """SIGKILL all members. In v1, where that goes one by one, no new ones are born meanwhile."""
+    """SIGKILL every process of a run cgroup. In v1, where that goes one by one, a limit of 0 keeps new ones from being
+    born."""
     try:
         if cgroup.tree.mode != "v1":
             write_file(f"{directory}/cgroup.kill", "1")

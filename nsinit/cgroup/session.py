@@ -1,7 +1,7 @@
 """The cgroup of one session: made before any process is in it, counted, emptied and removed.
 
-Owns its directories and the names of the counters in both cgroup versions; `cgroup_tree` decides where, `limits` writes
-the limits, the process that makes them is the `cgroup_maker`. Every call returns at once; waiting is the caller's.
+Owns its directories and the names of the counters in both cgroup versions. `tree` decides where, `limits` writes the
+limits, the cgroup maker makes the directories. Every call returns at once; waiting is the caller's.
 Sources: Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/{memory,cgroups}.rst.
 """
 
@@ -19,10 +19,13 @@ from nsinit.kernel.files import write_file
 from nsinit.wire.protocol import EventKind
 
 MAX_RUN_CGROUPS = 100
-"""How many cgroups of their own programs and shells of one session may have."""
+"""The number of run cgroups that one session may have."""
 BUILDING_SHARE = 100
-"""What is built goes before what runs: no foreign code is in it yet, and somebody waits for it. When many are built at
-once, those that wait for their turn don't wait for the shells of those that are done."""
+"""The share of the processors that a sandbox has while it is built, in multiples of the usual one.
+
+No foreign code is in it yet, and a client waits. When many are built at once, those that wait for their turn don't wait
+for the shells of those that are done.
+"""
 _KILLED_AT_A_TIME = 100
 
 
@@ -53,11 +56,11 @@ class SessionCgroup:
 
     @property
     def run_cgroup_parent(self) -> str:
-        """The session's directory in the one hierarchy that its groups are made in."""
+        """The session's directory in the one hierarchy in which its run cgroups are made."""
         return self.birth_directory or self.directory("pids")
 
     def run_cgroup_directories(self) -> tuple[str, ...]:
-        """The groups there are; none when the session has no cgroup."""
+        """The run cgroups that exist; none when the session has no cgroup."""
         try:
             with os.scandir(self.run_cgroup_parent) as entries:
                 return tuple(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
@@ -66,15 +69,15 @@ class SessionCgroup:
 
     @property
     def birth_directory(self) -> str | None:
-        """Where clone3 puts the first process; None in a v1-only system."""
+        """The v2 directory in which clone3 makes the first process; None in a v1-only system."""
         return self.directory("unified") if "unified" in self.tree.dirs else None
 
     @property
     def attach_files(self) -> tuple[str, ...]:
-        """The v1 files the first process writes `0` to.
+        """The v1 files to which the first process writes `0`.
 
         `tasks`, not `cgroup.procs`: moving just the calling thread needs no lock over all forks of the system, whose
-        RCU grace period costs 5-20 ms; the process has one thread, so it is the same move.
+        RCU grace period costs 5-20 ms. The process has one thread, so the move is the same.
         """
         if self.tree.mode == "v2":
             return ()
@@ -82,10 +85,10 @@ class SessionCgroup:
         return tuple(f"{directory}/tasks" for directory in self.directories if directory != unified)
 
     def make(self) -> None:
-        """Make the directories; one that is there already is an error (two sessions must never share limits).
+        """Make the directories. One that exists already is an error: two sessions must never share limits.
 
         Raises:
-            OSError: none is left. ENOENT: those of the tree are gone, see `cgroup_tree.restore`.
+            OSError: none is left. ENOENT: those of the tree are gone, see `tree.restore`.
         """
         made: list[str] = []
         try:
@@ -104,19 +107,19 @@ class SessionCgroup:
         return any(os.path.isdir(directory) for directory in self.directories)
 
     def set_share(self, factor: int) -> None:
-        """Set how much of busy processors the session gets beside others: `factor` times what is usual."""
+        """Set the session's share of busy processors to `factor` times the usual one."""
         name, usual = ("cpu.weight", 100) if self.tree.mode == "v2" else ("cpu.shares", 1024)
         write_file(f"{self.directory('cpu')}/{name}", str(factor * usual))
 
     def processes(self) -> tuple[int, ...]:
-        """Host pids of every process in any of the directories, and in the groups."""
+        """Return the host pids of every process in any of the directories, run cgroups included."""
         pids: set[int] = set()
         for directory in (*self.directories, *self.run_cgroup_directories()):
             pids.update(read_processes(directory))
         return tuple(pids)
 
     def kill(self) -> None:
-        """SIGKILL everything inside, groups as well, by `cgroup.kill` where there is one, else process by process."""
+        """SIGKILL every process, run cgroups included, by `cgroup.kill` where that exists, else one by one."""
         directory = self.birth_directory
         if directory is not None:
             try:
@@ -126,7 +129,7 @@ class SessionCgroup:
         kill_listed(self.processes)
 
     def remove(self) -> tuple[str, ...]:
-        """Remove what can be removed; return the directories that are still there (busy for a moment after an exit)."""
+        """Remove the directories; return those that are still there, busy for a moment after the end of a process."""
         return tuple(each for each in (*self.run_cgroup_directories(), *self.directories) if not was_removed(each))
 
     def counters(self) -> Counters:
@@ -166,16 +169,13 @@ class SessionCgroup:
 
 
 def read_processes(directory: str) -> tuple[int, ...]:
-    """Return the host pids of the processes in one cgroup directory; none when it isn't there.
-
-    A process of an outer pid namespace shows as 0, which for kill(2) would mean this process's own group.
-    """
+    """Return the host pids of the processes in one cgroup directory; none when the directory is gone."""
     return tuple(pid for pid in map(int, read_file(f"{directory}/cgroup.procs").split()) if pid > 0)
 
 
 def kill_listed(listed: Callable[[], Collection[int]]) -> None:
-    """SIGKILL the processes that `listed` names. It is asked twice: who has got the pid of one that ended in between is
-    in no list of ours, and is not hit."""
+    """SIGKILL the processes that `listed` returns. The list is read again after the pidfds were opened: a process that
+    got the pid of one that ended in between is not in it, and is not hit."""
     pids = tuple(listed())
     for start in range(0, len(pids), _KILLED_AT_A_TIME):
         pidfds = {pid: fd for pid in pids[start : start + _KILLED_AT_A_TIME] if (fd := _pidfd_of(pid)) >= 0}

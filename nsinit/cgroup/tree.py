@@ -53,9 +53,9 @@ def read_owner(directory: str) -> str:
 
 REQUIRED = ("memory", "cpu", "pids")
 OPTIONAL = ("cpuacct",)
-"""Counters v1 keeps apart; in v2 `cpu.stat` always has them."""
+"""Controllers that count. v1 keeps them apart; in v2 `cpu.stat` has their numbers always."""
 WITHOUT_V2 = ("freezer",)
-"""What every v2 tree offers, even one without controllers, and v1 keeps apart."""
+"""Controllers that v1 keeps apart, and every v2 tree offers, even one without controllers."""
 
 
 class CgroupsUnusable(Exception):
@@ -74,14 +74,14 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The directories that hold session cgroups: `dirs` maps a controller, and `unified`, to one of them."""
+    """The node's directories: `dirs` maps a controller, and `unified`, to one of them."""
 
     mode: CgroupMode
     dirs: dict[str, str]
 
     @property
     def unique(self) -> tuple[str, ...]:
-        """Each directory once, memory first (its attach is the dearest), the unified one last."""
+        """Each directory once, memory first (attaching to that one takes longest), the unified one last."""
         order = sorted(self.dirs, key=lambda name: (name == "unified", name != "memory"))
         return tuple(dict.fromkeys(self.dirs[name] for name in order))
 
@@ -113,9 +113,9 @@ def locate(mounts: tuple[Mount, ...], own: dict[str, str]) -> Located:
 
 
 def choose(located: Located, unified_controllers: frozenset[str]) -> CgroupMode:
-    """Return the mode, or raise `CgroupsUnusable` naming the controller nobody offers.
+    """Return the mode. Raises `CgroupsUnusable` naming the controllers that no hierarchy offers.
 
-    v2 wins only when it has all that is needed: a session spread over both kinds gains nothing.
+    v2 wins only when it has every controller needed: a session spread over both kinds gains nothing.
     """
     if located.unified is not None and unified_controllers.issuperset(REQUIRED):
         return "v2"

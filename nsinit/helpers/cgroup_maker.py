@@ -56,7 +56,7 @@ class RaiseLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class MakeRunCgroup:
+class AddRunCgroup:
     """Make a run cgroup in a session's cgroup, for the PID 1 with ids from `base`."""
 
     session_id: str
@@ -64,8 +64,8 @@ class MakeRunCgroup:
     base: int
 
 
-Order = MakeCgroup | RaiseLimits | MakeRunCgroup
-ORDERS = Vocabulary(MakeCgroup, RaiseLimits, MakeRunCgroup)
+Order = MakeCgroup | RaiseLimits | AddRunCgroup
+ORDERS = Vocabulary(MakeCgroup, RaiseLimits, AddRunCgroup)
 
 
 def kind_of(machine: Machine, tree: Tree, located: Located) -> HelperKind:
@@ -135,7 +135,7 @@ def _serve(order: Order, tree: Tree, machine: Machine) -> bytes:
                 check_limits(order.limits)
                 with steps.step("raise limits"):
                     limits.raise_to(cgroup, order.limits)
-            case MakeRunCgroup(_, name, base):
+            case AddRunCgroup(_, name, base):
                 check_run_cgroup_name(name)
                 with steps.step("group"):
                     run_cgroups.make(cgroup, name, base)

@@ -1,7 +1,7 @@
-"""Gives power away: what nsinit, its helpers and PID 1 of a sandbox keep, and in which order the rest goes.
+"""Gives capabilities away: the sets that nsinit, its helpers and PID 1 of a sandbox keep, and the order of dropping.
 
-PID 1's part runs after the session's user namespace was joined, because joining grants a full set of everything again.
-Nothing here may be skipped on error.
+PID 1's part runs after PID 1 joined the session's user namespace, because joining grants a full set of capabilities
+(user_namespaces(7)). No step may be skipped on error.
 Sources: capabilities(7); user_namespaces(7); Documentation/userspace-api/no_new_privs.rst.
 """
 
@@ -13,10 +13,10 @@ from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
 
 RUNNER_ID = 65535
-"""Uid and gid of PID 1 inside. 16-bit -1 owns no file of any image, and no command runs as it."""
+"""Uid and gid of PID 1 inside. 16-bit -1 owns no file of any image, and no command runs with it."""
 
 RUNNER_CAPABILITIES = 1 << k.CAP_SETUID | 1 << k.CAP_SETGID | 1 << k.CAP_KILL
-"""What PID 1 can use. Nothing of it may get past file permissions: file requests run as PID 1 with another file system
+"""Effective capabilities of PID 1. None of them gets past file permissions: file requests run with another file system
 uid."""
 
 ROOT_CAPABILITIES = (
@@ -28,8 +28,9 @@ ROOT_CAPABILITIES = (
     | 1 << k.CAP_SETGID
     | 1 << k.CAP_SETUID
 )
-"""What commands of the session's root have: what package managers, tar, useradd and su need, on files and processes of
-the session's own ids. docs/adr/0002-root-inside.md has the reason for each, and for each that is not here."""
+"""Capabilities of commands of the session's root, on files and processes of the session's own ids: those that package
+managers, tar, useradd and su need. docs/adr/0002-root-inside.md has the reason for each, and for each that is not here.
+"""
 
 NSINIT_CAPABILITIES = (
     1 << k.CAP_CHOWN
@@ -50,20 +51,21 @@ NSINIT_CAPABILITIES = (
     | 1 << k.CAP_SYS_PTRACE
     | 1 << k.CAP_SYS_RESOURCE
 )
-"""What nsinit has, and whatever it starts: for mounts, namespaces, id maps, devices, looking at and ending sandboxes.
-An overlay copies up with the rights of who mounted it, so that all a file may have is among them."""
+"""Capabilities of nsinit and every process that it starts: for mounts, namespaces, id maps, devices, reading about and
+ending sandboxes. An overlay copies up with the credentials of its mounter, so every right over files is among them."""
 
 START_CAPABILITIES = NSINIT_CAPABILITIES | 1 << k.CAP_SYSLOG
-"""What nsinit needs to start: it opens the kernel's log first (`kmsg`), and can do so never again."""
+"""Capabilities of an nsinit that starts: CAP_SYSLOG opens the kernel's log (`kmsg`), and is given up then."""
 
 IMPORT_CAPABILITIES = (
     1 << k.CAP_DAC_READ_SEARCH | 1 << k.CAP_SETFCAP | 1 << k.CAP_SETGID | 1 << k.CAP_SETUID | 1 << k.CAP_SYS_ADMIN
 )
-"""What an nsinit that has an archive unpacked keeps: for the way to the draft, for the jail's mount and its id maps."""
+"""Capabilities of an nsinit that has an archive unpacked: for the way to the draft, the jail's mount and its id maps.
+"""
 
 PROC_GROUP = 524287
-"""The machine's group that sees every process in a session's `/proc`. It lies below every id slot, so no session can
-name it, not even its root."""
+"""The machine's group that sees every process in a session's `/proc`. The number lies below every id slot, so no
+session has it, not even for its root."""
 
 _SECUREBITS = (
     k.SECBIT_NOROOT
@@ -72,22 +74,25 @@ _SECUREBITS = (
     | k.SECBIT_KEEP_CAPS_LOCKED
     | k.SECBIT_NO_CAP_AMBIENT_RAISE_LOCKED
 )
-"""Uid 0 means nothing by itself: what a command of root's has, it was given by name, and it dies with uid 0."""
+"""Uid 0 gives no capability by itself: a command of root's has those it was given by name, and loses them with uid 0.
+"""
 
 
 def read_last_capability() -> int:
-    """Return the highest capability number of this kernel (read at start: `/proc` differs inside)."""
+    """Return the highest capability number of this kernel. Read at the start of nsinit: inside a sandbox `/proc` is
+    another."""
     with open("/proc/sys/kernel/cap_last_cap", "rb") as file:
         return int(file.read())
 
 
 def give_up(capability: int) -> None:
-    """Go on without one capability of those this process has (root of the initial user namespace: for good)."""
+    """Drop one capability of this process, for good for a process of the initial user namespace."""
     syscalls.capset(syscalls.capget() & ~(1 << capability))
 
 
 def keep_only(capabilities: int, last_capability: int) -> None:
-    """Keep those of the mask that this process has; neither it nor what it executes gets one of the others again."""
+    """Keep the capabilities of the mask that this process has; neither the process nor a program that it executes gets
+    another."""
     syscalls.prctl(k.PR_SET_NO_NEW_PRIVS, 1)
     for capability in range(last_capability + 1):
         if not capabilities >> capability & 1:
@@ -97,9 +102,9 @@ def keep_only(capabilities: int, last_capability: int) -> None:
 
 
 def drop_bounding_set(last_capability: int, *, root_inside: bool) -> None:
-    """no_new_privs, then an empty bounding and ambient set: no exec can ever gain a capability.
+    """Set no_new_privs and empty the bounding and ambient sets: no exec can ever gain a capability.
 
-    What root inside shall have becomes inheritable before: later, without a bounding set, nothing can.
+    The capabilities of root inside become inheritable before: without a bounding set nothing can be added later.
     """
     if root_inside:
         syscalls.capset((1 << last_capability + 1) - 1, inheritable=ROOT_CAPABILITIES)
@@ -110,7 +115,7 @@ def drop_bounding_set(last_capability: int, *, root_inside: bool) -> None:
 
 
 def become_runner() -> None:
-    """Change to the runner's uid and gid, keeping permitted capabilities for `keep_runner_capabilities`."""
+    """Change to the runner's uid and gid; the permitted set stays for `keep_runner_capabilities`."""
     syscalls.prctl(k.PR_SET_KEEPCAPS, 1)
     os.setresgid(RUNNER_ID, RUNNER_ID, RUNNER_ID)
     os.setresuid(RUNNER_ID, RUNNER_ID, RUNNER_ID)
@@ -118,10 +123,10 @@ def become_runner() -> None:
 
 
 def keep_runner_capabilities(*, root_inside: bool) -> None:
-    """Lock the securebits (which takes CAP_SETPCAP), then keep only what starting and killing commands takes.
+    """Lock the securebits, which takes CAP_SETPCAP, then keep the capabilities to start and kill commands.
 
-    With `root_inside` PID 1 may hand `ROOT_CAPABILITIES` to a child. It has them permitted and never effective itself,
-    but for those on files while it has root's file system uid (capabilities(7), "Effect of user ID changes").
+    With `root_inside` PID 1 may hand `ROOT_CAPABILITIES` to a child. In PID 1 they are permitted and never effective,
+    but for those on files while PID 1 has root's file system uid (capabilities(7), "Effect of user ID changes").
     """
     held = ROOT_CAPABILITIES if root_inside else 0
     kept = RUNNER_CAPABILITIES | held
@@ -131,7 +136,8 @@ def keep_runner_capabilities(*, root_inside: bool) -> None:
 
 
 def become_root() -> None:
-    """In a child of PID 1 that has uid 0 and is about to execute a command: keep what root has, across execve(2)."""
+    """Keep the capabilities of root across execve(2), in a child of PID 1 that has uid 0 and is about to execute a
+    command."""
     syscalls.capset(ROOT_CAPABILITIES, inheritable=ROOT_CAPABILITIES)
     for capability in range(ROOT_CAPABILITIES.bit_length()):
         if ROOT_CAPABILITIES >> capability & 1:

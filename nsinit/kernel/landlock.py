@@ -1,13 +1,13 @@
-"""Landlock: what a sandbox may not reach however its other walls stand, by rules that no process of it can take off.
+"""Landlock: rules that keep a sandbox inside even if its other walls fail, and that no process of it can take off.
 
-Two layers. Every sandbox gets the first, from PID 1 down: no signal and no connection to an abstract socket leaves it,
-even where it shares a network or pid namespace with others. The second is asked for per session and binds commands
-alone: where they may write, and where from they may read and execute. PID 1 makes it, and each command enters it before
-execve(2).
+Two layers. Every sandbox gets the first, from PID 1 down: no signal and no connection to an abstract socket leaves the
+sandbox, even where it shares a network or pid namespace with others. The second is asked for per session and binds
+commands alone: below which directories they may write, read and execute. PID 1 makes the rules, and each command enters
+them before execve(2).
 
-It must not decide who gets file rules, nor believe that a kernel has what it was not asked for: `probe_abi` asks.
+Decides about no session. `probe_abi` asks the kernel for its version; nothing is assumed.
 Sources: landlock(7); landlock_create_ruleset(2), landlock_add_rule(2), landlock_restrict_self(2);
-Documentation/userspace-api/landlock.rst (what each ABI adds).
+Documentation/userspace-api/landlock.rst (additions of each ABI).
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
 
 SCOPES_ABI = 6
-"""From here on signals and abstract sockets can be kept inside."""
+"""The first version that can keep signals and abstract sockets inside."""
 
 FILES_ABI = 3
-"""From here on file rules cover truncation and renames: with less a file could be emptied where none may be written."""
+"""The first version whose file rules cover truncation and renames: with less a file that is not writable could be
+emptied."""
 
 _ABSENT = (errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -46,7 +47,7 @@ _WRITE = (
 
 
 def probe_abi() -> int:
-    """Return the version of Landlock that this kernel has, 0 if it has none or does not use it."""
+    """Return the version of Landlock that this kernel has, 0 if it has none or has it switched off."""
     try:
         return syscalls.landlock_abi()
     except OSError as error:
@@ -56,23 +57,23 @@ def probe_abi() -> int:
 
 
 def features(abi: int) -> dict[str, bool]:
-    """Return what a kernel of this version can be asked for."""
+    """Return the features that a kernel of this version has."""
     return {"landlock_scopes": abi >= SCOPES_ABI, "landlock_files": abi >= FILES_ABI}
 
 
 def keep_inside(abi: int) -> None:
     """Let no signal and no connection to an abstract socket of this process, and of all it forks, leave them.
 
-    It takes no_new_privs. Older kernels are let through: there other walls do the same, and `features` says so.
+    Takes no_new_privs. Kernels without the feature are let through: namespaces do the same, and `features` says so.
     """
     if abi >= SCOPES_ABI:
         _enter(syscalls.landlock_create_ruleset(scoped=_SCOPES))
 
 
 def make_file_rules(readable: list[tuple[int, bool]] | None, writable: list[tuple[int, bool]] | None) -> int:
-    """Return a ruleset: reading and executing only beneath `readable`, changing only beneath `writable`; None of either
-    means everywhere. Each is an O_PATH descriptor and whether it is a directory. What is writable is not readable by
-    that alone.
+    """Return a ruleset: reading and executing only beneath `readable`, changing only beneath `writable`; None:
+    everywhere. Each entry is an O_PATH descriptor and whether it is a directory. A writable path is not thereby
+    readable.
 
     Raises:
         OSError: the kernel refuses.

@@ -1,8 +1,8 @@
 """The kinds of mount a sandbox is made of, each returned as a descriptor of a detached mount, and how to attach one.
 
-Nothing here resolves a path inside an image; targets are descriptors opened by `paths`. Detached mounts vanish with
-their descriptor, so a build that fails leaves none. Sources: fsopen(2), open_tree(2), mount_setattr(2) manual pages;
-Documentation/filesystems/{overlayfs,proc,tmpfs,devpts}.rst.
+No path inside an image is resolved here; targets are descriptors opened by `paths`. A detached mount vanishes with its
+descriptor, so a build that fails leaves none.
+Sources: fsopen(2), open_tree(2), mount_setattr(2); Documentation/filesystems/{overlayfs,proc,tmpfs,devpts}.rst.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ReadOnlyOverlay(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What this kernel can do; probed once at start."""
+    """Optional features of this kernel, probed once at start."""
 
     overlay_by_fd: bool
     """overlayfs takes layers as descriptors (6.13)."""
@@ -35,13 +35,14 @@ class Features:
 
 
 def clone_idmapped(path: str, userns_fd: int, attributes: int) -> int:
-    """Return a clone of the tree at `path` (without mounts below it), mapped by `userns_fd`; a link is not followed."""
+    """Return a clone of the mount at `path`, without those below it, id-mapped by `userns_fd`. No symbolic link is
+    followed."""
     tree = syscalls.open_tree(-1, path, k.OPEN_TREE_CLONE | k.AT_SYMLINK_NOFOLLOW)
     return _with_attributes(tree, path, attributes | k.MOUNT_ATTR_IDMAP, userns_fd)
 
 
 def clone(dirfd: int, path: str, attributes: int) -> int:
-    """Return a clone of the tree at `path` with mount attributes added; `path` is ours, never an image's."""
+    """Return a clone of the mount at `path` with attributes added. `path` is nsinit's own, never an image's."""
     flags = k.OPEN_TREE_CLONE | (0 if path else k.AT_EMPTY_PATH)
     tree = syscalls.open_tree(dirfd, path, flags)
     return _with_attributes(tree, path, attributes) if attributes else tree
@@ -93,7 +94,7 @@ def overlay(layers: Layers, *, features: Features, stage_path: str) -> int:
 
 
 def _overlay_by_fd(lower_fds: list[int], session_fd: int, name: str) -> int:
-    """Layers by descriptor of detached clones: no host path shows in the sandbox's mount table."""
+    """Give the layers as descriptors of detached clones: no host path shows in the sandbox's mount table."""
     fs_fd = syscalls.fsopen("overlay")
     upper_fd = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=session_fd)
     work_fd = os.open(f"{name}-work", os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=session_fd)
@@ -113,7 +114,8 @@ def _overlay_by_fd(lower_fds: list[int], session_fd: int, name: str) -> int:
 
 
 def _overlay_by_path(lower_fds: list[int], session_fd: int, name: str, stage_path: str) -> int:
-    """For kernels before 6.13. Layers are staged under relative names: they show in the sandbox's mount table."""
+    """Give the layers as relative paths on the stage, for kernels before 6.13: the names show in the sandbox's mount
+    table."""
     os.chdir(stage_path)
     lowers = stage.LOWER[: len(lower_fds)]
     for layer_fd, point in ((session_fd, stage.UPPER), *zip(lower_fds, lowers, strict=True)):
@@ -152,7 +154,7 @@ def attach(mount_fd: int, target_fd: int) -> None:
 
 
 def probe_features(stage_path: str, userns_fd: int) -> Features:
-    """Ask the kernel, with mounts that are thrown away."""
+    """Probe the kernel with mounts that are thrown away."""
     return Features(_takes_layers_by_fd(stage_path), _takes_idmapped_tmpfs(stage_path, userns_fd))
 
 

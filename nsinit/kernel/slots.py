@@ -29,16 +29,17 @@ SYSTEM_IDS = 1000
 """The machine's own files belong to ids below this one (adduser.conf(5), login.defs(5)); people come after."""
 
 _SLEEP_S = 5
-"""How long a process that holds a new namespace lives if nsinit dies before it has opened that."""
+"""Seconds that a process holding a new namespace lives if nsinit dies before it opened the namespace."""
 
 _KINDS = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup", "time")
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """`base` is the host id of the session's root; `userns_fd` maps 0..65535 there, `system_userns_fd` system ids only.
+    """`base`: the host id of the session's root. `userns_fd` maps 0..65535 from there on, `system_userns_fd` system ids
+    only.
 
-    The second is for files of the machine: what a person owns there is nobody's in a session, whatever uid it has.
+    The second is for files of the machine: a file that a person owns there is nobody's in a session, whatever its uid.
     """
 
     base: int
@@ -47,7 +48,7 @@ class Slot:
 
 
 class SlotTable:
-    """Which bases are taken, and spare slots ready to be taken."""
+    """The bases that are taken, and spare slots ready to be taken."""
 
     def __init__(self, *, reserved: tuple[tuple[int, int], ...], taken: frozenset[int]) -> None:
         self._reserved = reserved
@@ -58,7 +59,7 @@ class SlotTable:
 
     @property
     def spare(self) -> int:
-        """How many slots can be taken without making one."""
+        """The number of slots that can be taken without making one."""
         return len(self._spare)
 
     def make_spare(self) -> None:
@@ -84,11 +85,11 @@ class SlotTable:
         self._spare.append(slot)
 
     def reserve(self, base: int) -> None:
-        """Mark the base of a session that an earlier nsinit built."""
+        """Mark the base of a session that an earlier nsinit built as taken."""
         self._taken.add(base)
 
     def forget(self, base: int) -> None:
-        """Let a base be used again that was marked with `reserve`, after its session is gone."""
+        """Let a base be used again that was marked with `reserve`, after the end of its session."""
         self._taken.discard(base)
 
     def workspace_userns(self, slot: Slot) -> int:
@@ -130,7 +131,7 @@ def read_reserved_ranges() -> tuple[tuple[int, int], ...]:
 
 
 def make_id_map(mapping: str) -> int:
-    """Return a descriptor of a new user namespace that only serves to map the ids of a mount; nobody ever joins it."""
+    """Return a descriptor of a new user namespace that only serves to map the ids of a mount; no process joins it."""
     pid, pidfd, _stack = syscalls.clone_sleeper(k.CLONE_NEWUSER, _SLEEP_S)
     try:
         write_file(f"/proc/{pid}/uid_map", mapping)
@@ -143,8 +144,8 @@ def make_id_map(mapping: str) -> int:
 def make_user_namespace(mapping: str) -> int:
     """Return a descriptor of a new user namespace with `mapping` for users and groups, to be joined.
 
-    No process in it can ever make another namespace of any kind: the limits live in the namespace itself, so they hold
-    for whoever joins it.
+    No process in the namespace can ever make another namespace of any kind: the limits live in the namespace itself, so
+    they hold for every process that joins.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent_pid = os.getpid()
@@ -171,7 +172,7 @@ def _end(pidfd: int) -> None:
 
 
 def _hold_namespace(control: socket.socket, parent_pid: int) -> None:
-    """The child: keep the namespace alive until it was opened. Never returns."""
+    """Keep the namespace alive, as the child, until nsinit has opened it. Never returns."""
     try:
         syscalls.end_with_parent(parent_pid)
         control.recv(1)

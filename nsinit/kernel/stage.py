@@ -1,7 +1,7 @@
-"""nsinit's own namespaces and the private tmpfs in it with the templates that sessions get clones of.
+"""nsinit's own namespaces, and the private tmpfs in them with the templates that sessions get clones of.
 
-Owns what is on `<data_dir>/stage`: a `/dev` with real device nodes, one empty unreadable file, one empty directory,
-and empty mount points. All of it is made before any session exists and never written again.
+Owns `<data_dir>/stage`: a `/dev` with real device nodes, one empty unreadable file, one empty directory, and empty
+mount points. All of it is made before any session exists and never written again.
 Sources: mount_namespaces(7); mount(2); null(4), random(4), tty(4).
 """
 
@@ -59,7 +59,8 @@ def enter_own_namespaces(needed: tuple[str, ...]) -> None:
 
 
 def make_stage(stage: str) -> None:
-    """Mount the private tmpfs, fill it and make it read-only: clones of its parts inherit that without another call."""
+    """Mount the private tmpfs, fill it and make it read-only: clones of its parts inherit the flag without another
+    call."""
     inert = k.MS_NOSUID | k.MS_NODEV | k.MS_NOEXEC
     syscalls.mount("sandkasten", stage, "tmpfs", inert, "mode=0700,size=1m,nr_inodes=64")
     mask = os.umask(0)

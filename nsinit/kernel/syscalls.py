@@ -1,8 +1,8 @@
-"""System calls the standard library does not offer, one thin wrapper each. The only file with `ctypes.CDLL`.
+"""System calls that the standard library does not offer, one thin wrapper each. The only file with `ctypes.CDLL`.
 
 Owns bindings, no policy: every flag comes from the caller. All wrappers raise `OSError` (the fitting subclass, with the
-call's name in its text and what it worked on as `filename`) and return plain ints. Signatures are set
-once, at import; variadic C functions get one full-width signature.
+call's name in its text and its object as `filename`) and return plain ints. Signatures are set once, at import;
+variadic C functions get one full-width signature.
 Sources: section 2 of the Linux manual; include/uapi/linux/{mount,openat2,sched,capability}.h.
 """
 
@@ -21,7 +21,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _syscall = _libc.syscall
 _syscall.restype = c_long
 _syscall.argtypes = [c_long, *[c_void_p] * 6]
-"""Full width, and takes a number, bytes (their address) or `byref` of a structure: no buffer is made for a call."""
+"""Full width. Each argument is a number, bytes (their address) or `byref` of a structure: no buffer is made for a call.
+"""
 _prctl = _libc.prctl
 _prctl.restype = c_int
 _prctl.argtypes = [c_int, c_void_p, c_ulong, c_ulong, c_ulong]
@@ -47,7 +48,7 @@ _SLEEPER_STACK_BYTES = 64 * 1024
 _LIBRARY_SIGNALS = (32, 33)
 
 _gil_libc = ctypes.PyDLL(None, use_errno=True)
-"""Keeps the interpreter lock across the call: the child of clone3 must own it (`CDLL` would let go of it)."""
+"""Keeps the interpreter lock across the call: the child of clone3 must own the lock, and `CDLL` would release it."""
 _gil_syscall = _gil_libc.syscall
 _gil_syscall.restype = c_long
 _gil_syscall.argtypes = _syscall.argtypes
@@ -92,7 +93,8 @@ class MountAttr(ctypes.Structure):
 
 
 class LandlockRuleset(ctypes.Structure):
-    """`struct landlock_ruleset_attr` (linux/landlock.h); older kernels take it, too, if what they don't know is 0."""
+    """`struct landlock_ruleset_attr` (linux/landlock.h). Older kernels take this size if the fields they don't know are
+    0."""
 
     _fields_ = (("handled_access_fs", c_uint64), ("handled_access_net", c_uint64), ("scoped", c_uint64))
 
@@ -152,8 +154,8 @@ def fork_into_cgroup(cgroup_fd: int) -> int:
 def clone_sleeper(flags: int, seconds: int) -> tuple[int, int, object]:
     """Make a process that sleeps, then ends, and never runs a line of Python; return (pid, pidfd, its stack).
 
-    It shares this process's memory, so no page table is copied: a twentieth of a fork's time. Keep the stack until it
-    was waited for.
+    The process shares this one's memory, so no page table is copied: a twentieth of a fork's time. The caller keeps the
+    stack until the process was waited for.
     """
     pidfd, stack = c_int(-1), ctypes.create_string_buffer(_SLEEPER_STACK_BYTES)
     top = (ctypes.addressof(stack) + _SLEEPER_STACK_BYTES) & ~15
@@ -162,15 +164,16 @@ def clone_sleeper(flags: int, seconds: int) -> tuple[int, int, object]:
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """Be killed when the parent ends; end at once if it has, for then the kernel sends nothing. `parent_pid` is its pid
-    from before the fork, in our own pid namespace. prctl(2) PR_SET_PDEATHSIG."""
+    """Have the kernel kill this process when the parent ends, and end at once if it has ended already, for then the
+    kernel sends nothing. `parent_pid`: its pid from before the fork, in this process's pid namespace. prctl(2)
+    PR_SET_PDEATHSIG."""
     prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
 
 
 class Cloner:
-    """clone3(2) made ready: forks children of the caller's *parent*, with the smallest foot-print in memory."""
+    """A prepared clone3(2) that forks children of the caller's *parent*, with the smallest foot-print in memory."""
 
     def __init__(self, flags: int) -> None:
         self._args = _clone_args(flags | k.CLONE_PARENT)
@@ -184,7 +187,8 @@ class Cloner:
 
 
 def _clone_args(flags: int) -> CloneArgs:
-    """The thread-id word of the C library is updated in the child, so that `raise` and `abort` there hit it."""
+    """Return arguments by which the kernel updates the C library's thread-id word in the child: `raise` and `abort` use
+    it."""
     tid_address = c_uint64(0)
     _check(_prctl(k.PR_GET_TID_ADDRESS, byref(tid_address), 0, 0, 0), "prctl")
     return CloneArgs(flags=flags | k.CLONE_CHILD_SETTID | k.CLONE_CHILD_CLEARTID, child_tid=tid_address.value)
@@ -230,7 +234,7 @@ def prctl(option: int, arg2: int = 0, arg3: int = 0) -> int:
 
 
 def set_name(name: str) -> None:
-    """prctl(2), PR_SET_NAME: what `/proc/<pid>/comm` says, at most 15 bytes."""
+    """prctl(2), PR_SET_NAME: set the name in `/proc/<pid>/comm`, at most 15 bytes."""
     _check(_prctl(k.PR_SET_NAME, os.fsencode(name), 0, 0, 0), "prctl", name)
 
 
@@ -240,14 +244,14 @@ def join_session_keyring() -> None:
 
 
 def capget() -> int:
-    """capget(2): the bit mask of what this thread is permitted."""
+    """capget(2): return the bit mask of the capabilities that this thread is permitted."""
     data = (_CapData * 2)()
     _call("capget", k.SYS_capget, byref(_CapHeader(k.LINUX_CAPABILITY_VERSION_3, 0)), byref(data))
     return int(data[0].permitted | data[1].permitted << 32)
 
 
 def capset(effective: int, *, permitted: int | None = None, inheritable: int = 0) -> None:
-    """capset(2): make exactly these bit masks the three sets; what is effective is permitted unless told."""
+    """capset(2): set all three sets to these bit masks. `permitted` is as `effective` unless given."""
     sets = effective, effective if permitted is None else permitted, inheritable
     header = _CapHeader(k.LINUX_CAPABILITY_VERSION_3, 0)
     data = (_CapData * 2)(_CapData(*(each & 0xFFFFFFFF for each in sets)), _CapData(*(each >> 32 for each in sets)))
@@ -264,12 +268,12 @@ class FilterProgram:
 
 
 def set_filter(program: FilterProgram) -> None:
-    """seccomp(2), SECCOMP_SET_MODE_FILTER: put this thread, and all it will start, under the program for good."""
+    """seccomp(2), SECCOMP_SET_MODE_FILTER: put this thread, and every process it starts, under the program for good."""
     _call("seccomp", k.SYS_seccomp, k.SECCOMP_SET_MODE_FILTER, 0, program.reference)
 
 
 def setfsuid(uid: int) -> None:
-    """setfsuid(2). It reports no error itself, so the change is read back."""
+    """setfsuid(2). The call reports no error, so the change is read back."""
     _syscall(k.SYS_setfsuid, uid, 0, 0, 0, 0, 0)
     if _syscall(k.SYS_setfsuid, 0xFFFFFFFF, 0, 0, 0, 0, 0) != uid:
         raise _error(1, "setfsuid", str(uid))
@@ -310,7 +314,7 @@ def landlock_restrict_self(ruleset_fd: int) -> None:
 def reset_library_signals() -> None:
     """Give the two signals that the C library keeps for itself their default disposition: rt_sigaction(2).
 
-    glibc's posix_spawn(3) leaves them ignored in the child, and its sigaction(3) refuses to change them back.
+    glibc's posix_spawn(3) leaves them ignored in the child, and its sigaction(3) refuses to change them.
     """
     default = (ctypes.c_ulong * 4)()
     for signum in _LIBRARY_SIGNALS:

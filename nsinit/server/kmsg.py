@@ -98,7 +98,7 @@ class KernelLog:
             os.close(self._fd)
             self._fd = -1
 
-    def find_kills(self, session_id: str, base: int | None = None) -> Generator[Wait, bool, Kills]:
+    def find_oom_kills(self, session_id: str, base: int | None = None) -> Generator[Wait, bool, Kills]:
         """Read what is new and return the session's kills; `base`: its user ids, if it has them now. Without them those
         that the log has with its cgroup, and what was found before."""
         for _ in range(_MAX_BATCHES):

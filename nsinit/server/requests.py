@@ -1,9 +1,8 @@
 """The requests that a started nsinit carries out: one row for each class, and the handlers that the rows name.
 
-A row says which fields of a request are checked and how, what the request is ordered by (requests of one key run in the
-order in which they came, all others side by side), which handler does the work, and of which class the answer is; any
-request may be answered by `Failed` instead. A new privileged operation is its class in `wire/protocol.py`, a row and a
-handler here, and its caller in the daemon.
+A row says how each field of a request is checked, what the request is ordered by (requests of one key run in the order
+in which they came, all others side by side), and which handler does the work. A new privileged operation is its class
+in `wire/protocol.py`, which names the answer, a row and a handler here, and its caller in the daemon.
 
 A row can't be made with a field that nobody checks: such an nsinit does not start. `Start` and `UnpackImage`, which may
 only come first, are `server.serve`'s.
@@ -34,9 +33,9 @@ from nsinit.wire.validate import (
 LIST_BATCH = 200
 """Sessions or workspaces in one answer, so that it stays well below `MAX_DATAGRAM_BYTES`."""
 
-R = TypeVar("R")
+R = TypeVar("R", bound=p.Request[Any])
 Answer = tuple[object, list[int]]
-"""The message, and the descriptors that go with it. Sending closes them."""
+"""A message and the descriptors that go with it, which are closed when it was sent."""
 Work = Generator[Wait, bool, Answer]
 Check = Callable[[Any], None]
 """Raises `InvalidName` unless the value of a field is acceptable."""
@@ -44,18 +43,17 @@ Check = Callable[[Any], None]
 
 @dataclass(frozen=True, slots=True)
 class Row(Generic[R]):
-    """How one class of requests is carried out.
+    """The way one class of requests is carried out. Its answer is of the class that the request's class names.
 
-    `checks`: field name to check; they run before any other field of this row is used. `key`: what the request is
-    ordered by, None for one that waits for nothing. `work`: a job, or a function where nothing is waited for. `answer`:
-    the class of the answer. `on_arrival` is called at once, before earlier requests of the same key are done.
+    `checks`: from field to check; they run before any work. `key`: returns what the request is ordered by; None: it
+    waits for no other. `work`: a job, or a plain function where nothing is waited for. `on_arrival`: called at once,
+    before earlier requests of the same key are done.
     """
 
     request: type[R]
     checks: Mapping[str, Check]
     key: Callable[[R], str] | None
     work: Callable[[Node, R], Work] | Callable[[Node, R], Answer]
-    answer: type
     on_arrival: Callable[[Node, R], None] | None = None
 
     def __post_init__(self) -> None:
@@ -63,6 +61,12 @@ class Row(Generic[R]):
         named = {each.name for each in fields(self.request) if each.type != "bool"} - {"seq"}  # type: ignore[arg-type]
         if named != set(self.checks):
             raise TypeError(f"{self.request.__name__}: fields {sorted(named)}, checks {sorted(self.checks)}")
+
+    @property
+    def answer(self) -> type:
+        """The class of the answer, in place of which `Failed` may come."""
+        answer: type = p.answer_class(self.request)
+        return answer
 
     def check(self, request: R) -> None:
         """Raise `InvalidName` unless every field is acceptable."""
@@ -85,7 +89,7 @@ def prepare(node: Node, request: p.Prepare) -> Work:
     return p.Ok(request.seq), []
 
 
-def mount_image(node: Node, request: p.Furnish) -> Work:
+def mount_image(node: Node, request: p.MountImage) -> Work:
     yield from node.sessions.mount_image(request.plan)
     return p.Ok(request.seq), []
 
@@ -143,25 +147,25 @@ def ask_disk(node: Node, request: p.AskDisk) -> Answer:
     return p.DiskUse(request.seq, *node.sessions.disk_usage(request.session_id)), []
 
 
-def make_run_cgroup(node: Node, request: p.MakeGroup) -> Work:
+def make_run_cgroup(node: Node, request: p.MakeRunCgroup) -> Work:
     membership, fd = yield from node.sessions.make_run_cgroup(request.session_id, request.name)
-    return p.Grouped(request.seq, membership), [fd]
+    return p.RunCgroupMade(request.seq, membership), [fd]
 
 
-def remove_run_cgroup(node: Node, request: p.RemoveGroup) -> Work:
+def remove_run_cgroup(node: Node, request: p.RemoveRunCgroup) -> Work:
     if (yield from node.sessions.remove_run_cgroup(request.session_id, request.name, kill=request.kill)):
         return p.Ok(request.seq), []
     return p.Failed(request.seq, "group", request.name, errno.EBUSY, "a process in the run cgroup lives on"), []
 
 
-def find_victim(node: Node, request: p.FindVictim) -> Work:
-    kills = yield from node.sessions.find_kills(request.session_id)
+def find_oom_kills(node: Node, request: p.FindOomKills) -> Work:
+    kills = yield from node.sessions.find_oom_kills(request.session_id)
     if not kills.last:
-        return p.Victim(request.seq, ""), []
+        return p.OomKills(request.seq, ""), []
     newest = kills.last[-1]
     # In a container the log's pids are the machine's, and mean other processes here.
     count, pids = (kills.count, kills.pids) if node.kernel_log.has_our_pids else (0, ())
-    return p.Victim(request.seq, newest.name, kmsg.age_s(newest), count, pids), []
+    return p.OomKills(request.seq, newest.name, kmsg.age_s(newest), count, pids), []
 
 
 # Workspaces -------------------------------------------------------------------------------------------------------
@@ -253,7 +257,7 @@ def _of_session(request: OfSession) -> str:
     return request.session_id
 
 
-def _of_plan(request: p.Furnish | p.Build) -> str:
+def _of_plan(request: p.MountImage | p.Build) -> str:
     return request.plan.session_id
 
 
@@ -272,28 +276,28 @@ _LIMITS, _DISK, _PLAN, _AFTER = (
 )
 
 _ROWS: tuple[Row[Any], ...] = (
-    # request, checks, ordered by, work, answer
-    Row(p.Prepare, {**_SESSION, **_LIMITS, **_DISK}, _of_session, prepare, p.Ok),
-    Row(p.Furnish, _PLAN, _of_plan, mount_image, p.Ok),
-    Row(p.Build, _PLAN, _of_plan, build, p.Built),
-    Row(p.Attach, _SESSION, _of_session, attach, p.Attached),
-    Row(p.Teardown, _SESSION, _of_session, tear_down, p.TornDown, on_arrival=abort_build),
-    Row(p.Scan, _AFTER, None, scan, p.Scanned),
-    Row(p.SetLimits, {**_SESSION, **_LIMITS}, _of_session, set_limits, p.Ok),
-    Row(p.SetFrozen, _SESSION, _of_session, set_frozen, p.Ok),
-    Row(p.SetDisk, {**_SESSION, **_DISK}, _of_session, set_disk, p.Ok),
-    Row(p.AskDisk, _SESSION, None, ask_disk, p.DiskUse),
-    Row(p.MakeGroup, _RUN_CGROUP, _of_session, make_run_cgroup, p.Grouped),
-    Row(p.RemoveGroup, _RUN_CGROUP, _of_session, remove_run_cgroup, p.Ok),
-    Row(p.FindVictim, _SESSION, None, find_victim, p.Victim),
-    Row(p.MakeWorkspace, {**_WORKSPACE, "quota": _quota}, _of_workspace, make_workspace, p.Ok),
-    Row(p.GrowWorkspace, {**_WORKSPACE, "size_bytes": _size}, _of_workspace, grow_workspace, p.Ok),
-    Row(p.PublishWorkspace, _WORKSPACE, _of_workspace, publish_workspace, p.Ok),
-    Row(p.SyncWorkspace, _WORKSPACE, _of_workspace, sync_workspace, p.Ok),
-    Row(p.DiscardWorkspace, _WORKSPACE, _of_workspace, discard_workspace, p.Ok),
-    Row(p.AskQuota, _WORKSPACE, _of_workspace, ask_quota, p.QuotaFound),
-    Row(p.ListWorkspaces, _AFTER, None, list_workspaces, p.WorkspacesListed),
-    Row(p.FindLeftovers, {}, None, find_leftovers, p.LeftoversFound),
-    Row(p.RemoveLeftover, {"leftover": _compared}, None, remove_leftover, p.Ok),
+    # request (which names its answer), checks, ordered by, work
+    Row(p.Prepare, {**_SESSION, **_LIMITS, **_DISK}, _of_session, prepare),
+    Row(p.MountImage, _PLAN, _of_plan, mount_image),
+    Row(p.Build, _PLAN, _of_plan, build),
+    Row(p.Attach, _SESSION, _of_session, attach),
+    Row(p.Teardown, _SESSION, _of_session, tear_down, on_arrival=abort_build),
+    Row(p.Scan, _AFTER, None, scan),
+    Row(p.SetLimits, {**_SESSION, **_LIMITS}, _of_session, set_limits),
+    Row(p.SetFrozen, _SESSION, _of_session, set_frozen),
+    Row(p.SetDisk, {**_SESSION, **_DISK}, _of_session, set_disk),
+    Row(p.AskDisk, _SESSION, None, ask_disk),
+    Row(p.MakeRunCgroup, _RUN_CGROUP, _of_session, make_run_cgroup),
+    Row(p.RemoveRunCgroup, _RUN_CGROUP, _of_session, remove_run_cgroup),
+    Row(p.FindOomKills, _SESSION, None, find_oom_kills),
+    Row(p.MakeWorkspace, {**_WORKSPACE, "quota": _quota}, _of_workspace, make_workspace),
+    Row(p.GrowWorkspace, {**_WORKSPACE, "size_bytes": _size}, _of_workspace, grow_workspace),
+    Row(p.PublishWorkspace, _WORKSPACE, _of_workspace, publish_workspace),
+    Row(p.SyncWorkspace, _WORKSPACE, _of_workspace, sync_workspace),
+    Row(p.DiscardWorkspace, _WORKSPACE, _of_workspace, discard_workspace),
+    Row(p.AskQuota, _WORKSPACE, _of_workspace, ask_quota),
+    Row(p.ListWorkspaces, _AFTER, None, list_workspaces),
+    Row(p.FindLeftovers, {}, None, find_leftovers),
+    Row(p.RemoveLeftover, {"leftover": _compared}, None, remove_leftover),
 )
 TABLE: dict[type, Row[Any]] = {row.request: row for row in _ROWS}

@@ -136,20 +136,20 @@ class Server:
         """Check a request and begin its work, or let the work wait for earlier requests of the same key."""
         row = TABLE.get(type(request))
         seq: int = request.seq  # type: ignore[attr-defined]  # every request has one
+        key = row.key(request) if row is not None and row.key is not None else None
         try:
             if row is None:
                 raise InvalidName("already started")  # `Start` and `UnpackImage` only come first
             row.check(request)
         except InvalidName as error:
-            self._answer(_logged_failure(seq, None, failure_of("validate", error)), [])
+            self._answer(_logged_failure(seq, key, failure_of("validate", error)), [])
             return
         if row.on_arrival is not None:
             row.on_arrival(self._node, request)
         work = partial(row.run, self._node, request)
-        if row.key is None:
+        if key is None:
             self._scheduler.spawn(self._answered(seq, None, work()))
         else:
-            key = row.key(request)
             self._enqueue(key, lambda: self._answered(seq, key, work()))
 
     def _enqueue(self, key: str, job: Callable[[], Job]) -> None:

@@ -21,7 +21,7 @@ from nsinit.cgroup.identity import find_identity, open_root, open_verified, requ
 from nsinit.cgroup.session import Counters, SessionCgroup
 from nsinit.cgroup.tree import Tree
 from nsinit.helpers.builder import Order, Stage
-from nsinit.helpers.cgroup_maker import MakeRunCgroup, RaiseLimits
+from nsinit.helpers.cgroup_maker import AddRunCgroup, RaiseLimits
 from nsinit.helpers.pool import HelperPool, Outcome
 from nsinit.kernel import syscalls
 from nsinit.log import log
@@ -212,21 +212,21 @@ class Sessions:
         except OSError as error:
             raise failure_of(CHANGE, error) from error
 
-    def find_kills(self, session_id: str) -> Generator[Wait, bool, Kills]:
+    def find_oom_kills(self, session_id: str) -> Generator[Wait, bool, Kills]:
         """Return the processes of a session that the kernel killed for memory."""
         base: int | None = None
         if (process := self.processes.get(session_id)) is not None:
             base = process.slot.base
         elif (identity := find_identity(self._cgroup(session_id))) is not None:
             base = identity.base_uid
-        return (yield from self.kernel_log.find_kills(session_id, base))
+        return (yield from self.kernel_log.find_oom_kills(session_id, base))
 
     def make_run_cgroup(self, session_id: str, name: str) -> Generator[Wait, bool, tuple[run_cgroups.Membership, int]]:
         """Make a run cgroup in a running session; return the use of its descriptor, and that. Raises `StepFailed`."""
         cgroup, process = self._cgroup(session_id), self.processes.get(session_id)
         try:
             base = process.slot.base if process is not None else require_identity(cgroup, "group").base_uid
-            yield from self._ordered_cgroup(MakeRunCgroup(session_id, name, base))
+            yield from self._ordered_cgroup(AddRunCgroup(session_id, name, base))
             made = run_cgroups.open_membership(cgroup, name)
         except OSError as error:
             raise failure_of("group", error) from error
@@ -291,14 +291,14 @@ class Sessions:
         else:
             yield from self._ordered_cgroup(RaiseLimits(cgroup.session_id, wanted))
 
-    def _ordered_cgroup(self, order: RaiseLimits | MakeRunCgroup) -> Generator[Wait, bool, None]:
+    def _ordered_cgroup(self, order: RaiseLimits | AddRunCgroup) -> Generator[Wait, bool, None]:
         """Hand an order to the cgroup maker; a second one gets it if the first dies or hangs. Raises `StepFailed`."""
         for _ in range(2):
             outcome = yield from self.births.cgroup_makers.hand_over(order, [])
             yield Wait(event=outcome.done)
             if not outcome.has_died:
                 break
-            if isinstance(order, MakeRunCgroup):
+            if isinstance(order, AddRunCgroup):
                 run_cgroups.unmake(self._cgroup(order.session_id), order.name)
         outcome.result()
 
@@ -396,7 +396,7 @@ class Sessions:
 
         Kills in the kernel's log that have these ids are counted for this session before another one gets them."""
         process = self.processes.get(session_id)
-        yield from self.kernel_log.find_kills(session_id, base if process is None else process.slot.base)
+        yield from self.kernel_log.find_oom_kills(session_id, base if process is None else process.slot.base)
         if process is not None:
             del self.processes[session_id]
             process.released.set()

@@ -1,36 +1,154 @@
 """The contract between the daemon and nsinit: one datagram is one message, descriptors ride with it. Sans-I/O.
 
-`AF_UNIX SOCK_SEQPACKET`. Every request carries `seq`, its answer the same `seq`; answers come in any order. The daemon
-never sends a path: nsinit builds every path from `data_dir` and a validated name (`validate.py`). No message carries a
-secret: session environment and the API key never come this way.
+`AF_UNIX SOCK_SEQPACKET`. Every request carries `seq`, its answer the same `seq`; answers come in any order. A request's
+class names the class of its answer, in place of which `Failed` may come. The daemon never sends a path: nsinit builds
+every path from `data_dir` and a validated name (`validate.py`). No message carries a secret: session environment and
+the API key never come this way.
 
-Descriptors: `Built` and `Attached` carry [pidfd of PID 1, out-of-memory event fd or none]; see `EventKind`. `Grouped`
-carries one, for the sandbox's PID 1; `UnpackImage` one, an archive.
-
-The part of `protocol` about images that are made of an archive. Values only.
-
-The part of `protocol` about what belongs to no session. Values only.
+Descriptors: `Built` and `Attached` carry [pidfd of PID 1, out-of-memory event or none]; see `EventKind`.
+`RunCgroupMade` carries one, for the sandbox's PID 1; `UnpackImage` one, an archive.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 from nsinit.kernel.seccomp.profile import ArgTest as SeccompArgTest
 from nsinit.kernel.seccomp.profile import Profile as SeccompProfile
 from nsinit.kernel.seccomp.profile import Rule as SeccompRule
 from runner.wire.codec import ProtocolError, Vocabulary
 
+__all__ = [
+    "ProtocolError",
+    "SeccompArgTest",
+    "SeccompProfile",
+    "SeccompRule",
+]
+"""Names of other modules that are part of the contract."""
+
+MAX_DATAGRAM_BYTES = 64 * 1024
+MAX_FDS = 2
+
+A = TypeVar("A")
+A_co = TypeVar("A_co", covariant=True)
+
+
+class Request(Generic[A_co]):
+    """A message to nsinit. Its class names the class of the answer, in place of which `Failed` may come."""
+
+    __slots__ = ()
+
+
+# Values -------------------------------------------------------------------------------------------------------------
+
+ImageKind = Literal["host", "rootfs", "files"]
+"""`host`: a made `/` with the machine's own `/usr` below a second overlay. `rootfs`: an unpacked root filesystem.
+`files`: no image and no program, only a workspace and a PID 1 that reads and writes files in it for the daemon."""
+
+NetworkMode = Literal["none"]
+
+EventKind = Literal["none", "eventfd", "memory_events"]
+"""The second descriptor: none, a v1 eventfd (readable after an OOM kill), or an open v2 `memory.events` (POLLPRI after
+a change, re-armed by reading it from the start)."""
+
+CgroupMode = Literal["v2", "hybrid", "v1"]
+
+DiskMode = Literal["project", "btrfs", "loop", "tmpfs", "none"]
+"""The mechanism that limits a session's writable layer: a project quota (ext4, xfs), a subvolume's quota, an ext4 image
+of its own behind a loop device, a tmpfs, or none."""
+
+DiskWish = Literal["auto", "project", "btrfs", "loop", "tmpfs", "none"]
+"""`auto`: the first of the modes, in their order, that works on the data directory."""
+
 
 @dataclass(frozen=True, slots=True)
-class UnpackImage:
-    """First and only message to an nsinit that is not started: unpack the archive that comes along, a descriptor open
-    for reading, into the empty draft of an image, and end. Not for a daemon that is not root.
+class Limits:
+    """Limits of the session's cgroup. `cpu_quota_us` per `cpu_period_us`; swap is always 0."""
 
-    `draft_name`: the directory below `images` in which `rootfs` lies. More members, or bytes of files, than allowed end
-    it. Answer: `Unpacked`, or `Failed`: at the stage `unpack` in words about the archive. Whoever hangs up before that
-    ends it, too.
+    memory_bytes: int
+    pids: int
+    cpu_quota_us: int
+    cpu_period_us: int = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class DiskLimits:
+    """Limits of the session's writable layer. In `loop` mode they include the tables of the file system itself."""
+
+    size_bytes: int
+    inodes: int
+
+
+DEFAULT_DISK = DiskLimits(size_bytes=2 << 30, inodes=200_000)
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxPlan:
+    """A sandbox to build. Names only; no path, no environment, no command.
+
+    `/tmp` gets at most half of the memory and `/dev/shm` a quarter, whatever `tmp_bytes` and `shm_bytes` say; a disk in
+    memory (mode `tmpfs`) gets at most half, too. `root_inside`: commands may run as the session's root; without it PID
+    1 lacks the capabilities for that.
+    """
+
+    session_id: str
+    image: str
+    image_kind: ImageKind
+    limits: Limits
+    workspace_id: str | None = None
+    workspace_draft: bool = False
+    """The workspace is a draft (`MakeWorkspace`)."""
+    readonly_rootfs: bool = False
+    network: NetworkMode = "none"
+    tmp_bytes: int = 256 * 1024 * 1024
+    shm_bytes: int = 64 * 1024 * 1024
+    tmp_inodes: int = 0
+    shm_inodes: int = 0
+    """0: one inode for each 4 KiB."""
+    open_files: int = 65_536
+    """The highest limit of open files that a process may set; each begins with 1024. Never beyond nsinit's own hard
+    limit."""
+    seccomp: str = "strict"
+    """A built-in profile, one of `Start.seccomp_profiles`, or `off`."""
+    disk: DiskLimits = DEFAULT_DISK
+    root_inside: bool = False
+
+    @property
+    def image_key(self) -> tuple[object, ...]:
+        """The fields that the steps to mount an image depend on. Plans with an equal key differ only in later steps."""
+        sizes = self.tmp_bytes, self.tmp_inodes, self.shm_bytes, self.shm_inodes
+        return self.image, self.image_kind, self.disk, self.limits.memory_bytes, *sizes
+
+
+# The first request --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Start(Request["Ready"]):
+    """Start nsinit. The first request, unless that is `UnpackImage`.
+
+    `cgroup_parent`: `auto`, or the directory below every hierarchy's mount point to build in. `seccomp_profiles`: an
+    operator's own, beside the built-in ones. `crash_at`: end at this crash point; for tests, and only from a daemon
+    that is root. `Failed` is also the answer when the `disk` mode can't be had.
+    """
+
+    seq: int
+    data_dir: str
+    node_id: str
+    cgroup_parent: str = "auto"
+    disk: DiskWish = "auto"
+    seccomp_profiles: tuple[SeccompProfile, ...] = ()
+    crash_at: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class UnpackImage(Request["Unpacked"]):
+    """Unpack the archive that comes along, a descriptor open for reading, into the empty draft of an image, and end.
+
+    The first and only request to an nsinit that is not started. Not for a daemon that is not root. `draft_name`: the
+    directory below `images` in which `rootfs` lies. More members, or bytes of files, than allowed are a failure; at the
+    stage `unpack` the sentence is about the archive. When the other end hangs up, nsinit ends, too.
     """
 
     seq: int
@@ -40,16 +158,215 @@ class UnpackImage:
     max_bytes: int
 
 
+# Requests: sandboxes ------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
-class Unpacked:
-    """How much came of it. `skipped`: members left out; `privileged`: files whose setuid or setgid bit was dropped."""
+class Prepare(Request["Ok"]):
+    """Make a blank sandbox for the pool, for a session id to come: cloned, in its cgroup, no image mounted.
+
+    A later `Build` of that id starts from it; a `Teardown` discards it. It dies with nsinit. `limits`, in force before
+    the process exists, and `disk` are guesses; the build may ask for others.
+    """
 
     seq: int
-    members: int
-    size_bytes: int
-    skipped: int
-    privileged: int
+    session_id: str
+    limits: Limits
+    disk: DiskLimits = DEFAULT_DISK
 
+
+@dataclass(frozen=True, slots=True)
+class MountImage(Request["Ok"]):
+    """Mount the image in a blank sandbox of the pool, on the guess that its session will have that image.
+
+    The `Build` of that id must have the same `SandboxPlan.image_key`, or is refused. After `Failed` nothing of the
+    sandbox is left.
+    """
+
+    seq: int
+    plan: SandboxPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Build(Request["Built"]):
+    """Build a sandbox. After `Failed` nothing of it is left."""
+
+    seq: int
+    plan: SandboxPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Attach(Request["Attached"]):
+    """Find the running sandbox of a session again, after a restart."""
+
+    seq: int
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Teardown(Request["TornDown"]):
+    """Kill a sandbox and remove all of it. Idempotent, and right for half-built ones."""
+
+    seq: int
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scan(Request["Scanned"]):
+    """List sessions that have a cgroup, a run directory or a session directory, those after an id."""
+
+    seq: int
+    after: str = ""
+
+
+# Requests: a running session ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SetLimits(Request["Ok"]):
+    """Change the limits of a running sandbox's cgroup."""
+
+    seq: int
+    session_id: str
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True)
+class SetFrozen(Request["Ok"]):
+    """Freeze or thaw all processes of a session at once, PID 1 included. Idempotent; answered when it is so.
+
+    `Failed` with `ETIMEDOUT`: not every process froze, and all run again; `ENOTSUP`: no freezer.
+    """
+
+    seq: int
+    session_id: str
+    frozen: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SetDisk(Request["Ok"]):
+    """Change the limits of a running sandbox's disk. `Failed` with `EOPNOTSUPP`: disks of this mode keep their size."""
+
+    seq: int
+    session_id: str
+    disk: DiskLimits
+
+
+@dataclass(frozen=True, slots=True)
+class AskDisk(Request["DiskUse"]):
+    """Ask how full the disk of a running sandbox is."""
+
+    seq: int
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class MakeRunCgroup(Request["RunCgroupMade"]):
+    """Make a run cgroup: one for a program or shell, inside the session's cgroup, whose limits it shares.
+
+    `name`: 1 to 32 of a-z, 0-9 and `-`. The run cgroup goes with the session at the latest. `Failed` with `EEXIST`; or
+    `EAGAIN`: the session has as many as it may have.
+    """
+
+    seq: int
+    session_id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveRunCgroup(Request["Ok"]):
+    """Remove a run cgroup, and with `kill` its processes. Idempotent. `Failed` with `EBUSY`: a process in
+    it lives on."""
+
+    seq: int
+    session_id: str
+    name: str
+    kill: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FindOomKills(Request["OomKills"]):
+    """Ask which processes of a session the kernel's out-of-memory killer ended."""
+
+    seq: int
+    session_id: str
+
+
+# Requests: workspaces -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MakeWorkspace(Request["Ok"]):
+    """Make the directory of a persistent workspace if there is none, or with `draft` one beside it that becomes the
+    workspace when it is published. With a `quota` no more can be written to it; a draft of a workspace that has a quota
+    has the same.
+
+    `Failed` with `EOPNOTSUPP`: no quota can be had here; `EXDEV`: the workspace exists without one.
+    """
+
+    seq: int
+    workspace_id: str
+    draft: bool = False
+    quota: DiskLimits | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GrowWorkspace(Request["Ok"]):
+    """Enlarge a workspace with a quota that no sandbox has mounted; the number of its files grows along.
+
+    `Failed` with `EINVAL`: it is larger already; `EBUSY`: it is mounted; `ENOENT`: there is none with a quota.
+    """
+
+    seq: int
+    workspace_id: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PublishWorkspace(Request["Ok"]):
+    """Make a draft the workspace of its name, in one step, after all of it is on the disk. With `replace` it takes the
+    place of the present one, which is deleted. `Failed` with `EEXIST`: there is one, and `replace` is false."""
+
+    seq: int
+    workspace_id: str
+    replace: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SyncWorkspace(Request["Ok"]):
+    """Wait until everything that was written to a workspace is on the disk."""
+
+    seq: int
+    workspace_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardWorkspace(Request["Ok"]):
+    """Move a workspace (or draft) out of the way in one step, then delete it. Idempotent. A sandbox that has it mounted
+    keeps the files that are not deleted yet, so none should."""
+
+    seq: int
+    workspace_id: str
+    draft: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AskQuota(Request["QuotaFound"]):
+    """Ask for the quota of a workspace. `Failed` with `EUCLEAN`: its image is damaged."""
+
+    seq: int
+    workspace_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ListWorkspaces(Request["WorkspacesListed"]):
+    """List the workspaces that have a directory, those after a name."""
+
+    seq: int
+    after: str = ""
+
+
+# Requests: leftovers ------------------------------------------------------------------------------------------------
 
 LeftoverKind = Literal["cgroup", "other_cgroup", "session_directory", "run_directory", "trash", "loop", "mount"]
 """`cgroup`: a cgroup among those of sessions that can't be one. `other_cgroup`: a node's directory that an earlier
@@ -70,337 +387,22 @@ class Leftover:
 
 
 @dataclass(frozen=True, slots=True)
-class FindLeftovers:
-    """List the leftovers. Answer: `LeftoversFound`."""
+class FindLeftovers(Request["LeftoversFound"]):
+    """List the leftovers."""
 
     seq: int
 
 
 @dataclass(frozen=True, slots=True)
-class RemoveLeftover:
-    """Remove a leftover if it is found again. Answer: `Ok` or `Failed` (`EBUSY`: some of it is left, or its kind is one
-    of `TOLD_ONLY`)."""
+class RemoveLeftover(Request["Ok"]):
+    """Remove a leftover if it is found again. `Failed` with `EBUSY`: some of it is left, or its kind is one of
+    `TOLD_ONLY`."""
 
     seq: int
     leftover: Leftover
 
 
-@dataclass(frozen=True, slots=True)
-class LeftoversFound:
-    seq: int
-    leftovers: tuple[Leftover, ...]
-
-
-__all__ = [
-    "ProtocolError",
-    "SeccompArgTest",
-    "SeccompProfile",
-    "SeccompRule",
-]
-"""Names of other modules that are part of the contract."""
-
-MAX_DATAGRAM_BYTES = 64 * 1024
-MAX_FDS = 2
-
-ImageKind = Literal["host", "rootfs", "files"]
-"""`host`: a made `/` with the machine's own `/usr` below a second overlay. `rootfs`: an unpacked root filesystem.
-`files`: no image and no program, only a workspace and a PID 1 that reads and writes files in it for the daemon."""
-
-NetworkMode = Literal["none"]
-
-EventKind = Literal["none", "eventfd", "memory_events"]
-"""What the second descriptor is: nothing, a v1 eventfd (readable after an OOM kill), or an open v2 `memory.events`
-(POLLPRI after a change, re-armed by reading it from the start)."""
-
-CgroupMode = Literal["v2", "hybrid", "v1"]
-
-DiskMode = Literal["project", "btrfs", "loop", "tmpfs", "none"]
-"""How the writable layer of a session is kept to its size: a project quota (ext4, xfs), a subvolume's quota, an ext4
-image of its own behind a loop device, a tmpfs, or not at all."""
-
-DiskWish = Literal["auto", "project", "btrfs", "loop", "tmpfs", "none"]
-"""`auto`: the first of the modes, in their order, that works on the data directory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the session's cgroup enforces. `cpu_quota_us` per `cpu_period_us`; swap is always 0."""
-
-    memory_bytes: int
-    pids: int
-    cpu_quota_us: int
-    cpu_period_us: int = 100_000
-
-
-@dataclass(frozen=True, slots=True)
-class DiskLimits:
-    """What the session's writable layer may hold. What the file system needs for itself counts in `loop` mode."""
-
-    size_bytes: int
-    inodes: int
-
-
-DEFAULT_DISK = DiskLimits(size_bytes=2 << 30, inodes=200_000)
-
-
-@dataclass(frozen=True, slots=True)
-class SandboxPlan:
-    """Everything nsinit needs to build one sandbox. Names only; no path, no environment, no command.
-
-    `/tmp` gets at most half of the memory and `/dev/shm` a quarter, whatever `tmp_bytes` and `shm_bytes` say; a disk in
-    memory (mode `tmpfs`) gets at most half, too.
-    `root_inside`: commands may run as the session's root; without it PID 1 itself lacks what that takes.
-    """
-
-    session_id: str
-    image: str
-    image_kind: ImageKind
-    limits: Limits
-    workspace_id: str | None = None
-    workspace_draft: bool = False
-    """The workspace is one that was begun and not published yet (`MakeWorkspace`)."""
-    readonly_rootfs: bool = False
-    network: NetworkMode = "none"
-    tmp_bytes: int = 256 * 1024 * 1024
-    shm_bytes: int = 64 * 1024 * 1024
-    tmp_inodes: int = 0
-    shm_inodes: int = 0
-    """0: one for each 4 KiB."""
-    open_files: int = 65_536
-    """How far a process may raise its own limit of 1024; never beyond nsinit's own hard limit."""
-    seccomp: str = "strict"
-    """A profile that comes along, one of `Start.seccomp_profiles`, or `off`."""
-    disk: DiskLimits = DEFAULT_DISK
-    root_inside: bool = False
-
-    @property
-    def image_key(self) -> tuple[object, ...]:
-        """What decides how an image is mounted. Plans in which that is the same differ only in what comes after it."""
-        sizes = self.tmp_bytes, self.tmp_inodes, self.shm_bytes, self.shm_inodes
-        return self.image, self.image_kind, self.disk, self.limits.memory_bytes, *sizes
-
-
-# Requests ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """First message, unless that is `UnpackImage`. `cgroup_parent`: `auto`, or the directory below every hierarchy's
-    mount point to build in. `seccomp_profiles`: an operator's own, beside those that come along. `crash_at`: end at
-    this point (`crash_points`); for tests, and only from a daemon that is root.
-
-    Answer: `Ready` or `Failed` (a `disk` that can't be had is one).
-    """
-
-    seq: int
-    data_dir: str
-    node_id: str
-    cgroup_parent: str = "auto"
-    disk: DiskWish = "auto"
-    seccomp_profiles: tuple[SeccompProfile, ...] = ()
-    crash_at: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Prepare:
-    """Make a blank vessel for a session id to come: cloned, in its cgroup, nothing of an image mounted yet.
-
-    A later `Build` of that id starts from it; a `Teardown` discards it. It dies with nsinit. `limits`, in force before
-    the process exists, and `disk` are what the build will probably ask for; it may ask for something else. Answer: `Ok`
-    or `Failed`.
-    """
-
-    seq: int
-    session_id: str
-    limits: Limits
-    disk: DiskLimits = DEFAULT_DISK
-
-
-@dataclass(frozen=True, slots=True)
-class Furnish:
-    """Mount the image in a blank vessel, on the guess that its session will have it.
-
-    The `Build` of that id must have the same `SandboxPlan.image_key`, or it is refused. Answer: `Ok` or `Failed`;
-    after `Failed` nothing of the vessel is left.
-    """
-
-    seq: int
-    plan: SandboxPlan
-
-
-@dataclass(frozen=True, slots=True)
-class Build:
-    """Build a sandbox. Answer: `Built` (2 descriptors) or `Failed`; after `Failed` nothing of it is left."""
-
-    seq: int
-    plan: SandboxPlan
-
-
-@dataclass(frozen=True, slots=True)
-class Attach:
-    """Find the running sandbox of a session again, after a restart. Answer: `Attached` or `Failed`."""
-
-    seq: int
-    session_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Scan:
-    """List sessions that have a cgroup, a run or a session directory, those after an id. Answer: `Scanned`."""
-
-    seq: int
-    after: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class SetLimits:
-    """Change the limits of a running sandbox's cgroup. Answer: `Ok` or `Failed`."""
-
-    seq: int
-    session_id: str
-    limits: Limits
-
-
-@dataclass(frozen=True, slots=True)
-class SetDisk:
-    """Change the limits of a running sandbox's disk. Answer: `Ok` or `Failed` (`EOPNOTSUPP`: disks of this mode keep
-    their size)."""
-
-    seq: int
-    session_id: str
-    disk: DiskLimits
-
-
-@dataclass(frozen=True, slots=True)
-class AskDisk:
-    """Ask how full the disk of a running sandbox is. Answer: `DiskUse` or `Failed`."""
-
-    seq: int
-    session_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class SetFrozen:
-    """Stop, or let go on, all processes of a session at once, PID 1 included. Idempotent.
-
-    Answer: `Ok`, when it is so, or `Failed` (`ETIMEDOUT`: not all would stop, and all go on; `ENOTSUP`: no freezer).
-    """
-
-    seq: int
-    session_id: str
-    frozen: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Teardown:
-    """Kill a sandbox and remove all of it; idempotent, and right for half-built ones. Answer: `TornDown`."""
-
-    seq: int
-    session_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class MakeWorkspace:
-    """Make the directory of a persistent workspace if there is none, or with `draft` one beside it that becomes the
-    workspace when it is published. With a `quota` it is made so that no more can be written to it; a draft of one that
-    has a quota has it, too. Answer: `Ok` or `Failed` (`EOPNOTSUPP`: no quota can be had here; `EXDEV`: there is one
-    without)."""
-
-    seq: int
-    workspace_id: str
-    draft: bool = False
-    quota: DiskLimits | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GrowWorkspace:
-    """Let a workspace with a quota that nobody has be this large; the number of its files grows along. Answer: `Ok` or
-    `Failed` (`EINVAL`: it is larger; `EBUSY`: somebody has it; `ENOENT`: there is none with a quota)."""
-
-    seq: int
-    workspace_id: str
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class AskQuota:
-    """Ask what a workspace may hold. Answer: `QuotaFound` or `Failed` (`EUCLEAN`: its image is damaged)."""
-
-    seq: int
-    workspace_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class ListWorkspaces:
-    """List the workspaces that have a directory, those after a name. Answer: `WorkspacesListed`."""
-
-    seq: int
-    after: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class DiscardWorkspace:
-    """Move a workspace (or draft) out of the way in one step, and delete it then; idempotent. Answer: `Ok` or
-    `Failed`. Who has it mounted keeps what is not deleted yet, so nobody should."""
-
-    seq: int
-    workspace_id: str
-    draft: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PublishWorkspace:
-    """Make a draft the workspace of its name, in one step, after all of it is on the disk. With `replace` it takes the
-    place of the one that is there, which is deleted. Answer: `Ok` or `Failed` (`EEXIST`: there is one)."""
-
-    seq: int
-    workspace_id: str
-    replace: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SyncWorkspace:
-    """Have everything that was written to a workspace on the disk. Answer: `Ok` or `Failed`."""
-
-    seq: int
-    workspace_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class MakeGroup:
-    """Make a cgroup of its own for a program or shell inside a session's; it shares the session's limits.
-
-    `name` is 1 to 32 of a-z, 0-9 and `-`. It goes with the session at the latest. Answer: `Grouped` (1 descriptor) or
-    `Failed` (`EEXIST`; `EAGAIN` when the session has as many as it may have).
-    """
-
-    seq: int
-    session_id: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class RemoveGroup:
-    """Kill what is left in a group, if `kill`, and remove it. Idempotent.
-
-    Answer: `Ok` (it is gone) or `Failed` (`EBUSY`: something in it lives on, so it stays).
-    """
-
-    seq: int
-    session_id: str
-    name: str
-    kill: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class FindVictim:
-    """Ask whom the kernel's out-of-memory killer ended in a session. Answer: `Victim`."""
-
-    seq: int
-    session_id: str
-
-
-# Answers ----------------------------------------------------------------------------------------------------------
+# Answers ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,12 +416,24 @@ class Ready:
     features: dict[str, bool] = field(default_factory=dict)
     disk: DiskMode = "none"
     disk_refused: dict[str, str] = field(default_factory=dict)
-    """Why a mode that comes before `disk` can't be had here, one sentence each."""
+    """Why each mode before `disk` can't be had here, one sentence each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """The counts of an archive. `skipped`: members left out; `privileged`: files whose setuid or setgid bit was
+    dropped."""
+
+    seq: int
+    members: int
+    size_bytes: int
+    skipped: int
+    privileged: int
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Which process is PID 1 of a sandbox. `start_ticks`: `/proc/<pid>/stat` field 22; `pid_ns`: namespace inode."""
+    """The process that is PID 1 of a sandbox. `start_ticks`: `/proc/<pid>/stat` field 22; `pid_ns`: namespace inode."""
 
     pid: int
     start_ticks: int
@@ -429,7 +443,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """The runner listens. `timings_us` maps step names to microseconds, in order."""
+    """The sandbox is built and its runner listens. `timings_us`: from step names to microseconds, in order."""
 
     seq: int
     session_id: str
@@ -447,8 +461,23 @@ class Attached:
 
 
 @dataclass(frozen=True, slots=True)
+class TornDown:
+    """The session is removed. `leftovers`: one sentence for each thing that could not be removed.
+
+    Counters are the last ones read before the cgroup went; -1 means unknown.
+    """
+
+    seq: int
+    session_id: str
+    oom_kills: int
+    cpu_usec: int
+    memory_peak_bytes: int
+    leftovers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
-    """One session as the kernel and the disk know it; `identity` is None when nothing of it runs."""
+    """A session as the kernel and the disk know it. `identity`: None when no process of it runs."""
 
     session_id: str
     identity: Identity | None
@@ -466,45 +495,8 @@ class Scanned:
 
 
 @dataclass(frozen=True, slots=True)
-class TornDown:
-    """Nothing of the session is left but, perhaps, `leftovers` (what could not be removed, and why).
-
-    Counters are the last ones read before the cgroup went; -1 means unknown.
-    """
-
-    seq: int
-    session_id: str
-    oom_kills: int
-    cpu_usec: int
-    memory_peak_bytes: int
-    leftovers: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Grouped:
-    """The group is there. `membership` says what the descriptor is: `clone`, the group's directory in a cgroup v2
-    tree, for CLONE_INTO_CGROUP by the session's PID 1; `join`, its v1 `tasks` file open for writing."""
-
-    seq: int
-    membership: Literal["clone", "join"]
-
-
-@dataclass(frozen=True, slots=True)
-class Victim:
-    """The victim's name as the kernel logged it (chosen by the sandbox: at most 15 bytes of anything printable), empty
-    when unknown, and how many seconds ago it was. `kills`: of how many the log tells, and `pids`: who the last of them
-    were, as everybody here counts pids; 0 and none where the log has other pids than ours."""
-
-    seq: int
-    name: str
-    age_s: float = 0.0
-    kills: int = 0
-    pids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class DiskUse:
-    """What the kernel counts for the writable layer; -1 where nobody counts or limits."""
+    """Use and limits of the writable layer; -1 where the kernel does not count or limit."""
 
     seq: int
     used_bytes: int
@@ -514,8 +506,33 @@ class DiskUse:
 
 
 @dataclass(frozen=True, slots=True)
+class RunCgroupMade:
+    """The run cgroup exists. `membership`: the use of the descriptor. `clone`: the run cgroup's directory in a cgroup
+    v2 tree, for CLONE_INTO_CGROUP by the session's PID 1; `join`: its v1 `tasks` file, open for writing."""
+
+    seq: int
+    membership: Literal["clone", "join"]
+
+
+@dataclass(frozen=True, slots=True)
+class OomKills:
+    """Processes of a session that the kernel killed for memory. `name`: of the newest, as the kernel logged it (chosen
+    by the sandbox: at most 15 bytes of anything printable), empty when unknown; `age_s`: seconds since.
+
+    `kills`: the number of kills in the log. `pids`: of the last ones, as this machine's processes count pids; 0 and
+    none where the log has another namespace's pids.
+    """
+
+    seq: int
+    name: str
+    age_s: float = 0.0
+    kills: int = 0
+    pids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class QuotaFound:
-    """None: nothing limits it, or it is not there."""
+    """The quota of a workspace; None without one, or without the workspace."""
 
     seq: int
     quota: DiskLimits | None = None
@@ -528,6 +545,12 @@ class WorkspacesListed:
     seq: int
     names: tuple[str, ...]
     more: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LeftoversFound:
+    seq: int
+    leftovers: tuple[Leftover, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -547,10 +570,11 @@ class Failed:
 
 
 REQUESTS = Vocabulary(
-    *(Start, Prepare, Furnish, Build, Attach, Scan, SetLimits, SetFrozen, Teardown),
+    *(Start, Prepare, MountImage, Build, Attach, Scan, SetLimits, SetFrozen, Teardown),
     *(MakeWorkspace, GrowWorkspace, AskQuota, ListWorkspaces, DiscardWorkspace, PublishWorkspace, SyncWorkspace),
-    *(MakeGroup, RemoveGroup, FindVictim, AskDisk, SetDisk, FindLeftovers, RemoveLeftover, UnpackImage),
+    *(MakeRunCgroup, RemoveRunCgroup, FindOomKills, AskDisk, SetDisk, FindLeftovers, RemoveLeftover, UnpackImage),
 )
+
 ANSWERS = Vocabulary(
     *(
         Ready,
@@ -558,8 +582,8 @@ ANSWERS = Vocabulary(
         Attached,
         Scanned,
         TornDown,
-        Grouped,
-        Victim,
+        RunCgroupMade,
+        OomKills,
         DiskUse,
         LeftoversFound,
         WorkspacesListed,
@@ -567,3 +591,12 @@ ANSWERS = Vocabulary(
     ),
     *(Unpacked, Ok, Failed),
 )
+
+_ANSWER_CLASSES: dict[str, type] = {each.__name__: each for each in ANSWERS.classes}
+
+
+def answer_class(request: type[Request[A]]) -> type[A]:
+    """Return the class of the answer that a class of requests names."""
+    (base,) = request.__orig_bases__  # type: ignore[attr-defined]  # set for every class with a generic base
+    found: type[Any] = _ANSWER_CLASSES[get_args(base)[0].__forward_arg__]
+    return found

@@ -58,7 +58,7 @@ def check_workspace_id(text: str) -> None:
 def check_run_cgroup_name(text: str) -> None:
     """Raise `InvalidName` unless `text` is the name of a run cgroup. Without a dot it is no file of the kernel's but
     v1's `tasks`, which fails the request since it is no directory."""
-    _match(_RUN_CGROUP_NAME, text, "group name")
+    _match(_RUN_CGROUP_NAME, text, "name of a run cgroup")
 
 
 def check_draft_name(text: str) -> None:

@@ -1,9 +1,9 @@
 """A directory tree as a tar archive, and back. Runs in a file worker as the sandbox user; may block.
 
-What is written is pax (POSIX.1-2001): names of any bytes and length, times to the nanosecond, permission bits, hard
-links. Owners are not kept: on the way back everything belongs to the sandbox user. An archive to unpack is hostile: its
-names are followed one directory at a time and through no link, only directories, regular files and links are made of
-it, set-id bits are dropped, its size is bounded.
+Archives are written as pax (POSIX.1-2001): names of any bytes and length, times to the nanosecond, permission bits,
+hard links. Owners are not restored: unpacked files belong to the sandbox user. An archive to unpack is hostile: its
+names are followed one directory at a time and through no link, only directories, regular files and links are made,
+set-id bits are dropped, the size is bounded.
 
 Sources: POSIX.1-2024 pax; Python library reference, `tarfile`; openat2(2).
 """
@@ -27,31 +27,35 @@ from runner.wire.protocol import CHUNK_BYTES, Packed
 from runner.wire.tarheaders import StrictHeader
 
 _MAX_LINKED = 200_000
-"""Files with several names that are remembered; a further one is packed once for each name."""
+"""Most files with several names that are remembered. A further one is packed once for each name."""
 _PERMISSIONS = 0o777
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _CHANGED = frozenset({errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.ENXIO})
-"""What open(2) or readlink(2) says of a name that is gone, or a link, a file or a socket by now."""
+"""Errors of open(2) and readlink(2) for a name that is gone, or a link, a file or a socket by now."""
 _NOTHING: IO[bytes] = io.BytesIO()
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _PARENT = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _WITHIN = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS
 _MAX_PARTS = 2048
 _UNSYNCED_BYTES = 256 * 1024 * 1024
-"""So much may wait to be written to the disk: who makes a workspace of it all has seconds for that, not minutes."""
+"""Most bytes that may wait to be written to the disk: making a workspace of them has seconds for that, not minutes."""
 _MAX_TIME_S = 2**33
 _TIME = re.compile(r"(-?)([0-9]{1,12})(?:\.([0-9]{1,9})[0-9]*)?\Z")
 
 
 def check_readable(top_fd: int) -> None:
-    """Raise `Refused` unless everything that `pack` would pack can be read."""
+    """Check that everything that `pack` would pack can be read.
+
+    Raises:
+        Refused: PERMISSION_DENIED.
+    """
     for found in Walk(top_fd):
         if stat.S_ISREG(found.status.st_mode) and not os.access(found.name, os.R_OK, dir_fd=found.parent_fd):
             raise Refused("PERMISSION_DENIED", f"can't be read: {os.fsdecode(found.path)[:200]}")
 
 
 def pack(top_fd: int, out: IO[bytes]) -> Packed:
-    """Write an archive of all there is below a directory."""
+    """Write an archive of everything below a directory."""
     entries = size = skipped = 0
     linked: dict[tuple[int, int], str] = {}
     with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT, bufsize=CHUNK_BYTES) as archive:
@@ -74,13 +78,17 @@ def pack(top_fd: int, out: IO[bytes]) -> Packed:
 
 
 class _Changed(Exception):
-    """Just now somebody removed it, or put something else in its place."""
+    """A file was removed or replaced just now."""
 
 
 @contextmanager
 def _opened(found: Found) -> Iterator[tuple[os.stat_result, IO[bytes]]]:
-    """Yield what something is and what is in it, of a regular file both of the same: one that was replaced since it was
-    found must not come with the size of the old one. Raises `_Changed`."""
+    """Yield status and content of a file, both from one descriptor if it is a regular file: a file that was replaced
+    since it was found must not come with the size of the old one.
+
+    Raises:
+        _Changed
+    """
     if not stat.S_ISREG(found.status.st_mode):
         yield found.status, _NOTHING
         return
@@ -128,7 +136,7 @@ def _target_of(link: Found) -> bytes:
 
 
 class _Exactly:
-    """A file whose size was told already: what is missing since then reads as zeros."""
+    """Reader of a file whose size stands in the archive already: bytes that are missing since then read as zeros."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -185,8 +193,8 @@ class _Unpacker:
             raise Refused("BAD_ARCHIVE", f"{reason}: {member.name[:200]}") from None
 
     def finish(self) -> None:
-        """Give directories their modes and times: before, a closed one would have kept its own files out. What was
-        unpacked is on the disk then."""
+        """Give directories their modes and times, and wait until all is on the disk."""
+        # Not earlier: a directory that may not be written would have kept its own files out.
         for path in sorted(self._directories, reverse=True):
             mode, mtime_ns = self._directories[path]
             fd = self._kernel.openat2(self._top_fd, path, os.O_RDONLY | _PARENT & ~os.O_PATH, 0, _WITHIN)
@@ -246,7 +254,7 @@ class _Unpacker:
             os.close(source_fd)
 
     def _open_parent(self, path: bytes) -> int:
-        """Open a directory below the top, making what is missing of it."""
+        """Open a directory below the top. Missing directories are made."""
         try:
             return self._kernel.openat2(self._top_fd, path or b".", _PARENT, 0, _WITHIN)
         except FileNotFoundError:
@@ -266,7 +274,7 @@ class _Unpacker:
 
 
 def _path_of(name: str) -> bytes:
-    """Return where a member goes. A leading `/` means nothing; `..` and NUL are no names here."""
+    """Return the parts of a member's path. A leading `/` means nothing; `..` and NUL are refused."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if ".." in parts or "\0" in name or len(parts) > _MAX_PARTS:
         raise Refused("BAD_ARCHIVE", f"not a plain path: {name[:200]}")
@@ -274,7 +282,7 @@ def _path_of(name: str) -> bytes:
 
 
 def _make_directory(parent_fd: int, name: bytes) -> None:
-    """Nobody but us may use it before it has its mode."""
+    """Make a directory, closed to all but the sandbox user until it has its mode; one that is there stays."""
     try:
         os.mkdir(name, 0o700, dir_fd=parent_fd)
     except FileExistsError:
@@ -283,7 +291,7 @@ def _make_directory(parent_fd: int, name: bytes) -> None:
 
 
 def _make_way(parent_fd: int, name: bytes) -> None:
-    """The last member of a name is the one that stays, as tar(1) has it."""
+    """Remove the file of an earlier member: the last member of a name stays, as in tar(1)."""
     try:
         os.unlink(name, dir_fd=parent_fd)
     except FileNotFoundError:
@@ -291,7 +299,7 @@ def _make_way(parent_fd: int, name: bytes) -> None:
 
 
 def _mtime_ns(member: tarfile.TarInfo) -> int:
-    """Return the time of a member; absurd ones are no reason to refuse it."""
+    """Return the time of a member. An absurd one does not refuse the member."""
     exact = _TIME.match(member.pax_headers.get("mtime", ""))
     if exact is not None:
         seconds, fraction = int(exact[2]), int((exact[3] or "0").ljust(9, "0"))

@@ -1,7 +1,8 @@
-"""What each request for files means. Runs in a file worker as the sandbox user; may block.
+"""Operations on files: listing, looking, removing, measuring, packing. Run in a file worker as the sandbox user; may
+block.
 
-Which place a path means is `paths`' matter: the kernel decides, and what leads outside is refused. From there on
-everything goes by descriptors.
+Paths are resolved by `Resolver`: the kernel decides, and a path that leads outside is refused. From there on everything
+goes by descriptors.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ _LISTING_BYTES = 160 * 1024
 """Well below `MAX_FRAME_BYTES`, as JSON."""
 _ENTRY_BYTES = 200
 _JSON_BYTES = 6
-"""What a byte of a name may take as JSON."""
+"""Most that a byte of a name takes as JSON."""
 _CLOCK_EVERY = 256
 
 
 def perform(request: Request, resolver: Resolver, kernel: Kernel, *, input_fd: int, output_fd: int) -> object:
-    """Do what is asked and return the answer.
+    """Perform a request and return the answer.
 
     Raises:
         Refused, OSError
@@ -72,7 +73,7 @@ def perform(request: Request, resolver: Resolver, kernel: Kernel, *, input_fd: i
 
 @contextmanager
 def _directory(path: str, resolver: Resolver) -> Iterator[tuple[int, bytes]]:
-    """Open the directory that a path leads to; its real path comes with it."""
+    """Open the directory that a path leads to; yield descriptor and real path."""
     try:
         path_fd, real = resolver.open_existing(resolver.encode(path))
     except OSError as error:
@@ -93,7 +94,8 @@ def _directory(path: str, resolver: Resolver) -> Iterator[tuple[int, bytes]]:
 
 @contextmanager
 def _parent_of(path: str, resolver: Resolver) -> Iterator[tuple[int, bytes, bytes]]:
-    """Open the directory that holds what a path names; the last name is not followed, and is `.` for a root."""
+    """Open the directory above the file that a path names; yield descriptor, name and real path. The name may be a
+    link, which is not followed, and is `.` for a root."""
     encoded = resolver.encode(path).rstrip(b"/")
     directory, name = os.path.split(encoded)
     if resolver.is_root(encoded) or name in (b".", b".."):
@@ -111,8 +113,7 @@ def _parent_of(path: str, resolver: Resolver) -> Iterator[tuple[int, bytes, byte
 
 
 def _list(request: ListFiles, resolver: Resolver) -> Listing:
-    """The names are read as they come and the first ones behind `after` are kept, so that a huge directory costs time
-    and no memory."""
+    # Names are read as they come and the first ones behind `after` are kept: a huge directory costs time, not memory.
     after, limit = os.fsencode(request.after), min(max(request.limit, 1), MAX_LISTED)
     with _directory(request.path, resolver) as (fd, real):
         with os.scandir(fd) as found:
@@ -156,7 +157,7 @@ def _remove_directory(name: bytes, parent_fd: int) -> None:
 
 
 def _empty(top_fd: int) -> None:
-    """Remove all there is below a directory, whose descriptor is closed."""
+    """Remove everything below a directory, whose descriptor is closed."""
     try:
         for found in Walk(top_fd):
             if not stat.S_ISDIR(found.status.st_mode):

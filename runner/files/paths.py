@@ -1,7 +1,7 @@
-"""Where a path leads inside the sandbox, decided by the kernel with the sandbox user's rights, never lexically.
+"""Resolution of paths inside the sandbox, by the kernel with the sandbox user's rights, never lexically.
 
-It must not open a file's content: it hands out O_PATH descriptors whose real place was checked, and later steps go
-through those, so nothing can be exchanged in between.
+The result is an O_PATH descriptor whose real place was checked. Later steps go through the descriptor, so nothing can
+be exchanged in between. No file's content is opened here.
 
 Sources: openat2(2) (RESOLVE_NO_MAGICLINKS keeps PID 1's own /proc/self out of reach), open(2) "O_PATH",
 proc_pid_fd(5).
@@ -39,15 +39,15 @@ _CODES: dict[int, ErrorCode] = {
 
 
 def refusal(error: OSError, path: str) -> Refused:
-    """Return the refusal that says what the kernel said."""
+    """Return the refusal with the code and words for the kernel's error."""
     number = error.errno or 0
     return Refused(_CODES.get(number, "IO_ERROR"), f"{os.strerror(number).lower()}: {path[:200]}")
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a file is or would be: a checked directory (the descriptor is the holder's), a name in it, and, if it
-    exists, its mode."""
+    """Place of a file that exists or is to be made: a checked directory (the descriptor is the holder's), a name in the
+    directory, and the mode of the file that exists."""
 
     directory_fd: int
     directory: bytes
@@ -68,7 +68,7 @@ class Resolver:
         self._kernel = kernel
 
     def encode(self, path: str) -> bytes:
-        """Return the absolute path a request means.
+        """Return the absolute path that a request means.
 
         Raises:
             Refused: INVALID_PATH.
@@ -82,7 +82,7 @@ class Resolver:
         return os.path.join(self._workspace, encoded)
 
     def is_root(self, path: bytes) -> bool:
-        """Whether an absolute path names one of the allowed roots as such."""
+        """Return whether an absolute path names one of the allowed roots as such."""
         return path in self._roots
 
     def open_existing(self, path: bytes) -> tuple[int, bytes]:
@@ -103,7 +103,7 @@ class Resolver:
         """Return the real path of an open descriptor.
 
         Raises:
-            Refused: it is not below an allowed root, or was deleted.
+            Refused: PATH_OUTSIDE, not below an allowed root; FILE_NOT_FOUND, deleted.
         """
         path = os.readlink(b"/proc/self/fd/%d" % fd)
         if not any(path == root or path.startswith(root + b"/") for root in self._roots):
@@ -114,7 +114,7 @@ class Resolver:
         return path
 
     def target_for_writing(self, path: bytes) -> Target:
-        """Return where writing to `path` puts the file, making the directories that are missing.
+        """Return the place of a file to be written to `path`. Missing directories are made.
 
         Raises:
             Refused, OSError
@@ -138,9 +138,9 @@ class Resolver:
         raise Refused("PATH_OUTSIDE", "too many symbolic links")
 
     def _refuse_directory(self, path: bytes) -> None:
-        """Raise what reading would raise of a directory, the allowed roots themselves included, or of what is outside.
+        """Raise the error that reading would raise for a directory, the allowed roots included, or for a path outside.
 
-        Only for the right word: what lies there may change at any time, and writing checks again.
+        Only for a good message: the file may change at any time, and writing checks again.
         """
         try:
             fd, _ = self.open_existing(path)
@@ -178,7 +178,7 @@ class Resolver:
         return fd
 
     def _open_path(self, directory_fd: int, path: bytes, flags: int) -> int:
-        """Open relative to a descriptor, which is closed."""
+        """Open a path below a directory, whose descriptor is closed."""
         try:
             return self._kernel.openat2(directory_fd, path, _O_PATH | flags, 0, RESOLVE_NO_MAGICLINKS)
         finally:
@@ -204,8 +204,10 @@ def _mode_of_file(name: bytes, directory_fd: int) -> int | None:
 
 
 def check_regular(status: os.stat_result) -> None:
-    """Raises:
-    Refused: what was opened is a directory, FIFO, socket or device, which PID 1 must never block on.
+    """Check that a file is a regular one: PID 1 could block on a FIFO, socket or device.
+
+    Raises:
+        Refused
     """
     if stat.S_ISDIR(status.st_mode):
         raise Refused("IS_DIRECTORY", "the path names a directory")

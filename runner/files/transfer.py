@@ -1,6 +1,6 @@
 """Reading and writing one file for a client, as the sandbox user, in pieces between other work of the loop.
 
-It must not block: only regular files are opened, and only after their kind was checked on the descriptor itself.
+PID 1 must not block: only regular files are opened, and only after their kind was checked on the descriptor itself.
 
 Sources: open(2) (O_TMPFILE), linkat(2), rename(2) (atomic replacement), proc_pid_fd(5) (reopening a checked O_PATH
 descriptor).
@@ -21,7 +21,7 @@ _NEW_FILE_MODE = 0o644
 
 
 class FileReader:
-    """Sends a file. Ends after `max_bytes` read, whatever the file says its size is."""
+    """Job of a `ReadFile`: sends a file. Ends after `max_bytes`, whatever size the file has."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -62,7 +62,7 @@ class FileReader:
         self._path = os.fsdecode(real)
 
     def _pump(self) -> None:
-        """Send one piece and come back after the others had their turn."""
+        """Send one piece, and the next after other work had its turn."""
         self._is_scheduled = False
         if self._sink is None or self._sink.is_full:
             return
@@ -113,7 +113,7 @@ class FileReader:
 
 
 class FileWriter:
-    """Receives a file into one without a name, and gives it its place at END."""
+    """Job of a `WriteFile`: receives into a file without a name, which takes its place at END."""
 
     def __init__(self, context: Context, serial: int) -> None:
         self._context = context
@@ -186,7 +186,7 @@ class FileWriter:
         self._fail(Refused("IO_ERROR", "cancelled"))
 
     def on_close(self) -> None:
-        """The client left before END: the old file stays as it was. If it left after that, either may be there."""
+        """The client is gone. Before END the old file stays; after it, either the old or the new file is there."""
         if self._worker is not None:
             self._worker.kill()
             self._worker = None
@@ -195,7 +195,7 @@ class FileWriter:
                 with self._context.as_user:
                     os.unlink(self._temporary, dir_fd=self._target.directory_fd)
             except OSError:
-                pass  # removed by the sandbox itself, perhaps with its directory
+                pass  # the sandbox has removed it, perhaps with its directory
         self._forget()
 
     def on_drained(self) -> None:
@@ -220,8 +220,8 @@ class FileWriter:
 
 
 def _open_new(directory_fd: int, temporary: bytes) -> int:
-    """Open a new file that gets a name when it is whole: of one that is killed before, nothing is left. Where the file
-    system can't do that it is the temporary name at once."""
+    """Open a new file without a name, of which nothing is left if PID 1 is killed before the file is whole. Where the
+    file system can't do that, the file has the temporary name."""
     try:
         return os.open(".", os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
     except OSError as error:
@@ -232,7 +232,7 @@ def _open_new(directory_fd: int, temporary: bytes) -> int:
 
 
 def _put_in_place(fd: int, temporary: bytes, target: Target, *, syncs: bool) -> Done:
-    """Give the new file its mode and its name, and, if asked to, wait until both are on the disk."""
+    """Give the new file its mode and its name; with `syncs` wait until both are on the disk."""
     os.fchmod(fd, _NEW_FILE_MODE if target.mode is None else target.mode)
     if syncs:
         os.fsync(fd)
@@ -240,7 +240,7 @@ def _put_in_place(fd: int, temporary: bytes, target: Target, *, syncs: bool) -> 
     if syncs:
         try:
             directory_fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=target.directory_fd)
-        except PermissionError:  # it can be written and not read
+        except PermissionError:  # a directory that can be written and not read
             os.sync()
         else:
             os.fsync(directory_fd)
@@ -249,14 +249,14 @@ def _put_in_place(fd: int, temporary: bytes, target: Target, *, syncs: bool) -> 
 
 
 def _name(fd: int, temporary: bytes, target: Target) -> None:
-    """Let the file take its place in one step. Only rename(2) replaces, and it needs a name to begin with."""
+    """Let the file take its place in one step. Only rename(2) replaces, and it starts from a name."""
     directory_fd = target.directory_fd
     if os.fstat(fd).st_nlink == 0:
         path = b"/proc/self/fd/%d" % fd
         if target.mode is None:
             try:
                 os.link(path, target.name, dst_dir_fd=directory_fd)
-            except FileExistsError:  # it came just now
+            except FileExistsError:  # another file took the name just now
                 pass
             else:
                 return
@@ -265,7 +265,7 @@ def _name(fd: int, temporary: bytes, target: Target) -> None:
 
 
 def _check_writable(target: Target) -> None:
-    """Refuse to replace a file its own mode protects; renaming over it would get past that."""
+    """Refuse to replace a file that its own mode protects; rename(2) would replace it."""
     if target.mode is None:
         return
     try:

@@ -1,6 +1,6 @@
-"""Walking a directory tree that somebody else may be changing, and describing what is in it.
+"""Walking a directory tree that other processes may be changing, and describing its files.
 
-Every step is one name below an open directory, so no link is ever followed and nothing outside is reached. What has
+Every step is one name below an open directory, so no link is ever followed and nothing outside is reached. A file that
 vanished meanwhile is passed over. Runs in a file worker as the sandbox user; may block.
 
 Sources: openat(2) O_NOFOLLOW; readlink(2); stat(2).
@@ -22,9 +22,9 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Something in a tree: `name` in the directory `parent_fd`, which is open until the next one is asked for.
+    """One file of a tree: `name` in the directory `parent_fd`, which is open until the next file is asked for.
 
-    `path` is relative to the top. A directory comes twice: before what is in it, and, `is_left`, behind.
+    `path` is relative to the top. A directory comes twice: before its content, and after it with `is_left`.
     """
 
     parent_fd: int
@@ -35,8 +35,8 @@ class Found:
 
 
 class Walk:
-    """Iterate over all there is below a directory. With `passes_denied`, directories that must not be read are passed
-    over and counted; otherwise they are an error."""
+    """Iterates over all files below a directory. With `passes_denied`, directories that may not be read are passed over
+    and counted; otherwise they are an error."""
 
     def __init__(self, top_fd: int, *, passes_denied: bool = False) -> None:
         self._top_fd = top_fd
@@ -97,7 +97,7 @@ def _look(fd: int, name: bytes, above: bytes) -> Found | None:
 
 
 def describe(parent_fd: int, name: bytes, status: os.stat_result, *, path: bytes = b"") -> FileEntry:
-    """Return what a client learns of one file."""
+    """Return the description of one file for a client."""
     mode, target = status.st_mode, b""
     if stat.S_ISLNK(mode):
         try:

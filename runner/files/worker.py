@@ -244,7 +244,7 @@ class FileJob(ClientSide):
         self._finish(Error("IO_ERROR", "cancelled"))
 
     def on_close(self) -> None:
-        """Nobody waits any more, or all is said."""
+        """Give everything up: the client is gone, or the answer is known."""
         self._sink = None
         if self._worker is not None:
             self._worker.kill()

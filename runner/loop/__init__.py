@@ -1,4 +1,4 @@
-"""Foundations of PID 1: the event loop, the reaper, identities, settings, and the context all parts share.
+"""Foundations of PID 1: the event loop, the reaper, identities, settings, and the context that all parts share.
 
 Imports `wire`; every other package imports it. Begin with `loop.py`.
 """

@@ -1,7 +1,6 @@
-"""What a runner may assume about its sandbox, and its limits. Values only.
+"""Settings of a runner: the shape of its sandbox, and limits. Values only.
 
-The defaults are what `nsinit` builds. Everything else in the package takes this object, so that the engine also runs
-in a namespace of another shape.
+The defaults describe the sandbox that `nsinit` builds. Tests build smaller ones and say so here.
 """
 
 from __future__ import annotations
@@ -11,20 +10,19 @@ from dataclasses import dataclass
 from typing import Final
 
 OUT_BUFFER_BYTES: Final = 256 * 1024
-"""Per connection: with more than this unsent, nothing more is read from the pipe or file that feeds it."""
+"""Per connection. With more than this unsent, nothing more is read from the pipe or file that feeds it."""
 
 STDIN_BUFFER_BYTES: Final = 1024 * 1024
-"""Per command: with more than this not yet taken by the command, nothing more is read from its connection."""
+"""Per run. With more than this not yet taken by the run, nothing more is read from its connection."""
 
 MAX_CONNECTIONS: Final = 128
 """Connections beyond this are closed as they are accepted."""
 
 MAX_LEFTOVER_PIPES: Final = 64
-"""Pipes of ended commands that a background job still holds; the oldest beyond this is closed."""
-
+"""Pipes of ended runs that a background job still holds; the oldest beyond this is closed."""
 
 MAX_ENVIRONMENT_BYTES: Final = 512 * 1024
-"""All variables of a session together; execve(2) would refuse a process more than a quarter of its stack limit."""
+"""All variables of a session together. execve(2) refuses more than a quarter of the stack limit."""
 
 
 def _go_on(_step: str) -> None:
@@ -33,7 +31,7 @@ def _go_on(_step: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """`private_dir` is a tmpfs of PID 1's own, mode 0711, that commands can name files in but not list."""
+    """`private_dir` is a tmpfs of PID 1's own, mode 0711: commands can open files there by name, and not list them."""
 
     private_dir: str = "/run/sandkasten"
     uid: int = 1000
@@ -43,23 +41,23 @@ class RunnerConfig:
     root_inside: bool = False
     """Whether PID 1 can start programs as root."""
     files_only: bool = False
-    """Whether there is no program to run: only files are read, written, listed and packed."""
+    """Whether no program runs here: files are read, written, listed and packed, and all else is refused."""
     workspace: str = "/workspace"
     file_roots: tuple[str, ...] = ("/workspace", "/tmp", "/home/sandbox")
     outside_peers_only: bool = True
-    """Refuse peers that have a pid in this pid namespace (the daemon has none here)."""
+    """Whether to refuse peers that have a pid in this pid namespace (the daemon has none here)."""
 
     interrupt_grace_s: float = 0.2
     terminate_grace_s: float = 0.3
     kill_grace_s: float = 0.3
     pick_up_grace_s: float = 2.0
-    """How long a shell may leave a command unread before it is replaced."""
+    """Seconds that a shell may leave a command unread before it is replaced."""
 
     start_grace_s: float = 5.0
-    """How long a new shell may take until it reports ready."""
+    """Seconds that a new shell may take until it reports ready."""
 
     passing: Callable[[str], None] = _go_on
-    """Called at named steps with what was done there already; a test may end the process in it."""
+    """Called with the name of each step that was just done; a test may end the process in it."""
 
     def base_environment(self) -> dict[str, str]:
         """Return the documented environment every command starts from."""

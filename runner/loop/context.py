@@ -1,5 +1,5 @@
-"""Parts that every request meets: the context in which PID 1 serves it, the sink for its answer, the job that takes
-what else comes on its connection, the descriptor that came with it, its refusal, and the registry of runs by their ids.
+"""Parts that every request meets: the context in which PID 1 serves it, the sink for its answer, the job that takes the
+further frames of its connection, the descriptor that came with it, its refusal, and the registry of runs by their ids.
 
 Sources: unix(7) SCM_RIGHTS.
 """
@@ -28,7 +28,7 @@ class Refused(Exception):
 
 
 class Descriptor:
-    """At most one descriptor that came with a request, closed unless somebody takes it."""
+    """At most one descriptor that came with a request, closed unless the request takes it."""
 
     def __init__(self, fd: int = -1) -> None:
         self.fd = fd

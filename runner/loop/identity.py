@@ -1,11 +1,10 @@
-"""Doing file system work as the session's user: only the uid and gid that file checks use change, and always back.
+"""Users of the image (`Account`), and file system work of PID 1 with the rights of one (`UserIdentity`).
 
-It must not be held across anything but the calls that need it. Supplementary groups stay PID 1's: it has one that it
-could not take again, so what only a group opens is the business of the process that has it.
+Only the uid and gid that file checks use change, and they always change back. Enter an identity for the calls that need
+it and no others. Supplementary groups stay PID 1's, for it has one that it could not take again: a file that only a
+group may open is refused to PID 1, and not to the program that is in the group.
 
 Sources: setfsuid(2); credentials(7); PTRACE_MODE_READ_FSCREDS in ptrace(2) (links below /proc/<pid> check these ids).
-
-A user of the image, as far as a process needs it. Values only.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ ROOT_ID = 0
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What a process of a user has: ids, supplementary groups, name and home directory."""
+    """A user, as far as a process needs one: ids, supplementary groups, name and home directory."""
 
     uid: int
     gid: int
@@ -32,21 +31,21 @@ class Account:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The variables that say who one is (environ(7))."""
+        """Variables that name the user (environ(7))."""
         return {"HOME": self.home, "USER": self.name, "LOGNAME": self.name}
 
 
 def sandbox_user(config: RunnerConfig) -> Account:
-    """Return the sandbox user's account, which is there whatever the image says."""
+    """Return the sandbox user's account. The image need not list it."""
     return Account(config.uid, config.gid, (), config.user, config.home)
 
 
 class UserIdentity:
     """A context within which file system checks are those of a user. Not reentrant.
 
-    What is created meanwhile belongs to that user, pipes and terminals included: opening `/dev/stdout`, that is
-    `/proc/self/fd/1`, checks the owner of the pipe behind it. With root's id come root's rights, on files of the
-    sandbox's own ids, if PID 1 may give them at all.
+    Files made within belong to the user, pipes and terminals included: opening `/dev/stdout`, that is
+    `/proc/self/fd/1`, checks the owner of the pipe behind it. Root's id brings root's rights, on files of the sandbox's
+    own ids, if PID 1 has them to give.
     """
 
     def __init__(self, account: Account, kernel: Kernel, *, ends_with_parent: bool = False) -> None:
@@ -55,7 +54,7 @@ class UserIdentity:
         self._own = (os.geteuid(), os.getegid())
 
     def of(self, account: Account) -> UserIdentity:
-        """Return the same for another user."""
+        """Return an identity of another user."""
         return UserIdentity(account, self._kernel, ends_with_parent=self._ends_with_parent)
 
     def __enter__(self) -> None:
@@ -74,5 +73,5 @@ class UserIdentity:
     def _restore(self) -> None:
         self._kernel.setfsuid(self._own[0])
         self._kernel.setfsgid(self._own[1])
-        if self._ends_with_parent:  # the kernel forgets that when ids change (prctl(2), PR_SET_PDEATHSIG)
+        if self._ends_with_parent:  # a change of ids clears the parent-death signal (prctl(2), PR_SET_PDEATHSIG)
             self._kernel.prctl_set_pdeathsig()

@@ -1,4 +1,4 @@
-"""The system calls PID 1 needs and the standard library has not, as one protocol. Pure declaration: no I/O, no ctypes.
+"""System calls that PID 1 needs and the standard library lacks, as one protocol. Pure declaration: no I/O, no ctypes.
 
 `nsinit` implements it on its own bindings and hands the object to `runner.server.main.run`, so that the code which
 lives next to hostile programs never loads a library.
@@ -26,7 +26,7 @@ FD_MAX: Final = 2**32 - 1
 
 
 class Kernel(Protocol):
-    """What PID 1 asks of the kernel beyond `os`. Every call raises `OSError` when the kernel refuses."""
+    """System calls beyond `os`. Each raises `OSError` when the kernel refuses."""
 
     def setfsuid(self, uid: int) -> None:
         """Set the uid that file system checks use; the other credentials stay."""

@@ -1,10 +1,10 @@
 """The one event loop of PID 1: descriptors, timers, and the wall that no exception passes.
 
-A loop that slept much longer than it wanted to was frozen, or starved. Then timers wait a moment for news, for they may
-have to be moved (`postpone`): what stood still was not late.
+A callback that raises is reported to its owner's `on_error`, and the loop goes on: PID 1 is the sandbox, so nothing may
+raise out of the loop.
 
-It must not know what the descriptors are for. A callback that raises is reported to its owner's `on_error` and nothing
-else happens: PID 1 is the sandbox, so nothing may raise out of the loop.
+A loop that slept much longer than it asked for was frozen with the sandbox, or starved. Timers then wait up to a second
+for the daemon to say how long the sandbox was frozen (`postpone`): a run that stood still is not late.
 
 Sources: epoll(7) (level-triggered), "Possible pitfalls" for events of descriptors closed within one batch.
 """
@@ -28,13 +28,17 @@ HANG_UP = select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
 
 
 _MIN_SWEEP = 64
+"""Timers, cancelled ones included, before the cancelled are thrown out."""
 _MAX_PATIENCE_S = 3600.0
+"""Longest sleep without a timer."""
 _LATE_S = 1.0
+"""Oversleeping that counts as a standstill."""
 _NEWS_S = 1.0
+"""Wait for `postpone` after a standstill."""
 
 
 class Timer:
-    """A callback to come; `cancel` makes it never come."""
+    """A call to make once, unless it is cancelled before."""
 
     __slots__ = ("callback", "deadline", "on_error", "planned_at")
 
@@ -47,7 +51,7 @@ class Timer:
         self.on_error = on_error
 
     def cancel(self) -> None:
-        """Never call, and let go of whoever set it: it may hold this, and PID 1 collects no cycles."""
+        """Make no call, and drop the references to the owner, who may hold this timer: PID 1 collects no cycles."""
         self.callback = None
         self.on_error = _nobody
 
@@ -103,8 +107,8 @@ class Loop:
         return timer
 
     def postpone(self, seconds: float) -> None:
-        """Everything stood still for so long, until a moment ago: move what had been planned before."""
-        began = time.monotonic() - seconds / 2  # in the middle of it nothing was planned
+        """Move the timers that were set before a standstill of so many seconds, which has ended a moment ago."""
+        began = time.monotonic() - seconds / 2  # some instant of the standstill: no timer was set then
         for timer in self._timers:
             if timer.planned_at < began:
                 timer.deadline += seconds
@@ -118,7 +122,7 @@ class Loop:
         return timer
 
     def run_forever(self) -> NoReturn:
-        """Serve for ever: whatever goes wrong in one turn, the next one comes."""
+        """Serve for ever, whatever goes wrong in one turn."""
         while True:
             try:
                 self.run_once()
@@ -140,7 +144,7 @@ class Loop:
 
     @property
     def pending_timers(self) -> int:
-        """Timers that are kept, the cancelled among them."""
+        """Number of timers that are kept, the cancelled among them."""
         return len(self._timers)
 
     def close(self) -> None:
@@ -156,7 +160,7 @@ class Loop:
             _report(error, on_error)
 
     def _notice_standstill(self, expected_s: float) -> None:
-        """Since the last time here, `expected_s` should have passed at most, and a moment for the work between."""
+        """Notice that much more than `expected_s` has passed since the last call, work between the calls included."""
         now = time.monotonic()
         if now - self._noticed_at > expected_s + _LATE_S:
             self._timers_from = now + _NEWS_S
@@ -192,7 +196,7 @@ class Loop:
 
 
 def _nobody(_error: Exception) -> None:
-    """Whom a timer tells that is over."""
+    """Drop an error of a timer that is over."""
 
 
 def _report(error: Exception, on_error: OnError) -> None:

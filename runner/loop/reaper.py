@@ -1,6 +1,6 @@
 """Child deaths: signals blocked, SIGCHLD as an event, one `wait4(-1)` for everything PID 1 inherits.
 
-It must not decide anything: it tells whoever watches a pid how that process ended, and what it used.
+The reaper decides nothing: it tells the watcher of a pid how that process ended, and which resources it used.
 
 Sources: pid_namespaces(7) "The namespace init process", signal(7), wait4(2), getrusage(2), proc_pid_status(5),
 signal.set_wakeup_fd.
@@ -23,12 +23,12 @@ _FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.S
 
 
 def block_signals() -> None:
-    """Block what a process could be asked by signal; only SIGCHLD and the process's own faults get through.
+    """Block every signal but SIGCHLD and the process's own faults, and stop ignoring any.
 
-    No signal stays ignored, whatever was inherited: that survives execve(2), and a daemon started by nohup(1) would
-    hand its SIGHUP down to every command. It is done here, once, and not in each child, for it takes long.
+    Done once and not in each child, for it takes long.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals() - _FAULTS - {signal.SIGCHLD})
+    # An ignored signal survives execve(2): a daemon started by nohup(1) would hand its SIGHUP down to every command.
     for number in _ignored_signals():
         try:
             signal.signal(number, signal.SIG_DFL)
@@ -38,7 +38,7 @@ def block_signals() -> None:
 
 
 def _ignored_signals() -> list[int]:
-    """Return the signals that are ignored, or all if that can't be known; to reset each would dirty much memory."""
+    """Return the signals that are ignored, or all if /proc cannot tell. Resetting all of them dirties memory."""
     try:
         fd = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -52,16 +52,16 @@ def _ignored_signals() -> list[int]:
 
 
 def _ignore(_number: int, _frame: object) -> None:
-    """A handler must exist for the wake-up descriptor to be written."""
+    """Handle SIGCHLD by doing nothing: without a handler nothing is written to the wake-up descriptor."""
 
 
 def unblock_signals() -> None:
-    """In a forked child of a process that called `block_signals`: what it executes starts with nothing blocked."""
+    """Unblock all, in a forked child: a blocked signal would stay blocked in the program that the child executes."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 class Reaper:
-    """Reap every child and call who watches it with the wait status, before its pid can be used again."""
+    """Reaps every child and calls its watcher with the wait status, before the pid can be used again."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
@@ -75,12 +75,12 @@ class Reaper:
         self._watched[pid] = lambda status, _usage: on_death(status)
 
     def watch_usage(self, pid: int, on_end: OnEnd) -> None:
-        """Call `on_end(wait status, usage)` once: what the child `pid`, and all it waited for, has used."""
+        """Call `on_end(wait status, usage)` once; the usage is of the child `pid` and of all it has waited for."""
         self._watched[pid] = on_end
 
     @property
     def watched(self) -> frozenset[int]:
-        """The children somebody watches: the shells and the programs."""
+        """Children with a watcher: the shells, the programs and the file workers."""
         return frozenset(self._watched)
 
     def _on_wake_up(self, _events: int) -> None:
@@ -91,8 +91,8 @@ class Reaper:
         self.reap()
 
     def reap(self) -> None:
-        """Collect every child that has ended: SIGCHLD coalesces, so one signal may stand for many."""
-        while True:
+        """Collect every child that has ended."""
+        while True:  # SIGCHLD coalesces: one signal may stand for many
             try:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
             except ChildProcessError:
@@ -108,4 +108,4 @@ class Reaper:
 
 
 def _cannot_fail(_error: Exception) -> None:
-    """Nobody to tell: the loss is the watcher's own clean-up, and reaping goes on."""
+    """Drop an error of a watcher: only its own clean-up is lost, and reaping goes on."""

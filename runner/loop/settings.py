@@ -1,6 +1,5 @@
-"""What the daemon may change while the sandbox runs: the session's variables and the graces of the kill ladder.
-
-It must not know who uses them. Every change of a variable has a number, so that a shell can ask what it missed.
+"""Settings that the daemon may change while the sandbox runs: the session's variables, the graces of the kill ladder,
+the file rules. Every change of a variable has a number, so that a shell can ask for the changes it has missed.
 
 Sources: execve(2) "Limits on size of arguments and environment".
 """
@@ -18,7 +17,8 @@ Change = tuple[int, str, str | None]
 
 
 class Settings:
-    """`env` is what a new process of the session gets; `revision` counts the changes of it."""
+    """`env` holds the variables of a new process of the session; `revision` counts the changes of `env`. Graces are in
+    seconds."""
 
     def __init__(self, config: RunnerConfig) -> None:
         self.interrupt_grace_s = config.interrupt_grace_s
@@ -36,7 +36,7 @@ class Settings:
         self.kill_grace_s = max(0, graces.kill_ms) / 1000
 
     def change(self, env: Mapping[str, str | None]) -> None:
-        """Set variables, or remove those that are None; `check` must have found nothing wrong with them."""
+        """Set variables, or remove those that are None. `check` must have found nothing wrong with them."""
         self.revision += 1
         for name, value in env.items():
             self._changes[name] = (self.revision, value)

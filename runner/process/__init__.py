@@ -1,4 +1,4 @@
-"""Processes of the sandbox: how a fork becomes a program, as which user, and how all it started is found and ended.
+"""Processes of the sandbox: a fork becomes a program of some user, and all processes of a run are found and signalled.
 
 Imports `loop`. Begin with `spawn.py`: the order of its steps is the security of it.
 """

@@ -1,20 +1,14 @@
-"""Which processes a command started, seen through /proc, and signals to them.
+"""Sets of processes: those of one command, shell or program, found in /proc at every look, and killed as a whole.
 
-It must not remember processes between calls: pids are reused, so every decision rests on a scan of that moment and on
-(start tick, pid). It reads only what the kernel writes about processes, never their memory, arguments or environment.
-
-Sources: proc_pid_stat(5) (comm may hold any byte, so fields count from the last parenthesis), proc_loadavg(5) (last
-pid of the reader's pid namespace).
-
-What belongs to one command, shell or program: found anew at every look, and killed as a whole.
-
-It must not remember processes between calls, nor decide when to end them (`ladder`).
+No process is remembered between calls. Pids are reused, so every decision rests on a scan of that moment and on
+(start tick, pid). Only the kernel's own words about processes are read, never their memory, arguments or environment.
 
 A command's processes are those that began after it below its shell, and orphans of that time which hang below PID 1
 (the shell adopts orphans, so that is after its death only). An orphan counts as the command's own if it is in the same
 cgroup as the command's shell and does not descend from another shell or program.
 
-Sources: cgroups(7) "/proc/pid/cgroup"; PR_SET_CHILD_SUBREAPER(2const).
+Sources: proc_pid_stat(5) (comm may hold any byte, so fields count from the last parenthesis), proc_loadavg(5) (last
+pid of the reader's pid namespace), cgroups(7) "/proc/pid/cgroup"; PR_SET_CHILD_SUBREAPER(2const).
 """
 
 from __future__ import annotations
@@ -31,7 +25,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _DEAD = b"ZXx"
 
 _STABLE_PASSES = 64
-"""How often a kill looks again for processes born meanwhile; each pass stops everything the last one found."""
+"""Most looks of one kill for processes born meanwhile; each look stops everything that the last one missed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +104,9 @@ def started_since(
 ) -> list[Process]:
     """Return the live processes that began after `moment` below one of `roots`, the roots themselves excepted.
 
-    Every ancestor up to the root must have begun after `moment` too: what a job of an earlier command starts is that
-    job's. A process whose parents are gone hangs below a root directly and counts as started by the command. What is,
-    or descends from, one of `foreign` does not.
+    Every ancestor up to the root must have begun after `moment` too: a child of an earlier command's job belongs to
+    that job. A process whose parents are gone hangs below a root directly and counts. One of `foreign`, or a descendant
+    of one, does not.
     """
     return [
         process
@@ -193,8 +187,8 @@ def signal_all(processes: Iterable[Process], number: int) -> None:
 
 
 def kill_all(find: Callable[[], list[Process]]) -> None:
-    """SIGKILL all that `find` finds, a fork bomb included: stop, look again until nothing new, then kill."""
-    stopped: dict[int, Process] = {}
+    """SIGKILL all that `find` finds, a fork bomb included."""
+    stopped: dict[int, Process] = {}  # a stopped process forks no more; one killed at once makes room for a new one
     for _ in range(_STABLE_PASSES):
         found = [each for each in find() if stopped.get(each.pid) != each]
         if not found:
@@ -208,19 +202,20 @@ _MEMBERSHIP_BYTES = 65536
 
 
 class ProcessSet(Protocol):
-    """A set of processes that only the kernel knows."""
+    """Processes that belong together."""
 
     def find(self) -> list[Process]:
         """Return the live processes of the set as of now."""
 
     def kill(self) -> None:
-        """SIGKILL all of them, a fork bomb included; what was born meanwhile is found by the next `find`."""
+        """SIGKILL all of them, a fork bomb included. The next `find` shows what was born meanwhile."""
 
 
 class CommandSet:
-    """What a command of a shell, or a program without a group, has started since `began`.
+    """The processes that a command of a shell has started since `began`.
 
-    `root` tells the pid of the shell now, or None between two; `leaders` the pids of all shells and programs.
+    `root` returns the pid of the shell now, None between two shells; `leaders` the pids of all shells and programs.
+    `group` is the cgroup of the shell if it has its own.
     """
 
     def __init__(
@@ -272,7 +267,7 @@ class GroupSet:
 
 
 class TreeSet:
-    """One process and all below it: a shell or program that has no group of its own."""
+    """One process and all below it: a shell without a cgroup of its own."""
 
     def __init__(self, root: Callable[[], int | None]) -> None:
         self._root = root
@@ -287,8 +282,8 @@ class TreeSet:
 
 
 class ProgramSet:
-    """A program without a group: the program, all below it, and orphans that began after it and are no other run's.
-    Make it before the program starts."""
+    """A program without a cgroup of its own: the program, all below it, and orphans that began after it and are no
+    other run's. Make the set before the program starts."""
 
     def __init__(self, pid: Callable[[], int | None], leaders: Callable[[], frozenset[int]]) -> None:
         self._tree = TreeSet(pid)

@@ -1,10 +1,13 @@
-"""Turning a fork of PID 1 into a program of the sandbox. The order of the steps is the security of it.
+"""Starting a program of the sandbox: a fork of PID 1 that becomes the program. The order of the steps in `_become` is
+the security of it.
 
-It must not run between fork and execve anything that can block, import or raise past `_become`. What goes wrong there
-is told in one line on the program's own standard error, with the exit status that env(1) would have.
+Between fork and execve nothing blocks, nothing is imported, and nothing raises past `_become`. An error there is told
+in one line on the program's own standard error, with the exit status that env(1) would have.
 
-A program with a cgroup of its own is born in it (v2), or enters it before anything else (v1); it never runs outside.
-In v2 writing to `cgroup.procs` would take a lock of the whole machine, and milliseconds; clone3 does not.
+A program with a cgroup of its own is born in the cgroup (v2), or enters it before anything else (v1); it never runs
+outside. In v2 a write to `cgroup.procs` would take a lock of the whole machine, and milliseconds; clone3 does not.
+
+When the sandbox has no memory left, the kernel is to kill programs first, then forks, and PID 1 last (`fork`, `offer`).
 
 Sources: credentials(7), capabilities(7) "Effect of user ID changes on capabilities", PR_SET_DUMPABLE(2const),
 proc_pid_oom_score_adj(5), clone(2) CLONE_INTO_CGROUP, cgroups(7), TIOCSCTTY(2const), exec(3) (the search in PATH),
@@ -60,7 +63,7 @@ def membership_of(group: Group | None, descriptor: Descriptor) -> Membership | N
 
 @dataclass(slots=True)
 class _Launch:
-    """What the child needs to know."""
+    """Arguments of `spawn`, for the child."""
 
     argv: list[str]
     file: str
@@ -109,19 +112,15 @@ def spawn(
         try:
             _become(kernel, launch)
         finally:
-            os._exit(START_FAILED_STATUS)
+            os._exit(START_FAILED_STATUS)  # whatever was raised: the child never goes on as a second PID 1
     return pid
 
 
 def fork(kernel: Kernel, membership: Membership | None = None) -> int:
-    """Fork PID 1; return the pid, 0 in the child.
-
-    The child is the out-of-memory killer's first choice, so that a memory hog does not end the sandbox. It could not
-    become that by itself: `/proc/self` is closed to what is not dumpable, and were a fork of PID 1 dumpable for just a
-    moment, the sandbox's root could read PID 1's memory in it. PID 1 has the score of its forks for that long; programs
-    have a higher one (`offer`), so that PID 1 is not the first choice itself.
-    """
+    """Fork PID 1; return the pid, 0 in the child. The child is killed before PID 1 when memory is short."""
     kind, group_fd = membership or ("none", -1)
+    # A child inherits its parent's score, and could not raise it itself: /proc/self is closed to a process that is not
+    # dumpable, and were a fork of PID 1 dumpable for a moment, the sandbox's root could read PID 1's memory in it.
     kernel.be_first_victim(True)
     pid = -1
     try:
@@ -136,27 +135,27 @@ def _become(kernel: Kernel, launch: _Launch) -> None:
     try:
         _take_streams(launch.stdio)
         if launch.membership is not None and launch.membership[0] == "join":
-            os.write(launch.membership[1], b"0")
+            os.write(launch.membership[1], b"0")  # 0 is the writer; the cgroup is entered with PID 1's rights
         _close_others(kernel, launch.rules_fd)
         unblock_signals()
-        os.setsid()
+        os.setsid()  # out of PID 1's session and process group
         if launch.subreaper:
             kernel.prctl_set_child_subreaper()
         if launch.controlling_terminal:
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # takes a session leader without a terminal: after setsid
         change_user(kernel, launch.account)
-        kernel.restrict_command()
+        kernel.restrict_command()  # after the change of ids, whose calls the filter may refuse
         os.umask(0o022)
-        _enter_directory(launch)
+        _enter_directory(launch)  # as the user: a directory that the user may not enter is not entered
         if launch.rules_fd >= 0:
-            kernel.enter_file_rules(launch.rules_fd)
+            kernel.enter_file_rules(launch.rules_fd)  # last: the rules are for the program, not for these steps
     except OSError as error:
         _fail(START_FAILED_STATUS, f"cannot start {launch.argv[0]}", error)
     _execute(launch.file, launch.argv, launch.env)
 
 
 def _close_others(kernel: Kernel, kept_fd: int) -> None:
-    """Close all but the three streams; the one that is kept closes on execve(2)."""
+    """Close all but the three streams and `kept_fd`, which closes on execve(2)."""
     if kept_fd < 0:
         kernel.close_range(3, FD_MAX)
         return
@@ -172,14 +171,14 @@ def _take_streams(stdio: tuple[int, int, int] | None) -> None:
 
 
 def change_user(kernel: Kernel, account: Account) -> None:
-    """Give up PID 1's ids and capabilities. Whatever the account, nothing of it survives but what root was meant to."""
-    os.setgroups(account.groups)
+    """Give up PID 1's ids and capabilities. Root keeps the capabilities of the sandbox's root, any other user none."""
+    os.setgroups(account.groups)  # groups first, the uid last: with it goes the right to change the others
     os.setresgid(account.gid, account.gid, account.gid)
     os.setresuid(account.uid, account.uid, account.uid)
     if account.uid == ROOT_ID:
         kernel.keep_root_caps()
     else:
-        kernel.clear_caps()  # non-zero to non-zero uid: the kernel keeps them unless told
+        kernel.clear_caps()  # from one non-zero uid to another the kernel clears nothing by itself
 
 
 def _enter_directory(launch: _Launch) -> None:
@@ -195,7 +194,7 @@ def _enter_directory(launch: _Launch) -> None:
 
 
 def _execute(file: str, argv: list[str], env: Mapping[str, str]) -> NoReturn:
-    """Become the program: the first that can be executed of those the search finds."""
+    """Become the program: of the files that the search finds, the first that can be executed."""
     failure = OSError(errno.ENOENT, os.strerror(errno.ENOENT))
     for path in _candidates(file, env):
         try:
@@ -225,7 +224,7 @@ def _run_script(path: str, argv: list[str], env: Mapping[str, str]) -> OSError:
 
 
 def _fail(status: int, what: str, error: OSError) -> NoReturn:
-    """Tell the user, who may have closed what it is written to, and end."""
+    """Tell the user, whose standard error may be closed, and exit."""
     try:
         os.write(2, os.fsencode(f"sandkasten: {what}: {os.strerror(error.errno or 0)}\n"))
     finally:
@@ -264,7 +263,7 @@ def offer(identity: UserIdentity, pid: int) -> bool:
 def offer_soon(
     context: Context, identity: UserIdentity, find_pid: Callable[[], int | None], *, after_s: float = _FIRST_OFFER_S
 ) -> None:
-    """The same as soon as a fork has become a program; `find_pid` returns None once it has ended."""
+    """Call `offer` as soon as a fork has become a program; `find_pid` returns None once it has ended."""
 
     def look() -> None:
         pid = find_pid()

@@ -1,6 +1,6 @@
-"""What a command did to storage: whether it ran out of room, and how much was written.
+"""Use of storage by a run: whether the file systems were filled, and how many bytes were written.
 
-It must not read anything of a process but the kernel's counters, and those as the sandbox user.
+Of a process only the kernel's counters are read, with the rights of the sandbox user.
 
 Sources: statvfs(3), proc_pid_io(5) `write_bytes` (a process's own plus those of the children it has waited for).
 """
@@ -12,12 +12,13 @@ import os
 from runner.loop.context import Context
 
 _LITTLE_BYTES = 64 * 1024
+"""A file system with less room than this counts as full."""
 _IO_BYTES = 1024
 _FIELD = b"\nwrite_bytes: "
 
 
 def is_full(context: Context) -> bool:
-    """Return whether one of the file systems a command writes to has no room left, in bytes or inodes."""
+    """Return whether one of the file systems that a run writes to has no room left, in bytes or inodes."""
     with context.as_user:
         return any(_is_full(path) for path in ("/", *context.config.file_roots, "/dev/shm"))
 
@@ -34,25 +35,25 @@ def _is_full(path: str) -> bool:
 
 
 class RoomGauge:
-    """Whether the file systems were filled during one command or program. Looking takes some 20 us, so it is put off
-    for a command; one that ends before is not said to have filled anything."""
+    """Tells whether the file systems were filled during one run. A look takes some 20 us, so a command gets its first
+    one when it has run for a moment; a command that ends before is not said to have filled anything."""
 
     def __init__(self) -> None:
         self._had_room = False
 
     def look(self, context: Context) -> None:
-        """It begins, or has just begun."""
+        """Look for the first time: the run begins, or has just begun."""
         self._had_room = not is_full(context)
 
     def read(self, context: Context, *, has_failed: bool) -> tuple[bool, bool]:
-        """Return whether it failed and there is no room left now, and whether there was some when it had just begun."""
+        """Return whether the run failed and no room is left now, and whether there was some at the first look."""
         now = has_failed and is_full(context)
         return now, now and self._had_room
 
 
 class WriteMeter:
-    """How much one process has written to storage since it was last asked. Keeps one descriptor: opening it anew for
-    each command would cost more than all the rest. Used as the sandbox user."""
+    """Counts the bytes that one process writes to storage between two calls. Keeps one descriptor: opening the file
+    anew for each command would cost more than all else here. Call it as the sandbox user."""
 
     def __init__(self) -> None:
         self._fd = -1
@@ -74,7 +75,8 @@ class WriteMeter:
         return int(os.pread(self._fd, _IO_BYTES, 0).partition(_FIELD)[2].partition(b"\n")[0])
 
     def close(self, total_bytes: int = 0) -> int:
-        """The process is gone and had written so much; return what `read` would have. It begins with the next."""
+        """Return what `read` would have returned at the end of a process that had written `total_bytes`; begin anew
+        with the next process."""
         if self._fd < 0:
             return -1
         os.close(self._fd)

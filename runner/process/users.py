@@ -1,8 +1,8 @@
-"""Who a program runs as: a name of the image's account files, or numbers. Parsing is pure; only `look_up` reads.
+"""Accounts that runs may have: names of the image's account files, or numbers. Parsing is pure; only `look_up` reads.
 
-It must not trust those files: whoever built the image wrote them. They are read as the session's user, up to a bound,
-and a line that makes no sense is no line. Nobody becomes PID 1 or of its group, whatever the files say; nor root or of
-root's, unless the sandbox was built for that.
+The files are not trusted, for the image's author wrote them. They are read as the session's user, up to a bound, and a
+line that makes no sense is no line. Whatever they say, no run has PID 1's uid or group, and none has root's unless the
+sandbox was built for it.
 
 Sources: passwd(5), group(5), credentials(7).
 """
@@ -19,7 +19,7 @@ from runner.loop.identity import ROOT_ID, Account
 from runner.loop.kernel import AT_FDCWD, RESOLVE_NO_MAGICLINKS
 
 MAX_ID = 65534
-"""The largest uid and gid: the one above is PID 1's, and there are no others in the user namespace."""
+"""Largest uid and gid of a run. The next one is PID 1's, and the user namespace has no others."""
 
 MAX_FILE_BYTES = 1024 * 1024
 MAX_GROUPS = 64
@@ -45,7 +45,7 @@ def look_up(context: Context, user: str) -> Account:
 
 
 def resolve(user: str, passwd: bytes, group: bytes) -> Account | None:
-    """Return the account of a name or of `UID[:GID]`, None if there is none or nobody may be it; root is one.
+    """Return the account of a name or of `UID[:GID]`, None if there is none or no run may have it. Root's is returned.
 
     Numbers need no account; then the group has the same number, the home is `/` (root's `/root`) and the name is the
     number (root's `root`).
@@ -71,12 +71,12 @@ def _unlisted(uid: int) -> Account:
 
 
 def _is_group(gid: int, *, is_root: bool) -> bool:
-    """Return whether one may be in a group: nobody in PID 1's, and only root in root's."""
+    """Return whether a run may be in a group: none in PID 1's, and only root in root's."""
     return 0 < gid <= MAX_ID or (gid == ROOT_ID and is_root)
 
 
 def _find(passwd: bytes, is_wanted: Callable[[Account], bool]) -> Account | None:
-    """Return the first account that is wanted."""
+    """Return the first account in the file for which `is_wanted`, None if there is none."""
     for fields in _lines(passwd, _PASSWD_FIELDS):
         if fields[0] and _NUMBER.fullmatch(fields[2]) and _NUMBER.fullmatch(fields[3]):
             home = os.fsdecode(fields[5]) if fields[5].startswith(b"/") else "/"
@@ -87,7 +87,7 @@ def _find(passwd: bytes, is_wanted: Callable[[Account], bool]) -> Account | None
 
 
 def _groups_of(name: str, group: bytes, *, is_root: bool) -> Iterator[int]:
-    """Yield the ids of the groups that list a user as a member, those nobody may be in excepted."""
+    """Yield the ids of the groups that list a user as a member and that a run may be in."""
     for fields in _lines(group, _GROUP_FIELDS):
         if os.fsencode(name) in fields[3].split(b",") and _NUMBER.fullmatch(fields[2]):
             gid = int(fields[2])

@@ -1,8 +1,8 @@
 """One program beside the shells: its process, its streams, its end, and its result.
 
-`Program` performs the actions of `runner.shell.lifecycle.PROGRAM`. It ends when the program's own process has ended;
-what that left running lives on, unless the program was cancelled or timed out. A terminal goes with its program: what
-still has the terminal open is hung up on.
+`Program` performs the actions of `runner.shell.lifecycle.PROGRAM`. A program ends when its own process has ended;
+processes it left running live on, unless it was cancelled or timed out. A terminal goes with its program: processes
+that still have it open are hung up on.
 
 The peak memory that wait4(2) counts begins before execve(2), so a program smaller than PID 1 shows PID 1's size.
 
@@ -35,7 +35,7 @@ _KIB = 1024
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a program is started: everything that was looked up for its request. `cwd` is a real path."""
+    """Everything that was looked up for a request to run a program. `cwd` is a real path."""
 
     file: str
     argv: list[str]
@@ -47,7 +47,7 @@ class Plan:
 
 
 class Program(Run):
-    """From the start of the process to the answer. `on_over` is called once, when nothing of it is left here."""
+    """One program, from the start of its process to the answer. `on_over` is called once, just before the answer."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Program(Run):
         """Start the process.
 
         Raises:
-            OSError: it could not be started, and nothing is left.
+            OSError: the process could not be started, and nothing is left of the program.
         """
         request, context = self.request, self._context
         if plan.membership is not None and request.group is not None:
@@ -131,7 +131,7 @@ class Program(Run):
         self._perform(self._life.done(outcome))
 
     def signal(self, number: int) -> bool:
-        """Send a signal to the foreground of its terminal, or to its process group; SIGKILL to all that is its own."""
+        """Send a signal to the foreground of the terminal, or else to the process group; SIGKILL to all processes."""
         if self.pid is None or self._processes is None:
             return False
         if number == signal.SIGKILL:

@@ -1,6 +1,6 @@
-"""Programs beside the shells: which there are, and what a request to run one means in this image.
+"""Programs beside the shells: which ones run, and the meaning of a request to run one in this image.
 
-It must not touch a program's process or streams. Everything is looked up with the rights of the user it will run as.
+File, directory and account are looked up with the rights of the user that the program will run as.
 
 Sources: openat2(2) (RESOLVE_NO_MAGICLINKS keeps PID 1's own /proc/self out of reach), environ(7).
 """
@@ -29,7 +29,8 @@ _PROMPTS = {"bash": r"\u:\w\$ "}
 _PROMPT = "$USER:$PWD$ "
 
 ShellArgv = Callable[[], list[str] | None]
-"""Tells how the session's shell is started, None if it has none: its absolute path, and for BusyBox the applet."""
+"""Returns the arguments that start the session's shell (absolute path, and for BusyBox the applet), None without
+one."""
 
 
 class Programs:
@@ -42,7 +43,7 @@ class Programs:
         self._programs: set[Program] = set()
 
     def run(self, request: RunProgram, sink: Sink, descriptor: Descriptor) -> Program | None:
-        """Start a program; return it, or None when the request was answered with an error."""
+        """Start a program; return the program, or None when the request was answered with an error."""
         program = Program(self._context, request, sink, self._leftovers, on_over=self._programs.discard)
         try:
             program.begin(self._plan(request, descriptor))
@@ -75,7 +76,8 @@ class Programs:
         return users.look_up(self._context, request.user)
 
     def _directory(self, request: RunProgram, identity: UserIdentity, account: Account) -> bytes:
-        """Return the real path of the directory to start in: the wanted one, or the first there is."""
+        """Return the real path of the directory to start in: the wanted one, or else the first of the usual ones that
+        there is."""
         workspace = self._context.config.workspace
         wanted = [] if request.cwd is None else [os.path.join(workspace, request.cwd)]
         candidates = wanted or [workspace, account.home, "/"]
@@ -84,14 +86,14 @@ class Programs:
                 with identity:
                     return _real_directory(self._context, os.fsencode(path))
             except PermissionError:
-                if wanted and account.groups:  # which PID 1 can't put on: the program itself will see
+                if wanted and account.groups:  # PID 1 can't take on groups; the program has them, and will see
                     return os.path.normpath(os.fsencode(path))
             except OSError:
                 continue
         raise Refused("FILE_NOT_FOUND", f"no directory to run in: {candidates[0][:200]}")
 
     def _argv(self, request: RunProgram) -> tuple[str, list[str]]:
-        """Return the file to execute and the arguments, of which the first is the name it goes by."""
+        """Return the file to execute and the arguments, of which the first is the program's name for itself."""
         if request.argv:
             return request.argv[0], list(request.argv)
         shell = self._shell_argv()
@@ -138,12 +140,12 @@ def _real_directory(context: Context, path: bytes) -> bytes:
     """Return the real path of a directory that may be entered.
 
     Raises:
-        OSError: it isn't there, is no directory, or must not be entered.
+        OSError: not there, no directory, or not to be entered.
     """
     flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
     fd = context.kernel.openat2(AT_FDCWD, path, flags, 0, RESOLVE_NO_MAGICLINKS)
     try:
-        os.close(os.open(".", flags, dir_fd=fd))  # looking itself up takes the right to enter it
+        os.close(os.open(".", flags, dir_fd=fd))  # a look-up in the directory needs the right to enter it
         if os.fstat(fd).st_nlink == 0:
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
         return os.readlink(b"/proc/self/fd/%d" % fd)

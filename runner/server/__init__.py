@@ -1,4 +1,4 @@
-"""PID 1's process: connections, requests, runs that outlive their connection, ports; and its entry, `main.py`.
+"""Process of PID 1: connections, requests, kept runs, ports; and its entry, `main.py`.
 
 Imports every other package of the runner. Begin with `main.py`.
 """

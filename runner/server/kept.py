@@ -1,12 +1,12 @@
-"""Runs that outlive the connection they were begun on: what PID 1 keeps of them, and how another connection goes on.
+"""Kept runs: those with a ticket, which outlive the connection they were begun on, and how another connection goes on.
 
-A kept run writes to its `KeptRun`, which passes it all on to the connection while there is one and remembers the newest
-output. Without a connection it goes on until that memory is full, and then waits as it would for a slow reader; one
-that has not begun is cancelled, so that nothing begins when nobody knows of it. Its end, with the output that was not
-known to have arrived, is kept until the daemon forgets it. All of it is bounded: the oldest ends go first, and of many
-runs each keeps less.
+A kept run writes to its `KeptRun`, which passes all output on to the connection while there is one, and remembers the
+newest. Without a connection the run goes on until that memory is full, and then waits as it would for a slow reader. A
+run that has not begun is cancelled, so that none begins when no daemon knows of it. The end of a run, with the output
+that was not known to have arrived, is kept until the daemon forgets the run. Everything is bounded: the oldest ends go
+first, and of many runs each keeps less.
 
-It must not know what a run is made of (`engine`, `programs`) nor read tickets.
+Tickets are the daemon's and are not read. A run is a `Job` here, whether a command or a program.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from runner.wire.protocol import (
 MAX_ENDED_RUNS = 256
 MAX_ENDED_BYTES = 1024 * 1024
 MAX_KEPT_BYTES = 16 * 1024 * 1024
-"""Output of all runs that go on; each keeps an equal part at least, and never less than a pipe holds."""
+"""Output of all runs that go on. Each keeps an equal part at least, and never less than a pipe holds."""
 
 _LEAST_KEPT_BYTES = 128 * 1024
 _STREAMS = (Kind.STDOUT, Kind.STDERR)
 
 
 class KeptRun:
-    """One run, as the sink it writes to. `line` is the connection that follows it, if there is one."""
+    """One run, as the sink it writes to. `line` is the connection that follows the run, if there is one."""
 
     __slots__ = (
         "_began_s",
@@ -73,7 +73,7 @@ class KeptRun:
         part_bytes: Callable[[], int],
         on_over: Callable[[KeptRun], None],
     ) -> None:
-        """`part_bytes` tells how much it may keep; `on_over` is called once, after its end."""
+        """`part_bytes` returns how much the run may keep; `on_over` is called once, after the end."""
         self.number = number
         self.exec_id = request.exec_id
         self.ticket = request.ticket
@@ -129,7 +129,7 @@ class KeptRun:
     # What is kept --------------------------------------------------------------------------------------------------
 
     def shrink(self, limit_bytes: int) -> None:
-        """Give up the oldest output, until no more than that is kept."""
+        """Give up the oldest output, until no more than `limit_bytes` is kept."""
         while self.kept_bytes > limit_bytes:
             kind, body = self._pieces.popleft()
             self._first[kind] += len(body)
@@ -145,11 +145,11 @@ class KeptRun:
         )
 
     def has_written(self, stdout_offset: int, stderr_offset: int) -> bool:
-        """Return whether there were so many bytes."""
+        """Return whether the run has written so many bytes."""
         return 0 <= stdout_offset <= self._total[Kind.STDOUT] and 0 <= stderr_offset <= self._total[Kind.STDERR]
 
     def _skip(self, offsets: dict[Kind, int]) -> None:
-        """Give up what is before these offsets of the streams."""
+        """Give up the output before these offsets of the streams."""
         at, pieces = dict(self._first), self._pieces
         self._pieces, self.kept_bytes = deque(), 0
         for kind, body in pieces:
@@ -164,9 +164,10 @@ class KeptRun:
     # Connections ---------------------------------------------------------------------------------------------------
 
     def attach(self, request: AttachRun, sink: Sink) -> Line | None:
-        """Go on there, behind what is known; return the connection's job, None when the run has ended."""
+        """Go on with another connection, behind the output that it knows; return its job, None when the run has
+        ended."""
         self._skip({Kind.STDOUT: request.stdout_offset, Kind.STDERR: request.stderr_offset})
-        self.line = None  # who was there hears no more
+        self.line = None  # the connection that was there hears no more
         offsets = (self._first[Kind.STDOUT], self._first[Kind.STDERR])
         pid = self.started.pid if self.started is not None else 0
         age_us = int((time.monotonic() - self._began_s) * 1_000_000) if self.started is not None else 0
@@ -182,7 +183,7 @@ class KeptRun:
         return self.line
 
     def detach(self) -> None:
-        """Its connection is gone."""
+        """Go on without a connection: it is gone."""
         self.line = None
         if self.job is None:
             return
@@ -192,14 +193,14 @@ class KeptRun:
             self.job.on_drained()
 
     def abandon(self) -> None:
-        """Nobody will ask for it again."""
+        """Give the run up: nobody will ask for it again."""
         self.line = self._on_over = None
         if self.job is not None:
             self.job.on_close()
 
 
 class Line:
-    """One connection's hold on a kept run, as that connection's job. Another may take its place."""
+    """Job of one connection that follows a kept run. The line of another connection may take its place."""
 
     __slots__ = ("_run", "sink")
 
@@ -239,7 +240,7 @@ class Line:
 
 
 class KeptRuns:
-    """All kept runs of the sandbox, those that go on and those that ended and are not forgotten."""
+    """All kept runs of the sandbox: those that go on, and those that ended and are not forgotten."""
 
     def __init__(self) -> None:
         self._numbers = count(1)
@@ -248,7 +249,7 @@ class KeptRuns:
         self._ended_bytes = 0
 
     def begin(self, request: Exec | RunProgram, sink: Sink, begin: Callable[[Sink], Job | None]) -> Job | None:
-        """Begin a run with `begin`, which is given the sink to write to; one without a ticket is not kept."""
+        """Begin a run by calling `begin` with the sink to write to. A run without a ticket is not kept."""
         if not request.ticket:
             return begin(sink)
         if len(request.ticket) > MAX_TICKET_CHARS:
@@ -261,7 +262,7 @@ class KeptRuns:
         self._going[run.exec_id] = run
         line = run.line = Line(run, sink)
         job = begin(run)
-        if job is None or run.line is None:  # answered already
+        if job is None or run.line is None:  # the run is answered already
             return None
         run.job = job
         return line
@@ -274,7 +275,7 @@ class KeptRuns:
         return RunList(tuple(run.entry for run in page[:MAX_LISTED_RUNS]), len(page) > MAX_LISTED_RUNS)
 
     def attach(self, request: AttachRun, sink: Sink) -> Job | None:
-        """Have a connection go on with a run; return its job unless it is answered."""
+        """Have a connection go on with a run; return the connection's job unless the run is answered."""
         run = self._going.get(request.exec_id) or self._ended.get(request.exec_id)
         if run is None:
             sink.finish(Error("NOT_RUNNING", f"no kept run {request.exec_id[:64]!r}"))
@@ -289,7 +290,7 @@ class KeptRuns:
         return None
 
     def forget(self, request: ForgetRuns) -> None:
-        """The daemon asks for these no more."""
+        """Drop runs that the daemon will not ask for again."""
         for exec_id in request.exec_ids:
             self._drop_ended(exec_id)
             run = self._going.pop(exec_id, None)
@@ -301,7 +302,7 @@ class KeptRuns:
 
     def _on_over(self, run: KeptRun) -> None:
         self._going.pop(run.exec_id, None)
-        if run.reply is None:  # refused: it never was
+        if run.reply is None:  # refused: there was no run
             return
         self._ended[run.exec_id] = run
         self._ended_bytes += run.kept_bytes

@@ -1,6 +1,6 @@
-"""PID 1 of a sandbox: takes the descriptors it was built with and serves until it is killed.
+"""Entry of PID 1 of a sandbox: takes the descriptors it was built with and serves until it is killed.
 
-It must not import anything once it runs (the file system is the sandbox's by then), and it never returns.
+Nothing is imported once PID 1 runs, for the file system is the sandbox's by then; so every module is imported here.
 
 Sources: pid_namespaces(7) "The namespace init process".
 """
@@ -63,19 +63,19 @@ _NO_VERSION = -1
 
 
 class Service:
-    """Pairs each kind of request with what serves it."""
+    """Pairs each kind of request with the object that serves it."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._shells = Shells(context)
-        self._programs: Programs | None = None  # these two when first needed: an idle session is spared their pages
+        self._programs: Programs | None = None  # these two are made when first needed: an idle session is spared them
         self._ports: Ports | None = None
         self._runs = KeptRuns()
         self._files = FileJobs(context)
         self._writers = 0
 
     def dispatch(self, request: Any, sink: Sink, descriptor: Descriptor) -> Job | None:  # one of REQUESTS
-        """Begin a request; return its job unless it is answered."""
+        """Begin a request; return its job unless the request is answered."""
         if self._context.config.files_only and not isinstance(request, _FOR_FILES):
             sink.finish(Error("BAD_REQUEST", "there are only files here"))
             return None
@@ -133,7 +133,7 @@ class Service:
             self._ports.wake()
 
     def _reach(self, request: Signal | Cancel | Resize, sink: Sink) -> None:
-        """Do something to what runs under an id."""
+        """Signal, cancel or resize the run with an id."""
         problem = _check_reach(request)
         target = self._context.registry.get(request.exec_id)
         if problem is not None:
@@ -201,7 +201,7 @@ def rehearse(kernel: Kernel, config: RunnerConfig) -> None:
 def run(
     listener_fd: int, kernel: Kernel, *, on_ready: Callable[[], None], config: RunnerConfig | None = None
 ) -> NoReturn:
-    """Be PID 1: serve requests on the listening socket until the sandbox is killed.
+    """Serve requests on the listening socket as PID 1, until the sandbox is killed.
 
     `on_ready` is called once, when the first connection would be served.
     """

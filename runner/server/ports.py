@@ -1,17 +1,13 @@
-"""Tells who watches when a port of the sandbox is opened or closed.
+"""TCP ports that processes of the sandbox listen on, and the requests that watch them.
 
-It must not run while nothing can change: no watcher, or no process but PID 1 and shells that wait. The kernel gives no
-event for a new listener that PID 1 could have, so it looks: often while a command runs and right after, ever less often
-while something from before lives on. One look takes 0.3 ms of CPU (measured, with waking up): 0.7 % of one CPU at its
-most frequent, 0.02 % at its least.
+The kernel has no event for a new listener that PID 1 could get, so PID 1 looks: often while a command runs and right
+after, ever less often while a process from before lives on, and not at all without a watcher, or while nothing lives
+but PID 1 and shells that wait. One look takes 0.3 ms of CPU (measured, with waking up): 0.7 % of one CPU at the most
+frequent, 0.02 % at the least.
 
-What a watcher was told is kept per watcher, so one that reads slowly gets the difference later and no queue grows.
-
-Which TCP ports something in this network namespace listens on, as the kernel says. Parsing is pure.
-
-It must not know who wants to know. Asked by sock_diag, which walks the listening sockets alone (50 us); where the
-kernel has no such module, by `/proc/net/tcp`, for which it walks a table sized for the whole machine (2 ms where that
-has 262144 buckets). What is no answer of the kernel's is no listener.
+Listeners are asked for by sock_diag, for which the kernel walks the listening sockets alone (50 us); where the kernel
+has no such module, by `/proc/net/tcp`, for which it walks a table sized for the whole machine (2 ms where that has
+262144 buckets). Parsing is pure.
 
 Sources: sock_diag(7), netlink(7), include/uapi/linux/inet_diag.h, proc_net_tcp in proc_net(5).
 """
@@ -31,7 +27,7 @@ from runner.process import process_set
 from runner.wire.protocol import ANSWERS, Done, Kind, PortClosed, PortOpened, Started
 
 MAX_LISTENERS = 256
-"""How many are told; those with the smallest ports, so that the choice is a stable one."""
+"""Most listeners told of: those with the smallest ports, so that the choice is stable."""
 
 Listener = tuple[int, str]
 """Port and address."""
@@ -58,11 +54,11 @@ _LINE = re.compile(rb" *[0-9]+: ((?:[0-9A-F]{8}){1,4}):([0-9A-F]{4}) [0-9A-F:]+ 
 
 
 class NoAnswer(Exception):
-    """The kernel answered with an error or not as it is documented."""
+    """The kernel answered with an error, or not as documented."""
 
 
 def read_listeners() -> frozenset[Listener]:
-    """Return what is listened on now; never blocks.
+    """Return the listeners there are now. Never blocks.
 
     Raises:
         OSError: the kernel has neither sock_diag nor its table.
@@ -153,18 +149,19 @@ _LONGEST_PAUSE_S = 2.0
 _BUSY_SHARE = 1 / 240
 _IDLE_SHARE = 1 / 8
 _GREATEST_SHARE = 1 / 50
-"""Of one CPU, where looking is dear."""
+"""Of one CPU, where a look is dear."""
 
 
 def pause_s(*, is_busy: bool, since_s: float) -> float:
-    """Return how long to wait for the next look: a share of the time since a command was last begun (`is_busy`: one
-    still runs) or seen running."""
+    """Return the seconds until the next look: a share of the time since a command was last begun (`is_busy`: one still
+    runs) or seen running."""
     share, longest = (_BUSY_SHARE, _LONGEST_BUSY_PAUSE_S) if is_busy else (_IDLE_SHARE, _LONGEST_PAUSE_S)
     return min(longest, max(_SHORTEST_PAUSE_S, since_s * share))
 
 
 class Watcher:
-    """The job of one `Watch`. `told` is what its peer believes to be open."""
+    """Job of one `Watch`. Remembers what the peer was told, so a peer that reads slowly gets the difference later, and
+    no queue grows."""
 
     def __init__(self, sink: Sink, on_over: Callable[[Watcher], None]) -> None:
         self._sink = sink
@@ -173,7 +170,7 @@ class Watcher:
         self._open: frozenset[Listener] = frozenset()
 
     def tell(self, listeners: frozenset[Listener]) -> None:
-        """Say what has changed, now or when the peer has room."""
+        """Tell the peer the changes, now or when the peer has room."""
         self._open = listeners
         if listeners == self._told or self._sink.is_full:
             return
@@ -214,7 +211,7 @@ class Ports:
         self._begun_s = self._busy_s = time.monotonic()
 
     def watch(self, sink: Sink) -> Watcher:
-        """Begin to tell a peer, first what is open now."""
+        """Begin to tell a peer; the ports that are open now come first."""
         sink.start(Started(""))
         watcher = Watcher(sink, self._forget)
         self._watchers.add(watcher)
@@ -222,7 +219,7 @@ class Ports:
         return watcher
 
     def wake(self) -> None:
-        """A command begins: look often again."""
+        """Look often again: a command begins."""
         self._begun_s = time.monotonic()
         if self._watchers and (self._timer is None or self._pause_s > _SHORTEST_PAUSE_S):
             self._set_timer(_SHORTEST_PAUSE_S)
@@ -233,8 +230,8 @@ class Ports:
             self._cancel_timer()
 
     def _look(self) -> None:
-        """Tell the watchers. Whether there will be a next look is decided before this one, so that what ends in between
-        is seen."""
+        """Tell the watchers, and set the next look."""
+        # Whether there will be one is decided before this look, so that the end of a process in between is seen.
         began_s, now_s = time.process_time(), time.monotonic()
         is_busy = not self._context.registry.is_empty
         if is_busy:
@@ -256,7 +253,7 @@ class Ports:
             watcher.tell(listeners)
 
     def _is_inhabited(self) -> bool:
-        """Whether anything lives that could open or close a port."""
+        """Return whether a process lives that could open or close a port."""
         known = self._shell_pids() | {os.getpid()}
         return any(each.pid not in known and not each.is_dead for each in process_set.scan().values())
 

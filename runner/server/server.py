@@ -1,7 +1,7 @@
 """Connections: frames in, one request at a time, frames out, each behind a wall of its own.
 
-It must not know what requests do. What a peer gets wrong costs that peer its connection, never the loop. One descriptor
-may come with a request's frame; any other is closed as it arrives.
+An error of a peer costs that peer its connection, never the loop. One descriptor may come with a request's frame; any
+other is closed as it arrives. The meaning of requests is the business of the `Dispatch` function.
 
 Sources: unix(7) (SO_PEERCRED: a peer of another pid namespace has pid 0 here; SCM_RIGHTS: what is received at once ends
 with the data that descriptors came with).
@@ -40,12 +40,12 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(_INT_BYTES)
 _ACCEPTS_PER_TURN = 16
 _PARTS_PER_CALL = 64
 _STARTED_DELAY_S = 0.001
-"""STARTED waits this long for company: a short command is then answered in one piece."""
+"""STARTED waits this long for more frames: a short command is then answered in one piece."""
 
 
 Dispatch = Callable[[Any, Sink, Descriptor], Job | None]
-"""Begin a decoded request; return its job, or None when it is answered already. What is not taken of the descriptor
-by then is closed."""
+"""Begin a decoded request; return its job, or None when the request is answered already. A descriptor that is not
+taken by then is closed."""
 
 
 class Connection:
@@ -144,7 +144,7 @@ class Connection:
         self._on_frames()
 
     def _take_descriptors(self, ancillary: Iterable[tuple[int, int, bytes]]) -> None:
-        """Keep the first for the request whose frame is about to be complete; close the others, and an older one."""
+        """Keep the first descriptor for the request whose frame is about to be complete; close all others."""
         received: list[int] = []
         for level, kind, content in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -165,7 +165,7 @@ class Connection:
             self.close()
             return
         if not self._decoder.buffered_bytes:
-            self._descriptor.close()  # it came with a frame that was no request
+            self._descriptor.close()  # came with a frame that was no request
         self._update_events()
 
     def _on_frame(self, kind: Kind, body: bytes) -> None:
@@ -199,7 +199,7 @@ class Connection:
     # Output --------------------------------------------------------------------------------------------------------
 
     def _flush(self) -> None:
-        """Send what fits: all that one turn of the loop made goes in one call, so that a peer wakes up once."""
+        """Send as much as fits. The output of one turn of the loop goes in one call, so that the peer wakes up once."""
         self._is_flush_due = False
         self._flush_timer.cancel()
         self._is_blocked = False

@@ -46,7 +46,7 @@ ABANDON_SIGNAL = 50
 
 VARIABLE = "__sk_driver"
 PROGRAM = f'eval "${VARIABLE}"'
-"""What the shell is started with; the driver comes in `VARIABLE`, so that `ps` shows one short line."""
+"""Program that the shell is started with. The driver comes in `VARIABLE`, so that `ps` shows one short line."""
 
 FOREVER = "while case x in esac;"
 """A condition that always holds and is no command: in bash the user's function `:` would run in the place of the
@@ -56,8 +56,8 @@ _LOOPS = 8
 
 LEAVE_BASH = r"""case $__sk_r.$BASHPID in 1.$$) __sk_a=130
 trap "case \$__sk_r.\$BASHPID in 1.\$\$) return 130;; esac" DEBUG; set -T; return 130;; esac"""
-"""What bash does to leave a command, without single quotes. A fork of it that the signal reaches before its own traps
-are off has nothing to leave, and would complain of it."""
+"""Commands by which bash leaves a command, without single quotes. A fork of bash that the signal reaches before its own
+traps are off has nothing to leave, and would complain of it."""
 
 DRIVER = r"""
 unset __sk_driver
@@ -154,7 +154,7 @@ def driver_text(directory: str, revision: int, *, is_busybox: bool = False) -> s
 
 
 def busybox_text(directory: str) -> str:
-    """Return what runs one command in BusyBox sh."""
+    """Return the content of `run`, which runs one command in BusyBox sh."""
     return _RUN_FILE.replace("@DIR@", directory)
 
 
@@ -164,9 +164,9 @@ def quote(text: str) -> str:
 
 
 def news(changes: Sequence[tuple[int, str, str | None]]) -> str:
-    """Return what is sourced to take over changes (number, variable, value or None) of the session's variables.
+    """Return the text that takes over changes (number, variable, value or None) of the session's variables.
 
-    A shell that replaces another may know some already, and have changed what they had set: each is done once.
+    A shell that replaces another may know some already, and have changed the variable since: each is done once.
     """
     lines = []
     for number, name, value in changes:
@@ -178,10 +178,10 @@ def news(changes: Sequence[tuple[int, str, str | None]]) -> str:
 
 
 def prologue(cwd: str | None, env: Mapping[str, str]) -> str:
-    """Return what is sourced before a command that brings its own directory or variables.
+    """Return the text before a command that brings its own directory or variables.
 
-    Of each variable it notes whether it was exported (`e`), only set (`s`) or neither, or can't be changed (`r`), which
-    the shell says as well. A failing `cd` makes the whole fail, and then the command is not run.
+    Of each variable the text notes whether it was exported (`e`), only set (`s`) or neither, or can't be changed (`r`),
+    which the shell says as well. A failing `cd` makes the whole fail, and then the command is not run.
     """
     lines = ["__sk_e=$(command export -p)"] if env else []
     for index, (name, value) in enumerate(env.items()):
@@ -197,8 +197,8 @@ def prologue(cwd: str | None, env: Mapping[str, str]) -> str:
 
 
 def epilogue(cwd: str | None, env: Mapping[str, str]) -> str:
-    """Return what is sourced after such a command: directory and variables are again what they were, but for a variable
-    that the command made read-only."""
+    """Return the text after such a command: directory and variables are as before, but for a variable that the command
+    made read-only."""
     lines = []
     if cwd is not None:
         lines += ['CDPATH= command cd -- "$__sk_pwd"', "OLDPWD=$__sk_old"]

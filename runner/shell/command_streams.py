@@ -21,7 +21,7 @@ from runner.loop.context import Context
 from runner.loop.identity import UserIdentity
 from runner.loop.loop import Loop
 from runner.shell.files import open_fifo, open_private, remove_private
-from runner.streams.flow import Inflow, Leftovers, Listener, Outflow
+from runner.streams.flow import FlowOwner, Inflow, Leftovers, Outflow
 from runner.streams.streams import Streams
 from runner.wire.protocol import CHUNK_BYTES, Kind, TerminalSize
 
@@ -29,7 +29,7 @@ from runner.wire.protocol import CHUNK_BYTES, Kind, TerminalSize
 class FifoOutflow(Outflow):
     """Output of a command through a FIFO that its shell opens by name, and that the next command uses again."""
 
-    def __init__(self, loop: Loop, path: str, kind: Kind, listener: Listener) -> None:
+    def __init__(self, loop: Loop, path: str, kind: Kind, owner: FlowOwner) -> None:
         """Open the FIFO, made if it is not there.
 
         Raises:
@@ -40,7 +40,7 @@ class FifoOutflow(Outflow):
         except FileNotFoundError:
             os.mkfifo(path, 0o622)
             fd = open_fifo(path, os.O_RDONLY)
-        super().__init__(loop, fd, kind, listener)
+        super().__init__(loop, fd, kind, owner)
         self._path = path
         self._is_clean = False
 
@@ -56,7 +56,7 @@ class FifoOutflow(Outflow):
         except BlockingIOError:
             return True
         if chunk:
-            self._listener.on_output(self._kind, chunk)
+            self._owner.on_output(self._kind, chunk)
         return bool(chunk)
 
     def finish(self, *, may_read: bool) -> None:
@@ -73,7 +73,7 @@ class FifoOutflow(Outflow):
         super().close(None if self._is_clean else leftovers)
 
     def _has_writer(self) -> bool:
-        """Return whether somebody has the empty FIFO open for writing; what is written at this instant is lost."""
+        """Return whether a process has the empty FIFO open for writing. Output of this very instant is lost."""
         try:
             return bool(os.read(self._fd, CHUNK_BYTES))
         except BlockingIOError:
@@ -83,15 +83,15 @@ class FifoOutflow(Outflow):
 class CommandPipes(Streams):
     """FIFOs `out` and `err`, and for `in` a FIFO or /dev/null."""
 
-    def __init__(self, loop: Loop, file: Callable[[str], str], listener: Listener, *, stdin: bool) -> None:
+    def __init__(self, loop: Loop, file: Callable[[str], str], owner: FlowOwner, *, stdin: bool) -> None:
         super().__init__()
         self._loop = loop
         self._file = file
-        self._listener = listener
+        self._owner = owner
         self._has_input_file = False
         self._keeper_fd = self._input_fd = -1
         if stdin:
-            self._inflow = Inflow(loop, listener)
+            self._inflow = Inflow(loop, owner)
 
     def open(self, *, needs_input_file: bool) -> None:
         self._has_input_file = needs_input_file
@@ -103,7 +103,7 @@ class CommandPipes(Streams):
         elif needs_input_file:
             os.symlink("/dev/null", self._file("in"))
         for name, kind in (("out", Kind.STDOUT), ("err", Kind.STDERR)):
-            self._outflows.append(FifoOutflow(self._loop, self._file(name), kind, self._listener))
+            self._outflows.append(FifoOutflow(self._loop, self._file(name), kind, self._owner))
 
     @property
     def is_begun(self) -> bool:
@@ -139,17 +139,17 @@ _NAMES = ("out", "err", "in")
 _WRITTEN = ("traps", "line")
 """Files the shell writes for itself (`runner.shell.terminal_driver`)."""
 _LOCAL_FLAGS, _CHARACTERS = 3, 6
-"""Indices of what termios.tcgetattr returns."""
+"""Indices in the list of termios.tcgetattr."""
 _NO_KEY = b"\0"
 _SIGNAL_KEYS = ((termios.VINTR, signal.SIGINT), (termios.VQUIT, signal.SIGQUIT))
 
 
-class KeyListener(Listener, Protocol):
+class TerminalOwner(FlowOwner, Protocol):
     """The owner of a terminal."""
 
     def on_key(self, number: int, is_raw: bool, release: Callable[[], None]) -> bytes | None:
-        """A key that stands for a signal is about to be typed. Return what is typed right after it; None: what comes
-        later waits until `release` is called. `is_raw`: no line is edited by the terminal itself."""
+        """Return the bytes to type right after a key that stands for a signal, which is about to be typed. None: all
+        later input waits until `release` is called. `is_raw`: the terminal does not edit lines."""
 
 
 class CommandTerminal(Streams):
@@ -160,14 +160,14 @@ class CommandTerminal(Streams):
         context: Context,
         identity: UserIdentity,
         file: Callable[[str], str],
-        listener: KeyListener,
+        owner: TerminalOwner,
         size: TerminalSize,
     ) -> None:
         super().__init__()
         self._context = context
         self._identity = identity
         self._file = file
-        self._listener = listener
+        self._owner = owner
         self._size = size
         self._early: list[bytes] = []
         self._early_bytes = 0
@@ -175,7 +175,7 @@ class CommandTerminal(Streams):
         self._is_begun = False
 
     def open(self, *, needs_input_file: bool) -> None:
-        path = self._open_terminal(self._context, self._identity, self._size, self._listener)
+        path = self._open_terminal(self._context, self._identity, self._size, self._owner)
         self._is_begun = self._is_held = False
         self._refuse_stop_key()
         for name in _WRITTEN:
@@ -197,11 +197,11 @@ class CommandTerminal(Streams):
     def on_reader(self) -> None:
         self._is_begun = True
         if self._inflow is None and self._terminal_fd >= 0:
-            self._connect_keyboard(self._context, self._listener)
+            self._connect_keyboard(self._context, self._owner)
             self._feed_early(self.feed)
 
     def feed(self, data: bytes) -> None:
-        """Type. What is typed before the command has begun waits: the terminal would give it to the shell's driver."""
+        """Type. Input from before the command has begun waits: the terminal would give it to the shell's driver."""
         found = self._find_key(data) if self._inflow is not None else None
         if self._inflow is None or (found is None and self._is_held):
             self._early.append(data)
@@ -213,7 +213,7 @@ class CommandTerminal(Streams):
         self._release()
         number, end = found
         is_raw = not self._attributes()[_LOCAL_FLAGS] & termios.ICANON
-        answer = self._listener.on_key(number, is_raw, self._release)
+        answer = self._owner.on_key(number, is_raw, self._release)
         self._is_held = answer is None
         self._inflow.feed(data[:end] + (answer or b""))
         if rest := data[end:]:
@@ -252,7 +252,7 @@ class CommandTerminal(Streams):
         the hang-up."""
         super().finish(may_read=True)
         self.close(None)
-        self._listener.on_output_done()
+        self._owner.on_output_done()
 
     def close(self, leftovers: Leftovers | None) -> None:
         """Hang up: the kernel tells every process that has the terminal open."""

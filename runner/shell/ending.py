@@ -45,9 +45,9 @@ def ends_by_default(number: int) -> bool:
 
 
 class Interrupt:
-    """Asks the shell, then signals what the command started; and both a few times more. The shell may be just before or
-    after the command and ignore it there; it may be about to start a program, or a program about to begin, which loses
-    the signal. A program older than that gets it once."""
+    """Asks the shell to leave the command, signals the processes that the command has started, and repeats both a few
+    times. One request can be lost: the shell may be just before or after the command, or about to start a program, or
+    that program about to begin. A program older than that gets the signal once."""
 
     def __init__(self, loop: Loop, shell: Shell, number: int, find: Callable[[], list[Process]]) -> None:
         self._loop = loop
@@ -60,7 +60,7 @@ class Interrupt:
         self._timer: Timer | None = None
 
     def ask(self) -> None:
-        self._shell.abandon()  # first: it must not go on with the next program when this one ends
+        self._shell.abandon()  # first: the shell must not go on with the next program when this one ends
         for process in self._find():
             if process not in self._signalled or process.start_tick >= self._since:
                 self._signalled.add(process)
@@ -70,15 +70,15 @@ class Interrupt:
             self._repeat_s *= 2
 
     def stop(self) -> None:
-        """The shell has left the command."""
+        """Ask no more: the shell has left the command."""
         if self._timer is not None:
             self._timer.cancel()
 
 
 class LineInterrupt:
-    """Asks a shell that reads lines to leave the one it runs: once the key that was typed has done its own work, for
-    bash can forget one of two traps that come together; and again while the shell computes. `on_over` is called when it
-    does not any more, or for too long: what was typed after the key is for the shell then, and no line of it is hit."""
+    """Asks a shell that reads lines to leave the line it runs, and asks again while the shell computes. The first time
+    is a moment after the key, for bash can forget one of two traps that come together. `on_over` is called when the
+    shell computes no more, or has for too long: what was typed after the key may go to the shell then."""
 
     def __init__(self, loop: Loop, shell: Shell, on_over: Callable[[], None]) -> None:
         self._loop = loop
@@ -88,7 +88,7 @@ class LineInterrupt:
         self._timer = loop.call_later(_LINE_DELAY_S, self._ask, lambda _error: on_over())
 
     def stop(self) -> None:
-        """The shell reads no more lines, or another key was typed."""
+        """Ask no more: the shell reads no more lines, or another key was typed."""
         self._timer.cancel()
 
     def _ask(self) -> None:
@@ -113,7 +113,8 @@ _LAST_LOOK_S = 0.05
 
 class Ladder:
     """Climbs until no process of the set is left and the shell, if there is one, is done with the command; then calls
-    `on_clear` once. `is_begun` tells whether the shell runs the command yet. `now` starts at the kill."""
+    `on_clear` once. `is_begun` returns whether the shell runs the command yet. With `now` the first step is the
+    kill."""
 
     def __init__(
         self,
@@ -137,10 +138,10 @@ class Ladder:
         self._signalled: dict[Process, int] = {}
         self._timer: Timer | None = None
         self.shell_is_busy = shell is not None
-        """Until the shell has reported the command's end or died; the owner clears it."""
+        """Whether the shell may still run the command. The owner clears it when the shell has reported or died."""
 
     def climb(self) -> None:
-        """Take the step that is due and look again soon."""
+        """Take the step that is due, and the next one soon."""
         self.stop()
         if self.shell_is_busy:
             self._push_shell()
@@ -164,7 +165,8 @@ class Ladder:
             self._timer.cancel()
 
     def _push_shell(self) -> None:
-        """Ask the shell to leave the command; end it when it had its time for that and for what else was killed."""
+        """Ask the shell to leave the command. End the shell when its grace is over, which follows that of its
+        processes."""
         if self._shell is None:
             return
         end_s = self._kill_after_s() + self._settings.kill_grace_s
@@ -177,7 +179,7 @@ class Ladder:
             self._shell.abandon()
 
     def _push_processes(self) -> bool:
-        """Signal what is left; return whether there is anything."""
+        """Signal the processes that are left; return whether there are any."""
         found = self._processes.find()
         if not found:
             return False
@@ -189,7 +191,7 @@ class Ladder:
             if self._signalled.get(process) != number:
                 self._signalled[process] = number
                 process_set.send_signal(process.pid, number)
-                process_set.send_signal(process.pid, signal.SIGCONT)
+                process_set.send_signal(process.pid, signal.SIGCONT)  # a stopped process would never take it
         return True
 
     def _elapsed_s(self) -> float:

@@ -1,7 +1,7 @@
 """One command of a shell: the files that bring it to the shell's driver, its streams, its end, and its result.
 
 `Execution` performs the actions of `runner.shell.lifecycle.COMMAND`. The queue in front of the shell tells it when its
-turn is, and what becomes of the shell; it does not know its place in the queue.
+turn is, and all news of the shell.
 
 Sources: `runner.shell.command_driver` (what each file and each word on `ctl` is for).
 """
@@ -104,7 +104,7 @@ class Execution(Run):
     # News of the queue and the shell --------------------------------------------------------------------------------
 
     def begin(self, number: int) -> None:
-        """The shell waits for this command. `number` is what the command's status will carry.
+        """Hand the command to the waiting shell. The command's status will carry `number`.
 
         Raises:
             OSError: the files of the command could not be made; it is the caller's to `fail` it.
@@ -113,18 +113,18 @@ class Execution(Run):
         self._take(Event.BEGIN)
 
     def on_unstarted(self, *, may_retry: bool) -> None:
-        """The shell never began the command, and is being replaced."""
+        """Give the command to the next shell: this one never began it, and is being replaced."""
         if may_retry or not self._is_running:  # one that is to end anyway is not tried again, and does not fail
             self._take(Event.UNSTARTED)
         else:
             self.fail("SHELL_FAILED", "the shell does not take commands")
 
     def on_reader(self) -> None:
-        """The command holds its standard input."""
+        """Let the input flow: the command holds its standard input."""
         self._streams.on_reader()
 
     def on_status(self, status: int) -> None:
-        """The command has ended; `status` is `$?` of the shell."""
+        """Take the status of the command, `$?` of the shell: the command has ended."""
         self._written_bytes = self._shell.written_bytes
         if status == _EXIT_ABANDONED and self._left_by is not None:
             status = SIGNAL_BASE + self._left_by  # the shell left it for a signal of ours, and knows no number
@@ -135,7 +135,7 @@ class Execution(Run):
         self._perform(self._life.done(outcome))
 
     def on_shell_death(self, wait_status: int) -> None:
-        """The shell process died while it had the command."""
+        """Take the wait status of the shell, which died while it had the command."""
         self.shell_restarted = True
         self._written_bytes = self._shell.written_bytes
         code = os.waitstatus_to_exitcode(wait_status)
@@ -143,18 +143,18 @@ class Execution(Run):
         self._perform(self._life.done(outcome))
 
     def on_shell_ready(self) -> None:
-        """A successor of the shell waits for a command."""
+        """Answer a command that has ended: a successor of its shell waits."""
         self._take(Event.READY)
 
     def on_no_shell(self) -> None:
-        """The shell has no successor. A result that is known needs none."""
+        """Fail, for the shell has no successor; but answer a command whose result is known, for that needs none."""
         if self._life.state is State.ENDED:
             self._take(Event.READY)
         else:
             self.fail("SHELL_FAILED", "the shell cannot be started")
 
     def on_shell_closed(self) -> None:
-        """The shell is closed, nothing of it is left, and no other comes."""
+        """End and answer: the shell is closed, nothing of it is left, and no other comes."""
         self._perform(self._life.close())
         self._take(Event.READY)
 
@@ -286,7 +286,7 @@ class Execution(Run):
         _write_file(shell.file("post"), after)
 
     def _remove_command(self) -> None:
-        """Remove what `_write_files` made, as far as it is there."""
+        """Remove the files of `_write_files`, as far as they are there."""
         for name in ("cmd",) if self._mode == command_driver.PLAIN else ("cmd", "pre", "post"):
             remove_private(self._shell.file(name))
 
@@ -345,7 +345,7 @@ class Execution(Run):
             self._interrupt = None
 
     def _processes(self) -> CommandSet:
-        """Return what the command has started."""
+        """Return the set of processes that the command has started."""
         shell, reaper = self._shell, self._context.reaper
         return CommandSet(self._began, lambda: shell.pid, leaders=lambda: reaper.watched, group=shell.group)
 

@@ -1,7 +1,7 @@
 """File rules of a session: paths a client named, made into one ruleset that every command enters. Made once.
 
-It must not apply anything to PID 1, and never go on without a rule that was asked for. Paths are looked up inside the
-sandbox, with the rights of the session's user, and a rule holds for what was found, whatever takes its name later.
+PID 1 itself enters no rules. A set of rules is made whole or refused. Paths are looked up inside the sandbox, with the
+rights of the session's user; a rule holds for the file that was found, whatever takes its name later.
 
 Sources: landlock(7), openat2(2).
 """

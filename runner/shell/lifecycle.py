@@ -1,9 +1,9 @@
-"""States of a run, the events that change them, and what each change makes the run do. No I/O, no clock, no process.
+"""States of a run, the events that change them, and the action of each change. No I/O, no clock, no process.
 
 Two tables, `COMMAND` for a command of a shell and `PROGRAM` for a program of its own, map (state, event) to
-(next state, action). The owner of a run tells its `Lifecycle` what happened and performs the action it gets back.
-Every pair is either in a table or in the set beside it, whose pairs cannot happen; one that does anyway raises
-`ImpossibleEvent`, which costs the connection or the command it came from and never the loop.
+(next state, action). The owner of a run gives the event to its `Lifecycle` and performs the action that it returns.
+Every pair is either in a table or in the set beside the table, whose pairs cannot happen. One that happens anyway
+raises `ImpossibleEvent`, which costs the connection or the command that the event came from, and never the loop.
 
 A command, from its request to its answer:
 
@@ -37,7 +37,7 @@ class State(Enum):
     FORCED = "forced"
     """The kill ladder climbs, and the shell or the program's own process is still there."""
     CLEARING = "clearing"
-    """The kill ladder climbs for what the run has started: the shell or the program's own process is done."""
+    """The kill ladder climbs for processes that the run has started: the shell or the program's own process is done."""
     REAPING = "reaping"
     """No process of a program was found by the kill ladder; its wait status has not come yet."""
     ENDED = "ended"
@@ -51,10 +51,10 @@ class State(Enum):
 
 
 class Event(Enum):
-    """News of a run. What follows each name is who has it."""
+    """News of a run. The first words of each docstring name the source of the news."""
 
     BEGIN = "begin"
-    """Queue of the shell, or whoever starts programs: it is this run's turn."""
+    """Queue of the shell, or `Programs`: it is this run's turn."""
     UNSTARTED = "unstarted"
     """Shell: the command was not begun, and is not going to be."""
     DONE = "done"
@@ -76,7 +76,7 @@ class Event(Enum):
 
 
 class Action(Enum):
-    """What the owner of the `Lifecycle` does about an event."""
+    """A step to be done by the owner of the `Lifecycle`."""
 
     NOTHING = "nothing"
     START = "start"
@@ -84,7 +84,7 @@ class Action(Enum):
     START_AGAIN = "start again"
     """Hand the command to a second shell."""
     TAKE_BACK = "take back"
-    """Remove what the command's shell was to open."""
+    """Remove the files that the command's shell was to open."""
     FORCE = "force"
     """Withdraw the command if the shell has not read it (`UNSTARTED`), else begin to climb the kill ladder."""
     HURRY = "hurry"
@@ -224,7 +224,7 @@ class Outcome:
 
 
 class Lifecycle:
-    """The state of one run and what its answer will say. Reads nothing and calls nobody."""
+    """State and outcome of one run."""
 
     __slots__ = ("_forced", "_reported", "_table", "state")
 
@@ -235,7 +235,7 @@ class Lifecycle:
         self._forced: Cause | None = None
 
     def take(self, event: Event) -> Action:
-        """Change the state; return what is to be done.
+        """Change the state; return the action to perform.
 
         Raises:
             ImpossibleEvent: the event cannot happen in this state. Nothing has changed.

@@ -63,7 +63,7 @@ class CommandQueue:
         return execution
 
     def close(self, on_closed: Callable[[], None]) -> None:
-        """Kill the shell and all it started; its commands end as cancelled. `on_closed` follows."""
+        """Kill the shell and all it has started; its commands end as cancelled. `on_closed` follows."""
         self.shell.retire()
         group = self.shell.group
         processes = TreeSet(lambda: self.shell.pid) if group is None else GroupSet(group)
@@ -157,7 +157,7 @@ class CommandQueue:
 
 
 def may_enter(context: Context, identity: UserIdentity, cwd: str | None) -> bool:
-    """Return whether there is such a directory for a user, seen from the workspace."""
+    """Return whether a user may enter a directory, given relative to the workspace."""
     if cwd is None:
         return True
     try:
@@ -168,7 +168,7 @@ def may_enter(context: Context, identity: UserIdentity, cwd: str | None) -> bool
 
 
 def check_request(request: Exec) -> str | None:
-    """Return what is wrong with a command no shell could be handed, or None."""
+    """Return what is wrong with a command that no shell could be handed, or None."""
     if not all(settings.is_argument(text) for text in (request.command, request.cwd or "")):
         return "a command or directory cannot hold a NUL character or a lone surrogate"
     if request.timeout_ms is not None and not 0 < request.timeout_ms <= _MAX_TIMEOUT_MS:
@@ -181,6 +181,6 @@ def check_request(request: Exec) -> str | None:
 
 
 def _new_number() -> int:
-    """Return the number that a command's status must carry: one that no other process of the sandbox can foresee, so
-    that a job of an earlier command can't end a later one by writing to the status FIFO."""
+    """Return the number that a command's status must carry. No other process of the sandbox can foresee it, so a job of
+    an earlier command can't end a later one by writing to the status FIFO."""
     return 1 + int.from_bytes(os.urandom(7), "big")

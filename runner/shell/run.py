@@ -1,7 +1,7 @@
 """A run: a command of a shell (`runner.shell.execution`) or a program (`runner.programs.program`), as far as the two
 are alike. That is the client's side, the time limit, the end by force, and the answer.
 
-What happens to a run is an event of its `Lifecycle`, and what the run does then is the action that the table names.
+News of a run is an event of its `Lifecycle`, and the table names the action that the run then performs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from runner.streams.streams import NO_STREAMS, ClientSide
 from runner.wire.protocol import Cause, Exec, ExecReply, RunProgram, Started, TerminalSize
 
 SIGNAL_BASE = 128
-"""What a shell adds to a signal's number to make an exit status of it."""
+"""Exit status of a process that a signal ended, less the signal's number."""
 
 
 class Run(ClientSide, ABC):
@@ -49,7 +49,7 @@ class Run(ClientSide, ABC):
 
     @abstractmethod
     def _perform(self, action: Action) -> None:
-        """Do what the table says. May end in a next event."""
+        """Perform an action of the table. That may end in a next event."""
 
     # News of the client ---------------------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ class Run(ClientSide, ABC):
 
     @abstractmethod
     def signal(self, number: int) -> bool:
-        """Send a signal to what runs; return whether there was anything."""
+        """Send a signal to the processes of the run; return whether the run goes on."""
 
     def cancel(self, *, now: bool) -> None:
         self._in_hurry = self._in_hurry or now
@@ -105,7 +105,7 @@ class Run(ClientSide, ABC):
             self._ladder.hurry()
 
     def _finish_streams(self) -> None:
-        """The run has ended: nothing more is its input, and what is there now is its last output."""
+        """Stop the clocks, take no more input, and read the last output: the run has ended."""
         if self._started_s is not None:
             self._duration_us = int((time.monotonic() - self._started_s) * 1_000_000)
         self._stop_clocks()
@@ -120,7 +120,7 @@ class Run(ClientSide, ABC):
         self._time_limit = self._ladder = None
 
     def _give_up_streams(self) -> Sink | None:
-        """The last output is sent, or not wanted: close everything; return where the answer goes, the caller's."""
+        """Close everything, for the last output is sent or not wanted; return the sink, for the answer."""
         self._streams.close(self._leftovers)
         self._streams = NO_STREAMS
         sink, self._sink = self._sink, None

@@ -1,7 +1,7 @@
 """One persistent shell: its process, its control FIFOs, its death and its successor.
 
-It must not know what a command's output is or when a command must end; it hands over, reports statuses and deaths, and
-always has, or is getting, a shell that waits for the next command.
+`Shell` hands commands over and reports statuses and deaths. Unless it is closed, a process waits for the next command,
+runs one, or is being started. The output of a command, and its end by force, are the business of `Execution`.
 
 Sources: fifo(7) (opening O_RDWR never blocks and never gives end-of-file), `FIONREAD` in pipe(7), getrusage(2)
 (blocks of 512 bytes).
@@ -65,10 +65,10 @@ def is_busybox(path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ShellEvents:
-    """Whom a `Shell` tells. `on_ready`: a (new) shell waits for a command. `on_status(status)`: its command
-    ended, or holds its stdin (status None). `on_death(wait status)`: a shell that had been ready is gone.
-    `is_begun()` asks whether the command handed over last has begun, `on_unstarted` says it never will. `on_failed`: no
-    shell can be started. `on_error`: a turn was lost."""
+    """Calls that a `Shell` makes to its owner. `on_ready`: a new process waits for a command. `on_status(status)`: the
+    command has ended, or holds its standard input (None). `on_death(wait status)`: a process that had been ready is
+    gone. `is_begun()` asks whether the command handed over last has begun; `on_unstarted`: it never will. `on_failed`:
+    no process can be started. `on_error`: a turn was lost."""
 
     on_ready: Callable[[], None]
     on_status: Callable[[int | None], None]
@@ -81,7 +81,7 @@ class ShellEvents:
 
 @dataclass(frozen=True, slots=True)
 class Birth:
-    """What a shell process starts with: its program, variables beside the session's, first directory, user, cgroup."""
+    """Properties of a shell's processes: program, variables beside the session's, first directory, user, cgroup."""
 
     argv: list[str]
     env: Mapping[str, str]
@@ -105,12 +105,13 @@ class Shell:
         self.is_ready = False
         self.is_closed = False
         self.is_deaf = False
-        """Whether it ignores what a terminal's end would send it, until the next command restores its own traps."""
+        """Whether the process ignores the signals of a terminal's end, until the next command restores its own
+        traps."""
         self._was_deaf = False
         self.group = birth.group
         self.cwd = birth.cwd
         self.written_bytes = -1
-        """What the last command wrote to storage, -1 if unknown."""
+        """Bytes that the last command wrote to storage, -1 if unknown."""
         self._meter = WriteMeter()
         self._revision = context.settings.revision
         self._revision_before = self._revision
@@ -136,12 +137,12 @@ class Shell:
 
     @property
     def identity(self) -> UserIdentity:
-        """Whom it runs as."""
+        """User of the shell."""
         return self._birth.identity
 
     @property
     def argv(self) -> list[str]:
-        """The program and, for BusyBox, the applet."""
+        """Arguments that start the shell: the program and, for BusyBox, the applet."""
         return self._birth.argv
 
     @property
@@ -149,7 +150,7 @@ class Shell:
         return self._birth.argv[0]
 
     def start(self) -> None:
-        """Start a shell process; `on_ready` follows. The first gets the environment, later ones the saved state."""
+        """Start a process; `on_ready` follows. The first gets the environment, later ones the saved state."""
         self.is_ready = self._was_ready = self.is_deaf = False
         self._number = 0
         cwds = (self.cwd, os.fsencode(self._config.workspace), os.fsencode(self.identity.account.home))
@@ -158,7 +159,7 @@ class Shell:
         self._drain(self._control_fd)
         try:
             has_state = os.stat(self.file("state")).st_size > 0
-        except OSError:  # the sandbox's root has taken it, or the way to it
+        except OSError:  # the sandbox's root has taken the file, or the way to it
             self._events.on_failed()
             return
         try:
@@ -178,7 +179,7 @@ class Shell:
         return {"SHELL": self.path, **self._context.settings.env, **self._birth.env}
 
     def _spawn(self, env: dict[str, str], cwds: tuple[bytes, ...]) -> int:
-        """Start the process; its program comes in a variable, or through a pipe that holds all of it."""
+        """Start the process. The driver comes in a variable; BusyBox reads it from a pipe that holds all of it."""
         program = command_driver.driver_text(self.directory, self._revision, is_busybox=self._is_busybox)
         context = self._context
         options: dict[str, Any] = {  # those of `spawn`
@@ -208,21 +209,21 @@ class Shell:
             self._events.on_failed()
 
     def ensure_starting(self) -> None:
-        """Start a shell if none is running or coming, after starting one had been given up."""
+        """Start a process if none runs or is coming: the first one, or one more try after starting was given up."""
         if self.pid is None and self._timer is None and not self.is_closed:
             self.start()
 
     def news(self) -> list[Change]:
-        """Return what changed of the session's variables since this shell took them over."""
+        """Return the changes of the session's variables that this shell has not taken over."""
         return self._context.settings.changes_since(self._revision)
 
     @property
     def has_news(self) -> bool:
-        """Whether the next command must be preceded by something."""
+        """Whether something must be sourced before the next command: changed variables, or traps to restore."""
         return self.is_deaf or self._revision != self._context.settings.revision
 
     def hand_over(self, number: int, mode: str, *, on_terminal: bool) -> None:
-        """Give the waiting shell its next command, whose files are in place, the `news` among them."""
+        """Give the waiting shell its next command, whose files are in place."""
         self.is_ready = False
         self._was_deaf, self.is_deaf = self.is_deaf, on_terminal
         self._revision_before, self._revision = self._revision, self._context.settings.revision
@@ -233,7 +234,8 @@ class Shell:
         self._set_timer(self._config.pick_up_grace_s / _PICK_UP_CHECKS, self._check_picked_up)
 
     def take_back(self) -> bool:
-        """Withdraw the command handed over last if the shell has not read any of it; return whether that was so."""
+        """Withdraw the command handed over last, unless the shell has read some of its line; return whether it is
+        withdrawn."""
         left = self._drain(self._control_fd)
         if left == self._line:
             self._cancel_timer()
@@ -250,9 +252,9 @@ class Shell:
             process_set.send_signal(self.pid, number)
 
     def abandon(self) -> None:
-        """Ask the shell to leave the command it runs; repeat it until a status comes."""
+        """Ask the shell to leave the command it runs. The caller repeats it until a status comes."""
         self.signal(command_driver.ABANDON_SIGNAL)
-        self.signal(signal.SIGCONT)  # afterwards: a stopped shell must not run on before it sees the first
+        self.signal(signal.SIGCONT)  # afterwards: a stopped shell must not run on before it sees the request
 
     def replace(self) -> None:
         """Kill the shell; `on_death` and then a new one follow."""
@@ -264,7 +266,7 @@ class Shell:
         self._cancel_timer()
         if self.is_closed:
             return
-        self._on_status_readable(0)  # it may have reported and died right after
+        self._on_status_readable(0)  # the report may still be in the FIFO
         self._failed_starts = 0 if was_ready else self._failed_starts + 1
         if was_ready:
             self._events.on_death(status)
@@ -278,7 +280,7 @@ class Shell:
         self.signal(signal.SIGKILL)
 
     def _check_picked_up(self) -> None:
-        """Replace a shell that does not begin its command. Many short looks, not one long wait: time passes while a
+        """Replace a shell that does not begin its command. Many short looks, not one long wait, for time passes while a
         sandbox is frozen, too."""
         if self._events.is_begun():
             return
@@ -302,12 +304,12 @@ class Shell:
                 self._on_status_line(line)
 
     def _on_status_line(self, line: bytes) -> None:
-        """Take a report of the driver. A command can write here too, and what makes no sense is dropped."""
+        """Take a report of the driver. A command can write here too; a line that makes no sense is dropped."""
         if line == b"0 0" and not self._was_ready:
             self._on_started()
         elif line == b"0 r" and self._number and not self._events.is_begun():
             self._drain(self._control_fd)
-            os.write(self._control_fd, self._line)  # a signal cut the last one short; it is run once at most
+            os.write(self._control_fd, self._line)  # a signal cut the read short; the driver runs a number once at most
         number, _, status = line.partition(b" ")
         if number != b"%d" % self._number or self._number == 0:
             return
@@ -330,8 +332,8 @@ class Shell:
         self._events.on_ready()
 
     def _look(self) -> None:
-        """Learn from the kernel where the shell is and what it has written, as the shell's user: PID 1 may not look
-        without its uid."""
+        """Ask the kernel for the shell's directory and for the bytes it has written, with the uid of the shell's user:
+        without it PID 1 may not look."""
         if self.pid is None:
             return
         try:
@@ -339,7 +341,7 @@ class Shell:
                 self.written_bytes = self._meter.read(self.pid)
                 self.cwd = os.readlink(b"/proc/%d/cwd" % self.pid).removesuffix(b" (deleted)")
         except OSError:
-            pass  # it ended this instant; the directory known last stays
+            pass  # the process ended this instant; the directory known last stays
 
     def _make_file(self, name: str, content: bytes, mode: int) -> None:
         fd = open_private(self.file(name), os.O_CREAT | os.O_WRONLY, mode)
@@ -358,20 +360,20 @@ class Shell:
         return open_fifo(path, os.O_RDWR)
 
     def retire(self) -> None:
-        """Report nothing more and start nothing; whoever calls this ends the process."""
+        """Report nothing more and start no process; the caller ends the one that runs."""
         self.is_closed = True
         self.is_ready = False
         self._cancel_timer()
 
     def close(self) -> None:
         """Give everything up; the process is gone."""
-        del self._events  # it refers back, and PID 1 collects no cycles
+        del self._events  # they refer back, and PID 1 collects no cycles
         self._context.loop.unwatch(self._status_fd)
         for fd in (self._control_fd, self._status_fd):
             os.close(fd)
         if self._birth.membership is not None:
             os.close(self._birth.membership[1])
-        with contextlib.suppress(OSError):  # the sandbox's root may have taken them, or the way to them
+        with contextlib.suppress(OSError):  # the sandbox's root may have taken the files, or the way to them
             for name in os.listdir(self.directory):
                 remove_private(self.file(name))
             os.rmdir(self.directory)

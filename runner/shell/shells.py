@@ -58,7 +58,7 @@ class Shells:
         return frozenset(pid for pid in pids if pid is not None)
 
     def hello(self) -> HelloReply:
-        """Return which shells there are and where."""
+        """Return the shells there are, and their directories."""
         infos = [self._info(name, queue) for name, queue in self._queues.items() if not queue.shell.is_closed]
         default = next((info for info in infos if info.name == DEFAULT_SHELL), None)
         others = tuple(info for info in infos if info is not default)
@@ -92,7 +92,7 @@ class Shells:
             sink.finish(self.hello())
 
     def _apply(self, request: Setup) -> None:
-        """Take over what holds for every command: user, file rules, graces, variables."""
+        """Take over the settings of every run: user, file rules, graces, variables."""
         context = self._context
         account = context.as_user.account = self._identity(request).account
         if request.files is not None:
@@ -153,7 +153,7 @@ class Shells:
         return queue
 
     def close(self, request: CloseShell, sink: Sink) -> None:
-        """Kill a shell and answer when nothing of it is left."""
+        """Kill a shell, and answer when no process of it is left."""
         queue = self._queues.get(request.name)
         if request.name == DEFAULT_SHELL:
             sink.finish(Error("BAD_REQUEST", "the default shell stays"))

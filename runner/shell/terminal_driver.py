@@ -1,4 +1,5 @@
-"""The texts a shell sources around a command that runs on a terminal. Pure.
+"""Texts that a shell sources around a command on a terminal, and the text that makes a shell read its lines from one.
+Pure.
 
 The shell leads its session, so opening the terminal makes it the controlling one, and Ctrl-C there reaches the shell
 together with what it runs (one process group, as there is no job control). Therefore:
@@ -11,14 +12,12 @@ together with what it runs (one process group, as there is no job control). Ther
 - `restore`, before the next command, makes them again what they were.
 
 Whether a user's trap is there is told by the shell's own list, which is written to `traps`: `$(trap)` would be a fork,
-and is empty in dash. bash lists what it is asked for; others list all, and setting all of them again changes nothing.
+and is empty in dash. bash lists the traps it is asked for; others list all, and setting all of them again changes
+nothing.
 
-Sources: POSIX.1-2024 XCU 2.15 `trap`; tty_ioctl(4) "Controlling terminal"; `tty_signal_session_leader` in the kernel.
-
-The text that makes a persistent shell read its lines from a terminal: prompt, editing, more lines, Ctrl-C. Pure.
-
-It runs in the shell itself, in the place of a command, so directory, variables, functions and aliases are the ones of
-the commands before and after. Each line goes to the file `line` and is sourced, as the driver does with a command.
+Reading lines (prompt, editing, unfinished lines, Ctrl-C) runs in the shell itself, in the place of a command, so
+directory, variables, functions and aliases are the ones of the commands before and after. Each line goes to the file
+`line` and is sourced, as the driver does with a command.
 
 - Prompt: PS1 if it was set (dash and BusyBox sh come with one), else `sandbox:<directory>$ `; PS2 or `> ` while a child
   with `-n` says that the text ends too early. dash and BusyBox sh do not say it of a here-document, which
@@ -26,19 +25,19 @@ the commands before and after. Each line goes to the file `line` and is sourced,
 - Editing, history and completion: readline in bash (`read -e`); elsewhere what the terminal itself does.
 - Ctrl-C at the prompt drops the text; PID 1 adds a line end after it if readline reads, which would go on otherwise. A
   readline that was left by force believes the terminal to be prepared until a read of its own times out (`__sk_y`).
-- Ctrl-C elsewhere leaves the line: see `terminal_driver` for what was running and died of it; a line that is busy in
-  the shell itself gets LINE_SIGNAL from PID 1, which sees the key and keeps back what is typed after it until the shell
-  has heeded that. In bash a trap on DEBUG unwinds functions and
-  sourced files above the depth of this text.
+- Ctrl-C elsewhere leaves the line: for a program that died of it see `enter` above; a line that is busy in the shell
+  itself gets LINE_SIGNAL from PID 1, which sees the key and keeps back what is typed after it until the shell has
+  heeded that. In bash a trap on DEBUG unwinds functions and sourced files above the depth of this text.
 - `exit`, `logout` and end-of-file leave the terminal and keep the shell. An `exit` inside a longer line ends the shell,
   as in any command, and a `break` outside of a loop leaves the terminal.
 
-In BusyBox sh an error in a subshell of a line (`(: </nowhere)`) computes until Ctrl-C; `driver` has the reason.
+In BusyBox sh an error in a subshell of a line (`(: </nowhere)`) computes until Ctrl-C; `command_driver` has the reason.
 
 There is no job control (Ctrl-Z, fg, bg): in a shell not started as an interactive one bash takes a job that dies of
 Ctrl-C for a reason to end itself. A program run as `interactive` has it.
 
-Sources: bash(1) `read`, `history`, "PROMPTING"; POSIX.1-2024 XCU 2.8.1, `sh` option -n.
+Sources: POSIX.1-2024 XCU 2.8.1, 2.15 `trap`, `sh` option -n; bash(1) `read`, `history`, "PROMPTING"; tty_ioctl(4)
+"Controlling terminal"; `tty_signal_session_leader` in the kernel.
 """
 
 from __future__ import annotations
@@ -118,11 +117,11 @@ trap - {LINE_SIGNAL}
 unset -f __sk_read __sk_prompt
 unset -v __sk_d __sk_i __sk_j __sk_p __sk_q __sk_u __sk_v __sk_w __sk_x
 """
-"""What comes after it, however it ended."""
+"""Text after the reading of lines, however that ended."""
 
 
 def text(directory: str, argv: Sequence[str]) -> str:
-    """Return what is sourced in the place of a command. `argv` starts such a shell."""
+    """Return the text that reads lines, in the place of a command. `argv` starts a shell of the kind."""
     shell = " ".join(map(quote, argv))
     text = _REPL.replace("@UNWIND_BASH@", _UNWIND_BASH.replace("'", "'\\''")).replace("@UNWIND@", _UNWIND)
     text = text.replace("@FOREVER@", FOREVER)
@@ -130,13 +129,13 @@ def text(directory: str, argv: Sequence[str]) -> str:
 
 
 def interrupt_action(*, bash: bool) -> str:
-    """Return what Ctrl-C does: a line is left if the last program it ran died of it, an unfinished text is dropped."""
+    """Return the action of Ctrl-C: a line is left if its last program died of SIGINT, an unfinished text is dropped."""
     unwind = _UNWIND_BASH if bash else _UNWIND
     return f"case $?$__sk_q in 1301) {unwind};; *0) __sk_w= __sk_i=i;; esac"
 
 
 TERMINAL_TYPE = "xterm-256color"
-"""What TERM says on a terminal, unless the shell's says something better than `dumb`."""
+"""Value of TERM on a terminal, unless the shell has a better one than `dumb`."""
 
 _LIST = r"""
 __sk_h=
@@ -181,7 +180,7 @@ unset __sk_h
 
 
 def enter(directory: str, *, interactive: bool) -> str:
-    """Return what comes before a command on a terminal."""
+    """Return the text before a command on a terminal."""
     if interactive:
         on_interrupt = interrupt_action(bash=True), interrupt_action(bash=False)
     else:
@@ -202,10 +201,10 @@ def _trap(name: str, letter: str, actions: tuple[str, str]) -> str:
 
 
 def leave(directory: str) -> str:
-    """Return what comes after it, before its status is reported."""
+    """Return the text after a command on a terminal, before its status is reported."""
     return (_LIST + _LEAVE).replace("@DIR@", directory).replace("@TERM@", TERMINAL_TYPE)
 
 
 def restore(directory: str) -> str:
-    """Return what comes before the command after it, of whatever kind."""
+    """Return the text before the next command, of whatever kind."""
     return _RESTORE.replace("@DIR@", directory).replace("@LEAVE@", command_driver.LEAVE_BASH)

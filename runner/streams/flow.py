@@ -26,11 +26,11 @@ _LAST_TERMINAL_BYTES = 128 * 1024
 """More than a terminal holds. Bounds the read after the end of a run whose terminal a background job still fills."""
 
 
-class Listener(Protocol):
+class FlowOwner(Protocol):
     """The owner of flows."""
 
     def on_output(self, kind: Kind, chunk: bytes) -> None:
-        """Take what the run has written."""
+        """Take output of the run."""
 
     def on_output_done(self) -> None:
         """One flow has given its last output."""
@@ -42,11 +42,11 @@ class Listener(Protocol):
 class Outflow:
     """Output of a run. Owns the descriptor, non-blocking. Nothing is read before the first `resume` or `finish`."""
 
-    def __init__(self, loop: Loop, fd: int, kind: Kind, listener: Listener, *, is_terminal: bool = False) -> None:
+    def __init__(self, loop: Loop, fd: int, kind: Kind, owner: FlowOwner, *, is_terminal: bool = False) -> None:
         self._loop = loop
         self._fd = fd
         self._kind = kind
-        self._listener = listener
+        self._owner = owner
         self._is_terminal = is_terminal
         self._is_watched = False
         self._is_at_end = False
@@ -96,7 +96,7 @@ class Outflow:
         if self._remaining is not None:
             self._remaining -= len(chunk)
         if chunk:
-            self._listener.on_output(self._kind, chunk)
+            self._owner.on_output(self._kind, chunk)
         if not may_come_more:
             self.pause()
             self._is_at_end = True
@@ -129,7 +129,7 @@ class Outflow:
         if not self.is_done:
             self.pause()
             self.is_done = True
-            self._listener.on_output_done()
+            self._owner.on_output_done()
 
     def _on_error(self, _error: Exception) -> None:
         self.pause()
@@ -139,12 +139,13 @@ class Outflow:
 
 
 class Inflow:
-    """Input of a run. Owns the descriptor, non-blocking. Buffers until there is one (`connect`), and what the run does
-    not take yet. When nobody reads any more, input is dropped, as if the run had ignored SIGPIPE for the client."""
+    """Input of a run. Owns the descriptor, non-blocking. Buffers all until there is one (`connect`), and afterwards the
+    bytes that the run does not take yet. When nobody reads any more, input is dropped, as if the run had ignored
+    SIGPIPE for the client."""
 
-    def __init__(self, loop: Loop, listener: Listener, fd: int = -1) -> None:
+    def __init__(self, loop: Loop, owner: FlowOwner, fd: int = -1) -> None:
         self._loop = loop
-        self._listener = listener
+        self._owner = owner
         self._fd = -1
         self._chunks: deque[bytes] = deque()
         self._has_ended = False
@@ -172,7 +173,7 @@ class Inflow:
         self._flush()
 
     def close(self) -> None:
-        """Close the descriptor and drop what was not taken. Without a descriptor, what was fed waits for one."""
+        """Close the descriptor and drop all that was not taken. Before there is a descriptor this does nothing."""
         if self._fd >= 0:
             self._loop.unwatch(self._fd)
             os.close(self._fd)
@@ -184,7 +185,7 @@ class Inflow:
     def _on_event(self, events: int) -> None:
         if events & ~WRITE:  # the last reader is gone
             self.close()
-            self._listener.on_room()
+            self._owner.on_room()
         else:
             self._flush()
 
@@ -203,7 +204,7 @@ class Inflow:
                 self.close()
             else:
                 self._want(0)
-        self._listener.on_room()
+        self._owner.on_room()
 
     def _drop(self, count: int) -> None:
         self.buffered_bytes -= count

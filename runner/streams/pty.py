@@ -1,8 +1,8 @@
-"""Pseudo-terminals: one pair made, its size, and who is in its foreground.
+"""Pseudo-terminals: making a pair, its size, and the process group in its foreground.
 
-It must not read or write the bytes that go through. The terminal side belongs to the user who will sit at it: both
-sides are opened with that user's file system ids, so that a program may open `/dev/tty` or `/dev/stdout` again.
-What holds for the master side: reading gives EIO once nobody has the terminal side open, and waits before anybody had.
+Both sides are opened with the file system ids of the terminal's user, so that a program may open `/dev/tty` or
+`/dev/stdout` again. A read of the master side gives EIO once nobody has the terminal side open, and waits before
+anybody had.
 
 Sources: pts(4), ioctl_tty(2), TIOCSPTLCK(2const), TIOCSWINSZ(2const), termios(3), devpts in Documentation/filesystems.
 """
@@ -42,10 +42,10 @@ def check_size(size: TerminalSize) -> str | None:
 
 
 def open_pty(context: Context, size: TerminalSize, identity: UserIdentity | None = None) -> tuple[int, str]:
-    """Return the non-blocking master side of a new terminal, which is the caller's, and the path of the other side.
+    """Return the non-blocking master side of a new terminal, the caller's, and the path of the other side.
 
     Raises:
-        OSError: the sandbox has as many terminals as it may have, say.
+        OSError: ENOSPC, the sandbox has as many terminals as it may have, for one.
     """
     with identity or context.as_user:
         master_fd = os.open("/dev/ptmx", _OPEN_FLAGS | os.O_NONBLOCK)
@@ -63,13 +63,13 @@ def open_pty(context: Context, size: TerminalSize, identity: UserIdentity | None
 
 
 def open_terminal(context: Context, path: str, identity: UserIdentity | None = None) -> int:
-    """Return a descriptor of the terminal side, the caller's; it does not become anybody's controlling terminal."""
+    """Return a descriptor of the terminal side, the caller's. The terminal becomes nobody's controlling terminal."""
     with identity or context.as_user:
         return os.open(path, _OPEN_FLAGS)
 
 
 def set_size(master_fd: int, size: TerminalSize) -> None:
-    """Change the size of a terminal: those in its foreground get SIGWINCH."""
+    """Change the size of a terminal. The processes in its foreground get SIGWINCH."""
     fcntl.ioctl(master_fd, termios.TIOCSWINSZ, _WINSIZE.pack(size.rows, size.cols, 0, 0))
 
 

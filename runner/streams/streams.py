@@ -16,7 +16,7 @@ from runner.loop.config import STDIN_BUFFER_BYTES
 from runner.loop.context import Context, Sink
 from runner.loop.identity import UserIdentity
 from runner.streams import pty
-from runner.streams.flow import Inflow, Leftovers, Listener, Outflow
+from runner.streams.flow import FlowOwner, Inflow, Leftovers, Outflow
 from runner.wire.protocol import Kind, TerminalSize
 
 _NULL_FD = 0
@@ -35,8 +35,8 @@ class Streams:
     # Opening: streams of a command only -----------------------------------------------------------------------------
 
     def open(self, *, needs_input_file: bool) -> None:
-        """Make what the shell opens; again after `close`, for another shell. `needs_input_file`: it opens `in`, even if
-        the command has no standard input.
+        """Make the files that the shell opens; again after `close`, for another shell. `needs_input_file`: it opens
+        `in`, even if the command has no standard input.
 
         Raises:
             OSError
@@ -92,7 +92,7 @@ class Streams:
             outflow.finish(may_read=may_read)
 
     def close(self, leftovers: Leftovers | None) -> None:
-        """Give every descriptor up; what somebody still writes is thrown away."""
+        """Give every descriptor up. Output that comes later is thrown away."""
         if self._inflow is not None:
             self._inflow.close()
         for outflow in self._outflows:
@@ -115,16 +115,16 @@ class Streams:
     def foreground_group(self) -> int | None:
         return pty.foreground_group(self._terminal_fd) if self._terminal_fd >= 0 else None
 
-    def _open_terminal(self, context: Context, identity: UserIdentity, size: TerminalSize, listener: Listener) -> str:
+    def _open_terminal(self, context: Context, identity: UserIdentity, size: TerminalSize, owner: FlowOwner) -> str:
         """Make a terminal whose screen is the output; return the path of its other side."""
         self._terminal_fd, path = pty.open_pty(context, size, identity)
-        self._outflows.append(Outflow(context.loop, self._terminal_fd, Kind.STDOUT, listener, is_terminal=True))
+        self._outflows.append(Outflow(context.loop, self._terminal_fd, Kind.STDOUT, owner, is_terminal=True))
         return path
 
-    def _connect_keyboard(self, context: Context, listener: Listener) -> Inflow:
+    def _connect_keyboard(self, context: Context, owner: FlowOwner) -> Inflow:
         """Have the input typed at the terminal. A descriptor of its own: one is watched for input and room apart."""
         fd = fcntl.fcntl(self._terminal_fd, fcntl.F_DUPFD_CLOEXEC, 3)
-        self._inflow = Inflow(context.loop, listener, fd)
+        self._inflow = Inflow(context.loop, owner, fd)
         return self._inflow
 
 
@@ -142,7 +142,7 @@ class ProgramStreams(Streams):
         self,
         context: Context,
         identity: UserIdentity,
-        listener: Listener,
+        owner: FlowOwner,
         *,
         terminal: TerminalSize | None,
         stdin: bool,
@@ -155,13 +155,13 @@ class ProgramStreams(Streams):
         super().__init__()
         self._context = context
         self._identity = identity
-        self._listener = listener
+        self._owner = owner
         self._child_side: set[int] = set()
         self.child_fds = (_NULL_FD, _NULL_FD, _NULL_FD)
         try:
             if terminal is not None:
-                path = self._open_terminal(context, identity, terminal, listener)
-                self._connect_keyboard(context, listener)
+                path = self._open_terminal(context, identity, terminal, owner)
+                self._connect_keyboard(context, owner)
                 fd = pty.open_terminal(context, path, identity)
                 self._child_side.add(fd)
                 self.child_fds = (fd, fd, fd)
@@ -181,12 +181,12 @@ class ProgramStreams(Streams):
 
     def _open_input(self) -> int:
         read_fd, write_fd = self._pipe(1)
-        self._inflow = Inflow(self._context.loop, self._listener, write_fd)
+        self._inflow = Inflow(self._context.loop, self._owner, write_fd)
         return read_fd
 
     def _open_output(self, kind: Kind) -> int:
         read_fd, write_fd = self._pipe(0)
-        self._outflows.append(Outflow(self._context.loop, read_fd, kind, self._listener))
+        self._outflows.append(Outflow(self._context.loop, read_fd, kind, self._owner))
         return write_fd
 
     def _pipe(self, own_end: int) -> tuple[int, int]:
@@ -200,7 +200,7 @@ class ProgramStreams(Streams):
 
 class ClientSide:
     """The client's side of a request with streams: DATA and END frames to its input, its output to the sink, and a
-    pause while either is full. Implements `Listener`, and most of `Job`."""
+    pause while either is full. Implements `FlowOwner`, and most of `Job`."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink: Sink | None = sink

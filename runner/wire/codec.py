@@ -46,11 +46,12 @@ class Vocabulary:
 
     @property
     def classes(self) -> tuple[type, ...]:
-        """The message classes there are."""
+        """Message classes of the vocabulary."""
         return tuple(self._classes.values())
 
     def encode(self, message: object) -> bytes:
-        """Return `message` as ASCII JSON, without what is as by default; its class must belong to this vocabulary."""
+        """Return `message` as ASCII JSON without fields that have their default. Its class must belong to this
+        vocabulary."""
         cls = type(message)
         if self._classes.get(cls.__name__) is not cls:
             raise ProtocolError(f"{cls.__name__} is not a message of this contract")

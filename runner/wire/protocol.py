@@ -1,30 +1,20 @@
 """The contract between the daemon and PID 1 of a sandbox: frames, messages, limits. Sans-I/O.
 
 One `AF_UNIX SOCK_STREAM` connection carries one request at a time, so the kernel does the flow control and closing the
-connection cancels what runs on it; after the final frame the connection is idle and may carry the next request.
+connection cancels what runs on it. After the final frame the connection is idle and may carry the next request.
 
     daemon → runner   REQUEST, then while it runs: DATA* END (stdin or upload bytes), CANCEL
     runner → daemon   STARTED?, then STDOUT / STDERR / DATA* / EVENT*, and exactly one final REPLY or ERROR
 
 A command that must be reached while its connection is full of unread standard input is reached on another connection:
 `Signal`, `Cancel` and `Resize` name it by its id. `RunProgram` and `OpenShell` may bring one descriptor (SCM_RIGHTS, on
-the frame's first byte), the cgroup of their own that the new process is born in; see `Membership`.
+the frame's first byte): the cgroup that the new process is born in; see `Membership`.
 
-A run begun with a `ticket` is kept when its connection breaks, instead of being cancelled, and is found again by
-`ListRuns` and `AttachRun`: `kept_messages`.
+A run begun with a *ticket* is kept when its connection breaks, instead of being cancelled, and is found again by
+`ListRuns` and `AttachRun`. The ticket is text of the daemon's, given back as it came.
 
 The daemon treats every byte from the runner as hostile: the decoder refuses oversized and unknown frames and stays in
-error afterwards; `wire.Vocabulary` refuses every body that is not exactly one of the messages below.
-
-The part of the contract (`protocol`) that is about files. Sans-I/O, values only.
-
-Every sandbox reads and writes them; the rest is for one without programs (`RunnerConfig.files_only`), which holds one
-workspace and nothing else. Links on the way of a path are followed as far as they stay inside.
-
-Messages about runs that outlive the connection they were begun on; part of `protocol`. Values only.
-
-A run that was begun with a *ticket* is kept: it goes on when its connection breaks, as long as its output finds room,
-and its end is kept until the daemon says that it has it. The ticket is text of the daemon's, given back as it came.
+error afterwards; `Vocabulary` refuses every body that is not exactly one of the messages below.
 """
 
 from __future__ import annotations
@@ -36,225 +26,20 @@ from typing import Literal
 
 from runner.wire.codec import ProtocolError, Vocabulary
 
-
-@dataclass(frozen=True, slots=True)
-class ReadFile:
-    """Read a regular file as the sandbox user. Answer: STARTED with `FileInfo`, DATA*, then `Done`."""
-
-    path: str
-    max_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class WriteFile:
-    """Replace a file atomically with the DATA frames up to END, as the sandbox user, making its parents.
-
-    An existing file keeps its mode; a new one gets 0644. Closing before END leaves the old file untouched.
-    Answer: `Done` with the resolved path; with `sync` once file and name are on the disk.
-    """
-
-    path: str
-    sync: bool = False
-
-
-# The requests below are for a sandbox without programs (`RunnerConfig.files_only`) alone.
-
-
-@dataclass(frozen=True, slots=True)
-class ListFiles:
-    """List a directory, in the order of the names' bytes, those behind `after`. Answer: `Listing`."""
-
-    path: str
-    after: str = ""
-    limit: int = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class StatFile:
-    """Look at what is at a path, a link itself included. Answer: `FileEntry`."""
-
-    path: str
-
-
-@dataclass(frozen=True, slots=True)
-class RemoveFile:
-    """Remove what is at a path, a link itself included; a directory with something in it only if `recursive`.
-
-    Answer: `Done`."""
-
-    path: str
-    recursive: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """Count what is below a directory, until `max_entries` or `max_ms` are reached. Answer: `Measured`."""
-
-    path: str
-    max_entries: int
-    max_ms: int
-
-
-@dataclass(frozen=True, slots=True)
-class Pack:
-    """Make a tar archive (pax) of what is below a directory. Answer: DATA*, then `Packed`. What can't be read is an
-    error before the first DATA; sockets, FIFOs and devices are left out and counted."""
-
-    path: str
-
-
-@dataclass(frozen=True, slots=True)
-class Unpack:
-    """Unpack the tar archive in the DATA frames up to END into the workspace. Answer: `Packed`. Only directories,
-    regular files and links are made, the rest is left out and counted. What fails leaves what was unpacked by then."""
-
-    max_entries: int
-    max_bytes: int
-
-
-# Answers ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class FileInfo:
-    """`path` is resolved, absolute, inside the sandbox; bytes that are not UTF-8 are surrogate-escaped."""
-
-    path: str
-    size_bytes: int
-    truncated: bool
-
-
-FileKind = Literal["file", "directory", "symlink", "other"]
-
-
-@dataclass(frozen=True, slots=True)
-class FileEntry:
-    """Names, targets and paths are surrogate-escaped. `mode`: the permission bits; `owner`: uid inside; `path` is
-    resolved, and empty in a listing."""
-
-    name: str
-    kind: FileKind
-    size_bytes: int
-    mode: int
-    owner: int
-    mtime_us: int
-    target: str = ""
-    path: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """Entries in order; `more`: ask again for those behind the last one."""
-
-    path: str
-    entries: tuple[FileEntry, ...]
-    more: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """`entries` counts all there are below, `files` the regular files, `size_bytes` what those hold, `disk_bytes` what
-    they take; a file with several names counts once. `complete`: nothing was left uncounted."""
-
-    entries: int
-    files: int
-    size_bytes: int
-    disk_bytes: int
-    complete: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """What went into or came out of an archive."""
-
-    entries: int
-    size_bytes: int
-    skipped: int
-
-
-MAX_TICKET_CHARS = 4096
-MAX_LISTED_RUNS = 32
-"""Runs in one `RunList`: with tickets of the greatest length they still fit into one frame."""
-
-KEPT_RUN_BYTES = 3 * 1024 * 1024
-"""Output of one run that PID 1 keeps. More than can be on its way: unsent, in the socket, and with a daemon that has
-received but not stored it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ListRuns:
-    """Tell the kept runs with a number above `after`, in order. Answer: `RunList`."""
-
-    after: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class AttachRun:
-    """Go on with a kept run: this connection takes the place of the one it was begun on. The first bytes of its streams
-    are known. Answer: STARTED with `Attached`, output frames, then `ExecReply`; errors `NOT_RUNNING` (there is no such
-    run), `BAD_REQUEST` (it has not written that much)."""
-
-    exec_id: str
-    stdout_offset: int = 0
-    stderr_offset: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ForgetRuns:
-    """The daemon is done with these runs: their ends are forgotten, and what still runs is cancelled. Answer:
-    `Done`."""
-
-    exec_ids: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RunEntry:
-    """One kept run. `has_begun`: STARTED was sent; `input_ended`: all of its standard input has come."""
-
-    number: int
-    exec_id: str
-    ticket: str
-    has_begun: bool
-    has_ended: bool
-    input_ended: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RunList:
-    """`more`: ask again after the last one's number."""
-
-    runs: tuple[RunEntry, ...]
-    more: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Attached:
-    """What follows begins at these offsets: as asked for, or later when what was there is not kept any more. `age_us`
-    counts from the beginning of the run, 0 before it; `pid` as in `Started`."""
-
-    exec_id: str
-    stdout_offset: int
-    stderr_offset: int
-    age_us: int
-    pid: int = 0
-
-
-__all__ = ["Frame", "FrameDecoder", "Kind", "ProtocolError", "encode_frame"]
-
 PROTOCOL_VERSION = 3
-"""What is spoken here. A sandbox may outlive several daemons: they serve any PID 1 from `OLDEST_VERSION` on, and
-ask of it what its version knows."""
+"""Version of this contract. A sandbox may outlive several daemons: they serve any PID 1 from `OLDEST_VERSION` on, and
+ask of it only what its version knows."""
 
 OLDEST_VERSION = 2
 KEPT_RUNS_VERSION = 3
-"""Since when runs have tickets and outlive their connection."""
+"""First version with tickets, by which runs outlive their connection."""
 
 DEFAULT_SHELL = "default"
-"""The name of the shell that `Setup` starts."""
+"""Name of the shell that `Setup` starts."""
 
 MAX_SHELLS = 16
 MAX_PROGRAMS = 64
-"""How many shells, and programs beside them, one sandbox runs at a time."""
+"""Most shells, and programs beside them, that one sandbox runs at a time."""
 
 MAX_REQUEST_BYTES = 8 * 1024 * 1024
 """Largest frame body the runner accepts: a 1 MiB command, JSON-escaped at its worst."""
@@ -263,14 +48,14 @@ MAX_FRAME_BYTES = 256 * 1024
 """Largest frame body the daemon accepts from a runner. Output and file data come in pieces of at most 64 KiB."""
 
 CHUNK_BYTES = 64 * 1024
-"""What the runner reads from a pipe or file at once, and so the largest DATA, STDOUT or STDERR body it sends."""
+"""Most that the runner reads from a pipe or file at once, and so the largest DATA, STDOUT or STDERR body it sends."""
 
 _HEADER = struct.Struct(">IB")
 HEADER_BYTES = _HEADER.size
 
 
 class Kind(enum.IntEnum):
-    """What a frame's body is."""
+    """Kind of a frame's body."""
 
     REQUEST = 0x01
     DATA = 0x02
@@ -301,9 +86,9 @@ def encode_frame(kind: Kind, body: bytes = b"") -> bytes:
 
 
 class FrameDecoder:
-    """Split a byte stream into frames; an iterator that stops when the buffered bytes hold no whole frame.
+    """Splits a byte stream into frames; an iterator that stops when the buffered bytes hold no whole frame.
 
-    After a `ProtocolError` it stays in error: every later `feed` or `next` raises again.
+    After a `ProtocolError` the decoder stays in error: every later `feed` or `next` raises again.
     """
 
     def __init__(self, allowed: frozenset[Kind], *, max_body_bytes: int) -> None:
@@ -356,14 +141,14 @@ class FrameDecoder:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Ask who answers. Sent once on a new link and again at adoption. Answer: `HelloReply`."""
+    """Ask for version and shells. Sent once on a new link and again at adoption. Answer: `HelloReply`."""
 
     version: int = PROTOCOL_VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class Graces:
-    """How long each rung of the kill ladder waits for the one before it: interrupt, terminate, kill."""
+    """Milliseconds that each rung of the kill ladder is given before the next: interrupt, terminate, kill."""
 
     interrupt_ms: int = 200
     terminate_ms: int = 300
@@ -379,13 +164,13 @@ class TerminalSize:
 
 
 Membership = Literal["none", "clone", "join"]
-"""What the descriptor of a request is: there is none; a cgroup v2 directory, for CLONE_INTO_CGROUP; an open v1 `tasks`
-file, to which the new process writes `0` before anything else."""
+"""Kind of a request's descriptor: none; a cgroup v2 directory, for CLONE_INTO_CGROUP; an open v1 `tasks` file, to which
+the new process writes `0` before anything else."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The cgroup of its own that a program or shell is born in. `name` is the last component of its path, by which
+    """Cgroup of one program or shell, which is born in it. `name` is the last component of the cgroup's path, by which
     the runner finds the members in `/proc/<pid>/cgroup`."""
 
     name: str
@@ -394,8 +179,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class FileRules:
-    """Where commands may read and execute, and where they may write; null: wherever they otherwise could. Absolute
-    paths of what exists; what is writable is readable, and devices, `/proc` and the runner's own files always are."""
+    """Paths that commands may read and execute, and paths that they may write; None: any that they otherwise could.
+    Paths are absolute and exist. A writable path is readable; devices, `/proc` and the runner's own files are always
+    both."""
 
     readable: tuple[str, ...] | None = None
     writable: tuple[str, ...] | None = None
@@ -542,7 +328,7 @@ class Watch:
 # Answers ----------------------------------------------------------------------------------------------------------
 
 Cause = Literal["exited", "signalled", "timed_out", "cancelled", "shell_died"]
-"""How a command ended as far as PID 1 can see; the daemon refines it (out of memory, pids limit, sandbox died)."""
+"""Cause of a run's end as far as PID 1 can see. The daemon refines it (out of memory, pids limit, sandbox died)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -559,7 +345,7 @@ class ShellInfo:
 @dataclass(frozen=True, slots=True)
 class HelloReply:
     """`shell` is the absolute path of the default shell inside the sandbox; empty before `Setup`. `shells` are the
-    others there are. `version` is what PID 1 speaks: one that doesn't say it is the oldest."""
+    others there are. `version` is PID 1's; without the field it is the oldest."""
 
     shell: str
     cwd: str
@@ -602,7 +388,7 @@ class ExecReply:
 
 @dataclass(frozen=True, slots=True)
 class PortOpened:
-    """Something inside listens on a TCP port. `address` is what it is bound to, `0.0.0.0` or `::` for all."""
+    """A process inside listens on a TCP port. `address` is the one it is bound to, `0.0.0.0` or `::` for all."""
 
     port: int
     address: str
@@ -610,7 +396,7 @@ class PortOpened:
 
 @dataclass(frozen=True, slots=True)
 class PortClosed:
-    """Nothing listens there any more."""
+    """No process listens there any more."""
 
     port: int
     address: str
@@ -618,7 +404,7 @@ class PortClosed:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The request was done; for a file request on this resolved path."""
+    """The request was performed; for a file request `path` is the resolved path."""
 
     path: str = ""
 
@@ -653,6 +439,218 @@ class Error:
 
     code: ErrorCode
     message: str
+
+
+# Files --------------------------------------------------------------------------------------------------------------
+# Every sandbox reads and writes them. A path's links are followed as far as they stay inside.
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFile:
+    """Read a regular file as the sandbox user. Answer: STARTED with `FileInfo`, DATA*, then `Done`."""
+
+    path: str
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFile:
+    """Replace a file atomically with the DATA frames up to END, as the sandbox user, making its parents.
+
+    An existing file keeps its mode; a new one gets 0644. Closing before END leaves the old file untouched.
+    Answer: `Done` with the resolved path; with `sync` once file and name are on the disk.
+    """
+
+    path: str
+    sync: bool = False
+
+
+# The requests below are for a sandbox without programs (`RunnerConfig.files_only`) alone.
+
+
+@dataclass(frozen=True, slots=True)
+class ListFiles:
+    """List the files of a directory behind `after`, in the order of the names' bytes. Answer: `Listing`."""
+
+    path: str
+    after: str = ""
+    limit: int = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class StatFile:
+    """Describe the file at a path; a link itself, not its target. Answer: `FileEntry`."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveFile:
+    """Remove the file at a path; a link itself, not its target; a directory that is not empty only if `recursive`.
+
+    Answer: `Done`."""
+
+    path: str
+    recursive: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """Count the files below a directory, until `max_entries` or `max_ms` are reached. Answer: `Measured`."""
+
+    path: str
+    max_entries: int
+    max_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Make a tar archive (pax) of the files below a directory. Answer: DATA*, then `Packed`. A file that can't be read
+    is an error before the first DATA; sockets, FIFOs and devices are left out and counted."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unpack:
+    """Unpack the tar archive in the DATA frames up to END into the workspace. Answer: `Packed`. Only directories,
+    regular files and links are made, the rest is left out and counted. After an error the files unpacked by then
+    stay."""
+
+    max_entries: int
+    max_bytes: int
+
+
+# Answers.
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """`path` is resolved, absolute, inside the sandbox; bytes that are not UTF-8 are surrogate-escaped."""
+
+    path: str
+    size_bytes: int
+    truncated: bool
+
+
+FileKind = Literal["file", "directory", "symlink", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """Names, targets and paths are surrogate-escaped. `mode`: the permission bits; `owner`: uid inside; `path` is
+    resolved, and empty in a listing."""
+
+    name: str
+    kind: FileKind
+    size_bytes: int
+    mode: int
+    owner: int
+    mtime_us: int
+    target: str = ""
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Entries in order. `more`: there are more behind the last one."""
+
+    path: str
+    entries: tuple[FileEntry, ...]
+    more: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """`entries` counts all files below, `files` the regular ones; `size_bytes` is the sum of their sizes, `disk_bytes`
+    of the blocks they take. A file with several names counts once. `complete`: nothing was left uncounted."""
+
+    entries: int
+    files: int
+    size_bytes: int
+    disk_bytes: int
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Contents of an archive that was packed or unpacked."""
+
+    entries: int
+    size_bytes: int
+    skipped: int
+
+
+# Kept runs ----------------------------------------------------------------------------------------------------------
+# A kept run goes on when its connection breaks, as long as its output finds room. Its end is kept until `ForgetRuns`.
+
+MAX_TICKET_CHARS = 4096
+MAX_LISTED_RUNS = 32
+"""Most runs in one `RunList`: with tickets of the greatest length they still fit into one frame."""
+
+KEPT_RUN_BYTES = 3 * 1024 * 1024
+"""Most output of one run that PID 1 keeps. More than can be on its way: unsent, in the socket, and received by the
+daemon but not stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListRuns:
+    """List the kept runs with a number above `after`, in order. Answer: `RunList`."""
+
+    after: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AttachRun:
+    """Go on with a kept run: this connection takes the place of the one that the run was begun on. The peer knows the
+    streams up to the offsets. Answer: STARTED with `Attached`, output frames, then `ExecReply`; errors `NOT_RUNNING`
+    (there is no such run), `BAD_REQUEST` (the run has not written that much)."""
+
+    exec_id: str
+    stdout_offset: int = 0
+    stderr_offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetRuns:
+    """Forget the ends of runs; one that still goes on is cancelled. Answer: `Done`."""
+
+    exec_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunEntry:
+    """One kept run. `has_begun`: STARTED was sent; `input_ended`: all of its standard input has come."""
+
+    number: int
+    exec_id: str
+    ticket: str
+    has_begun: bool
+    has_ended: bool
+    input_ended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RunList:
+    """One page of kept runs. `more`: there are more after the last number."""
+
+    runs: tuple[RunEntry, ...]
+    more: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """Offsets at which the output that follows begins: those asked for, or later ones when output before them is not
+    kept any more. `age_us` counts from the beginning of the run, 0 before it; `pid` as in `Started`."""
+
+    exec_id: str
+    stdout_offset: int
+    stderr_offset: int
+    age_us: int
+    pid: int = 0
+
+
+__all__ = ["Frame", "FrameDecoder", "Kind", "ProtocolError", "encode_frame"]
 
 
 REQUESTS = Vocabulary(

@@ -1,8 +1,9 @@
-"""How tar headers are read here: an archive ends with the mark of its end, and half a one never passes for a whole one.
+"""Strict reading of tar headers: an archive ends with the mark of its end, and half an archive never passes for a
+whole.
 
-`tarfile` takes a header that it can't read for the end of the archive, unless it is the very first. Serves both who
-unpacks for a workspace (in the runner) and who unpacks an image (in nsinit). Source: pax(1) "ustar interchange format",
-two records of zeros.
+`tarfile` takes a header that it can't read for the end of the archive, unless that header is the first. Shared by the
+runner, which unpacks into workspaces, and nsinit, which unpacks images. Source: pax(1) "ustar interchange format" (the
+mark is two records of zeros).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import tarfile
 
 
 class StrictHeader(tarfile.TarInfo):
-    """Raises `tarfile.ReadError` for what is neither a header nor the end."""
+    """Header that raises `tarfile.ReadError` for bytes that are neither a header nor the mark."""
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> StrictHeader:

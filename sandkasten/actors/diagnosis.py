@@ -15,19 +15,21 @@ from typing import Any
 import attrs
 import trio
 
+from nsinit.wire.protocol import AskDisk
 from runner.wire import protocol as runner_protocol
 from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.driver import ask_runner
-from sandkasten.actors.services import nsinit_messages as zygote_actor
-from sandkasten.actors.services import store as store_actor
 from sandkasten.actors.services.directory import Entry, Inspection
+from sandkasten.actors.services.nsinit import Describe, call
 from sandkasten.actors.services.shared import Shared
+from sandkasten.actors.services.store import do
 from sandkasten.counters.cgroup import read_raw
 from sandkasten.model import Event, Session, Status
 from sandkasten.model.errors import SandkastenError, SessionNotFound, StoreFailed
 from sandkasten.model.lifecycle import WHOLE
 from sandkasten.model.node import Diagnosis, Part, Unavailable
-from sandkasten.store.sessions import SessionRecord
+from sandkasten.store.events import last_events
+from sandkasten.store.sessions import SessionRecord, get_session
 
 PART_S = 2.0
 """How long each part may take; they are had at the same time."""
@@ -72,14 +74,14 @@ class Diagnosing:
         if (kept := self._directory.unwritten.get(session_id)) is not None:
             return kept
         with trio.move_on_after(PART_S):
-            record = await self._store.ask(store_actor.Get(session_id))
+            record = await self._store.ask(do(get_session, session_id))
             if record is None:
                 raise SessionNotFound("no such session", session_id=session_id)
             return record
         raise StoreFailed("the database does not answer")
 
     async def _record(self, record: SessionRecord, *, is_live: bool) -> Part:
-        written = await self._store.ask(store_actor.Get(record.session.id))
+        written = await self._store.ask(do(get_session, record.session.id))
         return {
             "incarnation": record.incarnation,
             "init": None if record.identity is None else attrs.asdict(record.identity),
@@ -94,22 +96,22 @@ class Diagnosing:
     async def _events(self, session_id: str) -> Part:
         known = {event.cursor: event for event in self._journal.recent(session_id, limit=EVENTS)}
         try:
-            stored = await self._store.ask(store_actor.LastEvents(session_id, EVENTS))
+            stored = await self._store.ask(do(last_events, session_id=session_id, limit=EVENTS))
         except SandkastenError:  # memory has the newest, and they matter most
             stored = ()
         known |= {event.cursor: event for event in stored}
         return {"newest": [_event(known[cursor]) for cursor in sorted(known)[-EVENTS:]]}
 
     async def _cgroup(self, session_id: str) -> Part:
-        dirs = (await self._zygote.ask(zygote_actor.Node())).cgroup_dirs
+        dirs = (await self._zygote.ask(Describe())).cgroup_dirs
         found = await trio.to_thread.run_sync(read_raw, dirs, session_id, limiter=self._threads, abandon_on_cancel=True)
         return found or Unavailable("there is no cgroup of this session")
 
     async def _disk(self, session: Session) -> Part:
-        mode = (await self._zygote.ask(zygote_actor.Node())).disk
+        mode = (await self._zygote.ask(Describe())).disk
         if session.status not in WHOLE:
             return {"mode": mode}
-        use = await self._zygote.ask(zygote_actor.AskDisk(session.id))
+        use = await self._zygote.ask(call(AskDisk, session.id))
         return {"mode": mode, **{field.name: getattr(use, field.name) for field in _fields(use)}}
 
     async def _runner(self, session: Session, inside: Inspection | None, *, is_live: bool) -> Part:

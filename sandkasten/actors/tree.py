@@ -33,10 +33,11 @@ from sandkasten.actors.node import recovery, sessions
 from sandkasten.actors.node.creating import Node
 from sandkasten.actors.node.in_flight import Attended
 from sandkasten.actors.node.inventory import Inventory, Removal
-from sandkasten.actors.node.sessions import find_sessions
+from sandkasten.actors.node.sessions import list_sessions
 from sandkasten.actors.services import events, images, nsinit, store
 from sandkasten.actors.services.directory import Entry, SessionDirectory
 from sandkasten.actors.services.shared import Shared
+from sandkasten.actors.services.store import do
 from sandkasten.actors.session.messages import Borrow, Destroy, PauseSession, ResumeSession, Stats, Update
 from sandkasten.actors.session.watch import translating_death
 from sandkasten.actors.supervision import ChildSpec, GiveUp
@@ -71,6 +72,7 @@ from sandkasten.model.listing import SessionPage, SessionQuery
 from sandkasten.model.node import Machine
 from sandkasten.output.run_archive import RunArchive
 from sandkasten.output.spool import Spool
+from sandkasten.store.sessions import get_session, live_sessions
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +160,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
     async def _start_spool(self, *, task_status: trio.TaskStatus[None]) -> None:
         if not self._is_spool_open:  # a restart after a bug keeps what there is
             await self._shared.spool.open()
-            live = {each.session.id for each in await self._store.ask_again(store.LiveSessions())}
+            live = {each.session.id for each in await self._store.ask_again(do(live_sessions))}
             await trio.to_thread.run_sync(self._shared.archive.open, live)
             self._is_spool_open = True
         task_status.started()
@@ -171,7 +173,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
 
     async def _start_zygote(self, *, task_status: trio.TaskStatus[Ref]) -> None:
         data_dir, disk = self._config.data_dir, self._config.disk.mode
-        actor = nsinit.Zygote(
+        actor = nsinit.NsinitClient(
             self._zygote,
             data_dir,
             self._node.id,
@@ -280,7 +282,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
         return (await self.find(SessionQuery(statuses, limit=limit))).sessions
 
     async def find(self, query: SessionQuery) -> SessionPage:
-        return await find_sessions(query, directory=self._directory, store=self._store)
+        return await list_sessions(query, directory=self._directory, store=self._store)
 
     async def update(self, session_id: str, patch: SessionPatch) -> Session:
         entry = await self._live(session_id)
@@ -360,7 +362,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
     async def _recorded(self, session_id: str) -> Session:
         if not SESSION_ID.match(session_id):
             raise SessionNotFound("no such session", session_id=session_id[:64])
-        record = self._directory.unwritten.get(session_id) or await self._store.ask_again(store.Get(session_id))
+        record = self._directory.unwritten.get(session_id) or await self._store.ask_again(do(get_session, session_id))
         if record is None:
             raise SessionNotFound("no such session", session_id=session_id)
         return record.session

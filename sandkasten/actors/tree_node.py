@@ -16,14 +16,16 @@ from sandkasten.actors.diagnosis import Diagnosing
 from sandkasten.actors.node import recovery, sessions
 from sandkasten.actors.node.creating import Node
 from sandkasten.actors.node_view import NodeFacts, Observed, describe_capacity, describe_system, measure
-from sandkasten.actors.services import nsinit_messages as zygote
-from sandkasten.actors.services import store
+from sandkasten.actors.services.nsinit import Describe
+from sandkasten.actors.services.nsinit import ping as ping_nsinit
 from sandkasten.actors.services.shared import Shared
+from sandkasten.actors.services.store import do
 from sandkasten.config import Config
 from sandkasten.images.catalog import Catalog
 from sandkasten.model import SESSION_ID
 from sandkasten.model.errors import SandkastenError, SessionNotFound
 from sandkasten.model.node import Diagnosis, Machine, NodeCapacity, NodeInfo, Readiness, System
+from sandkasten.store.database import ping
 
 _METRICS_S = 1.0
 _READY_S = 5.0
@@ -51,15 +53,15 @@ class WorkOfNode:
 
     async def readiness(self) -> Readiness:
         checks = {
-            "store": await _check(self._store, store.Ping()),
-            "zygote": await _check(self._zygote, zygote.Ping()),
+            "store": await _check(self._store, do(ping)),
+            "zygote": await _check(self._zygote, ping_nsinit()),
             "sessions": "ok" if self._sessions.is_alive else "not running",
             "disk": await trio.to_thread.run_sync(_check_disk, self._config),
         }
         return Readiness(ready=all(each == "ok" for each in checks.values()), checks=checks)
 
     async def system(self) -> System:
-        ready = await self._zygote.ask_again(zygote.Node())
+        ready = await self._zygote.ask_again(Describe())
         return await trio.to_thread.run_sync(describe_system, self._config, self._machine, ready)
 
     async def capacity(self) -> NodeCapacity:
@@ -67,7 +69,7 @@ class WorkOfNode:
         return await self._capacity("ready" if is_up else "not_ready")
 
     async def _capacity(self, status: str) -> NodeCapacity:
-        ready = await self._zygote.ask_again(zygote.Node())
+        ready = await self._zygote.ask_again(Describe())
         occupancy = await self._sessions.ask_again(sessions.Occupied())
         facts = NodeFacts(
             status="draining" if occupancy.is_draining else status,
@@ -106,7 +108,7 @@ class WorkOfNode:
     async def metrics(self) -> Sequence[Metric]:
         if not self._cgroup_dirs:
             with trio.move_on_after(_METRICS_S), suppress(SandkastenError):
-                self._cgroup_dirs = (await self._zygote.ask(zygote.Node())).cgroup_dirs
+                self._cgroup_dirs = (await self._zygote.ask(Describe())).cgroup_dirs
         seen = Observed(
             metrics=self._shared.metrics,
             directory=self._shared.directory,

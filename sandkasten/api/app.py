@@ -1,7 +1,7 @@
-"""The HTTP front as one ASGI application: what holds for every request, then raw handlers or Quart.
+"""The HTTP front as one ASGI application: the way of every request from its head to its answer or error.
 
-Owns the order: request id, size of the head, key, route. Errors of both halves become the same body here and in
-`jsonapp.py`, through `errors.py`. WebSockets take the same way; `websocket.py` lets them in.
+The order is: request id, size of the head, key, route, the key's rights, handler. `routes.py` says which handler; JSON
+routes are handed to Quart, raw routes and WebSockets are served here. Every error becomes the body of `errors.py`.
 """
 
 from __future__ import annotations
@@ -10,36 +10,25 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Mapping
 from typing import cast
 
+from quart import Response, request
+from quart_trio import QuartTrio
+
 from sandkasten import logcontext
-from sandkasten import logcontext as tracing
 from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.quotas import KeyShares
-from sandkasten.api.http.auth import Gate, admit
+from sandkasten.api.http.auth import Authenticator, Gate, Reach, admit
 from sandkasten.api.http.connection import ClientGone
-from sandkasten.api.http.errors import MAX_HEADERS, error_answer, head_too_large
+from sandkasten.api.http.errors import MAX_HEADERS, Answer, error_answer, head_too_large
 from sandkasten.api.http.exchange import JSON, Exchange, one_header
 from sandkasten.api.http.guard import App, Message, Receive, Scope, Send
 from sandkasten.api.http.measured import NOWHERE, FrontMetrics
-from sandkasten.api.http.routing import Target, parse_target
+from sandkasten.api.http.routing import Found, Kind, Route, Target, parse_target
 from sandkasten.api.http.settings import ApiSettings
 from sandkasten.api.http.zstandard import Zstandard
-from sandkasten.api.jsonapp import EXCHANGE_KEY, make_json_app
-from sandkasten.api.routes import (
-    PUBLIC_PATHS,
-    RAW_PATHS,
-    RAW_ROUTES,
-    SESSIONS,
-    WORKSPACE_ROUTES,
-    WORKSPACES,
-    RawRoute,
-    split_session,
-    split_workspace,
-)
-from sandkasten.api.websocket.handshake import ConnectionOver, Doorman, WebSocketExchange
-from sandkasten.api.ws_routes import SESSION_WEBSOCKETS, WEBSOCKETS
+from sandkasten.api.routes import SESSIONS, TABLE, WORKSPACES
+from sandkasten.api.websocket.handshake import ConnectionOver, WebSocketExchange
 from sandkasten.model import SESSION_ID, WORKSPACE_ID, errors
 from sandkasten.model.errors import InvalidRequest
 from sandkasten.model.keys import NOBODY
@@ -48,13 +37,17 @@ from sandkasten.supervisor import Supervisor
 log = logging.getLogger(__name__)
 
 MAX_PUBLIC_BODY_BYTES = 1024
-"""What is read of whoever has not shown a key."""
+"""The largest body of a request that needs no key."""
 
+EXCHANGE_KEY = "sandkasten.exchange"
+"""Where a scope carries its exchange and route through Quart."""
+
+PUBLIC_PATHS = frozenset(route.path for route in TABLE.routes if route.needs.reach is Reach.PUBLIC)
 _REQUEST_ID = re.compile(rb"[\x20-\x7e]{1,128}\Z")
 
 
 def make_app(supervisor: Supervisor, *, settings: ApiSettings, shares: KeyShares | None = None) -> App:
-    """Return the front of `supervisor`. `shares`: the keys besides the configured one, and what each has."""
+    """Return the front of `supervisor`. `shares`: the keys besides the configured one, and what each has in use."""
     return _Front(supervisor, settings, shares or KeyShares(KeyRing()))
 
 
@@ -63,15 +56,15 @@ class _Front:
         self._supervisor = supervisor
         self._settings = settings
         self._shares = shares
-        self._doorman = Doorman(Gate(settings.api_key, shares.ring), shares)
+        self._authenticator = Authenticator(Gate(settings.api_key, shares.ring), shares)
         self._metrics = FrontMetrics()
         self._zstandard = Zstandard()
-        self._json_app = cast(App, make_json_app())  # typed for hypercorn's own message types
+        self._quart = make_quart()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.perf_counter()
         request_id = choose_request_id(scope)
-        trace = tracing.begin(one_header(scope, b"traceparent"))
+        trace = logcontext.begin(one_header(scope, b"traceparent"))
         logcontext.origin.set(logcontext.Origin(request_id, trace))
         send = _with_ids(send, request_id, trace)
         if scope["type"] == "websocket":
@@ -94,76 +87,58 @@ class _Front:
         try:
             with exchange.use.running():
                 await self._serve(exchange, target)
-        except Exception as error:  # noqa: BLE001  # the edge: whatever it is, the client gets one kind of answer
+        except Exception as error:  # noqa: BLE001  # the edge: every error becomes one kind of answer
             await _answer_error(exchange, unwrap(error))
         finally:
             self._metrics.end_request()
         elapsed_s = time.perf_counter() - started
         self._metrics.note_request(exchange.method, exchange.route, exchange.status, elapsed_s)
-        level = logging.DEBUG if exchange.key is NOBODY else logging.INFO  # of refusals the log has a count
+        level = logging.DEBUG if exchange.key is NOBODY else logging.INFO  # refusals are counted in the log instead
         facts = {"method": exchange.method, "path": scope["path"], "status": exchange.status, **_span(trace)}
         log.log(level, "request", extra=facts | {"duration_ms": round(elapsed_s * 1000, 1)})
 
-    async def _let_in(self, exchange: Exchange, target: Target | None) -> None:
-        """Refuse a head that can't be served; know whose request it is, unless it is for everybody."""
+    async def _authenticate(self, exchange: Exchange, target: Target | None) -> None:
+        """Refuse a head that can't be served; find out whose request it is, unless its path is public."""
         scope = exchange.scope
         if is_head_too_large(scope, self._settings.max_header_bytes):
             raise head_too_large(self._settings.max_header_bytes)
         if has_two_lengths(scope):
             raise InvalidRequest("the body's length is given twice", transfer_encoding="came with content-length")
         if not is_public(target):
-            exchange.key = await self._doorman.identify(scope)
+            exchange.key = await self._authenticator.identify(scope)
             exchange.use.bind(exchange.key)
             logcontext.set_key(exchange.key.id)
             self._shares.take_request(exchange.key)
 
     async def _serve(self, exchange: Exchange, target: Target | None) -> None:
-        await self._let_in(exchange, target)
-        if target is None:
-            raise errors.RouteNotFound("no such URL")
-        if (beneath := split_session(target.segments)) is not None:
-            session_id, rest = beneath
-            if not SESSION_ID.match(session_id):
-                raise errors.SessionNotFound("no such session")
-            exchange.session_id = session_id
-            logcontext.session_id.set(session_id)
-            if (found := RAW_ROUTES.locate(rest)) is not None:
-                pattern, methods, exchange.params = found
-                exchange.route = f"{SESSIONS}/{{id}}/{pattern}"
-                await _serve_raw(exchange, methods)
-                return
-        if (beneath := split_workspace(target.segments)) is not None:
-            workspace_id, rest = beneath
-            if not WORKSPACE_ID.match(workspace_id):
-                raise errors.WorkspaceNotFound("no such workspace")
-            exchange.workspace_id = workspace_id
-            if (located := WORKSPACE_ROUTES.locate(rest)) is not None:
-                pattern, methods, exchange.params = located
-                exchange.route = f"{WORKSPACES}/{{id}}/{pattern}"
-                await _serve_raw(exchange, methods)
-                return
-        if target.path is None:
-            raise errors.RouteNotFound("no such URL")
-        if target.path in RAW_PATHS:
-            exchange.route = target.path
-            await _serve_raw(exchange, RAW_PATHS[target.path])
+        await self._authenticate(exchange, target)
+        route = _find_route(exchange, target)
+        await admit(exchange.key, route.needs, exchange.supervisor, session_id=exchange.session_id)
+        if route.kind is Kind.JSON:
+            limit_bytes = MAX_PUBLIC_BODY_BYTES if is_public(target) else self._settings.max_request_bytes
+            exchange.scope[EXCHANGE_KEY] = (exchange, route)
+            await exchange.hand_over(self._quart, limit_bytes=limit_bytes)
             return
-        limit_bytes = MAX_PUBLIC_BODY_BYTES if is_public(target) else self._settings.max_request_bytes
-        exchange.scope[EXCHANGE_KEY] = exchange
-        await exchange.hand_over(self._json_app, limit_bytes=limit_bytes)
+        answer = await route.handler(exchange)
+        if answer is not None:
+            await exchange.answer(answer)
 
     async def _serve_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one WebSocket from its handshake to its end. Nothing but `Cancelled` gets out."""
+        """Serve one WebSocket from its handshake to its end. Raises nothing but `Cancelled`."""
         started = time.perf_counter()
-        target = read_target(scope)
-        doorman, status = self._doorman, 101
+        target, status = read_target(scope), 101
         exchange = WebSocketExchange(
-            scope, receive, send, supervisor=self._supervisor, settings=self._settings, doorman=doorman
+            scope,
+            receive,
+            send,
+            supervisor=self._supervisor,
+            settings=self._settings,
+            authenticator=self._authenticator,
         )
         try:
             with exchange.use.running():
                 await self._talk(exchange, target)
-        except Exception as error:  # noqa: BLE001  # the edge: whatever it is, the client gets one kind of answer
+        except Exception as error:  # noqa: BLE001  # the edge: every error becomes one kind of answer
             status = await _end_websocket(exchange, send, unwrap(error))
         self._metrics.note_websocket(exchange.route, status, exchange.code)
         facts = {"path": scope["path"], "status": status, "close_code": exchange.code}
@@ -174,26 +149,86 @@ class _Front:
     async def _talk(self, exchange: WebSocketExchange, target: Target | None) -> None:
         if is_head_too_large(exchange.scope, self._settings.max_header_bytes):
             raise head_too_large(self._settings.max_header_bytes)
-        route = None
-        if target is not None and (beneath := split_session(target.segments)) is not None:
-            session_id, rest = beneath
-            found = SESSION_WEBSOCKETS.locate(rest)
-            if found is not None:
-                route, exchange.route = found[1], f"{SESSIONS}/{{id}}/{found[0]}"
-            exchange.session_id = session_id
-            logcontext.session_id.set(session_id if SESSION_ID.match(session_id) else "")
-        elif target is not None and target.path is not None:
-            route = WEBSOCKETS.get(target.path)
-            exchange.route = None if route is None else target.path
-        exchange.needs_live_session = route is None or route.needs_live_session
+        found = None if target is None else TABLE.find(target.segments)
+        route = None if found is None else found.websocket
+        if target is not None and (beneath := _beneath(target, SESSIONS)) is not None:
+            exchange.session_id = beneath
+            logcontext.session_id.set(beneath if SESSION_ID.match(beneath) else "")
+        if route is not None:
+            exchange.route = route.path
+            exchange.needs_live_session = route.needs_live_session
         await exchange.check(None if route is None else route.needs)
         if route is not None:
             with self._metrics.websocket(exchange.route or NOWHERE):
                 await route.handler(exchange)
 
 
+def make_quart() -> App:
+    """Return the Quart application of the JSON routes, one view for all: the table has chosen the route before.
+
+    Each request's scope must carry its exchange, with the body read, and its route under `EXCHANGE_KEY`.
+    """
+    app = QuartTrio("sandkasten.api", static_folder=None)
+    methods = sorted({route.method for route in TABLE.routes if route.kind is Kind.JSON})
+    app.add_url_rule("/<path:_>", view_func=_serve_json, methods=methods, provide_automatic_options=False)
+    app.url_map.merge_slashes = False
+    app.register_error_handler(Exception, _on_exception)
+    return cast(App, app)  # typed for hypercorn's own message types
+
+
+async def _serve_json(**_path: str) -> Response:
+    exchange, route = cast("dict[str, tuple[Exchange, Route]]", request.scope)[EXCHANGE_KEY]
+    answer = await route.handler(exchange)
+    exchange.use.leave()  # Quart sends the end of an answer when the client may already have all of it
+    return _response(answer)
+
+
+async def _on_exception(error: Exception) -> Response:
+    return _response(error_answer(error))
+
+
+def _response(answer: Answer) -> Response:
+    return Response(answer.body, answer.status, dict(answer.headers), content_type="application/json")
+
+
+def _find_route(exchange: Exchange, target: Target | None) -> Route:
+    """Return the route of a request, and tell the exchange what the path names.
+
+    Raises:
+        SessionNotFound, WorkspaceNotFound: the id in the path has the wrong form.
+        RouteNotFound: there is no such path.
+        MethodNotAllowed: the path has no such method.
+    """
+    if target is None:
+        raise errors.RouteNotFound("no such URL")
+    if (session_id := _beneath(target, SESSIONS)) is not None:
+        if not SESSION_ID.match(session_id):
+            raise errors.SessionNotFound("no such session")
+        exchange.session_id = session_id
+        logcontext.session_id.set(session_id)
+    elif (workspace_id := _beneath(target, WORKSPACES)) is not None:
+        if not WORKSPACE_ID.match(workspace_id):
+            raise errors.WorkspaceNotFound("no such workspace")
+        exchange.workspace_id = workspace_id
+    found: Found | None = TABLE.find(target.segments)
+    if found is None or not found.methods:
+        raise errors.RouteNotFound("no such URL")
+    route = found.methods.get(exchange.method)
+    if route is None:
+        raise errors.MethodNotAllowed("no such method here", allow=found.allow)
+    exchange.params, exchange.route = found.params, route.path
+    return route
+
+
+def _beneath(target: Target, path: str) -> str | None:
+    """Return the segment behind `path`, None if the target is not beneath it."""
+    above = path[1:].split("/")
+    size = len(above)
+    return target.segments[size] if len(target.segments) > size and list(target.segments[:size]) == above else None
+
+
 def choose_request_id(scope: Scope) -> str:
-    """Return the client's `X-Request-ID` if it is fit to be logged and sent back, else a new one."""
+    """Return the client's `X-Request-ID` if that is fit to be logged and sent back, else a new id."""
     given = [value for name, value in scope["headers"] if name == b"x-request-id"]
     if len(given) == 1 and _REQUEST_ID.match(given[0]):
         return bytes(given[0]).decode("ascii")
@@ -201,19 +236,19 @@ def choose_request_id(scope: Scope) -> str:
 
 
 def is_head_too_large(scope: Scope, max_bytes: int) -> bool:
-    """Whether the head is over a limit: the server below bounds only heads in several segments."""
+    """Return whether the head is over a limit: the server below bounds only heads that come in several reads."""
     size = len(scope["raw_path"]) + len(scope["query_string"])
     size += sum(len(name) + len(value) for name, value in scope["headers"])
     return size > max_bytes or len(scope["headers"]) > MAX_HEADERS
 
 
 def has_two_lengths(scope: Scope) -> bool:
-    """Whether a proxy could have seen the body end elsewhere; the connection ends after the refusal (RFC 9112 §6.3)."""
+    """Return whether a proxy could see the body end elsewhere; the connection then ends too (RFC 9112 §6.3)."""
     return {b"content-length", b"transfer-encoding"} <= {bytes(name) for name, _ in scope["headers"]}
 
 
 def read_target(scope: Scope) -> Target | None:
-    """Return where a request goes, None for nowhere, and make that the scope's path for whoever looks there."""
+    """Return the target of a request, None for a malformed one, and make the target's path the scope's."""
     target = parse_target(scope["raw_path"], host=one_header(scope, b"host"))
     path = None if target is None else target.path
     scope["path"] = bytes(scope["raw_path"]).decode("latin-1") if path is None else path
@@ -221,12 +256,12 @@ def read_target(scope: Scope) -> Target | None:
 
 
 def is_public(target: Target | None) -> bool:
-    """Whether it is answered without a key."""
+    """Return whether a target is answered without a key."""
     return target is not None and target.path in PUBLIC_PATHS
 
 
 def unwrap(error: Exception) -> Exception:
-    """Return what went wrong out of its groups; `ClientGone` if it was only that the connection ended."""
+    """Return the error inside groups; `ClientGone` if the end of the connection was all."""
     if isinstance(error, ExceptionGroup):
         _, rest = error.split((ClientGone, ConnectionOver))
         error = ClientGone() if rest is None else rest
@@ -235,16 +270,8 @@ def unwrap(error: Exception) -> Exception:
     return error
 
 
-async def _serve_raw(exchange: Exchange, methods: Mapping[str, RawRoute]) -> None:
-    route = methods.get(exchange.method)
-    if route is None:
-        raise errors.MethodNotAllowed("no such method here", allow=", ".join(methods))
-    await admit(exchange.key, route.needs, exchange.supervisor, session_id=exchange.session_id)
-    await route.handler(exchange)
-
-
 async def _answer_error(exchange: Exchange, error: Exception) -> None:
-    """Answer with an error. One that comes after the answer began can only end it unfinished; it is logged."""
+    """Answer with an error. An error after the answer began can only end it unfinished, and is logged."""
     if not isinstance(error, ClientGone):
         answer = error_answer(error)
         if exchange.is_started:
@@ -258,7 +285,7 @@ async def _answer_error(exchange: Exchange, error: Exception) -> None:
 
 
 async def _end_websocket(exchange: WebSocketExchange, send: Send, error: Exception) -> int:
-    """Tell the client what went wrong, if it is still there; return the handshake's status."""
+    """Tell the client of an error, if the client is still there; return the handshake's status."""
     try:
         if isinstance(error, ClientGone | ConnectionOver):
             log.debug("the connection is over")
@@ -281,12 +308,12 @@ async def _refuse_websocket(send: Send, error: Exception) -> int:
     return answer.status
 
 
-def _span(trace: tracing.Trace | None) -> dict[str, str | None]:
-    """Return what a request's own line has of its trace, besides the id that every line has."""
+def _span(trace: logcontext.Trace | None) -> dict[str, str | None]:
+    """Return the fields of a trace that only a request's own log line has."""
     return {} if trace is None else {"span_id": trace.span_id, "parent_id": trace.parent_id}
 
 
-def _with_ids(send: Send, request_id: str, trace: tracing.Trace) -> Send:
+def _with_ids(send: Send, request_id: str, trace: logcontext.Trace) -> Send:
     headers = (
         (b"x-request-id", request_id.encode("ascii")),
         (b"traceresponse", trace.header.encode("ascii")),

@@ -1,163 +1,49 @@
-"""`GET /openapi.json`: the HTTP interface as an OpenAPI 3.1 document, from the tables that serve it.
+"""The HTTP interface as an OpenAPI 3.1 document, from the table of routes and the classes that it names.
 
-A route is in it because it is in the URL table; its words are what follows a semicolon in the first line of its
-handler's docstring, its body the class that reads it, its query what the docstring's URL names, its key what it needs.
-`OPERATIONS` adds what none of these says. WebSockets, which OpenAPI has no words for, are GET operations with `101`.
+Requests and answers are described by the attrs classes that read and spell them, field by field. A schema says no more
+than is checked, and as much of that as JSON Schema can say: a bound in bytes, or a field that is refused for its
+meaning (`Fixed`), is told in words by docs/api.md. The summary of an operation is the first line of its handler's
+docstring. A WebSocket, which OpenAPI has no words for, is a GET operation with `101`.
 
-Source: OpenAPI Specification 3.1.1.
+Sources: OpenAPI Specification 3.1.1 (§4.8.24 on schemas); JSON Schema 2020-12.
 """
 
 from __future__ import annotations
 
-import functools
+import enum
+import inspect
 import re
-from collections.abc import Callable, Mapping
-from importlib.metadata import version
-from typing import Any
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import attrs
 
-from sandkasten.api.http.auth import Needs, Reach
-from sandkasten.api.http.errors import STATUS, Answer, json_answer
-from sandkasten.api.http.exchange import Exchange
-from sandkasten.api.openapi_fields import schema_of
-from sandkasten.api.openapi_shapes import SHAPES, Schema, ref
-from sandkasten.api.resources import events, execs, files, keys, node, processes, sessions, workspaces
-from sandkasten.api.resources import node as health
-from sandkasten.api.resources import node as metrics
-from sandkasten.api.resources import processes as shells
-from sandkasten.api.resources import runs as commands
-from sandkasten.api.resources import workspaces as archives
-from sandkasten.api.resources.files import upload
-from sandkasten.api.resources.runschemas import (
-    CancelRequest,
-    ProcessRequest,
-    ShellRequest,
-    SignalRequest,
-    StdinRequest,
-    WaitRequest,
-)
-from sandkasten.api.resources.schemas import (
-    CreateRequest,
-    ExecRequest,
-    PatchRequest,
-    PauseRequest,
-    TerminalRequest,
-    WriteRequest,
-)
-from sandkasten.model import SessionStats
+from sandkasten.api.http.auth import Reach
+from sandkasten.api.http.errors import STATUS, ErrorBody
+from sandkasten.api.http.json import Body, is_optional
+from sandkasten.api.http.routing import Kind, Route
+from sandkasten.api.resources import fields
+from sandkasten.api.resources.fields import Between, Choice, Matching, check_of, plain_kind
 
-_EVENTS = "text/event-stream"
+Schema = dict[str, Any]  # JSON values
+
+JSON = "application/json"
 _SEGMENT = re.compile(r"\{(\w+)\}")
-_QUERY = re.compile(r"(?<=[?&])(\w+)=")
-_OF_BODY: Mapping[str, Schema] = {"multipart/form-data": {"type": "object"}}
-"""Of bodies that are no JSON; other ones are bytes."""
-
 _SWITCHED: Mapping[str, object] = {"101": {"description": "a WebSocket; its messages are in docs/websocket.md"}}
-Handler = Callable[..., Any]  # each table has a type of its own
+
+# The document ---------------------------------------------------------------------------------------------------------
 
 
-@attrs.frozen
-class Operation:
-    """What a handler takes and gives. `answer` is the name of a shape or a class; `media` of what is no JSON."""
-
-    answer: str | type | None = None
-    body: type | None = None
-    status: int = 200
-    media: str = "application/json"
-    body_media: str = "application/json"
-
-
-OPERATIONS: Mapping[Handler, Operation] = {
-    health.healthz: Operation("Health"),
-    health.readyz: Operation("Readiness"),
-    metrics.metrics: Operation(media="text/plain"),
-    node.system: Operation("System"),
-    node.node: Operation("Node"),
-    node.drain: Operation("Node"),
-    node.undrain: Operation("Node"),
-    sessions.create: Operation("Session", CreateRequest, 201),
-    sessions.list_sessions: Operation("Sessions"),
-    sessions.get: Operation("Session"),
-    sessions.update: Operation("Session", PatchRequest),
-    sessions.destroy: Operation("Done"),
-    sessions.stats: Operation(SessionStats),
-    sessions.diagnostics: Operation("Diagnosis"),
-    sessions.pause: Operation("Session", PauseRequest),
-    sessions.resume: Operation("Session"),
-    commands.run: Operation("ExecResult", ExecRequest),
-    commands.stream: Operation(body=ExecRequest, media=_EVENTS),
-    execs.list_runs: Operation("Runs"),
-    execs.get: Operation("Run"),
-    execs.output: Operation("Output"),
-    execs.stream: Operation(media=_EVENTS),
-    execs.send_signal: Operation("Done", SignalRequest),
-    execs.cancel: Operation("Run", CancelRequest),
-    execs.send_stdin: Operation("Done", StdinRequest),
-    execs.resize: Operation("Done", TerminalRequest),
-    shells.list_shells: Operation("Shells"),
-    shells.open_shell: Operation("Shell", ShellRequest, 201),
-    shells.close_shell: Operation("Done"),
-    processes.start: Operation("Process", ProcessRequest, 201),
-    processes.list_processes: Operation("Processes"),
-    processes.get: Operation("Process"),
-    processes.logs: Operation("Output"),
-    processes.send_stdin: Operation("Done", StdinRequest),
-    processes.send_signal: Operation("Done", SignalRequest),
-    processes.resize: Operation("Done", TerminalRequest),
-    processes.kill: Operation("Process"),
-    processes.wait: Operation("Waited", WaitRequest),
-    processes.ports: Operation("Ports"),
-    events.stream: Operation(media=_EVENTS),
-    files.read: Operation("File"),
-    files.write: Operation("Written", WriteRequest),
-    upload: Operation("Uploaded", body_media="multipart/form-data"),
-    workspaces.list_workspaces: Operation("Workspaces"),
-    workspaces.create: Operation("Workspace", workspaces.CreateRequest, 201),
-    workspaces.get: Operation("Workspace"),
-    workspaces.put: Operation("Workspace", workspaces.PutRequest),
-    workspaces.update: Operation("Workspace", workspaces.ChangeRequest),
-    workspaces.delete: Operation("Done"),
-    workspaces.list_files: Operation("Files"),
-    workspaces.stat: Operation("FileInfo"),
-    workspaces.remove: Operation("Written"),
-    archives.download: Operation(media="application/x-tar"),
-    archives.export: Operation(media="application/zstd"),
-    archives.import_archive: Operation("Imported", status=201, body_media="application/zstd"),
-    keys.list_keys: Operation("Keys"),
-}
-"""A route whose handler is not here is described by the tables alone, and answers with some JSON object."""
-
-
-@attrs.frozen
-class Route:
-    """One method of one path, from whichever table."""
-
-    method: str
-    path: str
-    handler: Handler
-    needs: Needs
-    is_websocket: bool = False
-
-
-async def openapi(_exchange: Exchange) -> Answer:
-    """GET /openapi.json; this description of the interface."""
-    return json_answer(_document())
-
-
-@functools.cache
-def _document() -> dict[str, Any]:  # JSON values
-    from sandkasten.api.described import every_route  # the tables name the handler above
-
-    return document(every_route(), version("sandkasten-runtime"))
-
-
-def document(routes: tuple[Route, ...], installed: str) -> dict[str, Any]:  # JSON values
-    """Return the whole description. Pure."""
-    schemas: dict[str, Schema] = {name: dict(shape) for name, shape in SHAPES.items()}
+def document(routes: Iterable[Route], installed: str) -> dict[str, Any]:  # JSON values
+    """Return the description of all routes; `installed` is the version of this package. Pure."""
+    schemas: dict[str, Schema] = {}
+    error = schema_of(ErrorBody, schemas)
     paths: dict[str, dict[str, Any]] = {}
-    for route in routes:
-        method = "get" if route.is_websocket else route.method.lower()
+    for route in sorted(routes, key=lambda route: route.kind is Kind.WEBSOCKET):
+        method = route.method.lower()
         operations = paths.setdefault(route.path, {})
         if method in operations:  # also a WebSocket
             operations[method]["responses"] |= _SWITCHED
@@ -170,7 +56,7 @@ def document(routes: tuple[Route, ...], installed: str) -> dict[str, Any]:  # JS
         "paths": paths,
         "components": {
             "schemas": dict(sorted(schemas.items())),
-            "responses": {"Error": {"description": "what went wrong", "content": _json(ref("Error"))}},
+            "responses": {"Error": {"description": "what went wrong", "content": _content(JSON, error)}},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "x-error-codes": {error.code: status for error, status in sorted(STATUS.items(), key=lambda row: row[0].code)},
@@ -178,48 +64,184 @@ def document(routes: tuple[Route, ...], installed: str) -> dict[str, Any]:  # JS
 
 
 def _operation(route: Route, schemas: dict[str, Schema]) -> dict[str, Any]:  # JSON values
-    found = OPERATIONS.get(route.handler, Operation())
-    line = (route.handler.__doc__ or "").strip().partition("\n")[0]
-    parameters = [_parameter(name, "path") for name in _SEGMENT.findall(route.path)]
-    parameters += [_parameter(name, "query") for name in _QUERY.findall(line)]
     made: dict[str, Any] = {
         "operationId": f"{route.method.lower()}{re.sub(r'[^a-z]+', '_', route.path.lower()).rstrip('_')}",
-        "summary": line.partition("; ")[2].rstrip(".") or f"{route.method} {route.path}",
-        "responses": {} if route.is_websocket else {str(found.status): _answer(route, found, schemas)},
+        "summary": (inspect.getdoc(route.handler) or "").partition("\n")[0],
+        "responses": _responses(route, schemas),
     }
-    if route.is_websocket:
-        made["responses"] |= _SWITCHED
-    made["responses"]["default"] = {"$ref": "#/components/responses/Error"}
-    if parameters:
+    if parameters := [*_path_parameters(route), *_query_parameters(route)]:
         made["parameters"] = parameters
     if route.needs.reach is Reach.PUBLIC:
         made["security"] = []
     else:
         made["x-needs"] = {"access": route.needs.access.name.lower(), "reach": route.needs.reach.name.lower()}
-    if found.body is not None:
-        body = schema_of(found.body, schemas)
-        made["requestBody"] = {"content": {found.body_media: {"schema": body}}}
-    elif found.body_media != "application/json":
-        made["requestBody"] = {"content": {found.body_media: {"schema": _OF_BODY.get(found.body_media, {})}}}
+    if route.body is not None:
+        made["requestBody"] = {"content": _content(JSON, schema_of(route.body, schemas))}
+    elif route.body_type is not None:
+        made["requestBody"] = {"content": _content(route.body_type, _of_body(route.body_type))}
     return made
 
 
-def _answer(route: Route, found: Operation, schemas: dict[str, Schema]) -> dict[str, Any]:  # JSON values
-    answer: dict[str, Any] = {"description": "what was asked for"}
-    if route.method == "HEAD":
-        return answer
-    if isinstance(found.answer, type):
-        return answer | {"content": _json(schema_of(found.answer, schemas))}
-    if found.answer in SHAPES:
-        return answer | {"content": _json(ref(str(found.answer)))}
-    if found.media != "application/json":
-        return answer | {"content": {found.media: {"schema": {"type": "string"}}}}
-    return answer | {"content": _json({"type": "object"})}
+def _responses(route: Route, schemas: dict[str, Schema]) -> dict[str, Any]:  # JSON values
+    error = {"default": {"$ref": "#/components/responses/Error"}}
+    if route.kind is Kind.WEBSOCKET:
+        return {**_SWITCHED, **error}
+    if route.answer_type is not None:
+        content = _content(route.answer_type, {"type": "string"})
+    else:
+        content = _content(JSON, schema_of(route.answer, schemas))
+    return {str(status): {"description": "the answer", "content": content} for status in route.statuses} | error
 
 
-def _parameter(name: str, place: str) -> dict[str, Any]:  # JSON values
-    return {"name": name, "in": place, "required": place == "path", "schema": {"type": "string"}}
+def _of_body(media_type: str) -> Schema:
+    """Return the schema of a body that is not JSON: a form, or bytes."""
+    return {"type": "object"} if media_type == "multipart/form-data" else {}
 
 
-def _json(schema: Schema) -> dict[str, Any]:  # JSON values
-    return {"application/json": {"schema": schema}}
+def _path_parameters(route: Route) -> list[dict[str, Any]]:  # JSON values
+    return [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in _SEGMENT.findall(route.path)
+    ]
+
+
+def _query_parameters(route: Route) -> list[dict[str, Any]]:  # JSON values
+    if route.query is None:
+        return []
+    hints = get_type_hints(route.query)
+    return [
+        {
+            "name": field.name,
+            "in": "query",
+            "required": field.default is attrs.NOTHING,
+            "schema": schema_of(plain_kind(hints[field.name]), {}),
+        }
+        for field in attrs.fields(route.query)
+    ]
+
+
+def _content(media_type: str, schema: Schema) -> dict[str, Any]:  # JSON values
+    return {media_type: {"schema": schema}}
+
+
+# Schemas --------------------------------------------------------------------------------------------------------------
+
+_STRING: Schema = {"type": "string"}
+_STRINGS: Schema = {"type": "array", "items": _STRING}
+
+_OF_KIND: Mapping[object, Schema] = {
+    fields.Cores: {"type": "number"},
+    fields.Base64: {"type": "string", "contentEncoding": "base64"},
+    fields.Path: {"type": "string", "minLength": 1, "maxLength": fields.MAX_PATH_BYTES},
+    fields.PathBelow: {"type": "string", "minLength": 1, "maxLength": fields.MAX_PATH_BYTES},
+    fields.PathInWorkspace: {"type": "string", "maxLength": fields.MAX_PATH_BYTES},
+    fields.Pattern: {"type": "string", "minLength": 1, "maxLength": fields.MAX_PATTERN_CHARS},
+    fields.Environment: {"type": "object", "additionalProperties": _STRING, "maxProperties": fields.MAX_ENV_NAMES},
+    fields.EnvironmentPatch: {
+        "type": "object",
+        "additionalProperties": {"type": ["string", "null"]},
+        "maxProperties": fields.MAX_ENV_NAMES,
+    },
+    fields.Labels: {
+        "type": "object",
+        "additionalProperties": {"type": "string", "maxLength": fields.MAX_LABEL_CHARS},
+        "maxProperties": fields.MAX_LABELS,
+    },
+    fields.Stdin: {"anyOf": [_STRING, {"const": True}]},
+    fields.SignalNumber: {"anyOf": [{"type": "integer", "minimum": 1, "maximum": fields.MAX_SIGNAL}, _STRING]},
+    fields.Argv: {**_STRINGS, "minItems": 1, "maxItems": fields.MAX_ARGUMENTS},
+    fields.Places: {**_STRINGS, "maxItems": fields.MAX_PLACES},
+    fields.NoHosts: {"type": "array", "maxItems": 0},
+}
+"""Kinds of field whose check is not one of the plain ones."""
+
+_OF_TYPE: Mapping[object, Schema] = {
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    str: _STRING,
+    bool: {"type": "boolean"},
+    bytes: _STRING,
+    dict: {"type": "object"},
+    datetime: {"type": "string", "format": "date-time"},
+    type(None): {"type": "null"},
+}
+
+
+def schema_of(kind: object, components: dict[str, Schema]) -> Schema:
+    """Return the schema of a type of field. The schema of an attrs class goes to `components`, under the class's
+    name."""
+    if get_origin(kind) in (Union, types.UnionType):
+        return {"anyOf": [schema_of(member, components) for member in get_args(kind)]}
+    if get_origin(kind) is Literal:
+        return {"const": get_args(kind)[0]}
+    if kind in _OF_KIND:
+        return dict(_OF_KIND[kind])
+    if isinstance(kind, type) and attrs.has(kind):
+        return _reference(kind, components)
+    match check_of(kind):
+        case Between(low, high):
+            return {"type": "integer", "minimum": low, "maximum": high}
+        case Choice(offered):
+            return {"type": "string", "enum": list(offered)}
+        case Matching(pattern):
+            return {"type": "string", "pattern": _anchored(pattern.pattern)}
+    return _plain(kind, components)
+
+
+def _plain(kind: object, components: dict[str, Schema]) -> Schema:
+    """Return the schema of a type's form in JSON, whatever is checked besides."""
+    origin = get_origin(kind)
+    if isinstance(kind, typing.NewType):
+        return _plain(kind.__supertype__, components)
+    if isinstance(kind, type) and issubclass(kind, enum.StrEnum):
+        return {"type": "string", "enum": [member.value for member in kind]}
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return {"type": "object", "additionalProperties": schema_of(get_args(kind)[1], components)}
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        return {"type": "array", "items": schema_of(get_args(kind)[0], components)}
+    return dict(_OF_TYPE.get(kind, {}))
+
+
+def _reference(cls: type, components: dict[str, Schema]) -> Schema:
+    name = _component(cls)
+    if name not in components:
+        components[name] = {}  # the class may hold itself
+        hints = get_type_hints(cls)
+        members = attrs.fields(cls)
+        properties = {_spelled(field.name): schema_of(hints[field.name], components) for field in members}
+        required = [_spelled(field.name) for field in members if _is_required(cls, field)]
+        components[name] = {"type": "object", "properties": properties}
+        if required:
+            components[name]["required"] = required
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _is_required(cls: type, field: attrs.Attribute[Any]) -> bool:  # Any: of whatever type
+    """Return whether a member is always there: in a request one without a default, in an answer all but those that are
+    left out."""
+    if issubclass(cls, Body):
+        return not is_optional(field)
+    return field.default is attrs.NOTHING or cls.__module__.startswith(_MODEL)
+
+
+_MODEL = "sandkasten.model"
+"""Classes of the model stand in answers only, and are spelled whole."""
+
+
+def _component(cls: type) -> str:
+    """Return a class's name as a component's. Names that several resources have for their requests get the
+    resource's."""
+    name = cls.__name__.removesuffix("Body") if issubclass(cls, Body) else cls.__name__
+    module = cls.__module__.rpartition(".")[2]
+    return f"{module.title()}{name}" if module == "workspaces" and cls.__name__.endswith("Request") else name
+
+
+def _spelled(name: str) -> str:
+    """Return a field's name in JSON: `for_` is spelled `for`."""
+    return name.removesuffix("_")
+
+
+def _anchored(pattern: str) -> str:
+    """Return a pattern that is matched from the start as one that is searched (ECMA-262 knows no `\\Z`)."""
+    text = pattern.removeprefix("^").replace(r"\Z", "$")
+    return f"^{text}" if text.endswith("$") else f"^(?:{text})"

@@ -1,164 +1,224 @@
-"""The URL table, for both halves of the front. Handlers live in the modules it names.
+"""The table of routes: every method of every path, and who answers there.
 
-JSON routes return an `Answer` and run in Quart; raw routes answer by themselves and run in front of it, because Quart
-cuts a streamed answer at 60 s, buffers uploads without bound and costs a command 0.2 ms. Each route says what it needs
-of the caller's key (`access.py`).
+A line says all there is to say about a route: how it is served, its method and path, its handler, what it needs of the
+key, and the classes of its query, body and answer. Requests are dispatched from the table, and `/openapi.json` is made
+from the same lines. To add a route, write its handler with its classes in `resources` and a line here.
+
+JSON routes are served by Quart. A route is raw, in front of Quart, if it streams, waits, takes an upload, or is one
+that agents call all the time: Quart would cut an answer at 60 s, buffer a body without bound and add 0.2 ms
+(docs/adr/0007-hypercorn-and-quart.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import functools
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version
+from typing import Any
 
-import attrs
-
-from sandkasten.api import openapi
 from sandkasten.api.http.auth import ACT, FIND, LOOK, MAKE, OPEN, RULE_NODE, SEE_NODE, Needs
-from sandkasten.api.http.errors import Answer
+from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange
-from sandkasten.api.http.routing import RouteTable
-from sandkasten.api.resources import events, execs, files, keys, node, processes, sessions, workspaces
-from sandkasten.api.resources import node as health
-from sandkasten.api.resources import node as metrics
-from sandkasten.api.resources import processes as shells
-from sandkasten.api.resources import runs as commands
-from sandkasten.api.resources import workspaces as archives
-from sandkasten.api.resources.files import upload
+from sandkasten.api.http.routing import Kind, Route, RouteTable
+from sandkasten.api.openapi import document
+from sandkasten.api.resources import events, files, keys, node, runs, sessions, workspaces
+from sandkasten.api.resources.run_output import ExecResultBody, OutputBody, OutputQuery
+from sandkasten.api.websocket.events import events_ws
+from sandkasten.api.websocket.exec import exec_ws
+from sandkasten.api.websocket.handshake import WebSocketExchange
+from sandkasten.api.websocket.terminal import terminal_ws
+from sandkasten.api.websocket.terminal_messages import TerminalQuery
+from sandkasten.model import SessionStats
 
-JsonHandler = Callable[[Exchange], Awaitable[Answer]]
-RawHandler = Callable[[Exchange], Awaitable[None]]
-
-PUBLIC_PATHS = frozenset({"/healthz"})
 SESSIONS = "/v1/sessions"
 WORKSPACES = "/v1/workspaces"
-_ABOVE_SESSIONS, _ABOVE_WORKSPACES = ("v1", "sessions"), ("v1", "workspaces")
+
+_SESSION = f"{SESSIONS}/{{id}}"
+_RUN = f"{_SESSION}/execs/{{exec_id}}"
+_PROCESS = f"{_SESSION}/processes/{{exec_id}}"
+_WORKSPACE = f"{WORKSPACES}/{{id}}"
+_EVENTS = "text/event-stream"
+_TAR = "application/x-tar"
+_ZSTD = "application/zstd"
+_CREATED = (201,)
 
 
-@attrs.frozen
-class JsonRoute:
-    method: str
-    rule: str
-    handler: JsonHandler
-    needs: Needs
-
-    @property
-    def template(self) -> str:
-        """The rule as documents and metrics have it."""
-        return (
-            self.rule.replace("<session_id>", "{id}")
-            .replace("<workspace_id>", "{id}")
-            .replace("<", "{")
-            .replace(">", "}")
-        )
+def _json(
+    method: str, path: str, handler: Callable[[Exchange], Awaitable[Answer]], needs: Needs, **columns: Any
+) -> Route:  # columns: of Route
+    return Route(kind=Kind.JSON, method=method, path=path, handler=handler, needs=needs, **columns)
 
 
-@attrs.frozen
-class RawRoute:
-    handler: RawHandler
-    needs: Needs
+def _raw(
+    method: str, path: str, handler: Callable[[Exchange], Awaitable[Answer | None]], needs: Needs, **columns: Any
+) -> Route:  # columns: of Route
+    return Route(kind=Kind.RAW, method=method, path=path, handler=handler, needs=needs, **columns)
 
 
-JSON_ROUTES = (
-    JsonRoute("GET", "/healthz", health.healthz, OPEN),
-    JsonRoute("GET", "/readyz", health.readyz, SEE_NODE),
-    JsonRoute("GET", "/openapi.json", openapi.openapi, FIND),
-    JsonRoute("GET", "/v1/system", node.system, SEE_NODE),
-    JsonRoute("GET", "/v1/node", node.node, SEE_NODE),
-    JsonRoute("POST", "/v1/node/drain", node.drain, RULE_NODE),
-    JsonRoute("POST", "/v1/node/undrain", node.undrain, RULE_NODE),
-    JsonRoute("GET", "/v1/keys", keys.list_keys, RULE_NODE),
-    JsonRoute("POST", SESSIONS, sessions.create, MAKE),
-    JsonRoute("GET", SESSIONS, sessions.list_sessions, FIND),
-    JsonRoute("GET", f"{SESSIONS}/<session_id>", sessions.get, LOOK),
-    JsonRoute("PATCH", f"{SESSIONS}/<session_id>", sessions.update, ACT),
-    JsonRoute("DELETE", f"{SESSIONS}/<session_id>", sessions.destroy, ACT),
-    JsonRoute("GET", f"{SESSIONS}/<session_id>/stats", sessions.stats, LOOK),
-    JsonRoute("GET", f"{SESSIONS}/<session_id>/diagnostics", sessions.diagnostics, LOOK),
-    JsonRoute("POST", f"{SESSIONS}/<session_id>/pause", sessions.pause, ACT),
-    JsonRoute("POST", f"{SESSIONS}/<session_id>/resume", sessions.resume, ACT),
-    JsonRoute("GET", WORKSPACES, workspaces.list_workspaces, FIND),
-    JsonRoute("POST", WORKSPACES, workspaces.create, MAKE),
-    JsonRoute("GET", f"{WORKSPACES}/<workspace_id>", workspaces.get, FIND),
-    JsonRoute("PUT", f"{WORKSPACES}/<workspace_id>", workspaces.put, MAKE),
-    JsonRoute("PATCH", f"{WORKSPACES}/<workspace_id>", workspaces.update, MAKE),
-    JsonRoute("DELETE", f"{WORKSPACES}/<workspace_id>", workspaces.delete, MAKE),
+def _websocket(
+    path: str, handler: Callable[[WebSocketExchange], Awaitable[None]], needs: Needs, **columns: Any
+) -> Route:  # columns: of Route
+    return Route(kind=Kind.WEBSOCKET, method="GET", path=path, handler=handler, needs=needs, **columns)
+
+
+async def openapi(_exchange: Exchange) -> Answer:
+    """Describe this interface as OpenAPI."""
+    return json_answer(_description())
+
+
+@functools.cache
+def _description() -> dict[str, Any]:  # JSON values
+    return document(TABLE.routes, version("sandkasten-runtime"))
+
+
+TABLE = RouteTable(
+    (
+        # The node
+        _json("GET", "/healthz", node.healthz, OPEN, answer=node.HealthBody),
+        _json("GET", "/readyz", node.readyz, SEE_NODE, answer=node.ReadinessBody, statuses=(200, 503)),
+        _json("GET", "/openapi.json", openapi, FIND, answer=dict[str, Any]),
+        _raw("GET", "/metrics", node.metrics, SEE_NODE, answer_type="text/plain"),
+        _json("GET", "/v1/system", node.system, SEE_NODE, answer=node.SystemBody),
+        _json("GET", "/v1/node", node.node, SEE_NODE, answer=node.NodeBody),
+        _json("POST", "/v1/node/drain", node.drain, RULE_NODE, answer=node.NodeBody),
+        _json("POST", "/v1/node/undrain", node.undrain, RULE_NODE, answer=node.NodeBody),
+        _json("GET", "/v1/keys", keys.list_keys, RULE_NODE, answer=keys.KeysBody),
+        _raw("GET", "/v1/events", events.stream, FIND, query=events.EventsQuery, answer_type=_EVENTS),
+        _websocket("/v1/events", events_ws, FIND, query=events.EventsQuery, needs_live_session=False),
+        # Sessions
+        _json(
+            *("GET", SESSIONS, sessions.list_sessions, FIND),
+            query=sessions.SessionsQuery,
+            answer=list[sessions.SessionBody],
+        ),
+        _json(
+            *("POST", SESSIONS, sessions.create, MAKE),
+            body=sessions.CreateRequest,
+            answer=sessions.SessionBody,
+            statuses=_CREATED,
+        ),
+        _json("GET", _SESSION, sessions.get, LOOK, answer=sessions.SessionBody),
+        _json("PATCH", _SESSION, sessions.update, ACT, body=sessions.PatchRequest, answer=sessions.SessionBody),
+        _json("DELETE", _SESSION, sessions.destroy, ACT, answer=sessions.Done),
+        _json("GET", f"{_SESSION}/stats", sessions.stats, LOOK, answer=SessionStats),
+        _json("GET", f"{_SESSION}/diagnostics", sessions.diagnostics, LOOK, answer=sessions.DiagnosisBody),
+        _json(
+            *("POST", f"{_SESSION}/pause", sessions.pause, ACT),
+            body=sessions.PauseRequest,
+            answer=sessions.SessionBody,
+        ),
+        _json("POST", f"{_SESSION}/resume", sessions.resume, ACT, answer=sessions.SessionBody),
+        _raw("GET", f"{_SESSION}/events", events.stream, LOOK, query=events.EventsQuery, answer_type=_EVENTS),
+        _websocket(f"{_SESSION}/events", events_ws, LOOK, query=events.EventsQuery, needs_live_session=False),
+        # Runs of a session
+        _raw("POST", f"{_SESSION}/exec", runs.execute, ACT, body=runs.ExecRequest, answer=ExecResultBody),
+        _raw(
+            *("POST", f"{_SESSION}/exec/stream", runs.execute_and_follow, ACT),
+            body=runs.ExecRequest,
+            answer_type=_EVENTS,
+        ),
+        _websocket(f"{_SESSION}/exec/ws", exec_ws, ACT),
+        _websocket(f"{_SESSION}/terminal/ws", terminal_ws, ACT, query=TerminalQuery),
+        _raw("GET", f"{_SESSION}/execs", runs.list_runs, LOOK, query=runs.RunsQuery, answer=runs.RunsBody),
+        _raw("GET", _RUN, runs.get_run, LOOK, answer=runs.RunBody),
+        _raw("GET", f"{_RUN}/output", runs.read_output, LOOK, query=OutputQuery, answer=OutputBody),
+        _raw("GET", f"{_RUN}/stream", runs.follow_run, LOOK, query=runs.FollowQuery, answer_type=_EVENTS),
+        _raw("POST", f"{_RUN}/signal", runs.send_signal, ACT, body=runs.SignalRequest, answer=sessions.Done),
+        _raw("POST", f"{_RUN}/cancel", runs.cancel_run, ACT, body=runs.CancelRequest, answer=runs.RunBody),
+        _raw("POST", f"{_RUN}/stdin", runs.send_stdin, ACT, body=runs.StdinRequest, answer=sessions.Done),
+        _raw("POST", f"{_RUN}/resize", runs.resize, ACT, body=runs.TerminalRequest, answer=sessions.Done),
+        _raw("GET", f"{_SESSION}/shells", runs.list_shells, LOOK, answer=runs.ShellsBody),
+        _raw(
+            *("POST", f"{_SESSION}/shells", runs.open_shell, ACT),
+            body=runs.ShellRequest,
+            answer=runs.ShellBody,
+            statuses=_CREATED,
+        ),
+        _raw("DELETE", f"{_SESSION}/shells/{{name}}", runs.close_shell, ACT, answer=sessions.Done),
+        _raw(
+            *("GET", f"{_SESSION}/processes", runs.list_processes, LOOK),
+            query=runs.ProcessesQuery,
+            answer=runs.ProcessesBody,
+        ),
+        _raw(
+            *("POST", f"{_SESSION}/processes", runs.start_process, ACT),
+            body=runs.ProcessRequest,
+            answer=runs.ProcessBody,
+            statuses=_CREATED,
+        ),
+        _raw("GET", _PROCESS, runs.get_process, LOOK, answer=runs.ProcessBody),
+        _raw("DELETE", _PROCESS, runs.kill_process, ACT, answer=runs.ProcessBody),
+        _raw("GET", f"{_PROCESS}/logs", runs.process_logs, LOOK, query=runs.LogsQuery, answer=OutputBody),
+        _raw("POST", f"{_PROCESS}/stdin", runs.process_stdin, ACT, body=runs.StdinRequest, answer=sessions.Done),
+        _raw("POST", f"{_PROCESS}/signal", runs.process_signal, ACT, body=runs.SignalRequest, answer=sessions.Done),
+        _raw("POST", f"{_PROCESS}/resize", runs.process_resize, ACT, body=runs.TerminalRequest, answer=sessions.Done),
+        _raw("POST", f"{_PROCESS}/kill", runs.kill_process, ACT, answer=runs.ProcessBody),
+        _raw("POST", f"{_PROCESS}/wait", runs.wait_for_process, LOOK, body=runs.WaitRequest, answer=runs.WaitedBody),
+        _raw("GET", f"{_SESSION}/ports", runs.list_ports, LOOK, answer=runs.PortsBody),
+        # Files of a session
+        _raw("GET", f"{_SESSION}/fs/read", files.read, LOOK, query=files.ReadQuery, answer=files.FileBody),
+        _raw("POST", f"{_SESSION}/fs/write", files.write, ACT, body=files.WriteRequest, answer=files.WrittenBody),
+        _raw("POST", f"{_SESSION}/fs/upload", files.upload, ACT, body_type=files.FORM, answer=files.UploadedBody),
+        # Workspaces
+        _json(
+            *("GET", WORKSPACES, workspaces.list_workspaces, FIND),
+            query=workspaces.WorkspacesQuery,
+            answer=workspaces.WorkspacesBody,
+        ),
+        _json(
+            *("POST", WORKSPACES, workspaces.create, MAKE),
+            body=workspaces.CreateRequest,
+            answer=workspaces.WorkspaceBody,
+            statuses=_CREATED,
+        ),
+        _json(
+            *("GET", _WORKSPACE, workspaces.get, FIND),
+            query=workspaces.WorkspaceQuery,
+            answer=workspaces.WorkspaceBody,
+        ),
+        _json(
+            *("PUT", _WORKSPACE, workspaces.put, MAKE),
+            body=workspaces.PutRequest,
+            answer=workspaces.WorkspaceBody,
+            statuses=(200, 201),
+        ),
+        _json(
+            *("PATCH", _WORKSPACE, workspaces.update, MAKE),
+            body=workspaces.ChangeRequest,
+            answer=workspaces.WorkspaceBody,
+        ),
+        _json("DELETE", _WORKSPACE, workspaces.delete, MAKE, query=workspaces.DeleteQuery, answer=sessions.Done),
+        # Files of a workspace
+        _raw(
+            *("GET", f"{_WORKSPACE}/fs", workspaces.list_files, FIND),
+            query=workspaces.FilesQuery,
+            answer=workspaces.FilesBody,
+        ),
+        _raw(
+            *("DELETE", f"{_WORKSPACE}/fs", workspaces.remove, MAKE),
+            query=workspaces.RemoveQuery,
+            answer=files.WrittenBody,
+        ),
+        _raw(
+            *("GET", f"{_WORKSPACE}/fs/stat", workspaces.stat, FIND),
+            query=workspaces.FileQuery,
+            answer=workspaces.FileInfoBody,
+        ),
+        _raw("GET", f"{_WORKSPACE}/fs/read", files.read, FIND, query=files.ReadQuery, answer=files.FileBody),
+        _raw("POST", f"{_WORKSPACE}/fs/write", files.write, MAKE, body=files.WriteRequest, answer=files.WrittenBody),
+        _raw("POST", f"{_WORKSPACE}/fs/upload", files.upload, MAKE, body_type=files.FORM, answer=files.UploadedBody),
+        _raw(
+            *("GET", f"{_WORKSPACE}/fs/download", workspaces.download, FIND),
+            query=workspaces.DownloadQuery,
+            answer_type=_TAR,
+        ),
+        _raw("GET", f"{_WORKSPACE}/export", workspaces.export, FIND, query=workspaces.ExportQuery, answer_type=_ZSTD),
+        _raw(
+            *("POST", f"{_WORKSPACE}/import", workspaces.import_archive, MAKE),
+            query=workspaces.ImportQuery,
+            body_type=_ZSTD,
+            answer=workspaces.ImportedBody,
+            statuses=_CREATED,
+        ),
+    )
 )
-
-
-def _get(handler: RawHandler, needs: Needs) -> Mapping[str, RawRoute]:
-    return {"GET": RawRoute(handler, needs), "HEAD": RawRoute(handler, needs)}
-
-
-def _post(handler: RawHandler, needs: Needs) -> Mapping[str, RawRoute]:
-    return {"POST": RawRoute(handler, needs)}
-
-
-def _delete(handler: RawHandler, needs: Needs) -> Mapping[str, RawRoute]:
-    return {"DELETE": RawRoute(handler, needs)}
-
-
-RAW_ROUTES: RouteTable[Mapping[str, RawRoute]] = RouteTable(
-    {
-        "exec": _post(commands.run, ACT),
-        "exec/stream": _post(commands.stream, ACT),
-        "execs": _get(execs.list_runs, LOOK),
-        "execs/{exec_id}": _get(execs.get, LOOK),
-        "execs/{exec_id}/output": _get(execs.output, LOOK),
-        "execs/{exec_id}/stream": _get(execs.stream, LOOK),
-        "execs/{exec_id}/signal": _post(execs.send_signal, ACT),
-        "execs/{exec_id}/cancel": _post(execs.cancel, ACT),
-        "execs/{exec_id}/stdin": _post(execs.send_stdin, ACT),
-        "execs/{exec_id}/resize": _post(execs.resize, ACT),
-        "shells": {**_get(shells.list_shells, LOOK), **_post(shells.open_shell, ACT)},
-        "shells/{name}": _delete(shells.close_shell, ACT),
-        "processes": {**_get(processes.list_processes, LOOK), **_post(processes.start, ACT)},
-        "processes/{exec_id}": {**_get(processes.get, LOOK), **_delete(processes.kill, ACT)},
-        "processes/{exec_id}/logs": _get(processes.logs, LOOK),
-        "processes/{exec_id}/stdin": _post(processes.send_stdin, ACT),
-        "processes/{exec_id}/signal": _post(processes.send_signal, ACT),
-        "processes/{exec_id}/resize": _post(processes.resize, ACT),
-        "processes/{exec_id}/kill": _post(processes.kill, ACT),
-        "processes/{exec_id}/wait": _post(processes.wait, LOOK),
-        "ports": _get(processes.ports, LOOK),
-        "events": _get(events.stream, LOOK),
-        "fs/read": _get(files.read, LOOK),
-        "fs/write": _post(files.write, ACT),
-        "fs/upload": _post(upload, ACT),
-    }
-)
-"""What follows `/v1/sessions/{id}/`, and the handler per method."""
-
-WORKSPACE_ROUTES: RouteTable[Mapping[str, RawRoute]] = RouteTable(
-    {
-        "fs": {**_get(workspaces.list_files, FIND), **_delete(workspaces.remove, MAKE)},
-        "fs/stat": _get(workspaces.stat, FIND),
-        "fs/read": _get(files.read, FIND),
-        "fs/write": _post(files.write, MAKE),
-        "fs/upload": _post(upload, MAKE),
-        "fs/download": _get(archives.download, FIND),
-        "export": _get(archives.export, FIND),
-        "import": _post(archives.import_archive, MAKE),
-    }
-)
-"""What follows `/v1/workspaces/{id}/`, likewise."""
-
-RAW_PATHS: Mapping[str, Mapping[str, RawRoute]] = {
-    "/metrics": _get(metrics.metrics, SEE_NODE),
-    "/v1/events": _get(events.stream, FIND),
-}
-"""Whole paths, and the handler per method."""
-
-
-def split_session(segments: tuple[str, ...]) -> tuple[str, tuple[str, ...]] | None:
-    """Return the session id and the segments behind it, or None for what is not beneath a session."""
-    return _split(segments, _ABOVE_SESSIONS)
-
-
-def split_workspace(segments: tuple[str, ...]) -> tuple[str, tuple[str, ...]] | None:
-    """Return the workspace id and the segments behind it, or None for what is not beneath a workspace."""
-    return _split(segments, _ABOVE_WORKSPACES)
-
-
-def _split(segments: tuple[str, ...], above: tuple[str, str]) -> tuple[str, tuple[str, ...]] | None:
-    if len(segments) < 3 or segments[:2] != above:
-        return None
-    return segments[2], segments[3:]

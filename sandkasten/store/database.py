@@ -1,18 +1,16 @@
-"""Opens the SQLite database: WAL, busy timeout, numbered migrations. Synchronous; knows nothing of trio or sessions.
+"""The SQLite file: opening it, its schema, a snapshot of it, and what its errors mean. Synchronous.
 
-Sources: sqlite.org/wal.html, sqlite.org/pragma.html#pragma_user_version. `synchronous=NORMAL` in WAL mode survives a
-crash of the process at any instruction; a power cut may lose the last transactions but never corrupts, and what is
-lost then is found again in the kernel, which is empty after a power cut.
+WAL with `synchronous=NORMAL` survives a crash of the process at any instruction. A power cut may lose the last
+transactions but never corrupts the file, and the sandboxes of lost records went with the power.
 
-Whether an error says that the database is of no use any more, or only that something can't be written now.
+The schema grows by numbered migrations (`migrations/0001.sql`, ...), applied above the file's `user_version`. A
+migration that was released is never edited: a change is a new number.
 
-Sources: sqlite.org/rescode.html; statvfs(3).
+A snapshot is a copy that is brought to this version's schema, so that the original is only read. Beside a daemon
+SQLite makes the copy; without one the files are copied, since even a reader of a WAL database writes beside it.
 
-Reads the database without touching it, whether a daemon works with it or none does, by a copy.
-
-What is copied is brought to this version's schema, the original is not. Beside a daemon SQLite makes the copy; without
-one the files are copied, since even a reader of a database in WAL mode writes beside it.
-Sources: sqlite.org/backup.html; sqlite.org/wal.html, "Read-Only Databases".
+Sources: sqlite.org/wal.html, "Read-Only Databases"; sqlite.org/pragma.html#pragma_user_version; sqlite.org/backup.html;
+sqlite.org/rescode.html; statvfs(3).
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import re
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 
@@ -50,7 +48,7 @@ def open_database(path: Path) -> sqlite3.Connection:
         database.execute("PRAGMA synchronous=NORMAL")
         database.execute("PRAGMA busy_timeout=5000")
         database.execute("PRAGMA foreign_keys=ON")
-        _migrate(database)
+        migrate(database, read_migrations())
     except BaseException:
         database.close()
         raise
@@ -58,21 +56,25 @@ def open_database(path: Path) -> sqlite3.Connection:
 
 
 def _decode(text: bytes) -> str:
-    """One value that is no UTF-8 must not make a whole table unreadable; `checked.py` finds what this lets through."""
+    """One value that is no UTF-8 must not make a whole table unreadable; `rows.py` refuses what this lets through."""
     return text.decode("utf-8", "surrogateescape")
 
 
-def _migrate(database: sqlite3.Connection) -> None:
-    """Apply every migration above `user_version`, each in its own transaction."""
+def migrate(database: sqlite3.Connection, migrations: Mapping[int, str]) -> None:
+    """Apply the migrations above the file's `user_version` in order, each in its own transaction.
+
+    Raises:
+        DatabaseTooNew: the file's version is above all of them.
+    """
     current: int = database.execute("PRAGMA user_version").fetchone()[0]
-    migrations = _migrations()
     if current > max(migrations):
         raise DatabaseTooNew(f"schema {current} is newer than {max(migrations)}")
     for number in sorted(number for number in migrations if number > current):
         database.executescript(f"BEGIN;\n{migrations[number]}\nPRAGMA user_version={number};\nCOMMIT;")
 
 
-def _migrations() -> dict[int, str]:
+def read_migrations() -> dict[int, str]:
+    """Return the SQL of this version's migrations, by number."""
     folder = resources.files("sandkasten.store").joinpath("migrations")
     found = {}
     for entry in folder.iterdir():
@@ -80,6 +82,11 @@ def _migrations() -> dict[int, str]:
         if match:
             found[int(match[1])] = entry.read_text("utf-8")
     return found
+
+
+def ping(database: sqlite3.Connection) -> None:
+    """Read something, so that a caller knows that the database answers."""
+    database.execute("SELECT 1 FROM node LIMIT 1").fetchone()
 
 
 _PRIMARY = 0xFF

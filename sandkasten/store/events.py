@@ -16,7 +16,7 @@ import attrs
 import orjson
 
 from sandkasten.model import SESSION_ID, Event, EventType
-from sandkasten.store.checked import count_of
+from sandkasten.store.rows import count_of
 
 log = logging.getLogger(__name__)
 

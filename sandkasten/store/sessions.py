@@ -12,18 +12,46 @@ Sources: sqlite.org/rowvalue.html#scrolling_window_queries, sqlite.org/json1.htm
 
 from __future__ import annotations
 
-import json
+import re
 import sqlite3
-from collections.abc import Sequence
-from datetime import UTC, datetime
-from typing import Any
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 
 import attrs
 
-from sandkasten.model import FOREVER_S, EndReason, Limits, Pause, Session, SessionOptions, Status
+from sandkasten.model import (
+    FOREVER_S,
+    IMAGE_NAME,
+    SESSION_ID,
+    WORKSPACE_ID,
+    EndReason,
+    Limits,
+    Pause,
+    Session,
+    SessionOptions,
+    Status,
+)
+from sandkasten.model.keys import MAKER_ID
 from sandkasten.model.lifecycle import LIVE, Event
 from sandkasten.model.listing import LabelSelector, Place, SessionQuery, place_of
-from sandkasten.store.checked import check_session, count_of, set_aside
+from sandkasten.store.rows import (
+    Column,
+    DamagedRow,
+    at_most,
+    column,
+    count_of,
+    is_text,
+    json_column,
+    named,
+    part,
+    read_row,
+    set_aside,
+    write_row,
+)
+
+_MAX_SPAN_S = 10 * 366 * 86_400.0
+_MAX_PID = 2**22
+_BOOT_ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")
 
 
 @attrs.frozen
@@ -34,7 +62,7 @@ class KernelIdentity:
     pid: int
     start_ticks: int
     pid_ns: int
-    boot_id: str | None = None
+    boot_id: str
 
 
 @attrs.frozen
@@ -63,16 +91,68 @@ class SessionRecord:
     clocked: Clocked | None = None
 
 
-_COLUMNS = (
-    *("id", "status", "image", "cwd", "workspace_id", "created_at", "expires_at", "last_activity", "ended_at"),
-    *("ttl_s", "max_lifetime_s", "limits", "labels", "options", "pause", "acquire_source", "reason", "ending"),
-    *("end_reason", "epoch", "incarnation", "pid", "start_ticks", "pid_ns", "boot_id", "is_busy", "idempotency_key"),
-    *("spec_digest", "key_id", "clock_s", "idle_s", "age_s"),
-)
+def _flag(value: object) -> bool:
+    if type(value) is not int or value not in (0, 1):
+        raise ValueError("no flag")
+    return value == 1
+
+
+def _span(value: float | None) -> float:
+    return FOREVER_S if value is None else _FINITE_SPAN.read(value)
+
+
+def _text_of(path: str) -> str:
+    """Return a path as text: the name of a directory may hold any bytes, SQLite's text may not."""
+    return path.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+_FINITE_SPAN = column(float, at_most(_MAX_SPAN_S))
+_SPAN = Column(_span, lambda span_s: None if span_s == FOREVER_S else span_s)
+
+_COLUMNS: Mapping[str, Column] = {
+    "id": column(str, named(SESSION_ID)),
+    "status": column(Status),
+    "image": column(str, named(IMAGE_NAME)),
+    "cwd": Column(column(str, is_text).read, _text_of),
+    "workspace_id": column(str | None, named(WORKSPACE_ID)),
+    "created_at": column(datetime),
+    "expires_at": column(datetime | None),
+    "last_activity": column(datetime),
+    "ended_at": column(datetime | None),
+    "ttl_s": _SPAN,
+    "max_lifetime_s": _SPAN,
+    "limits": json_column(Limits),
+    "labels": json_column(Mapping[str, str]),
+    "options": json_column(SessionOptions),
+    "pause": json_column(Pause | None),
+    "acquire_source": column(str, is_text),
+    "reason": column(str | None, is_text),
+    "ending": column(Event | None),
+    "end_reason": column(EndReason | None),
+    "epoch": column(int),
+    "incarnation": column(int),
+    "pid": column(int | None, at_most(_MAX_PID)),
+    "start_ticks": column(int | None),
+    "pid_ns": column(int | None),
+    "boot_id": column(str | None, named(_BOOT_ID)),
+    "is_busy": Column(_flag, int),
+    "idempotency_key": column(str | None, is_text),
+    "spec_digest": column(str, is_text),
+    "key_id": column(str | None, named(MAKER_ID)),
+    "clock_s": column(float | None),
+    "idle_s": column(float | None),
+    "age_s": column(float | None),
+}
+"""The columns of `sessions`, named as the fields of `Session`, `SessionRecord`, `KernelIdentity` and `Clocked`."""
+
+_SESSION = [each.name for each in attrs.fields(Session) if each.name in _COLUMNS]
+_RECORD = [each.name for each in attrs.fields(SessionRecord) if each.name in _COLUMNS]
+_IDENTITY = [each.name for each in attrs.fields(KernelIdentity)]
+_CLOCKED = [each.name for each in attrs.fields(Clocked)]
 
 _PUT = (
     f"INSERT INTO sessions ({', '.join(_COLUMNS)}) VALUES ({', '.join(':' + name for name in _COLUMNS)}) "
-    f"ON CONFLICT (id) DO UPDATE SET {', '.join(f'{name}=excluded.{name}' for name in _COLUMNS[1:])}"
+    f"ON CONFLICT (id) DO UPDATE SET {', '.join(f'{name}=excluded.{name}' for name in _COLUMNS if name != 'id')}"
 )
 
 _LIVE_LIST = ", ".join(f"'{status}'" for status in sorted(LIVE))
@@ -80,7 +160,13 @@ _LIVE_LIST = ", ".join(f"'{status}'" for status in sorted(LIVE))
 
 def put_session(database: sqlite3.Connection, record: SessionRecord) -> None:
     """Insert or replace one record."""
-    database.execute(_PUT, _to_row(record))
+    values = {
+        name: getattr(each, name)
+        for each in (record.session, record, record.identity, record.clocked)
+        if each is not None
+        for name in [field.name for field in attrs.fields(type(each))]
+    }
+    database.execute(_PUT, write_row(values, _COLUMNS))
 
 
 def get_session(database: sqlite3.Connection, session_id: str) -> SessionRecord | None:
@@ -140,9 +226,8 @@ def select_sessions(database: sqlite3.Connection, condition: str, *values: objec
     records = []
     for row in database.execute(f"SELECT rowid, * FROM sessions {condition}", values).fetchall():
         try:
-            check_session(row)
             records.append(_from_row(row))
-        except (ValueError, TypeError, OverflowError) as error:
+        except DamagedRow as error:
             set_aside(database, row, error)
     return records
 
@@ -151,97 +236,15 @@ def _first(records: Sequence[SessionRecord]) -> SessionRecord | None:
     return records[0] if records else None
 
 
-def _to_row(record: SessionRecord) -> dict[str, object]:
-    session, identity, clocked = record.session, record.identity, record.clocked
-    return {
-        "id": session.id,
-        "status": session.status,
-        "image": session.image,
-        # A directory name may hold any bytes; SQLite text may not.
-        "cwd": session.cwd.encode("utf-8", "surrogateescape").decode("utf-8", "replace"),
-        "workspace_id": session.workspace_id,
-        "created_at": session.created_at.timestamp(),
-        "expires_at": session.expires_at.timestamp() if session.expires_at else None,
-        "last_activity": session.last_activity.timestamp(),
-        "ended_at": record.ended_at.timestamp() if record.ended_at else None,
-        "ttl_s": _or_null(session.ttl_s),
-        "max_lifetime_s": _or_null(session.max_lifetime_s),
-        "limits": json.dumps(attrs.asdict(session.limits)),
-        "labels": json.dumps(dict(session.labels)),
-        "options": json.dumps(attrs.asdict(session.options)),
-        "pause": None if session.pause is None else json.dumps(attrs.asdict(session.pause), default=datetime.timestamp),
-        "acquire_source": session.acquire_source,
-        "reason": session.reason,
-        "ending": record.ending,
-        "end_reason": session.end_reason,
-        "epoch": session.epoch,
-        "incarnation": record.incarnation,
-        "pid": identity.pid if identity else None,
-        "start_ticks": identity.start_ticks if identity else None,
-        "pid_ns": identity.pid_ns if identity else None,
-        "boot_id": identity.boot_id if identity else None,
-        "is_busy": int(record.is_busy),
-        "idempotency_key": record.idempotency_key,
-        "spec_digest": record.spec_digest,
-        "key_id": session.key_id,
-        "clock_s": clocked.clock_s if clocked else None,
-        "idle_s": clocked.idle_s if clocked else None,
-        "age_s": clocked.age_s if clocked else None,
-    }
-
-
 def _from_row(row: sqlite3.Row) -> SessionRecord:
-    session = Session(
-        id=row["id"],
-        image=row["image"],
-        status=Status(row["status"]),
-        cwd=row["cwd"],
-        created_at=_moment(row["created_at"]),
-        expires_at=_moment(row["expires_at"]) if row["expires_at"] is not None else None,
-        last_activity=_moment(row["last_activity"]),
-        ttl_s=_or_forever(row["ttl_s"]),
-        max_lifetime_s=_or_forever(row["max_lifetime_s"]),
-        limits=Limits(**json.loads(row["limits"])),
-        workspace_id=row["workspace_id"],
-        labels=json.loads(row["labels"]),
-        options=SessionOptions(**json.loads(row["options"])),
-        pause=None if row["pause"] is None else _pause(json.loads(row["pause"])),
-        acquire_source=row["acquire_source"],
-        reason=row["reason"],
-        end_reason=EndReason(row["end_reason"]) if row["end_reason"] else None,
-        epoch=row["epoch"],
-        key_id=row["key_id"],
-    )
-    identity = None
-    if row["pid"] is not None:
-        identity = KernelIdentity(row["pid"], row["start_ticks"], row["pid_ns"], row["boot_id"])
+    """Return the record of a row. Raises `DamagedRow`."""
+    values = read_row(row, _COLUMNS)
     return SessionRecord(
-        session=session,
-        incarnation=row["incarnation"],
-        spec_digest=row["spec_digest"],
-        idempotency_key=row["idempotency_key"],
-        identity=identity,
-        is_busy=bool(row["is_busy"]),
-        ending=Event(row["ending"]) if row["ending"] else None,
-        ended_at=_moment(row["ended_at"]) if row["ended_at"] is not None else None,
-        clocked=None if row["clock_s"] is None else Clocked(row["clock_s"], row["idle_s"], row["age_s"]),
+        session=Session(**{name: values[name] for name in _SESSION}),
+        identity=part(KernelIdentity, {name: values[name] for name in _IDENTITY}),
+        clocked=part(Clocked, {name: values[name] for name in _CLOCKED}),
+        **{name: values[name] for name in _RECORD},
     )
-
-
-def _pause(values: dict[str, Any]) -> Pause:  # JSON values
-    return Pause(**{**values, "since": _moment(values["since"])})
-
-
-def _or_null(span_s: float) -> float | None:
-    return None if span_s == FOREVER_S else span_s
-
-
-def _or_forever(span_s: float | None) -> float:
-    return FOREVER_S if span_s is None else span_s
-
-
-def _moment(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)
 
 
 MAX_LOOKED_AT = 5000

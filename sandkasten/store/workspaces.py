@@ -6,23 +6,33 @@ makes one. A damaged row is removed when it is read.
 
 from __future__ import annotations
 
-import json
 import logging
 import sqlite3
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 
 import attrs
 
 from sandkasten.model import WORKSPACE_ID
 from sandkasten.model.lifecycle import LIVE
 from sandkasten.model.workspace import Within, WorkspacePatch, WorkspaceQuota, is_within
+from sandkasten.store.rows import Column, DamagedRow, column, json_column, named, part, read_row, write_row
 
 log = logging.getLogger(__name__)
 
 _LIVE_LIST = ", ".join(f"'{status}'" for status in sorted(LIVE))
-_MAX_MOMENT_S = 253_402_300_799.0
-_MAX_LABELS = 64 * 1024
+
+_COLUMNS: Mapping[str, Column] = {
+    "id": column(str, named(WORKSPACE_ID)),
+    "created_at": column(datetime),
+    "last_used": column(datetime),
+    "labels": json_column(Mapping[str, str]),
+    "quota_bytes": column(int | None, bool),
+    "quota_files": column(int | None, bool),
+}
+_PUT = (
+    f"INSERT OR REPLACE INTO workspaces ({', '.join(_COLUMNS)}) VALUES ({', '.join(':' + name for name in _COLUMNS)})"
+)
 
 
 @attrs.frozen
@@ -46,13 +56,9 @@ class Count:
 
 def put_workspace(database: sqlite3.Connection, record: WorkspaceRecord) -> None:
     """Insert or replace one record."""
-    times = record.created_at.timestamp(), record.last_used.timestamp()
-    quota = (None, None) if record.quota is None else (record.quota.size_bytes, record.quota.files)
-    database.execute(
-        "INSERT OR REPLACE INTO workspaces (id, created_at, last_used, labels, quota_bytes, quota_files) "
-        "VALUES (?, ?, ?, ?, ?, ?)",
-        (record.id, *times, json.dumps(dict(record.labels)), *quota),
-    )
+    quota = record.quota
+    limits = {} if quota is None else {"quota_bytes": quota.size_bytes, "quota_files": quota.files}
+    database.execute(_PUT, write_row({**attrs.asdict(record, recurse=False), **limits}, _COLUMNS))
 
 
 def touch_workspace(database: sqlite3.Connection, workspace_id: str, now: datetime) -> None:
@@ -120,33 +126,14 @@ def _select(database: sqlite3.Connection, condition: str, *values: object) -> li
     for row in database.execute(f"SELECT rowid, * FROM workspaces {condition}", values).fetchall():
         try:
             records.append(_from_row(row))
-        except (ValueError, TypeError, OverflowError):
+        except DamagedRow as error:
             database.execute("DELETE FROM workspaces WHERE rowid = ?", (row["rowid"],))
-            log.error("damaged_workspace_record", extra={"row": row["rowid"]})
+            log.error("damaged_workspace_record", extra={"row": row["rowid"], "reason": str(error)})
     return records
 
 
 def _from_row(row: sqlite3.Row) -> WorkspaceRecord:
-    """Raises ValueError, TypeError or OverflowError unless the row is one that could have been written."""
-    if not isinstance(row["id"], str) or not WORKSPACE_ID.match(row["id"]) or len(row["labels"]) > _MAX_LABELS:
-        raise ValueError("no workspace")
-    labels = json.loads(row["labels"])
-    if not isinstance(labels, dict) or not all(isinstance(each, str) for each in labels.values()):
-        raise ValueError("no labels")
-    quota = _quota(row["quota_bytes"], row["quota_files"])
-    return WorkspaceRecord(row["id"], _moment(row["created_at"]), _moment(row["last_used"]), labels, quota)
-
-
-def _quota(size_bytes: object, files: object) -> WorkspaceQuota | None:
-    """Damage must not look like no quota."""
-    if size_bytes is None and files is None:
-        return None
-    if not isinstance(size_bytes, int) or not isinstance(files, int) or size_bytes <= 0 or files <= 0:
-        raise ValueError("no quota")
-    return WorkspaceQuota(size_bytes, files)
-
-
-def _moment(seconds: float) -> datetime:
-    if not 0 <= seconds <= _MAX_MOMENT_S:
-        raise ValueError("no moment")
-    return datetime.fromtimestamp(seconds, UTC)
+    """Return the record of a row. Raises `DamagedRow`: damage must not look like no quota."""
+    found = read_row(row, _COLUMNS)
+    quota = part(WorkspaceQuota, {"size_bytes": found.pop("quota_bytes"), "files": found.pop("quota_files")})
+    return WorkspaceRecord(quota=quota, **found)

@@ -21,14 +21,14 @@ A, B = "a" * 24, "b" * 24
 
 
 class CountedRef(Ref):
-    """A `Ref` that remembers what was asked."""
+    """A `Ref` of the store that remembers which functions were sent."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.asked: list[type] = []
+        self.asked: list[object] = []
 
     async def ask(self, message: Ask[R]) -> R:
-        self.asked.append(type(message))
+        self.asked.append(getattr(message, "function", None))
         return await super().ask(message)
 
 

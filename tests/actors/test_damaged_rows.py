@@ -13,26 +13,28 @@ import pytest
 import trio
 
 from sandkasten.actors.core import Ref
-from sandkasten.actors.services.store import (
-    AppendEvents,
-    FindByKey,
-    FindSessions,
-    Get,
-    LiveSessions,
-    OpenJournal,
-    Put,
-    ReadEvents,
-    Store,
-)
+from sandkasten.actors.services.store import Store, do
+from sandkasten.host.paths import read_boot_id
 from sandkasten.model import FOREVER_S, EndReason, Limits, Pause, SessionOptions, Status
 from sandkasten.model.lifecycle import Event
 from sandkasten.model.listing import LabelSelector, SessionQuery
-from sandkasten.store.checked import _CHECKS, KEPT_ROWS
 from sandkasten.store.database import open_database
-from sandkasten.store.sessions import KernelIdentity, SessionRecord
+from sandkasten.store.events import append_events, open_journal, read_events
+from sandkasten.store.rows import KEPT_ROWS
+from sandkasten.store.sessions import (
+    _COLUMNS,
+    KernelIdentity,
+    SessionRecord,
+    find_by_key,
+    find_sessions,
+    get_session,
+    live_sessions,
+    put_session,
+)
 from tests.strategies import make_record
 
 OPTIONAL_LIMITS = [each.name for each in attrs.fields(Limits) if each.default is None]
+IDENTITY = KernelIdentity(1, 2, 3, read_boot_id())
 VICTIM, WITNESS = "a" * 24, "b" * 24
 
 DAMAGE: dict[str, tuple[str, object]] = {
@@ -85,7 +87,7 @@ DAMAGE: dict[str, tuple[str, object]] = {
 async def store(tmp_path: Path, nursery: trio.Nursery) -> Ref:
     ref: Ref = await nursery.start(Store(Ref("store"), tmp_path / "test.db").run)
     for name in (VICTIM, WITNESS):
-        await ref.ask(Put(make_record(name, identity=KernelIdentity(1, 2, 3), idempotency_key=name)))
+        await ref.ask(do(put_session, make_record(name, identity=IDENTITY, idempotency_key=name)))
     return ref
 
 
@@ -101,7 +103,7 @@ def _set_aside(path: Path) -> list[tuple[str, str]]:
 
 
 FULL = attrs.evolve(
-    make_record(VICTIM, idempotency_key="key", max_lifetime_s=1.5, identity=KernelIdentity(1, 2, 3)),
+    make_record(VICTIM, idempotency_key="key", max_lifetime_s=1.5, identity=IDENTITY),
     is_busy=True,
     ending=Event.EXPIRE,
     ended_at=datetime.fromtimestamp(2e9, UTC),
@@ -127,11 +129,11 @@ def _with(**fields: Any) -> SessionRecord:
 )
 async def test_what_this_program_wrote_is_believed(store: Ref, tmp_path: Path, record: SessionRecord) -> None:
     """Whatever may be absent or full: a sandbox whose row is not believed would be ended."""
-    await store.ask(Put(record))
-    found = await store.ask(Get(VICTIM))
+    await store.ask(do(put_session, record))
+    found = await store.ask(do(get_session, VICTIM))
     assert found is not None
     assert attrs.evolve(found.session, cwd="") == attrs.evolve(record.session, cwd="")
-    assert _judged(tmp_path / "test.db") == set(_CHECKS)
+    assert _judged(tmp_path / "test.db") == set(_COLUMNS)
 
 
 def _judged(path: Path) -> set[str]:
@@ -147,11 +149,11 @@ async def test_a_damaged_row_is_set_aside_and_the_others_are_read(store: Ref, tm
     _damage(
         tmp_path / "test.db", f"UPDATE sessions SET {column} = CAST(? AS {_type(value)}) WHERE id = ?", value, VICTIM
     )
-    assert [each.session.id for each in await store.ask(LiveSessions())] == [WITNESS]
+    assert [each.session.id for each in await store.ask(do(live_sessions))] == [WITNESS]
     assert await _listed(store) == [WITNESS]
-    assert await store.ask(Get(VICTIM)) is None
-    assert await store.ask(FindByKey(VICTIM)) is None
-    assert await store.ask(FindByKey(WITNESS)) is not None
+    assert await store.ask(do(get_session, VICTIM)) is None
+    assert await store.ask(do(find_by_key, VICTIM)) is None
+    assert await store.ask(do(find_by_key, WITNESS)) is not None
     ((reason, content),) = _set_aside(tmp_path / "test.db")
     assert column in reason or "don't go together" in reason
     assert len(content) <= 16 * 1024
@@ -160,26 +162,26 @@ async def test_a_damaged_row_is_set_aside_and_the_others_are_read(store: Ref, tm
 @pytest.mark.parametrize("labels", ["no json", "[" * 100_000, '{"a": 1}', "[1]", '"a"'])
 async def test_labels_that_are_none_spoil_no_search(store: Ref, tmp_path: Path, labels: str) -> None:
     """The others are found by theirs, and the damaged row is set aside."""
-    await store.ask(Put(make_record(WITNESS, labels={"a": "b"})))
+    await store.ask(do(put_session, make_record(WITNESS, labels={"a": "b"})))
     _damage(tmp_path / "test.db", "UPDATE sessions SET labels = ? WHERE id = ?", labels, VICTIM)
     for label in (LabelSelector("a", "b"), LabelSelector("a")):
         assert await _listed(store, label) == [WITNESS]
-    await store.ask(Get(VICTIM))
+    await store.ask(do(get_session, VICTIM))
     assert len(_set_aside(tmp_path / "test.db")) == 1
 
 
 async def _listed(store: Ref, *labels: LabelSelector) -> list[str]:
-    found = await store.ask(FindSessions(SessionQuery(frozenset(Status), labels)))
+    found = await store.ask(do(find_sessions, SessionQuery(frozenset(Status), labels)))
     return [each.session.id for each in found.records]
 
 
 async def test_an_unknown_state_is_no_session(store: Ref, tmp_path: Path) -> None:
     """It is in no list, not found by id or key, and can be made anew."""
     _damage(tmp_path / "test.db", "UPDATE sessions SET status = 'root' WHERE id = ?", VICTIM)
-    assert [each.session.id for each in await store.ask(LiveSessions())] == [WITNESS]
-    assert await store.ask(Get(VICTIM)) is None
-    await store.ask(Put(make_record(VICTIM)))
-    assert await store.ask(Get(VICTIM)) is not None
+    assert [each.session.id for each in await store.ask(do(live_sessions))] == [WITNESS]
+    assert await store.ask(do(get_session, VICTIM)) is None
+    await store.ask(do(put_session, make_record(VICTIM)))
+    assert await store.ask(do(get_session, VICTIM)) is not None
     assert len(_set_aside(tmp_path / "test.db")) == 1
 
 
@@ -193,14 +195,14 @@ async def test_what_is_set_aside_is_bounded(store: Ref, tmp_path: Path) -> None:
             database.execute(
                 f"INSERT INTO sessions (id, idempotency_key, {others}) {copy}", (f"../{number}", f"k{number}", WITNESS)
             )
-    assert len(await store.ask(LiveSessions())) == 2
+    assert len(await store.ask(do(live_sessions))) == 2
     assert len(_set_aside(tmp_path / "test.db")) == KEPT_ROWS
 
 
 async def test_a_damaged_event_costs_no_other_event(store: Ref, tmp_path: Path) -> None:
     """It is removed; a reader gets a full page of what is sound."""
-    state = await store.ask(OpenJournal(1))
-    await store.ask(AppendEvents([], None))
+    state = await store.ask(do(open_journal, now_ms=1))
+    await store.ask(do(append_events, [], floor=None))
     rows = [
         ("000000000001-000000000001", 1, "no.such.type", "{}"),
         ("000000000001-000000000002", 2**62, "session.destroyed", "{}"),
@@ -211,7 +213,7 @@ async def test_a_damaged_event_costs_no_other_event(store: Ref, tmp_path: Path) 
     ]
     for cursor, time_ms, kind, data in rows:
         _damage(tmp_path / "test.db", "INSERT INTO events VALUES (?, ?, ?, ?, ?)", cursor, time_ms, kind, VICTIM, data)
-    page = await store.ask(ReadEvents("", "f", None, 1))
+    page = await store.ask(do(read_events, after="", upto="f", session_id=None, limit=1))
     assert [event.cursor for event in page.events] == ["000000000001-000000000009"]
     assert state.rows == 0
 
@@ -219,17 +221,17 @@ async def test_a_damaged_event_costs_no_other_event(store: Ref, tmp_path: Path) 
 @pytest.mark.parametrize("value", ["", "garbage", "-1", "9" * 40, "1e9", "\u0661"])
 async def test_a_damaged_counter_is_begun_anew(store: Ref, tmp_path: Path, value: str) -> None:
     """The epoch of the journal follows the clock then, and stays within its twelve digits."""
-    await store.ask(OpenJournal(1))
+    await store.ask(do(open_journal, now_ms=1))
     _damage(tmp_path / "test.db", "UPDATE node SET value = ? WHERE key = 'events_epoch'", value)
-    assert (await store.ask(OpenJournal(1_700_000_000_000))).epoch == 1_700_000_000_000
+    assert (await store.ask(do(open_journal, now_ms=1_700_000_000_000))).epoch == 1_700_000_000_000
 
 
 async def test_a_damaged_floor_is_forgotten(store: Ref, tmp_path: Path) -> None:
     """It would else hide every event there will ever be."""
-    await store.ask(AppendEvents([], "000000000001-000000000001"))
+    await store.ask(do(append_events, [], floor="000000000001-000000000001"))
     _damage(tmp_path / "test.db", "UPDATE node SET value = 'zzz' WHERE key = 'events_floor'")
-    assert (await store.ask(OpenJournal(1))).floor is None
-    assert (await store.ask(ReadEvents("", "f", None, 1))).floor == ""
+    assert (await store.ask(do(open_journal, now_ms=1))).floor is None
+    assert (await store.ask(do(read_events, after="", upto="f", session_id=None, limit=1))).floor == ""
 
 
 def _type(value: object) -> str:

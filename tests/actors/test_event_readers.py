@@ -10,10 +10,11 @@ import trio
 import trio.testing
 
 from sandkasten.actors.services.events import EventReader
-from sandkasten.actors.services.store import PurgeEvents
+from sandkasten.actors.services.store import do
 from sandkasten.journal.ring import MAX_READERS, OLDEST
 from sandkasten.model import Event
 from sandkasten.model.errors import Capacity, CursorGone, InvalidRequest, ShuttingDown, StoreFailed
+from sandkasten.store.events import purge_events
 from tests.actors.event_node import A, B, EventNode, ports, running_node, take
 from tests.waiting import PATIENCE_S
 
@@ -109,7 +110,7 @@ async def test_a_purge_in_the_moment_of_reading_is_noticed(path: Path) -> None:
         for number in range(20):
             node.emit(number)
             await node.flush()
-        await node.store.ask(PurgeEvents(10))
+        await node.store.ask(do(purge_events, oldest=10))
         assert node.journal.floor <= reader.cursor
         with pytest.raises(CursorGone):
             await take(reader, 1)

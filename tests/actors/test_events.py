@@ -15,12 +15,12 @@ import trio
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services import events as events_actor
 from sandkasten.actors.services.events import Events, Flush, open_reader
-from sandkasten.actors.services.store import AppendEvents, PurgeEvents, Store
+from sandkasten.actors.services.store import Store
 from sandkasten.journal.ring import OLDEST, Journal
 from sandkasten.model import Event, EventType
 from sandkasten.model.errors import CursorGone, StoreFailed
 from sandkasten.store.database import open_database
-from sandkasten.store.events import append_events, open_journal, read_events
+from sandkasten.store.events import append_events, open_journal, purge_events, read_events
 from tests.actors.event_node import A, B, ports, running_node, take
 from tests.waiting import until
 
@@ -53,7 +53,7 @@ async def test_events_are_written_by_themselves_and_in_groups(path: Path) -> Non
             return node.rows() == 400
 
         await until(are_written)
-        assert node.store.asked.count(AppendEvents) == 1
+        assert node.store.asked.count(append_events) == 1
 
 
 async def test_a_restart_goes_on_where_the_reader_was(path: Path) -> None:
@@ -182,10 +182,10 @@ async def test_a_refusing_database_holds_up_nobody(
             await node.reader(after=before).__aenter__()
         async with node.reader(after=gone.value.details["oldest_cursor"]) as late:
             assert ports(await take(late, 16)) == list(range(26, 42))
-        tries = node.store.asked.count(AppendEvents)
+        tries = node.store.asked.count(append_events)
 
         async def was_tried_again() -> bool:
-            return node.store.asked.count(AppendEvents) > tries + 3
+            return node.store.asked.count(append_events) > tries + 3
 
         await until(was_tried_again)
         node.rename("away", "events")
@@ -236,4 +236,4 @@ async def test_purging_does_not_hold_up_the_store(path: Path) -> None:
         node.emit(1)
         await node.flush()
         assert node.rows() == 500
-        assert node.store.asked.count(PurgeEvents) == 5
+        assert node.store.asked.count(purge_events) == 5

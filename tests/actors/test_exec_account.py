@@ -14,7 +14,7 @@ from runner.wire.protocol import ExecReply
 from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.accounting import Account, Accounts
 from sandkasten.actors.runs.cgroups import RunCgroups
-from sandkasten.actors.runs.run import Run, RunRequest, Shell
+from sandkasten.actors.runs.run import Run, RunObserver, RunRequest, Shell
 from sandkasten.counters.cgroup import CgroupStats
 from sandkasten.model import DEFAULT_SHELL, Cause, ExecEnd, ExecSpec
 from sandkasten.output.spool_ledger import Account as SpoolAccount
@@ -24,7 +24,7 @@ from sandkasten.output.spool_log import OutputLog
 SESSION = "s" * 24
 
 
-class Session:
+class Session(RunObserver):
     """Shells, runs and the files of a cgroup; PID 1 and the default shell are in it."""
 
     def __init__(self, directory: Path) -> None:
@@ -34,12 +34,11 @@ class Session:
         self.cgroups = RunCgroups(Ref("zygote"), SESSION, self.stats.groups)
         self.runs: list[Run] = []
         self.default = Shell(DEFAULT_SHELL)
-        self.changed: list[str] = []
+        self.notes: list[str] = []
         self.accounts = Accounts(
             *(self.stats, self.cgroups),
             active=self.runs,
             count_shells=lambda: 1,
-            note_change=lambda run: self.changed.append(run.exec_id),
         )
         self.set(cpu_usec=1000, kills=0, refused=0, processes=2)
 
@@ -71,8 +70,11 @@ class Session:
     def make(self, exec_id: str, shell: Shell | None) -> Run:
         run = Run(RunRequest(ExecSpec(":", stateless=shell is None, exec_id=exec_id), timeout_ms=None))
         log = OutputLog(exec_id, Ledger(1 << 20, 1 << 20), SpoolAccount(1 << 20, lambda: None))
-        run.join(log, (self.accounts,), cancel=lambda run, now: None, wake=trio.lowlevel.checkpoint)
+        run.join(log, observers=(self.accounts, self), cancel=lambda run, now: None, wake=trio.lowlevel.checkpoint)
         return run
+
+    def changed(self, run: Run) -> None:
+        self.notes.append(run.exec_id)
 
     async def end(self, run: Run, exit_code: int = 1) -> ExecEnd:
         end = await self.report(run, exit_code)
@@ -120,7 +122,7 @@ async def test_a_run_that_came_and_went_was_there(session: Session) -> None:
     blamed = await session.end(culprit, 137)
     assert (blamed.cause, blamed.victim) == (Cause.OOM, "hog")
     assert (await session.end(innocent)).cause is Cause.EXITED
-    assert session.changed == ["a"]
+    assert session.notes == ["a"]
 
 
 async def test_what_earlier_runs_left_was_there(session: Session) -> None:

@@ -13,11 +13,11 @@ import trio.testing
 from sandkasten.actors.core import Ref
 from sandkasten.actors.node.sessions import IdempotentCreates
 from sandkasten.actors.services.directory import SessionDirectory
-from sandkasten.actors.services.store import Put, Store
+from sandkasten.actors.services.store import Store, do
 from sandkasten.admission.plan import spec_digest
 from sandkasten.model import Session, SessionSpec, Status
 from sandkasten.model.errors import Conflict, SessionExpired
-from sandkasten.store.sessions import SessionRecord
+from sandkasten.store.sessions import SessionRecord, put_session
 from tests.strategies import make_record
 from tests.waiting import PATIENCE_S
 
@@ -40,7 +40,7 @@ def directory() -> SessionDirectory:
 def creates(store: Ref, directory: SessionDirectory) -> IdempotentCreates:
     async def make(spec: SessionSpec, digest: str) -> Session:
         record = attrs.evolve(make_record(NEW, idempotency_key=spec.idempotency_key), spec_digest=digest)
-        await store.ask(Put(record))
+        await store.ask(do(put_session, record))
         return record.session
 
     return IdempotentCreates(store, directory, make)
@@ -55,7 +55,7 @@ async def test_a_session_that_nobody_was_told_of_is_told_to_nobody(
 ) -> None:
     """What an earlier daemon had begun is being undone when the repeat comes: that waits, and makes another one."""
     begun = made_before(Status.CREATING)
-    await store.ask(Put(begun))
+    await store.ask(do(put_session, begun))
     made: list[str] = []
 
     async def create() -> None:
@@ -69,7 +69,8 @@ async def test_a_session_that_nobody_was_told_of_is_told_to_nobody(
         with pytest.raises(Conflict):
             await creates.create(attrs.evolve(SPEC, image="other"))
         undone = attrs.evolve(begun.session, status=Status.CRASHED)
-        await store.ask(Put(attrs.evolve(begun, session=undone, ended_at=datetime.now(UTC), idempotency_key=None)))
+        ended = attrs.evolve(begun, session=undone, ended_at=datetime.now(UTC), idempotency_key=None)
+        await store.ask(do(put_session, ended))
         repeats.cancel_scope.deadline = trio.current_time() + PATIENCE_S
     assert made == [NEW]
 
@@ -79,7 +80,7 @@ async def test_a_session_that_ends_or_has_ended_is_said_to(
     store: Ref, creates: IdempotentCreates, status: Status
 ) -> None:
     """Whoever repeats the create learns it at once, and not by the first command."""
-    await store.ask(Put(made_before(status)))
+    await store.ask(do(put_session, made_before(status)))
     with pytest.raises(SessionExpired) as told:
         await creates.create(SPEC)
     assert told.value.details["status"] == status.value
@@ -90,7 +91,7 @@ async def test_an_end_that_the_database_did_not_take_counts(
 ) -> None:
     """It says that the session runs, and is wrong."""
     record = made_before(Status.RUNNING)
-    await store.ask(Put(record))
+    await store.ask(do(put_session, record))
     assert (await creates.create(SPEC)).id == BEFORE
     ended = attrs.evolve(record.session, status=Status.EXPIRED)
     directory.unwritten[BEFORE] = attrs.evolve(record, session=ended)

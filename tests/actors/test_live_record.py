@@ -12,7 +12,7 @@ import trio.testing
 
 from sandkasten.actors.core import Actor, Ref
 from sandkasten.actors.services.directory import SessionDirectory
-from sandkasten.actors.services.store import Put
+from sandkasten.actors.services.store import Do
 from sandkasten.actors.session.lease import Lease
 from sandkasten.actors.session.record import LiveRecord
 from sandkasten.model import FOREVER_S, EndReason
@@ -29,8 +29,8 @@ class _Notes(Actor):
         super().__init__(Ref("store"))
         self.written: list[tuple[float, SessionRecord]] = []
 
-    async def handle(self, message: Put) -> None:
-        self.written.append((trio.current_time(), message.record))
+    async def handle(self, message: Do[None]) -> None:
+        self.written.append((trio.current_time(), message.args[0]))
 
 
 class _Session:

@@ -20,7 +20,7 @@ USAGE = Usage(1000, 2000, 3000)
 def end_one(logs: RunLogs, number: int, command: str) -> Run:
     """Begin a run and end it without output, as a session does."""
     run = Run(RunRequest(ExecSpec(command, exec_id=f"chosen-{number}"), timeout_ms=1000))
-    run.join(logs.open(run.exec_id), (), cancel=lambda run, now: None, wake=trio.lowlevel.checkpoint)
+    run.join(logs.open(run.exec_id), cancel=lambda run, now: None, wake=trio.lowlevel.checkpoint)
     run.admit(None)
     run.begin(1000 + number)
     run.finish(

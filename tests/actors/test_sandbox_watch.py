@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import trio
 
-from nsinit.wire.protocol import Identity, Victim
+from nsinit.wire.protocol import FindOomKills, Identity, OomKills
 from sandkasten.actors.core import Actor, Ref
-from sandkasten.actors.services.nsinit_messages import FindKills, Sandbox
+from sandkasten.actors.services.nsinit import Call, Sandbox
 from sandkasten.actors.session.watch import SandboxWatch
 from sandkasten.counters.cgroup import CgroupStats
 from sandkasten.links.fds import OwnedFd
@@ -47,12 +47,12 @@ async def test_a_death_is_for_want_of_memory_if_the_kernel_killed_since(
 class _Log(Actor):
     """In the place of what asks nsinit for the kernel's log."""
 
-    def __init__(self, ref: Ref, told: Victim) -> None:
+    def __init__(self, ref: Ref, told: OomKills) -> None:
         super().__init__(ref)
         self._told = told
 
-    async def handle(self, message: FindKills) -> Victim:
-        assert message.session_id == ID
+    async def handle(self, message: Call[OomKills]) -> OomKills:
+        assert message.request == FindOomKills(0, ID)
         return self._told
 
 
@@ -67,7 +67,7 @@ async def test_the_kernels_log_says_whom_it_killed(
     pids = (init.pid + 1, *([init.pid] if is_init_named else [])) if kills else ()
     ref = Ref("zygote")
     async with trio.open_nursery() as nursery:
-        await nursery.start(_Log(ref, Victim(1, "python3", 0.1, kills, pids)).run)
+        await nursery.start(_Log(ref, OomKills(1, "python3", 0.1, kills, pids)).run)
         assert await _is_memory(tmp_path, init, ref, before=0, at_last=2) is is_memory
         nursery.cancel_scope.cancel()
 

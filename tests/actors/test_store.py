@@ -11,14 +11,25 @@ import pytest
 import trio
 
 from sandkasten.actors.core import MAILBOX_MESSAGES, Ref
-from sandkasten.actors.node.recovery import BATCH, forget_ended
-from sandkasten.actors.services.store import FindByKey, FindSessions, ForgetEnded, Get, LiveSessions, Put, Store
+from sandkasten.actors.node.recovery import BATCH, forget_old
+from sandkasten.actors.services.store import Store, do
+from sandkasten.host.paths import read_boot_id
 from sandkasten.model import EndReason, Status
 from sandkasten.model.errors import StoreFailed
 from sandkasten.model.lifecycle import Event
 from sandkasten.model.listing import SessionQuery
 from sandkasten.store.database import DatabaseTooNew, open_database
-from sandkasten.store.sessions import Clocked, KernelIdentity, SessionRecord, live_sessions
+from sandkasten.store.sessions import (
+    Clocked,
+    KernelIdentity,
+    SessionRecord,
+    find_by_key,
+    find_sessions,
+    forget_ended,
+    get_session,
+    live_sessions,
+    put_session,
+)
 from tests.strategies import make_record
 
 
@@ -33,7 +44,7 @@ async def test_a_record_comes_back_as_it_was_put(store: Ref) -> None:
     record = make_record(
         "a" * 24,
         status=Status.DESTROYING,
-        identity=KernelIdentity(12, 34, 56),
+        identity=KernelIdentity(12, 34, 56, read_boot_id()),
         ending=Event.EXPIRE,
         ended_at=datetime.now(UTC),
         idempotency_key="key",
@@ -43,32 +54,32 @@ async def test_a_record_comes_back_as_it_was_put(store: Ref) -> None:
         end_reason=EndReason.MAX_LIFETIME,
         labels={"a": "ü"},
     )
-    await store.ask(Put(record))
-    assert await store.ask(Get("a" * 24)) == record
-    assert await store.ask(FindByKey("key")) == record
-    assert await store.ask(Get("b" * 24)) is None
+    await store.ask(do(put_session, record))
+    assert await store.ask(do(get_session, "a" * 24)) == record
+    assert await store.ask(do(find_by_key, "key")) == record
+    assert await store.ask(do(get_session, "b" * 24)) is None
 
 
 async def test_live_and_ended_sessions_are_told_apart(store: Ref) -> None:
     """What may exist in the kernel is found again after a restart; the rest is history."""
     for index, status in enumerate(Status):
-        await store.ask(Put(make_record(f"{index:024x}", status=status)))
-    live = {record.session.status for record in await store.ask(LiveSessions())}
+        await store.ask(do(put_session, make_record(f"{index:024x}", status=status)))
+    live = {record.session.status for record in await store.ask(do(live_sessions))}
     assert live == {Status.CREATING, Status.RUNNING, Status.PAUSED, Status.DESTROYING}
-    found = await store.ask(FindSessions(SessionQuery(frozenset(Status))))
+    found = await store.ask(do(find_sessions, SessionQuery(frozenset(Status))))
     assert {each.session.status for each in found.records} == set(Status)
-    lost = await store.ask(FindSessions(SessionQuery(frozenset({Status.LOST}))))
+    lost = await store.ask(do(find_sessions, SessionQuery(frozenset({Status.LOST}))))
     assert [each.session.status for each in lost.records] == [Status.LOST]
 
 
 async def test_old_ended_records_are_forgotten_and_live_ones_never(store: Ref) -> None:
     """History is bounded; a live session's record is never dropped, however old."""
     past = datetime.now(UTC) - timedelta(days=9)
-    await store.ask(Put(make_record("a" * 24, status=Status.EXPIRED, ended_at=past)))
-    await store.ask(Put(make_record("b" * 24, status=Status.RUNNING, ended_at=past)))
-    assert await store.ask(ForgetEnded(datetime.now(UTC) - timedelta(days=7), 10)) == 1
-    assert await store.ask(Get("a" * 24)) is None
-    assert await store.ask(Get("b" * 24)) is not None
+    await store.ask(do(put_session, make_record("a" * 24, status=Status.EXPIRED, ended_at=past)))
+    await store.ask(do(put_session, make_record("b" * 24, status=Status.RUNNING, ended_at=past)))
+    assert await store.ask(do(forget_ended, before=datetime.now(UTC) - timedelta(days=7), limit=10)) == 1
+    assert await store.ask(do(get_session, "a" * 24)) is None
+    assert await store.ask(do(get_session, "b" * 24)) is not None
 
 
 async def test_old_records_are_forgotten_a_few_at_a_time_and_their_keys_are_free(store: Ref) -> None:
@@ -83,18 +94,18 @@ async def test_old_records_are_forgotten_a_few_at_a_time_and_their_keys_are_free
             idempotency_key=f"key-{number}",
         )
         if number % 100:
-            store.tell(Put(old))
+            store.tell(do(put_session, old))
         else:
-            await store.ask(Put(old))
+            await store.ask(do(put_session, old))
     young = make_record("a" * 24, status=Status.EXPIRED, ended_at=now, idempotency_key="young")
-    await store.ask(Put(young))
-    assert await store.ask(ForgetEnded(now - timedelta(days=7), 3)) == 3
-    assert await store.ask(FindByKey(f"key-{count - 1}")) is None
-    assert await store.ask(FindByKey("key-0")) is not None
-    assert await forget_ended(store, keep_s=7 * 86_400) == count - 3
-    assert await forget_ended(store, keep_s=7 * 86_400) == 0
-    assert await store.ask(FindByKey("young")) == young
-    await store.ask(Put(make_record("b" * 24, idempotency_key="key-0")))
+    await store.ask(do(put_session, young))
+    assert await store.ask(do(forget_ended, before=now - timedelta(days=7), limit=3)) == 3
+    assert await store.ask(do(find_by_key, f"key-{count - 1}")) is None
+    assert await store.ask(do(find_by_key, "key-0")) is not None
+    assert await forget_old(store, keep_s=7 * 86_400) == count - 3
+    assert await forget_old(store, keep_s=7 * 86_400) == 0
+    assert await store.ask(do(find_by_key, "young")) == young
+    await store.ask(do(put_session, make_record("b" * 24, idempotency_key="key-0")))
 
 
 async def test_one_refused_write_does_not_take_its_batch_along(store: Ref) -> None:
@@ -103,7 +114,7 @@ async def test_one_refused_write_does_not_take_its_batch_along(store: Ref) -> No
 
     async def put(record: SessionRecord) -> None:
         try:
-            await store.ask(Put(record))
+            await store.ask(do(put_session, record))
             outcomes[record.session.id] = "written"
         except StoreFailed:
             outcomes[record.session.id] = "refused"
@@ -115,7 +126,7 @@ async def test_one_refused_write_does_not_take_its_batch_along(store: Ref) -> No
         for record in records:
             nursery.start_soon(put, record)
     assert sorted(outcomes.values()).count("refused") == 1
-    assert len(await store.ask(LiveSessions())) == 49
+    assert len(await store.ask(do(live_sessions))) == 49
 
 
 async def test_what_was_answered_survives_a_reopening(tmp_path: Path) -> None:
@@ -124,8 +135,8 @@ async def test_what_was_answered_survives_a_reopening(tmp_path: Path) -> None:
     for number in range(2):
         async with trio.open_nursery() as nursery:
             ref: Ref = await nursery.start(Store(Ref("store"), path).run)
-            assert len(await ref.ask(LiveSessions())) == number
-            await ref.ask(Put(make_record(f"{number:024x}")))
+            assert len(await ref.ask(do(live_sessions))) == number
+            await ref.ask(do(put_session, make_record(f"{number:024x}")))
             nursery.cancel_scope.cancel()
     assert path.stat().st_mode & 0o777 == 0o600
 
@@ -136,7 +147,7 @@ async def test_what_was_told_before_the_end_is_written(tmp_path: Path) -> None:
     async with trio.open_nursery() as nursery:
         ref: Ref = await nursery.start(Store(Ref("store"), path).run)
         for number in range(MAILBOX_MESSAGES):
-            ref.tell(Put(make_record(f"{number:024x}")))
+            ref.tell(do(put_session, make_record(f"{number:024x}")))
         while ref.waiting:
             await trio.lowlevel.checkpoint()
         nursery.cancel_scope.cancel()

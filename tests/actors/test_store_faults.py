@@ -10,10 +10,10 @@ import pytest
 import trio
 
 from sandkasten.actors.core import MAILBOX_MESSAGES, Ref, Reply
-from sandkasten.actors.services.store import LiveSessions, Ping, Put, Store, StoreBroken
+from sandkasten.actors.services.store import Store, StoreBroken, do
 from sandkasten.model.errors import ActorGone, StoreFailed, StoreFull
-from sandkasten.store.database import open_database
-from sandkasten.store.sessions import SessionRecord
+from sandkasten.store.database import open_database, ping
+from sandkasten.store.sessions import SessionRecord, live_sessions, put_session
 from tests.strategies import make_record
 from tests.waiting import PATIENCE_S
 
@@ -39,9 +39,9 @@ async def test_a_database_that_cannot_be_written_gives_up(tmp_path: Path) -> Non
         async with trio.open_nursery() as nursery:
             store: Ref = await nursery.start(Store(Ref("store"), tmp_path / "test.db", open_connection=readonly).run)
             with pytest.raises(StoreFailed):
-                await store.ask(Put(make_record("a" * 24)))
+                await store.ask(do(put_session, make_record("a" * 24)))
     with pytest.raises(ActorGone):
-        await store.ask(Ping())
+        await store.ask(do(ping))
 
 
 async def test_everybody_who_waits_hears_that_it_has_given_up(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ async def test_everybody_who_waits_hears_that_it_has_given_up(tmp_path: Path) ->
 
     async def put(store: Ref, number: int) -> None:
         try:
-            await store.ask(Put(make_record(f"{number:024x}")))
+            await store.ask(do(put_session, make_record(f"{number:024x}")))
         except (StoreFailed, ActorGone) as error:
             answers.append(type(error).__name__)
 
@@ -71,10 +71,10 @@ async def test_a_damaged_database_gives_up(tmp_path: Path) -> None:
     with pytest.RaisesGroup(pytest.RaisesExc(StoreBroken, match="malformed"), flatten_subgroups=True):
         async with trio.open_nursery() as nursery:
             store: Ref = await nursery.start(Store(Ref("store"), path).run)
-            await store.ask(Put(make_record("a" * 24)))
+            await store.ask(do(put_session, make_record("a" * 24)))
             damage(path)
             with pytest.raises(StoreFailed):
-                await store.ask(LiveSessions())
+                await store.ask(do(live_sessions))
 
 
 def damage(path: Path) -> None:
@@ -92,12 +92,12 @@ async def test_a_full_disk_refuses_writes_and_nothing_else(tmp_path: Path, nurse
     store: Ref = await nursery.start(Store(Ref("store"), tmp_path / "test.db", open_connection=full).run)
     large = {f"label-{number}": "x" * 200 for number in range(500)}
     with pytest.raises(StoreFailed) as caught:
-        await store.ask(Put(make_record("a" * 24, labels=large)))
+        await store.ask(do(put_session, make_record("a" * 24, labels=large)))
     assert isinstance(caught.value.__cause__, sqlite3.OperationalError)
     assert caught.value.__cause__.sqlite_errorcode == sqlite3.SQLITE_FULL
-    assert await store.ask(LiveSessions()) == []
+    assert await store.ask(do(live_sessions)) == []
     assert store.incarnation == 1
-    await store.ask(Ping())
+    await store.ask(do(ping))
 
 
 async def test_who_reads_beside_a_write_without_room_is_answered(tmp_path: Path, nursery: trio.Nursery) -> None:
@@ -106,10 +106,10 @@ async def test_who_reads_beside_a_write_without_room_is_answered(tmp_path: Path,
     large = {f"label-{number}": "x" * 200 for number in range(500)}
     refused, found = Reply[None](), [Reply[Sequence[SessionRecord]]() for _ in range(10)]
     for each in found[:5]:
-        store.post(LiveSessions(), each)
-    store.post(Put(make_record("a" * 24, labels=large)), refused)
+        store.post(do(live_sessions), each)
+    store.post(do(put_session, make_record("a" * 24, labels=large)), refused)
     for each in found[5:]:
-        store.post(LiveSessions(), each)
+        store.post(do(live_sessions), each)
     with pytest.raises(StoreFull):
         await refused.wait()
     assert [await each.wait() for each in found] == [[]] * 10

@@ -9,10 +9,11 @@ import attrs
 import pytest
 import trio
 
+from nsinit.wire.protocol import MountImage, Prepare
 from sandkasten.actors.core import Actor, Ref
 from sandkasten.actors.node.pool import Furnishing, Vessels
 from sandkasten.actors.services.directory import SessionDirectory
-from sandkasten.actors.services.nsinit_messages import Furnish, Prepare
+from sandkasten.actors.services.nsinit import Call
 from sandkasten.admission.plan import resolve
 from sandkasten.config import Config
 from sandkasten.images.catalog import Image
@@ -30,9 +31,9 @@ class Zygote(Actor):
         self.told: list[str] = []
         self.refused: set[type] = set()
 
-    async def handle(self, message: Any) -> None:
-        self.told.append(type(message).__name__)
-        if type(message) in self.refused:
+    async def handle(self, message: Call[Any]) -> None:
+        self.told.append(type(message.request).__name__)
+        if type(message.request) in self.refused:
             raise BuildFailed("no", stage="overlay root")
 
 
@@ -80,7 +81,7 @@ async def test_one_is_furnished_as_the_last_create_asked_and_one_stays_blank(yar
     await yard.refill()
     assert yard.take() is not None
     await yard.refill()
-    assert yard.zygote.told == ["Prepare", "Prepare", "Prepare", "Furnish"]
+    assert yard.zygote.told == ["Prepare", "Prepare", "Prepare", "MountImage"]
     assert len(yard.vessels) == 2
     other = yard.take(memory_mb=1024)
     same = yard.take()
@@ -119,7 +120,7 @@ async def test_what_is_not_mounted_yet_makes_no_difference(yard: Yard) -> None:
 
 async def test_an_image_that_can_t_be_mounted_costs_one_vessel_a_time(yard: Yard) -> None:
     """nsinit has removed it; the create that asks for that image will say why."""
-    yard.zygote.refused = {Furnish}
+    yard.zygote.refused = {MountImage}
     await yard.refill()
     yard.take()
     await yard.refill()

@@ -11,7 +11,7 @@ import trio
 
 from nsinit.wire import protocol
 from sandkasten.actors.core import Ref, unwrap
-from sandkasten.actors.services.nsinit import Zygote
+from sandkasten.actors.services.nsinit import NsinitClient
 from sandkasten.links.nsinit import NsinitProcess
 from sandkasten.model.errors import BuildFailed
 
@@ -21,7 +21,7 @@ async def test_why_it_refused_is_not_lost_with_it(tmp_path: Path) -> None:
     for _ in range(30):
         with trio.fail_after(5), pytest.raises(BaseExceptionGroup) as ended:
             async with trio.open_nursery() as nursery:
-                await nursery.start(Zygote(Ref("zygote"), tmp_path, "ab" * 4, start_nsinit=_refusing).run)
+                await nursery.start(NsinitClient(Ref("zygote"), tmp_path, "ab" * 4, start_nsinit=_refusing).run)
         error = unwrap(ended.value)
         assert isinstance(error, BuildFailed)
         assert "no such disk" in error.message

@@ -7,8 +7,8 @@ import re
 import attrs
 import pytest
 
-from sandkasten.api.routes import JSON_ROUTES, RAW_PATHS, RAW_ROUTES, SESSIONS, WORKSPACE_ROUTES, WORKSPACES
-from sandkasten.api.ws_routes import SESSION_WEBSOCKETS, WEBSOCKETS
+from sandkasten.api.http.routing import Kind
+from sandkasten.api.routes import SESSIONS, TABLE, WORKSPACES
 from sandkasten.model import SessionSpec
 from tests.api.harness import Running, read_until, request_bytes, running_front
 from tests.api.keys import ADMIN, CONFINED, CONFINED_READ, ISSUED, READ, WRITE, Issued
@@ -19,13 +19,11 @@ LOOKING_POSTS = {"processes/{exec_id}/wait"}
 
 ADMINISTRATION = {"/v1/node/drain", "/v1/node/undrain", "/v1/keys"}
 ABOUT_THE_NODE = {"/readyz", "/v1/system", "/v1/node", "/metrics"} | ADMINISTRATION
-ABOUT_WORKSPACES = {
-    *(route.rule for route in JSON_ROUTES if route.rule.startswith(WORKSPACES)),
-    *(f"{WORKSPACES}/<workspace_id>/{pattern}" for pattern in WORKSPACE_ROUTES.routes),
-}
+ABOUT_WORKSPACES = {route.path for route in TABLE.routes if route.path.startswith(WORKSPACES)}
 ABOUT_NO_SESSION = {"/healthz", "/openapi.json", SESSIONS, "/v1/events"} | ABOUT_THE_NODE | ABOUT_WORKSPACES
 """Of those about workspaces, `test_confined_workspaces` asks whose they are."""
-_PARAMETER = re.compile(r"\{\w+\}|<\w+>")
+_PARAMETER = re.compile(r"\{\w+\}")
+_BENEATH = f"{SESSIONS}/{{id}}"
 
 
 @attrs.frozen
@@ -46,21 +44,17 @@ class Request:
 
 def all_requests() -> list[Request]:
     """Return every method of every HTTP route."""
-    beneath = f"{SESSIONS}/<session_id>"
-    found = [
-        Request(route.method, route.rule.removeprefix(beneath).removeprefix("/"))
-        if route.rule.startswith(beneath)
-        else Request(route.method, route.rule)
-        for route in JSON_ROUTES
+    return [
+        Request(method, _pattern(route.path))
+        for route in TABLE.routes
+        if route.kind is not Kind.WEBSOCKET
+        for method in (("GET", "HEAD") if route.method == "GET" else (route.method,))
     ]
-    found += [Request(method, pattern) for pattern, methods in RAW_ROUTES.routes.items() for method in methods]
-    found += [
-        Request(method, f"{WORKSPACES}/<workspace_id>/{pattern}")
-        for pattern, methods in WORKSPACE_ROUTES.routes.items()
-        for method in methods
-    ]
-    found += [Request(method, path) for path, methods in RAW_PATHS.items() for method in methods]
-    return found
+
+
+def _pattern(path: str) -> str:
+    """Return what follows the session's id, or the whole path."""
+    return path.removeprefix(_BENEATH).removeprefix("/") if path.startswith(_BENEATH) else path
 
 
 async def make_session(running: Running, **labels: str) -> str:
@@ -194,8 +188,8 @@ async def test_idempotency_keys_of_two_keys_do_not_meet() -> None:
 
 def websocket_paths(session_id: str) -> dict[str, str]:
     """Return every WebSocket by its pattern."""
-    beneath = {pattern: f"{SESSIONS}/{session_id}/{pattern}" for pattern in SESSION_WEBSOCKETS.routes}
-    return beneath | {path: path for path in WEBSOCKETS}
+    paths = [route.path for route in TABLE.routes if route.kind is Kind.WEBSOCKET]
+    return {_pattern(path): path.replace("{id}", session_id) for path in paths}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ FOREIGN, OWN = WorkspaceSpec({"team": "b"}), WorkspaceSpec({"team": "a"})
 
 async def ask(client: httpx.AsyncClient, request: Request, workspace_id: str) -> httpx.Response:
     """Send a request that is right but for whose workspace it may be about."""
-    pattern = request.pattern.removeprefix(f"{TOP}/<workspace_id>").removeprefix("/")
+    pattern = request.pattern.removeprefix(f"{TOP}/{{id}}").removeprefix("/")
     options: dict[str, Any] = {}
     match request.method, pattern:
         case "POST", "fs/write":

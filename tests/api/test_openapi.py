@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import httpx
 import pytest
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import validate
 
-from sandkasten.api.described import every_route
-from sandkasten.api.openapi import OPERATIONS, document, openapi
-from sandkasten.api.openapi_fields import schema_of
-from sandkasten.api.openapi_shapes import SHAPES
+from sandkasten.api.http.json import Body
+from sandkasten.api.http.routing import Kind
+from sandkasten.api.openapi import document, schema_of
 from sandkasten.api.resources import fields
-from sandkasten.model import SessionSpec
+from sandkasten.api.routes import TABLE
+from sandkasten.model import SessionSpec, SessionStats
 from tests.api.harness import Running, read_until, request_bytes, running_front
 from tests.fakes.supervisor import Script
 
 DOCS = Path(__file__).parents[2] / "docs"
-DOCUMENT = document(every_route(), "1.0")
+DOCUMENT = document(TABLE.routes, "1.0")
 ONLY_WEBSOCKETS = {
     path
     for path, methods in DOCUMENT["paths"].items()
     if all("101" in operation["responses"] and "200" not in operation["responses"] for operation in methods.values())
 }
+SIZE = {"cols": 90, "rows": 25}
+OWNERS = ("sessions", "workspaces")
 UPGRADE = {
     "Connection": "Upgrade",
     "Upgrade": "websocket",
@@ -86,18 +90,24 @@ async def _upgrade(running: Running, path: str) -> str:
 def test_what_is_served_is_described() -> None:
     """Every method of every path, from all tables."""
     described = {(method.upper(), path) for path, methods in DOCUMENT["paths"].items() for method in methods}
-    assert {(route.method, route.path) for route in every_route()} == described
+    assert {(route.method, route.path) for route in TABLE.routes} == described
 
 
-def test_every_handler_but_its_own_says_what_it_answers() -> None:
-    """One that is forgotten would be described as giving some JSON object."""
-    assert {route.handler for route in every_route() if not route.is_websocket} - OPERATIONS.keys() == {openapi}
+def test_every_route_says_what_it_answers() -> None:
+    """JSON by a class, anything else by its media type; and each operation has a summary, a sentence."""
+    for route in TABLE.routes:
+        if route.kind is not Kind.WEBSOCKET:
+            assert (route.answer is None) != (route.answer_type is None), route.path
+        summary = DOCUMENT["paths"][route.path][route.method.lower()]["summary"]
+        assert re.fullmatch(r"[A-Z].*\.", summary), (route.path, summary)
 
 
-def test_words_about_an_operation_stand_behind_a_semicolon() -> None:
-    """A summary is what follows it in the handler's docstring; words behind a colon would be lost."""
-    lines = [(handler.__doc__ or "").partition("\n")[0] for handler in OPERATIONS]
-    assert [line for line in lines if ": " in line.partition("; ")[0]] == []
+def test_classes_of_one_name_are_one_class() -> None:
+    """A component is named after its class; a second class of that name would be described as the first."""
+    seen: dict[str, str] = {}
+    for cls in {cls for route in TABLE.routes for cls in (route.body, route.answer) if isinstance(cls, type)}:
+        name = schema_of(cls, {}).get("$ref", cls.__name__)
+        assert seen.setdefault(name, cls.__module__) == cls.__module__, name
 
 
 def test_the_documents_name_routes_that_are_described() -> None:
@@ -115,16 +125,34 @@ def _shape(path: str) -> str:
     return re.sub(r"\{\w+\}", "{}", path)
 
 
-def test_bodies_are_read_by_the_classes_that_are_named() -> None:
-    """A handler that reads a body names its class in the code, and the same one in the table."""
+def test_handlers_read_what_their_routes_name() -> None:
+    """A handler that reads a body or a query names its class in the code, and its route in the table names the same."""
     seen = 0
-    for handler, operation in OPERATIONS.items():
-        read = re.search(r"parse\([^\n]*?(?:schemas\.)?(\w+Request)\)", inspect.getsource(handler))
-        if read is not None:
-            assert operation.body is not None, handler
-            assert operation.body.__name__ == read[1], handler
-            seen += 1
-    assert seen >= 8
+    for route in TABLE.routes:
+        for reader, named in (("read_request", route.body), ("read_query", route.query)):
+            read = re.search(rf"{reader}\(exchange, (\w+)", inspect.getsource(route.handler))
+            if read is not None:
+                assert named is not None, (route.path, reader)
+                assert named.__name__ == read[1], (route.path, reader)
+                seen += 1
+    assert seen >= 30
+
+
+def test_members_that_are_always_there_are_required() -> None:
+    """Classes of the model are spelled whole, so all their fields are required; of a body a None may be left out."""
+    components: dict[str, Any] = {}
+    plain = schema_of(SessionStats, components)
+    assert plain == {"$ref": "#/components/schemas/SessionStats"}
+    assert set(components["SessionStats"]["required"]) == {field.name for field in attrs.fields(SessionStats)}
+
+    @attrs.frozen
+    class ExampleBody(Body):
+        always: int | None
+        often: int = 3
+        seldom: int | None = None
+
+    schema_of(ExampleBody, components)
+    assert components["Example"]["required"] == ["always", "often"]
 
 
 def check(name: str, answer: httpx.Response) -> None:
@@ -132,52 +160,99 @@ def check(name: str, answer: httpx.Response) -> None:
     _, _, operation = OPERATIONS_BY_ID[name]
     assert str(answer.status_code) in operation["responses"], answer.text
     schema = operation["responses"][str(answer.status_code)]["content"]["application/json"]["schema"]
-    Draft202012Validator({**schema, "components": DOCUMENT["components"]}).validate(answer.json())
+    _validator(schema).validate(answer.json())
+
+
+def _validator(schema: dict[str, Any]) -> Draft202012Validator:  # JSON values
+    """Return a validator to which a member that is not described is an error, but for parts of a diagnosis."""
+    components = copy.deepcopy(DOCUMENT["components"])
+    for name, component in components["schemas"].items():
+        component["additionalProperties"] = name == "Diagnosis"
+    return Draft202012Validator({**schema, "components": components})
 
 
 async def test_answers_are_as_described() -> None:
-    """Of sessions, runs, shells, processes, files, workspaces, keys, the node, and errors."""
+    """Of every route that answers with JSON, and of errors; members that are not described are found, too."""
+    seen = set()
     async with running_front() as running, running.client() as client:
         running.supervisor.scripts["echo x"] = Script()
+        running.supervisor.scripts["top"] = Script(echo=True, ignores=frozenset({10}))
+        process = {"cmd": "top", "process_id": "p", "tty": {"cols": 80, "rows": 24}}
         made = await client.post("/v1/sessions", json={"labels": {"a": "b"}})
+        path, space = f"/v1/sessions/{made.json()['id']}", "/v1/workspaces/ws"
         check("post_v_sessions", made)
-        path = f"/v1/sessions/{made.json()['id']}"
-        for name, answer in {
-            "get_healthz": await client.get("/healthz"),
-            "get_readyz": await client.get("/readyz"),
-            "get_v_node": await client.get("/v1/node"),
-            "get_v_system": await client.get("/v1/system"),
-            "get_v_sessions": await client.get("/v1/sessions"),
-            "get_v_sessions_id": await client.get(path),
-            "patch_v_sessions_id": await client.patch(path, json={"labels": {}}),
-            "get_v_sessions_id_stats": await client.get(f"{path}/stats"),
-            "get_v_sessions_id_diagnostics": await client.get(f"{path}/diagnostics"),
-            "post_v_sessions_id_exec": await client.post(f"{path}/exec", json={"cmd": "echo x", "exec_id": "e"}),
-            "get_v_sessions_id_execs": await client.get(f"{path}/execs"),
-            "get_v_sessions_id_execs_exec_id": await client.get(f"{path}/execs/e"),
-            "get_v_sessions_id_execs_exec_id_output": await client.get(f"{path}/execs/e/output"),
-            "post_v_sessions_id_shells": await client.post(f"{path}/shells", json={"name": "s"}),
-            "get_v_sessions_id_shells": await client.get(f"{path}/shells"),
-            "delete_v_sessions_id_shells_name": await client.delete(f"{path}/shells/s"),
-            "post_v_sessions_id_processes": await client.post(
-                f"{path}/processes", json={"cmd": "x", "process_id": "p"}
+        requests: tuple[tuple[str, str, str, object], ...] = (
+            ("get_healthz", "GET", "/healthz", None),
+            ("get_readyz", "GET", "/readyz", None),
+            ("get_openapi_json", "GET", "/openapi.json", None),
+            ("get_v_node", "GET", "/v1/node", None),
+            ("post_v_node_drain", "POST", "/v1/node/drain", None),
+            ("post_v_node_undrain", "POST", "/v1/node/undrain", None),
+            ("get_v_system", "GET", "/v1/system", None),
+            ("get_v_sessions", "GET", "/v1/sessions", None),
+            ("get_v_sessions_id", "GET", path, None),
+            ("patch_v_sessions_id", "PATCH", path, {"labels": {}}),
+            ("get_v_sessions_id_stats", "GET", f"{path}/stats", None),
+            ("get_v_sessions_id_diagnostics", "GET", f"{path}/diagnostics", None),
+            ("post_v_sessions_id_exec", "POST", f"{path}/exec", {"cmd": "echo x", "exec_id": "e"}),
+            ("get_v_sessions_id_execs", "GET", f"{path}/execs", None),
+            ("get_v_sessions_id_execs_exec_id", "GET", f"{path}/execs/e", None),
+            ("get_v_sessions_id_execs_exec_id_output", "GET", f"{path}/execs/e/output", None),
+            ("post_v_sessions_id_execs_exec_id_cancel", "POST", f"{path}/execs/e/cancel", None),
+            ("post_v_sessions_id_shells", "POST", f"{path}/shells", {"name": "s"}),
+            ("get_v_sessions_id_shells", "GET", f"{path}/shells", None),
+            ("delete_v_sessions_id_shells_name", "DELETE", f"{path}/shells/s", None),
+            ("post_v_sessions_id_processes", "POST", f"{path}/processes", process),
+            *(
+                (f"post_v_sessions_id_{of}_exec_id_{action}", "POST", f"{path}/{of}/p/{action}", json)
+                for of in ("execs", "processes")
+                for action, json in (("signal", {"signal": 10}), ("stdin", {"text": "x"}), ("resize", SIZE))
             ),
-            "get_v_sessions_id_processes": await client.get(f"{path}/processes"),
-            "get_v_sessions_id_ports": await client.get(f"{path}/ports"),
-            "post_v_sessions_id_fs_write": await client.post(f"{path}/fs/write", json={"path": "f", "text": "t"}),
-            "get_v_sessions_id_fs_read": await client.get(f"{path}/fs/read?path=f"),
-            "post_v_sessions_id_pause": await client.post(f"{path}/pause"),
-            "post_v_sessions_id_resume": await client.post(f"{path}/resume"),
-            "delete_v_sessions_id": await client.delete(path),
-            "get_v_keys": await client.get("/v1/keys"),
-            "post_v_workspaces": await client.post("/v1/workspaces", json={"id": "ws"}),
-            "post_v_workspaces_id_import": await client.post("/v1/workspaces/other/import", content=b"any"),
-        }.items():
-            check(name, answer)
+            ("get_v_sessions_id_processes", "GET", f"{path}/processes", None),
+            ("get_v_sessions_id_processes_exec_id", "GET", f"{path}/processes/p", None),
+            ("get_v_sessions_id_processes_exec_id_logs", "GET", f"{path}/processes/p/logs", None),
+            ("post_v_sessions_id_processes_exec_id_kill", "POST", f"{path}/processes/p/kill", None),
+            ("delete_v_sessions_id_processes_exec_id", "DELETE", f"{path}/processes/p", None),
+            ("post_v_sessions_id_processes_exec_id_wait", "POST", f"{path}/processes/p/wait", {"for": "exit"}),
+            ("get_v_sessions_id_ports", "GET", f"{path}/ports", None),
+            ("post_v_sessions_id_fs_write", "POST", f"{path}/fs/write", {"path": "f", "text": "t"}),
+            ("get_v_sessions_id_fs_read", "GET", f"{path}/fs/read?path=f", None),
+            ("post_v_sessions_id_pause", "POST", f"{path}/pause", None),
+            ("post_v_sessions_id_resume", "POST", f"{path}/resume", None),
+            ("delete_v_sessions_id", "DELETE", path, None),
+            ("get_v_keys", "GET", "/v1/keys", None),
+            ("post_v_workspaces", "POST", "/v1/workspaces", {"id": "ws"}),
+            ("get_v_workspaces", "GET", "/v1/workspaces?usage=true", None),
+            ("get_v_workspaces_id", "GET", space, None),
+            ("put_v_workspaces_id", "PUT", space, {"labels": {}}),
+            ("put_v_workspaces_id", "PUT", "/v1/workspaces/new", None),
+            ("patch_v_workspaces_id", "PATCH", space, {"labels": {}}),
+            ("post_v_workspaces_id_fs_write", "POST", f"{space}/fs/write", {"path": "f", "text": "t"}),
+            ("get_v_workspaces_id_fs", "GET", f"{space}/fs", None),
+            ("get_v_workspaces_id_fs_stat", "GET", f"{space}/fs/stat?path=f", None),
+            ("get_v_workspaces_id_fs_read", "GET", f"{space}/fs/read?path=f", None),
+            ("delete_v_workspaces_id_fs", "DELETE", f"{space}/fs?path=f", None),
+            ("delete_v_workspaces_id", "DELETE", space, None),
+        )
+        for name, method, url, json in requests:
+            check(name, await client.request(method, url, json=json))
+            seen.add(name)
+        form: dict[str, Any] = {"files": {"file": ("f", b"x")}}
+        session = await running.supervisor.create(SessionSpec())
+        path = f"/v1/sessions/{session.id}"
+        check("post_v_workspaces_id_import", await client.post("/v1/workspaces/other/import", content=b"any"))
+        check("post_v_sessions_id_fs_upload", await client.post(f"{path}/fs/upload", **form))
+        check("post_v_workspaces_id_fs_upload", await client.post("/v1/workspaces/other/fs/upload", **form))
         error = (await client.get("/v1/sessions/0123456789abcdef")).json()
-        Draft202012Validator(SHAPES["Error"]).validate(error)
+        _validator({"$ref": "#/components/schemas/Error"}).validate(error)
         assert error["error_code"] in DOCUMENT["x-error-codes"]
-        assert len((await running.supervisor.create(SessionSpec())).id) > 0
+    seen |= {"post_v_sessions", "post_v_workspaces_id_import"} | {f"post_v_{of}_id_fs_upload" for of in OWNERS}
+    answering = {
+        name
+        for name, (_, _, operation) in OPERATIONS_BY_ID.items()
+        if any("application/json" in answer.get("content", ()) for answer in operation["responses"].values())
+    }
+    assert answering == seen
 
 
 PROBES: tuple[object, ...] = (

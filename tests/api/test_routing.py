@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from sandkasten.api.http.routing import RouteTable, Target, parse_target
-from sandkasten.api.routes import RAW_ROUTES, split_session
+from sandkasten.api.http.auth import OPEN
+from sandkasten.api.http.routing import Kind, Route, RouteTable, Target, parse_target
 from tests.api.harness import running_front
 from tests.fakes.supervisor import Script
 
 
+async def _answer(_exchange: object) -> None:
+    pass
+
+
+def route(path: str, method: str = "GET", kind: Kind = Kind.RAW) -> Route:
+    return Route(kind=kind, method=method, path=path, handler=_answer, needs=OPEN)
+
+
 def test_segments_are_decoded_one_by_one() -> None:
     """An encoded slash stays inside its segment."""
-    table = RouteTable({"a": 1, "a/{x}": 2, "a/{x}/b": 3, "c/d": 4})
+    table = RouteTable(map(route, ("/a", "/a/{x}", "/a/{x}/b", "/c/d")))
     found = {
-        "a": (1, {}),
-        "a/b": (2, {"x": "b"}),
-        "a/%2Fx%3F": (2, {"x": "/x?"}),
-        "a/{x}/b": (3, {"x": "{x}"}),
-        "%63/%64": (4, {}),
+        "a": ("/a", {}),
+        "a/b": ("/a/{x}", {"x": "b"}),
+        "a/%2Fx%3F": ("/a/{x}", {"x": "/x?"}),
+        "a/{x}/b": ("/a/{x}/b", {"x": "{x}"}),
+        "%63/%64": ("/c/d", {}),
         "c%2Fd": None,
         "a/": None,
         "a//b": None,
@@ -29,7 +37,8 @@ def test_segments_are_decoded_one_by_one() -> None:
     for path, wanted in found.items():
         target = parse_target(b"/" + path.encode(), host=None)
         assert target is not None
-        assert table.find(target.segments) == wanted, path
+        at = table.find(target.segments)
+        assert (None if at is None else (at.methods["GET"].path, at.params)) == wanted, path
 
 
 @pytest.mark.parametrize(
@@ -93,16 +102,19 @@ def test_what_others_could_take_for_another_path_is_none() -> None:
 def test_a_table_in_which_a_path_means_two_things_can_not_be_made(patterns: tuple[str, str]) -> None:
     """Order never decides."""
     with pytest.raises(ValueError):
-        RouteTable(dict.fromkeys(patterns, 0))
+        RouteTable(route(f"/{pattern}") for pattern in patterns)
 
 
-def test_a_path_beneath_a_session_is_cut_into_id_and_rest() -> None:
-    """And no other path is."""
-    assert split_session(("v1", "sessions", "ab/", "exec")) == ("ab/", ("exec",))
-    assert split_session(("v1", "sessions", "ab")) == ("ab", ())
-    assert split_session(("v1", "sessions")) is None
-    assert split_session(("v1", "session", "ab", "exec")) is None
-    assert RAW_ROUTES.find(("exec", "stream")) is not None
+@pytest.mark.parametrize("kind", Kind)
+def test_a_method_of_a_path_is_declared_once(kind: Kind) -> None:
+    """And HEAD comes with GET; a WebSocket may stand beside both."""
+    with pytest.raises(ValueError):
+        RouteTable([route("/a", kind=kind), route("/a", kind=kind)])
+    with pytest.raises(ValueError):
+        RouteTable([route("/a"), route("/a", "HEAD")])
+    found = RouteTable([route("/a", kind=Kind.WEBSOCKET), route("/a", "POST"), route("/a")]).find(("a",))
+    assert found is not None
+    assert (found.allow, found.websocket) == ("POST, GET, HEAD", route("/a", kind=Kind.WEBSOCKET))
 
 
 async def test_an_id_with_slashes_names_its_run() -> None:

@@ -11,15 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandkasten.api.http.settings import ApiSettings
-from sandkasten.api.resources import runschemas
-from sandkasten.api.resources.schemas import (
-    CreateRequest,
-    ExecRequest,
-    PatchRequest,
-    TerminalRequest,
-    WriteRequest,
-    parse,
-)
+from sandkasten.api.resources import runs
+from sandkasten.api.resources.fields import parse
+from sandkasten.api.resources.files import WriteRequest
+from sandkasten.api.resources.runs import ExecRequest, TerminalRequest
+from sandkasten.api.resources.sessions import CreateRequest, PatchRequest
 from sandkasten.config import Defaults
 from sandkasten.model import (
     FOREVER_S,
@@ -39,12 +35,12 @@ CLASSES: tuple[type[Any], ...] = (
     PatchRequest,
     WriteRequest,
     TerminalRequest,
-    runschemas.SignalRequest,
-    runschemas.CancelRequest,
-    runschemas.StdinRequest,
-    runschemas.ShellRequest,
-    runschemas.ProcessRequest,
-    runschemas.WaitRequest,
+    runs.SignalRequest,
+    runs.CancelRequest,
+    runs.StdinRequest,
+    runs.ShellRequest,
+    runs.ProcessRequest,
+    runs.WaitRequest,
 )
 
 

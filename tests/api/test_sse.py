@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandkasten.api.http.sse import MAX_EVENT_BYTES, base64_literals, chunk_event, event, text_literals
-from sandkasten.api.resources.run_events import MAX_HELD_BYTES, Position
+from sandkasten.api.resources.run_output import MAX_HELD_BYTES, Position
 from sandkasten.model import Stream
 
 LONGEST_POSITION = str(

@@ -200,7 +200,7 @@ async def test_the_log_names_the_path_that_was_served(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize("is_chunked", [True, False])
 async def test_a_public_path_takes_no_body_to_speak_of(is_chunked: bool) -> None:
     """Nobody fills memory before they have shown the key; the answer comes before the body."""
-    head = "POST /healthz HTTP/1.1\r\nHost: localhost\r\n"
+    head = "GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
     if is_chunked:
         data = head + "Transfer-Encoding: chunked\r\n\r\n401\r\n" + "x" * 0x401 + "\r\n"
     else:

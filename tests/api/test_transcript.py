@@ -9,9 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sandkasten.api.resources.run_events import MAX_HELD_BYTES, Position, Transcript
-from sandkasten.api.resources.schemas import OutputFormat
-from sandkasten.api.resources.text import OutputText
+from sandkasten.api.resources.run_output import MAX_HELD_BYTES, OutputFormat, OutputText, Position, Transcript
 from sandkasten.model import Output, Stream
 
 TEXT = OutputFormat()

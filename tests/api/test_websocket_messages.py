@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sandkasten.api.http.websocket import MAX_REASON_BYTES, Opcode, cut_reason, encode_frame
 from sandkasten.api.websocket import exec_messages as execs
 from sandkasten.api.websocket import terminal_messages as terminals
-from sandkasten.api.websocket.fields import MAX_CHANNEL, Refused
+from sandkasten.api.websocket.messages import MAX_CHANNEL, Refused, encode_message
 from sandkasten.model import Stream, TerminalSize
 from sandkasten.model.errors import InvalidRequest
 
@@ -66,7 +66,7 @@ def test_any_message_to_a_terminal_is_taken_or_refused(message: str) -> None:
 def test_any_query_of_a_terminal_is_taken_or_refused(query: dict[str, str]) -> None:
     """A bad field is named."""
     taken = outcome(lambda: terminals.parse_query(query))
-    assert isinstance(taken, terminals.Query | InvalidRequest)
+    assert isinstance(taken, terminals.TerminalQuery | InvalidRequest)
     if isinstance(taken, InvalidRequest):
         assert set(taken.details) <= set(query)
 
@@ -160,9 +160,9 @@ def test_a_start_has_the_fields_of_a_command() -> None:
 
 def test_what_is_none_is_not_sent() -> None:
     """But false and zero are."""
-    error = execs.Error("CODE", "message", retryable=False, id=3, seq=0)
+    error = execs.Error(error_code="CODE", message="message", retryable=False, id=3, seq=0)
     fields = {"type": "error", "error_code": "CODE", "message": "message", "retryable": False, "id": 3, "seq": 0}
-    assert payload(execs.encode_message(error)) == fields | {"final": False}
+    assert payload(encode_message(error)) == fields | {"final": False}
 
 
 @pytest.mark.parametrize(("size", "head_bytes"), [(0, 2), (125, 2), (126, 4), (65_535, 4), (65_536, 10)])

@@ -14,7 +14,8 @@ from types import MappingProxyType
 import pytest
 
 from sandkasten.api.http.errors import STATUS
-from sandkasten.api.routes import JSON_ROUTES, RAW_ROUTES, WORKSPACE_ROUTES
+from sandkasten.api.http.routing import Kind
+from sandkasten.api.routes import TABLE
 from tests.e2e.daemon import SCRIPT, running_daemon
 
 ROOT = Path(__file__).parents[2]
@@ -124,9 +125,8 @@ def test_the_documented_error_codes_are_those_of_the_table() -> None:
 
 def test_the_documented_routes_are_those_that_there_are() -> None:
     """docs/api.md and docs/events.md name every route beneath a session with its method, and no other."""
-    routes = {(method, pattern) for pattern, methods in RAW_ROUTES.routes.items() for method in methods}
-    routes |= {(route.method, route.rule.removeprefix("/v1/sessions/<session_id>/")) for route in JSON_ROUTES}
-    routes = {(method, rule) for method, rule in routes if method != "HEAD" and not rule.startswith("/")}
+    above = "/v1/sessions/{id}/"
+    routes = {(method, path.removeprefix(above)) for method, path in _requests() if path.startswith(above)}
     text = API + (ROOT / "docs/events.md").read_text()
     found = re.findall(r"`(GET|POST|PUT|PATCH|DELETE) (?:/v1/sessions/\{id\}|…)/([^`?\s]+)", text)
     documented = {(method, path) for method, path in found if not path.endswith("/ws")}
@@ -137,12 +137,15 @@ def test_the_documented_routes_are_those_that_there_are() -> None:
 
 def test_the_documented_routes_of_workspaces_are_those_that_there_are() -> None:
     """docs/workspaces.md names each with its method, and no other."""
-    top = "/v1/workspaces"
-    routes = {(method, f"{top}/{{}}/{path}") for path, methods in WORKSPACE_ROUTES.routes.items() for method in methods}
-    routes |= {(each.method, re.sub("<.*>", "{}", each.rule)) for each in JSON_ROUTES if each.rule.startswith(top)}
+    routes = {(method, path) for method, path in _requests() if path.startswith("/v1/workspaces")}
     found = re.findall(r"`(GET|POST|PUT|PATCH|DELETE) (/v1/workspaces[^`?\s]*)", WORKSPACES)
     documented = {(method, _PARAMETER.sub("{}", path)) for method, path in found}
-    assert documented == {(method, path) for method, path in routes if method != "HEAD"}
+    assert documented == {(method, _PARAMETER.sub("{}", path)) for method, path in routes}
+
+
+def _requests() -> set[tuple[str, str]]:
+    """Return the method and path of every route but WebSockets."""
+    return {(route.method, route.path) for route in TABLE.routes if route.kind is not Kind.WEBSOCKET}
 
 
 def test_links_between_documents_lead_somewhere() -> None:

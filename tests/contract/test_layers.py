@@ -40,11 +40,9 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
     ),
     "sandkasten.api": (
         Layer("app"),
-        Layer("jsonapp"),
-        Layer("routes", "ws_routes", "described", "openapi", independent=False),
+        Layer("routes"),
+        Layer("openapi"),
         Layer("websocket"),
-        Layer("openapi_fields"),
-        Layer("openapi_shapes"),
         Layer("resources"),
         Layer("http"),
     ),
@@ -84,7 +82,7 @@ CHILD_ENTRY = {"nsinit.__main__", "nsinit.sandbox.runner_kernel"}
 """Where the privileged process turns into PID 1 of a sandbox, and so hands over to `runner`."""
 
 
-CIRCLES_LEFT = ("sandkasten.output.", "sandkasten.api.")
+CIRCLES_LEFT = ("sandkasten.output.",)
 """Packages whose circles are not cut yet."""
 
 

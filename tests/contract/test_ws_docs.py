@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,13 @@ import attrs
 import pytest
 
 from sandkasten.api.http import websocket as ws_stream
+from sandkasten.api.http.routing import Kind
 from sandkasten.api.http.settings import ApiSettings
 from sandkasten.api.http.websocket import CloseCode
+from sandkasten.api.routes import TABLE
 from sandkasten.api.websocket import channel, exec_messages, handshake, terminal, terminal_messages
-from sandkasten.api.websocket import fields as ws_fields
+from sandkasten.api.websocket import messages as ws_messages
 from sandkasten.api.websocket.events import SUBPROTOCOL
-from sandkasten.api.ws_routes import SESSION_WEBSOCKETS, WEBSOCKETS
 from sandkasten.model import Cause, ExecEnd, TerminalSize, Usage
 
 TEXT = (Path(__file__).parents[2] / "docs/websocket.md").read_text()
@@ -25,7 +26,8 @@ TEXT = (Path(__file__).parents[2] / "docs/websocket.md").read_text()
 FULL_END = ExecEnd("e", 1, 9, Cause.OOM, "/", 1, 1, False, Usage(), victim="v")
 PLAIN_END = attrs.evolve(FULL_END, signal=None, victim=None)
 ERROR: dict[str, Any] = {"error_code": "C", "message": "m", "retryable": True}
-PUBLIC = ERROR | {"request_id": "r", "details": {}}
+COUNTS = {"id": 1, "seq": 0, "stdout_bytes": 0, "stderr_bytes": 0}
+PUBLIC = ERROR | {"request_id": "r", "details": {"field": "bad"}}
 
 Fields = dict[str, bool]
 """Of a message: whether each is required."""
@@ -48,9 +50,9 @@ def documented(heading: str) -> dict[str, Fields]:
     }
 
 
-def said(encode: Callable[[Any], bytes], full: Any, plain: Any) -> Fields:  # messages
+def said(full: Any, plain: Any) -> Fields:  # messages
     """Return the fields of a message as it is sent, from one with everything and one with as little as possible."""
-    values = [json.loads(frame[frame.index(b"{") :]) for frame in (encode(full), encode(plain))]
+    values = [json.loads(frame[frame.index(b"{") :]) for frame in map(ws_messages.encode_message, (full, plain))]
     assert all(value.pop("type") == full.kind for value in values)
     return {name: name in values[1] for name in values[0]}
 
@@ -58,20 +60,20 @@ def said(encode: Callable[[Any], bytes], full: Any, plain: Any) -> Fields:  # me
 EXEC_SAID: Mapping[str, tuple[Any, Any]] = {
     "hello": (exec_messages.Hello("p", "s", {}),) * 2,
     "started": (exec_messages.Started(1, 0, "e", False),) * 2,
-    "exit": (exec_messages.Exit(1, 0, 0, 0, FULL_END, 1), exec_messages.Exit(1, 0, 0, 0, PLAIN_END)),
+    "exit": (exec_messages.Exit.of(FULL_END, **COUNTS, omitted_bytes=1), exec_messages.Exit.of(PLAIN_END, **COUNTS)),
     "detached": (exec_messages.Detached(1, 0),) * 2,
     "error": (exec_messages.Error(**PUBLIC, id=1, seq=0, refused="x"), exec_messages.Error(**ERROR)),
     "credit": (exec_messages.Granted(1, 1),) * 2,
-    "pong": (ws_fields.Pong("x"), ws_fields.Pong()),
+    "pong": (ws_messages.Pong("x"), ws_messages.Pong()),
 }
 TERMINAL_SAID: Mapping[str, tuple[Any, Any]] = {
     "ready": (terminal_messages.Ready("t", 1, 1, True, True),) * 2,
     "skipped": (terminal_messages.Skipped(1),) * 2,
     "taken_over": (terminal_messages.TakenOver(),) * 2,
     "given_back": (terminal_messages.GivenBack(),) * 2,
-    "exit": (terminal_messages.Exit(FULL_END), terminal_messages.Exit(PLAIN_END)),
-    "error": (terminal_messages.Error(**PUBLIC, refused="x"), terminal_messages.Error(**ERROR)),
-    "pong": (ws_fields.Pong("x"), ws_fields.Pong()),
+    "exit": (ws_messages.Exit.of(FULL_END), ws_messages.Exit.of(PLAIN_END)),
+    "error": (ws_messages.Error(**PUBLIC, refused="x"), ws_messages.Error(**ERROR)),
+    "pong": (ws_messages.Pong("x"), ws_messages.Pong()),
 }
 
 
@@ -86,10 +88,10 @@ def test_every_message_of_a_client_is_documented_with_its_fields() -> None:
 def test_every_message_of_the_server_is_documented_with_its_fields() -> None:
     """Compared with what is really sent."""
     assert set(EXEC_SAID) == set(exec_messages.SERVER_MESSAGES)
-    sent = {kind: said(exec_messages.encode_message, *pair) for kind, pair in EXEC_SAID.items()}
+    sent = {kind: said(*pair) for kind, pair in EXEC_SAID.items()}
     assert documented("### What the server says about runs") == sent
     assert set(TERMINAL_SAID) == set(terminal_messages.SERVER_MESSAGES)
-    sent = {kind: said(terminal_messages.encode_message, *pair) for kind, pair in TERMINAL_SAID.items()}
+    sent = {kind: said(*pair) for kind, pair in TERMINAL_SAID.items()}
     assert documented("### What the server says about a terminal") == sent
 
 
@@ -112,17 +114,13 @@ def test_the_urls_and_subprotocols_are_documented() -> None:
     rows = {name.strip("`"): urls for urls, name, _ in table("# WebSockets")}
     assert set(rows) == {exec_messages.PROTOCOL, terminal_messages.PROTOCOL, SUBPROTOCOL}
     paths = set(re.findall(r"`GET ([^`]+)`", " ".join(rows.values())))
-    prefix = "/v1/sessions/{id}/"
-    beneath = {path.removeprefix(prefix) for path in paths if path.startswith(prefix)}
-    assert all(SESSION_WEBSOCKETS.find(tuple(path.split("/"))) for path in beneath)
-    assert len(beneath) == 3
-    assert {path for path in paths if not path.startswith(prefix)} == set(WEBSOCKETS)
+    assert paths == {route.path for route in TABLE.routes if route.kind is Kind.WEBSOCKET}
 
 
 def test_the_query_of_a_terminal_is_documented() -> None:
     """Every field that is taken, and no other."""
     names = {name for cell, _ in table("## Terminals") for name in re.findall(r"`(\w+)`", cell)}
-    assert names == {field.name for field in attrs.fields(terminal_messages.Query)}
+    assert names == {field.name for field in attrs.fields(terminal_messages.TerminalQuery)}
     size = TerminalSize()
     assert f"{size.cols} × {size.rows}" in TEXT
 
@@ -131,14 +129,14 @@ def test_the_query_of_a_terminal_is_documented() -> None:
     "sentence",
     [
         f"up to {exec_messages.MAX_CHANNELS} runs at once",
-        f"a number from 1 to {ws_fields.MAX_CHANNEL}",
+        f"a number from 1 to {ws_messages.MAX_CHANNEL}",
         f"at most {exec_messages.DEFAULT_FRAME_BYTES // 1024} KiB, or `max_frame` "
-        f"({ws_fields.MIN_FRAME_BYTES} to {ws_fields.MAX_FRAME_BYTES}) bytes",
+        f"({ws_messages.MIN_FRAME_BYTES} to {ws_messages.MAX_FRAME_BYTES}) bytes",
         f"{exec_messages.DEFAULT_CREDIT_BYTES // 2**20} MiB if not given",
-        f"up to {ws_fields.MAX_CREDIT_BYTES // 2**20} MiB",
+        f"up to {ws_messages.MAX_CREDIT_BYTES // 2**20} MiB",
         f"may send {exec_messages.STDIN_CREDIT_BYTES // 1024} KiB at once",
-        f"at most {ws_fields.MAX_PING_CHARS} characters",
-        f"{ws_fields.MIN_FRAME_BYTES} to {ws_fields.MAX_CREDIT_BYTES} |",
+        f"at most {ws_messages.MAX_PING_CHARS} characters",
+        f"{ws_messages.MIN_FRAME_BYTES} to {ws_messages.MAX_CREDIT_BYTES} |",
         f"within {ApiSettings().websocket_auth_s:.0f} seconds",
         f"Every {ApiSettings().websocket_ping_s:.0f} seconds the server pings",
         f"within {ApiSettings().write_timeout_s:.0f} seconds ends",

@@ -30,10 +30,9 @@ from sandkasten.api.http.exchange import parse_query
 from sandkasten.api.http.json import check_value_count
 from sandkasten.api.http.routing import parse_target
 from sandkasten.api.http.settings import ApiSettings
-from sandkasten.api.resources import runschemas, schemas
-from sandkasten.api.resources.files import safe_name
+from sandkasten.api.resources import fields, files, runs, sessions
 from sandkasten.api.websocket import exec_messages, terminal_messages
-from sandkasten.api.websocket.fields import Refused
+from sandkasten.api.websocket.messages import Refused
 from sandkasten.links.runner import decode_answer
 from sandkasten.model import Limits
 from sandkasten.model.errors import InvalidRequest, PermissionDenied, RunnerProtocolError, SandkastenError, Unauthorized
@@ -195,41 +194,41 @@ EXEC: dict[str, Any] = {
 }  # fmt: skip
 BODIES: tuple[tuple[type, dict[str, Any]], ...] = (
     (
-        schemas.CreateRequest,
+        sessions.CreateRequest,
         {
             "image": "python", "ttl_seconds": 60, "workspace_id": "ws-1", "idempotency_key": "k", "labels": {"a": "b"},
             "env": {"A": "b"}, "limits": {"cpu": 0.5, "memory_mb": 64, "pids": 16, "disk_mb": 10}, "shell": "sh",
             "max_lifetime_seconds": 9, "readonly_rootfs": True, "network": {"mode": "none", "allow": []},
         },
     ),
-    (schemas.PatchRequest, {"ttl_seconds": 60, "labels": {}, "limits": {"cpu": 1}, "env": {"A": None}}),
-    (schemas.ExecRequest, EXEC),
-    (schemas.ExecRequest, {"argv": ["ls", "-l"], "user": "1000:1000", "tty": {"cols": 80, "rows": 24}, "stdin": True}),
-    (schemas.WriteRequest, {"path": "a/b", "text": "x"}),
-    (schemas.WriteRequest, {"path": "/tmp/x", "content_base64": "eA=="}),
-    (runschemas.ProcessRequest, {"cmd": "sleep 1", "process_id": "p", "keep_alive": True}),
-    (runschemas.ShellRequest, {"name": "second", "shell": "bash", "cwd": "/", "env": {}}),
-    (runschemas.WaitRequest, {"for": "exit", "timeout_ms": 1}),
-    (runschemas.WaitRequest, {"pattern": "a+b", "timeout_ms": 1}),
-    (runschemas.StdinRequest, {"text": "x", "close": True}),
-    (runschemas.SignalRequest, {"signal": "TERM"}),
-    (runschemas.CancelRequest, {"now": True}),
+    (sessions.PatchRequest, {"ttl_seconds": 60, "labels": {}, "limits": {"cpu": 1}, "env": {"A": None}}),
+    (runs.ExecRequest, EXEC),
+    (runs.ExecRequest, {"argv": ["ls", "-l"], "user": "1000:1000", "tty": {"cols": 80, "rows": 24}, "stdin": True}),
+    (files.WriteRequest, {"path": "a/b", "text": "x"}),
+    (files.WriteRequest, {"path": "/tmp/x", "content_base64": "eA=="}),
+    (runs.ProcessRequest, {"cmd": "sleep 1", "process_id": "p", "keep_alive": True}),
+    (runs.ShellRequest, {"name": "second", "shell": "bash", "cwd": "/", "env": {}}),
+    (runs.WaitRequest, {"for": "exit", "timeout_ms": 1}),
+    (runs.WaitRequest, {"pattern": "a+b", "timeout_ms": 1}),
+    (runs.StdinRequest, {"text": "x", "close": True}),
+    (runs.SignalRequest, {"signal": "TERM"}),
+    (runs.CancelRequest, {"now": True}),
 )  # fmt: skip
 
 
 def _to_model(request: object) -> object:
     match request:
-        case schemas.CreateRequest():
+        case sessions.CreateRequest():
             return request.to_spec(default_limits=Limits(), key_header=None)
-        case schemas.PatchRequest():
+        case sessions.PatchRequest():
             return request.to_patch(current=Limits())
-        case schemas.ExecRequest() | runschemas.ProcessRequest():
+        case runs.ExecRequest() | runs.ProcessRequest():
             return request.to_spec(_SETTINGS)
-        case schemas.WriteRequest() | runschemas.StdinRequest():
+        case files.WriteRequest() | runs.StdinRequest():
             return request.content
-        case runschemas.ShellRequest():
+        case runs.ShellRequest():
             return request.to_spec()
-        case runschemas.WaitRequest():
+        case runs.WaitRequest():
             return request.to_condition()
     return request
 
@@ -241,7 +240,7 @@ def api_bodies(data: bytes) -> None:
     text = grammar.spoiled_json(choices, body)
     try:
         _run_at_once(check_value_count(text))
-        _to_model(schemas.parse(text, cls))
+        _to_model(fields.parse(text, cls))
     except SandkastenError as error:
         _check_refusal(error)
 
@@ -295,7 +294,7 @@ def api_requests(data: bytes) -> None:
         else:
             assert has_right, headers
     try:
-        name = safe_name(grammar.damage(choices, b"a/b.txt").decode("utf-8", "surrogateescape"))
+        name = files.safe_name(grammar.damage(choices, b"a/b.txt").decode("utf-8", "surrogateescape"))
         assert not {"/", "\0"} & set(name)
         assert name not in ("", ".", "..")
     except InvalidRequest as error:

@@ -19,13 +19,13 @@ from nsinit.wire.protocol import (
     Attach,
     Attached,
     Failed,
-    FindVictim,
-    Grouped,
-    MakeGroup,
+    FindOomKills,
+    MakeRunCgroup,
     Ok,
+    OomKills,
     Ready,
-    RemoveGroup,
-    Victim,
+    RemoveRunCgroup,
+    RunCgroupMade,
 )
 from runner.wire.protocol import ExecReply, Group, RunProgram
 from tests.kernel.harness import (
@@ -55,8 +55,8 @@ def _session_directory(server: Nsinit, session_id: str) -> Path:
 @contextmanager
 def _group(server: Nsinit, session_id: str, name: str) -> Iterator[int]:
     """Make a group and hold its descriptor."""
-    answer, fds = server.ask(MakeGroup, session_id=session_id, name=name)
-    assert isinstance(answer, Grouped), answer
+    answer, fds = server.ask(MakeRunCgroup, session_id=session_id, name=name)
+    assert isinstance(answer, RunCgroupMade), answer
     assert answer.membership == "clone"
     (fd,) = fds
     try:
@@ -66,14 +66,14 @@ def _group(server: Nsinit, session_id: str, name: str) -> Iterator[int]:
 
 
 def _refused(server: Nsinit, session_id: str, name: str) -> Failed:
-    answer, fds = server.ask(MakeGroup, session_id=session_id, name=name)
+    answer, fds = server.ask(MakeRunCgroup, session_id=session_id, name=name)
     assert isinstance(answer, Failed), answer
     assert fds == []
     return answer
 
 
 def _remove(server: Nsinit, session_id: str, name: str, *, kill: bool = False) -> None:
-    answer, _ = server.ask(RemoveGroup, session_id=session_id, name=name, kill=kill)
+    answer, _ = server.ask(RemoveRunCgroup, session_id=session_id, name=name, kill=kill)
     assert isinstance(answer, Ok), answer
 
 
@@ -170,7 +170,7 @@ def test_a_name_that_is_no_plain_one_is_refused(server: Nsinit, name: str) -> No
     """Nothing but a-z, 0-9 and `-` gets near a path."""
     session_id = server.build(host_plan()).session_id
     assert _refused(server, session_id, name).stage == "validate"
-    answer, _ = server.ask(RemoveGroup, session_id=session_id, name=name)
+    answer, _ = server.ask(RemoveRunCgroup, session_id=session_id, name=name)
     assert isinstance(answer, Failed)
     assert [each.name for each in _session_directory(server, session_id).iterdir() if each.is_dir()] == []
 
@@ -220,7 +220,7 @@ def test_a_group_that_is_not_empty_stays_unless_killing_was_asked_for(server: Ns
     box = server.build(host_plan())
     directory = _session_directory(server, box.session_id) / "a"
     with _group(server, box.session_id, "a"), sleeper_in(directory) as member:
-        answer, _ = server.ask(RemoveGroup, session_id=box.session_id, name="a")
+        answer, _ = server.ask(RemoveRunCgroup, session_id=box.session_id, name="a")
         assert isinstance(answer, Failed)
         assert os.strerror(answer.errno) == "Device or resource busy"
         assert directory.exists()
@@ -302,11 +302,11 @@ def test_victims_are_named_when_the_kernel_says_less_of_each(server: Nsinit) -> 
     box, other = server.build(host_plan(limits=SMALL)), server.build(host_plan())
     assert box.run(f'python3 -c "{HOGS}"').out == "9\n" * KILLS
     box.teardown()
-    victim, _ = server.ask(FindVictim, session_id=box.session_id)
-    assert isinstance(victim, Victim)
+    victim, _ = server.ask(FindOomKills, session_id=box.session_id)
+    assert isinstance(victim, OomKills)
     assert victim.name == f"hog-{KILLS - 1}"
     assert victim.kills == KILLS or not victim.pids
-    assert server.ask(FindVictim, session_id=other.session_id)[0].name == ""
+    assert server.ask(FindOomKills, session_id=other.session_id)[0].name == ""
     other.teardown()
 
 
@@ -315,11 +315,11 @@ def test_the_victim_of_the_oom_killer_is_named(server: Nsinit) -> None:
     box, other = server.build(host_plan(limits=SMALL)), server.build(host_plan())
     script = "open('/proc/self/comm', 'w').write('x,task=y,pid=1'); held = [bytearray(1 << 20) for _ in range(400)]"
     assert box.run(f'python3 -c "{script}"').code == 137
-    victim, _ = server.ask(FindVictim, session_id=box.session_id)
-    assert isinstance(victim, Victim)
+    victim, _ = server.ask(FindOomKills, session_id=box.session_id)
+    assert isinstance(victim, OomKills)
     assert victim.name == "x,task=y,pid=1"
     assert 0 <= victim.age_s < 5
-    assert server.ask(FindVictim, session_id=box.session_id)[0].name == victim.name
-    assert server.ask(FindVictim, session_id=other.session_id)[0].name == ""
+    assert server.ask(FindOomKills, session_id=box.session_id)[0].name == victim.name
+    assert server.ask(FindOomKills, session_id=other.session_id)[0].name == ""
     box.teardown()
     other.teardown()

@@ -18,7 +18,17 @@ import pytest
 
 from nsinit.cgroup.tree import REQUIRED
 from nsinit.kernel.mountinfo import Mount, parse_mountinfo
-from nsinit.wire.protocol import Attach, Attached, Failed, FindVictim, Grouped, MakeGroup, Ok, Ready, RemoveGroup
+from nsinit.wire.protocol import (
+    Attach,
+    Attached,
+    Failed,
+    FindOomKills,
+    MakeRunCgroup,
+    Ok,
+    Ready,
+    RemoveRunCgroup,
+    RunCgroupMade,
+)
 from runner.wire.protocol import ExecReply, Group, RunProgram
 from sandkasten.counters.cgroup import CgroupStats
 from tests.kernel.harness import (
@@ -157,8 +167,8 @@ def test_the_counters_the_daemon_reads_are_there(server: Nsinit) -> None:
 
 def _group(server: Nsinit, session_id: str, name: str) -> int:
     """Make a group and return its descriptor."""
-    answer, fds = server.ask(MakeGroup, session_id=session_id, name=name)
-    assert isinstance(answer, Grouped), answer
+    answer, fds = server.ask(MakeRunCgroup, session_id=session_id, name=name)
+    assert isinstance(answer, RunCgroupMade), answer
     assert answer.membership == "join"
     (fd,) = fds
     return fd
@@ -195,9 +205,9 @@ def test_a_powerless_process_joins_a_group_and_is_killed_with_it(server: Nsinit)
     with _joined(_group(server, box.session_id, "p-1"), "exec sleep 1000") as process:
         assert (directory / "p-1/cgroup.procs").read_text().split() == [str(process.pid)]
         assert int((directory / "pids.current").read_text()) == before + 1
-        assert isinstance(server.ask(RemoveGroup, session_id=box.session_id, name="p-1")[0], Failed)
+        assert isinstance(server.ask(RemoveRunCgroup, session_id=box.session_id, name="p-1")[0], Failed)
         assert process.poll() is None
-        assert isinstance(server.ask(RemoveGroup, session_id=box.session_id, name="p-1", kill=True)[0], Ok)
+        assert isinstance(server.ask(RemoveRunCgroup, session_id=box.session_id, name="p-1", kill=True)[0], Ok)
         assert process.wait(PATIENCE_S) == -9
     assert not (directory / "p-1").exists()
     box.teardown()
@@ -221,7 +231,7 @@ def test_a_fork_bomb_in_a_group_is_killed_with_it(server: Nsinit) -> None:
     directory = _pids_directory(server, box.session_id)
     with _joined(_group(server, box.session_id, "bomb"), "b() { while :; do b & done; }; b 2>/dev/null"):
         wait_until(lambda: int((directory / "pids.current").read_text()) > 30, "the bomb went off")
-        assert isinstance(server.ask(RemoveGroup, session_id=box.session_id, name="bomb", kill=True)[0], Ok)
+        assert isinstance(server.ask(RemoveRunCgroup, session_id=box.session_id, name="bomb", kill=True)[0], Ok)
         assert not (directory / "bomb").exists()
     assert box.run("echo lives").out == "lives\n"
     box.teardown()
@@ -246,7 +256,7 @@ def test_forks_refused_in_a_group_are_counted(server: Nsinit) -> None:
     loop = "for i in 1 2 3 4 5 6 7 8 9 10; do sleep 5 & done; wait"
     with _joined(_group(server, box.session_id, "p-1"), f"({loop}) 2>/dev/null; exec sleep 1000"):
         wait_until(lambda: stats.read_pids_refused() > before, "a fork was refused and counted")
-        server.ask(RemoveGroup, session_id=box.session_id, name="p-1", kill=True)
+        server.ask(RemoveRunCgroup, session_id=box.session_id, name="p-1", kill=True)
     stats.close()
     box.teardown()
 
@@ -255,5 +265,5 @@ def test_the_victim_of_the_oom_killer_is_named(server: Nsinit) -> None:
     """From the path of a v1 memory cgroup."""
     box = server.build(host_plan(limits=SMALL))
     assert box.run(f'python3 -c "{HOG}"').code == 137
-    assert server.ask(FindVictim, session_id=box.session_id)[0].name == "python3"
+    assert server.ask(FindOomKills, session_id=box.session_id)[0].name == "python3"
     box.teardown()

@@ -14,17 +14,17 @@ import pytest
 import trio
 import trio.testing
 
-from nsinit.wire.protocol import Ready
-from sandkasten.actors.core import Ref
-from sandkasten.actors.services.nsinit import Zygote
-from sandkasten.actors.services.nsinit_messages import (
-    Build,
-    FindVictim,
-    MakeGroup,
-    Node,
-    RemoveGroup,
-    SetLimits,
-    Teardown,
+from nsinit.wire.protocol import FindOomKills, Ready, RemoveRunCgroup
+from sandkasten.actors.core import Ask, Ref
+from sandkasten.actors.services.nsinit import (
+    Describe,
+    NsinitClient,
+    build,
+    call,
+    make_group,
+    recent_name,
+    set_limits,
+    teardown,
 )
 from sandkasten.model.errors import BuildFailed, BuildInterrupted
 from tests.kernel.harness import ROOMY, data_directory, host_plan
@@ -36,8 +36,8 @@ async def _started(crash_at: str = "") -> AsyncIterator[tuple[Ref, Path]]:
     with data_directory() as data_dir:
         async with trio.open_nursery() as nursery:
             ref = Ref("zygote")
-            await nursery.start(Zygote(ref, data_dir, secrets.token_hex(8), crash_at=crash_at).run)
-            ready = await ref.ask(Node())
+            await nursery.start(NsinitClient(ref, data_dir, secrets.token_hex(8), crash_at=crash_at).run)
+            ready = await ref.ask(Describe())
             assert isinstance(ready, Ready)
             yield ref, Path(ready.cgroup_dirs.get("unified", ready.cgroup_dirs["pids"]))
             nursery.cancel_scope.cancel()
@@ -47,10 +47,10 @@ async def _started(crash_at: str = "") -> AsyncIterator[tuple[Ref, Path]]:
 async def _session(ref: Ref) -> AsyncIterator[str]:
     """A session without a daemon around it."""
     plan = host_plan(limits=replace(ROOMY, memory_bytes=48 << 20))
-    sandbox = await ref.ask(Build(plan))
+    sandbox = await ref.ask(build(plan))
     sandbox.close_unused()
     yield plan.session_id
-    torn_down = await ref.ask(Teardown(plan.session_id))
+    torn_down = await ref.ask(teardown(plan.session_id))
     assert torn_down.leftovers == ()
 
 
@@ -68,12 +68,12 @@ async def _sleeper() -> AsyncIterator[trio.Process]:
 async def test_a_group_is_handed_over_with_its_descriptor() -> None:
     """It is the receiver's; the group goes when it is told to."""
     async with _started() as (ref, directory), _session(ref) as session_id:
-        handle = await ref.ask(MakeGroup(session_id, "p-1"))
+        handle = await ref.ask(make_group(session_id, "p-1"))
         assert (handle.name, handle.membership) == ("p-1", "clone")
         path = directory / session_id / "p-1"
         with handle.fd:
             assert os.fstat(handle.fd.fileno()).st_ino == path.stat().st_ino
-        await ref.ask(RemoveGroup(session_id, "p-1", kill=True))
+        await ref.ask(call(RemoveRunCgroup, session_id, "p-1", kill=True))
         assert not path.exists()
 
 
@@ -82,7 +82,7 @@ async def test_who_dies_of_every_order_makes_a_request_worth_another_try(step: s
     """It is neither the session's fault nor the caller's; and of a group that nobody was told of nothing is left."""
     async with _started(f"cgroup_maker.{step}") as (ref, directory), _session(ref) as session_id:
         raised = replace(ROOMY, memory_bytes=ROOMY.memory_bytes * 2)
-        request = MakeGroup(session_id, "p-1") if step == "group" else SetLimits(session_id, raised)
+        request: Ask[object] = make_group(session_id, "p-1") if step == "group" else set_limits(session_id, raised)
         with pytest.raises(BuildInterrupted):
             await ref.ask(request)
         assert not (directory / session_id / "p-1").exists()
@@ -91,23 +91,23 @@ async def test_who_dies_of_every_order_makes_a_request_worth_another_try(step: s
 async def test_a_refusal_says_why() -> None:
     """With the errno of the kernel or of the rule."""
     async with _started() as (ref, _), _session(ref) as session_id:
-        (await ref.ask(MakeGroup(session_id, "twice"))).close_unused()
+        (await ref.ask(make_group(session_id, "twice"))).close_unused()
         with pytest.raises(BuildFailed, match="File exists"):
-            await ref.ask(MakeGroup(session_id, "twice"))
+            await ref.ask(make_group(session_id, "twice"))
         with pytest.raises(BuildFailed, match="invalid name of a run cgroup"):
-            await ref.ask(MakeGroup(session_id, "../x"))
+            await ref.ask(make_group(session_id, "../x"))
 
 
 @pytest.mark.cgroup_v2
 async def test_a_group_in_use_stays_and_that_is_told() -> None:
     """Until it is empty, or its members are to be killed."""
     async with _started() as (ref, directory), _session(ref) as session_id:
-        (await ref.ask(MakeGroup(session_id, "busy"))).close_unused()
+        (await ref.ask(make_group(session_id, "busy"))).close_unused()
         async with _sleeper() as member:
             (directory / session_id / "busy/cgroup.procs").write_text(str(member.pid))
             with pytest.raises(BuildFailed, match="lives on"):
-                await ref.ask(RemoveGroup(session_id, "busy"))
-            await ref.ask(RemoveGroup(session_id, "busy", kill=True))
+                await ref.ask(call(RemoveRunCgroup, session_id, "busy"))
+            await ref.ask(call(RemoveRunCgroup, session_id, "busy", kill=True))
             assert await member.wait() == -9
 
 
@@ -115,16 +115,16 @@ async def test_a_group_nobody_waits_for_any_more_leaves_no_descriptor() -> None:
     """Its asker is cancelled before nsinit makes it; what comes for it later is thrown away."""
     async with _started() as (ref, directory), _session(ref) as session_id:
         before = len(os.listdir("/proc/self/fd"))
-        nsinit_pid = (await ref.ask(Node())).pid
+        nsinit_pid = (await ref.ask(Describe())).pid
         os.kill(nsinit_pid, signal.SIGSTOP)
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(ref.ask, MakeGroup(session_id, "lost"))
+                nursery.start_soon(ref.ask, make_group(session_id, "lost"))
                 await trio.testing.wait_all_tasks_blocked()
                 nursery.cancel_scope.cancel()
         finally:
             os.kill(nsinit_pid, signal.SIGCONT)
-        await ref.ask(RemoveGroup(session_id, "other"))
+        await ref.ask(call(RemoveRunCgroup, session_id, "other"))
         assert (directory / session_id / "lost").is_dir()
         assert len(os.listdir("/proc/self/fd")) == before
 
@@ -132,4 +132,4 @@ async def test_a_group_nobody_waits_for_any_more_leaves_no_descriptor() -> None:
 async def test_without_a_kill_there_is_no_victim() -> None:
     """An answer, not an error."""
     async with _started() as (ref, _), _session(ref) as session_id:
-        assert await ref.ask(FindVictim(session_id)) is None
+        assert recent_name(await ref.ask(call(FindOomKills, session_id))) is None

@@ -16,6 +16,7 @@ import pytest
 from nsinit.cgroup.identity import read_identity
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config
+from sandkasten.host.paths import read_boot_id
 from sandkasten.model import ExecSpec, SessionSpec, Status
 from sandkasten.model.errors import SessionNotFound
 from sandkasten.model.lifecycle import Event
@@ -40,7 +41,7 @@ def innocent() -> Iterator[subprocess.Popen[bytes]]:
 
 def _identity_of(pid: int) -> KernelIdentity:
     found = read_identity(pid)
-    return KernelIdentity(found.pid, found.start_ticks, found.pid_ns)
+    return KernelIdentity(found.pid, found.start_ticks, found.pid_ns, read_boot_id())
 
 
 @pytest.mark.parametrize("is_exact", [True, False], ids=["right start time", "wrong start time"])

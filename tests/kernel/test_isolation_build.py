@@ -18,9 +18,9 @@ from nsinit.wire.protocol import (
     Build,
     DiskLimits,
     Failed,
-    Furnish,
     Limits,
     MakeWorkspace,
+    MountImage,
     Ok,
     Prepare,
     SandboxPlan,
@@ -201,25 +201,25 @@ def test_a_second_build_of_a_running_session_does_not_touch_it(server: Nsinit) -
     sandbox.teardown()
 
 
-def test_a_prepared_vessel_becomes_the_sandbox_of_its_id(server: Nsinit) -> None:
-    """Prepare makes the process, Build only furnishes it."""
+def test_a_prepared_pool_sandbox_becomes_the_sandbox_of_its_id(server: Nsinit) -> None:
+    """Prepare makes the process, Build only adds the image to it."""
     session_id = new_id()
     answer, _ = server.ask(Prepare, session_id=session_id, limits=ROOMY)
     assert isinstance(answer, Ok)
-    (vessel,) = server.processes()
+    (pid,) = server.processes()
     sandbox = server.build(host_plan(session_id))
-    assert sandbox.pid == vessel
+    assert sandbox.pid == pid
     assert sandbox.run("echo works").out == "works\n"
     sandbox.teardown()
 
 
-def test_a_furnished_vessel_becomes_the_sandbox_of_its_id(server: Nsinit) -> None:
+def test_a_pool_sandbox_with_an_image_becomes_the_sandbox_of_its_id(server: Nsinit) -> None:
     """Its image is mounted already: what is left is what may differ from plan to plan."""
-    plan = _furnished(server)
-    (vessel,) = server.processes()
+    plan = _imaged(server)
+    (pid,) = server.processes()
     server.ask(MakeWorkspace, workspace_id="kept")
     sandbox = server.build(replace(plan, workspace_id="kept", readonly_rootfs=True, limits=replace(ROOMY, pids=99)))
-    assert sandbox.pid == vessel
+    assert sandbox.pid == pid
     assert {"pivot root", "workspace"} <= sandbox.built.timings_us.keys()
     assert not {"overlay root", "etc"} & sandbox.built.timings_us.keys()
     assert sandbox.run("echo works > /workspace/f; cat /workspace/f").out == "works\n"
@@ -240,57 +240,57 @@ def test_a_furnished_vessel_becomes_the_sandbox_of_its_id(server: Nsinit) -> Non
     ],
     ids=lambda other: next(iter(other)),
 )
-def test_a_furnished_vessel_is_no_sandbox_of_another_plan(server: Nsinit, other: dict[str, Any]) -> None:
+def test_a_pool_sandbox_with_an_image_is_no_sandbox_of_another_plan(server: Nsinit, other: dict[str, Any]) -> None:
     """Nobody gets an image, or sizes, that are not his; the id can be built again."""
-    plan = _furnished(server)
+    plan = _imaged(server)
     failed = server.refused(replace(plan, **other))
-    assert (failed.stage, failed.errno) == ("vessel", errno.EINVAL)
+    assert (failed.stage, failed.errno) == ("pool", errno.EINVAL)
     _assert_nothing_left(server, plan.session_id)
     server.build(plan).teardown()
 
 
-def test_only_a_blank_vessel_is_furnished(server: Nsinit) -> None:
+def test_only_a_blank_pool_sandbox_gets_an_image(server: Nsinit) -> None:
     """Not one that is already, not a session that runs, which lives on; and one whose image is missing is gone."""
-    plan = _furnished(server)
-    answer, _ = server.ask(Furnish, plan=plan)
-    assert (answer.stage, answer.errno) == ("vessel", errno.ENOENT)
+    plan = _imaged(server)
+    answer, _ = server.ask(MountImage, plan=plan)
+    assert (answer.stage, answer.errno) == ("pool", errno.ENOENT)
     sandbox = server.build(plan)
-    answer, _ = server.ask(Furnish, plan=plan)
-    assert (answer.stage, answer.errno) == ("vessel", errno.ENOENT)
+    answer, _ = server.ask(MountImage, plan=plan)
+    assert (answer.stage, answer.errno) == ("pool", errno.ENOENT)
     assert sandbox.run("echo lives").out == "lives\n"
     sandbox.teardown()
     missing = host_plan(new_id(), image="missing")
     server.ask(Prepare, session_id=missing.session_id, limits=ROOMY)
-    answer, _ = server.ask(Furnish, plan=missing)
+    answer, _ = server.ask(MountImage, plan=missing)
     assert answer.stage == "overlay root"
     _assert_nothing_left(server, missing.session_id)
 
 
-def _furnished(server: Nsinit) -> SandboxPlan:
+def _imaged(server: Nsinit) -> SandboxPlan:
     plan = host_plan(new_id())
     server.ask(Prepare, session_id=plan.session_id, limits=ROOMY)
-    answer, _ = server.ask(Furnish, plan=plan)
+    answer, _ = server.ask(MountImage, plan=plan)
     assert isinstance(answer, Ok), answer
     return plan
 
 
-def test_a_vessel_that_was_never_used_is_discarded(server: Nsinit) -> None:
-    """Teardown takes it away, whole, blank or furnished."""
+def test_a_pool_sandbox_that_was_never_used_is_discarded(server: Nsinit) -> None:
+    """Teardown takes it away, whole, blank or with an image."""
     session_id = new_id()
     server.ask(Prepare, session_id=session_id, limits=ROOMY)
     server.teardown(session_id)
     _assert_nothing_left(server, session_id)
-    plan = _furnished(server)
+    plan = _imaged(server)
     server.teardown(plan.session_id)
     _assert_nothing_left(server, plan.session_id)
 
 
-def test_a_vessel_that_died_fails_its_build_alone(server: Nsinit) -> None:
-    """A killed vessel gives a clear failure and leaves nothing; the same id can be built again."""
+def test_a_pool_sandbox_that_died_fails_its_build_alone(server: Nsinit) -> None:
+    """A killed pool sandbox gives a clear failure and leaves nothing; the same id can be built again."""
     session_id = new_id()
     server.ask(Prepare, session_id=session_id, limits=ROOMY)
-    (vessel,) = server.processes()
-    os.kill(vessel, signal.SIGKILL)
+    (pid,) = server.processes()
+    os.kill(pid, signal.SIGKILL)
     failed = server.refused(host_plan(session_id))
     assert failed.stage == "child"
     _assert_nothing_left(server, session_id)

@@ -28,11 +28,11 @@ from nsinit.wire.protocol import (
     Build,
     Built,
     Failed,
-    Furnish,
-    Grouped,
-    MakeGroup,
+    MakeRunCgroup,
+    MountImage,
     Ok,
     Prepare,
+    RunCgroupMade,
     SandboxPlan,
     SetLimits,
     Teardown,
@@ -140,7 +140,7 @@ def test_helpers_keep_nothing_of_a_session(server: Nsinit) -> None:
     prepared = new_id()
     server.ask(Prepare, session_id=prepared, limits=ROOMY)
     assert _all_holdings(server) == before
-    server.ask(Furnish, plan=host_plan(prepared))
+    server.ask(MountImage, plan=host_plan(prepared))
     assert _all_holdings(server) == before
     for sandbox in sandboxes:
         assert all(
@@ -278,13 +278,13 @@ def test_a_cgroup_maker_that_dies_over_a_running_session_is_not_missed(server: N
     for order in ({"limits": raised}, {"name": "p-1"}):
         (pid,) = server.helpers(CGROUP_MAKER)
         os.kill(pid, signal.SIGSTOP)
-        server.send(MakeGroup if "name" in order else SetLimits, session_id=sandbox.session_id, **order)
+        server.send(MakeRunCgroup if "name" in order else SetLimits, session_id=sandbox.session_id, **order)
         if "name" in order:  # as one that dies before it has told of it
             (_group_parent(server, sandbox.session_id) / "p-1").mkdir()
         server.scan()  # when that is answered, the order has been handed over
         os.kill(pid, signal.SIGKILL)
         answer, fds = server.receive()
-        assert isinstance(answer, Ok | Grouped), answer
+        assert isinstance(answer, Ok | RunCgroupMade), answer
         for fd in fds:
             os.close(fd)
     directory = server.ready.cgroup_dirs["memory"]
@@ -319,11 +319,11 @@ def test_a_cgroup_maker_that_hangs_costs_time_and_nothing_else(server: Nsinit) -
     sandbox, plan = server.build(host_plan()), host_plan()
     (pid,) = server.helpers(CGROUP_MAKER)
     os.kill(pid, signal.SIGSTOP)
-    server.send(MakeGroup, session_id=sandbox.session_id, name="p-1")
+    server.send(MakeRunCgroup, session_id=sandbox.session_id, name="p-1")
     server.send(Build, plan=plan)
     answers = [server.receive(), server.receive()]
     for answer, fds in answers:
-        assert isinstance(answer, Grouped | Built), answer
+        assert isinstance(answer, RunCgroupMade | Built), answer
         for fd in fds:
             os.close(fd)
     assert not _is_alive(pid)

@@ -17,6 +17,7 @@ from nsinit.cgroup.tree import owner_of, set_owner
 from nsinit.helpers.builder import NAME as BUILDER
 from nsinit.helpers.cgroup_maker import NAME as CGROUP_MAKER
 from nsinit.helpers.forker import NAME as FORKER
+from nsinit.kernel.mountinfo import parse_points
 from nsinit.server.leftovers import mounts_in, shown
 from nsinit.wire.protocol import Failed, FindLeftovers, Leftover, LeftoversFound, Ok, Ready, RemoveLeftover
 from tests.kernel.harness import Nsinit, data_directory, host_plan, running, wait_until
@@ -199,7 +200,7 @@ def bind(behind: Path, point: Path) -> None:
 
 def points(directory: Path, pid: int | str = "self") -> list[str]:
     """Return the mount points below a directory that a process sees, once for each mount."""
-    seen = (line.split()[4] for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines())
+    seen = (point for _, point in parse_points(Path(f"/proc/{pid}/mountinfo").read_text()))
     return [point for point in seen if point.startswith(f"{directory}/")]
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from nsinit.cgroup.tree import Located, locate
 from nsinit.kernel.mountinfo import parse_mountinfo, parse_own_cgroups
-from nsinit.wire.protocol import Grouped, MakeGroup, RemoveGroup
+from nsinit.wire.protocol import MakeRunCgroup, RemoveRunCgroup, RunCgroupMade
 from runner.wire.protocol import (
     REQUESTS,
     Cancel,
@@ -328,13 +328,13 @@ def test_a_powerless_pid_1_starts_programs_in_groups() -> None:
     """In a real sandbox: nsinit makes the group, PID 1 has no capability over cgroups, the program is born in it."""
     with harness.data_directory() as data_dir, harness.running(data_dir) as server:
         box = server.build(harness.host_plan())
-        answer, (fd,) = server.ask(MakeGroup, session_id=box.session_id, name="g1")
-        assert isinstance(answer, Grouped)
+        answer, (fd,) = server.ask(MakeRunCgroup, session_id=box.session_id, name="g1")
+        assert isinstance(answer, RunCgroupMade)
         group = OpenGroup(Group("g1", answer.membership), fd)
         client = Client(harness.connect(data_dir, box.session_id))
         assert b"/g1\n" in group.run(client, "cat /proc/self/cgroup").stdout
         assert group.run(client, "setsid sleep 1234 & sleep 1235", timeout_ms=100).reply.cause == "timed_out"
         os.close(fd)
-        server.ask(RemoveGroup, session_id=box.session_id, name="g1")
+        server.ask(RemoveRunCgroup, session_id=box.session_id, name="g1")
         client.sock.close()
         box.teardown()

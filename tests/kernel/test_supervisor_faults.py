@@ -14,13 +14,14 @@ import pytest
 import trio
 
 from sandkasten.actors.node import recovery
-from sandkasten.actors.services import store
+from sandkasten.actors.services.store import do
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, ConfigError, Server
 from sandkasten.model import ExecSpec, Limits, SessionPatch, SessionSpec, Status
 from sandkasten.model.errors import BuildInterrupted, Capacity, InvalidRequest, SandkastenError, StoreFailed
 from sandkasten.model.lifecycle import Event
+from sandkasten.store.sessions import put_session
 from tests.kernel.processes import init_pids, nsinit_pid
 from tests.strategies import make_record
 from tests.waiting import until
@@ -265,7 +266,7 @@ async def test_file_transfers_of_one_session_are_bounded(supervisor: LocalSuperv
 async def test_a_record_that_was_written_at_last_takes_the_place_of_the_kept_one(supervisor: LocalSupervisor) -> None:
     """What a refused write left behind never overwrites a later state."""
     begun = make_record("a" * 24, status=Status.DESTROYING, ending=Event.EXPIRE)
-    await supervisor._store.ask(store.Put(begun))
+    await supervisor._store.ask(do(put_session, begun))
     supervisor._directory.unwritten[begun.session.id] = begun
     assert (await supervisor.destroy(begun.session.id)).status is Status.EXPIRED
     assert supervisor._directory.unwritten == {}

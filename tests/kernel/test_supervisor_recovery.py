@@ -10,10 +10,11 @@ import pytest
 import trio
 
 from sandkasten.actors.node import recovery
-from sandkasten.actors.services import store
+from sandkasten.actors.services.store import do
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.model import ExecSpec, SessionSpec, Status
 from sandkasten.model.lifecycle import Event
+from sandkasten.store.sessions import put_session
 from tests.kernel.processes import nsinit_pid
 from tests.strategies import make_record
 from tests.waiting import until
@@ -75,7 +76,7 @@ async def test_the_reaper_finishes_what_nobody_works_on(supervisor: LocalSupervi
     begun = make_record("a" * 24, status=Status.DESTROYING, ending=Event.EXPIRE)
     claimed = make_record("b" * 24, status=Status.RUNNING)
     for record in (begun, claimed):
-        await supervisor._store.ask(store.Put(record))
+        await supervisor._store.ask(do(put_session, record))
     await supervisor._reaper.ask(recovery.Sweep())
     assert (await supervisor.get("a" * 24)).status is Status.EXPIRED
     assert (await supervisor.get("b" * 24)).status is Status.RUNNING

@@ -105,7 +105,7 @@ def _victim(task: str, *, pid: int = 20123, uid: int = 525288, usec: int = 10952
 
 def _kills(log: KernelLog, session_id: str, base: int | None = None) -> Kills:
     with pytest.raises(StopIteration) as end:
-        next(log.find_kills(session_id, base))
+        next(log.find_oom_kills(session_id, base))
     found = end.value.value
     assert isinstance(found, Kills)
     return found

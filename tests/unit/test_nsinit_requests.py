@@ -76,4 +76,4 @@ def test_a_field_that_nobody_checks_makes_no_row() -> None:
     """Whoever adds one must say how it is checked, or nsinit does not start."""
     row = TABLE[protocol.SetLimits]
     with pytest.raises(TypeError, match="limits"):
-        Row(protocol.SetLimits, {"session_id": row.checks["session_id"]}, row.key, row.work, row.answer)
+        Row(protocol.SetLimits, {"session_id": row.checks["session_id"]}, row.key, row.work)

@@ -86,12 +86,6 @@ def test_nothing_of_another_boot_is_adopted() -> None:
     assert decision.end_reason is EndReason.HOST_REBOOT
 
 
-def test_a_record_of_a_version_that_knew_no_boot_is_judged_by_the_rest() -> None:
-    """An upgrade loses no session."""
-    record = make_record(ID, identity=attrs.evolve(KERNEL, boot_id=None))
-    assert [each.action for each in at_start([record], [running()])] == [Action.ADOPT]
-
-
 @pytest.mark.parametrize("found", [[], [remains()]])
 def test_what_is_gone_is_finished_as_lost(found: list[Found]) -> None:
     """The kernel is the truth: files or an empty cgroup are no sandbox."""

@@ -28,13 +28,14 @@ from sandkasten.actors.node.reconcile import (
     as_leftovers,
     plan_reconciliation,
 )
-from sandkasten.actors.services import nsinit_messages as zygote_actor
-from sandkasten.actors.services import store as store_actor
+from sandkasten.actors.services.nsinit import ask_patiently, call, scan
 from sandkasten.actors.services.shared import Shared
+from sandkasten.actors.services.store import do
 from sandkasten.host.paths import DataPaths
 from sandkasten.model import EventType
 from sandkasten.model.errors import SandkastenError
 from sandkasten.output.spool_files import SpoolFile, list_spool, remove_spool_files, session_of
+from sandkasten.store.sessions import live_sessions
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +61,8 @@ class Inventory:
 
         Records come first and owners last: what begins or ends meanwhile has an owner or is only watched.
         """
-        records = await self._store.ask_again(store_actor.LiveSessions())
-        found = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Scan())
+        records = await self._store.ask_again(do(live_sessions))
+        found = await scan(self._zygote)
         leftovers = await self._leftovers()
         files = await self._unused_files()
         seen = frozenset[str | Leftover]() if is_start else self._seen
@@ -76,7 +77,7 @@ class Inventory:
     async def _leftovers(self) -> Sequence[Leftover]:
         """Return what is no session's; nothing when it can't be looked for, which must not hold up the rest."""
         try:
-            return as_leftovers(await zygote_actor.ask_patiently(self._zygote, zygote_actor.Survey()))
+            return as_leftovers((await ask_patiently(self._zygote, call(protocol.FindLeftovers))).leftovers)
         except SandkastenError as error:
             log.error("leftovers_not_looked_for", extra={"error": str(error)})
             return []
@@ -124,7 +125,7 @@ class Removal:
     async def _remove_stray(self, leftover: Leftover) -> bool:
         stray = protocol.Leftover(leftover.kind, leftover.name)  # type: ignore[arg-type]  # that is where its kind is from
         try:
-            await self._zygote.ask(zygote_actor.RemoveStray(stray))
+            await self._zygote.ask(call(protocol.RemoveLeftover, stray))
         except SandkastenError as error:
             self._not_removed(leftover, str(error))
             return False

@@ -12,14 +12,15 @@ import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import attrs
 import trio
 
-from nsinit.wire.protocol import SandboxPlan
+from nsinit.wire.protocol import MountImage, Prepare, SandboxPlan
 from sandkasten.actors.core import Ref
-from sandkasten.actors.services import nsinit_messages as zygote_actor
 from sandkasten.actors.services.directory import SessionDirectory
+from sandkasten.actors.services.nsinit import Call, call
 from sandkasten.admission.plan import Resolved, plan_disk, plan_limits, plan_sandbox
 from sandkasten.images.catalog import Image
 from sandkasten.model import Limits
@@ -101,15 +102,15 @@ class Vessels:
             limits = self._limits
             vessel = _Vessel(self._new_id(), self._zygote.incarnation)
             self._directory.reserved.add(vessel.session_id)
-            order = zygote_actor.Prepare(vessel.session_id, plan_limits(limits), plan_disk(limits))
+            order = call(Prepare, vessel.session_id, plan_limits(limits), plan_disk(limits))
             if not await self._have(vessel, order):
                 return
         if is_quiet() and self._guess is not None and self._furnished is None and len(self._blank) > 1:
             guess, vessel = self._guess, self._blank.popleft()
             plan = dataclasses.replace(guess.plan, session_id=vessel.session_id)
-            await self._have(attrs.evolve(vessel, furnishing=guess), zygote_actor.Furnish(plan))
+            await self._have(attrs.evolve(vessel, furnishing=guess), call(MountImage, plan))
 
-    async def _have(self, vessel: _Vessel, order: zygote_actor.Prepare | zygote_actor.Furnish) -> bool:
+    async def _have(self, vessel: _Vessel, order: Call[Any]) -> bool:
         """Have nsinit carry out the order, after which there is that vessel. False: it could not."""
         self._under_way += 1
         try:

@@ -189,7 +189,7 @@ def _judge(record: SessionRecord, found: Found | None, boot_id: str) -> Decision
 
 def is_of_another_boot(record: SessionRecord, boot_id: str) -> bool:
     """Whether the machine was restarted since: whatever bears the recorded pid now is somebody else."""
-    return record.identity is not None and record.identity.boot_id not in (None, boot_id)
+    return record.identity is not None and record.identity.boot_id != boot_id
 
 
 def _is_same(record: SessionRecord, found: Found) -> bool:

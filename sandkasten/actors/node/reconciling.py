@@ -16,16 +16,17 @@ import trio
 
 from sandkasten.actors.node.inventory import Inventory, Removal
 from sandkasten.actors.node.reconcile import SESSION, Action, Decision, Leftover
-from sandkasten.actors.services import nsinit_messages as zygote_actor
 from sandkasten.actors.services import store as store_actor
+from sandkasten.actors.services.nsinit import ask_patiently, teardown
 from sandkasten.actors.services.shared import Shared
+from sandkasten.actors.services.store import do
 from sandkasten.actors.session.actor import SessionActor
 from sandkasten.actors.session.ending import ENDINGS
 from sandkasten.actors.workspaces.actor import release_soon
 from sandkasten.model import EndReason, Session, Status
 from sandkasten.model.errors import SandkastenError, SessionNotFound
 from sandkasten.model.lifecycle import END_REASONS, ENDED, LIVE, Event, next_status
-from sandkasten.store.sessions import SessionRecord
+from sandkasten.store.sessions import SessionRecord, get_session
 
 Ts = TypeVarTuple("Ts")
 
@@ -70,7 +71,7 @@ class Reconciling:
 
     async def settle(self, decision: Decision) -> None:
         """Do what was decided about a session, unless it is out of date: somebody works on it now, or did."""
-        record = await self._store.ask_again(store_actor.Get(decision.session_id))
+        record = await self._store.ask_again(do(get_session, decision.session_id))
         before, now = decision.record, None if record is None or record.session.status not in LIVE else record
         is_as_seen = now is before is None or (
             now is not None and before is not None and now.session.epoch == before.session.epoch
@@ -117,8 +118,7 @@ class Reconciling:
         record says already, or what is given, or what the event usually means."""
         try:
             async with self.ends:
-                teardown = zygote_actor.Teardown(record.session.id)
-                await zygote_actor.ask_patiently(self._zygote, teardown)
+                await ask_patiently(self._zygote, teardown(record.session.id))
                 if event is Event.NOT_FOUND:
                     status = next_status(record.session.status, event)
                 else:
@@ -150,7 +150,7 @@ class Reconciling:
         """Remove what there is of an id that is nobody's; False if that must be tried again."""
         try:
             async with self.ends:
-                torn_down = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Teardown(session_id))
+                torn_down = await ask_patiently(self._zygote, teardown(session_id))
                 return not torn_down.leftovers
         except SandkastenError as error:
             log.error("reap_deferred", extra={"session_id": session_id, "error": str(error)})
@@ -160,7 +160,7 @@ class Reconciling:
 
     async def forget(self, session_id: str) -> Session:
         """End a session that has no actor though its record says it lives."""
-        record = await self._store.ask_again(store_actor.Get(session_id))
+        record = await self._store.ask_again(do(get_session, session_id))
         if record is None:
             raise SessionNotFound("no such session", session_id=session_id)
         if record.session.status not in LIVE or self._directory.owns(session_id):

@@ -21,9 +21,10 @@ from sandkasten.actors.core import Actor, Ask, Deferred, Ref
 from sandkasten.actors.node import sessions as sessions_actor
 from sandkasten.actors.node.inventory import Inventory, Removal
 from sandkasten.actors.node.reconcile import Action
-from sandkasten.actors.services import store as store_actor
 from sandkasten.actors.services.shared import Shared
+from sandkasten.actors.services.store import do
 from sandkasten.model.errors import SandkastenError
+from sandkasten.store.sessions import forget_ended, put_session
 
 log = logging.getLogger(__name__)
 
@@ -31,12 +32,12 @@ BATCH = 500
 """Records that one transaction deletes; some milliseconds, in which nothing else is written."""
 
 
-async def forget_ended(store: Ref, *, keep_s: float) -> int:
+async def forget_old(store: Ref, *, keep_s: float) -> int:
     """Delete the records of sessions that ended longer ago than that; return how many. Raises `StoreFailed`."""
     before = datetime.now(UTC) - timedelta(seconds=keep_s)
     forgotten = 0
     while True:
-        count = await store.ask(store_actor.ForgetEnded(before, BATCH))
+        count = await store.ask(do(forget_ended, before=before, limit=BATCH))
         forgotten += count
         if count < BATCH:
             break
@@ -115,12 +116,12 @@ class Reaper(Actor):
             return len(due) + removed
 
     async def _forget(self) -> None:
-        await forget_ended(self._store, keep_s=self._keep_records_s)
+        await forget_old(self._store, keep_s=self._keep_records_s)
 
     async def _write_refused(self) -> None:
         """Write the final records that the database refused before."""
         for session_id, record in list(self._directory.unwritten.items()):
-            await self._store.ask(store_actor.Put(record))
+            await self._store.ask(do(put_session, record))
             if self._directory.unwritten.get(session_id) is record:
                 del self._directory.unwritten[session_id]
 

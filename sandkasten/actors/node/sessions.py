@@ -31,10 +31,10 @@ from sandkasten.actors.node.inventory import Inventory, Removal
 from sandkasten.actors.node.pool import Vessels
 from sandkasten.actors.node.reconcile import Decision
 from sandkasten.actors.node.reconciling import Reconciling
-from sandkasten.actors.services import nsinit_messages as zygote_actor
-from sandkasten.actors.services import store as store_actor
 from sandkasten.actors.services.directory import SessionDirectory
+from sandkasten.actors.services.nsinit import Describe, ask_patiently, scan
 from sandkasten.actors.services.shared import Shared
+from sandkasten.actors.services.store import do
 from sandkasten.actors.session.actor import SessionActor
 from sandkasten.actors.session.birth import Creation, Services
 from sandkasten.actors.session.messages import Destroy
@@ -49,7 +49,7 @@ from sandkasten.model.errors import ActorGone, Conflict, SandboxError, Sandkaste
 from sandkasten.model.lifecycle import ENDED, LIVE, WHOLE, ended_error
 from sandkasten.model.listing import SessionPage, SessionQuery, page_of
 from sandkasten.model.node import Amounts
-from sandkasten.store.sessions import Recorded, SessionRecord
+from sandkasten.store.sessions import Recorded, SessionRecord, find_by_key, find_sessions, read_drained, write_drained
 
 _UNDOING_S = 10.0
 """How long a create may wait until what an earlier daemon had begun for its key is undone."""
@@ -100,7 +100,7 @@ class IdempotentCreates:
         told of it, and nobody is. Raises `Conflict`, `SessionExpired`, or `ActorGone` when that takes too long.
         """
         give_up_at = trio.current_time() + _UNDOING_S
-        while (known := await self._store.ask_again(store_actor.FindByKey(key))) is not None:
+        while (known := await self._store.ask_again(do(find_by_key, key))) is not None:
             _require_same(known.spec_digest, digest)
             session = self._latest(known)
             if session.status in WHOLE:
@@ -230,9 +230,9 @@ class Sessions(Actor):
     async def on_start(self) -> None:
         self._directory.clear()
         self._shared.shares.clear()
-        ready = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Node())
+        ready = await ask_patiently(self._zygote, Describe())
         self._assemble(ready.cgroup_dirs)
-        self._creating.is_drained = await self._store.ask_again(store_actor.IsDrained())
+        self._creating.is_drained = await self._store.ask_again(do(read_drained))
         if self._creating.is_drained:
             log.warning("node_drained", extra={"advice": "it takes no new sessions until it is undrained"})
         await self._reconciling.reconcile()
@@ -337,7 +337,7 @@ class Sessions(Actor):
     async def _set_drained(self, drained: bool) -> None:
         """Written down first: what was answered holds after a crash, too."""
         async with self._drain_turn:
-            await self._store.ask_again(store_actor.SetDrained(drained))
+            await self._store.ask_again(do(write_drained, drained))
             self._creating.is_drained = drained
         log.warning("node_drained" if drained else "node_undrained")
         if not drained:
@@ -392,7 +392,7 @@ class Sessions(Actor):
                 for entry in self._directory:
                     nursery.start_soon(self._destroy, entry.ref)
             await trio.sleep(_DRAIN_PAUSE_S)
-        found = await zygote_actor.ask_patiently(self._zygote, zygote_actor.Scan())
+        found = await scan(self._zygote)
         async with trio.open_nursery() as nursery:
             for each in found:
                 nursery.start_soon(self._reconciling.reap, each.session_id)
@@ -405,11 +405,11 @@ class Sessions(Actor):
                 log.info("destroy_skipped", extra={"actor": ref.name, "error": str(error)})
 
 
-async def find_sessions(query: SessionQuery, *, directory: SessionDirectory, store: Ref) -> SessionPage:
+async def list_sessions(query: SessionQuery, *, directory: SessionDirectory, store: Ref) -> SessionPage:
     """Return the sessions that are asked for, newest first."""
     if not query.statuses & ENDED:
         return page_of(query, (entry.session for entry in directory))
-    recorded = await store.ask(store_actor.FindSessions(query))
+    recorded = await store.ask(do(find_sessions, query))
     unwritten = [record.session for record in directory.unwritten.values()]
     return merge(query, recorded, [*unwritten, *(entry.session for entry in directory)])
 

@@ -179,15 +179,12 @@ class Accounts(RunObserver):
         *,
         active: Collection[Run],
         count_shells: Callable[[], int],
-        note_change: Callable[[Run], None],
     ) -> None:
-        """`active` are the runs that wait or run, as of whenever they are looked at. `note_change` is called when the
-        readings of a run have changed after its admission."""
+        """`active` are the runs that wait or run, as of whenever they are looked at."""
         self._stats = stats
         self._cgroups = cgroups
         self._active = active
         self._count_shells = count_shells
-        self._note_change = note_change
         self._accounts: dict[str, Account] = {}
         self._left: WeakKeyDictionary[Shell, Reading] = WeakKeyDictionary()
         """The readings when the last run of a shell ended, where the next run waited."""
@@ -207,7 +204,7 @@ class Accounts(RunObserver):
             if account is not None and account.is_alone and account.closed is None:
                 init_usec = self._stats.read_init_cpu() if init_usec < 0 else init_usec
                 account.end_solitude(init_usec)
-                self._note_change(run)
+                run.note_change()
 
     def admitted(self, run: Run) -> None:
         """A few microseconds when the run is the only one."""
@@ -226,10 +223,14 @@ class Accounts(RunObserver):
             if account is not None and account.closed is None:
                 reading = self._close(earlier, account)
         self._open(run, reading or self._read(run))
-        self._note_change(run)
+        run.note_change()
+
+    def ended(self, run: Run) -> None:
+        if run.end is not None:  # else the run may go on without this daemon, and is to be written down
+            self.forget(run)
 
     def forget(self, run: Run) -> None:
-        """Drop the account of a run that has ended, once its end is told."""
+        """Drop the account of a run that has ended."""
         self._accounts.pop(run.exec_id, None)
 
     def note_kill(self, run: Run) -> None:

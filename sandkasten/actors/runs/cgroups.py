@@ -12,8 +12,9 @@ import secrets
 
 import trio
 
+from nsinit.wire.protocol import RemoveRunCgroup
 from sandkasten.actors.core import Ref
-from sandkasten.actors.services import nsinit_messages as zygote_actor
+from sandkasten.actors.services.nsinit import GroupHandle, call, make_group
 from sandkasten.counters.cgroup import GroupStats
 from sandkasten.model.errors import BuildFailed, Capacity, SandkastenError
 
@@ -36,7 +37,7 @@ class RunCgroups:
         self._released: dict[str, None] = {}
         self._tidying = trio.Lock()
 
-    async def make(self) -> zygote_actor.GroupHandle:
+    async def make(self) -> GroupHandle:
         """Return a new group; the caller gives it to `release`.
 
         Raises:
@@ -63,13 +64,16 @@ class RunCgroups:
 
     def read_cpu(self) -> int:
         """Return the CPU time that was used in all groups since the session was made or taken over, in µs."""
-        alive = sum(max(0, self._stats.cpu_usec(name)) for name in self._live if name not in self._going)
-        return alive + sum(self._going.values()) + self._gone_usec
+        usec = self._gone_usec + sum(self._going.values())
+        for name in self._live:
+            if name not in self._going:
+                usec += max(0, self._stats.cpu_usec(name))
+        return usec
 
-    async def _try_make(self, name: str) -> zygote_actor.GroupHandle:
+    async def _try_make(self, name: str) -> GroupHandle:
         self._live.add(name)
         try:
-            return await self._zygote.ask(zygote_actor.MakeGroup(self._session_id, name))
+            return await self._zygote.ask(make_group(self._session_id, name))
         except trio.Cancelled:
             self._released[name] = None  # made or not, nobody will use it
             raise
@@ -85,7 +89,7 @@ class RunCgroups:
         """A group of an earlier daemon's, in which nothing more will be started."""
         self._released[name] = None
 
-    def release(self, group: zygote_actor.GroupHandle) -> None:
+    def release(self, group: GroupHandle) -> None:
         """Nothing more will be started in it."""
         group.fd.close()
         self._released[group.name] = None
@@ -119,7 +123,7 @@ class RunCgroups:
 
     async def _try_remove(self, name: str, *, kill: bool) -> bool:
         try:
-            await self._zygote.ask(zygote_actor.RemoveGroup(self._session_id, name, kill))
+            await self._zygote.ask(call(RemoveRunCgroup, self._session_id, name, kill))
         except BuildFailed:  # something in it lives on
             return False
         except SandkastenError as error:

@@ -15,7 +15,7 @@ from runner.wire import protocol
 from runner.wire.protocol import Kind
 from sandkasten.actors.core import unwrap
 from sandkasten.actors.runs.run import PATIENCE_S, Run, RunRequest
-from sandkasten.actors.services import nsinit_messages as zygote_actor
+from sandkasten.actors.services.nsinit import GroupHandle
 from sandkasten.links.runner import RunnerConnection, RunnerLink, check_piece, decode_answer
 from sandkasten.model import Stream
 from sandkasten.model.errors import (
@@ -84,9 +84,7 @@ CONTROL_S = 10.0
 """How long PID 1 may take to answer a request that asks for nothing to wait for."""
 
 
-async def drive(
-    run: Run, link: RunnerLink, cgroup: zygote_actor.GroupHandle | None, *, ticket: str
-) -> protocol.ExecReply:
+async def drive(run: Run, link: RunnerLink, cgroup: GroupHandle | None, *, ticket: str) -> protocol.ExecReply:
     """Have PID 1 serve a run to its end and return how the run ended. A program is born in `cgroup`, which stays the
     caller's. `ticket` is what PID 1 shows of the run to the next daemon.
 
@@ -162,8 +160,9 @@ async def _send_input(run: Run, stdin: bytes) -> None:
 async def _receive(run: Run, connection: RunnerConnection) -> protocol.ExecReply:
     clock = run.clock
     while True:
-        kind, body = await connection.receive(deadline=clock.answer_by)
-        if trio.current_time() > clock.answer_by + PATIENCE_S:
+        deadline = clock.answer_by
+        kind, body = await connection.receive(deadline=deadline)
+        if trio.current_time() > deadline + PATIENCE_S and trio.current_time() > clock.answer_by + PATIENCE_S:
             raise RunnerProtocolError("the sandbox's init goes on long after the end")
         if kind in _STREAMS:
             check_piece(body, "output")

@@ -170,7 +170,7 @@ def text_bytes(run: Run) -> int:
     texts = [run.exec_id, run.request.command, spec.command, *(spec.argv or ()), *spec.env.values()]
     if run.end is not None:
         texts += (run.end.cwd, run.end.victim)
-    return sum(sys.getsizeof(text) for text in texts if text is not None)
+    return sum(map(sys.getsizeof, [text for text in texts if text is not None]))
 
 
 def age_s(run: Run) -> float:
@@ -228,11 +228,13 @@ class _News:
     pieces: list[Output] = attrs.field(factory=list)
     size_bytes: int = 0
 
-    def note_change(self, *, of_facts: bool) -> None:
-        """The run's state has changed, and its facts perhaps as well."""
+    def note_state(self) -> None:
+        """The state of the run has changed."""
         self.is_changed = True
-        if of_facts:
-            self.facts_json = None
+
+    def note_facts(self) -> None:
+        """The facts of the run have changed."""
+        self.is_changed, self.facts_json = True, None
 
     def set_facts(self, facts_json: bytes) -> bytes:
         """Keep the facts, which were made for the run's ticket, until they are written; return them."""
@@ -304,20 +306,20 @@ class RunPersistence(RunObserver):
     # What is observed -------------------------------------------------------------------------------------------
 
     def admitted(self, run: Run) -> None:
-        self._of(run).note_change(of_facts=True)
+        self._add(run).note_state()
 
     def began(self, run: Run) -> None:
-        self._of(run).note_change(of_facts=False)
+        (self._news.get(run.exec_id) or self._add(run)).note_state()
 
     def changed(self, run: Run) -> None:
-        self._of(run).note_change(of_facts=True)
+        (self._news.get(run.exec_id) or self._add(run)).note_facts()
 
     def ended(self, run: Run) -> None:
         if run.end is not None:
-            self._of(run).note_change(of_facts=False)
+            (self._news.get(run.exec_id) or self._add(run)).note_state()
 
     def wrote(self, run: Run, piece: Output) -> bool:
-        news = self._of(run)
+        news = self._news.get(run.exec_id) or self._add(run)
         news.add(piece)
         if news.size_bytes >= _HURRY_BYTES:
             self._hurry.set()
@@ -350,11 +352,9 @@ class RunPersistence(RunObserver):
             del self._unwanted[next(iter(self._unwanted))]
         self._schedule()
 
-    def _of(self, run: Run) -> _News:
-        news = self._news.get(run.exec_id)
-        if news is None:
-            news = self._news[run.exec_id] = _News(run)
-            self._schedule()
+    def _add(self, run: Run) -> _News:
+        news = self._news[run.exec_id] = _News(run)
+        self._schedule()
         return news
 
     # Writing ----------------------------------------------------------------------------------------------------
@@ -411,7 +411,7 @@ class RunPersistence(RunObserver):
     def _all(self, taken: dict[str, _News]) -> Sequence[_News]:
         """Return the news of all runs, those included of which there are none."""
         for run in self._known():
-            taken.setdefault(run.exec_id, _News(run)).note_change(of_facts=False)
+            taken.setdefault(run.exec_id, _News(run)).note_state()
         return list(taken.values())
 
     async def _tell_runner(self) -> None:

@@ -12,6 +12,7 @@ import hashlib
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
 
 import attrs
 import trio
@@ -65,6 +66,10 @@ def _digest(request: RunRequest) -> bytes:
     return digest.digest()
 
 
+def _shell(request: RunRequest) -> str | None:
+    return None if request.spec.is_program else request.spec.shell
+
+
 def _shown(request: RunRequest) -> str:
     if request.interactive:
         return "(interactive)"
@@ -93,12 +98,13 @@ class RunRequest:
     exec_id: str = attrs.Factory(lambda self: self.spec.exec_id or make_exec_id(), takes_self=True)
     digest: bytes = attrs.Factory(_digest, takes_self=True)
     command: str = attrs.Factory(_shown, takes_self=True)
-    created_at: datetime = attrs.field(factory=lambda: datetime.now(UTC))
+    created_at: datetime = attrs.field(factory=partial(datetime.now, UTC))
+    shell: str | None = attrs.Factory(_shell, takes_self=True)
+    """The name of the shell asked for; None for a program, which is a process of its own beside the shells."""
 
     @property
     def is_program(self) -> bool:
-        """Whether the run is a process of its own, beside the shells."""
-        return self.spec.is_program
+        return self.shell is None
 
     @property
     def has_new_id(self) -> bool:
@@ -109,11 +115,6 @@ class RunRequest:
     def is_activity(self) -> bool:
         """Whether the run holds off the session's idle end. Terminals do by their viewers."""
         return self.kind is ExecKind.COMMAND or self.keep_alive
-
-    @property
-    def shell(self) -> str | None:
-        """The name of the shell asked for; None for a program."""
-        return None if self.spec.is_program else self.spec.shell
 
     def without_bulk(self) -> RunRequest:
         """Return the request without command, environment and input, if they are long."""
@@ -349,7 +350,8 @@ class RunInput:
 class Run:
     """The state of one run. Made by the caller that asks for it, taken over by `Runs.admit`."""
 
-    def __init__(self, request: RunRequest, *observers: RunObserver) -> None:
+    def __init__(self, request: RunRequest, *listeners: RunObserver) -> None:
+        """`listeners` observe the output alone."""
         self.request = request
         self.exec_id = request.exec_id
         self.state = ExecState.QUEUED
@@ -369,7 +371,9 @@ class Run:
         """Whether the run goes on without a caller."""
         self.scope = trio.CancelScope()
         """Cancelling it closes the connection to the runner and ends the run here; PID 1 is told to forget the run."""
-        self._observers = observers
+        self._observers: tuple[RunObserver, ...] = ()
+        self._listeners = listeners
+        """The observers of the output: there are few, and there is much of it."""
         self._cancel: Callable[[Run, bool], None] | None = None
         self._is_cancelled = False
         self._holders = 0
@@ -418,10 +422,17 @@ class Run:
         """Have `observer` called from now on, until the run has ended."""
         if not self.has_ended:
             self._observers += (observer,)
+            self._listeners += (observer,)
 
     def unobserve(self, observer: RunObserver) -> None:
         """Have `observer` called no more."""
-        self._observers = tuple(each for each in self._observers if each is not observer)
+        self._observers = _without(observer, self._observers)
+        self._listeners = _without(observer, self._listeners)
+
+    def note_change(self) -> None:
+        """Tell the observers that a fact which is written down has changed."""
+        for observer in self._observers:
+            observer.changed(self)
 
     # Callers ----------------------------------------------------------------------------------------------------
 
@@ -452,29 +463,30 @@ class Run:
         """Let the run go on without a caller."""
         if not self.is_detached:
             self.is_detached = True
-            for observer in self._observers:
-                observer.changed(self)
+            self.note_change()
 
     # Life -------------------------------------------------------------------------------------------------------
 
     def join(
         self,
         log: OutputLog,
-        observers: tuple[RunObserver, ...],
         *,
+        observers: tuple[RunObserver, ...] = (),
+        listeners: tuple[RunObserver, ...] = (),
+        ahead: Sequence[Run] = (),
         cancel: Callable[[Run, bool], None],
         wake: Callable[[], Awaitable[None]],
     ) -> None:
-        """Become a run of a session. `cancel(run, now)` has it cancelled; `wake` makes a paused session go on."""
+        """Become a run of a session. `observers` see all but the output, `listeners` the output; `ahead` are the runs
+        that come first. `cancel(run, now)` has the run cancelled; `wake` makes a paused session go on."""
         self.log, self._cancel = log, cancel
         self.input.admit(wake)
-        self._observers = observers + self._observers
-        self.clock.enqueue(())
+        self._observers, self._listeners = observers, listeners + self._listeners
+        self.clock.enqueue(ahead)
 
     def admit(self, shell: Shell | None) -> None:
         """Wait for a turn in `shell`, or, with None, for a process of one's own; tell the observers."""
         if shell is not None:
-            self.clock.enqueue(shell.runs)
             self.enter(shell)
         for observer in self._observers:
             observer.admitted(self)
@@ -529,7 +541,7 @@ class Run:
         assert self.log is not None
         arrived_at = trio.current_time()
         piece = await self.log.append(stream, data)
-        for observer in self._observers:
+        for observer in self._listeners:
             if observer.wrote(self, piece):
                 await observer.wait_room(self)
         self.clock.note_output(arrived_at)
@@ -560,7 +572,7 @@ class Run:
         self.request = self.request.without_bulk()
         if self.log is not None:
             self.log.close()
-        observers, self._observers = self._observers, ()
+        observers, self._observers, self._listeners = self._observers, (), ()
         for observer in observers:
             observer.ended(self)
 
@@ -626,9 +638,13 @@ class Shell:
 
     def unobserve(self, observer: RunObserver) -> None:
         """Have `observer` called no more."""
-        self._observers = tuple(each for each in self._observers if each is not observer)
+        self._observers = _without(observer, self._observers)
         for run in self.runs:
             run.unobserve(observer)
+
+
+def _without(observer: RunObserver, observers: tuple[RunObserver, ...]) -> tuple[RunObserver, ...]:
+    return tuple(each for each in observers if each is not observer)
 
 
 class Joined(SandkastenError):

@@ -138,9 +138,9 @@ class Runs(RunObserver):
             self.cgroups,
             active=self._active.values(),
             count_shells=lambda: self.shells.count,
-            note_change=self.persistence.changed,
         )
-        self._observers: tuple[RunObserver, ...] = (self.accounts, self.persistence, self)
+        self._observers = (self.accounts, self.persistence, self)
+        self._listeners = (self.persistence,)
         logs.when_gone(self._forget)
         self._metrics = metrics
         metrics.queues.add(self)
@@ -185,20 +185,23 @@ class Runs(RunObserver):
             raise Capacity("this session runs all the programs it may at a time", max_programs=_MAX_PROGRAMS)
         if shell is not None and len(queue) >= self._queue_length:
             raise _busy(queue, self._queue_length)
-        self._take(run)
+        self._take(run, ahead=() if shell is None else shell.runs)
         run.admit(shell)
         self._host.start_task(self._serve, run)
 
-    def _take(self, run: Run) -> None:
-        """Make a run one of this session; it waits or runs unless it has ended."""
-        log = self._logs.open(run.exec_id)
-        observers = () if run.has_ended else self._observers
-        run.join(log, observers, cancel=self._request_cancel, wake=self._host.wake)
-        self._known[run.exec_id] = run
-        if not run.has_ended:
-            self._active[run.exec_id] = run
-            if run.request.is_activity:
-                self._host.begin_activity()
+    def _take(self, run: Run, *, ahead: Sequence[Run] = ()) -> None:
+        """Make a run that has not ended one of this session."""
+        run.join(
+            self._logs.open(run.exec_id),
+            observers=self._observers,
+            listeners=self._listeners,
+            ahead=ahead,
+            cancel=self._request_cancel,
+            wake=self._host.wake,
+        )
+        self._known[run.exec_id] = self._active[run.exec_id] = run
+        if run.request.is_activity:
+            self._host.begin_activity()
 
     def _programs(self) -> list[Run]:
         return [run for run in self._active.values() if run.request.is_program]
@@ -230,10 +233,13 @@ class Runs(RunObserver):
     def recover(self, run: Run, readings: tuple[int, ...]) -> None:
         """Take over a run that an earlier daemon had; it gets a log. One without an end is gone on with, or given up,
         as soon as PID 1 has answered."""
-        self._take(run)
         if not run.has_ended:
+            self._take(run)
             self.accounts.restore(run, readings)
-        elif run.cgroup is not None:
+            return
+        run.join(self._logs.open(run.exec_id), cancel=self._request_cancel, wake=self._host.wake)
+        self._known[run.exec_id] = run
+        if run.cgroup is not None:
             self.cgroups.adopt(run.cgroup)
 
     def recovered(self, run: Run) -> None:
@@ -389,8 +395,8 @@ class Runs(RunObserver):
             self._host.end_activity()
         if goes_on:
             return
-        self.accounts.forget(run)
         if run.end is None:  # refused: it may be tried again
+            self.accounts.forget(run)
             self.persistence.discard(run.exec_id)
             self._known.pop(run.exec_id, None)
             self._logs.discard(run.exec_id)

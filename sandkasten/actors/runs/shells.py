@@ -47,6 +47,8 @@ class Shells:
 
     def note_cwd(self, shell: Shell, cwd: str) -> None:
         """A command left the shell in that directory."""
+        if cwd == shell.cwd:
+            return
         shell.note_cwd(cwd)
         if shell.name == DEFAULT_SHELL:
             self._host.note_cwd(cwd)

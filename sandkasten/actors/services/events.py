@@ -18,10 +18,11 @@ import attrs
 import trio
 
 from sandkasten.actors.core import Actor, Ask, Deferred, Ref
-from sandkasten.actors.services import store as store_actor
+from sandkasten.actors.services.store import do
 from sandkasten.journal.ring import OLDEST, Journal
 from sandkasten.model import Event
 from sandkasten.model.errors import CursorGone, SandkastenError, ShuttingDown, StoreFailed
+from sandkasten.store.events import append_events, open_journal, purge_events, read_events
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class Events(Actor):
 
     async def on_start(self) -> None:
         if not self._journal.is_open:
-            state = await self._store.ask_again(store_actor.OpenJournal(time.time_ns() // 1_000_000), on=(StoreFailed,))
+            state = await self._store.ask_again(do(open_journal, now_ms=time.time_ns() // 1_000_000), on=(StoreFailed,))
             self._journal.open(state.epoch, state.floor, rows=state.rows)
         self._nursery.start_soon(self._write_forever)
         self._nursery.start_soon(self._announce_forever)
@@ -107,7 +108,7 @@ class Events(Actor):
     async def _write(self) -> None:
         async with self._turn:
             while (batch := self._journal.unwritten(limit=_BATCH_EVENTS)) is not None:
-                rows = await self._store.ask(store_actor.AppendEvents(batch.events, batch.floor))
+                rows = await self._store.ask(do(append_events, batch.events, floor=batch.floor))
                 self._journal.was_written(batch, rows=rows)
                 await self._purge()
                 if len(batch.events) < _BATCH_EVENTS:
@@ -116,7 +117,7 @@ class Events(Actor):
     async def _purge(self) -> None:
         while self._journal.rows >= self._kept + self._slack:
             oldest = min(self._journal.rows - self._kept, _PURGE_ROWS)
-            purged = await self._store.ask(store_actor.PurgeEvents(oldest))
+            purged = await self._store.ask(do(purge_events, oldest=oldest))
             self._journal.was_purged(purged.floor, rows=purged.rows)
 
 
@@ -164,7 +165,9 @@ class EventReader:
             return False
         if self._position < self._journal.floor:
             raise _gone(self._journal.floor)
-        page = await self._store.ask_again(store_actor.ReadEvents(self._position, upto, self._session_id, _PAGE_EVENTS))
+        page = await self._store.ask_again(
+            do(read_events, after=self._position, upto=upto, session_id=self._session_id, limit=_PAGE_EVENTS)
+        )
         if self._position < page.floor and not self._is_from_oldest:
             raise _gone(page.floor)
         self._is_from_oldest = False

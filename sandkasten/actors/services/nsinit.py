@@ -1,54 +1,29 @@
-"""The one connection to nsinit: gets one, forwards requests, forwards its log, ends when it dies.
+"""The nsinit client: owner of the one connection to the privileged process.
 
-How one is got is `links/nsinit.py`'s matter. Its supervisor starts the next incarnation; running sandboxes
-don't notice. An nsinit that does not answer a request in time is killed, which fails every waiting caller with
-`ZygoteLost`. Knows nothing of what a request is for.
+`Call` carries one request of `nsinit.wire.protocol` to nsinit and brings back its answer, so a new privileged
+operation needs a protocol class, its handler in nsinit and its caller, and nothing here. How a connection is made is
+the matter of `links/nsinit.py`.
+
+The client forwards nsinit's log and ends when nsinit dies; its supervisor starts both again, and running sandboxes
+don't notice. An nsinit that leaves a request unanswered for 30 s is killed, which fails every request in flight with
+`ZygoteLost`. Descriptors that come with an answer belong to the asker; those of an asker that was cancelled are closed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, Concatenate, Literal, ParamSpec, assert_never
 
+import attrs
 import trio
 
 from nsinit.wire import protocol
-from sandkasten.actors.core import Actor, Ref
-from sandkasten.actors.services.nsinit_messages import (
-    AskDisk,
-    AskQuota,
-    Attach,
-    Build,
-    DiscardWorkspace,
-    FindKills,
-    FindVictim,
-    Furnish,
-    GroupHandle,
-    GrowWorkspace,
-    ListWorkspaces,
-    MakeGroup,
-    MakeWorkspace,
-    Message,
-    Node,
-    Ping,
-    Prepare,
-    PublishWorkspace,
-    RemoveGroup,
-    RemoveStray,
-    Sandbox,
-    Scan,
-    SetDisk,
-    SetFrozen,
-    SetLimits,
-    Survey,
-    SyncWorkspace,
-    Teardown,
-    workspace_request,
-)
+from sandkasten.actors.core import Actor, Ask, R, Ref
+from sandkasten.links.fds import OwnedFd
 from sandkasten.links.nsinit import (
     Answer,
     NsinitProcess,
@@ -60,7 +35,8 @@ from sandkasten.links.nsinit import (
     start_as_child,
 )
 from sandkasten.model.errors import BuildFailed, BuildInterrupted, ZygoteLost
-from sandkasten.model.workspace import WorkspaceQuota
+
+P = ParamSpec("P")
 
 log = logging.getLogger(__name__)
 
@@ -68,17 +44,189 @@ _REQUEST_S = 30.0
 """Longer than anything nsinit does; a request that takes this long means that nsinit hangs."""
 
 _VICTIM_AGE_S = 10.0
-"""A kill that is older was another one than that which is asked about."""
+"""Age beyond which a kill for memory is not the one that is asked about."""
 
 _STOP_S = 10.0
 _LAST_WORDS_S = 1.0
-"""What nsinit said before it ended is read within this time."""
+"""Time for reading the rest of nsinit's log after its end."""
 
 _AFTER_ALL_IDS = "g"
 """Sorts behind every session id."""
 
+_UNSENT = 0
+"""`seq` of a request until the client sends it."""
 
-class Zygote(Actor):
+
+# Messages -----------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Call(Ask[R]):
+    """One request to nsinit; answers what `read` makes of nsinit's answer.
+
+    Raises:
+        BuildFailed: nsinit answered `Failed`.
+        BuildInterrupted: the same, but only because a process of nsinit died or was slow; `is_retriable` requests only.
+        ZygoteLost: nsinit died, hangs, or broke the protocol.
+    """
+
+    request: protocol.Request[Any]
+    read: Callable[[Answer], R]
+    is_retriable: bool = False
+
+
+@attrs.frozen
+class Describe(Ask[protocol.Ready]):
+    """Ask for nsinit's first message: cgroup mode, directories, kernel features."""
+
+
+Message = Call[Any] | Describe
+
+
+@attrs.frozen
+class Sandbox:
+    """A running sandbox. The receiver owns the descriptors."""
+
+    identity: protocol.Identity
+    pidfd: OwnedFd
+    oom_kind: protocol.EventKind
+    oom_fd: OwnedFd | None
+    timings_us: dict[str, int]
+
+    def close_unused(self) -> None:
+        """Close the descriptors, when nobody is left to receive the sandbox."""
+        self.pidfd.close()
+        if self.oom_fd is not None:
+            self.oom_fd.close()
+
+
+@attrs.frozen
+class GroupHandle:
+    """A run cgroup that was made, and the descriptor for the sandbox's PID 1 (see `protocol.RunCgroupMade.membership`).
+    The receiver owns the descriptor, and closes it once it was sent."""
+
+    name: str
+    membership: Literal["clone", "join"]
+    fd: OwnedFd
+
+    def close_unused(self) -> None:
+        """Close the descriptor, when nobody is left to receive the handle. The cgroup stays."""
+        self.fd.close()
+
+
+def call(kind: Callable[Concatenate[int, P], protocol.Request[R]], /, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
+    """Return the message that sends a request of class `kind`, with these fields after `seq`; answers nsinit's answer.
+
+    For requests whose answer brings no descriptor.
+    """
+    return Call(kind(_UNSENT, *args, **kwargs), _message)
+
+
+def build(plan: protocol.SandboxPlan) -> Call[Sandbox]:
+    """Build a sandbox."""
+    return Call(protocol.Build(_UNSENT, plan), _sandbox, is_retriable=True)
+
+
+def attach(session_id: str) -> Call[Sandbox]:
+    """Find a running sandbox again."""
+    return Call(protocol.Attach(_UNSENT, session_id), _sandbox)
+
+
+def teardown(session_id: str) -> Call[protocol.TornDown]:
+    """Remove everything of a session; remainders are logged."""
+    return Call(protocol.Teardown(_UNSENT, session_id), _torn_down)
+
+
+def set_limits(session_id: str, limits: protocol.Limits) -> Call[protocol.Ok]:
+    """Change the limits of a session's cgroup."""
+    return Call(protocol.SetLimits(_UNSENT, session_id, limits), _message, is_retriable=True)
+
+
+def make_group(session_id: str, name: str) -> Call[GroupHandle]:
+    """Make a run cgroup in a session."""
+
+    def read(answer: Answer) -> GroupHandle:
+        if len(answer.fds) != 1:
+            raise _wrong_descriptors(answer)
+        return GroupHandle(name, answer.message.membership, answer.fds[0])
+
+    return Call(protocol.MakeRunCgroup(_UNSENT, session_id, name), read, is_retriable=True)
+
+
+def ping() -> Call[protocol.Scanned]:
+    """Ask for something that costs nothing."""
+    return call(protocol.Scan, _AFTER_ALL_IDS)
+
+
+def _message(answer: Answer) -> Any:  # the class that the request names
+    _close(answer)
+    return answer.message
+
+
+def _torn_down(answer: Answer) -> protocol.TornDown:
+    found: protocol.TornDown = _message(answer)
+    if found.leftovers:
+        log.error("teardown_leftovers", extra={"session_id": found.session_id, "leftovers": found.leftovers})
+    return found
+
+
+def _sandbox(answer: Answer) -> Sandbox:
+    found: protocol.Built | protocol.Attached = answer.message
+    if not answer.fds or (found.oom_event != "none") is not (len(answer.fds) == protocol.MAX_FDS):
+        raise _wrong_descriptors(answer)
+    timings = found.timings_us if isinstance(found, protocol.Built) else {}
+    oom_fd = answer.fds[1] if len(answer.fds) > 1 else None
+    return Sandbox(found.identity, answer.fds[0], found.oom_event, oom_fd, timings)
+
+
+def _wrong_descriptors(answer: Answer) -> ZygoteLost:
+    _close(answer)
+    return ZygoteLost("the fork server sent the wrong descriptors")
+
+
+# Asking -------------------------------------------------------------------------------------------------------------
+
+
+async def ask_when_up(nsinit: Ref, message: Ask[R]) -> R:
+    """Wait for an nsinit that is being restarted, then ask once; for requests that may not be repeated."""
+    await nsinit.ask_again(Describe())
+    return await nsinit.ask(message)
+
+
+async def ask_patiently(nsinit: Ref, message: Ask[R]) -> R:
+    """Ask, and ask again while nsinit is being restarted; only for requests that may be repeated."""
+    return await nsinit.ask_again(message, on=(ZygoteLost,))
+
+
+async def scan(nsinit: Ref) -> Sequence[protocol.Found]:
+    """Return every session that the kernel or the disk knows of."""
+    found: list[protocol.Found] = []
+    while True:
+        page = await ask_patiently(nsinit, call(protocol.Scan, found[-1].session_id if found else ""))
+        found += page.sessions
+        if not page.more or not page.sessions:
+            return found
+
+
+async def list_workspaces(nsinit: Ref) -> Sequence[str]:
+    """Return the ids of the workspaces that have a directory."""
+    names: list[str] = []
+    while True:
+        page = await ask_patiently(nsinit, call(protocol.ListWorkspaces, names[-1] if names else ""))
+        names += page.names
+        if not page.more or not page.names:
+            return names
+
+
+def recent_name(victim: protocol.OomKills) -> str | None:
+    """Return the name of a process that the kernel killed for memory just now; None when that can't be known."""
+    return victim.name if victim.name and victim.age_s < _VICTIM_AGE_S else None
+
+
+# The actor ----------------------------------------------------------------------------------------------------------
+
+
+class NsinitClient(Actor):
     """See the module's docstring."""
 
     def __init__(
@@ -112,8 +260,7 @@ class Zygote(Actor):
             seccomp_profiles=self._profiles,
             crash_at=self._crash_at,
         )
-        answer = await self._request(start)
-        self._ready: protocol.Ready = _expect(answer, protocol.Ready).message
+        self._ready: protocol.Ready = _checked(start, await self._request(start)).message
         log.info("zygote_ready", extra=describe(self._ready))
         if self._ready.disk == "none":
             log.warning("disk_unlimited", extra={"reasons": self._ready.disk_refused})
@@ -144,151 +291,31 @@ class Zygote(Actor):
 
     async def handle(self, message: Message) -> Any:
         match message:
-            case Node():
+            case Describe():
                 return self._ready
-            case Ping():
-                return self.defer(self._ping)
-            case Prepare(session_id, limits, disk):
-                return self.defer(self._ok, protocol.Prepare(self._link.next_seq(), session_id, limits, disk))
-            case Furnish(plan):
-                return self.defer(self._ok, protocol.Furnish(self._link.next_seq(), plan))
-            case Build(plan):
-                return self.defer(self._build, plan)
-            case Attach(session_id):
-                return self.defer(self._sandbox, protocol.Attach(self._link.next_seq(), session_id))
-            case Teardown(session_id):
-                return self.defer(self._teardown, session_id)
-            case Scan():
-                return self.defer(self._scan)
-            case Survey():
-                return self.defer(self._survey)
-            case RemoveStray(stray):
-                return self.defer(self._ok, protocol.RemoveLeftover(self._link.next_seq(), stray))
-            case SetLimits(session_id, limits):
-                return self.defer(self._set_limits, session_id, limits)
-            case SetFrozen(session_id, frozen):
-                return self.defer(self._ok, protocol.SetFrozen(self._link.next_seq(), session_id, frozen))
-            case SetDisk(session_id, disk):
-                return self.defer(self._ok, protocol.SetDisk(self._link.next_seq(), session_id, disk))
-            case AskDisk(session_id):
-                return self.defer(self._ask_disk, session_id)
-            case MakeWorkspace() | GrowWorkspace() | DiscardWorkspace() | PublishWorkspace() | SyncWorkspace():
-                return self.defer(self._ok, workspace_request(message, self._link.next_seq()))
-            case ListWorkspaces():
-                return self.defer(self._list_workspaces)
-            case AskQuota(workspace_id):
-                return self.defer(self._ask_quota, workspace_id)
-            case MakeGroup(session_id, name):
-                return self.defer(self._make_group, session_id, name)
-            case RemoveGroup():
-                return self.defer(self._remove_group, message)
-            case FindVictim(session_id):
-                return self.defer(self._find_victim, session_id)
-            case FindKills(session_id):
-                return self.defer(self._find_kills, session_id)
+            case Call():
+                return self.defer(self._call, message)
             case _:
                 assert_never(message)
 
-    async def _request(self, message: Any) -> Answer:  # a member of nsinit.protocol.REQUESTS
+    async def _call(self, message: Call[R]) -> R:
+        request = _numbered(message.request, self._link.next_seq())
+        try:
+            return message.read(_checked(request, await self._request(request)))
+        except BuildFailed as failed:
+            if message.is_retriable and is_passing(failed.stage, failed.errno):
+                raise BuildInterrupted("a process that makes sandboxes died or was too slow") from failed
+            raise
+
+    async def _request(self, request: protocol.Request[Any]) -> Answer:
         """Send a request; an nsinit that hangs is killed and its askers get `ZygoteLost`."""
         assert self._process is not None
         with trio.move_on_after(_REQUEST_S) as scope:
-            return await self._link.request(message)
+            return await self._link.request(request)
         assert scope.cancelled_caught
-        log.error("zygote_hangs", extra={"request": type(message).__name__, "waited_s": _REQUEST_S})
+        log.error("zygote_hangs", extra={"request": type(request).__name__, "waited_s": _REQUEST_S})
         self._process.kill()
         raise ZygoteLost("the fork server does not answer")
-
-    async def _ok(self, message: Any) -> None:
-        _expect(await self._request(message), protocol.Ok)
-
-    async def _ask_disk(self, session_id: str) -> protocol.DiskUse:
-        request = protocol.AskDisk(self._link.next_seq(), session_id)
-        use: protocol.DiskUse = _expect(await self._request(request), protocol.DiskUse).message
-        return use
-
-    async def _ping(self) -> None:
-        _expect(await self._request(protocol.Scan(self._link.next_seq(), _AFTER_ALL_IDS)), protocol.Scanned)
-
-    async def _scan(self) -> Sequence[protocol.Found]:
-        found: list[protocol.Found] = []
-        while True:
-            after = found[-1].session_id if found else ""
-            request = protocol.Scan(self._link.next_seq(), after)
-            scanned = _expect(await self._request(request), protocol.Scanned).message
-            found += scanned.sessions
-            if not scanned.more or not scanned.sessions:
-                return found
-
-    async def _survey(self) -> Sequence[protocol.Leftover]:
-        answer = _expect(await self._request(protocol.FindLeftovers(self._link.next_seq())), protocol.LeftoversFound)
-        strays: Sequence[protocol.Leftover] = answer.message.leftovers
-        return strays
-
-    async def _list_workspaces(self) -> Sequence[str]:
-        names: list[str] = []
-        while True:
-            request = protocol.ListWorkspaces(self._link.next_seq(), names[-1] if names else "")
-            listed = _expect(await self._request(request), protocol.WorkspacesListed).message
-            names += listed.names
-            if not listed.more or not listed.names:
-                return names
-
-    async def _ask_quota(self, workspace_id: str) -> WorkspaceQuota | None:
-        request = protocol.AskQuota(self._link.next_seq(), workspace_id)
-        quota = _expect(await self._request(request), protocol.QuotaFound).message.quota
-        return None if quota is None else WorkspaceQuota(quota.size_bytes, quota.inodes)
-
-    async def _teardown(self, session_id: str) -> protocol.TornDown:
-        answer = _expect(await self._request(protocol.Teardown(self._link.next_seq(), session_id)), protocol.TornDown)
-        torn_down: protocol.TornDown = answer.message
-        if torn_down.leftovers:
-            log.error("teardown_leftovers", extra={"session_id": session_id, "leftovers": torn_down.leftovers})
-        return torn_down
-
-    async def _build(self, plan: protocol.SandboxPlan) -> Sandbox:
-        with _interruptions():
-            return await self._sandbox(protocol.Build(self._link.next_seq(), plan))
-
-    async def _set_limits(self, session_id: str, limits: protocol.Limits) -> None:
-        with _interruptions():
-            await self._ok(protocol.SetLimits(self._link.next_seq(), session_id, limits))
-
-    async def _sandbox(self, message: protocol.Build | protocol.Attach) -> Sandbox:
-        answer = _expect(await self._request(message), protocol.Built, protocol.Attached)
-        found = answer.message
-        if not answer.fds or (found.oom_event != "none") is not (len(answer.fds) == protocol.MAX_FDS):
-            _close(answer)
-            raise ZygoteLost("the fork server sent the wrong descriptors")
-        timings = found.timings_us if isinstance(found, protocol.Built) else {}
-        oom_fd = answer.fds[1] if len(answer.fds) > 1 else None
-        return Sandbox(found.identity, answer.fds[0], found.oom_event, oom_fd, timings)
-
-    async def _make_group(self, session_id: str, name: str) -> GroupHandle:
-        request = protocol.MakeGroup(self._link.next_seq(), session_id, name)
-        with _interruptions():
-            answer = _expect(await self._request(request), protocol.Grouped)
-        if len(answer.fds) != 1:
-            _close(answer)
-            raise ZygoteLost("the fork server sent the wrong descriptors")
-        return GroupHandle(name, answer.message.membership, answer.fds[0])
-
-    async def _remove_group(self, group: RemoveGroup) -> None:
-        request = protocol.RemoveGroup(self._link.next_seq(), group.session_id, group.name, group.kill)
-        answer = await self._request(request)
-        match answer.message:
-            case protocol.Failed(errno=errno.EBUSY) as failed:  # everyday, so not in the log
-                raise BuildFailed(failed.message, stage=failed.stage, path=failed.path, errno=failed.errno)
-        _expect(answer, protocol.Ok)
-
-    async def _find_victim(self, session_id: str) -> str | None:
-        victim = await self._find_kills(session_id)
-        return victim.name if victim.name and victim.age_s < _VICTIM_AGE_S else None
-
-    async def _find_kills(self, session_id: str) -> protocol.Victim:
-        request = protocol.FindVictim(self._link.next_seq(), session_id)
-        victim: protocol.Victim = _expect(await self._request(request), protocol.Victim).message
-        return victim
 
     async def _watch_end(self) -> None:
         """nsinit's end is that of the connection, unless what it had just forked holds the other end of it."""
@@ -304,25 +331,20 @@ def describe(ready: protocol.Ready) -> dict[str, object]:
     return {"pid": ready.pid, "cgroups": ready.cgroup_mode, "disk": ready.disk}
 
 
-@contextmanager
-def _interruptions() -> Iterator[None]:
-    """Tell a failure that nothing asked for has caused from the others."""
-    try:
-        yield
-    except BuildFailed as failed:
-        if is_passing(failed.stage, failed.errno):
-            raise BuildInterrupted("a process that makes sandboxes died or was too slow") from failed
-        raise
+def _numbered(request: protocol.Request[R], seq: int) -> protocol.Request[R]:
+    return dataclasses.replace(request, seq=seq)  # type: ignore[type-var]  # every request is a dataclass with a seq
 
 
-def _expect(answer: Answer, *expected: type) -> Answer:
-    """Return the answer if it is of an expected class; otherwise close what came with it and raise."""
-    if isinstance(answer.message, expected):
+def _checked(request: protocol.Request[Any], answer: Answer) -> Answer:
+    """Return the answer if it is of the class that the request names; otherwise close what came with it and raise."""
+    if isinstance(answer.message, protocol.answer_class(type(request))):
         return answer
     _close(answer)
     if isinstance(answer.message, protocol.Failed):
         failed = answer.message
-        log.warning("nsinit_refused", extra={"failure": failure_text(failed)})
+        # Whatever is in use says EBUSY, every day, and the asker handles it.
+        level = logging.DEBUG if failed.errno == errno.EBUSY else logging.WARNING
+        log.log(level, "nsinit_refused", extra={"failure": failure_text(failed)})
         raise BuildFailed(
             f"{failed.stage} failed: {failed.message}", stage=failed.stage, path=failed.path, errno=failed.errno
         )

@@ -1,41 +1,37 @@
-"""The one SQLite writer: writes queue up while a transaction runs and go together into the next one.
+"""The store: owner of the SQLite connection. `Do` carries a function to the connection and brings back its answer.
 
-Owns the connection. All SQL runs in one worker thread at a time, under a limiter of its own, so the event loop never
-waits for the disk and an answer means the transaction is committed. Reads go through the same door and so see every
-write that was answered before them.
+Writes are committed in groups: functions queue up while a transaction runs and share the next one. SQL runs in one
+worker thread at a time, so the event loop never waits for the disk. An answer means that the transaction is committed,
+and a function sees every write that was answered before it was sent.
 
-A full disk refuses writes until there is room, and what can wait waits. A database that is damaged, gone or can't be
-written any more gives up (`StoreBroken`): a daemon that forgets what it is told must not go on, and sandboxes can.
+A full disk refuses writes (`StoreFull`) until there is room. A database that is damaged, gone or read-only ends the
+store for good (`StoreBroken`): the daemon must not go on without its records, and sandboxes run on without the daemon.
 """
 
 from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Callable, Sequence
-from datetime import datetime
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, Concatenate, ParamSpec
 
 import attrs
 import trio
 
-from sandkasten.actors.core import DEFERRED, Actor, Ask, Ref, Reply
-from sandkasten.actors.services.workspace_rows import WorkspaceMessage, workspace_work_of
+from sandkasten.actors.core import DEFERRED, Actor, Ask, R, Ref, Reply
 from sandkasten.actors.supervision import GiveUp
 from sandkasten.counters.metrics import Metrics
-from sandkasten.model import Event
 from sandkasten.model.errors import SandkastenError, StoreFailed, StoreFull
-from sandkasten.model.listing import SessionQuery
-from sandkasten.store import events as events_sql
-from sandkasten.store import sessions as sql
 from sandkasten.store.database import is_broken, lacks_room, open_database
-from sandkasten.store.events import EventPage, JournalState, Purged
-from sandkasten.store.sessions import Recorded, SessionRecord, find_sessions
+from sandkasten.store.sessions import SessionRecord, put_session
+
+P = ParamSpec("P")
 
 log = logging.getLogger(__name__)
 
 _BATCH_JOBS = 256
+"""Functions that share one transaction at most."""
 
 
 class StoreBroken(GiveUp):
@@ -43,106 +39,27 @@ class StoreBroken(GiveUp):
 
 
 @attrs.frozen
-class Put(Ask[None]):
-    """Insert or replace a record. Answered when it is durable against a crash of the process."""
+class Do(Ask[R]):
+    """Call `function(connection, *args, **kwargs)` in the store's thread, within a transaction; answers its result.
 
-    record: SessionRecord
+    A write is durable against a crash of the process once the answer is there. Raises `StoreFailed` when `function`
+    raised: its own writes are undone then, those of the functions beside it are not. Make one with `do`.
+    """
 
-
-@attrs.frozen
-class Get(Ask["SessionRecord | None"]):
-    session_id: str
-
-
-@attrs.frozen
-class FindByKey(Ask["SessionRecord | None"]):
-    idempotency_key: str
+    function: Callable[..., R]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = attrs.field(factory=dict)
 
 
-@attrs.frozen
-class LiveSessions(Ask[Sequence[SessionRecord]]):
-    """Every record that says something of the session may exist."""
-
-
-@attrs.frozen
-class FindSessions(Ask[Recorded]):
-    """Read a page of the list of sessions."""
-
-    query: SessionQuery
-
-
-@attrs.frozen
-class ForgetEnded(Ask[int]):
-    """Forget up to `limit` sessions that ended before a moment; answers how many."""
-
-    before: datetime
-    limit: int
-
-
-@attrs.frozen
-class IsDrained(Ask[bool]):
-    """Whether the node takes no new sessions, by the operator's word."""
-
-
-@attrs.frozen
-class SetDrained(Ask[None]):
-    drained: bool
-
-
-@attrs.frozen
-class Ping(Ask[None]):
-    """Answered when the database answers."""
-
-
-@attrs.frozen
-class OpenJournal(Ask[JournalState]):
-    """Begin the next epoch of the journal of events; `now_ms` is the wall clock's time."""
-
-    now_ms: int
-
-
-@attrs.frozen
-class AppendEvents(Ask[int]):
-    """Write events and, if given, a higher floor; answers how many were new."""
-
-    events: Sequence[Event]
-    floor: str | None
-
-
-@attrs.frozen
-class ReadEvents(Ask[EventPage]):
-    """Read the first `limit` events behind `after`, none behind `upto`."""
-
-    after: str
-    upto: str
-    session_id: str | None
-    limit: int
-
-
-@attrs.frozen
-class LastEvents(Ask[Sequence[Event]]):
-    """Read the newest events of a session, newest first."""
-
-    session_id: str
-    limit: int
-
-
-@attrs.frozen
-class PurgeEvents(Ask[Purged]):
-    """Forget the `oldest` events."""
-
-    oldest: int
-
-
-SessionMessage = Put | Get | FindByKey | LiveSessions | FindSessions | ForgetEnded
-EventMessage = OpenJournal | AppendEvents | ReadEvents | LastEvents | PurgeEvents
-Message = SessionMessage | EventMessage | WorkspaceMessage | IsDrained | SetDrained | Ping
+def do(function: Callable[Concatenate[sqlite3.Connection, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Do[R]:
+    """Return the message that has the store call `function` with its connection and these arguments."""
+    return Do(function, args, kwargs)
 
 
 @attrs.frozen
 class _Job:
-    work: Callable[[sqlite3.Connection], object]
-    reply: Reply[Any]  # the answer type of the message behind it
+    order: Do[Any]
+    reply: Reply[Any]  # of the order's answer type
 
 
 class Store(Actor):
@@ -180,8 +97,8 @@ class Store(Actor):
                 job.reply.fail(self.gone())
         await trio.to_thread.run_sync(self._database.close, limiter=self._limiter)
 
-    async def handle(self, message: Message) -> Any:
-        self._jobs.append(_Job(_work_of(message), self._current or Reply()))
+    async def handle(self, message: Do[Any]) -> Any:
+        self._jobs.append(_Job(message, self._current or Reply()))
         self._wake.set()
         return DEFERRED
 
@@ -225,55 +142,11 @@ async def put_or_keep(store: Ref, unwritten: dict[str, SessionRecord], record: S
     reaper; one that was written takes the place of whatever was kept of that session."""
     session_id = record.session.id
     try:
-        await store.ask_again(Put(record))
+        await store.ask_again(do(put_session, record))
         unwritten.pop(session_id, None)
     except SandkastenError as error:
         log.error("record_not_written", extra={"session_id": session_id, "error": str(error)})
         unwritten[session_id] = record
-
-
-def _work_of(message: Message) -> Callable[[sqlite3.Connection], object]:
-    match message:
-        case Put(record):
-            return lambda database: sql.put_session(database, record)
-        case Get(session_id):
-            return lambda database: sql.get_session(database, session_id)
-        case FindByKey(key):
-            return lambda database: sql.find_by_key(database, key)
-        case LiveSessions():
-            return sql.live_sessions
-        case FindSessions(query):
-            return lambda database: find_sessions(database, query)
-        case ForgetEnded(before, limit):
-            return lambda database: sql.forget_ended(database, before=before, limit=limit)
-        case IsDrained():
-            return sql.read_drained
-        case SetDrained(drained):
-            return lambda database: sql.write_drained(database, drained)
-        case Ping():
-            return lambda database: database.execute("SELECT 1 FROM node LIMIT 1").fetchone() and None
-        case OpenJournal() | AppendEvents() | ReadEvents() | LastEvents() | PurgeEvents():
-            return _event_work_of(message)
-        case _:
-            return workspace_work_of(message)
-
-
-def _event_work_of(message: EventMessage) -> Callable[[sqlite3.Connection], object]:
-    match message:
-        case OpenJournal(now_ms):
-            return lambda database: events_sql.open_journal(database, now_ms=now_ms)
-        case AppendEvents(events, floor):
-            return lambda database: events_sql.append_events(database, events, floor=floor)
-        case ReadEvents(after, upto, session_id, limit):
-            return lambda database: events_sql.read_events(
-                database, after=after, upto=upto, session_id=session_id, limit=limit
-            )
-        case LastEvents(session_id, limit):
-            return lambda database: events_sql.last_events(database, session_id=session_id, limit=limit)
-        case PurgeEvents(oldest):
-            return lambda database: events_sql.purge_events(database, oldest=oldest)
-        case _:
-            assert_never(message)
 
 
 def _transact(database: sqlite3.Connection, batch: Sequence[_Job]) -> Sequence[object]:
@@ -285,7 +158,7 @@ def _transact(database: sqlite3.Connection, batch: Sequence[_Job]) -> Sequence[o
         for job in batch:
             database.execute("SAVEPOINT job")
             try:
-                outcomes.append(job.work(database))
+                outcomes.append(job.order.function(database, *job.order.args, **job.order.kwargs))
             except Exception as error:  # noqa: BLE001 - a value SQLite can't hold must not take the others along
                 if not database.in_transaction:  # SQLite undid all of it
                     return _one_by_one(database, batch, error)

@@ -21,6 +21,7 @@ from typing import Any, TypeVar, TypeVarTuple, assert_never
 import attrs
 import trio
 
+from nsinit.wire.protocol import MakeWorkspace
 from runner.wire import protocol as runner_protocol
 from sandkasten import logcontext
 from sandkasten.actors.core import DEFERRED, Actor, Ref, Reply, unwrap
@@ -30,9 +31,8 @@ from sandkasten.actors.runs.ports import Ports
 from sandkasten.actors.runs.run import Hold, Joined
 from sandkasten.actors.runs.runs import Runs
 from sandkasten.actors.runs.terminals import Terminals
-from sandkasten.actors.services import nsinit_messages as zygote_actor
 from sandkasten.actors.services.directory import Inspection
-from sandkasten.actors.services.nsinit_messages import MakeWorkspace
+from sandkasten.actors.services.nsinit import Sandbox, ask_patiently, ask_when_up, attach, build, call
 from sandkasten.actors.session.birth import FROM_POOL, Creation, Greeting, PhaseTimer, Services, first_request, greet
 from sandkasten.actors.session.changing import change_session, read_disk
 from sandkasten.actors.session.ending import EXPIRIES, end_session
@@ -130,6 +130,7 @@ class SessionActor(Actor):
         ref.speak_for(
             end_error=lambda: end_error(self.session, has_died=self.has_died.is_set()), translate=self.translate
         )
+        self.session_id = record.session.id
         self.ready: Reply[Session] = Reply()
         self._creation = creation
         self._services = services
@@ -206,14 +207,14 @@ class SessionActor(Actor):
             image_kind=creation.image_kind,
         )
         if session.workspace_id is not None:
-            await zygote_actor.ask_patiently(self._services.zygote, MakeWorkspace(session.workspace_id))
+            await ask_patiently(self._services.zygote, call(MakeWorkspace, session.workspace_id))
             timer.end_phase("workspace")
         greeting = Greeting(self._services.paths.run_dir(session.id), first_request(creation, self._services.graces))
         try:
             async with trio.open_nursery() as meanwhile:
                 if session.acquire_detail == FROM_POOL:
                     greeting.begin(meanwhile)
-                sandbox = await zygote_actor.ask_when_up(self._services.zygote, zygote_actor.Build(plan))
+                sandbox = await ask_when_up(self._services.zygote, build(plan))
                 self._hold(sandbox)
                 timer.end_steps("build", sandbox.timings_us)
                 crash.passing(Point.CREATE_BUILT)
@@ -245,8 +246,7 @@ class SessionActor(Actor):
 
     async def _adopt(self) -> None:
         """Take over a sandbox that outlived its daemon, with its runs and the state of its shells."""
-        attach = zygote_actor.Attach(self.session.id)
-        self._hold(await zygote_actor.ask_patiently(self._services.zygote, attach))
+        self._hold(await ask_patiently(self._services.zygote, attach(self.session.id)))
         self._link = RunnerLink(self._services.paths.run_dir(self.session.id))
         await self._adoption.recover()
         if self.session.status is Status.PAUSED:
@@ -259,7 +259,7 @@ class SessionActor(Actor):
         self._own.restore_lease()
         self._own.put_soon()
 
-    def _hold(self, sandbox: zygote_actor.Sandbox) -> None:
+    def _hold(self, sandbox: Sandbox) -> None:
         self._watch.hold(sandbox)
         identity = sandbox.identity
         self._stats.follow_init(identity.pid)
@@ -500,10 +500,6 @@ class SessionActor(Actor):
                 await trio.sleep(_FULL_MAILBOX_PAUSE_S)
 
     # SessionServices: what the work in the session needs --------------------------------------------------------
-
-    @property
-    def session_id(self) -> str:
-        return self._own.facts.id
 
     @property
     def cwd(self) -> str:

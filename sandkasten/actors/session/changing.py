@@ -18,10 +18,11 @@ import errno
 import logging
 from collections.abc import Mapping
 
+from nsinit.wire.protocol import AskDisk, SetDisk
 from runner.wire import protocol
 from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.session_services import SessionServices
-from sandkasten.actors.services import nsinit_messages as zygote
+from sandkasten.actors.services.nsinit import call, set_limits
 from sandkasten.actors.session.birth import Services
 from sandkasten.actors.session.record import LiveRecord
 from sandkasten.admission.plan import check_disk_limits, check_limits, check_maximum, keep_fixed, plan_disk, plan_limits
@@ -49,7 +50,7 @@ async def change_disk(ref: Ref, session_id: str, *, before: Limits, after: Limit
         return
     check_disk_limits(after, allowed)
     try:
-        await ref.ask(zygote.SetDisk(session_id, plan_disk(after)))
+        await ref.ask(call(SetDisk, session_id, plan_disk(after)))
     except BuildFailed as error:
         if error.errno == errno.EOPNOTSUPP:
             message = "the disk of a running session keeps its size on this node"
@@ -60,7 +61,7 @@ async def change_disk(ref: Ref, session_id: str, *, before: Limits, after: Limit
 async def read_disk(ref: Ref, session_id: str) -> dict[str, int]:
     """Return what is known of the disk for a session's statistics; nothing while nsinit can't be asked."""
     try:
-        use = await ref.ask(zygote.AskDisk(session_id))
+        use = await ref.ask(call(AskDisk, session_id))
     except (BuildFailed, Unavailable) as error:
         log.info("disk_not_read", extra={"session_id": session_id, "error": str(error)})
         return {}
@@ -112,7 +113,7 @@ async def _put_into_force(services: Services, session_id: str, before: Limits, l
 async def _set_limits(ref: Ref, session_id: str, limits: Limits) -> SandkastenError | None:
     """Ask nsinit; return why it did not."""
     try:
-        await ref.ask(zygote.SetLimits(session_id, plan_limits(limits)))
+        await ref.ask(set_limits(session_id, plan_limits(limits)))
     except BuildFailed as error:
         match error.errno:
             case errno.EBUSY:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 import trio
 
 from sandkasten.actors.runs.session_services import SessionServices
-from sandkasten.actors.services import nsinit_messages as zygote_actor
+from sandkasten.actors.services.nsinit import ask_patiently, teardown
 from sandkasten.actors.session.birth import Services
 from sandkasten.actors.session.record import LiveRecord
 from sandkasten.actors.session.watch import SandboxWatch
@@ -60,7 +60,7 @@ async def end_session(
     await own.put_or_keep()
     services.crash.passing(Point.DESTROY_RECORDED)
     try:
-        torn_down = await zygote_actor.ask_patiently(services.zygote, zygote_actor.Teardown(host.session_id))
+        torn_down = await ask_patiently(services.zygote, teardown(host.session_id))
     except SandkastenError as error:  # the reaper finishes it
         log.error("teardown_deferred", extra={"session_id": host.session_id, "error": str(error)})
         return

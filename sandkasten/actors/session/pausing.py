@@ -13,10 +13,11 @@ from typing import Protocol, TypeVar
 
 import trio
 
+from nsinit.wire.protocol import SetFrozen
 from runner.wire import protocol
 from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.runs import Runs
-from sandkasten.actors.services import nsinit_messages as zygote_actor
+from sandkasten.actors.services.nsinit import ask_patiently, call
 from sandkasten.actors.session.lease import Lease
 from sandkasten.actors.session.record import LiveRecord
 from sandkasten.model import EventType, Pause, PauseSpec, Status
@@ -141,5 +142,4 @@ class Pausing:
         self._is_greeted = True
 
     async def _set_frozen(self, *, frozen: bool) -> None:
-        request = zygote_actor.SetFrozen(self._own.session.id, frozen)
-        await zygote_actor.ask_patiently(self._zygote, request)
+        await ask_patiently(self._zygote, call(SetFrozen, self._own.session.id, frozen))

@@ -18,10 +18,11 @@ import trio
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services import store as store_actor
 from sandkasten.actors.services.directory import SessionDirectory
+from sandkasten.actors.services.store import do
 from sandkasten.actors.session.lease import Lease
 from sandkasten.model import FOREVER_S, Session
 from sandkasten.model.errors import SandkastenError
-from sandkasten.store.sessions import Clocked, SessionRecord
+from sandkasten.store.sessions import Clocked, SessionRecord, put_session
 
 log = logging.getLogger(__name__)
 
@@ -96,28 +97,28 @@ class LiveRecord:
             self.renew()
         else:
             self._begin_lease(idle_s=trio.current_time() - self._used_at)
-        self._lease.announce_anew(ttl_s=self.facts.ttl_s, max_lifetime_s=self.facts.max_lifetime_s)
+        self._lease.announce_anew(ttl_s=self._record.session.ttl_s, max_lifetime_s=self._record.session.max_lifetime_s)
 
     def _begin_lease(self, *, idle_s: float) -> None:
         """`idle_s`: how long ago it was used last."""
         moment = datetime.now(UTC)
-        remaining_s = self._lease.renew(ttl_s=self.facts.ttl_s - idle_s, hard_end=self._hard_end)
+        remaining_s = self._lease.renew(ttl_s=self._record.session.ttl_s - idle_s, hard_end=self._hard_end)
         self._renewed = (moment - timedelta(seconds=idle_s), expiry(moment, remaining_s))
 
     @property
     def _span_left_s(self) -> float:
-        return min(self.facts.ttl_s, self._hard_end - trio.current_time())
+        return min(self._record.session.ttl_s, self._hard_end - trio.current_time())
 
     @property
     def _hard_end(self) -> float:
-        return self._born_at + self.facts.max_lifetime_s
+        return self._born_at + self._record.session.max_lifetime_s
 
     # Database ---------------------------------------------------------------------------------------------------
 
     async def put(self) -> None:
         """Write it. Raises `StoreFailed`."""
         self._persisted_at = trio.current_time()
-        await self._store.ask_again(store_actor.Put(self._written()))
+        await self._store.ask_again(do(put_session, self._written()))
 
     async def put_or_keep(self) -> None:
         """Write it, or have it written when the database takes writes again."""
@@ -140,13 +141,13 @@ class LiveRecord:
         """Have it written; waits for nothing, and what is refused is written with the next change."""
         self._persisted_at = trio.current_time()
         try:
-            self._store.tell(store_actor.Put(self._written()))
+            self._store.tell(do(put_session, self._written()))
         except SandkastenError as error:
             log.warning("lease_not_persisted", extra={"session_id": self.facts.id, "error": str(error)})
 
     @property
     def _persist_every_s(self) -> float:
-        return min(_PERSIST_EVERY_S, self.facts.ttl_s / _PERSISTS_PER_TTL)
+        return min(_PERSIST_EVERY_S, self._record.session.ttl_s / _PERSISTS_PER_TTL)
 
     def _written(self) -> SessionRecord:
         """Return what the database is to hold: the session as it is at this moment."""

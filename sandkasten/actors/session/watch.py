@@ -20,9 +20,9 @@ from typing import Protocol, TypeVar
 import attrs
 import trio
 
-from nsinit.wire.protocol import Victim
-from sandkasten.actors.core import Ask, Ref
-from sandkasten.actors.services import nsinit_messages as zygote_actor
+from nsinit.wire.protocol import FindOomKills, OomKills
+from sandkasten.actors.core import Ref
+from sandkasten.actors.services.nsinit import Sandbox, call, recent_name
 from sandkasten.counters.cgroup import CgroupStats
 from sandkasten.links.oom_event import OomEvent
 from sandkasten.model import Session, Status
@@ -61,12 +61,12 @@ class SandboxWatch:
         self._session_id = session_id
         self._zygote = zygote
         self._stats = stats
-        self._sandbox: zygote_actor.Sandbox | None = None
+        self._sandbox: Sandbox | None = None
         self._oom: OomEvent | None = None
         self._kills = 0
         self._killed_at = self._died_at = -math.inf
 
-    def hold(self, sandbox: zygote_actor.Sandbox) -> None:
+    def hold(self, sandbox: Sandbox) -> None:
         """Take over the descriptors."""
         self._sandbox = sandbox
         self._kills = self._stats.read_oom_kills()
@@ -116,15 +116,13 @@ class SandboxWatch:
 
     async def find_victim(self) -> str | None:
         """Return the name of the process that was killed for memory last, if that can be known."""
-        return await self._ask_log(zygote_actor.FindVictim(self._session_id))
+        victim = await self._find_kills()
+        return None if victim is None else recent_name(victim)
 
-    async def _find_kills(self) -> Victim | None:
-        return await self._ask_log(zygote_actor.FindKills(self._session_id))
-
-    async def _ask_log(self, question: Ask[T]) -> T | None:
+    async def _find_kills(self) -> OomKills | None:
         try:
             with trio.move_on_after(_VICTIM_S):
-                return await self._zygote.ask(question)
+                return await self._zygote.ask(call(FindOomKills, self._session_id))
         except SandkastenError as error:
             log.info("victim_unknown", extra={"session_id": self._session_id, "error": str(error)})
         return None

@@ -15,17 +15,11 @@ from typing import Any, TypeVarTuple, assert_never
 
 import attrs
 
+from nsinit.wire import protocol
 from sandkasten.actors.core import Actor, Ask, Deferred, Ref
-from sandkasten.actors.services import nsinit_messages as zygote_actor
-from sandkasten.actors.services import workspace_rows as rows
 from sandkasten.actors.services.directory import SessionDirectory
-from sandkasten.actors.services.nsinit_messages import (
-    DiscardWorkspace,
-    GrowWorkspace,
-    MakeWorkspace,
-    PublishWorkspace,
-    SyncWorkspace,
-)
+from sandkasten.actors.services.nsinit import ask_patiently, ask_when_up, call
+from sandkasten.actors.services.store import do
 from sandkasten.actors.workspaces.helpers import IDLE_S, Helpers
 from sandkasten.actors.workspaces.holds import Attachment, Attachments, Claims
 from sandkasten.actors.workspaces.messages import (
@@ -62,7 +56,7 @@ from sandkasten.model.workspace import (
     WorkspaceSpec,
     is_within,
 )
-from sandkasten.store.sessions import SessionRecord
+from sandkasten.store.sessions import SessionRecord, live_sessions_of
 
 Ts = TypeVarTuple("Ts")
 
@@ -185,7 +179,7 @@ class Workspaces(Actor):
     async def _records(self, workspace_id: str) -> Sequence[SessionRecord]:
         """Return the records of sessions that may have it; one whose end was not written yet has not."""
         unwritten = self._directory.unwritten
-        records = await self._store.ask_again(rows.HoldersOf(workspace_id))
+        records = await self._store.ask_again(do(live_sessions_of, workspace_id))
         return [
             each
             for each in records
@@ -194,7 +188,7 @@ class Workspaces(Actor):
 
     async def _release(self, workspace_id: str) -> None:
         """Nothing is made anew here: the workspace may have been deleted behind its last session."""
-        await zygote_actor.ask_patiently(self._zygote, SyncWorkspace(workspace_id))
+        await ask_patiently(self._zygote, call(protocol.SyncWorkspace, workspace_id))
         await self._register.touch(workspace_id)
 
     async def _remove(self, workspace_id: str, within: Within) -> None:
@@ -202,7 +196,7 @@ class Workspaces(Actor):
             raise busy(workspace_id, holders)
         await self._register.get(workspace_id, within)
         await self._helpers.end(workspace_id)
-        await zygote_actor.ask_patiently(self._zygote, DiscardWorkspace(workspace_id))
+        await ask_patiently(self._zygote, call(protocol.DiscardWorkspace, workspace_id))
         self._crash.passing(Point.WORKSPACE_DISCARDED)
         await self._register.forget(workspace_id)
         log.info("workspace_deleted", extra={"workspace_id": workspace_id})
@@ -235,7 +229,7 @@ class Workspaces(Actor):
 
     async def _have_made(self, workspace_id: str, quota: WorkspaceQuota | None) -> None:
         try:
-            await self._ask(MakeWorkspace(workspace_id, quota=quota))
+            await self._ask(call(protocol.MakeWorkspace, workspace_id, quota=_disk(quota)))
         except BuildFailed as error:
             raise explain(error, workspace_id) from error
 
@@ -269,7 +263,7 @@ class Workspaces(Actor):
             raise busy(workspace_id, holders)
         await self._helpers.end(workspace_id)
         try:
-            await self._ask(GrowWorkspace(workspace_id, size_bytes))
+            await self._ask(call(protocol.GrowWorkspace, workspace_id, size_bytes))
         except BuildFailed as error:
             raise explain(error, workspace_id) from error
 
@@ -290,22 +284,22 @@ class Workspaces(Actor):
                 case Begin(replace=replace):
                     await self._check_free(workspace_id, replace=replace)
                     await self._helpers.end(workspace_id)
-                    await self._ask(DiscardWorkspace(workspace_id, draft=True))
+                    await self._ask(call(protocol.DiscardWorkspace, workspace_id, draft=True))
                     quota = await self._register.quota_of(workspace_id)
-                    await self._ask(MakeWorkspace(workspace_id, draft=True, quota=quota))
+                    await self._ask(call(protocol.MakeWorkspace, workspace_id, draft=True, quota=_disk(quota)))
                 case Publish(replace=replace, within=within):
                     await self._helpers.end(workspace_id)
                     await self._register.take_up(workspace_id, within)
                     await self._publish(workspace_id, replace=replace)
                 case DropDraft():
                     await self._helpers.end(workspace_id)
-                    await self._ask(DiscardWorkspace(workspace_id, draft=True))
+                    await self._ask(call(protocol.DiscardWorkspace, workspace_id, draft=True))
         except BuildFailed as error:
             raise explain(error, workspace_id) from error
 
     async def _publish(self, workspace_id: str, *, replace: bool) -> None:
         try:
-            await zygote_actor.ask_when_up(self._zygote, PublishWorkspace(workspace_id, replace))
+            await ask_when_up(self._zygote, call(protocol.PublishWorkspace, workspace_id, replace))
             self._crash.passing(Point.WORKSPACE_PUBLISHED)
         except BuildFailed:
             if await self._register.quota_of(workspace_id) is None:
@@ -318,8 +312,8 @@ class Workspaces(Actor):
         if holders := await self._holders(workspace_id):
             raise busy(workspace_id, holders)
 
-    async def _ask(self, message: Ask[None]) -> None:
-        await zygote_actor.ask_patiently(self._zygote, message)
+    async def _ask(self, message: Ask[protocol.Ok]) -> None:
+        await ask_patiently(self._zygote, message)
 
 
 def release_soon(workspaces: Ref, workspace_id: str | None) -> None:
@@ -329,6 +323,10 @@ def release_soon(workspaces: Ref, workspace_id: str | None) -> None:
             workspaces.tell(Released(workspace_id))
         except SandkastenError as error:
             log.warning("workspace_not_synced", extra={"workspace_id": workspace_id, "error": str(error)})
+
+
+def _disk(quota: WorkspaceQuota | None) -> protocol.DiskLimits | None:
+    return None if quota is None else protocol.DiskLimits(quota.size_bytes, quota.files)
 
 
 def _mode_of(record: SessionRecord) -> str:

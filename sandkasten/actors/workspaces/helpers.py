@@ -19,8 +19,8 @@ import trio
 from nsinit.wire import protocol
 from runner.wire import protocol as runner_protocol
 from sandkasten.actors.core import Ref
-from sandkasten.actors.services import nsinit_messages as zygote_actor
 from sandkasten.actors.services.directory import SessionDirectory
+from sandkasten.actors.services.nsinit import Sandbox, ask_patiently, ask_when_up, build, teardown
 from sandkasten.actors.workspaces.records import not_found
 from sandkasten.crash import Crash, Point
 from sandkasten.host.paths import DataPaths
@@ -55,7 +55,7 @@ class _Helper:
     session_id: str
     made: trio.Event = attrs.field(factory=trio.Event)
     link: RunnerLink | None = None
-    sandbox: zygote_actor.Sandbox | None = None
+    sandbox: Sandbox | None = None
     failure: SandkastenError | None = None
     users: int = 0
     loans: int = 0
@@ -141,7 +141,7 @@ class Helpers:
             workspace_draft=is_draft,
         )
         try:
-            helper.sandbox = await zygote_actor.ask_when_up(self._zygote, zygote_actor.Build(plan))
+            helper.sandbox = await ask_when_up(self._zygote, build(plan))
             self._crash.passing(Point.FILES_BUILT)
             helper.link = RunnerLink(self._paths.run_dir(helper.session_id))
             await _greet(helper.link)
@@ -190,7 +190,7 @@ class Helpers:
             sandbox.close_unused()
         with trio.move_on_after(_END_S, shield=True):
             try:
-                await zygote_actor.ask_patiently(self._zygote, zygote_actor.Teardown(helper.session_id))
+                await ask_patiently(self._zygote, teardown(helper.session_id))
                 self._crash.passing(Point.FILES_TORN_DOWN)
             except SandkastenError as error:
                 log.warning("workspace_helper_left", extra={"session_id": helper.session_id, "error": str(error)})

@@ -14,10 +14,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
+from nsinit.wire.protocol import AskQuota
 from sandkasten.actors.core import Ref
-from sandkasten.actors.services import nsinit_messages as zygote_actor
-from sandkasten.actors.services import workspace_rows as rows
-from sandkasten.actors.services.nsinit_messages import AskQuota
+from sandkasten.actors.services.nsinit import ask_patiently, call
+from sandkasten.actors.services.nsinit import list_workspaces as list_directories
+from sandkasten.actors.services.store import do
 from sandkasten.model.errors import (
     BuildFailed,
     Conflict,
@@ -29,7 +30,18 @@ from sandkasten.model.errors import (
     WorkspaceNotFound,
 )
 from sandkasten.model.workspace import Within, Workspace, WorkspacePatch, WorkspaceQuota, WorkspaceSpec, is_within
-from sandkasten.store.workspaces import Count, WorkspaceRecord
+from sandkasten.store.workspaces import (
+    Count,
+    WorkspaceRecord,
+    adopt_workspace,
+    change_workspace,
+    count_sessions,
+    forget_workspace,
+    get_workspace,
+    list_workspaces,
+    put_workspace,
+    touch_workspace,
+)
 
 _NAMED_HOLDERS = 20
 _MOVE = "make another one with a quota, export this one, and import it there with replace=true"
@@ -98,15 +110,16 @@ class Register:
 
     async def names(self) -> frozenset[str]:
         """Return the workspaces that have a directory."""
-        return frozenset(await zygote_actor.ask_patiently(self._zygote, zygote_actor.ListWorkspaces()))
+        return frozenset(await list_directories(self._zygote))
 
     async def list(self) -> Sequence[Workspace]:
         """Return all of them, by id."""
         names = await self.names()
-        records = {each.id: each for each in await self._store.ask_again(rows.ListWorkspaceRows("", _MAX_ROWS))}
+        rows = await self._store.ask_again(do(list_workspaces, after="", limit=_MAX_ROWS))
+        records = {each.id: each for each in rows}
         for found in sorted(names - records.keys()):
             records[found] = await self._remember(found)
-        counts = await self._store.ask_again(rows.CountSessions())
+        counts = await self._store.ask_again(do(count_sessions))
         return [_view(records[each], names, counts) for each in sorted(records)]
 
     async def get(self, workspace_id: str, within: Within) -> Workspace:
@@ -115,7 +128,7 @@ class Register:
         record = await self._find(workspace_id, names, within)
         if record is None:
             raise not_found(workspace_id)
-        return _view(record, names, await self._store.ask_again(rows.CountSessions()))
+        return _view(record, names, await self._store.ask_again(do(count_sessions)))
 
     async def check(self, workspace_id: str, within: Within, *, may_be_new: bool = False) -> None:
         """Raise `WorkspaceNotFound` if it does not exist for who asks, unless it is nobody's and `may_be_new`."""
@@ -140,27 +153,27 @@ class Register:
         """Let the record say what a new workspace begins with, whatever was remembered of an earlier one."""
         now = datetime.now(UTC)
         record = WorkspaceRecord(workspace_id, now, now, dict(spec.labels), spec.quota)
-        await self._store.ask_again(rows.PutWorkspace(record))
+        await self._store.ask_again(do(put_workspace, record))
 
     async def change(self, workspace_id: str, patch: WorkspacePatch, within: Within) -> Workspace:
         """Change what is remembered of one that exists for who asks. Raises `WorkspaceNotFound`."""
         await self.get(workspace_id, within)
-        if not await self._store.ask_again(rows.ChangeWorkspace(workspace_id, patch, within)):
+        if not await self._store.ask_again(do(change_workspace, workspace_id, patch, within)):
             raise not_found(workspace_id)
         return await self.get(workspace_id, within)
 
     async def quota_of(self, workspace_id: str) -> WorkspaceQuota | None:
         """Return what is remembered of its quota."""
-        record = await self._store.ask_again(rows.GetWorkspace(workspace_id))
+        record = await self._store.ask_again(do(get_workspace, workspace_id))
         return None if record is None else record.quota
 
     async def touch(self, workspace_id: str) -> None:
         """Note that it was in use, if it is still there."""
-        await self._store.ask_again(rows.TouchWorkspace(workspace_id, datetime.now(UTC)))
+        await self._store.ask_again(do(touch_workspace, workspace_id, datetime.now(UTC)))
 
     async def forget(self, workspace_id: str) -> None:
         """Remember nothing of it."""
-        await self._store.ask_again(rows.ForgetWorkspace(workspace_id))
+        await self._store.ask_again(do(forget_workspace, workspace_id))
 
     async def forget_unmade(self, workspace_id: str) -> None:
         """Remember nothing of one that could not be made."""
@@ -169,7 +182,7 @@ class Register:
 
     async def _find(self, workspace_id: str, names: frozenset[str] | None, within: Within) -> WorkspaceRecord | None:
         """Return what is known of it, None: nobody has it. Raises `WorkspaceNotFound` when others do."""
-        record = await self._store.ask_again(rows.GetWorkspace(workspace_id))
+        record = await self._store.ask_again(do(get_workspace, workspace_id))
         if record is None:
             if workspace_id not in (await self.names() if names is None else names):
                 return None
@@ -185,9 +198,13 @@ class Register:
     async def _adopt(self, workspace_id: str, labels: Mapping[str, str]) -> WorkspaceRecord:
         """Note that it is in use. What is remembered anew has the quota that it has on the disk: the database it was
         remembered in may have been lost."""
-        known = await self._store.ask_again(rows.GetWorkspace(workspace_id))
-        quota = None if known else await zygote_actor.ask_patiently(self._zygote, AskQuota(workspace_id))
-        return await self._store.ask_again(rows.AdoptWorkspace(workspace_id, datetime.now(UTC), labels, quota))
+        known = await self._store.ask_again(do(get_workspace, workspace_id))
+        quota = None if known else await self._quota_on_disk(workspace_id)
+        return await self._store.ask_again(do(adopt_workspace, workspace_id, datetime.now(UTC), labels, quota))
+
+    async def _quota_on_disk(self, workspace_id: str) -> WorkspaceQuota | None:
+        found = (await ask_patiently(self._zygote, call(AskQuota, workspace_id))).quota
+        return None if found is None else WorkspaceQuota(found.size_bytes, found.inodes)
 
 
 def _view(record: WorkspaceRecord, names: frozenset[str], counts: Mapping[str, Count]) -> Workspace:

@@ -32,7 +32,7 @@ import attrs
 import trio
 
 from sandkasten.admission.keys import KeyRing
-from sandkasten.admission.quotas import TokenBucket
+from sandkasten.admission.quotas import KeyShares, TokenBucket
 from sandkasten.api.http.guard import Scope
 from sandkasten.model import SESSION_ID
 from sandkasten.model.errors import Forbidden, PermissionDenied, SessionNotFound, Unauthorized
@@ -219,3 +219,26 @@ class Refusals:
 def _text(peer: object) -> str:
     """Return the address of an ASGI scope's `client`, which a unix socket lacks."""
     return str(peer[0]) if isinstance(peer, list | tuple) and peer else "unix socket"
+
+
+@attrs.define
+class Authenticator:
+    """Authentication for all connections of one front: keys, refusals, and the count of connections without a key."""
+
+    gate: Gate
+    shares: KeyShares
+    refusals: Refusals = attrs.field(factory=Refusals)
+    unproven: int = 0
+
+    async def identify(self, scope: Scope, token: bytes | None = None) -> ApiKey:
+        """Return the key of a request, by its head or by a token that came later.
+
+        Raises:
+            Unauthorized: no key, or a wrong one; raised late when there are many.
+        """
+        try:
+            return self.gate.check(scope) if token is None else self.gate.check_key(token)
+        except Unauthorized as error:
+            refusal = error
+        await self.refusals.note(scope.get("client"))
+        raise refusal

@@ -1,7 +1,7 @@
-"""Errors as HTTP answers: the one table from `errors.py` to status codes, and the one error body.
+"""Errors as HTTP answers: the table from the classes of `model/errors.py` to status codes, and the error body.
 
-An exception without a row is a bug: it becomes 500 INTERNAL_ERROR, logged with its traceback. Whatever has that code
-says nothing of its inside to the client; the log has it under the request's id.
+An exception without a row is a bug: the client gets 500 INTERNAL_ERROR and the log a traceback. An answer with that
+code tells the client no internals; the log has them under the request's id.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from sandkasten import logcontext
-from sandkasten.api.http.json import encode_json
+from sandkasten.api.http.json import Body, encode_json
 from sandkasten.model import errors
 from sandkasten.model.errors import SandkastenError
 
@@ -78,11 +78,22 @@ Headers = tuple[tuple[str, str], ...]
 
 @attrs.frozen
 class Answer:
-    """A whole answer: what every JSON route returns."""
+    """A whole answer with a JSON body."""
 
     status: int
     body: bytes
     headers: Headers = ()
+
+
+@attrs.frozen(kw_only=True)
+class ErrorBody(Body):
+    """The body of every answer that is an error."""
+
+    error_code: str
+    message: str
+    details: Mapping[str, Any] | None = None  # JSON values
+    retryable: bool
+    request_id: str | None
 
 
 def json_answer(value: object, *, status: int = 200, headers: Headers = ()) -> Answer:
@@ -90,21 +101,24 @@ def json_answer(value: object, *, status: int = 200, headers: Headers = ()) -> A
     return Answer(status, encode_json(value), headers)
 
 
-def error_body(error: Exception) -> dict[str, Any]:  # JSON values
-    """Return the public view of an error. Logs what it hides, so call it once per error."""
-    body: dict[str, Any] = {"error_code": INTERNAL_CODE, "message": INTERNAL_MESSAGE}
+def error_body(error: Exception) -> ErrorBody:
+    """Return the public part of an error and log the rest, so call this once per error."""
+    request_id = logcontext.origin.get().request_id
+    if isinstance(error, SandkastenError) and type(error) in STATUS and error.code != INTERNAL_CODE:
+        return ErrorBody(
+            error_code=error.code,
+            message=error.message,
+            details=dict(error.details) or None,
+            retryable=error.retryable,
+            request_id=request_id,
+        )
     is_retryable = False
     if not isinstance(error, SandkastenError) or type(error) not in STATUS:
         log.error("unexpected error: %s", error, exc_info=error)
-    elif error.code == INTERNAL_CODE:
+    else:
         log.error("%s: %s", type(error).__name__, error, extra=_internals(error))
         is_retryable = error.retryable
-    else:
-        body = {"error_code": error.code, "message": error.message}
-        if error.details:
-            body["details"] = dict(error.details)
-        is_retryable = error.retryable
-    return body | {"retryable": is_retryable, "request_id": logcontext.origin.get().request_id}
+    return ErrorBody(error_code=INTERNAL_CODE, message=INTERNAL_MESSAGE, retryable=is_retryable, request_id=request_id)
 
 
 def error_answer(error: Exception) -> Answer:
@@ -121,7 +135,7 @@ def error_answer(error: Exception) -> Answer:
 
 
 def head_too_large(max_bytes: int) -> errors.TooLarge:
-    """Return the error of a request whose target and headers are over a limit."""
+    """Return the error of a request whose target and headers are over the limit."""
     return errors.TooLarge("the request's head is too large", max_head_bytes=max_bytes, max_headers=MAX_HEADERS)
 
 

@@ -1,43 +1,89 @@
-"""JSON bytes of values that may carry text from a sandbox, and request bodies read from JSON. No schema.
+"""JSON on the wire: answers and messages made from attrs classes, bodies of requests read back.
 
-How many values a JSON text has, before it is parsed: a bound on what parsing costs, since nothing interrupts it.
+`encode_json` spells every answer. Classes of answers derive from `Body`; classes of the model are spelled whole.
+Text from a sandbox may hold lone surrogates, which JSON has no spelling for: each becomes U+FFFD.
 
-16 MiB of text in one value are parsed in 30 ms, 16 MiB of empty arrays in more than a second. Counted are strings and
-the signs that begin or part values (RFC 8259 §2); nothing is checked.
+`check_value_count` bounds what parsing costs, since nothing interrupts a parse: 16 MiB of text in one value take 30 ms,
+16 MiB of empty arrays more than a second. Strings and the signs that begin or part values are counted (RFC 8259 §2);
+nothing else is checked.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
 from typing import Any
 
+import attrs
+import cattrs
 import orjson
 import trio
+from cattrs.gen import make_dict_unstructure_fn
 
+from sandkasten.log import rfc3339
 from sandkasten.model.errors import InvalidRequest
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
+class Body:
+    """Base of the attrs classes that answers are made of. A field with the default None is left out when it is None;
+    a field without a default is always there, and may be null."""
+
+    __slots__ = ()
+
+
+def is_optional(field: attrs.Attribute[Any]) -> bool:  # Any: of whatever type
+    """Return whether a field of a `Body` may be left out."""
+    return field.default is None
+
+
+def to_plain(value: object) -> Any:  # JSON values
+    """Return a value as dicts, lists, text and numbers: attrs objects by their fields, times as RFC 3339."""
+    return _converter.unstructure(value)
+
+
+def _object_hook(cls: type[Any]) -> Callable[[object], Mapping[str, object]]:
+    spell: Callable[[object], dict[str, object]] = make_dict_unstructure_fn(
+        cls, _converter, _cattrs_use_linecache=False
+    )
+    is_body = issubclass(cls, Body)
+    optional = [field.name for field in attrs.fields(cls) if is_body and is_optional(field)]
+
+    def spell_body(value: object) -> Mapping[str, object]:
+        members = spell(value)
+        for name in optional:  # cattrs can leave members out, too, but spells all optional ones last
+            if members[name] is None:
+                del members[name]
+        return members
+
+    return spell_body if optional else spell
+
+
+_converter = cattrs.Converter()
+_converter.register_unstructure_hook(datetime, rfc3339)
+_converter.register_unstructure_hook_factory(attrs.has, _object_hook)
+
+
 def scrub(text: str) -> str:
-    """Replace lone surrogates (bytes of a file name that are not UTF-8, PEP 383) by U+FFFD."""
+    """Return text with lone surrogates (bytes of a file name that are not UTF-8, PEP 383) replaced by U+FFFD."""
     return _SURROGATE.sub("\ufffd", text)
 
 
 def encode_json(value: object) -> bytes:
-    """Return `value` as JSON; it never fails on text, whatever a sandbox put into it."""
+    """Return `value` as JSON, whatever text a sandbox put into `value`."""
     try:
-        return orjson.dumps(value)
+        return orjson.dumps(value, default=to_plain)
     except orjson.JSONEncodeError:
-        return orjson.dumps(_scrub_all(value))
+        return orjson.dumps(_scrub_all(to_plain(value)))
 
 
 def decode_object(body: bytes) -> dict[str, Any]:  # JSON values
-    """Return the JSON object in a request body; no body at all is an empty one.
+    """Return the JSON object in a request body; an empty body is an empty object.
 
     Raises:
-        InvalidRequest: it is not JSON, not UTF-8, or not an object.
+        InvalidRequest: the body is not JSON, not UTF-8, or not an object.
     """
     if not body:
         return {}
@@ -61,11 +107,11 @@ def _scrub_all(value: object) -> object:
 
 
 MAX_VALUES = 128 * 1024
-"""No request that means something has a tenth of them."""
+"""Values in one body; no sensible request has a tenth as many."""
 
 SLICE_BYTES = 64 * 1024
 SLICES_AT_ONCE = 256
-"""How many are looked at before other tasks get a turn; between strings they are short ones."""
+"""Slices counted before other tasks get a turn; those between strings are short."""
 
 _IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 
@@ -74,7 +120,7 @@ async def check_value_count(body: bytes) -> None:
     """Refuse a JSON text with too many values.
 
     Raises:
-        InvalidRequest: it has more than `MAX_VALUES`.
+        InvalidRequest: the text has more than `MAX_VALUES`.
     """
     if len(body) <= MAX_VALUES:
         return
@@ -90,7 +136,7 @@ async def check_value_count(body: bytes) -> None:
 
 
 def _slices(body: bytes) -> Iterator[tuple[int, int]]:
-    """Return for each part of the text, within or between strings, how many values begin there and its size."""
+    """Yield for each part of the text, within or between strings, how many values begin in the part and its size."""
     position, is_string = 0, False
     while position < len(body):
         end = min(position + SLICE_BYTES, len(body))
@@ -107,7 +153,8 @@ def _slices(body: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _end_of_string(body: bytes, position: int, end: int) -> int:
-    """Return where the string's quote is, or how far its text goes before `end`, which may cut an escape."""
+    """Return the position of the string's closing quote, or how far its text goes before `end`, which may cut an
+    escape."""
     found = _IN_STRING.match(body, position, end)
     stop = position if found is None else found.end()
     return stop if stop > position or body.startswith(b'"', stop) else position + 1

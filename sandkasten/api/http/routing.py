@@ -1,4 +1,4 @@
-"""From a request's target to what answers there: whole segments, decoded one by one. Knows no URL of ours.
+"""The target of a request, and the table that leads from targets to routes. Knows no URL of ours.
 
 A path is cut at its slashes before anything is decoded, so an id with an encoded slash in it stays one segment and
 `fs%2Fread` is no other spelling of `fs/read` (RFC 3986 §2.4). Nothing is tidied up: neither `//` nor `..`.
@@ -6,14 +6,15 @@ A path is cut at its slashes before anything is decoded, so an id with an encode
 
 from __future__ import annotations
 
+import enum
 import re
-from collections.abc import Mapping, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
 from urllib.parse import unquote
 
 import attrs
 
-T = TypeVar("T")
+from sandkasten.api.http.auth import Needs
 
 _ABSOLUTE = re.compile(r"https?://([A-Za-z0-9._~:\[\]-]+)(/.*)?\Z", re.IGNORECASE)
 """Scheme, authority and path. No user (RFC 9110 §4.2.4) and nothing encoded in the authority."""
@@ -21,7 +22,7 @@ _ABSOLUTE = re.compile(r"https?://([A-Za-z0-9._~:\[\]-]+)(/.*)?\Z", re.IGNORECAS
 
 @attrs.frozen
 class Target:
-    """Where a request goes. The one reading of it, for all who decide something about it."""
+    """The decoded segments of a request's path. Every decision about a request is made from this one reading."""
 
     segments: tuple[str, ...]
 
@@ -33,10 +34,10 @@ class Target:
 
 
 def parse_target(raw_path: bytes, *, host: str | None) -> Target | None:
-    """Return where a request goes by its target, which came without its query.
+    """Return the target in a request line, without its query; None for a malformed one.
 
-    It is a path or the absolute form of one, whose authority must then be the `Host` (RFC 9112 §3.2). None: it is no
-    such thing, or a segment is not UTF-8.
+    A target is a path or the absolute form of one, whose authority must then be the `Host` (RFC 9112 §3.2). Segments
+    that are not UTF-8 are malformed.
     """
     path = raw_path.decode("latin-1")
     if (absolute := _ABSOLUTE.match(path)) is not None:
@@ -51,37 +52,121 @@ def parse_target(raw_path: bytes, *, host: str | None) -> Target | None:
         return None
 
 
-class RouteTable(Generic[T]):
-    """Patterns like `execs/{exec_id}/output`, each with what answers there. `{name}` is any one segment, not empty."""
+class Kind(enum.Enum):
+    """How a route is served.
 
-    def __init__(self, routes: Mapping[str, T]) -> None:
-        """Raises `ValueError` when a path could match two of the patterns."""
-        self.routes = routes
-        self._by_length: dict[int, list[tuple[tuple[str, ...], T]]] = {}
-        for pattern, target in routes.items():
-            segments = tuple(pattern.split("/"))
-            alike = self._by_length.setdefault(len(segments), [])
-            for other, _ in alike:
-                if all(a == b or _is_open(a) or _is_open(b) for a, b in zip(segments, other, strict=True)):
-                    raise ValueError(f"{pattern!r} and {'/'.join(other)!r} match the same path")
-            alike.append((segments, target))
+    JSON: by Quart; the handler returns an `Answer`. RAW: in front of Quart, by an ASGI handler that returns an
+    `Answer` or has answered piece by piece. WEBSOCKET: by a handler of `websocket`.
+    """
 
-    def find(self, segments: Sequence[str]) -> tuple[T, dict[str, str]] | None:
-        """Return what answers there and the open segments by name, or None."""
-        located = self.locate(segments)
-        return None if located is None else located[1:]
-
-    def locate(self, segments: Sequence[str]) -> tuple[str, T, dict[str, str]] | None:
-        """As `find`, and first of all the pattern itself."""
-        for pattern, target in self._by_length.get(len(segments), ()):
-            if all(
-                wanted == given or (_is_open(wanted) and given) for wanted, given in zip(pattern, segments, strict=True)
-            ):
-                names = zip(pattern, segments, strict=True)
-                opened = {wanted[1:-1]: given for wanted, given in names if _is_open(wanted)}
-                return "/".join(pattern), target, opened
-        return None
+    JSON = enum.auto()
+    RAW = enum.auto()
+    WEBSOCKET = enum.auto()
 
 
-def _is_open(segment: str) -> bool:
-    return segment.startswith("{")
+Handler = Callable[[Any], Awaitable[Any]]
+"""Takes the exchange of its kind; `routes.py` checks the types of each handler."""
+
+
+@attrs.frozen(kw_only=True)
+class Route:
+    """One method of one path: who answers, what that needs of the key, what is read and what is answered.
+
+    `path` is a template: `{name}` is any one segment that is not empty. A GET route serves HEAD as well. `query` and
+    `body` are the classes that read the request, `answer` is the class of the JSON body. `body_type` and `answer_type`
+    are the media types of bodies that are not JSON.
+    """
+
+    kind: Kind
+    method: str
+    path: str
+    handler: Handler
+    needs: Needs
+    query: type | None = None
+    body: type | None = None
+    body_type: str | None = None
+    answer: object = None
+    answer_type: str | None = None
+    statuses: tuple[int, ...] = (200,)
+    needs_live_session: bool = True
+    """Of a WebSocket: an ended session is refused before the handler is asked."""
+
+
+@attrs.define
+class _Node:
+    """The routes at one path and the paths beneath it: either literal segments or one open segment."""
+
+    literals: dict[str, _Node] = attrs.field(factory=dict)
+    open_name: str = ""
+    opened: _Node | None = None
+    methods: dict[str, Route] = attrs.field(factory=dict)
+    websocket: Route | None = None
+
+
+@attrs.frozen
+class Found:
+    """The routes at a path: by method, and the WebSocket. `params` are the open segments by name."""
+
+    methods: dict[str, Route]
+    websocket: Route | None
+    params: dict[str, str]
+
+    @property
+    def allow(self) -> str:
+        """The methods as the value of an `Allow` header."""
+        return ", ".join(self.methods)
+
+
+class RouteTable:
+    """Every route, and the way from a path to its routes."""
+
+    def __init__(self, routes: Iterable[Route]) -> None:
+        """Raises `ValueError` when one request could mean two of the routes."""
+        self.routes = tuple(routes)
+        self._top = _Node()
+        for route in self.routes:
+            self._add(route)
+
+    def find(self, segments: Sequence[str]) -> Found | None:
+        """Return the routes at a path, or None."""
+        node, params = self._top, {}
+        for segment in segments:
+            if node.opened is not None:
+                if not segment:
+                    return None
+                params[node.open_name] = segment
+                node = node.opened
+            else:
+                following = node.literals.get(segment)
+                if following is None:
+                    return None
+                node = following
+        return Found(node.methods, node.websocket, params) if node.methods or node.websocket else None
+
+    def _add(self, route: Route) -> None:
+        node = self._top
+        for segment in route.path[1:].split("/"):
+            node = _beneath(node, segment, route.path)
+        if route.kind is Kind.WEBSOCKET:
+            if node.websocket is not None:
+                raise ValueError(f"two WebSockets at {route.path!r}")
+            node.websocket = route
+            return
+        methods = (route.method, "HEAD") if route.method == "GET" else (route.method,)
+        for method in methods:
+            if method in node.methods:
+                raise ValueError(f"two routes for {method} {route.path!r}")
+            node.methods[method] = route
+
+
+def _beneath(node: _Node, segment: str, path: str) -> _Node:
+    """Return the node of one more segment, made if it is missing."""
+    if segment.startswith("{"):
+        if node.literals or (node.opened is not None and node.open_name != segment[1:-1]):
+            raise ValueError(f"another route could match the same path as {path!r}")
+        node.open_name = segment[1:-1]
+        node.opened = node.opened or _Node()
+        return node.opened
+    if node.opened is not None:
+        raise ValueError(f"another route could match the same path as {path!r}")
+    return node.literals.setdefault(segment, _Node())

@@ -1,8 +1,8 @@
-"""Server-sent events, spelled for the parsers that are out there. Sans-I/O: values in, whole events out.
+"""Server-sent events, spelled for the published parsers. Sans-I/O: values in, whole events out.
 
-One value returned is one event and is written at once: a published parser forgets the event's name between two reads.
-`data` is one line of ASCII, since another splits lines at U+0085, U+2028, VT and FF. A chunk event has at most 4 KiB;
-its `id` is a `transcript.Position`.
+Each value returned is one event and is written at once: one published parser forgets the event's name between two
+reads. `data` is one line of ASCII, since another parser splits lines at U+0085, U+2028, VT and FF. A chunk event has at
+most 4 KiB; its `id` is a `Position` of `run_output.py`.
 
 Source: HTML Living Standard §9.2.6 (interpreting an event stream).
 """
@@ -18,9 +18,10 @@ from typing import Any
 
 import orjson
 
-from sandkasten.api.http.errors import Headers
-from sandkasten.api.http.json import encode_json
+from sandkasten.api.http.errors import Headers, error_body
+from sandkasten.api.http.json import encode_json, to_plain
 from sandkasten.model import Stream
+from sandkasten.model.errors import SandkastenError
 
 SSE_HEADERS: Headers = (
     ("content-type", "text/event-stream"),
@@ -33,35 +34,41 @@ _MAX_LITERAL = MAX_EVENT_BYTES - 320  # the rest of a chunk event: names, timest
 _BASE64_BYTES = _MAX_LITERAL // 4 * 3 - 3
 
 MAX_CWD_LITERAL = 2048
-"""What is left for a directory in the event of an ending; the rest of that is below 1500 bytes."""
+"""Room for a directory in the event of an end; the other fields of that event take less than 1500 bytes."""
 
 PING = b": ping\n\n"
 
 
 def event(name: str, data: Mapping[str, object]) -> bytes:
-    """Return one event. What text there is from a sandbox becomes text that every parser takes."""
+    """Return one event; text from a sandbox becomes ASCII that every parser takes."""
     value = orjson.loads(encode_json(data))
     return f"event: {name}\ndata: {json.dumps(value, separators=(',', ':'))}\n\n".encode("ascii")
 
 
-def short_end(view: dict[str, Any]) -> dict[str, Any]:  # JSON values
-    """Return how a run ended with its directory cut to what fits into an event; `cwd_truncated` says so."""
-    cwd = str(view["cwd"])
+def error_event(error: SandkastenError) -> bytes:
+    """Return the event of an error; `error` repeats the message for older clients."""
+    body = error_body(error)
+    return event("error", to_plain(body) | {"error": body.message})
+
+
+def short_end(end: dict[str, Any]) -> dict[str, Any]:  # JSON values
+    """Return the fields of a run's end with a directory cut to fit into an event; `cwd_truncated` says so."""
+    cwd = str(end["cwd"])
     if len(json.dumps(cwd)) <= MAX_CWD_LITERAL:
-        return view
+        return end
     sizes = itertools.accumulate(len(json.dumps(character)) - 2 for character in cwd[:MAX_CWD_LITERAL])
     fitting = sum(size <= MAX_CWD_LITERAL - 2 for size in sizes)
-    return view | {"cwd": cwd[:fitting], "cwd_truncated": True}
+    return end | {"cwd": cwd[:fitting], "cwd_truncated": True}
 
 
 def chunk_event(stream: Stream, literal: str, position: str) -> bytes:
-    """Return one chunk of output; `literal` is its JSON, `position` the id from which the rest can be had."""
+    """Return one chunk of output: `literal` is its JSON, `position` the id behind which a client can go on."""
     data = f'{{"chunk":{literal},"timestamp":{int(time.time() * 1000)},"stream":"{stream.value}"}}'
     return f"event: chunk\nid: {position}\ndata: {data}\n\n".encode("ascii")
 
 
 def text_literals(text: str, size: int = _MAX_LITERAL) -> Iterator[tuple[str, int]]:
-    """Return `text` as JSON strings of bounded length that split no character, each with its number of characters."""
+    """Yield `text` as JSON strings of bounded length that split no character, each with its number of characters."""
     for start in range(0, len(text), size):
         part = text[start : start + size]
         literal = json.dumps(part)
@@ -72,7 +79,7 @@ def text_literals(text: str, size: int = _MAX_LITERAL) -> Iterator[tuple[str, in
 
 
 def base64_literals(data: bytes) -> Iterator[tuple[str, int]]:
-    """Return `data` as JSON strings of bounded length, each decodable alone, each with its number of bytes."""
+    """Yield `data` as JSON strings of bounded length, each decodable alone, each with its number of bytes."""
     for start in range(0, len(data), _BASE64_BYTES):
         part = data[start : start + _BASE64_BYTES]
         yield f'"{base64.b64encode(part).decode("ascii")}"', len(part)

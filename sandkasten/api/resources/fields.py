@@ -1,28 +1,45 @@
-"""The kinds of field that request bodies are made of: one named type and one check each, and the strict converter.
+"""Kinds of field that requests are made of, and the strict reading of bodies and queries into attrs classes.
 
-Values keep their JSON type (no "1" for 1, no true for 1). A check returns the value or raises `ValueError` with what
-the client reads. Knows no request.
-
-Fields of a query, one function per kind. A field that is there and bad is refused by name, never ignored.
+Each kind is a named type with one check, which returns the value or raises `ValueError` with the words the client
+reads. Values in JSON keep their type (no "1" for 1, no true for 1); in a query numbers and flags are text. Unknown
+fields are ignored; a known one never is, since a client that sent a field would otherwise believe it to be in force.
+`openapi.py` describes the kinds as JSON Schema. Knows no request.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import enum
+import functools
 import re
 import signal
-from collections.abc import Callable, Mapping
-from typing import Any, NewType
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import attrs
 import cattrs
 from cattrs.gen import make_dict_structure_fn, override
 
 from sandkasten.api.http.exchange import Exchange
-from sandkasten.model import EXEC_ID, FIXED_BOUNDS, LIMIT_BOUNDS, MAX_SPAN_S, SECCOMP_NAME, SHELL_NAME, WORKSPACE_ID
+from sandkasten.api.http.json import decode_object
+from sandkasten.model import (
+    EXEC_ID,
+    FIXED_BOUNDS,
+    LIMIT_BOUNDS,
+    MAX_SPAN_S,
+    SECCOMP_NAME,
+    SHELL_NAME,
+    WORKSPACE_ID,
+    ExecKind,
+    ExecState,
+    Stream,
+)
 from sandkasten.model.errors import InvalidRequest
 from sandkasten.model.workspace import QUOTA_BYTES_BOUNDS, QUOTA_FILES_BOUNDS
+
+T = TypeVar("T")
 
 MAX_TTL_S = 86_400
 MAX_LIFETIME_S = int(MAX_SPAN_S)
@@ -37,6 +54,13 @@ MAX_ARGUMENTS = 4096
 MAX_CELLS = 1000
 MAX_PATTERN_CHARS = 1000
 MAX_SIGNAL = 64
+MAX_LIST = 10_000
+MAX_FILES = 1000
+MAX_OUTPUT_BYTES = 4 * 1024 * 1024
+MIN_WINDOW_BYTES = 1024
+MAX_WINDOW_BYTES = 16 * 1024 * 1024
+TOP = "/workspace"
+"""The directory of a workspace, as a session sees it."""
 
 Ttl = NewType("Ttl", int)
 Lifetime = NewType("Lifetime", int)
@@ -81,11 +105,19 @@ WhenLeft = NewType("WhenLeft", str)
 NoHosts = NewType("NoHosts", list[str])
 Places = NewType("Places", tuple[str, ...])
 WaitTarget = NewType("WaitTarget", str)
+ListLimit = NewType("ListLimit", int)
+FilesLimit = NewType("FilesLimit", int)
+Offset = NewType("Offset", int)
+OutputBytes = NewType("OutputBytes", int)
+PathBelow = NewType("PathBelow", str)
+PathInWorkspace = NewType("PathInWorkspace", str)
+ArchiveFormat = NewType("ArchiveFormat", str)
+WindowBytes = NewType("WindowBytes", int)
 
 
 @attrs.frozen
 class Stdin:
-    """What a command reads: this text and then the end, or, open, what is sent to it later."""
+    """The standard input of a command: a text and then the end, or, open, input that is sent later."""
 
     text: str = attrs.field(default="", repr=False)
     is_open: bool = False
@@ -180,6 +212,11 @@ class Choice:
         return text
 
 
+def _member(cls: type[enum.StrEnum]) -> Callable[[object], object]:
+    check = Choice(tuple(member.value for member in cls))
+    return lambda value: cls(check(value))
+
+
 def _stdin(value: object) -> Stdin:
     if value is True:
         return Stdin(is_open=True)
@@ -235,6 +272,16 @@ def _fixed(_value: object) -> object:
     raise ValueError("is fixed when the session is made")
 
 
+def _path_below(value: object) -> str:
+    if value in ("", "/"):
+        raise ValueError("is required")
+    return check_path(value)
+
+
+def _path_in_workspace(value: object) -> str:
+    return TOP if value in ("", "/") else check_path(value)
+
+
 def _base64(value: object) -> bytes:
     try:
         return base64.b64decode(_string(value), validate=True)
@@ -262,7 +309,7 @@ def _environment(value: object) -> dict[str, str]:
 
 
 def _check_names(variables: Mapping[str, object]) -> None:
-    """Before anything is looked at one by one."""
+    """Refuse too many names before any is looked at."""
     if len(variables) > MAX_ENV_NAMES:
         raise ValueError(f"must not have more than {MAX_ENV_NAMES} names")
 
@@ -337,11 +384,22 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     OnTimeout: Choice(("error", "result")),
     WhenLeft: Choice(("cancel", "detach")),
     NoHosts: _no_hosts,
+    ListLimit: Between(1, MAX_LIST),
+    FilesLimit: Between(1, MAX_FILES),
+    Offset: Between(0, 2**53),
+    OutputBytes: Between(1, MAX_OUTPUT_BYTES),
+    PathBelow: _path_below,
+    PathInWorkspace: _path_in_workspace,
+    ArchiveFormat: Choice(("tar", "tar.zst")),
+    WindowBytes: Between(MIN_WINDOW_BYTES, MAX_WINDOW_BYTES),
+    Stream: _member(Stream),
+    ExecKind: _member(ExecKind),
+    ExecState: _member(ExecState),
 }
 
 
 def check_of(kind: object) -> Callable[[object], object] | None:
-    """Return the check of a kind of field; None for what is none."""
+    """Return the check of a kind of field; None for any other type."""
     return _CHECKS.get(kind)
 
 
@@ -372,29 +430,98 @@ def _object_hook(cls: type, converter: cattrs.Converter) -> Callable[[object, ty
     return structure
 
 
-def query_integer(exchange: Exchange, name: str, *, default: int, low: int = 1, high: int) -> int:
-    """Return an integer from `low` to `high`. Raises `InvalidRequest`."""
-    text = exchange.query.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) < 18 and low <= int(text) <= high):
-        raise bad_query(name, f"must be an integer between {low} and {high}")
-    return int(text)
+# Bodies ---------------------------------------------------------------------------------------------------------------
 
 
-def query_choice(exchange: Exchange, name: str, *choices: str) -> str | None:
-    """Return one of `choices`, or None if the field is not there. Raises `InvalidRequest`."""
-    text = exchange.query.get(name)
-    if text is not None and text not in choices:
-        raise bad_query(name, f"must be one of {', '.join(choices)}")
-    return text
+async def read_request(exchange: Exchange, cls: type[T], *, limit_bytes: int | None = None) -> T:
+    """Return the request in the exchange's JSON body; raises as `Exchange.read_json_body` and `parse`."""
+    return parse(await exchange.read_json_body(limit_bytes=limit_bytes), cls)
 
 
-def query_flag(exchange: Exchange, name: str) -> bool:
-    """Return whether `true` was said. Raises `InvalidRequest`."""
-    return query_choice(exchange, name, "true", "false") == "true"
+def parse(body: bytes, cls: type[T]) -> T:
+    """Return the request in a JSON body; raises as `structure`."""
+    return structure(decode_object(body), cls, _converter)
+
+
+def structure(
+    value: Mapping[str, Any], cls: type[T], converter: cattrs.Converter, *, what: str = "the request"
+) -> T:  # Any: JSON
+    """Return the request in a JSON object; `converter` is one that `make_converter` made.
+
+    Raises:
+        InvalidRequest: `details` maps the path of each bad field to what is wrong with it.
+    """
+    try:
+        return converter.structure(value, cls)
+    except cattrs.BaseValidationError as error:
+        problems = (line.rpartition(" @ $.") for line in cattrs.transform_error(error, format_exception=_describe))
+        details = {path.removesuffix("_"): problem for problem, _, path in problems}
+        raise InvalidRequest(f"{what} has bad fields", **details) from None
+
+
+def bad_fields(**problems: str) -> InvalidRequest:
+    """Return the refusal of a request that names each bad field."""
+    return InvalidRequest("the request has bad fields", **problems)
+
+
+def _describe(error: BaseException, _type: type | None) -> str:
+    if isinstance(error, KeyError):
+        return "is required"
+    return str(error) if isinstance(error, ValueError) else "has the wrong type"
+
+
+# Queries --------------------------------------------------------------------------------------------------------------
+
+
+def read_query(exchange: Exchange, cls: type[T]) -> T:
+    """Return the exchange's query; raises as `structure` and `Exchange.query`."""
+    repeated = _repeated(cls)  # type: ignore[arg-type]  # a class is hashable
+    values = {name: exchange.query_all(name) for name in repeated if name in exchange.query}
+    return structure({**query_values(exchange.query, cls), **values}, cls, _converter, what="the query")
+
+
+def query_values(query: Mapping[str, str], cls: type) -> dict[str, object]:
+    """Return a query with the numbers and flags of `cls` as such, where they are spelled as one."""
+    values: dict[str, object] = dict(query)
+    for name, check in _not_text(cls).items():
+        text = query.get(name)
+        if text is None:
+            continue
+        if check is _boolean and text in ("true", "false"):
+            values[name] = text == "true"
+        elif check is not _boolean and text.isascii() and text.isdigit() and len(text) < 18:
+            values[name] = int(text)
+    return values
 
 
 def bad_query(name: str, problem: str) -> InvalidRequest:
     """Return the refusal of one field."""
     return InvalidRequest("the query has bad fields", **{name: problem})
+
+
+def plain_kind(kind: object) -> object:
+    """Return the kind of a field that may be None without the None."""
+    if get_origin(kind) in (Union, types.UnionType):
+        return next(member for member in get_args(kind) if member is not type(None))
+    return kind
+
+
+@functools.cache
+def _not_text(cls: type) -> Mapping[str, Callable[[object], object]]:
+    """Return the checks of a query's fields that are numbers or flags."""
+    checks = [(name, check_of(plain_kind(kind))) for name, kind in _hints(cls)]
+    return {name: check for name, check in checks if check == _boolean or isinstance(check, Between)}
+
+
+@functools.cache
+def _repeated(cls: type) -> Sequence[str]:
+    """Return the names of a query's fields that may come more than once."""
+    return [name for name, kind in _hints(cls) if get_origin(plain_kind(kind)) is tuple]
+
+
+def _hints(cls: type) -> list[tuple[str, object]]:
+    hints = get_type_hints(cls)
+    return [(field.name, hints[field.name]) for field in attrs.fields(cls)]
+
+
+_converter = make_converter()

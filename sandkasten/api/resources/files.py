@@ -1,11 +1,10 @@
-"""Read and write files in a session, or in a workspace without one. Raw ASGI: contents pass through in pieces.
+"""Files of a session, or of a workspace without one: read, written and uploaded in pieces.
 
-Paths are handed on as they are: only the sandbox's own view of its filesystem decides what they mean.
+Paths are handed on as they are: only the sandbox's own view of its file system decides what a path means.
 
-Upload files as multipart/form-data, piece by piece: memory is bounded whatever is sent.
-
-A file is streamed into the sandbox if the field `path` came before it. One that comes first waits in a spool file on
-the daemon's disk, because the form's order is the client's choice. `max_upload_bytes` bounds the whole body.
+An upload is multipart/form-data. A file is streamed into the sandbox if the field `path` came before it. A file that
+comes first waits in a spool file on the daemon's disk, because the form's order is the client's choice.
+`max_upload_bytes` bounds the whole body, so memory and disk are bounded whatever is sent.
 
 Sources: RFC 7578 (multipart/form-data; §4.2 on file names), RFC 2046 §5.1.
 """
@@ -15,19 +14,30 @@ from __future__ import annotations
 import base64
 import contextlib
 import tempfile
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+import attrs
 import trio
 from werkzeug.exceptions import RequestEntityTooLarge
 from werkzeug.http import parse_options_header
 from werkzeug.sansio.multipart import Data, Epilogue, Event, Field, File, MultipartDecoder, NeedData
 
-from sandkasten.api.http.errors import json_answer
+from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import JSON, Exchange
-from sandkasten.api.http.json import encode_json, scrub
-from sandkasten.api.resources.fields import MAX_PATH_BYTES, check_path, query_integer
-from sandkasten.api.resources.schemas import WriteRequest, parse
+from sandkasten.api.http.json import Body, encode_json
+from sandkasten.api.resources.fields import (
+    MAX_PATH_BYTES,
+    TOP,
+    Base64,
+    Offset,
+    Path,
+    bad_query,
+    check_path,
+    read_query,
+    read_request,
+)
 from sandkasten.model.errors import InvalidRequest
 from sandkasten.supervisor import FileReader, FileWriter
 
@@ -37,31 +47,81 @@ if TYPE_CHECKING:
     from trio._file_io import AsyncIOWrapper  # the type of trio.wrap_file's value has no public name
 
 PIECE_BYTES = 64 * 1024
+_END = b'"}'
+"""End of a body whose last member is a text."""
 
 
-async def write(exchange: Exchange) -> None:
-    """POST /v1/sessions/{id}/fs/write, /v1/workspaces/{id}/fs/write"""
-    body = await exchange.read_json_body(limit_bytes=exchange.settings.max_json_bytes)
-    request = parse(body, WriteRequest)
+@attrs.frozen
+class WriteRequest:
+    path: Path
+    text: str | None = attrs.field(default=None, repr=False)
+    content_base64: Base64 | None = attrs.field(default=None, repr=False)
+
+    @property
+    def content(self) -> bytes:
+        """The bytes to write. Raises `InvalidRequest` unless exactly one of the two fields is there."""
+        if (self.text is None) == (self.content_base64 is None):
+            raise InvalidRequest("give the content once", text="exactly one of text and content_base64 is needed")
+        return self.text.encode() if self.text is not None else bytes(self.content_base64 or b"")
+
+
+@attrs.frozen
+class ReadQuery:
+    """The query of a file's content. `max_bytes` is at most `max_read_bytes` of the configuration."""
+
+    path: Path
+    max_bytes: Offset | None = None
+
+
+@attrs.frozen
+class WrittenBody(Body):
+    """A file was written or removed; `path` is resolved."""
+
+    ok: Literal[True]
+    path: str
+
+
+@attrs.frozen
+class FileBody(Body):
+    """A file's content, of which only the beginning if `truncated`; `path` is resolved."""
+
+    path: str
+    truncated: bool
+    content_base64: str
+
+
+@attrs.frozen
+class UploadedBody(Body):
+    """Files were written; `paths` are resolved, in the form's order."""
+
+    ok: Literal[True]
+    paths: Sequence[str]
+
+
+async def write(exchange: Exchange) -> Answer:
+    """Write a file, replacing one that is there; missing directories are made."""
+    request = await read_request(exchange, WriteRequest, limit_bytes=exchange.settings.max_json_bytes)
     content = memoryview(request.content)
     async with open_write(exchange, request.path) as writer:
         for start in range(0, len(content), PIECE_BYTES):
             await writer.send(bytes(content[start : start + PIECE_BYTES]))
         path = await writer.commit()
-    await exchange.answer(json_answer({"ok": True, "path": scrub(path)}))
+    return json_answer(WrittenBody(True, path))
 
 
 async def read(exchange: Exchange) -> None:
-    """GET /v1/sessions/{id}/fs/read?path=&max_bytes=, /v1/workspaces/{id}/fs/read?…"""
+    """Read a file."""
     settings = exchange.settings
-    path = _query_path(exchange)
-    max_bytes = query_integer(exchange, "max_bytes", default=settings.default_read_bytes, high=settings.max_read_bytes)
+    query = read_query(exchange, ReadQuery)
+    max_bytes = settings.default_read_bytes if query.max_bytes is None else query.max_bytes
+    if not 1 <= max_bytes <= settings.max_read_bytes:
+        raise bad_query("max_bytes", f"must be between 1 and {settings.max_read_bytes}")
     await exchange.read_body(limit_bytes=settings.max_request_bytes)  # a GET's body means nothing
-    await exchange.until_disconnect(lambda: _send_file(exchange, path, max_bytes))
+    await exchange.until_disconnect(lambda: _send_file(exchange, query.path, max_bytes))
 
 
 def open_write(exchange: Exchange, path: str) -> AbstractAsyncContextManager[FileWriter]:
-    """Replace a file of the session or workspace that the request is about."""
+    """Replace a file of the session or workspace in the request's path."""
     if exchange.workspace_id:
         return exchange.workspaces.open_workspace_write(exchange.workspace_id, path)
     return exchange.supervisor.open_write(exchange.session_id, path)
@@ -73,20 +133,11 @@ def _open_read(exchange: Exchange, path: str, max_bytes: int) -> AbstractAsyncCo
     return exchange.supervisor.open_read(exchange.session_id, path, max_bytes=max_bytes)
 
 
-def _query_path(exchange: Exchange) -> str:
-    if "path" not in exchange.query:
-        raise InvalidRequest("the query has bad fields", path="is required")
-    try:
-        return check_path(exchange.query["path"])
-    except ValueError as error:
-        raise InvalidRequest("the query has bad fields", path=str(error)) from None
-
-
 async def _send_file(exchange: Exchange, path: str, max_bytes: int) -> None:
     async with _open_read(exchange, path, max_bytes) as reader:
         await exchange.start(200, (JSON,))
-        head = {"path": scrub(reader.head.path), "truncated": reader.head.truncated}
-        await exchange.write(encode_json(head)[:-1] + b',"content_base64":"')
+        body = FileBody(reader.head.path, reader.head.truncated, content_base64="")
+        await exchange.write(encode_json(body).removesuffix(_END))
         rest = b""
         if exchange.method != "HEAD":
             async for piece in reader:
@@ -96,31 +147,33 @@ async def _send_file(exchange: Exchange, path: str, max_bytes: int) -> None:
                 rest = data[whole:]
                 if whole:
                     await exchange.write(base64.b64encode(data[:whole]))
-    await exchange.finish(base64.b64encode(rest) + b'"}')
+    await exchange.finish(base64.b64encode(rest) + _END)
 
 
-DEFAULT_DIRECTORY = "/workspace"
+# Uploads --------------------------------------------------------------------------------------------------------------
+
+FORM = "multipart/form-data"
 FILE_PARTS = frozenset({"file", "files"})
 MAX_PARTS = 256
 MAX_NAME_BYTES = 255
 DECODER_BYTES = 256 * 1024
-"""What the decoder may hold: one received chunk and what of the last one it could not decide."""
+"""Bound on what the decoder holds: one received chunk and the undecided rest of the one before."""
 
 SPOOL_READ_BYTES = 64 * 1024
 
 
-async def upload(exchange: Exchange) -> None:
-    """POST /v1/sessions/{id}/fs/upload, /v1/workspaces/{id}/fs/upload"""
+async def upload(exchange: Exchange) -> Answer:
+    """Upload files as a form: parts `file` or `files`, and the field `path`, their directory."""
     async with contextlib.AsyncExitStack() as stack:
         paths = await _Upload(exchange, stack).run()
-    await exchange.answer(json_answer({"ok": True, "paths": [scrub(path) for path in paths]}))
+    return json_answer(UploadedBody(True, paths))
 
 
 def safe_name(filename: str) -> str:
-    """Return the last component of a client's file name, whatever system it comes from.
+    """Return the last component of a client's file name, whatever system the name comes from.
 
     Raises:
-        InvalidRequest: nothing usable is left.
+        InvalidRequest: the rest is no usable name.
     """
     name = filename.replace("\\", "/").rpartition("/")[2]
     if name in ("", ".", "..") or "\0" in name or len(name.encode("utf-8", "replace")) > MAX_NAME_BYTES:
@@ -134,8 +187,8 @@ class _Parts:
     def __init__(self, exchange: Exchange) -> None:
         media_type, options = parse_options_header(exchange.header(b"content-type") or "")
         boundary = options.get("boundary", "")
-        if media_type != "multipart/form-data" or not boundary or len(boundary) > 200 or not boundary.isascii():
-            raise InvalidRequest("send the files as multipart/form-data", content_type="must name a boundary")
+        if media_type != FORM or not boundary or len(boundary) > 200 or not boundary.isascii():
+            raise InvalidRequest(f"send the files as {FORM}", content_type="must name a boundary")
         self._exchange = exchange
         self._decoder = MultipartDecoder(boundary.encode(), DECODER_BYTES, max_parts=MAX_PARTS)
 
@@ -143,7 +196,8 @@ class _Parts:
         """Return the next event, `Epilogue` last.
 
         Raises:
-            InvalidRequest: the body is no form, or has too many parts or too long a head. And what `read_chunk` raises.
+            InvalidRequest: the body is no form, or has too many parts or too long a head.
+            TooLarge, InvalidRequest, ClientGone: as `Exchange.read_chunk`.
         """
         while True:
             try:
@@ -153,7 +207,7 @@ class _Parts:
                 chunk = await self._exchange.read_chunk(limit_bytes=self._exchange.settings.max_upload_bytes)
                 self._decoder.receive_data(chunk or None)
             except (ValueError, RequestEntityTooLarge):
-                raise InvalidRequest("the form can't be read", body="is not valid multipart/form-data") from None
+                raise InvalidRequest("the form can't be read", body=f"is not valid {FORM}") from None
 
     async def data(self) -> Data:
         """Return the next piece of the current part; `more_data` is false on its last one."""
@@ -163,7 +217,7 @@ class _Parts:
 
 
 class _Upload:
-    """One form being stored. `stack` closes the spool."""
+    """The storing of one form. `stack` closes the spool file."""
 
     def __init__(self, exchange: Exchange, stack: contextlib.AsyncExitStack) -> None:
         self._exchange = exchange
@@ -246,5 +300,5 @@ class _Upload:
         self._spool = None
 
     def _target(self, name: str) -> str:
-        directory = self._directory or DEFAULT_DIRECTORY
+        directory = self._directory or TOP
         return f"{directory.rstrip('/')}/{name}"

@@ -1,35 +1,69 @@
-"""The API keys, without their secrets, and what each has: for administrators to look at. Keys are made elsewhere."""
+"""The API keys, without their secrets, and what each has in use. Keys are made elsewhere (`sandkasten key`)."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from datetime import datetime
 
 import attrs
 
 from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange
-from sandkasten.log import rfc3339_or_none
-from sandkasten.model.keys import CONFIGURED, ApiKey, KeyUsage
+from sandkasten.api.http.json import Body
+from sandkasten.model.keys import CONFIGURED, ApiKey, KeyUsage, Label, Quota
+
+
+@attrs.frozen
+class KeyUsageBody(Body):
+    """What a key has in use at one moment. `execs` counts runs."""
+
+    sessions: int
+    cpu: float
+    memory_mb: int
+    disk_mb: int
+    execs: int
+
+
+@attrs.frozen(kw_only=True)
+class KeyBody(Body):
+    """An API key. `label` null: the key reaches everything of its access."""
+
+    id: str
+    name: str
+    access: str
+    label: Label | None
+    created_at: datetime | None
+    expires_at: datetime | None
+    last_used_at: datetime | None
+    quota: Quota
+    usage: KeyUsageBody
+
+    @classmethod
+    def of(cls, key: ApiKey, usage: KeyUsage) -> KeyBody:
+        """Return a key as administrators see it."""
+        return cls(
+            id=key.id,
+            name=key.name,
+            access=key.access.name.lower(),
+            label=key.label,
+            created_at=key.created_at,
+            expires_at=key.expires_at,
+            last_used_at=usage.last_used_at,
+            quota=key.quota,
+            usage=KeyUsageBody(usage.sessions, usage.cpu, usage.memory_mb, usage.disk_mb, usage.execs),
+        )
+
+
+@attrs.frozen
+class KeysBody(Body):
+    """All API keys. `trouble` says why the file of keys could not be read, if so."""
+
+    keys: Sequence[KeyBody]
+    trouble: str | None = None
 
 
 async def list_keys(exchange: Exchange) -> Answer:
-    """GET /v1/keys; the configured one first."""
+    """List the API keys, the configured one first."""
     shares = exchange.shares
     keys = [CONFIGURED, *shares.ring.keys.values()]
-    body = {"keys": [key_view(key, shares.usage(key)) for key in keys]}
-    return json_answer(body if shares.ring.trouble is None else body | {"trouble": shares.ring.trouble})
-
-
-def key_view(key: ApiKey, usage: KeyUsage) -> dict[str, Any]:  # JSON values
-    """Return a key as administrators see it."""
-    return {
-        "id": key.id,
-        "name": key.name,
-        "access": key.access.name.lower(),
-        "label": None if key.label is None else attrs.asdict(key.label),
-        "created_at": rfc3339_or_none(key.created_at),
-        "expires_at": rfc3339_or_none(key.expires_at),
-        "last_used_at": rfc3339_or_none(usage.last_used_at),
-        "quota": attrs.asdict(key.quota),
-        "usage": {name: value for name, value in attrs.asdict(usage).items() if name != "last_used_at"},
-    }
+    return json_answer(KeysBody([KeyBody.of(key, shares.usage(key)) for key in keys], shares.ring.trouble))

@@ -1,19 +1,17 @@
-"""What is installed and in force (`/v1/system`) and what this node has and uses (`/v1/node`), as JSON.
+"""The node: whether it lives and can serve, what is installed and in force, what it has and uses, its metrics.
 
-Whether the daemon lives (public) and whether it can serve (not public: it says what is broken).
-
-`GET /metrics`: what the tree and the front count, for Prometheus, as text or OpenMetrics.
-
-The text is made by `prometheus_client`, in a worker thread, from values that were taken before; its global registry is
-not used, since a process may have several supervisors. The `process_*` numbers are its own reading of /proc.
+`/healthz` alone is public: the other answers say what is broken. The text of `/metrics` is made by `prometheus_client`
+in a worker thread from values taken before. Its global registry is not used, since a process may have several
+supervisors; the `process_*` numbers are its own reading of /proc.
 
 Sources: Prometheus, "Exposition formats" (0.0.4); OpenMetrics 1.0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Literal
 
 import attrs
 import trio
@@ -24,88 +22,148 @@ from prometheus_client.openmetrics import exposition as openmetrics
 
 from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange
-from sandkasten.log import rfc3339
-from sandkasten.model.node import Machine, NodeInfo, System
+from sandkasten.api.http.json import Body
+from sandkasten.model.node import Amounts, Check, NodeInfo, Protection, System
 
-_AMOUNTS = ("totals", "budget", "committed", "used", "free")
-
-
-async def system(exchange: Exchange) -> Answer:
-    """GET /v1/system"""
-    return json_answer(system_view(await exchange.supervisor.system()))
+# Answers --------------------------------------------------------------------------------------------------------------
 
 
-async def node(exchange: Exchange) -> Answer:
-    """GET /v1/node"""
-    return json_answer(node_view(await exchange.supervisor.node()))
+@attrs.frozen
+class HealthBody(Body):
+    """The event loop turns, and both halves of the front answer."""
+
+    status: Literal["ok"] = "ok"
 
 
-async def drain(exchange: Exchange) -> Answer:
-    """POST /v1/node/drain"""
-    return json_answer(node_view(await exchange.supervisor.drain()))
+@attrs.frozen
+class ReadinessBody(Body):
+    """Whether the node can serve. Each check maps to `ok` or to a sentence."""
+
+    ready: bool
+    checks: Mapping[str, str]
 
 
-async def undrain(exchange: Exchange) -> Answer:
-    """POST /v1/node/undrain"""
-    return json_answer(node_view(await exchange.supervisor.undrain()))
+@attrs.frozen(kw_only=True)
+class SystemBody(Body):
+    """The installation: versions, the kernel, defaults and bounds, protections in force and the checks behind them."""
+
+    version: str
+    python: str
+    kernel: str
+    architecture: str
+    cgroup_mode: str
+    features: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    limits: Mapping[str, Any]
+    protections: Sequence[Protection]
+    examined_at: datetime
+    facts: Mapping[str, Any]
+    checks: Sequence[Check]
+
+    @classmethod
+    def of(cls, system: System) -> SystemBody:
+        """Return the installation as clients see it."""
+        return cls(
+            version=system.version,
+            python=system.python,
+            kernel=system.kernel,
+            architecture=system.architecture,
+            cgroup_mode=system.cgroup_mode,
+            features=system.features,
+            defaults=system.defaults,
+            limits=system.limits,
+            protections=system.protections,
+            examined_at=system.machine.examined_at,
+            facts=system.machine.facts,
+            checks=system.machine.checks,
+        )
 
 
-def system_view(found: System) -> dict[str, Any]:  # JSON values
-    """Return the installation as clients see it."""
-    plain = ("version", "python", "kernel", "architecture", "cgroup_mode")
-    return {
-        **{name: getattr(found, name) for name in plain},
-        "features": dict(found.features),
-        "defaults": dict(found.defaults),
-        "limits": dict(found.limits),
-        "protections": [attrs.asdict(each) for each in found.protections],
-        **machine_view(found.machine),
-    }
+@attrs.frozen
+class CapacityBody(Body):
+    """Amounts that sessions share: what there is, may be promised, is promised, is used, and is left."""
+
+    totals: Amounts
+    budget: Amounts
+    committed: Amounts
+    used: Amounts
+    free: Amounts
 
 
-def machine_view(machine: Machine) -> dict[str, Any]:  # JSON values
-    """Return an examination as `doctor --json` and `/v1/system` have it."""
-    return {
-        "examined_at": rfc3339(machine.examined_at),
-        "facts": dict(machine.facts),
-        "checks": [attrs.asdict(check) for check in machine.checks],
-    }
+@attrs.frozen(kw_only=True)
+class NodeBody(Body):
+    """The node at one moment. `vessels` counts sandboxes made ahead, `queued` the creates that wait."""
+
+    id: str
+    incarnation: int
+    status: str
+    time: datetime
+    started_at: datetime
+    capacity: CapacityBody
+    images: Sequence[str]
+    sessions: Mapping[str, int]
+    vessels: int
+    queued: int
+
+    @classmethod
+    def of(cls, node: NodeInfo) -> NodeBody:
+        """Return the node as clients see it."""
+        return cls(
+            id=node.id,
+            incarnation=node.incarnation,
+            status=node.status,
+            time=node.time,
+            started_at=node.started_at,
+            capacity=CapacityBody(node.totals, node.budget, node.committed, node.used, node.free),
+            images=node.images,
+            sessions=node.sessions,
+            vessels=node.vessels,
+            queued=node.queued,
+        )
 
 
-def node_view(found: NodeInfo) -> dict[str, Any]:  # JSON values
-    """Return a node as clients see it."""
-    return {
-        "id": found.id,
-        "incarnation": found.incarnation,
-        "status": found.status,
-        "time": rfc3339(found.time),
-        "started_at": rfc3339(found.started_at),
-        "capacity": {name: attrs.asdict(getattr(found, name)) for name in _AMOUNTS},
-        "images": list(found.images),
-        "sessions": dict(found.sessions),
-        "vessels": found.vessels,
-        "queued": found.queued,
-    }
+# Handlers -------------------------------------------------------------------------------------------------------------
 
 
 async def healthz(_exchange: Exchange) -> Answer:
-    """GET /healthz; the event loop turns and both halves of the front answer."""
-    return json_answer({"status": "ok"})
+    """Tell that the daemon lives."""
+    return json_answer(HealthBody())
 
 
 async def readyz(exchange: Exchange) -> Answer:
-    """GET /readyz; 503 until every check is ok."""
+    """Tell whether the node can serve; 503 until every check is ok."""
     readiness = await exchange.supervisor.readiness()
-    view = {"ready": readiness.ready, "checks": dict(readiness.checks)}
-    return json_answer(view, status=200 if readiness.ready else 503)
+    return json_answer(ReadinessBody(readiness.ready, readiness.checks), status=200 if readiness.ready else 503)
 
+
+async def system(exchange: Exchange) -> Answer:
+    """Read versions, defaults, bounds and protections of the installation."""
+    return json_answer(SystemBody.of(await exchange.supervisor.system()))
+
+
+async def node(exchange: Exchange) -> Answer:
+    """Read the node's capacity and use."""
+    return json_answer(NodeBody.of(await exchange.supervisor.node()))
+
+
+async def drain(exchange: Exchange) -> Answer:
+    """Take no new sessions."""
+    return json_answer(NodeBody.of(await exchange.supervisor.drain()))
+
+
+async def undrain(exchange: Exchange) -> Answer:
+    """Take new sessions again."""
+    return json_answer(NodeBody.of(await exchange.supervisor.undrain()))
+
+
+# Metrics --------------------------------------------------------------------------------------------------------------
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 
 class _Page:
-    """The families of one answer, as a collector."""
+    """A collector of the families of one answer."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
@@ -115,7 +173,7 @@ class _Page:
 
 
 async def metrics(exchange: Exchange) -> None:
-    """GET /metrics"""
+    """Read all metrics, for Prometheus."""
     families = await exchange.supervisor.metrics()
     is_openmetrics = "application/openmetrics-text" in (exchange.header(b"accept") or "").lower()
 

@@ -1,41 +1,486 @@
-"""Run a command: one answer at its end, or a stream of events. Both raw ASGI: no time limit but the command's own.
+"""Runs: commands, background processes and named shells of a session, and its listening ports.
 
-A client that leaves a blocking call cancels its command and one that leaves a stream lets it go on, unless it said
-otherwise. Events are made in `runevents.py`, results in `execview.py`.
+A run is begun by `exec` (answered at its end, or followed as events) or as a background process. From then on clients
+can look at it, follow it, signal it, send input and cancel it. A process is a run with URLs of its own, which lead to
+processes only. Of all runs only a blocking `exec` ends because its client left, unless the client said otherwise.
+
+`run_output.py` spells ends and output. All handlers here are raw: Quart would add 0.2 ms to a command, and cut an
+answer that a run keeps waiting.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import Any, TypeVar
 
 import attrs
+import trio
 
-from sandkasten.api.http.errors import json_answer
+from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange
-from sandkasten.api.resources.run_events import Position, RunEvents, Transcript
-from sandkasten.api.resources.run_views import end_view, is_timeout_error, output_view, timeout_error
-from sandkasten.api.resources.schemas import ExecRequest, bad_fields, parse
-from sandkasten.model import ExecSpec, OnDisconnect
+from sandkasten.api.http.json import Body, to_plain
+from sandkasten.api.http.settings import ApiSettings
+from sandkasten.api.resources.fields import (
+    Argv,
+    Base64,
+    Cells,
+    Encoding,
+    Environment,
+    ExecId,
+    ExecMode,
+    ListLimit,
+    Milliseconds,
+    OnTimeout,
+    Path,
+    Pattern,
+    PortNumber,
+    Shell,
+    ShellName,
+    SignalNumber,
+    Stdin,
+    Text,
+    User,
+    WaitTarget,
+    WhenLeft,
+    bad_fields,
+    bad_query,
+    read_query,
+    read_request,
+)
+from sandkasten.api.resources.run_output import (
+    UTF_8,
+    EndBody,
+    ExecResultBody,
+    OutputFormat,
+    OutputQuery,
+    Position,
+    RunEvents,
+    Transcript,
+    answer_output,
+    is_timeout_error,
+    timeout_error,
+)
+from sandkasten.api.resources.sessions import Done
+from sandkasten.model import (
+    DEFAULT_SHELL,
+    ExecInfo,
+    ExecKind,
+    ExecSpec,
+    ExecState,
+    OnDisconnect,
+    Port,
+    ProcessSpec,
+    ShellInfo,
+    ShellSpec,
+    Stream,
+    TerminalSize,
+    WaitFor,
+)
+from sandkasten.model.errors import ExecNotFound, TooLarge
 from sandkasten.model.run import make_exec_id
 
+T = TypeVar("T")
 
-async def run(exchange: Exchange) -> None:
-    """POST /v1/sessions/{id}/exec"""
-    request, spec = await _read(exchange)
+DEFAULT_LIST = ListLimit(1000)
+BODIES_AT_ONCE = 100
+"""Runs of a list that are spelled before other tasks get a turn."""
+
+_MAXIMUM_MS = Milliseconds(0)
+_ERROR = OnTimeout("error")
+
+# Requests -------------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class TerminalRequest:
+    cols: Cells
+    rows: Cells
+
+    @property
+    def size(self) -> TerminalSize:
+        return TerminalSize(self.cols, self.rows)
+
+
+@attrs.frozen
+class ExecRequest:
+    """A command. In `timeout_ms` 0 means the maximum, like an absent field, and null means no limit."""
+
+    cmd: Text | None = attrs.field(default=None, repr=False)
+    argv: Argv | None = attrs.field(default=None, repr=False)
+    mode: ExecMode | None = None
+    shell: ShellName | None = None
+    user: User | None = None
+    timeout_ms: Milliseconds | None = _MAXIMUM_MS
+    cwd: Path | None = None
+    env: Environment | None = attrs.field(default=None, repr=False)
+    stdin: Stdin | None = attrs.field(default=None, repr=False)
+    tty: TerminalRequest | None = None
+    exec_id: ExecId | None = None
+    raw_output: bool | None = None
+    encoding: Encoding | None = None
+    on_timeout: OnTimeout | None = None
+    on_disconnect: WhenLeft | None = None
+
+    def to_spec(self, settings: ApiSettings, *, exec_id: str | None = None) -> ExecSpec:
+        """Return the model's command; a timeout above the maximum is the maximum. `exec_id` is for a command without.
+
+        Raises:
+            TooLarge: the command is longer than `max_command_bytes`.
+            InvalidRequest: fields contradict each other, or no limit in time is asked for and not allowed.
+        """
+        check_command(self.cmd, self.argv, settings)
+        self._check_place()
+        is_unlimited = self.timeout_ms is None
+        if is_unlimited and not settings.allow_unlimited_exec:
+            raise bad_fields(timeout_ms="must not be null on this server: every command has a limit in time")
+        if self.tty is not None and self.stdin is not None and not self.stdin.is_open:
+            raise bad_fields(stdin="must be absent or true with tty: what is typed is sent later")
+        return ExecSpec(
+            command=self.cmd,
+            argv=self.argv,
+            shell=self.shell or DEFAULT_SHELL,
+            stateless=None if self.mode is None else self.mode == "stateless",
+            timeout_ms=None if is_unlimited else clamp_timeout(self.timeout_ms, settings),
+            unlimited=is_unlimited,
+            cwd=self.cwd,
+            env=self.env or {},
+            user=self.user,
+            stdin=None if self.stdin is None or self.stdin.is_open else self.stdin.text.encode(),
+            stdin_open=self.stdin is not None and self.stdin.is_open,
+            terminal=None if self.tty is None else self.tty.size,
+            exec_id=self.exec_id or exec_id,
+            has_new_id=self.exec_id is None and exec_id is not None,
+        )
+
+    def when_left(self, default: OnDisconnect) -> OnDisconnect:
+        """Return the fate of the command when its client leaves."""
+        return default if self.on_disconnect is None else OnDisconnect(self.on_disconnect)
+
+    def _check_place(self) -> None:
+        """Refuse fields that mean nothing where the command runs."""
+        if self.argv is not None and self.mode == "stateful":
+            raise bad_fields(mode="must be 'stateless' or absent with argv: a program runs beside the shells")
+        is_program = self.argv is not None or self.mode == "stateless"
+        if is_program and self.shell not in (None, DEFAULT_SHELL):
+            raise bad_fields(shell="must be absent for what runs beside the shells")
+        if self.mode == "stateful" and self.user is not None:
+            raise bad_fields(user="needs argv or the mode 'stateless': a shell has its user")
+
+    @property
+    def output_format(self) -> OutputFormat:
+        return OutputFormat(
+            is_base64=self.encoding == "base64",
+            is_raw=bool(self.raw_output),
+            is_timeout_error=self.on_timeout != "result",
+        )
+
+
+def check_command(cmd: str | None, argv: tuple[str, ...] | None, settings: ApiSettings) -> None:
+    """Refuse both or neither of the two, or one that is too long. Raises `InvalidRequest`, `TooLarge`."""
+    if (cmd is None) == (argv is None):
+        raise bad_fields(cmd="is required" if cmd is None else "exactly one of cmd and argv is needed")
+    size = len((cmd or "").encode()) + sum(len(argument.encode()) + 1 for argument in argv or ())
+    if size > settings.max_command_bytes:
+        raise TooLarge(
+            "the command is too long",
+            cmd_bytes=size,
+            max_cmd_bytes=settings.max_command_bytes,
+            recommendation="write the script to a file with fs/write or fs/upload and run that",
+        )
+
+
+def clamp_timeout(asked_ms: int | None, settings: ApiSettings) -> int:
+    """Return a time limit in ms: at most the maximum, which None and 0 stand for."""
+    return min(asked_ms or settings.max_exec_timeout_ms, settings.max_exec_timeout_ms)
+
+
+@attrs.frozen
+class SignalRequest:
+    signal: SignalNumber
+
+
+@attrs.frozen
+class CancelRequest:
+    now: bool | None = None
+
+
+@attrs.frozen
+class StdinRequest:
+    text: str | None = attrs.field(default=None, repr=False)
+    content_base64: Base64 | None = attrs.field(default=None, repr=False)
+    close: bool | None = None
+
+    @property
+    def content(self) -> bytes:
+        """The bytes to send. Raises `InvalidRequest` for two contents, or neither content nor `close`."""
+        if self.text is not None and self.content_base64 is not None:
+            raise bad_fields(text="at most one of text and content_base64 is possible")
+        if self.text is None and self.content_base64 is None and not self.close:
+            raise bad_fields(text="one of text, content_base64 and close is needed")
+        return self.text.encode() if self.text is not None else bytes(self.content_base64 or b"")
+
+
+@attrs.frozen
+class ShellRequest:
+    name: ShellName
+    shell: Shell | None = None
+    cwd: Path | None = None
+    env: Environment | None = attrs.field(default=None, repr=False)
+    user: User | None = None
+
+    def to_spec(self) -> ShellSpec:
+        return ShellSpec(name=self.name, shell=self.shell, cwd=self.cwd, env=self.env or {}, user=self.user)
+
+
+@attrs.frozen
+class ProcessRequest:
+    cmd: Text | None = attrs.field(default=None, repr=False)
+    argv: Argv | None = attrs.field(default=None, repr=False)
+    process_id: ExecId | None = None
+    cwd: Path | None = None
+    env: Environment | None = attrs.field(default=None, repr=False)
+    user: User | None = None
+    tty: TerminalRequest | None = None
+    keep_alive: bool | None = None
+
+    def to_spec(self, settings: ApiSettings) -> ProcessSpec:
+        """Return the model's process. Raises `InvalidRequest`, `TooLarge`."""
+        check_command(self.cmd, self.argv, settings)
+        return ProcessSpec(
+            command=self.cmd,
+            argv=self.argv,
+            process_id=self.process_id,
+            cwd=self.cwd,
+            env=self.env or {},
+            user=self.user,
+            terminal=None if self.tty is None else self.tty.size,
+            keep_alive=bool(self.keep_alive),
+        )
+
+
+@attrs.frozen
+class WaitRequest:
+    """A condition to wait for, one of three; `for_` is spelled `for`."""
+
+    for_: WaitTarget | None = None
+    port: PortNumber | None = None
+    pattern: Pattern | None = None
+    timeout_ms: Milliseconds | None = None
+
+    def to_condition(self) -> WaitFor:
+        """Return the model's condition. Raises `InvalidRequest` unless there is exactly one."""
+        if [self.for_, self.port, self.pattern].count(None) != 2:
+            raise bad_fields(**{"for": "exactly one of for, port and pattern is needed"})
+        return WaitFor(exit=self.for_ is not None, port=self.port, pattern=self.pattern)
+
+
+@attrs.frozen
+class RunsQuery:
+    """The query of a list of runs: the latest `limit` of them."""
+
+    kind: ExecKind | None = None
+    state: ExecState | None = None
+    limit: ListLimit = DEFAULT_LIST
+
+
+@attrs.frozen
+class ProcessesQuery:
+    """The query of a list of processes: the latest `limit` of them."""
+
+    state: ExecState | None = None
+    limit: ListLimit = DEFAULT_LIST
+
+
+@attrs.frozen
+class FollowQuery:
+    """The query of a run's events: from which place on, of which stream, and how they are spelled."""
+
+    after: str = "0"
+    stream: Stream | None = None
+    encoding: Encoding = UTF_8
+    raw_output: bool = False
+    on_timeout: OnTimeout = _ERROR
+
+    @property
+    def position(self) -> Position:
+        """The place in the run's output. Raises `InvalidRequest`."""
+        try:
+            return Position.parse(self.after)
+        except ValueError as error:
+            raise bad_query("after", str(error)) from None
+
+    @property
+    def output_format(self) -> OutputFormat:
+        return OutputFormat(
+            is_base64=self.encoding == "base64", is_raw=self.raw_output, is_timeout_error=self.on_timeout != "result"
+        )
+
+
+@attrs.frozen
+class LogsQuery(OutputQuery):
+    """The query of a process's output; with `follow` it is sent as events, and the place is Last-Event-ID or `after`.
+
+    `offset` and `limit` are for output that is not followed, the fields of `FollowQuery` for output that is.
+    """
+
+    follow: bool = False
+    after: str = "0"
+    raw_output: bool = False
+    on_timeout: OnTimeout = _ERROR
+
+
+# Answers --------------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class RunBody(Body):
+    """A run. `end` is there once the run has ended."""
+
+    exec_id: str
+    kind: ExecKind
+    state: ExecState
+    command: str
+    created_at: datetime
+    stdout_bytes: int
+    stderr_bytes: int
+    first_sequence: int
+    last_sequence: int
+    last_line: str
+    shell: str | None = None
+    started_at: datetime | None = None
+    ended_at: datetime | None = None
+    pid: int | None = None
+    tty: TerminalSize | None = None
+    trace_id: str | None = None
+    end: EndBody | None = None
+
+    @classmethod
+    def of(cls, run: ExecInfo) -> RunBody:
+        """Return a run as clients see it."""
+        return RunBody(**_run_fields(run))
+
+
+@attrs.frozen(kw_only=True)
+class ProcessBody(RunBody):
+    """A background process: a run, with the name of its id in these URLs."""
+
+    process_id: str
+    keep_alive: bool
+
+    @classmethod
+    def of(cls, run: ExecInfo) -> ProcessBody:
+        """Return a process as clients see it."""
+        return ProcessBody(process_id=run.exec_id, keep_alive=run.keep_alive, **_run_fields(run))
+
+
+def _run_fields(run: ExecInfo) -> dict[str, Any]:  # the fields of a RunBody
+    return {
+        "exec_id": run.exec_id,
+        "kind": run.kind,
+        "state": run.state,
+        "command": run.command,
+        "created_at": run.created_at,
+        "stdout_bytes": run.stdout_bytes,
+        "stderr_bytes": run.stderr_bytes,
+        "first_sequence": run.first_sequence,
+        "last_sequence": run.last_sequence,
+        "last_line": run.last_line,
+        "shell": run.shell,
+        "started_at": run.started_at,
+        "ended_at": run.ended_at,
+        "pid": run.pid,
+        "tty": run.terminal,
+        "trace_id": run.trace_id,
+        "end": None if run.end is None else EndBody.of(run.end),
+    }
+
+
+@attrs.frozen
+class RunsBody(Body):
+    """Runs of a session, oldest first."""
+
+    execs: Sequence[RunBody]
+
+
+@attrs.frozen
+class ProcessesBody(Body):
+    """Background processes of a session, oldest first."""
+
+    processes: Sequence[ProcessBody]
+
+
+@attrs.frozen
+class WaitedBody(Body):
+    """The end of a wait: whether the condition came true, the process then, and the line that matched."""
+
+    happened: bool
+    process: ProcessBody
+    line: str | None = None
+
+
+@attrs.frozen
+class ShellBody(Body):
+    """A named shell. `running` is null while the shell waits for a command; `queued` are ids of runs."""
+
+    name: str
+    cwd: str
+    running: RunBody | None
+    queued: Sequence[str]
+
+    @classmethod
+    def of(cls, shell: ShellInfo) -> ShellBody:
+        """Return a shell as clients see it."""
+        running = None if shell.running is None else RunBody.of(shell.running)
+        return cls(shell.name, shell.cwd, running, shell.queued)
+
+
+@attrs.frozen
+class ShellsBody(Body):
+    """Named shells of a session, the default one first."""
+
+    shells: Sequence[ShellBody]
+
+
+@attrs.frozen
+class PortsBody(Body):
+    """TCP ports that processes inside listen on."""
+
+    ports: Sequence[Port]
+
+
+async def _bodies(runs: Sequence[ExecInfo], spell: Callable[[ExecInfo], T]) -> list[T]:
+    """Return the bodies of runs, giving other tasks their turns meanwhile."""
+    bodies: list[T] = []
+    for start in range(0, len(runs), BODIES_AT_ONCE):
+        bodies += [spell(run) for run in runs[start : start + BODIES_AT_ONCE]]
+        await trio.lowlevel.checkpoint()
+    return bodies
+
+
+# Commands -------------------------------------------------------------------------------------------------------------
+
+
+async def execute(exchange: Exchange) -> Answer:
+    """Run a command and wait for its end."""
+    request = await read_request(exchange, ExecRequest)
+    spec = request.to_spec(exchange.settings)
     when_left = request.when_left(OnDisconnect.CANCEL)
     work = functools.partial(exchange.supervisor.exec, exchange.session_id, spec, on_disconnect=when_left)
     result = await exchange.until_disconnect(work)
     output_format = request.output_format
-    view = end_view(result.end) | await output_view(result, output_format)
+    body = await ExecResultBody.read(result, output_format)
     if is_timeout_error(result.end, output_format):
-        raise timeout_error(result.end, view)
-    await exchange.answer(json_answer(view))
+        raise timeout_error(result.end, to_plain(body))
+    return json_answer(body)
 
 
-async def stream(exchange: Exchange) -> None:
-    """POST /v1/sessions/{id}/exec/stream; with `Last-Event-ID` it goes on with a run that was begun before."""
-    request, spec = await _read(exchange)
-    position = last_event_id(exchange)
+async def execute_and_follow(exchange: Exchange) -> None:
+    """Run a command and send its output as events; with Last-Event-ID follow one that was begun before."""
+    request = await read_request(exchange, ExecRequest)
+    spec = request.to_spec(exchange.settings)
+    position = _last_event_id(exchange)
     if position is not None and spec.exec_id is None:
         raise bad_fields(exec_id="is required with Last-Event-ID")
     if spec.exec_id is None:
@@ -52,8 +497,86 @@ async def stream(exchange: Exchange) -> None:
     await exchange.until_disconnect(events.run)
 
 
-def last_event_id(exchange: Exchange) -> Position | None:
-    """Return where a stream is to go on: the header's position, if there is one. Raises `InvalidRequest`."""
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+
+async def list_runs(exchange: Exchange) -> Answer:
+    """List the latest runs of a session, oldest first."""
+    query = read_query(exchange, RunsQuery)
+    runs = await _find_runs(exchange, query.kind, query.state, query.limit)
+    return json_answer(RunsBody(await _bodies(runs, RunBody.of)))
+
+
+async def get_run(exchange: Exchange) -> Answer:
+    """Read a run."""
+    return json_answer(RunBody.of(await exchange.supervisor.get_exec(exchange.session_id, _exec_id(exchange))))
+
+
+async def read_output(exchange: Exchange) -> Answer | None:
+    """Read a part of a run's output by offset, as text, base64 or plain bytes."""
+    return await answer_output(exchange, _exec_id(exchange), read_query(exchange, OutputQuery))
+
+
+async def follow_run(exchange: Exchange) -> None:
+    """Follow a run as events, from its beginning, `after` a place or Last-Event-ID on."""
+    await exchange.read_body(limit_bytes=exchange.settings.max_request_bytes)  # a GET's body means nothing
+    query = read_query(exchange, FollowQuery)
+    position = _last_event_id(exchange) or query.position
+    wanted = _exec_id(exchange)
+    open_run = functools.partial(exchange.supervisor.attach_exec, exchange.session_id, wanted, after=position.sequence)
+    transcript = Transcript(query.output_format, position, only=query.stream)
+    events = RunEvents(exchange, open_run, transcript, query.output_format, headers=(("x-exec-id", wanted),))
+    await exchange.until_disconnect(events.run)
+
+
+async def send_signal(exchange: Exchange) -> Answer:
+    """Send a signal to a run."""
+    request = await read_request(exchange, SignalRequest)
+    await exchange.supervisor.signal_exec(exchange.session_id, _exec_id(exchange), request.signal)
+    return json_answer(Done())
+
+
+async def cancel_run(exchange: Exchange) -> Answer:
+    """Cancel a run; answered once the run has ended."""
+    request = await read_request(exchange, CancelRequest)
+    run = await exchange.supervisor.cancel_exec(exchange.session_id, _exec_id(exchange), now=bool(request.now))
+    return json_answer(RunBody.of(run))
+
+
+async def send_stdin(exchange: Exchange) -> Answer:
+    """Send input to a run; answered once the run has taken it."""
+    request = await read_request(exchange, StdinRequest, limit_bytes=exchange.settings.max_json_bytes)
+    work = functools.partial(
+        exchange.supervisor.send_stdin,
+        exchange.session_id,
+        _exec_id(exchange),
+        request.content,
+        close=bool(request.close),
+    )
+    await exchange.until_disconnect(work)
+    return json_answer(Done())
+
+
+async def resize(exchange: Exchange) -> Answer:
+    """Change the size of a run's terminal."""
+    request = await read_request(exchange, TerminalRequest)
+    await exchange.supervisor.resize_exec(exchange.session_id, _exec_id(exchange), request.size)
+    return json_answer(Done())
+
+
+async def _find_runs(
+    exchange: Exchange, kind: ExecKind | None, state: ExecState | None, limit: int
+) -> Sequence[ExecInfo]:
+    runs = await exchange.supervisor.execs(exchange.session_id)
+    return [run for run in runs if kind in (None, run.kind) and state in (None, run.state)][-limit:]
+
+
+def _exec_id(exchange: Exchange) -> str:
+    return exchange.params["exec_id"]
+
+
+def _last_event_id(exchange: Exchange) -> Position | None:
+    """Return the place in the Last-Event-ID header, if there is one. Raises `InvalidRequest`."""
     text = exchange.header(b"last-event-id")
     try:
         return Position.parse(text) if text else None
@@ -61,6 +584,112 @@ def last_event_id(exchange: Exchange) -> Position | None:
         raise bad_fields(last_event_id=str(error)) from None
 
 
-async def _read(exchange: Exchange) -> tuple[ExecRequest, ExecSpec]:
-    request = parse(await exchange.read_json_body(), ExecRequest)
-    return request, request.to_spec(exchange.settings)
+# Processes ------------------------------------------------------------------------------------------------------------
+
+
+async def start_process(exchange: Exchange) -> Answer:
+    """Start a background process."""
+    request = await read_request(exchange, ProcessRequest)
+    process = await exchange.supervisor.start_process(exchange.session_id, request.to_spec(exchange.settings))
+    return json_answer(ProcessBody.of(process), status=201)
+
+
+async def list_processes(exchange: Exchange) -> Answer:
+    """List the latest background processes of a session, oldest first."""
+    query = read_query(exchange, ProcessesQuery)
+    runs = await _find_runs(exchange, ExecKind.PROCESS, query.state, query.limit)
+    return json_answer(ProcessesBody(await _bodies(runs, ProcessBody.of)))
+
+
+async def get_process(exchange: Exchange) -> Answer:
+    """Read a background process."""
+    return json_answer(ProcessBody.of(await _process(exchange)))
+
+
+async def process_logs(exchange: Exchange) -> Answer | None:
+    """Read a process's output by offset, or follow it as events."""
+    await _process(exchange)
+    query = read_query(exchange, LogsQuery)
+    if not query.follow:
+        return await answer_output(exchange, _exec_id(exchange), query)
+    for name in ("offset", "limit"):
+        if name in exchange.query:
+            raise bad_query(name, "must be absent with follow: the place is told by Last-Event-ID or after")
+    await follow_run(exchange)
+    return None
+
+
+async def process_stdin(exchange: Exchange) -> Answer:
+    """Send input to a process; answered once the process has taken it."""
+    await _process(exchange)
+    return await send_stdin(exchange)
+
+
+async def process_signal(exchange: Exchange) -> Answer:
+    """Send a signal to a process."""
+    await _process(exchange)
+    return await send_signal(exchange)
+
+
+async def process_resize(exchange: Exchange) -> Answer:
+    """Change the size of a process's terminal."""
+    await _process(exchange)
+    return await resize(exchange)
+
+
+async def kill_process(exchange: Exchange) -> Answer:
+    """Kill a process and all processes it started, at once."""
+    await _process(exchange)
+    process = await exchange.supervisor.cancel_exec(exchange.session_id, _exec_id(exchange), now=True)
+    return json_answer(ProcessBody.of(process))
+
+
+async def wait_for_process(exchange: Exchange) -> Answer:
+    """Wait for a process's end, a listener on a port, or a line of output that matches."""
+    request = await read_request(exchange, WaitRequest)
+    condition = request.to_condition()
+    await _process(exchange)
+    work = functools.partial(
+        exchange.supervisor.wait_process,
+        exchange.session_id,
+        _exec_id(exchange),
+        condition,
+        timeout_s=clamp_timeout(request.timeout_ms, exchange.settings) / 1000,
+    )
+    waited = await exchange.until_disconnect(work)
+    return json_answer(WaitedBody(waited.happened, ProcessBody.of(waited.run), waited.line))
+
+
+async def list_ports(exchange: Exchange) -> Answer:
+    """List the TCP ports that processes inside listen on."""
+    return json_answer(PortsBody(await exchange.supervisor.ports(exchange.session_id)))
+
+
+async def _process(exchange: Exchange) -> ExecInfo:
+    """Return the process that the path names. Raises `ExecNotFound`, also for a run of another kind."""
+    run = await exchange.supervisor.get_exec(exchange.session_id, _exec_id(exchange))
+    if run.kind is not ExecKind.PROCESS:
+        raise ExecNotFound("no such process", process_id=run.exec_id)
+    return run
+
+
+# Shells ---------------------------------------------------------------------------------------------------------------
+
+
+async def open_shell(exchange: Exchange) -> Answer:
+    """Open a named shell."""
+    request = await read_request(exchange, ShellRequest)
+    shell = await exchange.supervisor.open_shell(exchange.session_id, request.to_spec())
+    return json_answer(ShellBody.of(shell), status=201)
+
+
+async def list_shells(exchange: Exchange) -> Answer:
+    """List the named shells of a session, the default one first."""
+    shells = await exchange.supervisor.shells(exchange.session_id)
+    return json_answer(ShellsBody([ShellBody.of(shell) for shell in shells]))
+
+
+async def close_shell(exchange: Exchange) -> Answer:
+    """Close a named shell."""
+    await exchange.supervisor.close_shell(exchange.session_id, exchange.params["name"])
+    return json_answer(Done())

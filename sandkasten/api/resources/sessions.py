@@ -1,166 +1,256 @@
-"""Create, read, list, change and destroy sessions: JSON in, one question to the supervisor, JSON out."""
+"""Sessions: create, read, list, change, pause and destroy; the classes of their requests and answers."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
 from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange
-from sandkasten.api.http.json import scrub
+from sandkasten.api.http.json import Body, to_plain
 from sandkasten.api.http.key_scope import owned_patch, owned_query, owned_spec, within_reach
-from sandkasten.api.resources import schemas
-from sandkasten.api.resources.fields import bad_query, query_integer
-from sandkasten.log import rfc3339, rfc3339_or_none
-from sandkasten.model import FOREVER_S, Pause, Session, SessionPatch, Status
+from sandkasten.api.resources.fields import (
+    TOKEN,
+    TOKEN_RULE,
+    Cores,
+    DiskInodes,
+    DiskMegabytes,
+    Environment,
+    EnvironmentPatch,
+    ExecMode,
+    Fixed,
+    IdleTimeout,
+    Labels,
+    Lifetime,
+    ListLimit,
+    MemoryInodes,
+    MemoryMegabytes,
+    NetworkMode,
+    NoHosts,
+    OpenFiles,
+    Pids,
+    Places,
+    SeccompName,
+    Shell,
+    ShmMegabytes,
+    TmpMegabytes,
+    Token,
+    Ttl,
+    User,
+    WorkspaceId,
+    WorkspaceModeName,
+    bad_fields,
+    bad_query,
+    read_query,
+    read_request,
+)
+from sandkasten.model import (
+    FOREVER_S,
+    IMAGE_NAME,
+    FileRules,
+    Limits,
+    Pause,
+    PauseSpec,
+    Session,
+    SessionPatch,
+    SessionSpec,
+    SessionStats,
+    Status,
+)
+from sandkasten.model.errors import InvalidImage, InvalidRequest
 from sandkasten.model.lifecycle import LIVE
 from sandkasten.model.listing import LabelSelector, Place, SessionQuery, parse_cursor
 from sandkasten.model.node import Part, Unavailable
+from sandkasten.model.session import EndReason
 
-MAX_LIST = 10_000
-DEFAULT_LIST = 1000
+DEFAULT_LIST = ListLimit(1000)
 NEXT_CURSOR = "x-next-cursor"
 """Header with the `cursor` of the next page; absent on the last one."""
 
 _NOT_A_TOKEN = re.compile(r"[^A-Za-z0-9_.-]")
 
+# Requests -------------------------------------------------------------------------------------------------------------
 
-async def create(exchange: Exchange) -> Answer:
-    """POST /v1/sessions"""
-    request = schemas.parse(await exchange.read_json_body(), schemas.CreateRequest)
-    spec = request.to_spec(
-        default_limits=exchange.settings.default_limits, key_header=exchange.header(b"idempotency-key")
-    )
-    session = await exchange.supervisor.create(owned_spec(exchange.key, spec))
-    headers = (("server-timing", server_timing(session.timings_ms)),) if session.timings_ms else ()
-    return json_answer(session_view(session), status=201, headers=headers)
+_NO_IDLE_TIMEOUT = IdleTimeout(0)
+_NO_LIFETIME = Lifetime(0)
+"""The defaults of fields that take null, too: null means no end, and absent that nothing was said."""
+
+_SAME = Fixed(None)
 
 
-async def get(exchange: Exchange) -> Answer:
-    """GET /v1/sessions/{id}; an ended session is an answer, not an error."""
-    return json_answer(session_view(await exchange.supervisor.get(exchange.session_id)))
+@attrs.frozen
+class LimitsRequest:
+    cpu: Cores | None = None
+    memory_mb: MemoryMegabytes | None = None
+    pids: Pids | None = None
+    disk_mb: DiskMegabytes | None = None
+    disk_inodes: DiskInodes | None = None
+    open_files: OpenFiles | None = None
+    tmp_mb: TmpMegabytes | None = None
+    tmp_inodes: MemoryInodes | None = None
+    shm_mb: ShmMegabytes | None = None
+    shm_inodes: MemoryInodes | None = None
+
+    def over(self, base: Limits) -> Limits:
+        """Return `base` with what was asked for."""
+        asked = attrs.asdict(self, filter=lambda _attribute, value: value is not None)
+        return attrs.evolve(base, **asked)
 
 
-async def list_sessions(exchange: Exchange) -> Answer:
-    """GET /v1/sessions?status=&label=&limit=&cursor="""
-    query = SessionQuery(
-        statuses=_statuses(exchange.query.get("status")),
-        labels=tuple(_label(text) for text in exchange.query_all("label")),
-        after=_place(exchange.query.get("cursor")),
-        limit=query_integer(exchange, "limit", default=DEFAULT_LIST, high=MAX_LIST),
-    )
-    page = await exchange.supervisor.find(owned_query(exchange.key, query))
-    headers = () if page.next is None else ((NEXT_CURSOR, page.next.cursor),)
-    sessions = within_reach(exchange.key, page.sessions)
-    return json_answer([session_view(session) for session in sessions], headers=headers)
+@attrs.frozen
+class LimitsChange(LimitsRequest):
+    """The same for a session that lives."""
+
+    open_files: Fixed = _SAME  # type: ignore[assignment]  # narrower: nothing is taken
+    tmp_mb: Fixed = _SAME  # type: ignore[assignment]
+    tmp_inodes: Fixed = _SAME  # type: ignore[assignment]
+    shm_mb: Fixed = _SAME  # type: ignore[assignment]
+    shm_inodes: Fixed = _SAME  # type: ignore[assignment]
 
 
-async def update(exchange: Exchange) -> Answer:
-    """PATCH /v1/sessions/{id}"""
-    request = schemas.parse(await exchange.read_json_body(), schemas.PatchRequest)
-    current = exchange.settings.default_limits
-    if request.limits is not None:
-        current = (await exchange.supervisor.get(exchange.session_id)).limits
-    patch: SessionPatch = owned_patch(exchange.key, request.to_patch(current=current))
-    return json_answer(session_view(await exchange.supervisor.update(exchange.session_id, patch)))
+@attrs.frozen
+class NetworkRequest:
+    mode: NetworkMode | None = None
+    allow: NoHosts | None = None
 
 
-async def pause(exchange: Exchange) -> Answer:
-    """POST /v1/sessions/{id}/pause; an empty body is one without fields."""
-    request = schemas.parse(await exchange.read_json_body(), schemas.PauseRequest)
-    return json_answer(session_view(await exchange.supervisor.pause(exchange.session_id, request.to_spec())))
+@attrs.frozen
+class FilesystemRequest:
+    readable: Places | None = None
+    writable: Places | None = None
+
+    @property
+    def rules(self) -> FileRules | None:
+        """The model's rules; none when nothing is restricted."""
+        return None if self.readable is None and self.writable is None else FileRules(self.readable, self.writable)
 
 
-async def resume(exchange: Exchange) -> Answer:
-    """POST /v1/sessions/{id}/resume"""
-    return json_answer(session_view(await exchange.supervisor.resume(exchange.session_id)))
+@attrs.frozen
+class CreateRequest:
+    image: str | None = None
+    ttl_seconds: Ttl | None = None
+    workspace_id: WorkspaceId | None = None
+    workspace_mode: WorkspaceModeName | None = None
+    idempotency_key: Token | None = None
+    labels: Labels | None = None
+    env: Environment | None = attrs.field(default=None, repr=False)
+    limits: LimitsRequest | None = None
+    idle_timeout_seconds: IdleTimeout | None = _NO_IDLE_TIMEOUT
+    max_lifetime_seconds: Lifetime | None = _NO_LIFETIME
+    readonly_rootfs: bool | None = None
+    shell: Shell | None = None
+    network: NetworkRequest | None = None
+    exec_mode: ExecMode | None = None
+    user: User | None = None
+    root_inside: bool | None = None
+    filesystem: FilesystemRequest | None = None
+    seccomp: SeccompName | None = None
+
+    def to_spec(self, *, default_limits: Limits, key_header: str | None) -> SessionSpec:
+        """Return the model's wish.
+
+        Raises:
+            InvalidImage: the image's name is malformed.
+            InvalidRequest: the body's idempotency key and the header's differ, or the header's is malformed, or two
+                idle timeouts differ.
+        """
+        if self.image is not None and not IMAGE_NAME.match(self.image):
+            raise InvalidImage("the image name is malformed", image=self.image[:100])
+        return SessionSpec(
+            image=self.image,
+            ttl_s=_one_timeout(self.ttl_seconds, self.idle_timeout_seconds),
+            workspace_id=self.workspace_id,
+            workspace_mode=self.workspace_mode,
+            labels=self.labels or {},
+            env=self.env or {},
+            limits=None if self.limits is None else self.limits.over(default_limits),
+            max_lifetime_s=_span(self.max_lifetime_seconds),
+            readonly_rootfs=self.readonly_rootfs,
+            shell=self.shell,
+            exec_mode=self.exec_mode,
+            user=self.user,
+            root_inside=self.root_inside,
+            filesystem=None if self.filesystem is None else self.filesystem.rules,
+            seccomp=self.seccomp,
+            idempotency_key=_one_key(self.idempotency_key, key_header),
+        )
 
 
-async def destroy(exchange: Exchange) -> Answer:
-    """DELETE /v1/sessions/{id}; on an ended session it changes nothing."""
-    await exchange.supervisor.destroy(exchange.session_id)
-    return json_answer({"ok": True})
+@attrs.frozen
+class PatchRequest:
+    ttl_seconds: Ttl | None = None
+    labels: Labels | None = None
+    limits: LimitsChange | None = None
+    env: EnvironmentPatch | None = attrs.field(default=None, repr=False)
+    idle_timeout_seconds: IdleTimeout | None = _NO_IDLE_TIMEOUT
+    max_lifetime_seconds: Lifetime | None = _NO_LIFETIME
+
+    def to_patch(self, *, current: Limits) -> SessionPatch:
+        """Return the model's change; `current` fills what a partial `limits` leaves open. Raises `InvalidRequest` if
+        two idle timeouts differ."""
+        return SessionPatch(
+            ttl_s=_one_timeout(self.ttl_seconds, self.idle_timeout_seconds),
+            max_lifetime_s=_span(self.max_lifetime_seconds),
+            labels=self.labels,
+            limits=None if self.limits is None else self.limits.over(current),
+            env=self.env,
+        )
 
 
-async def stats(exchange: Exchange) -> Answer:
-    """GET /v1/sessions/{id}/stats; a counter that the kernel does not offer is null."""
-    return json_answer(attrs.asdict(await exchange.supervisor.stats(exchange.session_id)))
+@attrs.frozen
+class PauseRequest:
+    auto_resume: bool | None = None
+    stop_lease: bool | None = None
+
+    def to_spec(self) -> PauseSpec:
+        """Return the model's wish."""
+        return PauseSpec(auto_resume=self.auto_resume is not False, stop_lease=bool(self.stop_lease))
 
 
-async def diagnostics(exchange: Exchange) -> Answer:
-    """GET /v1/sessions/{id}/diagnostics; a part that can't be had says why, and so does one of an ended session."""
-    found = await exchange.supervisor.diagnose(exchange.session_id)
-    parts = {name: _part_view(part) for name, part in found.parts.items()}
-    return json_answer({"time": rfc3339(found.time), "session": session_view(found.session), **parts})
+@attrs.frozen
+class SessionsQuery:
+    """The query of a list of sessions. `label` is `NAME` or `NAME=VALUE`, and may come more than once."""
+
+    status: str | None = None
+    label: tuple[str, ...] = ()
+    limit: ListLimit = DEFAULT_LIST
+    cursor: str | None = None
+
+    def to_query(self) -> SessionQuery:
+        """Return the model's query. Raises `InvalidRequest`."""
+        return SessionQuery(
+            statuses=_statuses(self.status),
+            labels=tuple(_label(text) for text in self.label),
+            after=_place(self.cursor),
+            limit=self.limit,
+        )
 
 
-def _part_view(part: Part) -> dict[str, Any]:  # JSON values
-    return {"unavailable": part.reason} if isinstance(part, Unavailable) else _plain(part)
+def _one_timeout(ttl_seconds: int | None, idle_timeout_seconds: int | None) -> float | None:
+    """Return the idle timeout, of which the older name says with null as with 0 that the default is wanted."""
+    asked, span_s = float(ttl_seconds) if ttl_seconds else None, _span(idle_timeout_seconds)
+    if asked is not None and span_s is not None and asked != span_s:
+        raise bad_fields(idle_timeout_seconds="is the same as ttl_seconds, and differs from it")
+    return span_s if asked is None else asked
 
 
-def _plain(value: Any) -> Any:  # JSON values, and times
-    """Return the same with times as text, and texts that any reader of JSON takes."""
-    match value:
-        case datetime():
-            return rfc3339(value)
-        case str():
-            return scrub(value)
-        case Mapping():
-            return {str(name): _plain(member) for name, member in value.items()}
-        case list() | tuple():
-            return [_plain(member) for member in value]
-        case _:
-            return value
+def _span(seconds: int | None) -> float | None:
+    """Return a time as the model has it: null is without end, 0 stands for an absent field."""
+    if seconds is None:
+        return FOREVER_S
+    return float(seconds) if seconds else None
 
 
-def session_view(session: Session) -> dict[str, Any]:  # JSON values
-    """Return a session as clients see it."""
-    view = {
-        "id": session.id,
-        "image": session.image,
-        "status": session.status.value,
-        "cwd": session.cwd,
-        "created_at": rfc3339(session.created_at),
-        "expires_at": rfc3339_or_none(session.expires_at),
-        "last_activity": rfc3339(session.last_activity),
-        "acquire_source": session.acquire_source,
-        "ttl_seconds": _seconds(session.ttl_s),
-        "idle_timeout_seconds": _seconds(session.ttl_s),
-        "max_lifetime_seconds": _seconds(session.max_lifetime_s),
-        "limits": attrs.asdict(session.limits),
-        **attrs.asdict(session.options),
-        "labels": dict(session.labels),
-        "epoch": session.epoch,
-    }
-    optional = {
-        "workspace_id": session.workspace_id,
-        "key_id": session.key_id,
-        "acquire_detail": session.acquire_detail,
-        "reason": session.reason,
-        "end_reason": None if session.end_reason is None else session.end_reason.value,
-        "pause": None if session.pause is None else pause_view(session.pause),
-    }
-    return view | {name: value for name, value in optional.items() if value is not None}
-
-
-def _seconds(span_s: float) -> float | None:
-    """Return a span as clients see it: whole seconds as such, one without end as null."""
-    if span_s == FOREVER_S:
-        return None
-    return int(span_s) if span_s.is_integer() else span_s
-
-
-def pause_view(pause: Pause) -> dict[str, Any]:  # JSON values
-    return attrs.asdict(pause) | {"since": rfc3339(pause.since)}
-
-
-def server_timing(timings_ms: Mapping[str, float]) -> str:
-    """Return phases as a `Server-Timing` value (W3C Server Timing §3)."""
-    return ", ".join(f"{_NOT_A_TOKEN.sub('_', phase)};dur={ms:.3f}" for phase, ms in timings_ms.items())
+def _one_key(in_body: str | None, in_header: str | None) -> str | None:
+    if in_header is not None and not TOKEN.match(in_header):
+        raise InvalidRequest("the Idempotency-Key header is malformed", idempotency_key=TOKEN_RULE)
+    if None not in (in_body, in_header) and in_body != in_header:
+        raise InvalidRequest("two different idempotency keys", idempotency_key="body and header differ")
+    return in_body if in_body is not None else in_header
 
 
 def _statuses(text: str | None) -> frozenset[Status]:
@@ -187,3 +277,168 @@ def _place(text: str | None) -> Place | None:
         return None if text is None else parse_cursor(text)
     except ValueError as problem:
         raise bad_query("cursor", str(problem)) from None
+
+
+# Answers --------------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class SessionBody(Body):
+    """A session. Spans are in seconds, null without end."""
+
+    id: str
+    image: str
+    status: Status
+    cwd: str
+    created_at: datetime
+    expires_at: datetime | None
+    last_activity: datetime
+    acquire_source: str
+    ttl_seconds: float | None
+    idle_timeout_seconds: float | None
+    max_lifetime_seconds: float | None
+    limits: Limits
+    exec_mode: str
+    user: str | None
+    root_inside: bool
+    filesystem: FileRules | None
+    seccomp: str
+    workspace_mode: str
+    labels: Mapping[str, str]
+    epoch: int
+    workspace_id: str | None = None
+    key_id: str | None = None
+    acquire_detail: str | None = None
+    reason: str | None = None
+    end_reason: EndReason | None = None
+    pause: Pause | None = None
+
+    @classmethod
+    def of(cls, session: Session) -> SessionBody:
+        """Return a session as clients see it."""
+        return cls(
+            id=session.id,
+            image=session.image,
+            status=session.status,
+            cwd=session.cwd,
+            created_at=session.created_at,
+            expires_at=session.expires_at,
+            last_activity=session.last_activity,
+            acquire_source=session.acquire_source,
+            ttl_seconds=_seconds(session.ttl_s),
+            idle_timeout_seconds=_seconds(session.ttl_s),
+            max_lifetime_seconds=_seconds(session.max_lifetime_s),
+            limits=session.limits,
+            **attrs.asdict(session.options, recurse=False),
+            labels=session.labels,
+            epoch=session.epoch,
+            workspace_id=session.workspace_id,
+            key_id=session.key_id,
+            acquire_detail=session.acquire_detail,
+            reason=session.reason,
+            end_reason=session.end_reason,
+            pause=session.pause,
+        )
+
+
+@attrs.frozen
+class Done(Body):
+    """The request was carried out."""
+
+    ok: Literal[True] = True
+
+
+@attrs.frozen
+class DiagnosisBody(Body):
+    """A session and its state in each part of the system: a member for each part, or `{"unavailable": reason}`."""
+
+    time: datetime
+    session: SessionBody
+
+
+def _seconds(span_s: float) -> float | None:
+    """Return a span as clients see it: whole seconds as such, one without end as null."""
+    if span_s == FOREVER_S:
+        return None
+    return int(span_s) if span_s.is_integer() else span_s
+
+
+def _part(part: Part) -> Mapping[str, Any]:  # JSON values
+    return {"unavailable": part.reason} if isinstance(part, Unavailable) else part
+
+
+def server_timing(timings_ms: Mapping[str, float]) -> str:
+    """Return phases as a `Server-Timing` value (W3C Server Timing §3)."""
+    return ", ".join(f"{_NOT_A_TOKEN.sub('_', phase)};dur={ms:.3f}" for phase, ms in timings_ms.items())
+
+
+# Handlers -------------------------------------------------------------------------------------------------------------
+
+
+async def create(exchange: Exchange) -> Answer:
+    """Create a session."""
+    request = await read_request(exchange, CreateRequest)
+    spec = request.to_spec(
+        default_limits=exchange.settings.default_limits, key_header=exchange.header(b"idempotency-key")
+    )
+    session = await exchange.supervisor.create(owned_spec(exchange.key, spec))
+    headers = (("server-timing", server_timing(session.timings_ms)),) if session.timings_ms else ()
+    return json_answer(SessionBody.of(session), status=201, headers=headers)
+
+
+async def get(exchange: Exchange) -> Answer:
+    """Read a session; one that has ended is an answer, not an error."""
+    return _answer(await exchange.supervisor.get(exchange.session_id))
+
+
+async def list_sessions(exchange: Exchange) -> Answer:
+    """List sessions, newest first; without `status` the live ones."""
+    query = read_query(exchange, SessionsQuery).to_query()
+    page = await exchange.supervisor.find(owned_query(exchange.key, query))
+    headers = () if page.next is None else ((NEXT_CURSOR, page.next.cursor),)
+    sessions = within_reach(exchange.key, page.sessions)
+    return json_answer([SessionBody.of(session) for session in sessions], headers=headers)
+
+
+async def update(exchange: Exchange) -> Answer:
+    """Change a session's times, labels, limits or environment."""
+    request = await read_request(exchange, PatchRequest)
+    current = exchange.settings.default_limits
+    if request.limits is not None:
+        current = (await exchange.supervisor.get(exchange.session_id)).limits
+    patch: SessionPatch = owned_patch(exchange.key, request.to_patch(current=current))
+    return _answer(await exchange.supervisor.update(exchange.session_id, patch))
+
+
+async def pause(exchange: Exchange) -> Answer:
+    """Freeze every process of a session."""
+    request = await read_request(exchange, PauseRequest)
+    return _answer(await exchange.supervisor.pause(exchange.session_id, request.to_spec()))
+
+
+async def resume(exchange: Exchange) -> Answer:
+    """Let the processes of a paused session go on."""
+    return _answer(await exchange.supervisor.resume(exchange.session_id))
+
+
+async def destroy(exchange: Exchange) -> Answer:
+    """Destroy a session; nothing changes on one that has ended."""
+    await exchange.supervisor.destroy(exchange.session_id)
+    return json_answer(Done())
+
+
+async def stats(exchange: Exchange) -> Answer:
+    """Read a session's counters; one that the kernel does not offer is null."""
+    found: SessionStats = await exchange.supervisor.stats(exchange.session_id)
+    return json_answer(found)
+
+
+async def diagnostics(exchange: Exchange) -> Answer:
+    """Look into a session, part by part; a part that is not available says why."""
+    found = await exchange.supervisor.diagnose(exchange.session_id)
+    body = to_plain(DiagnosisBody(found.time, SessionBody.of(found.session)))
+    return json_answer(body | {name: to_plain(_part(part)) for name, part in found.parts.items()})
+
+
+def _answer(session: Session) -> Answer:
+    return json_answer(SessionBody.of(session))

@@ -1,11 +1,8 @@
-"""Workspaces and what lies in them, without a session: JSON in, one question to the supervisor, JSON out.
+"""Workspaces and the files in them, without a session; and workspaces as archives.
 
-Contents of files pass through `files.py` and `upload.py`, archives through `archives.py`. A key that is confined to a
-label has the workspaces that carry it, and there are no others (`Exchange.workspaces`).
-
-Workspaces as archives, out and in: tar or tar.zst, streamed both ways. Raw ASGI; nothing is kept on the way.
-
-What is in an archive is no business of this module: it is packed and unpacked in the sandbox of the workspace.
+Contents of single files pass through `files.py`. An archive is tar or tar.zst, streamed both ways: the sandbox of the
+workspace packs and unpacks it, and nothing is kept on the way. A key with a label sees only workspaces that carry the
+label (`Exchange.workspaces`).
 """
 
 from __future__ import annotations
@@ -13,39 +10,58 @@ from __future__ import annotations
 import base64
 import binascii
 import os
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
 from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange
-from sandkasten.api.http.json import scrub
+from sandkasten.api.http.json import Body, scrub
 from sandkasten.api.http.key_scope import own_labels
 from sandkasten.api.http.zstandard import MAGIC
-from sandkasten.api.resources import schemas
 from sandkasten.api.resources.fields import (
+    MAX_FILES,
+    MAX_LIST,
+    TOP,
+    ArchiveFormat,
+    FilesLimit,
     Labels,
+    ListLimit,
+    PathBelow,
+    PathInWorkspace,
     QuotaBytes,
     QuotaFiles,
     WorkspaceId,
     bad_query,
-    check_path,
-    query_choice,
-    query_flag,
-    query_integer,
+    read_query,
+    read_request,
 )
-from sandkasten.log import rfc3339
+from sandkasten.api.resources.files import WrittenBody
+from sandkasten.api.resources.sessions import Done
 from sandkasten.model.errors import Conflict, InvalidRequest
-from sandkasten.model.workspace import FileInfo, Workspace, WorkspacePatch, WorkspaceQuota, WorkspaceSpec
+from sandkasten.model.workspace import (
+    FileInfo,
+    Packed,
+    Workspace,
+    WorkspacePatch,
+    WorkspaceQuota,
+    WorkspaceSpec,
+    WorkspaceUsage,
+)
 from sandkasten.supervisor import ArchiveWriter
 
 _SAME_QUOTA = QuotaBytes(0)
-"""Absent; null would take a quota away."""
+"""The default of a field that takes null, too: null would take the quota away."""
+
 _BYTES_PER_FILE = 8192
-DEFAULT_LIST, MAX_LIST = 1000, 10_000
-MAX_FILES = 1000
-TOP = "/workspace"
+DEFAULT_LIST = ListLimit(1000)
+_ALL_FILES = FilesLimit(MAX_FILES)
+_ITSELF = PathInWorkspace(TOP)
+_TAR, _COMPRESSED = ArchiveFormat("tar"), ArchiveFormat("tar.zst")
+
+# Requests -------------------------------------------------------------------------------------------------------------
 
 
 @attrs.frozen
@@ -69,22 +85,197 @@ class ChangeRequest:
     quota_bytes: QuotaBytes | None = _SAME_QUOTA
 
 
+@attrs.frozen
+class WorkspacesQuery:
+    """The query of a list of workspaces. `label` is `NAME=VALUE`."""
+
+    label: str | None = None
+    limit: ListLimit = DEFAULT_LIST
+    cursor: str | None = None
+    usage: bool = False
+
+
+@attrs.frozen
+class WorkspaceQuery:
+    """The query of one workspace."""
+
+    usage: bool = False
+
+
+@attrs.frozen
+class DeleteQuery:
+    """The query of a workspace's end."""
+
+    force: bool = False
+
+
+@attrs.frozen
+class FilesQuery:
+    """The query of a directory's entries; an empty path and `/` are the workspace itself."""
+
+    path: PathInWorkspace = _ITSELF
+    limit: FilesLimit = _ALL_FILES
+    cursor: str | None = None
+
+
+@attrs.frozen
+class FileQuery:
+    """The query of one file; an empty path and `/` are the workspace itself."""
+
+    path: PathInWorkspace = _ITSELF
+
+
+@attrs.frozen
+class RemoveQuery:
+    """The query of a removal, which the workspace itself can't be the object of."""
+
+    path: PathBelow
+    recursive: bool = False
+
+
+@attrs.frozen
+class ExportQuery:
+    """The query of an archive of the whole workspace."""
+
+    format: ArchiveFormat = _COMPRESSED
+
+
+@attrs.frozen
+class DownloadQuery:
+    """The query of an archive of a file or directory."""
+
+    path: PathInWorkspace = _ITSELF
+    format: ArchiveFormat = _TAR
+
+
+@attrs.frozen
+class ImportQuery:
+    """The query of an import; with `replace` the archive takes the place of all files."""
+
+    replace: bool = False
+
+
+# Answers --------------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class WorkspaceBody(Body):
+    """A workspace."""
+
+    id: str
+    created_at: datetime
+    last_used: datetime
+    labels: Mapping[str, str]
+    session_count: int
+    active_session_count: int
+    has_directory: bool
+    quota_bytes: int | None
+    quota_files: int | None
+    usage: WorkspaceUsage | None = None
+
+    @classmethod
+    def of(cls, workspace: Workspace) -> WorkspaceBody:
+        """Return a workspace as clients see it."""
+        return cls(
+            id=workspace.id,
+            created_at=workspace.created_at,
+            last_used=workspace.last_used,
+            labels=workspace.labels,
+            session_count=workspace.session_count,
+            active_session_count=workspace.active_session_count,
+            has_directory=workspace.has_directory,
+            quota_bytes=None if workspace.quota is None else workspace.quota.size_bytes,
+            quota_files=None if workspace.quota is None else workspace.quota.files,
+            usage=workspace.usage,
+        )
+
+
+@attrs.frozen
+class WorkspacesBody(Body):
+    """A page of workspaces; without `next_cursor` the last one."""
+
+    workspaces: Sequence[WorkspaceBody]
+    next_cursor: str | None = None
+
+
+@attrs.frozen(kw_only=True)
+class EntryBody(Body):
+    """A directory entry. `name_base64` is there for a name that is not UTF-8; `modified_at` is null for a time that no
+    calendar has."""
+
+    name: str
+    is_dir: bool
+    type: str
+    size: int
+    mode: str
+    owner: int
+    modified_at: datetime | None
+    target: str | None = None
+    name_base64: str | None = None
+
+    @classmethod
+    def of(cls, file: FileInfo) -> EntryBody:
+        """Return an entry as clients see it."""
+        return EntryBody(**_entry_fields(file))
+
+
+@attrs.frozen(kw_only=True)
+class FileInfoBody(EntryBody):
+    """An entry with its resolved path."""
+
+    path: str
+
+
+@attrs.frozen
+class FilesBody(Body):
+    """A page of a directory's entries; without `next_cursor` the last one."""
+
+    path: str
+    entries: Sequence[EntryBody]
+    next_cursor: str | None = None
+
+
+@attrs.frozen
+class ImportedBody(Body):
+    """An archive was unpacked."""
+
+    ok: Literal[True]
+    entries: int
+    size_bytes: int
+    skipped: int
+
+
+def _entry_fields(file: FileInfo) -> dict[str, Any]:  # the fields of an EntryBody
+    is_text = scrub(file.name) == file.name
+    return {
+        "name": file.name,
+        "is_dir": file.kind == "directory",
+        "type": file.kind,
+        "size": file.size_bytes,
+        "mode": f"{file.mode:04o}",
+        "owner": file.owner,
+        "modified_at": _moment(file.modified_us),
+        "target": file.target if file.kind == "symlink" else None,
+        "name_base64": None if is_text else base64.b64encode(os.fsencode(file.name)).decode("ascii"),
+    }
+
+
 # Workspaces -------------------------------------------------------------------------------------------------------
 
 
 async def list_workspaces(exchange: Exchange) -> Answer:
-    """GET /v1/workspaces?label=&limit=&cursor=&usage="""
-    limit = query_integer(exchange, "limit", default=DEFAULT_LIST, high=MAX_LIST)
-    wanted, measures = _label(exchange), query_flag(exchange, "usage")
+    """List workspaces in the order of their ids; with `usage` also what they take on disk."""
+    query = read_query(exchange, WorkspacesQuery)
+    limit, wanted = query.limit, _label(query.label)
     found: list[Workspace] = []
-    after, is_more = _cursor(exchange), True
+    after, is_more = _after(query.cursor), True
     while is_more and len(found) <= limit:
         page = await exchange.workspaces.workspaces(after=after, limit=limit + 1)
         is_more = len(page) > limit
         after = page[-1].id if page else after
         found += [each for each in page if _has(each, wanted)]
     shown = found[:limit]
-    if measures and shown:
+    if query.usage and shown:
         measured = {
             each.id: each
             for each in await exchange.workspaces.workspaces(
@@ -92,199 +283,96 @@ async def list_workspaces(exchange: Exchange) -> Answer:
             )
         }
         shown = [measured.get(each.id, each) for each in shown]
-    answer: dict[str, Any] = {"workspaces": [workspace_view(each) for each in shown]}
-    if len(found) > limit:
-        answer["next_cursor"] = _encode(os.fsencode(shown[-1].id))
-    return json_answer(answer)
+    cursor = _encode(os.fsencode(shown[-1].id)) if len(found) > limit else None
+    return json_answer(WorkspacesBody([WorkspaceBody.of(each) for each in shown], cursor))
 
 
 async def create(exchange: Exchange) -> Answer:
-    """POST /v1/workspaces"""
-    request = schemas.parse(await exchange.read_json_body(), CreateRequest)
+    """Create a workspace."""
+    request = await read_request(exchange, CreateRequest)
     spec = WorkspaceSpec(own_labels(exchange.key, request.labels or {}), _quota(request))
-    return json_answer(workspace_view(await exchange.workspaces.make_workspace(request.id, spec)), status=201)
+    return json_answer(WorkspaceBody.of(await exchange.workspaces.make_workspace(request.id, spec)), status=201)
 
 
 async def put(exchange: Exchange) -> Answer:
-    """PUT /v1/workspaces/{id}; make it, or give the one that is there these labels."""
-    request = schemas.parse(await exchange.read_json_body(), PutRequest)
+    """Create a workspace, or give the one that is there these labels."""
+    request = await read_request(exchange, PutRequest)
     labels = own_labels(exchange.key, request.labels or {})
     try:
         made = await exchange.workspaces.make_workspace(exchange.workspace_id, WorkspaceSpec(labels, _quota(request)))
     except Conflict:
         pass
     else:
-        return json_answer(workspace_view(made), status=201)
+        return json_answer(WorkspaceBody.of(made), status=201)
     if request.labels is None and request.quota_bytes is None:
-        return json_answer(workspace_view(await exchange.workspaces.workspace(exchange.workspace_id)))
+        return _answer(await exchange.workspaces.workspace(exchange.workspace_id))
     patch = WorkspacePatch(None if request.labels is None else labels, request.quota_bytes)
-    return json_answer(workspace_view(await exchange.workspaces.update_workspace(exchange.workspace_id, patch)))
+    return _answer(await exchange.workspaces.update_workspace(exchange.workspace_id, patch))
 
 
 async def get(exchange: Exchange) -> Answer:
-    """GET /v1/workspaces/{id}?usage="""
-    measures = query_flag(exchange, "usage")
-    return json_answer(workspace_view(await exchange.workspaces.workspace(exchange.workspace_id, measure=measures)))
+    """Read a workspace; with `usage` also what it takes on disk."""
+    measure = read_query(exchange, WorkspaceQuery).usage
+    return _answer(await exchange.workspaces.workspace(exchange.workspace_id, measure=measure))
 
 
 async def update(exchange: Exchange) -> Answer:
-    """PATCH /v1/workspaces/{id}"""
-    request = schemas.parse(await exchange.read_json_body(), ChangeRequest)
+    """Change a workspace's labels or quota."""
+    request = await read_request(exchange, ChangeRequest)
     labels = None if request.labels is None else own_labels(exchange.key, request.labels)
     if request.quota_bytes is None:
         raise Conflict("the quota of a workspace can't be taken away", workspace_id=exchange.workspace_id)
     patch = WorkspacePatch(labels, request.quota_bytes or None)
-    return json_answer(workspace_view(await exchange.workspaces.update_workspace(exchange.workspace_id, patch)))
+    return _answer(await exchange.workspaces.update_workspace(exchange.workspace_id, patch))
 
 
 async def delete(exchange: Exchange) -> Answer:
-    """DELETE /v1/workspaces/{id}?force="""
-    await exchange.workspaces.delete_workspace(exchange.workspace_id, force=query_flag(exchange, "force"))
-    return json_answer({"ok": True})
+    """Delete a workspace; with `force` also one that sessions have."""
+    await exchange.workspaces.delete_workspace(exchange.workspace_id, force=read_query(exchange, DeleteQuery).force)
+    return json_answer(Done())
 
 
-# Files ------------------------------------------------------------------------------------------------------------
+# Files ----------------------------------------------------------------------------------------------------------------
 
 
-async def list_files(exchange: Exchange) -> None:
-    """GET /v1/workspaces/{id}/fs?path=&limit=&cursor="""
-    limit = query_integer(exchange, "limit", default=MAX_FILES, high=MAX_FILES)
+async def list_files(exchange: Exchange) -> Answer:
+    """List a directory, in the order of the names' bytes."""
+    query = read_query(exchange, FilesQuery)
     listing = await exchange.workspaces.list_files(
-        exchange.workspace_id, query_path(exchange), after=_cursor(exchange), limit=limit
+        exchange.workspace_id, query.path, after=_after(query.cursor), limit=query.limit
     )
-    answer: dict[str, Any] = {"path": scrub(listing.path), "entries": [file_view(each) for each in listing.entries]}
-    if listing.more and listing.entries:
-        answer["next_cursor"] = _encode(os.fsencode(listing.entries[-1].name))
-    await exchange.answer(json_answer(answer))
+    cursor = _encode(os.fsencode(listing.entries[-1].name)) if listing.more and listing.entries else None
+    return json_answer(FilesBody(listing.path, [EntryBody.of(each) for each in listing.entries], cursor))
 
 
-async def stat(exchange: Exchange) -> None:
-    """GET /v1/workspaces/{id}/fs/stat?path="""
-    found = await exchange.workspaces.stat_file(exchange.workspace_id, query_path(exchange))
-    await exchange.answer(json_answer({**file_view(found), "path": scrub(found.path)}))
+async def stat(exchange: Exchange) -> Answer:
+    """Read the type, size, mode, owner and time of a file."""
+    found = await exchange.workspaces.stat_file(exchange.workspace_id, read_query(exchange, FileQuery).path)
+    return json_answer(FileInfoBody(path=found.path, **_entry_fields(found)))
 
 
-async def remove(exchange: Exchange) -> None:
-    """DELETE /v1/workspaces/{id}/fs?path=&recursive="""
-    path = await exchange.workspaces.remove_file(
-        exchange.workspace_id, query_path(exchange, is_required=True), recursive=query_flag(exchange, "recursive")
-    )
-    await exchange.answer(json_answer({"ok": True, "path": scrub(path)}))
+async def remove(exchange: Exchange) -> Answer:
+    """Remove a file, or with `recursive` a directory."""
+    query = read_query(exchange, RemoveQuery)
+    path = await exchange.workspaces.remove_file(exchange.workspace_id, query.path, recursive=query.recursive)
+    return json_answer(WrittenBody(True, path))
 
 
-def query_path(exchange: Exchange, *, is_required: bool = False) -> str:
-    """Return the path in the query; none, an empty one and `/` mean the workspace itself. Raises `InvalidRequest`."""
-    text = exchange.query.get("path", "")
-    if text in ("", "/"):
-        if is_required:
-            raise bad_query("path", "is required")
-        return TOP
-    try:
-        return check_path(text)
-    except ValueError as error:
-        raise bad_query("path", str(error)) from None
-
-
-# Views ------------------------------------------------------------------------------------------------------------
-
-
-def workspace_view(workspace: Workspace) -> dict[str, Any]:  # JSON values
-    """Return a workspace as clients see it."""
-    view = {
-        "id": workspace.id,
-        "created_at": rfc3339(workspace.created_at),
-        "last_used": rfc3339(workspace.last_used),
-        "labels": dict(workspace.labels),
-        "session_count": workspace.session_count,
-        "active_session_count": workspace.active_session_count,
-        "has_directory": workspace.has_directory,
-        "quota_bytes": None if workspace.quota is None else workspace.quota.size_bytes,
-        "quota_files": None if workspace.quota is None else workspace.quota.files,
-    }
-    if workspace.usage is not None:
-        usage = attrs.asdict(workspace.usage) | {"measured_at": rfc3339(workspace.usage.measured_at)}
-        return view | {"usage": usage}
-    return view
-
-
-def file_view(file: FileInfo) -> dict[str, Any]:  # JSON values
-    """Return a file as clients see it; a name that is not UTF-8 comes as its bytes, too."""
-    name = scrub(file.name)
-    view = {
-        "name": name,
-        "is_dir": file.kind == "directory",
-        "type": file.kind,
-        "size": file.size_bytes,
-        "mode": f"{file.mode:04o}",
-        "owner": file.owner,
-        "modified_at": _moment(file.modified_us),
-    }
-    if file.kind == "symlink":
-        view["target"] = scrub(file.target)
-    if name != file.name:
-        view["name_base64"] = base64.b64encode(os.fsencode(file.name)).decode("ascii")
-    return view
-
-
-def _quota(request: CreateRequest | PutRequest) -> WorkspaceQuota | None:
-    if request.quota_bytes is None:
-        if request.quota_files is not None:
-            raise InvalidRequest("the body has bad fields", quota_files="needs quota_bytes")
-        return None
-    return WorkspaceQuota(request.quota_bytes, request.quota_files or request.quota_bytes // _BYTES_PER_FILE)
-
-
-def _moment(microseconds: int) -> str | None:
-    """Whoever wrote the file chose its time: one that no calendar has is none."""
-    try:
-        return rfc3339(datetime.fromtimestamp(microseconds / 10**6, UTC))
-    except (ValueError, OverflowError, OSError):
-        return None
-
-
-def _label(exchange: Exchange) -> tuple[str, str] | None:
-    text = exchange.query.get("label")
-    if text is None:
-        return None
-    name, sign, value = text.partition("=")
-    if not name or not sign:
-        raise bad_query("label", "must be NAME=VALUE")
-    return name, value
-
-
-def _has(workspace: Workspace, label: tuple[str, str] | None) -> bool:
-    return label is None or workspace.labels.get(label[0]) == label[1]
-
-
-def _cursor(exchange: Exchange) -> str:
-    text = exchange.query.get("cursor", "")
-    try:
-        return os.fsdecode(base64.b64decode(text, altchars=b"-_", validate=True))
-    except (binascii.Error, ValueError):
-        raise bad_query("cursor", "is none of this server's") from None
-
-
-def _encode(name: bytes) -> str:
-    return base64.urlsafe_b64encode(name).decode("ascii")
-
-
-def _before(workspace_id: str) -> str:
-    """Return what sorts right before an id, as no id ends in a sign."""
-    return workspace_id[:-1] + chr(ord(workspace_id[-1]) - 1) + "~"
-
+# Archives -------------------------------------------------------------------------------------------------------------
 
 _TYPES = {"tar": "application/x-tar", "tar.zst": "application/zstd"}
 _IMPORTED = frozenset({*_TYPES.values(), "application/octet-stream"})
 
 
 async def export(exchange: Exchange) -> None:
-    """GET /v1/workspaces/{id}/export?format="""
-    await _download(exchange, TOP, query_choice(exchange, "format", *_TYPES) or "tar.zst")
+    """Download the whole workspace as an archive."""
+    await _download(exchange, TOP, read_query(exchange, ExportQuery).format)
 
 
 async def download(exchange: Exchange) -> None:
-    """GET /v1/workspaces/{id}/fs/download?path=&format="""
-    await _download(exchange, query_path(exchange), query_choice(exchange, "format", *_TYPES) or "tar")
+    """Download a file or directory as an archive."""
+    query = read_query(exchange, DownloadQuery)
+    await _download(exchange, query.path, query.format)
 
 
 async def _download(exchange: Exchange, path: str, kind: str) -> None:
@@ -306,15 +394,15 @@ async def _send(exchange: Exchange, path: str, kind: str) -> None:
             await exchange.finish(await exchange.zstandard.compress(aiter(archive), exchange.write))
 
 
-async def import_archive(exchange: Exchange) -> None:
-    """POST /v1/workspaces/{id}/import?replace="""
+async def import_archive(exchange: Exchange) -> Answer:
+    """Unpack an archive into a workspace."""
     if exchange.settings.api_key is None and exchange.media_type not in _IMPORTED:  # no web page can send that unasked
         raise InvalidRequest("without an API key an archive must say so", content_type=exchange.media_type)
-    replaces = query_flag(exchange, "replace")
-    async with exchange.workspaces.open_unpack(exchange.workspace_id, replace=replaces) as archive:
+    query = read_query(exchange, ImportQuery)
+    async with exchange.workspaces.open_unpack(exchange.workspace_id, replace=query.replace) as archive:
         await _receive(exchange, archive)
-        packed = await archive.commit()
-    await exchange.answer(json_answer({"ok": True, **attrs.asdict(packed)}, status=201))
+        packed: Packed = await archive.commit()
+    return json_answer(ImportedBody(True, packed.entries, packed.size_bytes, packed.skipped), status=201)
 
 
 async def _receive(exchange: Exchange, archive: ArchiveWriter) -> None:
@@ -334,3 +422,56 @@ async def _receive(exchange: Exchange, archive: ArchiveWriter) -> None:
     while chunk := await exchange.read_chunk(limit_bytes=limit_bytes):
         await decompressor.feed(chunk, archive.send)
     decompressor.finish()
+
+
+# Helpers --------------------------------------------------------------------------------------------------------------
+
+
+def _quota(request: CreateRequest | PutRequest) -> WorkspaceQuota | None:
+    if request.quota_bytes is None:
+        if request.quota_files is not None:
+            raise InvalidRequest("the body has bad fields", quota_files="needs quota_bytes")
+        return None
+    return WorkspaceQuota(request.quota_bytes, request.quota_files or request.quota_bytes // _BYTES_PER_FILE)
+
+
+def _moment(microseconds: int) -> datetime | None:
+    """Return a file's time, which its writer chose freely; None if no calendar has it."""
+    try:
+        return datetime.fromtimestamp(microseconds / 10**6, UTC)
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def _label(text: str | None) -> tuple[str, str] | None:
+    if text is None:
+        return None
+    name, sign, value = text.partition("=")
+    if not name or not sign:
+        raise bad_query("label", "must be NAME=VALUE")
+    return name, value
+
+
+def _has(workspace: Workspace, label: tuple[str, str] | None) -> bool:
+    return label is None or workspace.labels.get(label[0]) == label[1]
+
+
+def _after(cursor: str | None) -> str:
+    """Return the name behind which a page begins. Raises `InvalidRequest`."""
+    try:
+        return os.fsdecode(base64.b64decode(cursor or "", altchars=b"-_", validate=True))
+    except (binascii.Error, ValueError):
+        raise bad_query("cursor", "is none of this server's") from None
+
+
+def _encode(name: bytes) -> str:
+    return base64.urlsafe_b64encode(name).decode("ascii")
+
+
+def _before(workspace_id: str) -> str:
+    """Return a text that sorts right before an id, since no id ends in `~`."""
+    return workspace_id[:-1] + chr(ord(workspace_id[-1]) - 1) + "~"
+
+
+def _answer(workspace: Workspace) -> Answer:
+    return json_answer(WorkspaceBody.of(workspace))

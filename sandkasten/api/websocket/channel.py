@@ -1,17 +1,8 @@
-"""One run on an exec WebSocket: its output by credit, and its end.
+"""One run on an exec WebSocket: its output by credit, its input, the orders given to it, and its end.
 
-A channel that has no credit stops reading its run, which stops the run's pipe and nothing else. Input is fed in
-`ws_input.py`, orders are carried out in `ws_orders.py`; both are over when the channel is. Knows no other channel and
-no socket.
-
-The input of one run: what a client has sent waits here, as much as was granted, until the run reads it.
-
-Nothing of it outlives `stop`. Knows no message.
-
-The orders that a client gives to one run: signals and sizes one after the other, cancellations beside them.
-
-A cancellation lasts until the run has ended, so it holds up no other order: a second one (`now`) or a signal comes
-through while the first still gives the run time. Bounded; nothing of it outlives `settle`. Knows no message.
+A channel without credit stops reading its run, which stops the run's pipe and nothing else. Input waits, up to the
+bytes granted, until the run reads it. Orders are carried out one after the other, cancellations beside them. Input and
+orders are over when the channel is. Knows no other channel and no socket.
 """
 
 from __future__ import annotations
@@ -22,8 +13,8 @@ from contextlib import AbstractAsyncContextManager
 
 import trio
 
-from sandkasten.api.http.errors import error_body
-from sandkasten.api.resources.run_views import end_view, timeout_error
+from sandkasten.api.http.json import to_plain
+from sandkasten.api.resources.run_output import EndBody, timeout_error
 from sandkasten.api.websocket.exec_messages import (
     DEFAULT_CREDIT_BYTES,
     DEFAULT_FRAME_BYTES,
@@ -37,10 +28,9 @@ from sandkasten.api.websocket.exec_messages import (
     Input,
     StartCommand,
     Started,
-    encode_message,
     encode_output,
 )
-from sandkasten.api.websocket.fields import MAX_CREDIT_BYTES
+from sandkasten.api.websocket.messages import MAX_CREDIT_BYTES, encode_message
 from sandkasten.api.websocket.outbox import Lane, Outbox
 from sandkasten.model import Cause, Output
 from sandkasten.model.errors import ExecEnded, ExecNotFound, InvalidRequest, Overloaded, SandkastenError
@@ -53,7 +43,10 @@ GRANT_BYTES = STDIN_CREDIT_BYTES // 4
 
 
 class InputFeeder:
-    """See the module's docstring."""
+    """The input of one run: holds the bytes a client has sent, as many as were granted, until the run reads them.
+
+    Nothing outlives `stop`.
+    """
 
     def __init__(
         self,
@@ -168,7 +161,11 @@ _Queue = deque[tuple[str, Order]]
 
 
 class Orders:
-    """See the module's docstring. `known` is set once the supervisor knows the run, or never will."""
+    """The orders a client gives to one run. `known` is set once the supervisor knows the run, or never will.
+
+    A cancellation lasts until the run has ended, so it holds up no other order: a second one (`now`) or a signal comes
+    through while the first still gives the run time. Bounded; nothing outlives `settle`.
+    """
 
     def __init__(
         self, nursery: trio.Nursery, known: trio.Event, *, refuse: Callable[[SandkastenError, str], None]
@@ -244,7 +241,7 @@ Opener = AbstractAsyncContextManager[ExecStream]
 
 
 class Channel:
-    """See the module's docstring. `on_end` is called when its last message has been taken for sending."""
+    """One channel. `on_end` is called when the channel's last message has been taken for sending."""
 
     def __init__(
         self,
@@ -310,15 +307,22 @@ class Channel:
             end = await run.wait_end()
             info = run.info
         if end.cause is Cause.TIMED_OUT and self._fails_on_timeout:
-            raise timeout_error(end, end_view(end))
-        message = Exit(self.id, self._sequence, info.stdout_bytes, info.stderr_bytes, end, self._omitted_bytes)
+            raise timeout_error(end, to_plain(EndBody.of(end)))
+        message = Exit.of(
+            end,
+            id=self.id,
+            seq=self._sequence,
+            stdout_bytes=info.stdout_bytes,
+            stderr_bytes=info.stderr_bytes,
+            omitted_bytes=self._omitted_bytes or None,
+        )
         return encode_message(message)
 
     def _farewell(self) -> Error | Detached:
         """Return what is said last when the run's end is not known."""
         if self.failure is None:
             return Detached(self.id, self._sequence)
-        return Error(**error_body(self.failure), id=self.id, seq=self._sequence, final=True)
+        return Error.of(self.failure, id=self.id, seq=self._sequence, final=True)
 
     def fail(self, error: SandkastenError) -> None:
         """End the channel with an error; what becomes of the run was said when it was started."""
@@ -389,7 +393,7 @@ class Channel:
 
     def refuse(self, error: SandkastenError, kind: str) -> None:
         """Say that a message was not taken; the run goes on."""
-        self._outbox.put(encode_message(Error(**error_body(error), id=self.id, seq=self.sent_sequence, refused=kind)))
+        self._outbox.put(encode_message(Error.of(error, id=self.id, seq=self.sent_sequence, refused=kind)))
 
     @property
     def sent_sequence(self) -> int:

@@ -1,4 +1,4 @@
-"""The journal over a WebSocket: one text message for each event, `cursor` messages between."""
+"""GET /v1/events and beneath a session, as a WebSocket: one text message for each event, `cursor` messages between."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import trio
 
 from sandkasten.api.http.key_scope import EventFilter
 from sandkasten.api.http.websocket import CloseCode
-from sandkasten.api.resources.events import Follower, event_view, parse_types, to_json
+from sandkasten.api.resources.events import EventsQuery, Follower, event_fields, to_json
 from sandkasten.api.websocket.handshake import WebSocketExchange
 from sandkasten.model import Event
 from sandkasten.model.errors import SandkastenError
@@ -15,7 +15,7 @@ SUBPROTOCOL = "sandkasten.events.v1"
 
 
 async def events_ws(ws: WebSocketExchange) -> None:
-    """The same as a WebSocket: one text message per event, `cursor` messages between."""
+    """Follow events: one text message for each, `cursor` messages between."""
     await ws.accept(SUBPROTOCOL)
     failures: list[SandkastenError] = []
 
@@ -36,13 +36,14 @@ async def events_ws(ws: WebSocketExchange) -> None:
 
 
 async def _follow(ws: WebSocketExchange) -> None:
-    types = parse_types(ws.query)
-    async with ws.supervisor.events(session_id=ws.session_id or None, after=ws.query.get("cursor")) as events:
+    query = EventsQuery(ws.query.get("cursor"), ws.query.get("types"))
+    types = query.wanted
+    async with ws.supervisor.events(session_id=ws.session_id or None, after=query.cursor) as events:
         shown = EventFilter(ws.key, ws.supervisor)
         follower = Follower(events, types, shown, silence_s=ws.settings.ping_interval_s)
         while True:
             item = await follower.next()
             if isinstance(item, Event):
-                await ws.send_text(to_json(event_view(item)))
+                await ws.send_text(to_json(event_fields(item)))
             elif item.is_new:
                 await ws.send_text(to_json({"type": "cursor", "cursor": item.cursor}))

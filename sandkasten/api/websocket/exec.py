@@ -1,7 +1,7 @@
 """GET /v1/sessions/{id}/exec/ws: one connection, many runs at once.
 
-Owns the connection: it takes messages, keeps the channels, and closes. Messages are spelled in `ws_messages.py`, a run
-is followed in `ws_channel.py`, what is sent is put in order in `ws_outbox.py`. The task that receives never waits for
+Owns the connection: takes messages, keeps the channels, and closes. Messages are spelled in `exec_messages.py`, a run
+is followed in `channel.py`, outgoing frames are put in order in `outbox.py`. The task that receives never waits for
 anything else, so pings and an end are always heard.
 """
 
@@ -15,7 +15,6 @@ from typing import Any, assert_never
 import trio
 
 from sandkasten.api.http.connection import ClientGone
-from sandkasten.api.http.errors import error_body
 from sandkasten.api.http.websocket import CloseCode
 from sandkasten.api.websocket.channel import Channel, Opener, Order
 from sandkasten.api.websocket.exec_messages import (
@@ -34,11 +33,10 @@ from sandkasten.api.websocket.exec_messages import (
     Resize,
     Signal,
     StartCommand,
-    encode_message,
     parse_message,
 )
-from sandkasten.api.websocket.fields import Ping, Pong, Refused, reason_of
 from sandkasten.api.websocket.handshake import WebSocketExchange
+from sandkasten.api.websocket.messages import Ping, Pong, Refused, encode_message, reason_of
 from sandkasten.api.websocket.outbox import Outbox
 from sandkasten.model import OnDisconnect, TerminalSize
 from sandkasten.model.errors import Capacity, Conflict, ExecNotFound, SandkastenError, SessionExpired
@@ -217,11 +215,10 @@ class _Connection:
             self._close(CloseCode.INVALID, reason_of(refused.error))
             return
         is_start = refused.kind in (StartCommand.kind, Attach.kind)
-        body = error_body(refused.error)
         channel = self._channels.get(refused.channel)
         final = is_start and channel is None
         sequence = 0 if channel is None else channel.sent_sequence
-        error = Error(**body, id=refused.channel, seq=sequence, final=final, refused=refused.kind)
+        error = Error.of(refused.error, id=refused.channel, seq=sequence, final=final, refused=refused.kind)
         self._outbox.put(encode_message(error))
 
     # The end ----------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""The messages of an exec WebSocket: what may be said, by whom, and how it is spelled. Sans-I/O.
+"""The messages of an exec WebSocket. Sans-I/O.
 
 Text frames are JSON objects with a `type`; binary frames are a header and bytes of a stream. `CLIENT_MESSAGES` and
-`SERVER_MESSAGES` are the whole table; docs/websocket.md is compared with it. What is malformed raises `Refused`, which
-names the channel if the message did. As in request bodies, unknown fields are ignored.
+`SERVER_MESSAGES` are the whole table; docs/websocket.md is compared with them. A malformed message raises `Refused`,
+which names the channel if the message did. Unknown fields are ignored, as in bodies of requests.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any, ClassVar
 
 import attrs
 
+from sandkasten.api.http.json import Body
 from sandkasten.api.http.websocket import Opcode, encode_frame
-from sandkasten.api.resources.fields import Cells, ExecId, SignalNumber
-from sandkasten.api.resources.run_views import end_view
-from sandkasten.api.resources.schemas import ExecRequest, bad_fields
-from sandkasten.api.websocket.fields import (
+from sandkasten.api.resources.fields import ExecId, SignalNumber, bad_fields
+from sandkasten.api.resources.runs import ExecRequest
+from sandkasten.api.websocket import messages
+from sandkasten.api.websocket.messages import (
     KIB,
     MAX_CHANNEL,
     MAX_CREDIT_BYTES,
@@ -32,12 +33,10 @@ from sandkasten.api.websocket.fields import (
     Refused,
     Sequence,
     build,
-    encode_control,
     named_channel,
     parse_control,
-    present_fields,
 )
-from sandkasten.model import ExecEnd, Stream
+from sandkasten.model import Stream
 from sandkasten.model.errors import InvalidRequest, SandkastenError
 
 PROTOCOL = "sandkasten.exec.v1"
@@ -48,7 +47,7 @@ DEFAULT_CREDIT_BYTES = 1024 * KIB
 STDIN_CREDIT_BYTES = 256 * KIB
 
 HEADER = struct.Struct("!IBQ")
-"""Of a binary frame: channel, tag, sequence number (0 for input)."""
+"""The head of a binary frame: channel, tag, sequence number (0 for input)."""
 
 MORE = 0x80
 """Set in the tag when more of the same piece follows; its sequence number counts once the last part came."""
@@ -64,7 +63,7 @@ class Tag(enum.IntEnum):
 
 _TAGS = {Stream.STDOUT: Tag.STDOUT, Stream.STDERR: Tag.STDERR}
 
-# What clients say -------------------------------------------------------------------------------------------------
+# Of clients -----------------------------------------------------------------------------------------------------------
 
 
 @attrs.frozen
@@ -97,12 +96,10 @@ class Attach:
 
 
 @attrs.frozen
-class Credit:
+class Credit(messages.Credit):
     """Allow `bytes` more of output."""
 
-    kind: ClassVar[str] = "credit"
     id: Channel
-    bytes: CreditBytes
 
 
 @attrs.frozen
@@ -115,17 +112,18 @@ class CloseStdin:
 
 @attrs.frozen
 class Signal:
+    """Send a signal to the run."""
+
     kind: ClassVar[str] = "signal"
     id: Channel
     signal: SignalNumber
 
 
 @attrs.frozen
-class Resize:
-    kind: ClassVar[str] = "resize"
+class Resize(messages.Resize):
+    """Change the size of the run's terminal."""
+
     id: Channel
-    cols: Cells
-    rows: Cells
 
 
 @attrs.frozen
@@ -161,11 +159,11 @@ CLIENT_MESSAGES: Mapping[str, type[Any]] = {  # attrs classes
 }
 
 NOT_IN_START = ("raw_output", "encoding")
-"""Fields of `POST …/exec` that mean nothing here: output is bytes."""
+"""Fields of `POST …/exec` that mean nothing on a WebSocket, where output is bytes."""
 
 
 def wire_fields(cls: type[Any]) -> Mapping[str, bool]:  # an attrs class
-    """Return the fields a client message may have, and whether each is required."""
+    """Return the fields of a client's message, and whether each is required."""
     own = {field.name: field.default is attrs.NOTHING for field in attrs.fields(cls)}
     if cls is not Start:
         return own
@@ -173,10 +171,10 @@ def wire_fields(cls: type[Any]) -> Mapping[str, bool]:  # an attrs class
 
 
 def parse_message(message: str | bytes) -> ClientMessage:
-    """Return what a client said.
+    """Return a client's message.
 
     Raises:
-        Refused: it is malformed.
+        Refused: the message is malformed.
     """
     return _parse_input(message) if isinstance(message, bytes) else _parse_text(message)
 
@@ -211,11 +209,11 @@ def _build_start(value: Fields) -> StartCommand:
     return StartCommand(start.id, start.credit, start.max_frame, request=build(ExecRequest, value))
 
 
-# What the server says ---------------------------------------------------------------------------------------------
+# Of the server --------------------------------------------------------------------------------------------------------
 
 
 @attrs.frozen
-class Hello:
+class Hello(Body):
     """The first message: the key was right, if one is needed."""
 
     kind: ClassVar[str] = "hello"
@@ -225,8 +223,8 @@ class Hello:
 
 
 @attrs.frozen
-class Started:
-    """The run has its turn. What follows comes behind the piece numbered `seq`."""
+class Started(Body):
+    """The run has its turn. Output follows from behind the piece numbered `seq`."""
 
     kind: ClassVar[str] = "started"
     id: int
@@ -235,31 +233,23 @@ class Started:
     attached: bool
 
 
-@attrs.frozen
-class Exit:
+@attrs.frozen(kw_only=True)
+class Exit(messages.Exit):
     """The run has ended and its output was sent, whole pieces up to that numbered `seq`. The channel is free.
 
-    `omitted_bytes`: so much output behind it was dropped, because the client cancelled and gave no credit.
+    `omitted_bytes` counts the output behind that piece which was dropped, because the client cancelled and gave no
+    credit.
     """
 
-    kind: ClassVar[str] = "exit"
     id: int
     seq: int
     stdout_bytes: int
     stderr_bytes: int
-    end: ExecEnd
-    omitted_bytes: int = 0
-
-    def view(self) -> dict[str, Any]:  # JSON values
-        """Return the message's fields: its own and those of every ending."""
-        counts = {"stdout_bytes": self.stdout_bytes, "stderr_bytes": self.stderr_bytes}
-        if self.omitted_bytes:
-            counts["omitted_bytes"] = self.omitted_bytes
-        return {"id": self.id, "seq": self.seq} | end_view(self.end) | counts
+    omitted_bytes: int | None = None
 
 
 @attrs.frozen
-class Detached:
+class Detached(Body):
     """The run goes on without this channel, which is free. Everything up to `seq` was sent."""
 
     kind: ClassVar[str] = "detached"
@@ -267,25 +257,18 @@ class Detached:
     seq: int
 
 
-@attrs.frozen
-class Error:
-    """Something went wrong. Everything up to `seq` was sent. `final`: the channel has ended and is free; else only the
-    message named by `refused` was not taken. Of the connection as a whole neither `id` nor `seq` is told."""
+@attrs.frozen(kw_only=True)
+class Error(messages.Error):
+    """An error. Everything up to `seq` was sent. `final`: the channel has ended and is free; otherwise only the message
+    named by `refused` was not taken. An error of the whole connection has neither `id` nor `seq`."""
 
-    kind: ClassVar[str] = "error"
-    error_code: str
-    message: str
-    retryable: bool
-    request_id: str | None = None
-    details: Mapping[str, Any] | None = None  # JSON values
     id: int | None = None
     seq: int | None = None
     final: bool = False
-    refused: str | None = None
 
 
 @attrs.frozen
-class Granted:
+class Granted(Body):
     """`bytes` more of input may be sent."""
 
     kind: ClassVar[str] = "credit"
@@ -307,13 +290,7 @@ LIMITS: Mapping[str, int] = {
     "max_frame_bytes": MAX_FRAME_BYTES,
     "stdin_credit_bytes": STDIN_CREDIT_BYTES,
 }
-"""What `hello` tells; it adds `message_bytes`, how large a message of the client's may be."""
-
-
-def encode_message(message: ServerMessage) -> bytes:
-    """Return a message as a text frame; what is None is left out."""
-    fields = message.view() if isinstance(message, Exit) else present_fields(message)
-    return encode_control(message.kind, fields)
+"""The limits in `hello`, which adds `message_bytes`: the largest message of a client."""
 
 
 def encode_output(channel: int, stream: Stream, data: bytes | memoryview, sequence: int, *, more: bool) -> bytes:

@@ -10,19 +10,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Awaitable, Callable
 
-import attrs
 import orjson
 import trio
 
 from sandkasten import logcontext
-from sandkasten.admission.quotas import KeyShares
-from sandkasten.api.http.auth import OPEN, Gate, Needs, Refusals, admit
-from sandkasten.api.http.errors import STATUS, error_body
+from sandkasten.api.http.auth import OPEN, Authenticator, Needs, admit
+from sandkasten.api.http.errors import STATUS
 from sandkasten.api.http.exchange import parse_query
 from sandkasten.api.http.guard import Message, Receive, Scope, Send
-from sandkasten.api.http.json import encode_json
 from sandkasten.api.http.settings import ApiSettings
 from sandkasten.api.http.websocket import CloseCode, Opcode, encode_frame
+from sandkasten.api.websocket.messages import Error, encode_message
 from sandkasten.model import SESSION_ID, errors
 from sandkasten.model.errors import SandkastenError
 from sandkasten.model.keys import NOBODY, ApiKey
@@ -42,26 +40,6 @@ class ConnectionOver(Exception):
     """The connection was closed by us for a reason the client was told. Raised into a handler, caught at the edge."""
 
 
-@attrs.define
-class Doorman:
-    """What all connections of one front have in common: the keys, and how many have not shown one yet."""
-
-    gate: Gate
-    shares: KeyShares
-    refusals: Refusals = attrs.field(factory=Refusals)
-    unproven: int = 0
-
-    async def identify(self, scope: Scope, token: bytes | None = None) -> ApiKey:
-        """Return whose request that is, by its head or by the token that came later. Raises `Unauthorized`, late when
-        there are many."""
-        try:
-            return self.gate.check(scope) if token is None else self.gate.check_key(token)
-        except errors.Unauthorized as error:
-            refusal = error
-        await self.refusals.note(scope.get("client"))
-        raise refusal
-
-
 class WebSocketExchange:
     """What a handler works with. `key` is the caller's, once it is known. `session_id` is set for routes beneath a
     session; `code` once it was closed."""
@@ -74,7 +52,7 @@ class WebSocketExchange:
         *,
         supervisor: Supervisor,
         settings: ApiSettings,
-        doorman: Doorman,
+        authenticator: Authenticator,
     ) -> None:
         self.scope = scope
         self.supervisor = supervisor
@@ -83,13 +61,13 @@ class WebSocketExchange:
         self.key = NOBODY
         self.route: str | None = None
         self.needs_live_session = True
-        self.use = doorman.shares.ring.use()
+        self.use = authenticator.shares.ring.use()
         self._needs = OPEN
         self.is_accepted = False
         self.code = 0
         self._receive = receive
         self._send = send
-        self._doorman = doorman
+        self._authenticator = authenticator
         self._is_proven = False
         self._may_prove = True
         self._is_over = False
@@ -111,13 +89,13 @@ class WebSocketExchange:
             Capacity: too many connections wait for their proof.
             Forbidden, SessionNotFound, SessionExpired: only for whoever has shown the key.
         """
-        self._doorman.gate.check_origin(self.scope, allowed=self.settings.allowed_origins)
-        if needs is not None and self._doorman.gate.is_key_missing(self.scope):
-            if self._doorman.unproven >= MAX_UNPROVEN:
+        self._authenticator.gate.check_origin(self.scope, allowed=self.settings.allowed_origins)
+        if needs is not None and self._authenticator.gate.is_key_missing(self.scope):
+            if self._authenticator.unproven >= MAX_UNPROVEN:
                 raise errors.Capacity("too many connections wait for their first message")
             self._needs = needs
             return
-        self._know(await self._doorman.identify(self.scope))
+        self._know(await self._authenticator.identify(self.scope))
         if needs is None:
             raise errors.RouteNotFound("no such URL")
         self._needs = needs
@@ -145,19 +123,19 @@ class WebSocketExchange:
             await self._admit()
 
     async def _wait_for_proof(self) -> None:
-        if self._doorman.unproven >= MAX_UNPROVEN:
+        if self._authenticator.unproven >= MAX_UNPROVEN:
             raise errors.Capacity("too many connections wait for their first message")
-        self._doorman.unproven += 1
+        self._authenticator.unproven += 1
         try:
             with trio.move_on_after(self.settings.websocket_auth_s):
                 message = await self._next()
                 if message is None:
                     raise ConnectionOver
                 token = (_auth_key(message) or "").encode()
-                self._know(await self._doorman.identify(self.scope, token))
+                self._know(await self._authenticator.identify(self.scope, token))
                 self._may_prove = False
         finally:
-            self._doorman.unproven -= 1
+            self._authenticator.unproven -= 1
         if not self._is_proven:
             raise errors.Unauthorized("no key came in time")
 
@@ -165,7 +143,7 @@ class WebSocketExchange:
         self.key, self._is_proven = key, True
         logcontext.set_key(key.id)
         self.use.bind(key)
-        self._doorman.shares.take_request(key)
+        self._authenticator.shares.take_request(key)
 
     async def _admit(self) -> None:
         await admit(self.key, self._needs, self.supervisor, session_id=self.session_id)
@@ -204,9 +182,9 @@ class WebSocketExchange:
 
     async def fail(self, error: Exception) -> None:
         """Say what went wrong in an `error` message and close."""
-        body = {"type": "error"} | error_body(error)
-        await self.send_frames(encode_frame(Opcode.TEXT, encode_json(body)))
-        await self.close(close_code(error), body["message"])
+        message = Error.of(error)
+        await self.send_frames(encode_message(message))
+        await self.close(close_code(error), message.message)
 
     async def _next(self) -> str | bytes | None:
         if self._is_over:

@@ -1,7 +1,7 @@
 """GET /v1/sessions/{id}/terminal/ws: one viewer of a terminal, its bytes both ways and a few messages.
 
-What is typed waits in a bounded buffer while the program does not read, so that the task that receives never waits:
-a size, a ping and the end are always heard. What is sent keeps to the window the client asked for.
+Input waits in a bounded buffer while the program does not read, so that the task that receives never waits: a size, a
+ping and the end are always heard. Output keeps to the window the client asked for.
 """
 
 from __future__ import annotations
@@ -12,27 +12,32 @@ from typing import assert_never
 import trio
 
 from sandkasten.api.http.connection import ClientGone
-from sandkasten.api.http.errors import error_body
 from sandkasten.api.http.websocket import CloseCode, Opcode, encode_frame
-from sandkasten.api.websocket.fields import KIB, Ping, Pong, Refused, reason_of
 from sandkasten.api.websocket.handshake import WebSocketExchange, close_code
+from sandkasten.api.websocket.messages import (
+    KIB,
+    Credit,
+    Error,
+    Exit,
+    Ping,
+    Pong,
+    Refused,
+    Resize,
+    encode_message,
+    reason_of,
+)
 from sandkasten.api.websocket.outbox import Lane, Outbox
 from sandkasten.api.websocket.terminal_messages import (
     INPUT,
     PROTOCOL,
-    Credit,
-    Error,
-    Exit,
     GiveBack,
     GivenBack,
-    Query,
     Ready,
-    Resize,
     ServerMessage,
     Skipped,
     TakenOver,
     TakeOver,
-    encode_message,
+    TerminalQuery,
     parse_message,
     parse_query,
 )
@@ -57,7 +62,7 @@ async def terminal_ws(ws: WebSocketExchange) -> None:
 
 
 class _Screen:
-    def __init__(self, ws: WebSocketExchange, viewer: TerminalViewer, query: Query) -> None:
+    def __init__(self, ws: WebSocketExchange, viewer: TerminalViewer, query: TerminalQuery) -> None:
         self._ws = ws
         self._viewer = viewer
         self._query = query
@@ -103,10 +108,10 @@ class _Screen:
             async for data in self._viewer:
                 self._tell_changes()
                 await self._send(data)
-            self._lane.put(encode_message(Exit(await self._viewer.wait_end())))
+            self._lane.put(encode_message(Exit.of(await self._viewer.wait_end())))
             self._close(CloseCode.NORMAL, "the terminal has ended")
         except SandkastenError as error:
-            self._lane.put(encode_message(Error(**error_body(error))))
+            self._lane.put(encode_message(Error.of(error)))
             self._close(close_code(error), error.message)
 
     async def _send(self, data: bytes) -> None:
@@ -206,7 +211,7 @@ class _Screen:
             self._tell_hands()
             if not self._is_input_refused:  # say it once, not for every key
                 self._is_input_refused = True
-                self._lane.put(encode_message(Error(**error_body(error), refused=INPUT)))  # behind whose hands it is
+                self._lane.put(encode_message(Error.of(error, refused=INPUT)))  # behind whose hands it is
 
     async def _change_hands(self, order: TakeOver | GiveBack) -> None:
         await self._lane.wait_for_room()  # the answers of who reads none are bounded
@@ -248,7 +253,7 @@ class _Screen:
                 self._refuse(error, Resize.kind)
 
     def _refuse(self, error: SandkastenError, kind: str) -> None:
-        self._tell(Error(**error_body(error), refused=kind))
+        self._tell(Error.of(error, refused=kind))
 
     # The end ----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The messages of a terminal WebSocket. Sans-I/O.
 
 Binary frames are the terminal's bytes, both ways; text frames are JSON objects with a `type`. `CLIENT_MESSAGES` and
-`SERVER_MESSAGES` are the whole table; docs/websocket.md is compared with it.
+`SERVER_MESSAGES` are the whole table; docs/websocket.md is compared with them.
 """
 
 from __future__ import annotations
@@ -11,31 +11,30 @@ from typing import Any, ClassVar
 
 import attrs
 
-from sandkasten.api.resources.fields import Cells, ExecId, Path, ShellName, User
-from sandkasten.api.resources.run_views import end_view
-from sandkasten.api.resources.schemas import bad_fields
-from sandkasten.api.websocket.fields import (
-    CreditBytes,
+from sandkasten.api.http.json import Body
+from sandkasten.api.resources.fields import Cells, ExecId, Path, ShellName, User, WindowBytes, bad_fields, query_values
+from sandkasten.api.websocket.messages import (
+    Credit,
+    Error,
+    Exit,
     Ping,
     Pong,
     Refused,
-    WindowBytes,
+    Resize,
     build,
-    encode_control,
     parse_control,
-    present_fields,
 )
-from sandkasten.model import ExecEnd, TerminalSize, TerminalSpec
+from sandkasten.model import TerminalSize, TerminalSpec
 from sandkasten.model.errors import SandkastenError
 
 PROTOCOL = "sandkasten.terminal.v1"
 INPUT = "input"
-"""What a refusal calls a binary frame of the client's."""
+"""The name of a client's binary frame in a refusal."""
 
 
 @attrs.frozen
-class Query:
-    """What is asked for in the URL. `window`: how many bytes may be on their way to the screen; None: no such limit."""
+class TerminalQuery:
+    """The query of a terminal. `window` bounds the bytes on their way to the screen; None: no such limit."""
 
     cols: Cells | None = None
     rows: Cells | None = None
@@ -63,15 +62,9 @@ class Query:
         )
 
 
-def parse_query(query: Mapping[str, str]) -> Query:
-    """Return what the URL asks for. Raises `InvalidRequest`."""
-    values: dict[str, object] = dict(query)
-    for name in ("cols", "rows", "window"):
-        if (text := query.get(name)) is not None and text.isascii() and text.isdigit() and len(text) < 18:
-            values[name] = int(text)
-    if query.get("read_only") in ("true", "false"):
-        values["read_only"] = query["read_only"] == "true"
-    parsed: Query = build(Query, values)
+def parse_query(query: Mapping[str, str]) -> TerminalQuery:
+    """Return the query in a URL. Raises `InvalidRequest`."""
+    parsed: TerminalQuery = build(TerminalQuery, query_values(query, TerminalQuery))
     if parsed.shell is not None and parsed.terminal_id is not None:
         raise bad_fields(terminal_id="must be absent with shell")
     for name in ("cwd", "user"):
@@ -81,15 +74,8 @@ def parse_query(query: Mapping[str, str]) -> Query:
 
 
 @attrs.frozen
-class Resize:
-    kind: ClassVar[str] = "resize"
-    cols: Cells
-    rows: Cells
-
-
-@attrs.frozen
 class TakeOver:
-    """Sit down at the watched shell."""
+    """Direct input to the watched shell."""
 
     kind: ClassVar[str] = "take_over"
 
@@ -101,14 +87,6 @@ class GiveBack:
     kind: ClassVar[str] = "give_back"
 
 
-@attrs.frozen
-class Credit:
-    """`bytes` of what was sent are on the screen."""
-
-    kind: ClassVar[str] = "credit"
-    bytes: CreditBytes
-
-
 ClientMessage = Resize | TakeOver | GiveBack | Credit | Ping
 
 CLIENT_MESSAGES: Mapping[str, type[Any]] = {  # attrs classes
@@ -117,10 +95,10 @@ CLIENT_MESSAGES: Mapping[str, type[Any]] = {  # attrs classes
 
 
 def parse_message(message: str) -> ClientMessage:
-    """Return what a client said in a text frame.
+    """Return a client's message in a text frame.
 
     Raises:
-        Refused: it is malformed.
+        Refused: the message is malformed.
     """
     cls, value = parse_control(message, CLIENT_MESSAGES)
     try:
@@ -131,8 +109,8 @@ def parse_message(message: str) -> ClientMessage:
 
 
 @attrs.frozen
-class Ready:
-    """The terminal is open. `taken_over`: what is typed reaches a shell."""
+class Ready(Body):
+    """The terminal is open. `taken_over`: input reaches a shell."""
 
     kind: ClassVar[str] = "ready"
     terminal_id: str
@@ -143,7 +121,7 @@ class Ready:
 
 
 @attrs.frozen
-class Skipped:
+class Skipped(Body):
     """`bytes` of output were lost for this viewer: it was too slow. The screen may be wrong until it is redrawn."""
 
     kind: ClassVar[str] = "skipped"
@@ -151,42 +129,17 @@ class Skipped:
 
 
 @attrs.frozen
-class TakenOver:
-    """What is typed reaches the shell from now on."""
+class TakenOver(Body):
+    """Input reaches the shell from now on."""
 
     kind: ClassVar[str] = "taken_over"
 
 
 @attrs.frozen
-class GivenBack:
-    """The shell is only watched from now on."""
+class GivenBack(Body):
+    """Input no longer reaches the shell, which is only watched."""
 
     kind: ClassVar[str] = "given_back"
-
-
-@attrs.frozen
-class Exit:
-    """The terminal has ended; the connection is closed behind it."""
-
-    kind: ClassVar[str] = "exit"
-    end: ExecEnd
-
-    def view(self) -> dict[str, Any]:  # JSON values
-        """Return the message's fields: those of every ending."""
-        return end_view(self.end)
-
-
-@attrs.frozen
-class Error:
-    """Something went wrong; `refused` names the message that was not taken. Without it the connection ends."""
-
-    kind: ClassVar[str] = "error"
-    error_code: str
-    message: str
-    retryable: bool
-    request_id: str | None = None
-    details: Mapping[str, Any] | None = None  # JSON values
-    refused: str | None = None
 
 
 ServerMessage = Ready | Skipped | TakenOver | GivenBack | Exit | Error | Pong
@@ -194,8 +147,3 @@ ServerMessage = Ready | Skipped | TakenOver | GivenBack | Exit | Error | Pong
 SERVER_MESSAGES: Mapping[str, type[Any]] = {  # attrs classes
     cls.kind: cls for cls in (Ready, Skipped, TakenOver, GivenBack, Exit, Error, Pong)
 }
-
-
-def encode_message(message: ServerMessage) -> bytes:
-    """Return a message as a text frame; what is None is left out."""
-    return encode_control(message.kind, message.view() if isinstance(message, Exit) else present_fields(message))

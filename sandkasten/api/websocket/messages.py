@@ -1,55 +1,113 @@
-"""What the messages of all our WebSockets have in common: kinds of field, refusals, JSON objects with a `type`.
+"""The messages that all our WebSockets share, and how messages are read and spelled. Sans-I/O.
 
-Sans-I/O; of messages it knows those that say nothing of what the WebSocket is for.
+A text frame is a JSON object with a `type`. A client's message that can't be taken raises `Refused`. A server's message
+is an attrs class whose optional fields are left out when they are None.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NewType
+from typing import Any, ClassVar, NewType, Self
 
 import attrs
 import orjson
 
-from sandkasten.api.http.json import encode_json
+from sandkasten.api.http.errors import ErrorBody, error_body
+from sandkasten.api.http.json import Body, encode_json, to_plain
 from sandkasten.api.http.websocket import Opcode, encode_frame
-from sandkasten.api.resources.fields import make_converter
-from sandkasten.api.resources.schemas import structure
+from sandkasten.api.resources.fields import MAX_WINDOW_BYTES, MIN_WINDOW_BYTES, Cells, make_converter, structure
+from sandkasten.api.resources.run_output import EndBody, end_fields
+from sandkasten.model import ExecEnd
 from sandkasten.model.errors import InvalidRequest, SandkastenError
 
 KIB = 1024
 MAX_CHANNEL = 2**31
 MAX_FRAME_BYTES = 64 * KIB
-MIN_FRAME_BYTES = 1 * KIB
-MAX_CREDIT_BYTES = 16 * 1024 * KIB
+MIN_FRAME_BYTES = MIN_WINDOW_BYTES
+MAX_CREDIT_BYTES = MAX_WINDOW_BYTES
 MAX_SEQUENCE = 2**53
 MAX_PING_CHARS = 256
 
 Channel = NewType("Channel", int)
 CreditBytes = NewType("CreditBytes", int)
 FrameBytes = NewType("FrameBytes", int)
-WindowBytes = NewType("WindowBytes", int)
 Sequence = NewType("Sequence", int)
 PingText = NewType("PingText", str)
 
 Fields = Mapping[str, Any]
-"""Of a JSON object."""
+"""The fields of a JSON object."""
+
+
+# Of clients -----------------------------------------------------------------------------------------------------------
 
 
 @attrs.frozen
 class Ping:
+    """A question whether the server still listens."""
+
     kind: ClassVar[str] = "ping"
     data: PingText | None = None
 
 
 @attrs.frozen
-class Pong:
+class Resize:
+    """A new size of the terminal, in character cells."""
+
+    kind: ClassVar[str] = "resize"
+    cols: Cells
+    rows: Cells
+
+
+@attrs.frozen
+class Credit:
+    """Permission to send `bytes` more of output."""
+
+    kind: ClassVar[str] = "credit"
+    bytes: CreditBytes
+
+
+# Of the server --------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Pong(Body):
+    """The answer to a ping, with the ping's `data`."""
+
     kind: ClassVar[str] = "pong"
     data: str | None = None
 
 
+@attrs.frozen(kw_only=True)
+class Exit(EndBody):
+    """The run or terminal has ended."""
+
+    kind: ClassVar[str] = "exit"
+
+    @classmethod
+    def of(cls, end: ExecEnd, **fields: Any) -> Self:  # those of the subclass
+        """Return the message about an end."""
+        return cls(**end_fields(end), **fields)
+
+
+@attrs.frozen(kw_only=True)
+class Error(ErrorBody):
+    """An error. `refused` names the type of the message that was not taken."""
+
+    kind: ClassVar[str] = "error"
+    request_id: str | None = None
+    refused: str | None = None
+
+    @classmethod
+    def of(cls, error: Exception, **fields: Any) -> Self:  # those of the subclass
+        """Return the message about an error, and log the part that clients are not told."""
+        return cls(**attrs.asdict(error_body(error), recurse=False), **fields)
+
+
+# Reading and spelling -------------------------------------------------------------------------------------------------
+
+
 class Refused(Exception):
-    """A message that can't be taken. `channel` and `kind` are what it named, if it did so legibly."""
+    """A message that can't be taken. `channel` and `kind` are those that the message named legibly."""
 
     def __init__(self, error: SandkastenError, *, channel: int | None = None, kind: str | None = None) -> None:
         super().__init__(error.message)
@@ -59,16 +117,16 @@ class Refused(Exception):
 
 
 def reason_of(error: SandkastenError) -> str:
-    """Return why a connection is closed that gets no `error` message: the error's, and what is wrong with a field."""
+    """Return the reason in a close frame: the message of an error, and the problem of the first bad field."""
     fields = [f"{name} {problem}" for name, problem in error.details.items() if isinstance(problem, str)]
     return ": ".join([error.message, *fields[:1]])
 
 
 def parse_control(message: str, kinds: Mapping[str, type[Any]]) -> tuple[type[Any], Fields]:  # attrs classes
-    """Return the class of a text frame's message, of those in `kinds`, and its fields, not looked at yet.
+    """Return the class of a text frame's message, of those in `kinds`, and its unchecked fields.
 
     Raises:
-        Refused: it is no JSON object or of no such type.
+        Refused: the frame is no JSON object, or its type is not in `kinds`.
     """
     try:
         value = orjson.loads(message)
@@ -90,19 +148,14 @@ def build(cls: type[Any], value: Fields) -> Any:  # an instance of the attrs cla
 
 
 def named_channel(value: Fields) -> int | None:
-    """Return the channel that a message names, even if the rest of it is malformed."""
+    """Return the channel in a message, even if the rest of the message is malformed."""
     number = value.get("id")
     return number if isinstance(number, int) and not isinstance(number, bool) and 1 <= number <= MAX_CHANNEL else None
 
 
-def encode_control(kind: str, fields: Fields) -> bytes:
-    """Return a message as a text frame."""
-    return encode_frame(Opcode.TEXT, encode_json({"type": kind, **fields}))
-
-
-def present_fields(message: Any) -> dict[str, Any]:  # an attrs instance; JSON values
-    """Return the fields of a message that are not None."""
-    return attrs.asdict(message, recurse=False, filter=lambda _field, value: value is not None)
+def encode_message(message: Any) -> bytes:  # an instance of a server's class
+    """Return a server's message as a text frame."""
+    return encode_frame(Opcode.TEXT, encode_json({"type": message.kind, **to_plain(message)}))
 
 
 def _integer(low: int, high: int) -> Callable[[object, object], int]:
@@ -124,6 +177,5 @@ _converter = make_converter()
 _converter.register_structure_hook(Channel, _integer(1, MAX_CHANNEL))
 _converter.register_structure_hook(CreditBytes, _integer(0, MAX_CREDIT_BYTES))
 _converter.register_structure_hook(FrameBytes, _integer(MIN_FRAME_BYTES, MAX_FRAME_BYTES))
-_converter.register_structure_hook(WindowBytes, _integer(MIN_FRAME_BYTES, MAX_CREDIT_BYTES))
 _converter.register_structure_hook(Sequence, _integer(0, MAX_SEQUENCE))
 _converter.register_structure_hook(PingText, _ping_text)

@@ -1,0 +1,555 @@
+"""The end and the output of a run as clients read them: at once, by offset, or as server-sent events.
+
+Text is made from bytes by `OutputText`: UTF-8 decoded, escape sequences removed, CRLF normalised, the same whether a
+stream comes whole or in pieces. By offset nothing is removed, since offsets count bytes.
+
+Events can be resumed exactly. Every chunk's id is a `Position`: a client that comes back with it gets what follows,
+nothing twice and nothing missing, although a piece becomes several events, and a character, line end or escape sequence
+may begin in one piece and end in another. Mostly a position is the number of the last piece that was handed over whole.
+
+Sources: ECMA-48 §5.4 (control sequences), §5.6 (control strings), §8.3; ECMA-35 §13.2 (escape sequences); xterm's
+ctlseqs for BEL as the end of OSC.
+"""
+
+from __future__ import annotations
+
+import base64
+import codecs
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import attrs
+import trio
+
+from sandkasten.api.http.errors import Answer, Headers, json_answer
+from sandkasten.api.http.exchange import Exchange
+from sandkasten.api.http.json import Body, to_plain
+from sandkasten.api.http.sse import (
+    PING,
+    SSE_HEADERS,
+    base64_literals,
+    chunk_event,
+    error_event,
+    event,
+    short_end,
+    text_literals,
+)
+from sandkasten.api.resources.fields import MAX_OUTPUT_BYTES, Encoding, Offset, OutputBytes
+from sandkasten.model import Cause, ExecEnd, ExecResult, Output, OutputSlice, Stream, Usage
+from sandkasten.model.errors import CommandTimeout, SandkastenError
+from sandkasten.supervisor import ExecStream
+
+SLICE_BYTES = 64 * 1024
+"""Output turned into text before other tasks get a turn."""
+
+TIMED_OUT_CODE = 124
+"""The exit code of timeout(1)."""
+
+
+@attrs.frozen(kw_only=True)
+class OutputFormat:
+    """How a client wants to have output: exact bytes, or text, raw or cleaned; and whether a timeout is an error."""
+
+    is_base64: bool = False
+    is_raw: bool = False
+    is_timeout_error: bool = True
+
+
+# The end --------------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class EndBody(Body):
+    """How a run ended. `victim` is the name of the process that the kernel killed for want of memory."""
+
+    exit_code: int
+    cwd: str
+    duration_ms: int
+    exec_id: str
+    cause: Cause
+    timed_out: bool
+    timeout_ms: int | None
+    shell_restarted: bool
+    usage: Usage
+    signal: int | None = None
+    victim: str | None = None
+
+    @classmethod
+    def of(cls, end: ExecEnd) -> EndBody:
+        """Return an end as clients see it."""
+        return cls(**end_fields(end))
+
+
+def end_fields(end: ExecEnd) -> dict[str, Any]:  # the fields of an EndBody
+    """Return the fields that every body about an end has."""
+    is_timed_out = end.cause is Cause.TIMED_OUT
+    return {
+        "exit_code": TIMED_OUT_CODE if is_timed_out else end.exit_code,
+        "cwd": end.cwd,
+        "duration_ms": end.duration_ms,
+        "exec_id": end.exec_id,
+        "cause": end.cause,
+        "timed_out": is_timed_out,
+        "timeout_ms": end.timeout_ms,
+        "shell_restarted": end.shell_restarted,
+        "usage": end.usage,
+        "signal": end.signal,
+        "victim": end.victim,
+    }
+
+
+def is_timeout_error(end: ExecEnd, output_format: OutputFormat) -> bool:
+    """Return whether an end is an error to this client."""
+    return end.cause is Cause.TIMED_OUT and output_format.is_timeout_error
+
+
+def timeout_error(end: ExecEnd, details: Mapping[str, Any]) -> CommandTimeout:  # JSON values
+    """Return the error of a command that ran out of time; `details` are the fields of its end."""
+    return CommandTimeout(f"the command ran longer than {end.timeout_ms} ms", **details)
+
+
+# The whole output -----------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class ExecResultBody(EndBody):
+    """How a command ended, and what it wrote: text, or base64 if `encoding` says so."""
+
+    truncated: bool
+    bytes_total: int
+    bytes_omitted: int
+    output: str
+    stdout: str
+    stderr: str
+    encoding: str | None = None
+
+    @classmethod
+    async def read(cls, result: ExecResult, output_format: OutputFormat) -> ExecResultBody:
+        """Return a result with its output as the client wants to have it."""
+        return cls(
+            **end_fields(result.end),
+            truncated=result.truncated,
+            bytes_total=result.bytes_total,
+            bytes_omitted=result.bytes_omitted,
+            output=await _spell(result.output, output_format),
+            stdout=await _spell(result.stdout, output_format),
+            stderr=await _spell(result.stderr, output_format),
+            encoding="base64" if output_format.is_base64 else None,
+        )
+
+
+async def _spell(data: bytes, output_format: OutputFormat) -> str:
+    if output_format.is_base64:
+        return base64.b64encode(data).decode("ascii")
+    text = OutputText(is_raw=output_format.is_raw)
+    if len(data) <= SLICE_BYTES:
+        return text.feed(data, is_last=True)
+    parts = []
+    for start in range(0, len(data), SLICE_BYTES):
+        parts.append(text.feed(data[start : start + SLICE_BYTES]))
+        await trio.lowlevel.checkpoint()
+    return "".join([*parts, text.feed(b"", is_last=True)])
+
+
+# Bytes to text --------------------------------------------------------------------------------------------------------
+
+MAX_STRING_CHARS = 4096
+"""Longest body of an OSC, DCS, SOS, PM or APC string that is removed as one."""
+
+_CSI = r"\[[0-?]{0,256}[ -/]{0,16}"
+_STRING = rf"[\]PX^_][^\x07\x18\x1a\x1b\n]{{0,{MAX_STRING_CHARS}}}"
+_INTERMEDIATE = r"[ -/]{1,16}"
+_SINGLE = r"[0-OQ-WYZ\\`-~]"  # everything but the openers [ ] P X ^ _
+
+_SEQUENCE = re.compile(rf"\x1b(?:{_CSI}[@-~]|{_STRING}(?:\x07|\x1b\\)|{_INTERMEDIATE}[0-~]|{_SINGLE})")
+_OPEN = re.compile(rf"\x1b(?:{_CSI}|{_STRING}\x1b?|{_INTERMEDIATE})?\Z")
+
+
+class OutputText:
+    """The text of one stream, piece by piece. With `is_raw` bytes are only decoded. Bytes that are not UTF-8 become
+    U+FFFD.
+
+    The possible start of something longer is held back until it is decided. At most `MAX_STRING_CHARS` are held, so a
+    program can't make output vanish by opening a sequence and never closing it.
+    """
+
+    def __init__(self, *, is_raw: bool) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_raw = is_raw
+        self._held = ""
+        self._ends_in_cr = False
+
+    def feed(self, data: bytes, *, is_last: bool = False) -> str:
+        """Return the text that `data` completes; with `is_last` also all text held back."""
+        text = self._decoder.decode(data, is_last)
+        if self._is_raw:
+            return text
+        return self._newlines(self._without_sequences(text, is_last=is_last), is_last=is_last)
+
+    @property
+    def held(self) -> bytes:
+        """The bytes held back. Fed to a new `OutputText` they give no text and bring it to the state of this one."""
+        text = "\r" * self._ends_in_cr + self._held
+        return text.encode() + self._decoder.getstate()[0]
+
+    def _without_sequences(self, text: str, *, is_last: bool) -> str:
+        text = self._held + text
+        self._held = ""
+        if "\x1b" not in text:
+            return text
+        if not is_last and (start := _open_from(text)) is not None:
+            text, self._held = text[:start], text[start:]
+        return _SEQUENCE.sub("", text)
+
+    def _newlines(self, text: str, *, is_last: bool) -> str:
+        if self._ends_in_cr:
+            text = "\r" + text
+        self._ends_in_cr = not is_last and text.endswith("\r")
+        if self._ends_in_cr:
+            text = text[:-1]
+        return text.replace("\r\n", "\n")
+
+
+def _open_from(text: str) -> int | None:
+    """Return the start of a sequence that the end of `text` leaves undecided."""
+    start = max(0, len(text) - MAX_STRING_CHARS - 8)
+    match = _OPEN.search(text, start)
+    return None if match is None else match.start()
+
+
+# Output by offset -----------------------------------------------------------------------------------------------------
+
+DEFAULT_OUTPUT_BYTES = OutputBytes(MAX_OUTPUT_BYTES // 4)
+UTF_8 = Encoding("utf-8")
+_FROM_THE_START = Offset(0)
+_CHARACTER_BYTES = 4
+_OCTETS = "application/octet-stream"
+
+
+@attrs.frozen
+class OutputQuery:
+    """The query of a part of a run's output; `offset` and `limit` count bytes."""
+
+    stream: Stream | None = None
+    offset: Offset = _FROM_THE_START
+    limit: OutputBytes = DEFAULT_OUTPUT_BYTES
+    encoding: Encoding = UTF_8
+
+
+@attrs.frozen(kw_only=True)
+class OutputBody(Body):
+    """A part of a run's output, as text or base64, and the offsets in bytes of the part and of what there is."""
+
+    text: str | None = None
+    content_base64: str | None = None
+    offset: int
+    next_offset: int
+    first_offset: int
+    total_bytes: int
+    is_final: bool
+
+
+async def answer_output(exchange: Exchange, exec_id: str, query: OutputQuery) -> Answer | None:
+    """Return the part of a run's output that is asked for; None if it was sent as plain bytes. Never waits for more."""
+    is_plain = _accepts_octets(exchange)
+    is_text = not is_plain and query.encoding != "base64"
+    found = await exchange.supervisor.read_output(
+        exchange.session_id,
+        exec_id,
+        stream=query.stream,
+        offset=query.offset,
+        limit=max(query.limit, _CHARACTER_BYTES) if is_text else query.limit,
+    )
+    if is_plain:
+        await _answer_octets(exchange, found)
+        return None
+    offsets = _offsets(found)
+    if not is_text:
+        return json_answer(OutputBody(content_base64=base64.b64encode(found.data).decode("ascii"), **offsets))
+    text, held_bytes = await _decode(found)
+    return json_answer(OutputBody(text=text, **offsets | {"next_offset": found.next_offset - held_bytes}))
+
+
+def _offsets(found: OutputSlice) -> dict[str, Any]:  # fields of an OutputBody
+    return {
+        "offset": found.offset,
+        "next_offset": found.next_offset,
+        "first_offset": found.first_offset,
+        "total_bytes": found.total_bytes,
+        "is_final": found.is_final,
+    }
+
+
+async def _decode(found: OutputSlice) -> tuple[str, int]:
+    """Return the text, and how many bytes at the end are left to the next call as an incomplete character."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    parts = []
+    for start in range(0, len(found.data), SLICE_BYTES):
+        parts.append(decoder.decode(found.data[start : start + SLICE_BYTES]))
+        await trio.lowlevel.checkpoint()
+    held_bytes = 0 if found.is_final else len(decoder.getstate()[0])
+    parts.append(decoder.decode(b"", found.is_final))
+    return "".join(parts), held_bytes
+
+
+async def _answer_octets(exchange: Exchange, found: OutputSlice) -> None:
+    offsets = _offsets(found).items()
+    headers: Headers = tuple((f"x-{name.replace('_', '-')}", str(value).lower()) for name, value in offsets)
+    await exchange.start(200, (("content-type", _OCTETS), ("content-length", str(len(found.data))), *headers))
+    await exchange.finish(found.data)
+
+
+def _accepts_octets(exchange: Exchange) -> bool:
+    """Return whether the client asks for plain bytes by name (RFC 9110 §12.5.1)."""
+    ranges = (exchange.header(b"accept") or "").lower().split(",")
+    return _OCTETS in (media_range.partition(";")[0].strip() for media_range in ranges)
+
+
+# Output as events -----------------------------------------------------------------------------------------------------
+
+MAX_HELD_BYTES = 32
+"""Bytes held back that a position may spell out for each stream; a CR, half a character or a colour fits."""
+
+_SPELLING = re.compile(
+    rf"(\d{{1,15}})(?:~((?:[0-9a-f]{{2}}){{0,{MAX_HELD_BYTES}}})~((?:[0-9a-f]{{2}}){{0,{MAX_HELD_BYTES}}}))?"
+    r"(?:\.(\d{1,15})\.(\d{1,15}))?\Z",
+    re.ASCII,
+)
+
+_NOTHING: Mapping[Stream, bytes] = dict.fromkeys(Stream, b"")
+_NONE: Mapping[Stream, int] = dict.fromkeys(Stream, 0)
+
+
+@attrs.frozen
+class Position:
+    """A place in a transcript: whole pieces up to `sequence` were sent, but for the bytes `held` back of each stream,
+    and `sent` characters (bytes, in base64) of what comes next on each.
+
+    Spelled `12`, `12~0d~` (stdout ends in a CR) or `12~~.40.0` (and 40 characters of piece 13 were sent).
+    """
+
+    sequence: int = 0
+    held: Mapping[Stream, bytes] = _NOTHING
+    sent: Mapping[Stream, int] = _NONE
+
+    @classmethod
+    def parse(cls, text: str) -> Position:
+        """Return the position in `text`. Raises `ValueError`."""
+        match = _SPELLING.match(text)
+        if match is None:
+            raise ValueError("is no position in a stream of output")
+        sequence, held_out, held_err, sent_out, sent_err = match.groups()
+        return cls(
+            int(sequence),
+            {Stream.STDOUT: bytes.fromhex(held_out or ""), Stream.STDERR: bytes.fromhex(held_err or "")},
+            {Stream.STDOUT: int(sent_out or 0), Stream.STDERR: int(sent_err or 0)},
+        )
+
+    def __str__(self) -> str:
+        text = str(self.sequence)
+        if any(self.held.values()):
+            text += f"~{self.held[Stream.STDOUT].hex()}~{self.held[Stream.STDERR].hex()}"
+        if any(self.sent.values()):
+            text += f".{self.sent[Stream.STDOUT]}.{self.sent[Stream.STDERR]}"
+        return text
+
+
+class Transcript:
+    """The chunk events of one run for one client from a position on. `only` leaves the other stream out."""
+
+    def __init__(self, output_format: OutputFormat, start: Position, *, only: Stream | None = None) -> None:
+        self._is_base64 = output_format.is_base64
+        self._only = only
+        self._base = start
+        self._sent = dict(start.sent)
+        self._to_skip = dict(start.sent)
+        self._texts = {stream: OutputText(is_raw=output_format.is_raw) for stream in Stream}
+        for stream, held in start.held.items():
+            self._texts[stream].feed(b"" if self._is_base64 else held)  # base64 holds nothing back
+
+    def feed(self, outputs: Iterable[Output]) -> Iterator[bytes]:
+        """Yield the events of the next pieces. The last event of neighbours on one stream has their number."""
+        for stream, run in itertools.groupby(outputs, key=lambda output: output.stream):
+            pieces = list(run)
+            data = b"".join(piece.data for piece in pieces) if self._only in (None, stream) else b""
+            literals = list(self._literals(stream, data if self._is_base64 else self._texts[stream].feed(data)))
+            for index, (literal, length) in enumerate(literals, start=1):
+                self._sent[stream] += length
+                if index == len(literals):
+                    self._move_to(pieces[-1].sequence)
+                yield chunk_event(stream, literal, str(self.position))
+            if not literals:
+                self._move_to(pieces[-1].sequence)
+
+    def finish(self) -> Iterator[bytes]:
+        """Yield the events of the text held back to the end."""
+        for stream, text in self._texts.items():
+            for literal, length in self._literals(stream, text.feed(b"", is_last=True)):
+                self._sent[stream] += length
+                yield chunk_event(stream, literal, str(self.position))
+
+    @property
+    def position(self) -> Position:
+        """The place of a client that has received all events."""
+        return attrs.evolve(self._base, sent=dict(self._sent))
+
+    def _literals(self, stream: Stream, content: Any) -> Iterator[tuple[str, int]]:  # str or bytes
+        """Return the JSON strings of content that the client has not received yet."""
+        skipped = min(self._to_skip[stream], len(content))
+        self._to_skip[stream] -= skipped
+        content = content[skipped:]
+        return base64_literals(content) if self._is_base64 else text_literals(content)
+
+    def _move_to(self, sequence: int) -> None:
+        """Count from the end of piece `sequence`, if the bytes held back there fit into a position; else as before."""
+        held = {stream: text.held for stream, text in self._texts.items()}
+        if max(map(len, held.values())) <= MAX_HELD_BYTES and not any(self._to_skip.values()):
+            self._base = Position(sequence, held)
+            self._sent = dict(_NONE)
+
+
+QUEUED_PIECES = 8
+"""Output pieces of at most 64 KiB between a run and a slow reader; behind them the run's pipe fills up."""
+
+MAX_GATHERED_BYTES = 64 * 1024
+
+OpenRun = Callable[[], AbstractAsyncContextManager[ExecStream]]
+
+
+class _Entered:
+    """The command has its turn in the shell, so the answer may begin."""
+
+
+_Ending = ExecEnd | SandkastenError
+_Item = _Entered | Output | _Ending
+
+
+class RunEvents:
+    """One answer with the events of one run: chunks, then `done` or `error`, and pings in times of silence.
+
+    The first output goes out at once, later output is gathered for `coalesce_ms`. The caller decides with `open_run`
+    which run it is and what becomes of it when the client leaves.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        open_run: OpenRun,
+        transcript: Transcript,
+        output_format: OutputFormat,
+        *,
+        headers: Headers = (),
+    ) -> None:
+        self._exchange = exchange
+        self._open_run = open_run
+        self._transcript = transcript
+        self._format = output_format
+        self._headers = (*SSE_HEADERS, *headers)
+        self._written_at = -math.inf
+        self._ping_at = math.inf
+
+    async def run(self) -> None:
+        """Answer the request. Raises the `SandkastenError` that came before the answer began."""
+        if self._exchange.method == "HEAD":
+            await self._answer_head()
+            return
+        self._put_off_ping()
+        async with trio.open_nursery() as nursery:
+            sender, items = trio.open_memory_channel[_Item](QUEUED_PIECES)
+            nursery.start_soon(self._produce, sender)
+            async with items:
+                failure = await self._write_all(items)
+        if failure is not None:
+            raise failure
+
+    async def _answer_head(self) -> None:
+        async with self._open_run():
+            await self._start()
+            await self._exchange.finish()
+
+    async def _produce(self, items: trio.MemorySendChannel[_Item]) -> None:
+        async with items:
+            try:
+                async with self._open_run() as command:
+                    await items.send(_Entered())
+                    async for output in command:
+                        await items.send(output)
+                    await items.send(await command.wait_end())
+            except SandkastenError as error:
+                await items.send(error)
+
+    async def _write_all(self, items: trio.MemoryReceiveChannel[_Item]) -> SandkastenError | None:
+        """Write events until the run ended; return an error that came before the answer began."""
+        while True:
+            item = await self._next(items)
+            if item is None:
+                await self._write(PING)
+            elif isinstance(item, _Entered):
+                await self._start()
+            elif isinstance(item, Output):
+                outputs, ending = await self._gather(item, items)
+                await self._write_each(self._transcript.feed(outputs))
+                if ending is not None:
+                    return await self._write_ending(ending)
+            else:
+                return await self._write_ending(item)
+
+    async def _next(self, items: trio.MemoryReceiveChannel[_Item]) -> _Item | None:
+        """Return the next item, or None when a ping is due."""
+        with trio.move_on_at(self._ping_at):
+            return await items.receive()
+        return None
+
+    async def _gather(
+        self, first: Output, items: trio.MemoryReceiveChannel[_Item]
+    ) -> tuple[list[Output], _Ending | None]:
+        """Return `first` and the output until `coalesce_ms` after the last write, and the ending if it came by then."""
+        outputs, size = [first], len(first.data)
+        with trio.move_on_at(self._written_at + self._exchange.settings.coalesce_ms / 1000):
+            while size < MAX_GATHERED_BYTES:
+                item = await items.receive()
+                if isinstance(item, ExecEnd | SandkastenError):
+                    return outputs, item
+                if isinstance(item, Output):
+                    outputs.append(item)
+                    size += len(item.data)
+        return outputs, None
+
+    async def _write_ending(self, ending: _Ending) -> SandkastenError | None:
+        if isinstance(ending, SandkastenError) and not self._exchange.is_started:
+            return ending
+        if isinstance(ending, ExecEnd) or not ending.retryable:  # else the text held back may go on in a retry
+            await self._write_each(self._transcript.finish())
+        await self._write(self._ending_event(ending))
+        await self._exchange.finish()
+        return None
+
+    def _ending_event(self, ending: _Ending) -> bytes:
+        if isinstance(ending, ExecEnd):
+            fields = short_end(to_plain(EndBody.of(ending)))
+            if not is_timeout_error(ending, self._format):
+                return event("done", fields)
+            ending = timeout_error(ending, fields)
+        return error_event(ending)
+
+    async def _start(self) -> None:
+        if not self._exchange.is_started:
+            await self._exchange.start(200, self._headers)
+            self._put_off_ping()
+
+    async def _write_each(self, events: Iterable[bytes]) -> None:
+        for chunk in events:
+            await self._write(chunk)
+
+    async def _write(self, data: bytes) -> None:
+        await self._start()  # a ping may be due while the command waits for its turn
+        await self._exchange.write(data)
+        self._written_at = trio.current_time()
+        self._put_off_ping()
+
+    def _put_off_ping(self) -> None:
+        self._ping_at = trio.current_time() + self._exchange.settings.ping_interval_s
