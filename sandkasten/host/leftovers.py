@@ -33,7 +33,7 @@ class CantLook(Exception):
 
 
 @attrs.frozen
-class Sight:
+class Survey:
     """Sessions and leftovers found. `homes`: for each cgroup directory that the sessions live in, two files, of which
     the first that accepts a process moves it there. `rivals`: further directories in which recorded sessions run.
     """
@@ -44,7 +44,7 @@ class Sight:
     rivals: Sequence[str] = ()
 
 
-def look(data_dir: Path, node_id: str, recorded: Collection[str]) -> Sight:
+def look(data_dir: Path, node_id: str, recorded: Collection[str]) -> Survey:
     """Return sessions and leftovers of a node; `recorded` are the ids of live sessions in the database. Raises
     `CantLook`.
     """
@@ -59,7 +59,7 @@ def look(data_dir: Path, node_id: str, recorded: Collection[str]) -> Sight:
         raise CantLook(str(error)) from error
     except ValueError:
         raise CantLook(done.stderr.decode(errors="replace").strip().rpartition("\n")[2]) from None
-    return Sight(
+    return Survey(
         [Found(**each | {"identity": each["identity"] and Identity(**each["identity"])}) for each in answer["found"]],
         [Leftover(**each) for each in answer["leftovers"]],
         [(first, second) for first, second in answer["homes"]],
