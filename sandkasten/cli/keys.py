@@ -26,6 +26,21 @@ from sandkasten.host.paths import DataPaths
 from sandkasten.model.keys import KEY_ID, KEY_NAME, Access, ApiKey, Label, Quota, digest_of, make_token
 
 _BYTES = 32
+_SPAN = re.compile(r"([1-9]\d{0,5})([smhdw])\Z")
+_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_LABEL = re.compile(r"([^=]{1,128})=(.{0,1024})\Z")
+QUOTAS = {
+    "max_sessions": "sessions",
+    "max_cpu": "cpu",
+    "max_memory_mb": "memory_mb",
+    "max_disk_mb": "disk_mb",
+    "max_execs": "execs",
+    "creates_per_minute": "creates_per_minute",
+    "requests_per_second": "requests_per_second",
+}
+"""Options of `create` and the fields of `Quota` they set."""
+
+# The first key
 
 
 def with_key(config: Config) -> Config:
@@ -60,19 +75,7 @@ def _with(config: Config, key: str) -> Config:
         raise Stop(f"{config.api_key_path}: {error}") from None
 
 
-_SPAN = re.compile(r"([1-9]\d{0,5})([smhdw])\Z")
-_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-_LABEL = re.compile(r"([^=]{1,128})=(.{0,1024})\Z")
-QUOTAS = {
-    "max_sessions": "sessions",
-    "max_cpu": "cpu",
-    "max_memory_mb": "memory_mb",
-    "max_disk_mb": "disk_mb",
-    "max_execs": "execs",
-    "creates_per_minute": "creates_per_minute",
-    "requests_per_second": "requests_per_second",
-}
-"""Options of `create` and the fields of `Quota` they set."""
+# sandkasten key
 
 
 def run(arguments: argparse.Namespace) -> int:
