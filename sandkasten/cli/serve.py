@@ -38,7 +38,7 @@ from sandkasten.host.data_dir import locked
 from sandkasten.host.examine import read_machine
 from sandkasten.host.notify import Notifier, open_notifier
 from sandkasten.host.paths import DataPaths
-from sandkasten.model.errors import SandkastenError, ZygoteLost
+from sandkasten.model.errors import NsinitLost, SandkastenError
 from sandkasten.model.node import Machine, State, System
 
 logger = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ def curl_line(config: Config, addresses: Sequence[str], *, key_is_given: bool) -
 
 def explain(error: BaseException) -> str | None:
     """Return one sentence for a failure that the operator can mend, None for a bug."""
-    leaves = sorted(_leaves(error), key=lambda leaf: isinstance(leaf, ZygoteLost))  # the cause stands beside it
+    leaves = sorted(_leaves(error), key=lambda leaf: isinstance(leaf, NsinitLost))  # the cause stands beside it
     for leaf in leaves:
         if isinstance(leaf, OSError) and leaf.errno == errno.EADDRINUSE:
             return f"the address is in use: {leaf}; choose another with --listen, or stop who has it"
