@@ -2,7 +2,7 @@
 
 `CgroupStats` reads the whole session: each counter is a file that stays open for the session's life, so that a reading
 is one `pread` of a few microseconds. Its `groups` read the run cgroups below the session's, one for each program and
-named shell (`nsinit/cgroup/groups.py`). These have no controller, but in a v2 hierarchy, mounted alone or beside v1,
+named shell (`nsinit/cgroup/run_cgroups.py`). These have no controller, but in a v2 hierarchy, mounted alone or beside v1,
 the kernel keeps their CPU time all the same. `read_raw` opens every file anew and returns the kernel's own names, for
 the diagnosis of a session. A counter that the kernel does not have is `UNKNOWN`; no reading raises.
 

@@ -24,7 +24,7 @@ from sandkasten.images.catalog import HOST, Catalog, Image, now
 from sandkasten.model.errors import InvalidImage
 
 RECIPE = 2
-"""Raise it when the outcome of this module changes."""
+"""Version of the recipe, to be raised when a change of this module changes the image."""
 
 MERGED_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 DIRECTORIES = (
