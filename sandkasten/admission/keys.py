@@ -177,7 +177,7 @@ def write_keys(path: Path, keys: Sequence[ApiKey]) -> None:
             file.flush()
             os.fchown(fd, -1, os.stat(path.parent).st_gid)
             os.fchmod(fd, _MODE)
-            os.fsync(fd)
+            os.fsync(fd)  # before the rename: after a crash the name must not lead to an empty file
         new.replace(path)
     except BaseException:
         new.unlink(missing_ok=True)

@@ -2,9 +2,9 @@
 
 `CgroupStats` reads the whole session: each counter is a file that stays open for the session's life, so that a reading
 is one `pread` of a few microseconds. Its `groups` read the run cgroups below the session's, one for each program and
-named shell (`nsinit/cgroup/run_cgroups.py`). These have no controller, but in a v2 hierarchy, mounted alone or beside v1,
-the kernel keeps their CPU time all the same. `read_raw` opens every file anew and returns the kernel's own names, for
-the diagnosis of a session. A counter that the kernel does not have is `UNKNOWN`; no reading raises.
+named shell (`nsinit/cgroup/run_cgroups.py`). These have no controller, but in a v2 hierarchy, mounted alone or beside
+v1, the kernel keeps their CPU time all the same. `read_raw` opens every file anew and returns the kernel's own names,
+for the diagnosis of a session. A counter that the kernel does not have is `UNKNOWN`; no reading raises.
 
 Sources: Documentation/admin-guide/cgroup-v2.rst ("cpu.stat" is there whether the controller is enabled or not);
 Documentation/admin-guide/cgroup-v1/{memory,cpuacct,pids}.rst; Documentation/accounting/psi.rst;
@@ -268,6 +268,7 @@ class GroupStats:
     def cpu_usec(self, name: str) -> int:
         """Return the CPU time ever used in a run cgroup, in µs; `UNKNOWN` when there is no such cgroup."""
         try:
+            # Reading from offset 0 makes the kernel write the file anew.
             _, found, rest = os.pread(self._open(name), _CPU_BYTES, 0).partition(_USAGE)
         except OSError:
             return UNKNOWN

@@ -90,6 +90,7 @@ def holder_of(path: Path) -> int | None:
     except OSError as error:
         raise CantLook(str(error)) from error
     for fields in map(str.split, lines):
+        # proc_locks(5): number, kind, mode, access, pid, major:minor:inode, ...
         if fields[1] == "FLOCK" and int(fields[5].rpartition(":")[2]) == inode:
             return int(fields[4])
     return None
@@ -104,6 +105,7 @@ def move_to(homes: Sequence[tuple[str, str]]) -> None:
         except OSError as error:
             if error.errno not in _NO_PROCESSES:
                 raise
+            # v2: a cgroup with controllers for its children takes no process, a leaf below it does
             os.makedirs(os.path.dirname(inside), exist_ok=True)
             _put(inside, pid)
 

@@ -58,6 +58,7 @@ class Notifier:
         if self._socket is None:
             return
         try:
+            # MSG_NOSIGNAL: the end of the service manager must not end the daemon with SIGPIPE.
             self._socket.send("\n".join(lines).encode("utf-8", "replace"), socket.MSG_NOSIGNAL)
         except OSError as error:
             log.warning("service_manager_not_told", extra={"what": lines[0], "error": str(error)})

@@ -267,5 +267,5 @@ def share_image(store_fd: int, name: str, gid: int) -> None:
 
 
 def _let_read(directory_fd: int, gid: int) -> None:
-    os.fchown(directory_fd, -1, gid)
+    os.fchown(directory_fd, -1, gid)  # before the mode: the old group must not read
     os.fchmod(directory_fd, 0o750 if gid else 0o700)

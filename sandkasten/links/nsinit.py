@@ -269,7 +269,7 @@ class NsinitLink:
         except OSError as error:
             raise NsinitLost("the fork server is gone") from error
         except trio.Cancelled:
-            slot.drop()
+            slot.drop()  # the answer may have come in the same turn of the loop
             raise
         finally:
             del self._waiting[message.seq]
@@ -299,11 +299,13 @@ class NsinitLink:
 
     async def _receive(self) -> Answer:
         space = socket.CMSG_SPACE(MAX_FDS * _FD_SIZE)
+        # MSG_CMSG_CLOEXEC: no descriptor leaks into a program that another thread starts meanwhile.
         data, ancillary, flags, _ = await self._socket.recvmsg(MAX_DATAGRAM_BYTES, space, socket.MSG_CMSG_CLOEXEC)
         fds = [OwnedFd(fd) for fd in _fds_in(ancillary)]
         try:
             if not data:
                 raise NsinitLost("nsinit closed the connection")
+            # MSG_CTRUNC: the kernel closed descriptors that found no room, so the message can't be believed.
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                 raise ProtocolError("truncated datagram")
             return Answer(ANSWERS.decode(data), fds)
