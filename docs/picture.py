@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- picture: begin -->\n", "<!-- picture: end -->\n"
 
-DOMAINS = {"sandkasten": "sandkasten: the daemon", "nsinit": "nsinit: privileged", "runner": "runner: PID 1 of a sandbox"}
+DOMAINS = {"sandkasten": "sandkasten: the daemon", "nsinit": "nsinit: privileged", "runner": "runner: PID 1 inside"}
 OPENED = {"sandkasten.actors": "tree", "sandkasten.api": "routes"}
 """Packages whose own packages are drawn, too, and the box of the modules that put these together."""
 

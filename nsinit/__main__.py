@@ -1,8 +1,8 @@
-"""Entry of the fork server: `python -I -S -B <directory of this file> [GRANT]`, descriptor 3 is the daemon.
+"""Entry of the fork server: `python -I -S -B <directory of this file> [GRANT]`. Descriptor 3 leads to the daemon.
 
-Owns what must be true of the process before anything is forked from it: everything imported that PID 1 of a sandbox
-will ever need (no import works there), nothing inherited, not dumpable, one thread. Holds no secret. The one argument
-is root's, and says what a daemon that is not root may ask for (`grant.py`).
+Owns the state of the process before its first fork: every module imported that PID 1 of a sandbox will ever need (no
+import works there), no descriptor inherited, not dumpable, one thread. Holds no secret. The argument comes from root,
+and says what a daemon that is not root may ask for (`wire/launching.py`).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ def main() -> None:
     """Prepare the process and serve."""
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
-    sys.path.append(os.path.dirname(here))  # last: no module of ours can shadow the standard library's
+    sys.path.append(os.path.dirname(here))  # last: no module of nsinit can shadow the standard library's
     import codecs
     import ctypes
     import socket
-    import traceback  # noqa: F401 - whoever prints an error inside the sandbox would import it
+    import traceback  # noqa: F401 - printing an error inside the sandbox would import it
     from dataclasses import replace
 
     from nsinit.kernel import constants as k
     from nsinit.kernel import syscalls
+    from nsinit.sandbox.child import RunnerKernel
     from nsinit.sandbox.init_steps import Init, lock_imports
-    from nsinit.sandbox.runner_kernel import RunnerKernel
     from nsinit.server.server import serve
     from nsinit.wire.launching import parse_grant
     from runner.loop.config import RunnerConfig
@@ -41,7 +41,7 @@ def main() -> None:
     grant = parse_grant(sys.argv[1:])
     for name in _CODECS:
         codecs.lookup(name)
-    ctypes.CDLL("libgcc_s.so.1")  # the C library loads it late, from wherever / then is
+    ctypes.CDLL("libgcc_s.so.1")  # pthread_cancel(3) loads it late, from the root directory of that time
     kernels = RunnerKernel(filters_commands=False), RunnerKernel(filters_commands=True)
     syscalls.close_range(_CHANNEL_FD + 1)
     syscalls.reset_library_signals()

@@ -1,4 +1,6 @@
-"""Log lines of nsinit: one JSON object a line on descriptor 2. Never waits: a line nobody has room for is dropped."""
+"""Log lines of nsinit: one JSON object a line on descriptor 2. Never waits: a line for which there is no room is
+dropped.
+"""
 
 from __future__ import annotations
 

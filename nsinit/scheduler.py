@@ -1,7 +1,7 @@
 """Runs many waiting jobs in one thread: a job is a generator that yields what it waits for.
 
-Owns the selector and the timers, and nothing of what the jobs do. A job must never block; it yields `Wait` and is
-resumed with True when that happened and False when the time ran out.
+Owns the selector and the timers, and no part of the jobs' work. A job must never block; it yields `Wait` and is resumed
+with True when the awaited event happened and with False when the time ran out.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Event:
-    """Happens once. Jobs wait for it with `Wait(event=...)`."""
+    """An event that happens once. Jobs wait for it with `Wait(event=...)`."""
 
     is_set: bool = False
     waiters: list[Callable[[], None]] = field(default_factory=list)
 
     def set(self) -> None:
-        """Let it happen: everyone who waits goes on."""
+        """Let the event happen: every job that waits for it goes on."""
         self.is_set = True
         for wake in self.waiters:
             wake()
@@ -32,7 +32,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Until `fd` is readable or `event` happened, at most `timeout_s` (alone: a pause)."""
+    """A wait until `fd` is readable or `event` happened, at most `timeout_s` (alone: a pause)."""
 
     fd: int | None = None
     event: Event | None = None
@@ -51,10 +51,10 @@ class Scheduler:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self.jobs = 0
-        """How many jobs have not ended."""
+        """The number of jobs that have not ended."""
 
     def close(self) -> None:
-        """Let go of the selector."""
+        """Close the selector."""
         self._selector.close()
 
     def spawn(self, job: Job) -> None:
@@ -63,14 +63,15 @@ class Scheduler:
         self._ready.append((job, None))
 
     def watch(self, fd: int, events: int, callback: Callable[[], None]) -> None:
-        """Call `callback` whenever `fd` has one of `events`; zero events: stop watching."""
+        """Call `callback` whenever `fd` has one of `events` (selectors.EVENT_*); zero events: stop watching."""
         if fd in self._selector.get_map():
             self._selector.unregister(fd)
         if events:
             self._selector.register(fd, events, callback)
 
     def round(self, idle_s: float | None = None) -> bool:
-        """Wait for something to happen, at most `idle_s`, and handle it. False: nothing did."""
+        """Wait for descriptors, timers and jobs that can go on, at most `idle_s`, and handle them. False: there was
+        none."""
         until = [timer[0] - time.monotonic() for timer in self._timers[:1]]
         limits = [0.0] if self._ready else [*until, *([] if idle_s is None else [idle_s])]
         happened = self._selector.select(max(0.0, min(limits)) if limits else None)

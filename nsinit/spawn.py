@@ -1,8 +1,8 @@
-"""Starts nsinit: a new program with an empty environment and no descriptor but /dev/null, its log and its socket.
+"""Starts nsinit's programs: each with an empty environment and no descriptor but /dev/null, its log and its socket.
 
-Used by whoever is root: a program that embeds the daemon, the launcher (`launcher.py`) of one that gave root away, or
-the command line, to import an image; and by nsinit, to have that unpacked. Owns the command line and the descriptors;
-waits for nothing and restarts nothing. Sources: posix_spawn(3), setsid(2).
+Used by processes of root: a program that embeds the daemon, the launcher (`tools/launcher.py`) of a daemon that gave
+root away, the command line, to import an image; and by nsinit, to have the image unpacked. Owns the command line and
+the descriptors; waits for no process and restarts none. Sources: posix_spawn(3), setsid(2).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 import sys
 
 CHANNEL_FD = 3
-"""Where nsinit finds its socket."""
+"""The descriptor of nsinit's socket."""
 
 ENVIRONMENT = {"LANG": "C.UTF-8", "TZ": "UTC0"}
 FLAGS = ("-I", "-S", "-B")
@@ -27,12 +27,12 @@ def spawn_nsinit(channel_fd: int, log_fd: int, *arguments: str) -> int:
 
 
 def spawn_launcher(channel_fd: int, log_fd: int, *arguments: str) -> int:
-    """Start the launcher likewise."""
+    """Start the launcher in the same way; return its pid."""
     return spawn_python(f"{_HERE}/tools/launcher.py", channel_fd, log_fd, *arguments)
 
 
 def launcher_command(*arguments: str) -> list[str]:
-    """Return what to execute to become the launcher."""
+    """Return the command to execute to become the launcher."""
     return [sys.executable, *FLAGS, f"{_HERE}/tools/launcher.py", *arguments]
 
 
@@ -61,9 +61,9 @@ def spawn_python(program: str, channel_fd: int, log_fd: int, *arguments: str) ->
 
 
 def spawn_unpacker(archive_fd: int, verdict_fd: int, root_fd: int, *arguments: str) -> int:
-    """Start what unpacks an archive (`unpack.py`): from its standard input, into the directory that is descriptor 3.
+    """Start the unpacker of an archive (`tools/unpack.py`): from its standard input into the directory of descriptor 3.
 
-    Called by nsinit: none of the three is below 4.
+    Called by nsinit: none of the three descriptors is below 4.
     """
     return os.posix_spawn(
         sys.executable,

@@ -1,9 +1,8 @@
-"""Named, timed steps: a failure inside one becomes a `StepFailed` that says which, on what path, with which errno.
+"""Named, timed steps: a failure inside one becomes a `StepFailed` with the step's name, the path and the errno.
 
-Ends a process at a named step, for tests of what the next start makes of it. Nowhere unless a start asks for it.
-
-Who may ask is decided before: `start` refuses it from a daemon that is not root, and the daemon refuses it unless its
-configuration has crash points switched on. The names are `crash_points`'. Knows nothing of what a step does.
+A process can be made to end at a named step (`Crash`), so that tests see what the next start makes of it: nowhere
+unless a start asks for it. `start` refuses that from a daemon that is not root, and the daemon refuses it unless its
+configuration has crash points switched on. The names are in `sandbox/crash_points.py`.
 Sources: kill(2) (a pid namespace's init ignores its own SIGKILL), _exit(2).
 """
 
@@ -21,7 +20,8 @@ KILLED = 128 + signal.SIGKILL
 
 
 class Crash:
-    """Where to end: `name` or `name:N`, the N-th time this process comes there; a fork goes on counting for itself."""
+    """A crash point: `name` or `name:N`, the N-th time that this process comes there. A fork goes on counting for
+    itself."""
 
     def __init__(self, at: str) -> None:
         self._name, _, count = at.partition(":")
@@ -32,7 +32,7 @@ class Crash:
         return self._name
 
     def passing(self, name: str) -> None:
-        """The process is at this step, with its work done and nobody told."""
+        """End the process if `name` is the point: the step's work is done, and no other process was told."""
         if name == self._name:
             self._left -= 1
             if self._left == 0:
@@ -42,13 +42,13 @@ class Crash:
 
 
 def passing(crash: Crash | None, name: str) -> None:
-    """As `Crash.passing`, where there may be none."""
+    """Pass a crash point, if there is a crash at all."""
     if crash is not None:
         crash.passing(name)
 
 
 class StepFailed(Exception):
-    """A step failed; `path` and `errno` say on what and why (empty and 0 where no system call failed)."""
+    """A step failed. `path` and `errno`: of the system call that failed, empty and 0 without one."""
 
     def __init__(self, stage: str, message: str, *, path: str = "", errno: int = 0) -> None:
         super().__init__(message)
@@ -56,8 +56,8 @@ class StepFailed(Exception):
 
 
 class Steps:
-    """Collects how long each step took; `timings_us` is in order. `crash`: where the process may have to end; steps are
-    known there by `prefix` and their name."""
+    """The steps of one task; `timings_us` has their times in order. `crash`: where the process may have to end; a
+    step's point is `prefix` and its name."""
 
     def __init__(self, prefix: str = "", crash: Crash | None = None) -> None:
         self.timings_us: dict[str, int] = {}
@@ -65,7 +65,7 @@ class Steps:
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Time the block; turn any exception but `StepFailed` into one that bears `name`."""
+        """Time the block; turn any exception but `StepFailed` into a `StepFailed` of the step `name`."""
         start = time.perf_counter_ns()
         try:
             yield
@@ -77,7 +77,8 @@ class Steps:
         self.timings_us[name] = (time.perf_counter_ns() - start) // 1000
 
     def run(self, steps: Iterable[tuple[str, Callable[..., object]]], *arguments: object) -> None:
-        """Do a list of named steps, each called with `arguments`, as `step` does one (in a child every call counts)."""
+        """Do a list of named steps, each called with `arguments`, as `step` does one. In a loop of its own: in PID 1
+        every page that a context manager would touch counts."""
         name, start = "", time.perf_counter_ns()
         try:
             for name, step in steps:

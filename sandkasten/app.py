@@ -19,10 +19,10 @@ import trio
 
 from nsinit.wire.protocol import SeccompProfile
 from sandkasten.actors.node.creating import Node
-from sandkasten.actors.node.heartbeat import keep_beating
-from sandkasten.actors.services.keys import KeyWatch
+from sandkasten.actors.node_view import keep_beating
 from sandkasten.actors.supervision import ChildSpec, ChildSupervisor
 from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.admission.keys import KeyWatch
 from sandkasten.config import Config, ConfigError
 from sandkasten.config.seccomp import load_filters
 from sandkasten.host import examine
@@ -40,7 +40,7 @@ from sandkasten.store.database import DatabaseTooNew, open_database
 from sandkasten.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from sandkasten.api.http.listen import Held
+    from sandkasten.api.http.listen import EarlySockets
     from sandkasten.api.http.settings import ApiSettings
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ async def serve(
     started: Callable[[Sequence[str]], None],
     told: Callable[[System], None] | None = None,
     start_nsinit: StartNsinit = start_as_child,
-    held: Held | None = None,
+    early: EarlySockets | None = None,
     notifier: Notifier | None = None,
 ) -> None:
     """Run the tree with its HTTP front until cancelled.
@@ -102,7 +102,7 @@ async def serve(
     filters, which takes root.
 
     `order` says how the tree stops; it may be changed until then. `told` is called with the system in force, `started`
-    after it with the bound addresses. `held`: sockets that listen already, instead of the configured ones. `notifier`
+    after it with the bound addresses. `early`: sockets that listen already, instead of the configured ones. `notifier`
     gets signs of life.
     """
     from sandkasten.api.app import make_app  # importing the web framework takes 0.3 s, and library users need none
@@ -116,7 +116,7 @@ async def serve(
         watch = KeyWatch(supervisor.shares.ring, DataPaths(config.data_dir).keys)
 
         async def start_api(*, task_status: trio.TaskStatus[object]) -> None:
-            await serve_http(app, settings, held=held, task_status=_Announcement(task_status, started))
+            await serve_http(app, settings, early=early, task_status=_Announcement(task_status, started))
 
         return (ChildSpec("keys", watch.run), ChildSpec("api", start_api))
 
@@ -167,7 +167,7 @@ async def open_tree(
         catalog,
         node,
         machine=machine,
-        vessels=config.server.vessels,
+        pool_size=config.server.vessels,
         profiles=profiles,
         start_nsinit=start_nsinit,
     )

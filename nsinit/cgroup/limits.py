@@ -143,7 +143,7 @@ def _write_apart(settings: tuple[Setting, ...]) -> Generator[Wait, bool, None]:
 def _write_and_exit(settings: tuple[Setting, ...]) -> None:
     status = errno.EIO
     try:
-        syscalls.close_range(3)
+        syscalls.close_range(3)  # a reclaim may take seconds: no descriptor of nsinit's stays open so long
         _write(settings)
         status = 0
     except OSError as error:

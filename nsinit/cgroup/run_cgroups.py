@@ -47,11 +47,12 @@ def make(cgroup: SessionCgroup, name: str, base_uid: int) -> None:
         has `MAX_RUN_CGROUPS`.
     """
     if len(cgroup.run_cgroup_directories()) >= MAX_RUN_CGROUPS:
-        raise BlockingIOError(errno.EAGAIN, f"the session has {MAX_RUN_CGROUPS} groups", cgroup.run_cgroup_parent)
+        raise BlockingIOError(errno.EAGAIN, f"the session has {MAX_RUN_CGROUPS} run cgroups", cgroup.run_cgroup_parent)
     directory = f"{cgroup.run_cgroup_parent}/{name}"
     os.mkdir(directory, 0o755)
     try:
         if cgroup.tree.mode != "v1":
+            # CLONE_INTO_CGROUP asks for write access to cgroup.procs of both (cgroup-v2.rst, "Delegation Containment").
             for each in (cgroup.run_cgroup_parent, directory):
                 os.chown(f"{each}/cgroup.procs", base_uid + RUNNER_ID, -1)
     except OSError:
@@ -104,7 +105,7 @@ def _kill(cgroup: SessionCgroup, directory: str) -> None:
         if cgroup.tree.mode != "v1":
             write_file(f"{directory}/cgroup.kill", "1")
             return
-        write_file(f"{directory}/pids.max", "0")
+        write_file(f"{directory}/pids.max", "0")  # forks fail from here on (cgroup-v1/pids.rst)
     except FileNotFoundError:
         return  # removed before
     kill_listed(partial(read_processes, directory))

@@ -100,6 +100,7 @@ class SessionCgroup:
                 os.rmdir(directory)
             raise
         if self.tree.mode == "v2":
+            # The kernel's own bound, also when something else than the cgroup maker should make cgroups in it.
             write_file(f"{self.directory('unified')}/cgroup.max.descendants", str(MAX_RUN_CGROUPS))
 
     def exists(self) -> bool:
@@ -123,7 +124,7 @@ class SessionCgroup:
         directory = self.birth_directory
         if directory is not None:
             try:
-                write_file(f"{directory}/cgroup.kill", "1")
+                write_file(f"{directory}/cgroup.kill", "1")  # descendants included, racing forks too (Linux 5.14)
             except FileNotFoundError:
                 pass
         kill_listed(self.processes)
@@ -151,6 +152,7 @@ class SessionCgroup:
         control_fd = os.open(f"{memory}/memory.oom_control", os.O_RDONLY | os.O_CLOEXEC)
         event_fd = syscalls.eventfd()
         try:
+            # Registers the eventfd for OOM notifications (cgroup-v1/memory.rst §10).
             write_file(f"{memory}/cgroup.event_control", f"{event_fd} {control_fd}")
         except OSError:
             os.close(event_fd)

@@ -31,7 +31,7 @@ from runner.wire.codec import Vocabulary
 NAME = "nsinit-builder"
 """The name in `/proc/<pid>/comm`."""
 COUNT = 2
-"""One builder works while another waits for the disk; more would only take turns on the processors."""
+"""Builders in the pool. One works while another waits for the disk; more would only take turns on the processors."""
 _MAX_FDS = 5
 
 Stage = Literal["born", "blank", "imaged", "whole"]

@@ -93,11 +93,13 @@ def give_up(capability: int) -> None:
 def keep_only(capabilities: int, last_capability: int) -> None:
     """Keep the capabilities of the mask that this process has; neither the process nor a program that it executes gets
     another."""
+    # execve(2) of a setuid file, or of one with file capabilities, then grants nothing (no_new_privs.rst).
     syscalls.prctl(k.PR_SET_NO_NEW_PRIVS, 1)
     for capability in range(last_capability + 1):
         if not capabilities >> capability & 1:
             syscalls.prctl(k.PR_CAPBSET_DROP, capability)
     syscalls.prctl(k.PR_CAP_AMBIENT, k.PR_CAP_AMBIENT_CLEAR_ALL)
+    # Last: to drop from the bounding set takes CAP_SETPCAP (prctl(2)).
     syscalls.capset(syscalls.capget() & capabilities)
 
 
@@ -116,6 +118,7 @@ def drop_bounding_set(last_capability: int, *, root_inside: bool) -> None:
 
 def become_runner() -> None:
     """Change to the runner's uid and gid; the permitted set stays for `keep_runner_capabilities`."""
+    # Without it a change from uid 0 to others clears the permitted set (capabilities(7), "Effect of user ID changes").
     syscalls.prctl(k.PR_SET_KEEPCAPS, 1)
     os.setresgid(RUNNER_ID, RUNNER_ID, RUNNER_ID)
     os.setresuid(RUNNER_ID, RUNNER_ID, RUNNER_ID)
@@ -130,6 +133,7 @@ def keep_runner_capabilities(*, root_inside: bool) -> None:
     """
     held = ROOT_CAPABILITIES if root_inside else 0
     kept = RUNNER_CAPABILITIES | held
+    # With the locks no process below can change how uid 0, setuid(2) or the ambient set treat capabilities.
     syscalls.capset(kept | 1 << k.CAP_SETPCAP, inheritable=held)
     syscalls.prctl(k.PR_SET_SECUREBITS, _SECUREBITS | (0 if root_inside else k.SECBIT_NO_CAP_AMBIENT_RAISE))
     syscalls.capset(RUNNER_CAPABILITIES, permitted=kept, inheritable=held)
@@ -139,6 +143,7 @@ def become_root() -> None:
     """Keep the capabilities of root across execve(2), in a child of PID 1 that has uid 0 and is about to execute a
     command."""
     syscalls.capset(ROOT_CAPABILITIES, inheritable=ROOT_CAPABILITIES)
+    # NOROOT is locked, so execve(2) gives uid 0 nothing; ambient capabilities are what survives it (capabilities(7)).
     for capability in range(ROOT_CAPABILITIES.bit_length()):
         if ROOT_CAPABILITIES >> capability & 1:
             syscalls.prctl(k.PR_CAP_AMBIENT, k.PR_CAP_AMBIENT_RAISE, capability)

@@ -14,7 +14,7 @@ _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One line of mountinfo. `root` is the directory of the file system that is mounted at `point`."""
+    """A line of mountinfo. `root` is the directory of the file system that is mounted at `point`."""
 
     mount_id: int
     parent_id: int

@@ -37,6 +37,7 @@ class Features:
 def clone_idmapped(path: str, userns_fd: int, attributes: int) -> int:
     """Return a clone of the mount at `path`, without those below it, id-mapped by `userns_fd`. No symbolic link is
     followed."""
+    # A clone: MOUNT_ATTR_IDMAP is only for a mount that was never attached (mount_setattr(2)).
     tree = syscalls.open_tree(-1, path, k.OPEN_TREE_CLONE | k.AT_SYMLINK_NOFOLLOW)
     return _with_attributes(tree, path, attributes | k.MOUNT_ATTR_IDMAP, userns_fd)
 
@@ -87,6 +88,7 @@ def overlay(layers: Layers, *, features: Features, stage_path: str) -> int:
     finally:
         for fd in (*lower_fds, session_fd):
             os.close(fd)
+    # overlayfs mounts read-only, with no more than a line in the kernel's log, when its work directory is unusable.
     if os.fstatvfs(mount_fd).f_flag & os.ST_RDONLY:
         os.close(mount_fd)
         raise ReadOnlyOverlay(f"{layers.session_path}: this file system can't be the upper layer of an overlay")
@@ -99,13 +101,14 @@ def _overlay_by_fd(lower_fds: list[int], session_fd: int, name: str) -> int:
     upper_fd = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=session_fd)
     work_fd = os.open(f"{name}-work", os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=session_fd)
     try:
-        syscalls.fsconfig_string(fs_fd, "source", "sandkasten")
+        syscalls.fsconfig_string(fs_fd, "source", "sandkasten")  # the name that /proc/mounts shows
         for lower_fd in lower_fds:
             syscalls.fsconfig_fd(fs_fd, "lowerdir+", lower_fd)
         syscalls.fsconfig_fd(fs_fd, "upperdir", upper_fd)
         syscalls.fsconfig_fd(fs_fd, "workdir", work_fd)
         for key, value in _OVERLAY_OPTIONS.items():
             syscalls.fsconfig_string(fs_fd, key, value)
+        # volatile: no sync of the upper layer ever, and a session's layers are never used again after a crash.
         syscalls.fsconfig_flag(fs_fd, "volatile")
         return syscalls.fsmount(fs_fd, NOSUID_NODEV)
     finally:
@@ -126,6 +129,7 @@ def _overlay_by_path(lower_fds: list[int], session_fd: int, name: str, stage_pat
     layers = {"lowerdir": ":".join(lowers)} | upper | _OVERLAY_OPTIONS
     options = [*(f"{key}={value}" for key, value in layers.items()), "volatile"]
     syscalls.mount("sandkasten", stage.STAGED_ROOT, "overlay", k.MS_NOSUID | k.MS_NODEV, ",".join(options))
+    # The overlay holds its layers by itself: once it is cloned, the staged mounts can go.
     mount_fd = syscalls.open_tree(k.AT_FDCWD, stage.STAGED_ROOT, k.OPEN_TREE_CLONE)
     for point in (stage.STAGED_ROOT, *lowers, stage.UPPER):
         syscalls.umount2(point, k.MNT_DETACH)

@@ -134,6 +134,8 @@ def make_id_map(mapping: str) -> int:
     """Return a descriptor of a new user namespace that only serves to map the ids of a mount; no process joins it."""
     pid, pidfd, _stack = syscalls.clone_sleeper(k.CLONE_NEWUSER, _SLEEP_S)
     try:
+        # One write each, from the parent namespace, by a process with CAP_SETUID and CAP_SETGID there
+        # (user_namespaces(7), "Defining user and group ID mappings").
         write_file(f"/proc/{pid}/uid_map", mapping)
         write_file(f"/proc/{pid}/gid_map", mapping)
         return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
@@ -177,6 +179,7 @@ def _hold_namespace(control: socket.socket, parent_pid: int) -> None:
         syscalls.end_with_parent(parent_pid)
         control.recv(1)
         for kind in _KINDS:
+            # The limit of the caller's user namespace (sysctl/user.rst): 0 for every process in it, root included.
             write_file(f"/proc/sys/user/max_{kind}_namespaces", "0")
         control.send(b"k")
         signal.pause()

@@ -71,6 +71,7 @@ def make_stage(stage: str) -> None:
         os.close(os.open(f"{stage}/{EMPTY_FILE}", os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o000))
         syscalls.mount("sandkasten", f"{stage}/{DEV}", "tmpfs", k.MS_NOSUID | k.MS_NOEXEC, "mode=0755,nr_inodes=64")
         _make_devices(f"{stage}/{DEV}")
+        # With MS_BIND the flag is set on this mount, which clones copy, and not on the file system (mount(2)).
         syscalls.mount("", stage, flags=k.MS_REMOUNT | k.MS_BIND | k.MS_RDONLY | inert)
     finally:
         os.umask(mask)

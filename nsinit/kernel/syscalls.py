@@ -158,7 +158,7 @@ def clone_sleeper(flags: int, seconds: int) -> tuple[int, int, object]:
     stack until the process was waited for.
     """
     pidfd, stack = c_int(-1), ctypes.create_string_buffer(_SLEEPER_STACK_BYTES)
-    top = (ctypes.addressof(stack) + _SLEEPER_STACK_BYTES) & ~15
+    top = (ctypes.addressof(stack) + _SLEEPER_STACK_BYTES) & ~15  # stacks grow down and are aligned to 16 bytes
     pid = _clone(_sleep_address, top, flags | k.CLONE_VM | k.CLONE_PIDFD | signal.SIGCHLD, seconds, byref(pidfd))
     return _check(pid, "clone"), pidfd.value, stack
 
@@ -195,6 +195,7 @@ def _clone_args(flags: int) -> CloneArgs:
 
 
 def _fork(args: CloneArgs) -> int:
+    # What os.fork does around fork(2): locks of the interpreter are taken before and made anew in the child.
     _before_fork()
     pid: int = _gil_syscall(k.SYS_clone3, byref(args), _CLONE_ARGS_SIZE, 0, 0, 0, 0)
     if pid == 0:

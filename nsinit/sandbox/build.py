@@ -1,10 +1,11 @@
 """THE order in which a sandbox is built, and who does each part.
 
-The cgroup comes from a process that can make nothing else. PID 1 is a fork of nsinit, and every page it touches is
-copied for it alone; the builder is a process that has done it all before, so the long lists are its. It joins the
-mount, network and host name namespaces of PID 1, works in them as real root, and has left them when PID 1 gives its
-power away and the runner starts.
-There is no "warn and continue" here: a step that fails ends the build, named with its path and errno.
+The cgroup comes from a process that can make nothing else. PID 1 is a fork of the forker, and every page that PID 1
+writes is copied for it alone; so the long lists are the builder's, a process that has done it all before. The builder
+joins the mount, network and host name namespaces of PID 1, works in them as real root, and has left them when PID 1
+gives its power away and the runner starts.
+
+There is no "warn and continue": a step that fails ends the build, named with its path and errno.
 Sources: clone(2), setns(2), pivot_root(2), user_namespaces(7), pid_namespaces(7).
 """
 
@@ -25,7 +26,7 @@ CGROUP_STEPS: tuple[tuple[str, Callable[[SessionCgroup, Limits], object]], ...] 
     ("cgroup share", lambda cgroup, limits: cgroup.set_share(BUILDING_SHARE)),
     ("cgroup limits", limits.first),
 )
-"""The cgroup maker, before there is a process to limit."""
+"""By the cgroup maker, before there is a process to limit."""
 
 BIRTH_STEPS: tuple[tuple[str, Callable[[init_steps.Init], object]], ...] = (
     ("parent death signal", init_steps.arm_parent_death),
@@ -38,12 +39,12 @@ BIRTH_STEPS: tuple[tuple[str, Callable[[init_steps.Init], object]], ...] = (
     ("oom score", init_steps.set_oom_score),
     ("rlimits", init_steps.set_limits),
 )
-"""PID 1; then it rehearses what it will serve (`runner.server.main.rehearse`), and waits for the builder's word."""
+"""By PID 1, which then rehearses what it will serve (`Runner.rehearse`) and waits for the builder's word."""
 
 JOIN_STEPS: tuple[tuple[str, Callable[[SandboxBuild], object]], ...] = (
     ("join namespaces", builder_steps.join_namespaces),
 )
-"""The builder, first of all."""
+"""By the builder, first of all."""
 
 BLANK_STEPS: tuple[tuple[str, Callable[[SandboxBuild], object]], ...] = (
     *JOIN_STEPS,
@@ -55,7 +56,8 @@ BLANK_STEPS: tuple[tuple[str, Callable[[SandboxBuild], object]], ...] = (
     ("stage dev", builder_steps.stage_dev),
     ("protect proc", builder_steps.protect_proc),
 )
-"""The builder, at the same time; nothing of an image is needed or touched. A prepared vessel waits here."""
+"""By the builder, at the same time as PID 1's steps. No image is needed or touched. A blank sandbox of the pool waits
+here."""
 
 IMAGE_STEPS: tuple[tuple[str, Callable[[SandboxBuild, SandboxPlan], object]], ...] = (
     ("disk limits", builder_steps.fit_disk),
@@ -68,7 +70,8 @@ IMAGE_STEPS: tuple[tuple[str, Callable[[SandboxBuild, SandboxPlan], object]], ..
     ("user directories", builder_steps.make_user_directories),
     ("etc", builder_steps.write_etc),
 )
-"""The builder. `SandboxPlan.image_key` is all of the plan that these look at. A furnished vessel waits here."""
+"""By the builder. These steps depend on no field of the plan outside `SandboxPlan.image_key`. A sandbox of the pool
+with an image waits here."""
 
 LAST_STEPS: tuple[tuple[str, Callable[[SandboxBuild, SandboxPlan], object]], ...] = (
     ("image root", builder_steps.find_root),
@@ -76,12 +79,12 @@ LAST_STEPS: tuple[tuple[str, Callable[[SandboxBuild, SandboxPlan], object]], ...
     ("read-only root", builder_steps.make_read_only),
     ("pivot root", builder_steps.pivot),
 )
-"""The builder. Afterwards it leaves the namespaces, closes what it held of them, and lets PID 1 go on."""
+"""By the builder, which afterwards leaves the namespaces, closes its descriptors of them, and lets PID 1 go on."""
 
 BARE_STEPS: tuple[tuple[str, Callable[[SandboxBuild], object]], ...] = tuple(
     step for step in BLANK_STEPS if step[0] not in ("network settings", "loopback", "disk")
 )
-"""The builder, for a sandbox without programs: nothing in it has a use for a network or a disk of its own."""
+"""By the builder, for a sandbox without programs, which has no use for a network or a disk of its own."""
 
 FILES_STEPS: tuple[tuple[str, Callable[[SandboxBuild, SandboxPlan], object]], ...] = (
     ("empty root", builder_steps.mount_empty_root),
@@ -92,7 +95,7 @@ FILES_STEPS: tuple[tuple[str, Callable[[SandboxBuild, SandboxPlan], object]], ..
     ("read-only root", builder_steps.close_root),
     ("pivot root", builder_steps.pivot),
 )
-"""The builder, instead of an image: a workspace, and what PID 1 itself needs."""
+"""By the builder, instead of an image: a workspace, and the mounts that PID 1 itself needs."""
 
 POWER_STEPS: tuple[tuple[str, Callable[[init_steps.Init], object]], ...] = (
     ("working directory", init_steps.enter_root),
@@ -110,7 +113,8 @@ POWER_STEPS: tuple[tuple[str, Callable[[init_steps.Init], object]], ...] = (
     ("landlock", init_steps.keep_inside),
     ("system call filter", init_steps.filter_system_calls),
 )
-"""PID 1: from joining the user namespace on, nothing of the above can be done or undone; then the runner takes over.
+"""By PID 1: from joining the user namespace on, none of the above can be done or undone; then the runner takes over.
 
 The system call filter is last, with Landlock just before: PID 1 lives under both, and no step above must need a hole in
-them."""
+them.
+"""

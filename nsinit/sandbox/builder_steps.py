@@ -1,8 +1,9 @@
-"""What the builder does in a sandbox's namespaces: network, mounts, `/etc`, the new root. `build` says in which order.
+"""The builder's steps in a sandbox's namespaces: network, mounts, `/etc`, the new root. `build` has their order.
 
-Real root does it, in namespaces that the initial user namespace owns; PID 1 joins the session's own user namespace only
-after that, so no capability inside reaches a mount, the host name or the network set-up again. No foreign code runs
-here, and nothing of an image is followed or trusted. Sources: pivot_root(2) NOTES, user_namespaces(7), proc(5) hidepid.
+Real root performs them, in namespaces that the initial user namespace owns; PID 1 joins the session's own user
+namespace only after that, so no capability inside reaches a mount, the host name or the network set-up again. No
+foreign code runs here, and no name in an image is followed or trusted.
+Sources: pivot_root(2) NOTES, user_namespaces(7), proc(5) hidepid.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ MASKED = (
     *("modules", "pagetypeinfo", "sched_debug", "scsi", "slabinfo", "sysrq-trigger", "timer_list", "timer_stats"),
     *("tty/driver", "vmallocinfo", "zoneinfo"),
 )
-"""What of /proc tells about the host or reaches it. Most is unreadable for unmapped ids: this is the second layer."""
+"""Files of /proc that tell about the host or reach it. Most are unreadable for unmapped ids: this is the
+second layer."""
 
 _MASKED_DIRECTORIES = frozenset({"acpi", "asound", "bus/input", "driver", "fs/nfsd", "scsi", "tty/driver"})
 
@@ -52,7 +54,7 @@ _POINT = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What holds for every session of this nsinit."""
+    """The facts about machine and configuration that hold for every session of this nsinit."""
 
     layout: Layout
     features: mounts.Features
@@ -62,12 +64,12 @@ class Machine:
     disk: Mechanism
     volumes: Volumes
     crash: Crash | None = None
-    """Where a process is to end, if a test wants that."""
+    """The crash point, if a test asked for one."""
 
 
 @dataclass(slots=True)
 class SandboxBuild:
-    """One sandbox while the builder works on it. Descriptors are closed when the builder leaves."""
+    """A sandbox while the builder works on it. Its descriptors are closed when the builder leaves."""
 
     machine: Machine
     session_id: str
@@ -77,7 +79,7 @@ class SandboxBuild:
     system_userns_fd: int
     control: socket.socket
     disk: DiskLimits
-    """What its disk is made for, unless the plan says otherwise."""
+    """Limits of the disk, unless the plan says otherwise."""
     workspace_userns_fd: int = -1
     root_fd: int = -1
     usr_fd: int = -1
@@ -88,7 +90,7 @@ class SandboxBuild:
         return f"sk-{self.session_id[:8]}"
 
     def place(self, plan: SandboxPlan | None = None) -> Place:
-        """Return what its disk is made from."""
+        """Return the place of the disk, with the memory that it may be charged to once a plan is known."""
         memory_bytes = None if plan is None else plan.limits.memory_bytes
         return Place(self.machine.layout, self.session_id, self.base, memory_bytes)
 
@@ -97,6 +99,7 @@ class SandboxBuild:
 
 
 def join_namespaces(build: SandboxBuild) -> None:
+    # By the pidfd all three are joined in one call, or none of them (setns(2)).
     try:
         syscalls.setns(build.pidfd, JOINED)
     except ProcessLookupError as error:
@@ -110,6 +113,7 @@ def make_disk(build: SandboxBuild) -> None:
 def stage_dev(build: SandboxBuild) -> None:
     """Put the session's `/dev` together on the stage, in its own mount namespace."""
     machine, target = build.machine, f"{build.machine.layout.stage}/{stage.OWN_DEV}"
+    # Not NODEV: the device nodes must work. Read-only: nobody can make others, and mknod(2) takes CAP_MKNOD anyway.
     attributes = k.MOUNT_ATTR_RDONLY | k.MOUNT_ATTR_NOSUID | k.MOUNT_ATTR_NOEXEC
     template = f"{machine.layout.stage}/{stage.DEV}"
     if machine.features.idmapped_tmpfs:
@@ -117,6 +121,7 @@ def stage_dev(build: SandboxBuild) -> None:
     else:
         mount_fd = mounts.clone(-1, template, attributes)
     mounts.attach(mount_fd, os.open(target, _POINT))
+    # Each mount of devpts is an instance of its own since Linux 4.7 (devpts.rst): no terminal of the host is in it.
     options: dict[str, str | int] = {"ptmxmode": "0666", "mode": "0620", "gid": build.base + _TTY_GROUP, "max": 64}
     pts_fd = mounts.filesystem("devpts", k.MOUNT_ATTR_NOSUID | k.MOUNT_ATTR_NOEXEC, **options)
     mounts.attach(pts_fd, os.open(f"{target}/pts", _POINT))
@@ -134,6 +139,7 @@ def protect_proc(build: SandboxBuild) -> None:
     os.chdir(f"{stage_path}/{stage.PROC}")
     for name in READ_ONLY:
         if _bind_if_present(name, name):
+            # A bind ignores MS_RDONLY; a remount of it sets the flag on this mount alone (mount(2)).
             syscalls.mount("", name, flags=k.MS_REMOUNT | k.MS_BIND | k.MS_RDONLY | _INERT_FLAGS)
     for name in MASKED:
         template = stage.EMPTY_DIRECTORY if name in _MASKED_DIRECTORIES else stage.EMPTY_FILE
@@ -156,7 +162,7 @@ def mount_root(build: SandboxBuild, plan: SandboxPlan) -> None:
 
 
 def find_root(build: SandboxBuild, plan: SandboxPlan) -> None:
-    """The image was mounted just now, or some time ago in a vessel."""
+    """Find the root of an image that was mounted by an earlier order, in a sandbox of the pool."""
     if build.root_fd < 0:
         build.root_fd = os.open(f"{build.machine.layout.stage}/{stage.ROOT}", _POINT)
         if plan.image_kind == "host":
@@ -164,7 +170,7 @@ def find_root(build: SandboxBuild, plan: SandboxPlan) -> None:
 
 
 def mount_empty_root(build: SandboxBuild, plan: SandboxPlan) -> None:
-    """No program, no file: room for mount points only."""
+    """Mount an empty root, with room for mount points only."""
     point = f"{build.machine.layout.stage}/{stage.ROOT}"
     mounts.attach(_tmpfs(build, _EMPTY_BYTES, mode="0755", inodes=_EMPTY_INODES), os.open(point, _POINT))
     build.root_fd = os.open(point, _POINT)
@@ -175,10 +181,11 @@ def close_root(build: SandboxBuild, plan: SandboxPlan) -> None:
 
 
 def mount_usr(build: SandboxBuild, plan: SandboxPlan) -> None:
-    """The machine's own files: uid 1000 there is a person, not the sandbox user, so only system ids are mapped.
+    """Mount the machine's own `/usr` below the image's, with only system ids mapped: uid 1000 there is a person, not
+    the sandbox user.
 
-    An id without a mapping is nobody's, no capability reaches past its mode, and nothing of it can be copied up.
-    What the image has in its own `/usr` lies above them.
+    An id without a mapping is nobody's, no capability reaches past its mode, and no file of such an owner can be copied
+    up.
     """
     if plan.image_kind == "host":
         lowers = f"{build.machine.layout.image_rootfs(plan.image)}{HOST_USR}", HOST_USR
@@ -188,7 +195,8 @@ def mount_usr(build: SandboxBuild, plan: SandboxPlan) -> None:
 
 
 def place_proc(build: SandboxBuild, plan: SandboxPlan) -> None:
-    """The staged `/proc` moves onto the image with everything that is mounted in it; so does `/dev`."""
+    """Move the staged `/proc` onto the image, with everything that is mounted in it; `place_dev` does the same for
+    `/dev`."""
     mounts.attach(os.open(f"{build.machine.layout.stage}/{stage.PROC}", _POINT), _target(build, "proc"))
 
 
@@ -199,13 +207,14 @@ def place_dev(build: SandboxBuild, plan: SandboxPlan) -> None:
 
 
 def mount_tmp(build: SandboxBuild, plan: SandboxPlan) -> None:
-    """Its pages are the session's memory: a full /tmp must be "no space left", not an out-of-memory kill of PID 1."""
+    """Mount `/tmp`, at most half of the memory large: its pages are the session's, and a full `/tmp` must be "no space
+    left", not an out-of-memory kill of PID 1."""
     size_bytes = min(plan.tmp_bytes, plan.limits.memory_bytes // 2)
     mounts.attach(_tmpfs(build, size_bytes, inodes=plan.tmp_inodes), _target(build, "tmp"))
 
 
 def mount_run(build: SandboxBuild, plan: SandboxPlan) -> None:
-    """`/run`, and on it the runner's private directory, which commands can pass through but not list."""
+    """Mount `/run`, and on it the runner's private directory, which commands can pass through but not list."""
     base = build.base
     share_bytes = plan.limits.memory_bytes // 8
     mounts.attach(_tmpfs(build, min(_RUN_BYTES, share_bytes), mode="0755"), _target(build, "run"))
@@ -232,6 +241,7 @@ def mount_workspace(build: SandboxBuild, plan: SandboxPlan) -> None:
             path = volumes.mount(layout.volume(plan.workspace_id, draft=is_draft))
         else:
             path = layout.workspace(plan.workspace_id, draft=is_draft)
+        # The map knows the sandbox user and the squashed system ids: a file of any other owner is nobody's inside.
         mount_fd = mounts.clone_idmapped(path, build.workspace_userns_fd, mounts.NOSUID_NODEV)
         mounts.attach(mount_fd, _target(build, rootfs.WORKSPACE))
 
@@ -241,7 +251,8 @@ def write_etc(build: SandboxBuild, plan: SandboxPlan) -> None:
 
 
 def make_read_only(build: SandboxBuild, plan: SandboxPlan) -> None:
-    """After all mount points exist. Workspace and home become mounts of their own first, and stay writable."""
+    """Make the root read-only, after all mount points exist. Workspace and home become mounts of their own first, and
+    stay writable."""
     if not plan.readonly_rootfs:
         return
     for path in (rootfs.HOME, *([rootfs.WORKSPACE] if plan.workspace_id is None else [])):
@@ -252,9 +263,11 @@ def make_read_only(build: SandboxBuild, plan: SandboxPlan) -> None:
 
 
 def pivot(build: SandboxBuild, plan: SandboxPlan) -> None:
-    """The old root goes below the new one on the same spot and is detached: no directory is needed, no name is left."""
+    """Make the built root the root of the namespace. The old root needs no directory to be put in, and no name of it is
+    left."""
     root_fd = os.open(f"{build.machine.layout.stage}/{stage.ROOT}", os.O_RDONLY | os.O_DIRECTORY)
     os.fchdir(root_fd)
+    # pivot_root(2), NOTES: with "." twice the old root is stacked on the new one, and "." is the old one afterwards.
     syscalls.pivot_root(".", ".")
     syscalls.umount2(".", k.MNT_DETACH)
     os.chdir("/")

@@ -1,6 +1,7 @@
-"""The life of PID 1 from clone3 to the runner: its own first steps, the builder's word, power away, the runner.
+"""The life of PID 1 from clone3 to the runner: its first steps, the builder's word, power away, the runner.
 
-Never returns into nsinit's code. What is said on the control socket, and by whom, is in `control`.
+Never returns into nsinit's code. `control` has the messages on the control socket. `RunnerKernel` is the part of nsinit
+that the runner, which may not import ctypes bindings, is given: everything in it is bound before `pivot_root`.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import signal
 from collections.abc import Callable
 from typing import NoReturn, Protocol
 
+from nsinit.kernel import capabilities, landlock, syscalls
 from nsinit.kernel import constants as k
-from nsinit.kernel import syscalls
+from nsinit.kernel.seccomp.filters import command_filter
 from nsinit.sandbox import build, init_steps
 from nsinit.sandbox.init_steps import Init
 from nsinit.steps import StepFailed, failure_of
@@ -19,17 +21,17 @@ from nsinit.wire import control
 
 
 class Runner(Protocol):
-    """What PID 1 becomes."""
+    """The program that PID 1 becomes."""
 
     def rehearse(self) -> None:
-        """Touch what serving will touch; nothing of the sandbox is there yet."""
+        """Touch the objects that serving will touch; no part of the sandbox exists yet."""
 
     def enter(self, init: Init, on_ready: Callable[[], None]) -> NoReturn:
         """Take the process over; `on_ready` is called when it is about to serve."""
 
 
 def live(init: Init, runner: Runner) -> NoReturn:
-    """Run the child. Ends the process, always."""
+    """Run PID 1. Ends the process, always."""
     try:
         init.steps.run(build.BIRTH_STEPS, init)
         with init.steps.step("rehearsal"):
@@ -49,7 +51,8 @@ def live(init: Init, runner: Runner) -> NoReturn:
 
 
 def _touch_power_steps() -> None:
-    """Count a reference to what the steps to come will count references to: see `runner.server.main.rehearse`."""
+    """Count a reference to every object to which the steps to come will count references (`runner.server`,
+    rehearsal)."""
     for _name, step in build.POWER_STEPS:
         code = getattr(step, "__code__", None)
         if code is not None:
@@ -59,9 +62,10 @@ def _touch_power_steps() -> None:
 
 
 def _say_ready(init: Init) -> None:
-    """From here on the sandbox lives on its own, unless it is there for files only: that one goes with nsinit. (To
-    change one's ids takes the signal away, so it is set anew.) If nsinit is already gone this raises, and the sandbox
-    dies. While it was built it went before everybody (`vessel.BUILDING_SHARE`); now nsinit should hear of it first."""
+    """Tell nsinit that the runner serves. From here on the sandbox outlives nsinit, unless it has files only.
+
+    Raises `OSError`, and the sandbox dies, when nsinit is gone already.
+    """
     syscalls.prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL if init.files_only else 0)
     os.write(init.control_fd, control.STATUS.encode(control.Done(init.steps.timings_us)))
     os.close(init.control_fd)
@@ -73,3 +77,71 @@ def _report(init: Init, error: StepFailed) -> None:
         os.write(init.control_fd, control.describe(error))
     except OSError:
         pass  # nsinit is gone, or the runner ended after it was ready: then the exit itself is the message
+
+
+# The runner's system calls --------------------------------------------------------------------------------------------
+
+COMMAND_OOM_SCORE = 500
+"""The lowest `oom_score_adj` of commands: a memory hog must not end PID 1, whose own is 0 as a rule."""
+
+
+class RunnerKernel:
+    """The system calls of `runner.loop.kernel.Kernel`, each method one call or a few. `filters_commands`: the session
+    has a system call filter."""
+
+    def __init__(self, *, filters_commands: bool) -> None:
+        self._command_filter = command_filter() if filters_commands else None
+        self._oom_fd = -1
+        self._oom_scores = b"", b""
+
+    def take_oom_file(self, fd: int, score: int) -> None:
+        """Own PID 1's `oom_score_adj`, which says `score`. Without it forks keep the score of PID 1."""
+        self._oom_fd = fd
+        self._oom_scores = b"%d" % score, b"%d" % max(score, COMMAND_OOM_SCORE)
+
+    def setfsuid(self, uid: int) -> None:
+        syscalls.setfsuid(uid)
+
+    def setfsgid(self, gid: int) -> None:
+        syscalls.setfsgid(gid)
+
+    def be_first_victim(self, first: bool) -> None:
+        try:
+            if self._oom_fd >= 0:
+                os.write(self._oom_fd, self._oom_scores[first])
+        except OSError:
+            pass  # the score that it has is a fair one
+
+    def prctl_set_pdeathsig(self) -> None:
+        syscalls.prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def prctl_set_child_subreaper(self) -> None:
+        syscalls.prctl(k.PR_SET_CHILD_SUBREAPER, 1)
+
+    def clear_caps(self) -> None:
+        syscalls.capset(0)
+
+    def keep_root_caps(self) -> None:
+        capabilities.become_root()
+
+    def make_file_rules(self, readable: list[tuple[int, bool]] | None, writable: list[tuple[int, bool]] | None) -> int:
+        return landlock.make_file_rules(readable, writable)
+
+    def enter_file_rules(self, rules_fd: int) -> None:
+        syscalls.landlock_restrict_self(rules_fd)
+
+    def restrict_command(self) -> None:
+        if self._command_filter is not None:
+            syscalls.set_filter(self._command_filter)
+
+    def openat2(self, dirfd: int, path: bytes, flags: int, mode: int, resolve: int) -> int:
+        return syscalls.openat2(dirfd, path, flags, mode=mode, resolve=resolve)
+
+    def syncfs(self, fd: int) -> None:
+        syscalls.syncfs(fd)
+
+    def close_range(self, first: int, last: int) -> None:
+        syscalls.close_range(first, last)
+
+    def fork_into_cgroup(self, cgroup_fd: int) -> int:
+        return syscalls.fork_into_cgroup(cgroup_fd)

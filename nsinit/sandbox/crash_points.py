@@ -1,7 +1,7 @@
-"""The steps at which a process of nsinit's can be made to end (`crash`), by process and what it is doing.
+"""The steps at which a process of nsinit's can be made to end (`steps.Crash`), by process and task.
 
-Steps of a build come from the lists that are carried out, so a new one is here by itself; the others are named where
-they are, and a test compares. Sources: none but `build`.
+Steps of a build come from the lists in `build`, so a new one is here by itself; the others are named at their place in
+the code, and a test compares.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from nsinit.sandbox.build import (
 )
 
 MAKER_STEPS = ("raise limits", "group")
-"""Of the cgroup maker, besides its part of a create."""
+"""Steps of the cgroup maker, besides its part of a create."""
 
 NSINIT_STEPS = ("slot", "listener", "cgroup", "clone", "limits", "identity", "share")
-"""Of a create, in nsinit itself."""
+"""Steps of a create in nsinit itself."""
 
 NSINIT_POINTS = (
     "nsinit.exec.group_made",
@@ -53,11 +53,11 @@ RUNNER_POINTS = (
     "runner.files.synced",
     "runner.files.placed",
 )
-"""PID 1's own."""
+"""Steps of PID 1 as the runner."""
 
 NSINIT, BUILDER, FILES, INIT = "nsinit.create.", "builder.create.", "builder.files.", "init.create."
 MAKER = "cgroup_maker."
-"""`FILES`: the builder's, of a sandbox that has a workspace and no program."""
+"""Prefixes of the points. `FILES`: the builder's, of a sandbox that has a workspace and no program."""
 
 
 def all_points() -> tuple[str, ...]:
@@ -75,5 +75,5 @@ def all_points() -> tuple[str, ...]:
 
 
 def point_names(prefix: str, steps: tuple[str, ...] | list[str]) -> tuple[str, ...]:
-    """Return the points of some steps; one that occurs twice is one point."""
+    """Return the points of some steps; a step that occurs twice is one point."""
     return tuple(dict.fromkeys(prefix + step.replace(" ", "_") for step in steps))

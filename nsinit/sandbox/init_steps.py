@@ -1,6 +1,6 @@
-"""What PID 1 of a sandbox does itself, before and after the builder's work; `build` says in which order.
+"""PID 1's own steps, before and after the builder's work; `build` has their order.
 
-Few and small steps: every page that they touch is copied for this one process and stays its own.
+Few and small steps: every page that PID 1 writes is copied for this one process and stays its own.
 Sources: cgroup_namespaces(7); proc(5) hidepid; capabilities(7); prctl(2) PR_SET_PDEATHSIG.
 """
 
@@ -25,7 +25,7 @@ from nsinit.wire import control
 from nsinit.wire.validate import MAX_OPEN_FILES
 
 OPEN_FILES = 1024
-"""What a process may open before it asks for more: select(2) can't count further."""
+"""The limit of open files that a process begins with: select(2) can't count further."""
 
 _LIMITS = (
     # CORE is 1: with a `|pipe` core_pattern the kernel ignores 0 and starts the host's handler as root; 1 means none.
@@ -39,12 +39,12 @@ _LIMITS = (
 
 
 NAME = "sandkasten-init"
-"""What `/proc/<pid>/comm` says."""
+"""The name in `/proc/<pid>/comm`."""
 
 
 @dataclass(slots=True)
 class Init:
-    """A PID 1 to be: what it needs from its birth to the runner."""
+    """A process on its way to PID 1 of a sandbox: its inputs, and the state that its steps leave."""
 
     base: int
     userns_fd: int
@@ -56,7 +56,7 @@ class Init:
     landlock_abi: int
     filters: Filters
     root_id: control.RootId | None = None
-    """The root it must find itself in, once the builder is done."""
+    """The root that PID 1 must find itself in, once the builder is done."""
     root_inside: bool = False
     """Whether commands may be root."""
     files_only: bool = False
@@ -64,23 +64,24 @@ class Init:
     filter: FilterProgram | None = None
     """The system call filter of the session; None is `off`."""
     oom_fd: int = -1
-    """Its own `oom_score_adj`, open for writing, and what that says."""
+    """PID 1's own `oom_score_adj`, open for reading and writing, and its value."""
     oom_score: int = 0
     open_files: int = OPEN_FILES
-    """How far a process may raise its limit."""
+    """The highest limit of open files that a process may set."""
     steps: Steps = field(default_factory=Steps)
     crash: Crash | None = None
-    """Where it is to end, if a test wants that."""
+    """The crash point, if a test asked for one."""
 
     @property
     def kept_fds(self) -> set[int]:
-        """What it needs of nsinit's descriptors."""
+        """The descriptors of nsinit's that PID 1 keeps."""
         return {0, 1, 2, self.listener_fd, self.control_fd, self.userns_fd}
 
 
 def arm_parent_death(init: Init) -> None:
+    # Until the sandbox is whole it dies with nsinit, whose child it is (CLONE_PARENT): nobody else knows of it.
     syscalls.prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL)
-    gc.disable()
+    gc.disable()  # a collection would write to, and so copy, the pages of every object
 
 
 def take_name(init: Init) -> None:
@@ -88,26 +89,29 @@ def take_name(init: Init) -> None:
 
 
 def close_descriptors(init: Init) -> None:
-    """First thing, and again last thing: with no exec, no close-on-exec flag ever acts (CVE-2024-21626)."""
+    """Close every descriptor but PID 1's own: first thing, and again last. With no exec, no close-on-exec flag ever
+    acts (CVE-2024-21626)."""
     keep_only(init.kept_fds)
 
 
 def start_session(init: Init) -> None:
+    # A session and process group of its own: a signal to nsinit's group does not reach it (setsid(2)).
     os.setsid()
 
 
 def attach_cgroups(init: Init) -> None:
-    """Before the cgroup namespace, so that the session sees itself at `/`."""
+    """Join the v1 cgroups, before the cgroup namespace is made, so that the session sees itself at `/`."""
     for path in init.attach_files:
         write_file(path, "0")
 
 
 def unshare_cgroups(init: Init) -> None:
+    # The cgroups of this moment become the namespace's root (cgroup_namespaces(7)), so PID 1 must be in its own by now.
     syscalls.unshare(k.CLONE_NEWCGROUP)
 
 
 def set_oom_score(init: Init) -> None:
-    """Don't inherit a protection the daemon may have; the runner raises it for what it forks."""
+    """Drop a negative score that nsinit inherited from a protected daemon; the runner raises the score of its forks."""
     with open("/proc/self/oom_score_adj", "r+b", buffering=0) as file:
         if int(file.read()) < 0:
             file.write(b"0")
@@ -121,7 +125,8 @@ def set_limits(init: Init) -> None:
 
 
 def mount_proc(init: Init) -> None:
-    """On the stage, from where the builder moves it: only a process of the pid namespace gets the `proc` of it.
+    """Mount `proc` on the stage, from where the builder moves it: only a process of the pid namespace gets the right
+    `proc`.
 
     PID 1 is in the group that sees all processes; commands see their own uid's, so `/proc/1` isn't there.
     """
@@ -131,7 +136,8 @@ def mount_proc(init: Init) -> None:
 
 
 def enter_root(init: Init) -> None:
-    """The builder's pivot_root moved the root of this process if all is well (a chroot would be left alone: no go)."""
+    """Check that the builder's pivot_root moved the root of this process; a process after chroot(2) would be left
+    behind."""
     os.chdir("/")
     status = os.stat("/")
     if (status.st_dev, status.st_ino) != init.root_id:
@@ -139,7 +145,7 @@ def enter_root(init: Init) -> None:
 
 
 def silence_standard_streams(init: Init) -> None:
-    """`/dev` is ours, and this one shows as `/dev/null` in `/proc/self/fd`: no host path, no log pipe goes inside."""
+    """Put `/dev/null` of the sandbox's own `/dev` on descriptors 0 to 2: no host path and no log pipe shows inside."""
     null_fd = os.open("/dev/null", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     for fd in (0, 1, 2):
         os.dup2(null_fd, fd)
@@ -147,13 +153,15 @@ def silence_standard_streams(init: Init) -> None:
 
 
 def keep_oom_file(init: Init) -> None:
-    """Once PID 1 has other ids it can't open this, unless it is dumpable, which it must never be again."""
+    """Open `oom_score_adj` for good: with other ids, and not dumpable, PID 1 could not open it again."""
     init.oom_fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     init.oom_score = int(os.read(init.oom_fd, 16))
 
 
 def join_user_namespace(init: Init) -> None:
-    """Its one supplementary group has no number in there: it can be lost, and nobody can get it."""
+    """Join the session's user namespace. The one supplementary group has no number there: it can be lost, and not be
+    got."""
+    # Before setns(2): inside, setgroups(2) takes only ids that the namespace maps.
     os.setgroups([capabilities.PROC_GROUP])
     syscalls.setns(init.userns_fd, k.CLONE_NEWUSER)
     os.close(init.userns_fd)
@@ -172,17 +180,19 @@ def keep_runner_capabilities(init: Init) -> None:
 
 
 def leave_keyring(init: Init) -> None:
+    # The inherited keyring is nsinit's; keys in it could be found by possession (keyrings(7)).
     syscalls.join_session_keyring()
 
 
 def forbid_dumps(init: Init) -> None:
+    # To trace PID 1 or open its /proc files then takes CAP_SYS_PTRACE, which no command has (ptrace(2)).
     syscalls.prctl(k.PR_SET_DUMPABLE, 0)
 
 
 def lock_imports(init: Init | None = None) -> None:
     """Make every import of a module that isn't loaded fail: after pivot_root it would read, and run, the image's files.
 
-    nsinit does this to itself before it forks anything, so in a child it only makes sure (and costs nothing).
+    nsinit does so to itself before its first fork, so in a child the step only makes sure (and costs nothing).
     """
     for entries in (sys.path, sys.meta_path, sys.path_hooks):
         entries.clear()
@@ -191,7 +201,7 @@ def lock_imports(init: Init | None = None) -> None:
 
 
 def begin(init: Init, word: control.Begin) -> None:
-    """Take the builder's word."""
+    """Take over the builder's word."""
     init.root_id = word.device, word.inode
     init.filter = init.filters.programs[word.filter_number]
     init.root_inside = word.root_inside
@@ -204,12 +214,13 @@ def keep_inside(init: Init) -> None:
 
 
 def limit_open_files(init: Init) -> None:
-    """The plan's, which was not known at birth; what is inherited from here on can only be lowered."""
+    """Set the plan's limit of open files, which was not known at birth; from here on a process can only lower its
+    inheritance."""
     hard = min(init.open_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(OPEN_FILES, hard), hard))
 
 
 def filter_system_calls(init: Init) -> None:
-    """Last of all: no step before it needs a hole in the filter."""
+    """Put PID 1 under the system call filter, last of all: no step before needs a hole in it."""
     if init.filter is not None:
         syscalls.set_filter(init.filter)

@@ -1,6 +1,6 @@
 """The session's network namespace: loopback and the settings that only the initial user namespace may change.
 
-Runs in the child before `pivot_root`, through the host's `/proc`, which shows the caller's network namespace.
+The builder runs it, inside the namespace, through the host's `/proc`, whose `sys/net` shows the caller's network.
 Sources: netdevice(7); Documentation/networking/ip-sysctl.rst.
 """
 
@@ -28,13 +28,14 @@ def write_settings(base_id: int) -> None:
         try:
             write_file(f"/proc/sys/net/{name}", value)
         except FileNotFoundError:
-            if not name.startswith("ipv6"):  # a kernel without IPv6 needs it switched off nowhere
+            if not name.startswith("ipv6"):  # a kernel without IPv6 has nothing to switch off
                 raise
 
 
 def loopback_up() -> None:
     """Bring `lo` up."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
+        # A new network namespace has a loopback device that is down (network_namespaces(7)).
         request = fcntl.ioctl(probe, k.SIOCGIFFLAGS, _IFREQ.pack(b"lo", 0))
         flags = _IFREQ.unpack(request)[1] | k.IFF_UP
         fcntl.ioctl(probe, k.SIOCSIFFLAGS, _IFREQ.pack(b"lo", flags))

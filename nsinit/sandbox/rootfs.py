@@ -1,4 +1,4 @@
-"""Directories and the few files nsinit puts into a session's root file system before any foreign code runs.
+"""The directories and few files that nsinit puts into a session's root file system before any foreign code runs.
 
 Everything is reached by descriptors opened without following a link, and files are made anew (O_EXCL), so an image
 can't redirect a write. Sources: openat2(2); hosts(5), hostname(5), resolv.conf(5), passwd(5), group(5).
@@ -26,15 +26,6 @@ class UnsafeFile(Exception):
     """A file of the image that must be read is not a regular file of sane size."""
 
 
-def make_session_directories(path: str, names: tuple[str, ...], base: int) -> None:
-    """Make `<path>/<name>` (upper layer, owned by the session's root) and `<path>/<name>-work` for each name."""
-    os.mkdir(path, 0o700)
-    for name in names:
-        os.mkdir(f"{path}/{name}", 0o755)
-        os.chown(f"{path}/{name}", base, base)
-        os.mkdir(f"{path}/{name}-work", 0o700)
-
-
 def make_user_directories(root_fd: int, base: int) -> None:
     """Give the sandbox user a workspace and a home."""
     owner = base + SANDBOX_ID
@@ -55,7 +46,7 @@ def make_user_directories(root_fd: int, base: int) -> None:
 
 
 def write_etc(root_fd: int, base: int, hostname: str) -> None:
-    """Write host name, hosts and an empty resolver configuration, and see to an account for the sandbox user."""
+    """Write host name, hosts and an empty resolver configuration, and add an account for the sandbox user."""
     etc_fd = open_directory(root_fd, "etc", owner=base)
     try:
         replace_file(etc_fd, "hostname", f"{hostname}\n", base)
@@ -68,7 +59,7 @@ def write_etc(root_fd: int, base: int, hostname: str) -> None:
 
 
 def replace_file(dir_fd: int, name: str, text: str, owner: int) -> None:
-    """Make the file `name` anew, whatever was there; a directory of that name is an error."""
+    """Make the file `name` anew in place of the present one; a directory of that name is an error."""
     try:
         os.unlink(name, dir_fd=dir_fd)
     except FileNotFoundError:

@@ -1,4 +1,5 @@
 """The fork server's own process: one connection to the daemon, one thread, requests carried out as jobs.
 
-Imports every other package but `tools`. Begin with `server.py`, then `sessions.py`.
+Imports every other package but `tools`. Begin with `server.py`, the loop, then `requests.py`, the table of requests,
+and `sessions.py`, the operations on sessions.
 """

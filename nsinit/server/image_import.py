@@ -1,8 +1,9 @@
 """The one job of an nsinit that is not started: have an archive unpacked into the draft of an image.
 
-Owns what may be asked for, the way to the draft, and the life of the process that unpacks: a fresh program, since no
-byte of an archive should be read by one that has all privileges, which jails itself (`unpack.py`). It ends with nsinit,
-and nsinit ends with whoever asked. Sources: posix_spawn(3), openat2(2) RESOLVE_NO_SYMLINKS, flock(2).
+Owns the checks of the request, the way to the draft, and the life of the unpacker: a fresh program that jails itself
+(`tools/unpack.py`), since no process with all privileges should read a byte of an archive. The unpacker ends with
+nsinit, and nsinit ends when the other end of the channel hangs up.
+Sources: posix_spawn(3), openat2(2) RESOLVE_NO_SYMLINKS, flock(2).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY
 
 
 def serve(channel: socket.socket, request: UnpackImage, fds: list[int], grant: Grant | None) -> None:
-    """Do it and answer, unless the other end hangs up before. `fds` came with the request and are closed."""
+    """Have the archive unpacked and answer, unless the other end hangs up before. `fds` came with the request and are
+    closed."""
     answer: Unpacked | Failed | None
     try:
         answer = _import(channel, request, fds, grant)
@@ -70,8 +72,8 @@ def _import(channel: socket.socket, request: UnpackImage, fds: list[int], grant:
 def _draft(path: str) -> Iterator[int]:
     """Open the root directory of a draft, and keep a sweep from the draft meanwhile.
 
-    No link is on the way there, and what lies below the data directory is root's: no other user could have put it
-    there, or put something in its place after this look, which is by descriptor.
+    No link is on the way there, and every directory on it below the data directory is root's: no other user could have
+    put it there, or put another in its place after this check, which is by descriptor.
     """
     fds: list[int] = []
     try:
@@ -90,7 +92,8 @@ def _draft(path: str) -> Iterator[int]:
 
 
 def _unpack(channel: socket.socket, archive_fd: int, root_fd: int, *limits: str) -> bytes | None:
-    """Return what the process said that unpacked, None when nobody wants to know any more; either way it is gone."""
+    """Return the unpacker's verdict, None when the other end of the channel hung up; either way the
+    unpacker is gone."""
     read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
     try:
         try:

@@ -1,12 +1,12 @@
-"""Whom the kernel's out-of-memory killer ended, as the kernel's log tells it.
+"""Reads the kernel's log for processes that the out-of-memory killer ended.
 
-Owns one descriptor of `/dev/kmsg`, opened at start (nsinit's mount namespace loses `/dev` afterwards) and read on from
-where the last request stopped, so that a request costs what was logged meanwhile and not the whole log. Names in it are
-chosen by hostile code: a record that is not exactly as the kernel writes it is no record.
+Owns one descriptor of `/dev/kmsg`, opened at start (nsinit's mount namespace loses `/dev` afterwards). Each request
+reads on from where the last one stopped, so it costs the lines logged meanwhile and not the whole log. Names in the log
+are chosen by hostile code: a record that is not exactly as the kernel writes it is no record.
 
-The kernel writes two records. One names the victim's cgroup, but no more than ten of those are written in five seconds,
-for the whole machine. The other is written for every victim and has its user id: the ids of a session are its own until
-they are given back, and before that its victims are asked for here. So no clock is needed to know whose a victim was.
+The kernel writes two records. One names the cgroup of the killed process, but at most ten of those in five seconds, for
+the whole machine. The other is written for every kill and has the user id: the ids of a session are its own until they
+are given back, and before that its kills are looked for here. So no clock is needed to attribute a kill.
 Sources: Documentation/ABI/testing/dev-kmsg; mm/oom_kill.c, dump_oom_victim, __oom_kill_process (user id: Linux 5.5).
 """
 
@@ -37,14 +37,14 @@ LAST_KILLS = 16
 _PID_NAMESPACE = "/proc/self/ns/pid"
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC
 """Inode of the pid namespace whose numbers the log has (include/linux/proc_ns.h, PROC_PID_INIT_INO)."""
-_PREFIX, _OF_VICTIM = b"oom-kill:", b": Killed process "
+_PREFIX, _OF_KILL = b"oom-kill:", b": Killed process "
 _HEAD = re.compile(rb"\d{1,10},\d{1,20},(?P<usec>\d{1,18}),.*", re.DOTALL)
 _RECORD = re.compile(
     rb"oom-kill:constraint=CONSTRAINT_\w+,.*?,task_memcg=(?P<memcg>/[^,]*),task=(?P<task>.*),pid=(?P<pid>\d{1,10}),uid=\d+",
     re.DOTALL,
 )
 """The first `,task=` ends the cgroup's path, in which there is no comma; the name goes on to the last `,pid=`."""
-_VICTIM = re.compile(
+_KILLED = re.compile(
     rb"[ -~]{0,80}: Killed process (?P<pid>\d{1,10}) \((?P<task>.*)\) total-vm:\d+kB, anon-rss:\d+kB, file-rss:\d+kB, "
     rb"shmem-rss:\d+kB, UID:(?P<uid>\d{1,10}) pgtables:\d+kB oom_score_adj:-?\d+",
     re.DOTALL,
@@ -54,7 +54,7 @@ _ESCAPE = re.compile(rb"\\x([0-9a-f]{2})")
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One process that the kernel killed for memory: its name, when, in seconds of the kernel log's clock, and its pid
+    """A process that the kernel killed for memory: its name, the time in seconds of the kernel log's clock, and its pid
     in the machine's initial pid namespace."""
 
     name: str
@@ -64,7 +64,7 @@ class Kill:
 
 @dataclass(slots=True)
 class Kills:
-    """What the log tells of one session: how many kills, and the last of them, the newest at the end."""
+    """The kills of one session: their number, and the last of them, the newest at the end."""
 
     count: int = 0
     last: deque[Kill] = field(default_factory=lambda: deque(maxlen=LAST_KILLS))
@@ -75,16 +75,16 @@ class Kills:
 
 
 class KernelLog:
-    """The kernel's log from now on; with `path` another file that behaves like it."""
+    """The kernel's log from now on. `path`: the device, or a file that behaves like it."""
 
     def __init__(self, path: str = PATH) -> None:
         self._kills: dict[str, Kills] = {}
         self._unplaced: deque[tuple[int, Kill]] = deque(maxlen=_MAX_UNPLACED)
-        """Victims of whom no record names a cgroup (yet), with their user ids."""
+        """Kills of which no record names a cgroup (yet), with their user ids."""
         self._placed_pid = 0
-        """The victim that the last record was about, if that named its cgroup: the other record follows."""
+        """The pid in the last record, if that record named a cgroup: the other record of the same kill follows."""
         self.has_our_pids = os.stat(_PID_NAMESPACE).st_ino == _INITIAL_PID_NAMESPACE
-        """Whether its pids are those that this process sees."""
+        """Whether pids in the log are those that this process sees."""
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:  # in a container it may not be there, or not for us
@@ -99,8 +99,8 @@ class KernelLog:
             self._fd = -1
 
     def find_oom_kills(self, session_id: str, base: int | None = None) -> Generator[Wait, bool, Kills]:
-        """Read what is new and return the session's kills; `base`: its user ids, if it has them now. Without them those
-        that the log has with its cgroup, and what was found before."""
+        """Read new records and return the session's kills. `base`: its user ids, if it has them now; without them only
+        records that name its cgroup, and earlier attributions, count."""
         for _ in range(_MAX_BATCHES):
             if not self._read_batch():
                 break
@@ -110,7 +110,7 @@ class KernelLog:
         return self._kills.get(session_id, Kills())
 
     def _place(self, session_id: str, base: int) -> None:
-        """Give a session the victims that had its ids."""
+        """Attribute the kills that had a session's ids to the session."""
         unplaced, self._unplaced = self._unplaced, deque(maxlen=_MAX_UNPLACED)
         for uid, kill in unplaced:
             if base <= uid < base + SIZE:
@@ -133,15 +133,15 @@ class KernelLog:
         return True
 
     def take(self, record: bytes) -> None:
-        """Keep what one record of the log says, if it is of a kill."""
+        """Take one record of the log, and keep it if it is of a kill."""
         if (parsed := parse_record(record)) is not None:
             memcg, kill = parsed
             self._placed_pid = kill.pid
             for session_id in filter(is_session_id, memcg.split("/")):
                 self._keep(session_id, kill)
-        elif (victim := parse_victim(record)) is not None:
-            if victim[1].pid != self._placed_pid:
-                self._unplaced.append(victim)
+        elif (killed := parse_kill(record)) is not None:
+            if killed[1].pid != self._placed_pid:
+                self._unplaced.append(killed)
             self._placed_pid = 0
 
     def _keep(self, session_id: str, kill: Kill) -> None:
@@ -153,7 +153,7 @@ class KernelLog:
 
 
 def parse_record(record: bytes) -> tuple[str, Kill] | None:
-    """Return the victim's memory cgroup and the kill; None if the record, as read from the device, is of another kind.
+    """Return the memory cgroup and the kill of a record as read from the device; None if the record is of another kind.
 
     Never raises, whatever the bytes.
     """
@@ -165,13 +165,16 @@ def parse_record(record: bytes) -> tuple[str, Kill] | None:
     return None if match is None or kill is None else (_unescape(match["memcg"]).decode("utf-8", "replace"), kill)
 
 
-def parse_victim(record: bytes) -> tuple[int, Kill] | None:
-    """Return the victim's user id and the kill, of the record that there is for every victim; None if it is no such
-    record. Never raises, whatever the bytes."""
+def parse_kill(record: bytes) -> tuple[int, Kill] | None:
+    """Return the user id and the kill of the record that there is for every kill; None if the record is of another
+    kind.
+
+    Never raises, whatever the bytes.
+    """
     head, text = _split(record)
-    if _OF_VICTIM not in text:
+    if _OF_KILL not in text:
         return None
-    match = _VICTIM.fullmatch(text)
+    match = _KILLED.fullmatch(text)
     kill = _kill(head, match)
     return None if match is None or kill is None else (int(match["uid"]), kill)
 
@@ -190,11 +193,11 @@ def _kill(head: bytes, match: re.Match[bytes] | None) -> Kill | None:
 
 
 def age_s(kill: Kill) -> float:
-    """Return how long ago a kill was, at least.
+    """Return the least age of a kill in seconds.
 
-    The log's clock is none that a program can read. On a machine of its own it goes with CLOCK_MONOTONIC_RAW, while
-    CLOCK_MONOTONIC follows the network's time; in a virtual one it may be the other way round. Whichever is wrong is
-    seconds off after a few days, so what has just happened must not be taken for old by either.
+    No program can read the log's clock. On a physical machine it follows CLOCK_MONOTONIC_RAW, while CLOCK_MONOTONIC
+    follows network time; in a virtual machine it may be the other way round. The wrong one is off by seconds after a
+    few days, so the smaller age counts: a kill that just happened must not be taken for an old one.
     """
     now_s = min(time.clock_gettime(clock) for clock in (time.CLOCK_MONOTONIC_RAW, time.CLOCK_MONOTONIC))
     return max(0.0, now_s - kill.at_s)

@@ -253,7 +253,7 @@ class Sessions:
         passing(machine.crash, "nsinit.destroy.abandoned")
         base = yield from self._kill(session_id, cgroup)
         passing(machine.crash, "nsinit.destroy.killed")
-        # PID 1 took its pid namespace along. What is left was moved into the cgroup from outside, or is dying.
+        # PID 1 took its pid namespace along. A process left was moved into the cgroup from outside, or is dying.
         for pause_s in _EMPTY_BACKOFF_S:
             if not cgroup.processes():
                 break
@@ -426,7 +426,12 @@ class Sessions:
 
     def _run_deletion(self) -> Generator[Wait, bool, None]:
         machine = self.births.machine
-        pidfd = trash.start_deletion(machine.layout, machine.disk.remove, self.find_mounts())
+        try:
+            mounts = self.find_mounts()
+        except OSError as error:  # nothing is deleted that a mount might be in
+            log("error", "trash not deleted", reason=str(error))
+            return
+        pidfd = trash.start_deletion(machine.layout, machine.disk.remove, mounts)
         try:
             yield Wait(fd=pidfd)
             os.waitid(os.P_PIDFD, pidfd, os.WEXITED)

@@ -87,9 +87,9 @@ def _start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Gr
         crash = _crash(request.crash_at, grant)
     with steps.step("seccomp profiles"):
         filters = prepare(request.seccomp_profiles)
-    # While the whole machine is in sight: `/sys` and `/dev` are gone once nsinit has its own mounts.
-    host = HostView.open()
-    undo.callback(host.close)
+    with steps.step("host view"):  # while the whole machine is in sight: nsinit's own mounts show no `/sys`
+        host = HostView.open()
+        undo.callback(host.close)
     disks, volumes = choose.candidates(layout, request.disk), Volumes(layout, host.blocks_fd)
     with steps.step("data directory"):
         layout.make()

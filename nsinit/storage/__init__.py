@@ -1,4 +1,5 @@
-"""Files of sessions on disk: the ways to limit a session's disk, workspaces, volumes, and their removal.
+"""Files of sessions on disk: the mechanisms that limit a session's disk, workspaces, volumes, and their removal.
 
-Imports `cgroup`, `wire` and `kernel`. Begin with `paths.py`, every path in the data directory, then `mechanism.py`.
+Imports `cgroup`, `wire` and `kernel`; `sandbox` and every package above import `storage`. Begin with `paths.py`, which
+has every path in the data directory, then `mechanism.py`.
 """

@@ -1,7 +1,7 @@
 """Mode `btrfs`: layers lie in a subvolume of their own, whose quota group has a limit.
 
-Quotas are the whole file system's matter, so they are never switched on from here. Files are not counted, but what they
-take in the file system's own tables is, so their number is limited by the bytes.
+Quotas concern the whole file system, so they are never switched on from here. Files are not counted, but their metadata
+takes room, so the limit of bytes limits their number.
 Sources: btrfs(5), btrfs-quota(8), btrfs-qgroup(8); include/uapi/linux/{btrfs,btrfs_tree}.h.
 """
 
@@ -72,7 +72,8 @@ class Btrfs(Mechanism):
         self.fit(place, limits)
 
     def usage(self, place: Place, root_fd: int) -> Usage:
-        """The kernel brings its numbers up to date each time it commits, some seconds after a write."""
+        """Return the counters of the quota group, which the kernel updates at each commit, some seconds
+        after a write."""
         fd = os.open(place.directory, _DIRECTORY)
         try:
             if not _is_subvolume(fd):
@@ -83,7 +84,7 @@ class Btrfs(Mechanism):
             os.close(fd)
 
     def remove(self, parent_fd: int, name: str) -> None:
-        """A subvolume goes at once; the kernel frees what is in it later."""
+        """Delete the subvolume, at once; the kernel frees its blocks later."""
         try:
             _volume(parent_fd, k.BTRFS_IOC_SNAP_DESTROY, name)
         except OSError:  # it is a plain directory, or has a subvolume in it
@@ -95,12 +96,12 @@ def _volume(parent_fd: int, request: int, name: str) -> None:
 
 
 def _is_subvolume(fd: int) -> bool:
-    """Whether a directory is one by itself; a plain one lies in the machine's."""
+    """Whether a directory is the root of a subvolume; a plain one lies in the machine's."""
     return os.fstat(fd).st_ino == _ROOT_INODE
 
 
 def _subvolume(fd: int) -> int:
-    """Return the id of the subvolume that `fd` is in; that of its quota group is the same."""
+    """Return the id of the subvolume that `fd` is in, which is also that of its quota group."""
     buffer = bytearray(_LOOKUP.pack(0, _ROOT_INODE))
     fcntl.ioctl(fd, k.BTRFS_IOC_INO_LOOKUP, buffer)
     subvolume_id: int = _LOOKUP.unpack(buffer)[0]
@@ -108,7 +109,7 @@ def _subvolume(fd: int) -> int:
 
 
 def _number(fd: int, group: int, kind: int) -> int:
-    """Return the second number of a quota group's item: what it refers to, or what it may refer to."""
+    """Return the second number of a quota group's item: the bytes that it refers to, or their limit."""
     key = _SEARCH.pack(_QUOTA_TREE, 0, 0, group, group, 0, _MAX, kind, kind, 1, 0, 0, 0, 0, 0)
     buffer = bytearray(key.ljust(_SEARCH_BYTES, b"\0"))
     fcntl.ioctl(fd, k.BTRFS_IOC_TREE_SEARCH, buffer)

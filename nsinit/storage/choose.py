@@ -1,15 +1,9 @@
-"""Which mechanism a data directory gets: each is tried for real, in a process of its own, before it is believed.
+"""Chooses the disk mechanism of a data directory: each is tried for real, in a process of its own.
 
 A trial makes the disk of a session that never lives, in mount namespaces of its own and without the right to exceed
-quotas, and must be refused more room than it asked for. What a trial that is killed leaves is a session's directory,
-which the next start removes. Sources: fallocate(2); quotactl(2) (CAP_SYS_RESOURCE).
-
-Mode `tmpfs`: layers lie in memory, on a tmpfs in the session's mount namespace alone; they go with its PID 1.
-
-Pages are charged to the session, so the disk is never larger than half of its memory: a full one must be "no space
-left", not an out-of-memory kill. Sources: Documentation/filesystems/tmpfs.rst (size, nr_inodes).
-
-Mode `none`: layers are plain directories, and nothing limits them but the file system they are on.
+quotas, and must be refused more room than its limits. A trial that is killed leaves a session's directory, which the
+next start removes. `Memory` and `Plain` are the two mechanisms that need no trial of a file system's own features.
+Sources: fallocate(2); quotactl(2) (CAP_SYS_RESOURCE); Documentation/filesystems/tmpfs.rst (size, nr_inodes).
 """
 
 from __future__ import annotations
@@ -38,7 +32,7 @@ class Memory(Mechanism):
     mode: ClassVar[DiskMode] = "tmpfs"
 
     def make(self, place: Place, limits: DiskLimits) -> None:
-        """The session's directory stays empty; it is what a start after a crash finds."""
+        """Make an empty session directory, for a start after a crash to find, and mount the layers' tmpfs."""
         os.mkdir(place.directory, 0o700)
         options: dict[str, str | int] = {"size": _size(place, limits), "nr_inodes": limits.inodes, "mode": "0700"}
         mount_fd = mounts.filesystem("tmpfs", mounts.NOSUID_NODEV, **options)
@@ -86,7 +80,7 @@ KINDS: tuple[type[Mechanism], ...] = (Project, Btrfs, Loop, Memory)
 
 
 def candidates(layout: Layout, wish: DiskWish) -> list[Mechanism]:
-    """Return what to try, best first; called while the whole machine is in sight."""
+    """Return the mechanisms to try, best first. Called while the whole machine is in sight."""
     if wish == "none":
         return []
     return [kind(layout) for kind in KINDS if wish in ("auto", kind.mode)]
@@ -141,7 +135,7 @@ def attempt(layout: Layout, mechanism: Mechanism) -> None:
 
 
 def _attempt(mechanism: Mechanism, place: Place, write_fd: int) -> None:
-    """The trial's process."""
+    """Make the trial, as its process, and write the reason of a failure. Never returns."""
     try:
         syscalls.unshare(k.CLONE_NEWNS)
         capabilities.give_up(k.CAP_SYS_RESOURCE)

@@ -1,8 +1,8 @@
 """Empty ext4 images: made by mke2fs once for each size, then copied, holes and all.
 
 Owns `<data_dir>/disk`. A copy costs a tenth of a millisecond and some hundred KiB, whatever its size. There is no
-journal unless asked for, as nothing in a session's image outlives it; the inode tables are never written until they
-are used; nothing is reserved for root. Room in the group descriptors lets a mounted one grow.
+journal unless asked for, since no file in a session's image outlives the session; inode tables are written only when
+used; no block is reserved for root. Room in the group descriptors lets a mounted image grow.
 Sources: mke2fs(8), ext4(5), lseek(2) SEEK_DATA, copy_file_range(2).
 """
 
@@ -22,17 +22,17 @@ from nsinit.wire.protocol import DiskLimits
 SUFFIX = ".ext4"
 _SEARCH_PATH = "/usr/sbin:/sbin:/usr/bin:/bin:/usr/local/sbin:/usr/local/bin"
 _BYTES_PER_INODE = 4096
-"""At least; so the tables take a sixteenth of the image at most."""
+"""The least number of bytes for one inode: the tables take a sixteenth of the image at most."""
 _FEATURES = (
     "none,ext_attr,resize_inode,dir_index,filetype,extent,flex_bg,sparse_super,large_file,huge_file,uninit_bg,"
     "dir_nlink,extra_isize"
 )
 _MAX_GROWTH = 16
 _REPAIRED = 1
-"""What e2fsck ends with when it did something, and all is well."""
+"""The status of e2fsck when it repaired the file system, and all is well."""
 _MAX_BLOCKS = (1 << 32) - 1
 _MAX_KEPT = 64
-"""Templates that are kept; a client could ask for any number of sizes, and more are made anew each time."""
+"""Templates that are kept. Clients could ask for any number of sizes; further ones are made anew each time."""
 
 
 def name_of(limits: DiskLimits) -> str:
@@ -49,7 +49,7 @@ class Templates:
 
     @classmethod
     def open(cls, layout: Layout) -> Templates:
-        """Start without templates. Raises `Unavailable` without mke2fs."""
+        """Delete all templates and begin anew. Raises `Unavailable` without mke2fs."""
         mke2fs = find_tool("mke2fs")
         make_directory(layout.disk)
         for name in os.listdir(layout.disk):  # an earlier version may have made them otherwise
@@ -73,7 +73,8 @@ class Templates:
             os.close(source_fd)
 
     def _keep(self, limits: DiskLimits, template: str) -> None:
-        """Builders may do this at the same time; whoever renames last has made the same."""
+        """Make a template. Two builders may do so at the same time, and the second rename puts an equal
+        file in place."""
         new = f"{self.layout.disk}/new-{os.getpid()}"
         try:
             self._format(limits, new)
@@ -108,7 +109,7 @@ def make_image(mke2fs: str, limits: DiskLimits, path: str, *, has_journal: bool 
 
 
 def enlarge(path: str, size_bytes: int) -> None:
-    """Make the file system of an image that nobody has mounted as large as that, durably. Raises `StepFailed`."""
+    """Enlarge the file system of an image that is mounted nowhere, durably. Raises `StepFailed`."""
     _run([find_tool("e2fsck"), "-f", "-p", path], path, fine=(0, _REPAIRED))
     with open(path, "r+b") as file:
         file.truncate(size_bytes)
@@ -117,7 +118,7 @@ def enlarge(path: str, size_bytes: int) -> None:
 
 
 def _run(command: list[str], path: str, *, fine: tuple[int, ...] = (0,)) -> None:
-    """What it prints goes to the log."""
+    """Run a tool, its output in the log. Raises `StepFailed` unless its status is one of `fine`."""
     pid = os.posix_spawn(command[0], command, {"LANG": "C"}, file_actions=[(os.POSIX_SPAWN_DUP2, 2, 1)])
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if status not in fine:
@@ -130,7 +131,7 @@ def _open_new(path: str, flags: int) -> int:
 
 
 def copy_sparse(source_fd: int, path: str) -> None:
-    """Copy what is data into a new file; the rest of it is a hole."""
+    """Copy the data of a sparse file into a new one; holes stay holes."""
     size = os.fstat(source_fd).st_size
     target_fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

@@ -1,7 +1,7 @@
 """Mode `loop`: layers lie in an ext4 image of the session's own, mounted in its mount namespace and nowhere else.
 
-The mount and the loop device go when the last process of the session is gone, whoever killed it and whether or not
-nsinit is alive: nothing is to be undone. The image is a file in the session's directory, at most as large as the limit.
+Mount and loop device go when the last process of the session is gone, however it ended and whether or not nsinit is
+alive: there is nothing to undo. The image is a file in the session's directory, at most as large as the limit.
 Sources: ext4(5); loop(4) LO_FLAGS_AUTOCLEAR; Documentation/admin-guide/ext4.rst (noinit_itable, nobarrier, discard).
 """
 
@@ -56,7 +56,7 @@ class Loop(Mechanism):
         return f"{place.layout.stage}/{stage.DISK}"
 
     def abandon(self, place: Place) -> None:
-        """Without a name, what the last unmount writes into the image is thrown away with it."""
+        """Unlink the image: with no name left, the last unmount writes nothing back to the disk."""
         for image in _images(place):
             os.unlink(f"{place.directory}/{image}")
 

@@ -1,7 +1,7 @@
 """Loop devices: an image file as a block device that vanishes with its last user.
 
 Owns the device nodes nsinit uses, on a tmpfs that only its own mount namespace and unfinished sandboxes have: the
-machine's `/dev` may lack nodes (a container's does) and nothing of it is changed.
+machine's `/dev` may lack nodes (a container's does), and nsinit changes nothing in it.
 Sources: loop(4); include/uapi/linux/loop.h; Documentation/admin-guide/devices.txt.
 """
 
@@ -34,7 +34,7 @@ def read_part_shift() -> int:
 
 
 def backed(blocks_fd: int) -> Iterator[tuple[int, str]]:
-    """Yield number and file of every loop device that has one. `blocks_fd`: `/sys/block`."""
+    """Yield number and file of every loop device that has a file. `blocks_fd`: `/sys/block`."""
     for name in os.listdir(f"/proc/self/fd/{blocks_fd}"):
         number = name.removeprefix("loop")
         if name.startswith("loop") and number.isdigit():
@@ -47,7 +47,8 @@ def backed(blocks_fd: int) -> Iterator[tuple[int, str]]:
 
 
 def open_of(directory: str, part_shift: int, number: int, image_fd: int) -> int | None:
-    """Open a device if the file `image_fd` is behind it; it can't vanish then. None: it is not, or not any more."""
+    """Open a device if the file `image_fd` is behind it, which keeps it from vanishing. None: another file
+    is, or none."""
     device_fd = _open_node(f"{directory}/{number}", stat.S_IFBLK, os.makedev(k.LOOP_MAJOR, number << part_shift))
     try:
         status = bytearray(_STATUS_BYTES)
@@ -64,9 +65,9 @@ def open_of(directory: str, part_shift: int, number: int, image_fd: int) -> int 
 
 
 def detach(directory: str, blocks_fd: int, number: int) -> None:
-    """Take the file away from a device; while somebody still uses it the kernel waits for the last of them.
+    """Detach a device from its file; while the device is in use the kernel waits for its last user.
 
-    The device node is made in `directory` for the moment.
+    The device node is made in `directory` and unlinked again.
     """
     path = f"{directory}/loop-{number}"
     with open(os.open(f"loop{number}/dev", os.O_RDONLY | os.O_CLOEXEC, dir_fd=blocks_fd), "rb") as file:
@@ -80,10 +81,10 @@ def detach(directory: str, blocks_fd: int, number: int) -> None:
 
 
 def attach(directory: str, part_shift: int, image_fd: int) -> tuple[int, str]:
-    """Make the file `image_fd` a block device; return it open, and its path. It vanishes when the last user is gone.
+    """Make the file `image_fd` a block device; return it open, and its path. It vanishes when its last user is gone.
 
-    Between asking for a free device and taking it somebody else on the machine may take it; then another one is asked
-    for.
+    Between the question for a free device and LOOP_CONFIGURE another process of the machine may take the device; then
+    the next free one is tried.
     """
     control_fd = _open_node(f"{directory}/control", stat.S_IFCHR, os.makedev(k.MISC_MAJOR, k.LOOP_CTRL_MINOR))
     try:

@@ -1,8 +1,8 @@
-"""What every way of limiting a session's disk has in common: where the layers lie, and the interface nsinit uses.
+"""The interface of the mechanisms that limit a session's disk, and the place of its layers.
 
-A mechanism is chosen once, at start (`choose`). Its `make` and `fit` run in a builder, in the session's mount namespace
-before the image is touched; the rest runs in nsinit and knows of a session only what the kernel and the disk tell, so a
-session of an earlier nsinit is like one of its own. Nothing here names a path of an image.
+One mechanism is chosen, at start (`choose`). `make` and `fit` run in a builder, in the session's mount namespace before
+the image is touched. The other methods run in nsinit and ask only the kernel and the disk about a session, so a session
+of an earlier nsinit is like one of its own. No method names a path of an image.
 Sources: Documentation/filesystems/overlayfs.rst (upperdir, workdir); statvfs(3).
 """
 
@@ -20,10 +20,10 @@ from nsinit.storage.paths import Layout
 from nsinit.wire.protocol import DiskLimits, DiskMode
 
 LAYERS = ("root", "usr")
-"""The overlays of a session; each has a directory of this name and one for overlayfs to work in."""
+"""The overlays of a session. Each has a directory of this name, and one for overlayfs to work in."""
 
 CHANGE = "disk limits"
-"""The step whose failure a refused change is."""
+"""The name of the step that a refused change is the failure of."""
 
 Usage = tuple[int, int, int, int]
 """Bytes used and allowed, inodes used and allowed; -1: not counted, or no limit."""
@@ -32,14 +32,14 @@ UNKNOWN: Usage = (-1, -1, -1, -1)
 
 
 class Unavailable(Exception):
-    """A mechanism can't be had on this machine or this file system; the sentence says why, and what would help."""
+    """A mechanism can't be had on this machine or this file system; the message says why, and what would help."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A session as its disk is concerned. `memory_bytes`: what it may use of memory, if that is known yet.
+    """The facts about a session that its disk depends on. `memory_bytes`: its memory limit, None while not known.
 
-    `base`, the host id of its root, matters to who makes it.
+    `base`: the host id of its root, needed to make the disk.
     """
 
     layout: Layout
@@ -54,7 +54,7 @@ class Place:
 
 
 class Mechanism(ABC):
-    """One way of limiting."""
+    """A mechanism that limits a session's disk."""
 
     mode: ClassVar[DiskMode]
 
@@ -72,18 +72,18 @@ class Mechanism(ABC):
 
     @abstractmethod
     def fit(self, place: Place, limits: DiskLimits) -> None:
-        """Let exactly `limits` hold; `make` may have been called with others. Nothing was written yet."""
+        """Set exactly `limits`; `make` may have been called with others. No layer has been written to yet."""
 
     def layers(self, place: Place) -> str:
         """Return the directory that `LAYERS` are in, as the builder sees it."""
         return place.directory
 
     def change(self, place: Place, limits: DiskLimits) -> None:
-        """Let other limits hold for a running session. Raises `StepFailed` or `OSError`."""
+        """Change the limits of a running session. Raises `StepFailed` or `OSError`."""
         raise StepFailed(CHANGE, f"a disk of mode {self.mode} keeps its size", errno=errno.EOPNOTSUPP)
 
     def usage(self, place: Place, root_fd: int) -> Usage:
-        """Return what is counted; `root_fd` is the root directory of the running session (O_PATH)."""
+        """Return use and limits; `root_fd` is the root directory of the running session (O_PATH)."""
         status = os.fstatvfs(root_fd)  # an overlay answers for the file system of its upper layer
         used_bytes = (status.f_blocks - status.f_bfree) * status.f_frsize
         return used_bytes, status.f_blocks * status.f_frsize, status.f_files - status.f_ffree, status.f_files
@@ -93,7 +93,8 @@ class Mechanism(ABC):
         trash.remove_tree(parent_fd, name)
 
     def abandon(self, place: Place) -> None:
-        """Called right before the session's processes are killed: what it wrote need not reach the disk any more."""
+        """Called right before the session's processes are killed: nothing that they wrote needs to reach the disk any
+        more."""
         return
 
 

@@ -1,6 +1,6 @@
 """Every path nsinit touches below the data directory, and how to open a path inside a hostile root filesystem.
 
-Paths are built here from the data directory and validated names, and nowhere else. Nothing here creates a mount.
+Paths are built here from the data directory and validated names, and nowhere else. No function here makes a mount.
 Sources: openat2(2); path_resolution(7).
 """
 
@@ -20,15 +20,15 @@ IN_ROOT = k.RESOLVE_IN_ROOT | k.RESOLVE_NO_SYMLINKS | k.RESOLVE_NO_MAGICLINKS
 
 SOCKET_NAME = "r.sock"
 SHARED_MODE = 0o1770
-"""Of a data directory: sticky, so that who may write in it can't rename or remove what root has put there."""
+"""Mode of a data directory: sticky, so that a user who may write in it can't rename or remove root's files."""
 
 _FLAGS = struct.Struct("l")
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where things are below `data_dir`. `gid`: the group of a daemon that is not root, which may reach the sockets of
-    sessions and keeps files of its own in the data directory; 0 when there is none."""
+    """The paths below `data_dir`. `gid`: the group of a daemon that is not root, which may reach the sockets of
+    sessions and keeps files of its own in the data directory; 0 without one."""
 
     data_dir: str
     gid: int = 0
@@ -78,7 +78,7 @@ class Layout:
         return f"{self.data_dir}/images/{name}/rootfs"
 
     def image_draft(self, name: str) -> str:
-        """An image that is being made."""
+        """The draft of an image."""
         return f"{self.data_dir}/images/{name}"
 
     def session(self, session_id: str) -> str:
@@ -94,9 +94,8 @@ class Layout:
         return f"{self.volume_drafts if draft else self.volumes}/{workspace_id}"
 
     def make(self) -> None:
-        """Make the directories nsinit owns, and see that nobody else does. Everything is closed to everyone but root,
-        except for what `gid` is for: in the data directory the daemon's group can make files, and remove but its own.
-        """
+        """Make the directories nsinit owns, and check that they are root's. Each is closed to every other user, except
+        for `gid`: in the data directory the daemon's group can make files, and remove only its own."""
         os.makedirs(self.data_dir, mode=0o700, exist_ok=True)
         os.chown(self.data_dir, -1, self.gid)
         os.chmod(self.data_dir, SHARED_MODE if self.gid else 0o700)
@@ -109,7 +108,7 @@ class Layout:
         self._let_pass(self.run)
 
     def share_socket(self, session_id: str) -> None:
-        """Let the daemon's group reach the socket of a session: pass through its directory, and write to it."""
+        """Let the daemon's group reach the socket of a session: pass through its directory, and write to the socket."""
         directory = self.session_run(session_id)
         if self.gid:
             path = f"{directory}/{SOCKET_NAME}"
@@ -118,13 +117,13 @@ class Layout:
         self._let_pass(directory)
 
     def _let_pass(self, directory: str) -> None:
-        """Let the daemon's group use what it knows the name of, and neither list nor change anything."""
+        """Let the daemon's group open entries whose names it knows, and neither list nor change the directory."""
         os.chown(directory, 0, self.gid)
         os.chmod(directory, 0o710 if self.gid else 0o700)
 
 
 def make_directory(path: str, *, mode: int = 0o700) -> None:
-    """Make one directory if there is none; refuse anything else of that name."""
+    """Make one directory if there is none. Raises `OSError` if another kind of file has the name."""
     try:
         os.mkdir(path, mode)
     except FileExistsError:
@@ -132,12 +131,12 @@ def make_directory(path: str, *, mode: int = 0o700) -> None:
 
 
 def check_owner(path: str) -> None:
-    """Raise `PermissionError` if the directory is somebody else's: made before we came, to be swapped later."""
+    """Raise `PermissionError` if another user owns the directory, who made it before nsinit and could swap it later."""
     _check_uid(os.lstat(path).st_uid, path)
 
 
 def check_owner_of(fd: int, path: str) -> None:
-    """The same for one that is open; `path` is for the error."""
+    """Raise `PermissionError` if another user owns an open directory; `path` is for the error."""
     _check_uid(os.fstat(fd).st_uid, path)
 
 
@@ -147,7 +146,7 @@ def _check_uid(owner: int, path: str) -> None:
 
 
 def sync_directory(path: str) -> None:
-    """Wait until the names in one directory are on the disk. fsync(2)."""
+    """Wait until the names in one directory are on the disk: fsync(2)."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     os.fsync(fd)
     os.close(fd)
@@ -156,8 +155,8 @@ def sync_directory(path: str) -> None:
 def spread_subdirectories(path: str) -> None:
     """Ask ext4 to put each subdirectory of `path` into a block group of its own (chattr +T).
 
-    ext4 steps over every inode that was freed in a group within the last minute, one by one: with many sessions made
-    and removed in one group, each file creation there takes close to 1 ms instead of 0.02 ms.
+    ext4 steps over every inode that was freed in a block group within the last minute, one by one: with many sessions
+    made and removed in one block group, each file creation there takes close to 1 ms instead of 0.02 ms.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -175,9 +174,9 @@ def open_in_root(root_fd: int, path: str, flags: int = os.O_PATH) -> int:
 
 
 def open_directory(root_fd: int, path: str, *, owner: int, mode: int = 0o755) -> int:
-    """Open the directory `path` below `root_fd` (O_PATH); make what is missing of it, owned by `owner`.
+    """Open the directory `path` below `root_fd` (O_PATH); make the missing parts, owned by `owner`.
 
-    Each parent is a descriptor that was itself opened without following a link, so nothing is ever made elsewhere.
+    Each parent is a descriptor that was itself opened without following a link, so no directory is ever made elsewhere.
     """
     current = os.dup(root_fd)
     for name in path.strip("/").split("/"):

@@ -1,13 +1,10 @@
-"""Mode `project`: layers are plain directories in a project of their own, which ext4 or xfs keeps to its limits.
+"""Mode `project`: layers are plain directories in a project of their own, whose quota ext4 or xfs enforces.
 
-A directory hands its project down to whatever is made in it, and nobody in a user namespace can change one. The id is
-drawn from the session's, and is one that nobody uses: neither a session nor what is left of one in the trash.
-Sources: quotactl(2); xfs_quota(8); Documentation/filesystems/ext4 (project feature).
-
-Project quotas of ext4 and xfs: the project of a directory, and what a project may hold.
-
-Owns the layout of two kernel structures, no policy. Works on descriptors only.
-Sources: quotactl(2), quotactl_fd(2); include/uapi/linux/{quota,fs}.h; xfs_quota(8) "DIRECTORY TREE QUOTA".
+A directory hands its project down to every file made in it, and no process in a user namespace can change a project.
+The id is drawn from the session's, and must be one that neither a session nor its remains in the trash use. The first
+half of the file is the layout of the kernel's structures, on descriptors only; the second is the mechanism.
+Sources: quotactl(2), quotactl_fd(2); include/uapi/linux/{quota,fs}.h; xfs_quota(8) "DIRECTORY TREE QUOTA";
+Documentation/filesystems/ext4 (project feature).
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ _UNIT_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What a project has and may have; a limit of 0 is none."""
+    """The use and the limits of a project; a limit of 0 is none."""
 
     used_bytes: int
     limit_bytes: int
@@ -56,7 +53,7 @@ def project_of(directory_fd: int) -> int:
 
 
 def set_project(directory_fd: int, project_id: int) -> None:
-    """Put a directory, and everything made in it from now on, into a project."""
+    """Put a directory, and every file made in it from now on, into a project."""
     flags, extent_size, extents, _, cow_extent_size = _FSXATTR.unpack(
         fcntl.ioctl(directory_fd, k.FS_IOC_FSGETXATTR, bytes(_FSXATTR.size))
     )
@@ -76,14 +73,14 @@ def read(fd: int, project_id: int) -> Account:
 
 
 def set_limits(fd: int, project_id: int, *, limit_bytes: int, limit_inodes: int) -> None:
-    """Let these be the limits of a project on the file system of `fd`."""
+    """Set the limits of a project on the file system of `fd`."""
     kib = limit_bytes // _UNIT_BYTES
     block = bytearray(_DQBLK.pack(kib, kib, 0, limit_inodes, limit_inodes, 0, 0, 0, k.QIF_LIMITS))
     syscalls.quotactl_fd(fd, k.Q_SETQUOTA << 8 | k.PRJQUOTA, project_id, block)
 
 
 def reason(error: OSError) -> str | None:
-    """Return what it takes to have project quotas, if their lack is the reason for an error."""
+    """Return the means to have project quotas, if their lack is the reason for an error; None for other errors."""
     if error.errno in (errno.EOPNOTSUPP, errno.ENOTTY):
         return "the file system has no project ids (xfs has; ext4: mke2fs or tune2fs -O project,quota)"
     if error.errno in (errno.ESRCH, errno.ENOSYS, errno.EINVAL, errno.ENODEV):
@@ -92,7 +89,7 @@ def reason(error: OSError) -> str | None:
 
 
 _FIRST_ID, _IDS = 1 << 30, 1 << 30
-"""Ids that people give out by hand are small."""
+"""The range of ids for sessions. Ids that people give out by hand are smaller."""
 _ATTEMPTS = 64
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -103,7 +100,7 @@ class Project(Mechanism):
     mode: ClassVar[DiskMode] = "project"
 
     def make(self, place: Place, limits: DiskLimits) -> None:
-        """The limit is set before the directory belongs to the project."""
+        """Make the directories. The limit is set before the directory belongs to the project."""
         os.mkdir(place.directory, 0o700)
         with _opened(place.directory) as fd:
             try:
@@ -135,7 +132,7 @@ class Project(Mechanism):
         return account.used_bytes, account.limit_bytes, account.used_inodes, account.limit_inodes
 
     def remove(self, parent_fd: int, name: str) -> None:
-        """Nothing is in the project then, and without limits the file system forgets it."""
+        """Delete the directory and clear the limits of its project, so that the file system forgets the project."""
         with _opened(name, parent_fd) as fd:
             project_id = project_of(fd)
         trash.remove_tree(parent_fd, name)
@@ -144,7 +141,7 @@ class Project(Mechanism):
 
 
 def _is_own(project_id: int) -> bool:
-    """Whether a directory is in a project that was made here; a plain one is in the project of the whole machine."""
+    """Whether a project was made here; a plain directory is in the project of the whole machine."""
     return _FIRST_ID <= project_id < _FIRST_ID + _IDS
 
 

@@ -63,7 +63,7 @@ def remove_tree(parent_fd: int, name: str) -> None:
     """Delete `name` below `parent_fd`.
 
     Raises:
-        OSError: something can't be deleted (EXDEV or EBUSY: a mount); everything else is gone.
+        OSError: some entry can't be deleted (EXDEV or EBUSY: a mount); all others are gone.
     """
     if _removed_at_once(parent_fd, name):
         return
@@ -86,7 +86,7 @@ def remove_tree(parent_fd: int, name: str) -> None:
 
 
 def _remove_level(top_fd: int, entry: str, prefix: str, numbers: Iterator[int]) -> None:
-    """Delete one entry of the top; directories inside it that aren't empty are moved up to the top first."""
+    """Delete one entry of the top; directories in it that aren't empty are moved up to the top first."""
     if _removed_at_once(top_fd, entry):
         return
     fd = syscalls.openat2(top_fd, entry, _DIRECTORY, resolve=_BENEATH)

@@ -1,11 +1,11 @@
-"""Workspaces with a quota: each is an ext4 image of its own, mounted where it is used and nowhere else.
+"""Volumes: workspaces with a quota. Each is an ext4 image of its own, mounted only where it is used.
 
-A volume is a directory of root's, `<data_dir>/volumes/<id>`, out of every sandbox's reach, with the image in it; what
-clients see is one directory inside. Nobody keeps it mounted: whoever builds a sandbox mounts it in the sandbox's mount
-namespace, so that mount and loop device go with the last sandbox, whoever killed it, and nothing is to be undone or
-found again after a crash. Two loop devices of one image would be two file systems that overwrite each other, so a
-device that the image has is always taken again, and a lock is held while one looks for it.
-There is a journal and there are barriers: what fsync(2) has returned for inside is on the host's disk.
+A volume is a directory of root's, `<data_dir>/volumes/<id>`, out of every sandbox's reach, with the image in it;
+clients see one directory inside the image. No process keeps a volume mounted: a builder mounts it in the sandbox's
+mount namespace, so mount and loop device go with the last sandbox, however that ended, and there is nothing to undo or
+to find again after a crash. Two loop devices of one image would be two file systems that overwrite each other. So the
+device that an image has is always taken again, and a lock is held during the search. There is a journal and there are
+barriers: after fsync(2) inside has returned, the data is on the host's disk.
 Sources: loop(4); ext4(5); resize2fs(8); fsopen(2); flock(2).
 """
 
@@ -34,9 +34,9 @@ STAGE = "volume"
 IMAGE = "image"
 _FILES, _COPY = "files", "copy"
 _UNFINISHED = "+new-"
-"""No workspace has such an id."""
+"""A prefix that no workspace id has."""
 _FLAGS = ("noinit_itable", "discard")
-"""The inode tables are not filled with zeros on the host's disk, and what is deleted is given back to it."""
+"""The inode tables are not filled with zeros on the host's disk; blocks deleted inside are given back to it."""
 _SUPERBLOCK_OFFSET, _SUPERBLOCK = 1024, struct.Struct("<2I16xI28xH")
 """Inodes, blocks, the block size as a power of two of KiB, and the mark of ext4."""
 _MAGIC, _MAX_BLOCK_KIB_LOG = 0xEF53, 6
@@ -48,8 +48,8 @@ _UNMOUNT_TRIES, _UNMOUNT_PAUSE_S = 200, 0.01
 
 @dataclass(slots=True)
 class Volumes:
-    """The volumes of one data directory. `blocks_fd`: `/sys/block`, borrowed, -1 without; `refused`: why there can be
-    none."""
+    """The volumes of one data directory. `blocks_fd`: `/sys/block`, borrowed, -1 without; `refused`: why none can be
+    made."""
 
     layout: Layout
     blocks_fd: int
@@ -64,7 +64,7 @@ class Volumes:
         self._part_shift = loop_device.read_part_shift()
 
     def open(self, mode: DiskMode, refused: dict[str, str]) -> None:
-        """Find out, once, whether images can be mounted; disks of that `mode` have shown it already."""
+        """Find out, once, whether images can be mounted; disks of mode `loop` have shown so already."""
         try:
             if self.blocks_fd < 0:
                 raise Unavailable("/sys/block can't be seen")
@@ -81,7 +81,7 @@ class Volumes:
 
     @property
     def kept_fds(self) -> frozenset[int]:
-        """What a process that mounts volumes must not close."""
+        """The descriptors that a process which mounts volumes must not close."""
         return frozenset({self.blocks_fd} - {-1})
 
     def require(self) -> None:
@@ -94,13 +94,13 @@ class Volumes:
         return os.path.isdir(self.layout.volume(workspace_id, draft=draft))
 
     def quota_of(self, workspace_id: str) -> DiskLimits | None:
-        """Return what a workspace may hold, None if it is no volume. Raises `OSError` when it is damaged."""
+        """Return the quota of a workspace, None if it is no volume. Raises `OSError` when its image is damaged."""
         return limits_of(self.layout.volume(workspace_id)) if self.has(workspace_id) else None
 
     # In a process with a mount namespace of its own ------------------------------------------------------------
 
     def mount(self, directory: str) -> str:
-        """Mount a volume on the stage of this mount namespace; return where the workspace's files are then."""
+        """Mount a volume on the stage of this mount namespace; return the directory of the workspace's files."""
         directory_fd = os.open(directory, _DIRECTORY)
         try:
             fcntl.flock(directory_fd, fcntl.LOCK_EX)
@@ -119,7 +119,7 @@ class Volumes:
         return f"{self._point}/{_FILES}"
 
     def make(self, workspace_id: str, limits: DiskLimits, crash: Crash | None, *, draft: bool) -> None:
-        """Make a volume; it has its name when all of it is on the disk."""
+        """Make a volume. It gets its name when all of it is on the disk."""
         _leave_mounts()
         new = f"{self.layout.volume_drafts}/{_UNFINISHED}{os.urandom(8).hex()}"
         os.mkdir(new, 0o700)
@@ -136,17 +136,17 @@ class Volumes:
         sync_directory(os.path.dirname(self.layout.volume(workspace_id, draft=draft)))
 
     def sync(self, directory: str) -> None:
-        """Wait until all that was written to a volume is on the disk, whoever has it mounted."""
+        """Wait until all data written to a volume is on the disk, through whichever mount."""
         _leave_mounts()
         self.mount(directory)
         self._sync_mounted()
 
     def grow(self, workspace_id: str, size_bytes: int, crash: Crash | None) -> None:
-        """Make a volume larger that nobody has mounted. A copy is made larger and takes its place in one step, so it
+        """Enlarge a volume that is mounted nowhere. A copy is enlarged and takes its place in one step, so the volume
         is whole at any moment. (Online it takes CAP_SYS_RESOURCE, which nsinit may lack.)
 
         Raises:
-            OSError: `EINVAL`: it is larger; `EBUSY`: somebody has it mounted.
+            OSError: `EINVAL`: the volume is larger already; `EBUSY`: a sandbox has it mounted.
         """
         directory = self.layout.volume(workspace_id)
         size = _whole_blocks(size_bytes)
@@ -169,7 +169,7 @@ class Volumes:
             os.close(directory_fd)
 
     def discard_copies(self) -> None:
-        """Delete what was to become a larger volume; called when nobody makes one."""
+        """Delete copies that were to become larger volumes. Called when none is being made."""
         for name in os.listdir(self.layout.volumes):
             path = f"{self.layout.volumes}/{name}/{_COPY}"
             try:
@@ -180,7 +180,7 @@ class Volumes:
                 log("error", "a copy of a volume stays", path=path, reason=str(error))
 
     def _wait_unmounted(self, image_fd: int) -> None:
-        """The last mount of a sandbox that is gone goes a moment later."""
+        """Wait until a volume is mounted nowhere: the mounts of a sandbox go a moment after its last process."""
         for _ in range(_UNMOUNT_TRIES):
             device_fd = self._found_device(image_fd)
             if device_fd is None:
@@ -213,8 +213,8 @@ class Volumes:
         return None
 
     def _mount_device(self, number: int) -> int:
-        """Return a mount of a device; if it is mounted elsewhere the file system is the same. The device's name shows
-        in the sandbox, so it has no path."""
+        """Return a mount of a device; a second mount of a device shows the same file system. The device's name shows in
+        the sandbox's mount table, so it has no directory."""
         os.chdir(self._devices)
         fs_fd = syscalls.fsopen("ext4")
         try:
@@ -234,7 +234,8 @@ class Volumes:
 
 
 def limits_of(directory: str) -> DiskLimits:
-    """Return what a volume was made for, or grown to. Raises `OSError` (`EUCLEAN`) when its image is damaged."""
+    """Return the quota that a volume was made for, or enlarged to. Raises `OSError` (`EUCLEAN`) when its image is
+    damaged."""
     with open(f"{directory}/{IMAGE}", "rb") as image:
         head = os.pread(image.fileno(), _SUPERBLOCK.size, _SUPERBLOCK_OFFSET)
     inodes, blocks, log_kib, magic = _SUPERBLOCK.unpack(head.ljust(_SUPERBLOCK.size, b"\0"))
@@ -248,6 +249,7 @@ def _whole_blocks(size_bytes: int) -> int:
 
 
 def _leave_mounts() -> None:
-    """Mount nothing where nsinit, or a sandbox that is made meanwhile, would have it."""
+    """Enter a mount namespace of this process's own: neither nsinit nor a sandbox made meanwhile gets the mounts to
+    come."""
     syscalls.unshare(k.CLONE_NEWNS)
     syscalls.mount("", "/", flags=k.MS_REC | k.MS_PRIVATE)

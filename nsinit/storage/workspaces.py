@@ -165,8 +165,8 @@ class Workspaces:
 
 
 def _adopt(path: str) -> None:
-    """See that the top belongs to the sandbox user: a start that was cut short, or an operator, may have left it
-    to root."""
+    """Give the top directory to the sandbox user if it is root's: a start that was cut short, or an operator, may have
+    left it."""
     try:
         fd = os.open(path, _DIRECTORY)
         try:
@@ -186,7 +186,8 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
 
 
 def _run(path: str, work: Callable[[], None], kept_fds: frozenset[int] = frozenset()) -> Chore:
-    """Do what may take long in a process of its own. Raises `StepFailed` with what it ended with."""
+    """Do work that may take long in a process of its own. Raises `StepFailed` with the errno that the process ended
+    with."""
     parent_pid = os.getpid()
     pid = os.fork()
     if pid == 0:

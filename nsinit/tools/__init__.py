@@ -1,5 +1,5 @@
-"""Programs that run as processes of their own, beside the fork server.
+"""Programs that run as processes of their own, beside the fork server: launcher, probe, leftovers, unpacker.
 
-The launcher that starts nsinit for an unprivileged daemon, the probe of the machine, the look at leftovers, the
-unpacker of image archives. Each file is an entry that is executed by its path; nothing imports them but `drop.py`.
+Each file is executed by its path; no module imports it. `drop.py` is the exception: the daemon imports it to give root
+away. Imports every other package. Begin with `launcher.py`.
 """

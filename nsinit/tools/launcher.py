@@ -1,14 +1,15 @@
-"""Keeps the power to start nsinit for a daemon that gave all power away. Entry: `python -I -S -B launcher.py WHAT`.
+"""Starts nsinit for a daemon that gave root away. Entry: `python -I -S -B launcher.py ARGUMENT`.
 
-A process of its own, root, started before the daemon changes its user; it outlives the daemon by moments. Owns one
-nsinit at a time: starts it, ends it when the daemon has gone and it does not end by itself, reaps it. Two ways:
+A process of its own, root, started before the daemon changes its user. Owns one nsinit at a time: starts it, reaps it,
+and kills it when the daemon has gone and nsinit does not end by itself. Two ways of life, by the argument:
 
-- `LaunchForParent`: descriptor 3 leads to the daemon that started it, which may say `START`, with nsinit's socket and
-  log, and `KILL`, nothing else. When that daemon ends, however, so does the launcher.
-- `LaunchForUser`: descriptor 3 listens at a path. Whoever connects as the one user allowed gets an nsinit of its own at
-  the other end; the next one waits until that has ended. SIGTERM ends nsinit in good order, and the launcher.
+- `LaunchForParent`: descriptor 3 leads to the daemon that started the launcher. The daemon may say `START`, with
+  nsinit's socket and log, and `KILL`, nothing else. The launcher ends soon after the daemon.
+- `LaunchForUser`: descriptor 3 listens at a path. A process that connects as the one allowed user gets an nsinit of its
+  own at the other end; the next one waits until that nsinit has ended. SIGTERM ends nsinit in good order, and the
+  launcher.
 
-It reads no file and parses nothing but its argument. Sources: unix(7) SO_PEERCRED, SCM_RIGHTS; pidfd_open(2).
+Reads no file and parses nothing but its argument. Sources: unix(7) SO_PEERCRED, SCM_RIGHTS; pidfd_open(2).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _CREDENTIALS = struct.Struct("iII")
 
 
 class Nsinit:
-    """The nsinit that runs, if one does."""
+    """The one nsinit, if one runs."""
 
     def __init__(self, grant: Grant) -> None:
         self._argument = grant.encode()
@@ -55,7 +56,7 @@ class Nsinit:
         self.pidfd = -1
 
     def start(self, channel_fd: int, log_fd: int) -> int:
-        """Start one, after the end of the one before; return its pid."""
+        """Start an nsinit, after the end of the one before; return its pid."""
         self.end()
         self._pid = spawn_nsinit(channel_fd, log_fd, self._argument)
         self.pidfd = os.pidfd_open(self._pid)
@@ -66,7 +67,7 @@ class Nsinit:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)  # not reaped yet, so it exists
 
     def end(self, *, patience_s: float = 0.0) -> None:
-        """Wait for its end; kill it when it takes too long."""
+        """Wait for the end of nsinit, and kill it after `patience_s` seconds."""
         if self.pidfd < 0:
             return
         if not select.select([self.pidfd], [], [], patience_s)[0]:
@@ -75,7 +76,7 @@ class Nsinit:
         self.reap()
 
     def reap(self) -> None:
-        """Take its exit status; waits if it still runs."""
+        """Reap nsinit; waits if it still runs."""
         _, status = os.waitpid(self._pid, 0)
         if status:
             log("warning", "fork server failed", pid=self._pid, status=os.waitstatus_to_exitcode(status))
@@ -84,8 +85,10 @@ class Nsinit:
 
 
 class ServiceManager:
-    """To whom a launcher that is a service of its own gives signs of life (sd_notify(3)); whether nsinit answers is the
-    daemon's to know, which ends one that does not."""
+    """The service manager, which is given signs of life (sd_notify(3)) by a launcher that is a service.
+
+    They are about the launcher. The daemon knows whether nsinit answers, and ends one that does not.
+    """
 
     def __init__(self, notify_fd: int, beat_s: float) -> None:
         self._fd = notify_fd
@@ -94,7 +97,8 @@ class ServiceManager:
             os.set_inheritable(notify_fd, False)
 
     def wait(self, wanted: dict[int, int]) -> list[int]:
-        """Return the descriptors on which something of what is `wanted` has happened (or a hang-up), once there are."""
+        """Wait for events on descriptors (`wanted`: descriptor to poll events, 0: hang-up); return the descriptors that
+        have one."""
         poll = select.poll()
         for fd, events in wanted.items():
             poll.register(fd, events)
@@ -113,7 +117,7 @@ class ServiceManager:
 
 
 def main() -> None:
-    """Do as the argument says, until the daemon (or, with a socket, the service) ends."""
+    """Serve as the argument says, until the daemon (or, with a socket, the service) ends."""
     fields = json.loads(sys.argv[1])
     is_service = "uid" in fields
     os.closerange((NOTIFY_FD if is_service and fields["notify_fd"] == NOTIFY_FD else CHANNEL_FD) + 1, 256)
@@ -131,7 +135,7 @@ def main() -> None:
 
 
 def launch_for_parent(channel: socket.socket, what: LaunchForParent) -> None:
-    """Serve the daemon that is our parent until it is gone."""
+    """Serve the daemon that is this process's parent until it ends."""
     nsinit = Nsinit(Grant(what.data_dir, what.gid, (what.pid, os.getpid())))
     # Opened while the daemon is still root: later, a way through its own directories might lead elsewhere.
     sockets = [(_open_parent(path), path, device, inode) for path, device, inode in what.sockets]
@@ -154,7 +158,7 @@ def launch_for_parent(channel: socket.socket, what: LaunchForParent) -> None:
 
 
 def _wait_word(channel: socket.socket, nsinit: Nsinit) -> bool:
-    """Wait until the daemon says something or is gone; reap nsinit meanwhile."""
+    """Wait until the daemon says something or ends; reap nsinit meanwhile."""
     while True:
         watched = [channel.fileno()] + ([nsinit.pidfd] if nsinit.pidfd >= 0 else [])
         readable = select.select(watched, [], [])[0]
@@ -181,7 +185,7 @@ def _obey(word: bytes, fds: list[int], channel: socket.socket, nsinit: Nsinit) -
 
 
 def launch_for_user(listener: socket.socket, what: LaunchForUser) -> None:
-    """Serve whoever connects as the allowed user, one after the other, until SIGTERM."""
+    """Serve processes that connect as the allowed user, one after the other, until SIGTERM."""
     nsinit = Nsinit(Grant(what.data_dir, what.gid, (os.getpid(),)))
     manager = ServiceManager(what.notify_fd, what.beat_s)
     stop_read, stop_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -202,7 +206,8 @@ def launch_for_user(listener: socket.socket, what: LaunchForUser) -> None:
 
 
 def _serve_connection(connection: socket.socket, nsinit: Nsinit, stop_fd: int, manager: ServiceManager) -> None:
-    """Start nsinit at this end of the connection and wait for its end, which follows that of the other side."""
+    """Start nsinit at this end of the connection, and wait until it has ended, which follows the end of the
+    other side."""
     nsinit.start(connection.fileno(), _STANDARD_ERROR)
     manager.wait({connection.fileno(): 0, nsinit.pidfd: select.POLLIN, stop_fd: select.POLLIN})
     try:
@@ -217,7 +222,7 @@ def _open_parent(path: str) -> int:
 
 
 def _remove(parent_fd: int, name: str, device: int, inode: int) -> None:
-    """Remove a socket that root bound, but not what came in its place."""
+    """Remove a socket that root bound, but not another file of its name."""
     try:
         found = os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
         if (found.st_dev, found.st_ino) == (device, inode):

@@ -1,9 +1,9 @@
-"""Try on a throw-away directory what building a sandbox needs: `python -I -S -B probe.py DIRECTORY [thorough]`.
+"""Tries on a throw-away directory what building a sandbox needs: `python -I -S -B probe.py DIRECTORY [thorough]`.
 
-A short-lived process whose trials (`trials/`) live in a few processes of their own, so that what they unshare, mount or
-die of is nobody else's; what they write lies in one directory, which is removed. The calls are those of the real build:
-a machine that passes here fails there only for reasons of the session. It needs no privilege to run and is told by the
-kernel what takes some. The answer, on stdout, is one JSON object: name of the check to its `attempt.Answer`.
+A short-lived process. Its trials (`trials/`) run in a few processes of their own, so that namespaces, mounts and deaths
+concern no other trial; they write to one directory, which is removed. The calls are those of the real build: on a
+machine that passes, a build fails only for reasons of the session. The probe needs no privilege to run; the kernel says
+which trial takes some. The answer, on stdout, is one JSON object: name of the check to its `attempt.Answer`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from nsinit.tools.trials import groups, mounting, network, processes, storage
+from nsinit.tools.trials import cgroups, mounting, network, processes, storage
 from nsinit.tools.trials.attempt import Answer, Room, Trial, attempt
 
 _TOGETHER: tuple[dict[str, Trial], ...] = (
@@ -45,17 +45,17 @@ _TOGETHER: tuple[dict[str, Trial], ...] = (
     {"seccomp": processes.seccomp},
     {"landlock_scopes": processes.landlock_scopes, "landlock_files": processes.landlock_files},
 )
-"""Those of one group leave each other what they need, in this order."""
+"""Trials that share a process, in this order: some leave others their set-up."""
 _THOROUGH: tuple[dict[str, Trial], ...] = (
     {"kernel_log": processes.kernel_log, "nftables": network.nftables, "veth": network.veth},
     {"disk": storage.best},
     *({name: trial} for name, trial in storage.trials().items()),
 )
-"""What nothing rests on at start."""
+"""Trials of features that no start depends on."""
 
 
 def main() -> None:
-    """Make all trials and print what they saw."""
+    """Make all trials and print their answers."""
     is_thorough = sys.argv[2:] == ["thorough"]
     with tempfile.TemporaryDirectory(prefix=".probe-", dir=sys.argv[1]) as directory:
         try:
@@ -69,7 +69,7 @@ def _try_all(room: Room) -> dict[str, Answer]:
     answers: dict[str, Answer] = {}
     for trials in (*_TOGETHER, *(_THOROUGH if room.is_thorough else ())):
         answers |= attempt(trials, room)
-    return answers | groups.try_all(room)
+    return answers | cgroups.try_all(room)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Unpack a tar archive in a jail: `python -I -S -B unpack.py PARENT MAX_MEMBERS MAX_BYTES < TAR`, verdict on stdout.
+"""Unpacks a tar archive in a jail: `python -I -S -B unpack.py PARENT MAX_MEMBERS MAX_BYTES < TAR`, verdict on stdout.
 
-A process of its own that lives for one archive, and no longer than its parent, an nsinit. Its root directory is the new
-image, which it gets as descriptor 3, and nothing else, so a member name or link of whatever kind can only ever reach
-that: safety does not rest on judging names (CVE-2007-4559 and CVE-2025-4517 were such judgements). It has its own
-mount, pid, network, IPC and user namespace (ids 0-65535 mapped to themselves), the four capabilities that writing files
-of other owners needs, the system calls that writing files needs, and it can't import anything any more.
+A process of its own for one archive, which lives no longer than its parent, an nsinit. Its root directory is the new
+image, descriptor 3, and nothing else. So a member name or link of any kind can only reach the image: safety does not
+rest on judging names (CVE-2007-4559 and CVE-2025-4517 were such judgements). The process has its own mount, pid,
+network, IPC and user namespace (ids 0-65535 mapped to themselves), the four capabilities and the system calls that
+writing files of other owners needs, and can't import any module.
 
-What is unpacked: directories, regular files, symbolic and hard links. Device nodes, FIFOs and unknown members are
-counted and left out; setuid, setgid, extended attributes and file capabilities are dropped.
+Unpacked are directories, regular files, symbolic and hard links. Device nodes, FIFOs and unknown members are counted
+and left out; setuid, setgid, extended attributes and file capabilities are dropped.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ symlink symlinkat unlink unlinkat chown lchown fchownat chmod fchmodat fchmodat2
 mprotect madvise futex clock_gettime restart_syscall rt_sigprocmask rt_sigreturn exit exit_group
 """
 CALLS = frozenset(_CALLS.split())
-"""What the filter lets pass. Of calls that have several names an architecture has one or another."""
+"""The system calls that the filter lets pass. Of a call with several names an architecture has one or another."""
 _PRIVILEGED = stat.S_ISUID | stat.S_ISGID
 _ROOT_FD = 3
 _MOUNT_FLAGS = k.MOUNT_ATTR_NOSUID | k.MOUNT_ATTR_NODEV | k.MOUNT_ATTR_NOEXEC
@@ -137,7 +137,7 @@ def _path_of(name: str) -> str:
 
 
 def _make_way(path: str) -> None:
-    """Make the directories above `path` and remove what is in its place, unless that is a directory."""
+    """Make the directories above `path`, and remove the present entry of that name unless it is a directory."""
     try:
         os.unlink(path)
     except FileNotFoundError:
@@ -185,7 +185,7 @@ def _close(*fds: int) -> None:
 
 
 def _map_ids(pid: int, *, wait_fd: int, answer_fd: int) -> NoReturn:
-    """The parent's part: write the id maps when the child has its user namespace, and end after it."""
+    """Write the id maps, as the parent, when the child has its user namespace, and end after the child."""
     if os.read(wait_fd, 1):
         for name in ("uid_map", "gid_map"):
             with open(f"/proc/{pid}/{name}", "w") as file:
@@ -197,7 +197,7 @@ def _map_ids(pid: int, *, wait_fd: int, answer_fd: int) -> NoReturn:
 
 
 def _enter_jail(program: syscalls.FilterProgram, *, wait_fd: int, answer_fd: int) -> None:
-    """Leave everything behind but the image and the standard streams; every step must succeed."""
+    """Change to a root that is the image, with no descriptors but the standard streams. Every step must succeed."""
     syscalls.prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL)
     image_fd = syscalls.open_tree(_ROOT_FD, "", k.AT_EMPTY_PATH | k.OPEN_TREE_CLONE)
     syscalls.mount_setattr(image_fd, attr_set=_MOUNT_FLAGS)

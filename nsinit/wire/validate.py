@@ -24,9 +24,9 @@ MIN_QUOTA_US, MAX_QUOTA_US = 1_000, 1 << 40
 """Below 1 ms the kernel refuses a cpu quota."""
 MAX_INODES = 1 << 31
 MIN_OPEN_FILES, MAX_OPEN_FILES = 1024, 1 << 20
-"""PID 1 itself needs as many as the lowest when it runs all that it may."""
+"""PID 1 itself needs the lowest number when it runs as many commands as it may."""
 MIN_DISK_BYTES, MAX_DISK_BYTES = 16 << 20, 1 << 44
-"""Below, an ext4 has no room for itself; above, it has no block numbers."""
+"""Below, an ext4 has no room for its own tables; above, no block numbers."""
 MIN_DISK_INODES, MAX_DISK_INODES = 256, 1 << 32
 MIN_PERIOD_US, MAX_PERIOD_US = 1_000, 1_000_000
 
@@ -62,7 +62,7 @@ def check_run_cgroup_name(text: str) -> None:
 
 
 def check_draft_name(text: str) -> None:
-    """Raise `InvalidName` unless `text` is what an image in the making is called (no image has such a name)."""
+    """Raise `InvalidName` unless `text` is the name of an image's draft (no image has such a name)."""
     _match(_DRAFT_NAME, text, "name of a draft")
 
 
@@ -101,7 +101,7 @@ def check_limits(limits: Limits) -> None:
 
 
 def check_disk(disk: DiskLimits) -> None:
-    """Raise `InvalidName` unless every mechanism could be asked for it."""
+    """Raise `InvalidName` unless every disk mechanism can have these limits."""
     _range("disk size_bytes", disk.size_bytes, MIN_DISK_BYTES, MAX_DISK_BYTES)
     _range("disk inodes", disk.inodes, MIN_DISK_INODES, MAX_DISK_INODES)
 

@@ -1,7 +1,7 @@
-"""What the process that unpacks an archive says at its end: one byte, then numbers of fixed size or a sentence.
+"""The unpacker's verdict on an archive: one byte, then numbers of fixed size or a sentence.
 
-Who said it has read a hostile archive. So there is nothing to parse: `read` takes numbers within bounds and printable
-text, and no more of either than it was asked for.
+The sender has read a hostile archive. So there is nothing to parse: `read` takes numbers within bounds and printable
+text, and no more of either than was asked for.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _COUNTS = struct.Struct("=4Q")
 
 
 class Refused(Exception):
-    """The archive can't be unpacked; the message is for the person who brought it."""
+    """The archive can't be unpacked; the message is for the person who brought the archive."""
 
 
 class Counts(NamedTuple):
-    """What was unpacked; see `protocol.Unpacked`."""
+    """The counts of an unpacked archive; see `protocol.Unpacked`."""
 
     members: int
     size_bytes: int
@@ -36,12 +36,12 @@ def unpacked(counts: Counts) -> bytes:
 
 
 def refused(sentence: str) -> bytes:
-    """Return the verdict on one that was not."""
+    """Return the verdict on an archive that was refused."""
     return (_REFUSED + sentence.encode("utf-8", "replace"))[:MAX_VERDICT_BYTES]
 
 
 def read(data: bytes, *, max_members: int, max_bytes: int) -> Counts:
-    """Return the counts. Raises `Refused` with what the other end says, or with what is wrong with that."""
+    """Return the counts. Raises `Refused` with the sentence of the verdict, or with what is wrong about the verdict."""
     kind, rest = data[:1], data[1:]
     if kind == _REFUSED:
         text = rest.decode("utf-8", "replace")[:MAX_TEXT]

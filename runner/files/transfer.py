@@ -14,7 +14,7 @@ import os
 
 from runner.files.paths import Resolver, Target, check_regular, refusal
 from runner.files.worker import FileWorker
-from runner.loop.context import Context, Refused, Sink
+from runner.loop.context import Context, Refused, Sink, refuse
 from runner.wire.protocol import CHUNK_BYTES, Done, Error, FileInfo, Kind, ReadFile, WriteFile
 
 _NEW_FILE_MODE = 0o644
@@ -32,14 +32,13 @@ class FileReader:
         self._is_scheduled = False
 
     def begin(self, request: ReadFile, sink: Sink) -> None:
-        if request.max_bytes < 0:
-            sink.finish(Error("BAD_REQUEST", "max_bytes is negative"))
-            return
-        try:
-            self._open(request.path)
-        except Refused as refused:
-            sink.finish(refused.error)
-            return
+        """Open the file and send its first piece.
+
+        Raises:
+            Refused
+        """
+        refuse("max_bytes is negative" if request.max_bytes < 0 else None)
+        self._open(request.path)
         self._sink = sink
         size = os.fstat(self._fd).st_size
         self._left = request.max_bytes
@@ -126,12 +125,18 @@ class FileWriter:
         self._worker: FileWorker | None = None
 
     def begin(self, request: WriteFile, sink: Sink) -> None:
+        """Open the new file.
+
+        Raises:
+            Refused
+        """
         self._sink = sink
         self._syncs = request.sync
         try:
             self._open(request.path)
-        except Refused as refused:
-            self._fail(refused)
+        except Refused:
+            self.on_close()
+            raise
 
     def _open(self, path: str) -> None:
         resolver = Resolver(self._context.config, self._context.kernel)

@@ -153,18 +153,21 @@ class FileJobs:
         self._context = context
         self._running: set[FileJob] = set()
 
-    def begin(self, request: Request, sink: Sink) -> FileJob | None:
-        """Begin a request; return its job unless it is answered."""
+    def begin(self, request: Request, sink: Sink) -> FileJob:
+        """Begin a request.
+
+        Raises:
+            Refused: TOO_MANY.
+        """
         if len(self._running) >= MAX_JOBS:
-            sink.finish(Error("TOO_MANY", f"{MAX_JOBS} requests for files are under way"))
-            return None
+            raise Refused("TOO_MANY", f"{MAX_JOBS} requests for files are under way")
         job = FileJob(self._context, sink, self._running.discard)
         try:
             job.begin(request)
         except OSError as error:
             job.on_close()
-            sink.finish(Error("TOO_MANY", f"no process could be made: {os.strerror(error.errno or 0).lower()}"))
-            return None
+            reason = os.strerror(error.errno or 0).lower()
+            raise Refused("TOO_MANY", f"no process could be made: {reason}") from None
         self._running.add(job)
         return job
 

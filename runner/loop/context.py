@@ -27,6 +27,12 @@ class Refused(Exception):
         self.error = Error(code, message)
 
 
+def refuse(problem: str | None) -> None:
+    """Raise `Refused` with BAD_REQUEST unless the check of a request has found no problem."""
+    if problem is not None:
+        raise Refused("BAD_REQUEST", problem)
+
+
 class Descriptor:
     """At most one descriptor that came with a request, closed unless the request takes it."""
 

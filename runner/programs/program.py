@@ -73,10 +73,11 @@ class Program(Run):
             OSError: the process could not be started, and nothing is left of the program.
         """
         request, context = self.request, self._context
+        processes: ProcessSet
         if plan.membership is not None and request.group is not None:
-            self._processes = GroupSet(request.group.name)
+            processes = GroupSet(request.group.name)
         else:
-            self._processes = ProgramSet(lambda: self.pid, lambda: context.reaper.watched)
+            processes = ProgramSet(lambda: self.pid, lambda: context.reaper.watched)
         streams = ProgramStreams(context, plan.identity, self, terminal=request.terminal, stdin=request.stdin)
         try:
             self._room.look(context)
@@ -86,7 +87,7 @@ class Program(Run):
             raise
         finally:
             streams.close_child_side()
-        self._streams = streams
+        self._streams, self._processes = streams, processes
         self._cwd = plan.cwd
         self._take(Event.BEGIN)
         offer_soon(context, plan.identity, lambda: self.pid)

@@ -11,7 +11,7 @@ import errno
 import os
 from collections.abc import Callable
 
-from runner.loop.context import Context, Descriptor, Refused, Sink
+from runner.loop.context import Context, Descriptor, Refused, Sink, refuse
 from runner.loop.identity import Account, UserIdentity
 from runner.loop.kernel import AT_FDCWD, RESOLVE_NO_MAGICLINKS
 from runner.loop.settings import check_environment, is_argument
@@ -20,7 +20,7 @@ from runner.process.spawn import check_group, membership_of
 from runner.programs.program import Plan, Program
 from runner.streams import pty
 from runner.streams.flow import Leftovers
-from runner.wire.protocol import MAX_PROGRAMS, Error, RunProgram
+from runner.wire.protocol import MAX_PROGRAMS, RunProgram
 
 _MAX_TIMEOUT_MS = 2**31
 _TERMINAL = "xterm-256color"
@@ -42,25 +42,24 @@ class Programs:
         self._leftovers = Leftovers(context.loop)
         self._programs: set[Program] = set()
 
-    def run(self, request: RunProgram, sink: Sink, descriptor: Descriptor) -> Program | None:
-        """Start a program; return the program, or None when the request was answered with an error."""
+    def run(self, request: RunProgram, sink: Sink, descriptor: Descriptor) -> Program:
+        """Start a program.
+
+        Raises:
+            Refused
+        """
         program = Program(self._context, request, sink, self._leftovers, on_over=self._programs.discard)
         try:
             program.begin(self._plan(request, descriptor))
-        except Refused as refused:
-            sink.finish(refused.error)
-            return None
         except OSError as error:
-            sink.finish(Error("IO_ERROR", f"cannot start the program: {os.strerror(error.errno or 0)}"))
-            return None
+            reason = os.strerror(error.errno or 0)
+            raise Refused("IO_ERROR", f"cannot start the program: {reason}") from None
         self._programs.add(program)
         self._context.config.passing("runner.exec.program_started")
         return program
 
     def _plan(self, request: RunProgram, descriptor: Descriptor) -> Plan:
-        problem = _check(request)
-        if problem is not None:
-            raise Refused("BAD_REQUEST", problem)
+        refuse(_check(request))
         if len(self._programs) >= MAX_PROGRAMS:
             raise Refused("TOO_MANY", f"{MAX_PROGRAMS} programs run already")
         account = self._account(request)

@@ -16,14 +16,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from itertools import count, islice
 
-from runner.loop.context import Job, Sink
+from runner.loop.context import Job, Refused, Sink
 from runner.wire.protocol import (
     KEPT_RUN_BYTES,
     MAX_LISTED_RUNS,
     MAX_TICKET_CHARS,
     Attached,
     AttachRun,
-    Error,
     Exec,
     ExecReply,
     ForgetRuns,
@@ -249,19 +248,25 @@ class KeptRuns:
         self._ended_bytes = 0
 
     def begin(self, request: Exec | RunProgram, sink: Sink, begin: Callable[[Sink], Job | None]) -> Job | None:
-        """Begin a run by calling `begin` with the sink to write to. A run without a ticket is not kept."""
+        """Begin a run by calling `begin` with the sink to write to. A run without a ticket is not kept.
+
+        Raises:
+            Refused
+        """
         if not request.ticket:
             return begin(sink)
         if len(request.ticket) > MAX_TICKET_CHARS:
-            sink.finish(Error("BAD_REQUEST", "the ticket is too long"))
-            return None
+            raise Refused("BAD_REQUEST", "the ticket is too long")
         if request.exec_id in self._going or request.exec_id in self._ended:
-            sink.finish(Error("EXISTS", f"there is a run {request.exec_id[:64]!r}"))
-            return None
+            raise Refused("EXISTS", f"there is a run {request.exec_id[:64]!r}")
         run = KeptRun(next(self._numbers), request, part_bytes=self._part_bytes, on_over=self._on_over)
         self._going[run.exec_id] = run
         line = run.line = Line(run, sink)
-        job = begin(run)
+        try:
+            job = begin(run)
+        except BaseException:
+            self._going.pop(run.exec_id, None)  # there was no run
+            raise
         if job is None or run.line is None:  # the run is answered already
             return None
         run.job = job
@@ -275,18 +280,21 @@ class KeptRuns:
         return RunList(tuple(run.entry for run in page[:MAX_LISTED_RUNS]), len(page) > MAX_LISTED_RUNS)
 
     def attach(self, request: AttachRun, sink: Sink) -> Job | None:
-        """Have a connection go on with a run; return the connection's job unless the run is answered."""
+        """Have a connection go on with a run; return the connection's job unless the run is answered.
+
+        Raises:
+            Refused
+        """
         run = self._going.get(request.exec_id) or self._ended.get(request.exec_id)
         if run is None:
-            sink.finish(Error("NOT_RUNNING", f"no kept run {request.exec_id[:64]!r}"))
-        elif not run.has_written(request.stdout_offset, request.stderr_offset):
-            sink.finish(Error("BAD_REQUEST", "the run has not written that much"))
-        elif run.reply is None:
+            raise Refused("NOT_RUNNING", f"no kept run {request.exec_id[:64]!r}")
+        if not run.has_written(request.stdout_offset, request.stderr_offset):
+            raise Refused("BAD_REQUEST", "the run has not written that much")
+        if run.reply is None:
             return run.attach(request, sink)
-        else:
-            self._ended_bytes -= run.kept_bytes
-            run.attach(request, sink)
-            self._ended_bytes += run.kept_bytes
+        self._ended_bytes -= run.kept_bytes
+        run.attach(request, sink)
+        self._ended_bytes += run.kept_bytes
         return None
 
     def forget(self, request: ForgetRuns) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from runner.files.transfer import FileReader, FileWriter
 from runner.files.worker import FileJobs
 from runner.loop.config import RunnerConfig
-from runner.loop.context import Context, Descriptor, Job, Reachable, Sink
+from runner.loop.context import Context, Descriptor, Job, Reachable, Refused, Sink, refuse
 from runner.loop.kernel import Kernel
 from runner.loop.reaper import block_signals
 from runner.programs.programs import Programs
@@ -32,7 +32,6 @@ from runner.wire.protocol import (
     Cancel,
     CloseShell,
     Done,
-    Error,
     Exec,
     ForgetRuns,
     Hello,
@@ -76,26 +75,35 @@ class Service:
 
     def dispatch(self, request: Any, sink: Sink, descriptor: Descriptor) -> Job | None:  # one of REQUESTS
         """Begin a request; return its job unless the request is answered."""
-        if self._context.config.files_only and not isinstance(request, _FOR_FILES):
-            sink.finish(Error("BAD_REQUEST", "there are only files here"))
+        try:
+            return self._begin(request, sink, descriptor)
+        except Refused as refused:
+            sink.finish(refused.error)
             return None
+
+    def _begin(self, request: Any, sink: Sink, descriptor: Descriptor) -> Job | None:
+        if self._context.config.files_only and not isinstance(request, _FOR_FILES):
+            raise Refused("BAD_REQUEST", "there are only files here")
         match request:
             case Hello():
                 sink.finish(self._shells.hello())
             case Setup():
-                self._shells.set_up(request, sink)
+                sink.finish(self._shells.set_up(request))
             case SetEnv():
-                self._set_env(request, sink)
+                refuse(self._context.settings.check(request.env))
+                self._context.settings.change(request.env)
+                sink.finish(Done())
             case Thawed(frozen_ms):
                 self._context.loop.postpone(max(0, frozen_ms) / 1000)
                 sink.finish(Done())
             case OpenShell():
                 self._wake_ports()
-                self._shells.open(request, descriptor, sink)
+                sink.finish(self._shells.open(request, descriptor))
             case CloseShell():
                 self._shells.close(request, sink)
             case Signal() | Cancel() | Resize():
-                self._reach(request, sink)
+                self._reach(request)
+                sink.finish(Done())
             case Exec():
                 self._wake_ports()
                 return self._runs.begin(request, sink, lambda to: self._shells.submit(request, to))
@@ -125,31 +133,23 @@ class Service:
             case ListFiles() | StatFile() | RemoveFile() | Measure() | Pack() | Unpack():
                 if self._context.config.files_only:
                     return self._files.begin(request, sink)
-                sink.finish(Error("BAD_REQUEST", "this is for a sandbox of files alone"))
+                raise Refused("BAD_REQUEST", "this is for a sandbox of files alone")
         return None
 
     def _wake_ports(self) -> None:
         if self._ports is not None:
             self._ports.wake()
 
-    def _reach(self, request: Signal | Cancel | Resize, sink: Sink) -> None:
-        """Signal, cancel or resize the run with an id."""
-        problem = _check_reach(request)
-        target = self._context.registry.get(request.exec_id)
-        if problem is not None:
-            sink.finish(Error("BAD_REQUEST", problem))
-        elif target is not None and _act_on(target, request):
-            sink.finish(Done())
-        else:
-            sink.finish(Error("NOT_RUNNING", f"nothing runs as {request.exec_id[:64]!r}"))
+    def _reach(self, request: Signal | Cancel | Resize) -> None:
+        """Signal, cancel or resize the run with an id.
 
-    def _set_env(self, request: SetEnv, sink: Sink) -> None:
-        problem = self._context.settings.check(request.env)
-        if problem is not None:
-            sink.finish(Error("BAD_REQUEST", problem))
-            return
-        self._context.settings.change(request.env)
-        sink.finish(Done())
+        Raises:
+            Refused
+        """
+        refuse(_check_reach(request))
+        target = self._context.registry.get(request.exec_id)
+        if target is None or not _act_on(target, request):
+            raise Refused("NOT_RUNNING", f"nothing runs as {request.exec_id[:64]!r}")
 
 
 def _check_reach(request: Signal | Cancel | Resize) -> str | None:

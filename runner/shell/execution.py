@@ -271,7 +271,7 @@ class Execution(Run):
     def _write_files(self) -> None:
         """Make `cmd`, and `pre` and `post` if the mode has the driver source them."""
         request, shell = self.request, self._shell
-        text = terminal_driver.text(shell.directory, shell.argv) if request.interactive else request.command
+        text = terminal_driver.read_lines(shell.directory, shell.argv) if request.interactive else request.command
         _write_file(shell.file("cmd"), text)
         if self._mode == command_driver.PLAIN:
             return
@@ -279,7 +279,7 @@ class Execution(Run):
         before, after = command_driver.prologue(cwd, request.env), command_driver.epilogue(cwd, request.env)
         if request.terminal is not None:
             before = terminal_driver.enter(shell.directory, interactive=request.interactive) + before
-            after += (terminal_driver.LEAVE if request.interactive else "") + terminal_driver.leave(shell.directory)
+            after += terminal_driver.leave(shell.directory, interactive=request.interactive)
         if shell.is_deaf:
             before = terminal_driver.restore(shell.directory) + before
         _write_file(shell.file("pre"), command_driver.news(shell.news()) + before)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 
 from runner.loop import settings
-from runner.loop.context import Context, Descriptor, Refused, Sink
+from runner.loop.context import Context, Descriptor, Refused, Sink, refuse
 from runner.loop.identity import UserIdentity
 from runner.process import users
 from runner.process.spawn import check_group, membership_of
@@ -26,7 +26,6 @@ from runner.wire.protocol import (
     PROTOCOL_VERSION,
     CloseShell,
     Done,
-    Error,
     Exec,
     FileRules,
     HelloReply,
@@ -70,26 +69,21 @@ class Shells:
     def _info(name: str, queue: CommandQueue) -> ShellInfo:
         return ShellInfo(name, queue.shell.path, os.fsdecode(queue.shell.cwd), queue.shell.group or "")
 
-    def set_up(self, request: Setup, sink: Sink) -> None:
-        """Start the default shell, unless there is one, and answer."""
-        if request.version != PROTOCOL_VERSION:
-            sink.finish(Error("BAD_REQUEST", f"protocol version {PROTOCOL_VERSION} is spoken here"))
-        elif any(not _can_be_set(name, value) for name, value in request.env.items()):
-            sink.finish(Error("BAD_REQUEST", "env holds an impossible name or value"))
-        elif DEFAULT_SHELL in self._queues:
-            sink.finish(self.hello())
-        else:
-            self._open_default(request, sink)
+    def set_up(self, request: Setup) -> HelloReply:
+        """Start the default shell, unless there is one.
 
-    def _open_default(self, request: Setup, sink: Sink) -> None:
-        try:
+        Raises:
+            Refused
+        """
+        if request.version != PROTOCOL_VERSION:
+            raise Refused("BAD_REQUEST", f"protocol version {PROTOCOL_VERSION} is spoken here")
+        if any(not _can_be_set(name, value) for name, value in request.env.items()):
+            raise Refused("BAD_REQUEST", "env holds an impossible name or value")
+        if DEFAULT_SHELL not in self._queues:
             self._apply(request)
             self._new_queue(OpenShell(DEFAULT_SHELL, request.shell), Descriptor())
-        except Refused as refused:
-            sink.finish(refused.error)
-        else:
             self._context.config.passing("runner.create.set_up")
-            sink.finish(self.hello())
+        return self.hello()
 
     def _apply(self, request: Setup) -> None:
         """Take over the settings of every run: user, file rules, graces, variables."""
@@ -111,18 +105,14 @@ class Shells:
             raise Refused("INVALID_PATH", problem)
         return filerules.make(self._context, rules)
 
-    def open(self, request: OpenShell, descriptor: Descriptor, sink: Sink) -> None:
-        """Start one more shell and answer."""
-        problem = _check(request)
-        if problem is not None:
-            sink.finish(Error("BAD_REQUEST", problem))
-            return
-        try:
-            queue = self._new_queue(request, descriptor)
-        except Refused as refused:
-            sink.finish(refused.error)
-        else:
-            sink.finish(self._info(request.name, queue))
+    def open(self, request: OpenShell, descriptor: Descriptor) -> ShellInfo:
+        """Start one more shell.
+
+        Raises:
+            Refused
+        """
+        refuse(_check(request))
+        return self._info(request.name, self._new_queue(request, descriptor))
 
     def _new_queue(self, request: OpenShell, descriptor: Descriptor) -> CommandQueue:
         if request.name in self._queues:
@@ -153,34 +143,34 @@ class Shells:
         return queue
 
     def close(self, request: CloseShell, sink: Sink) -> None:
-        """Kill a shell, and answer when no process of it is left."""
+        """Kill a shell, and answer when no process of it is left.
+
+        Raises:
+            Refused
+        """
         queue = self._queues.get(request.name)
         if request.name == DEFAULT_SHELL:
-            sink.finish(Error("BAD_REQUEST", "the default shell stays"))
-        elif queue is None or queue.shell.is_closed:
-            sink.finish(Error("NOT_RUNNING", f"no shell {request.name!r}"))
-        else:
-            queue.close(lambda: self._on_closed(request.name, sink))
+            raise Refused("BAD_REQUEST", "the default shell stays")
+        if queue is None or queue.shell.is_closed:
+            raise Refused("NOT_RUNNING", f"no shell {request.name!r}")
+        queue.close(lambda: self._on_closed(request.name, sink))
 
     def _on_closed(self, name: str, sink: Sink) -> None:
         del self._queues[name]
         sink.finish(Done())
 
-    def submit(self, request: Exec, sink: Sink) -> Execution | None:
-        """Queue a command, or answer why not."""
+    def submit(self, request: Exec, sink: Sink) -> Execution:
+        """Queue a command.
+
+        Raises:
+            Refused
+        """
         queue = self._queues.get(request.shell)
         if queue is None or queue.shell.is_closed:
-            is_early = request.shell == DEFAULT_SHELL
-            sink.finish(
-                Error("BAD_REQUEST", "no shell was set up")
-                if is_early
-                else Error("NO_SUCH_SHELL", f"no shell {request.shell!r}")
-            )
-            return None
-        problem = check_request(request)
-        if problem is not None:
-            sink.finish(Error("BAD_REQUEST", problem))
-            return None
+            if request.shell == DEFAULT_SHELL:
+                raise Refused("BAD_REQUEST", "no shell was set up")
+            raise Refused("NO_SUCH_SHELL", f"no shell {request.shell!r}")
+        refuse(check_request(request))
         self._context.config.passing("runner.exec.accepted")
         return queue.submit(request, sink)
 

@@ -47,6 +47,85 @@ from collections.abc import Sequence
 from runner.shell import command_driver
 from runner.shell.command_driver import FOREVER, quote
 
+TERMINAL_TYPE = "xterm-256color"
+"""Value of TERM on a terminal, unless the shell has a better one than `dumb`."""
+
+_LIST = r"""
+__sk_h=
+if command test -n "${BASH_VERSION-}"; then command trap -p HUP INT QUIT >|@DIR@/traps
+else command trap >|@DIR@/traps; fi
+while IFS= command read -r __sk_v; do case $__sk_v in
+*__sk_*[\ G]INT) __sk_h=${__sk_h}I;; *[\ G]INT) __sk_h=${__sk_h}i;;
+*__sk_*[\ G]QUIT) __sk_h=${__sk_h}Q;; *[\ G]QUIT) __sk_h=${__sk_h}q;; *[\ G]HUP) __sk_h=${__sk_h}h;;
+esac; done <@DIR@/traps
+unset __sk_v
+"""
+
+_LEAVE_COMMAND_BASH = r"""case $?$__sk_r in @STATUS@1) __sk_a=@STATUS@
+trap "case \$__sk_r in 1) return @STATUS@;; esac" DEBUG; set -T; return @STATUS@;; esac"""
+
+_LEAVE_COMMAND = r"""case $?$__sk_r in @STATUS@1) __sk_a=@STATUS@; { : "${__sk_unset?}"; } 2>/dev/null;; esac"""
+
+_ENTER_ONE = r"""
+case $__sk_h in *@LETTER@*) ;; *)
+if command test -n "${BASH_VERSION-}"; then trap '@BASH@' @NAME@
+else trap '@OTHER@' @NAME@; fi;; esac
+"""
+
+_ENTER = r"""
+unset __sk_h
+case ${TERM-dumb} in dumb) command export TERM=@TERM@; __sk_t=1;; *) __sk_t=;; esac
+"""
+
+_LEAVE = r"""
+trap '' HUP INT QUIT
+case $__sk_t$TERM in 1@TERM@) command export TERM=dumb;; esac
+unset __sk_t
+"""
+
+_RESTORE = r"""
+trap - HUP INT QUIT
+case ${__sk_h-} in *[hiq]*) command . @DIR@/traps;; esac
+case ${__sk_h-}${BASH_VERSION-} in *I*.*) trap '@LEAVE@' INT;; *I*) trap - INT;; esac
+case ${__sk_h-} in *Q*) trap - QUIT;; esac
+unset __sk_h
+"""
+
+
+def enter(directory: str, *, interactive: bool) -> str:
+    """Return the text before a command on a terminal."""
+    if interactive:
+        on_interrupt = _interrupt_action(bash=True), _interrupt_action(bash=False)
+    else:
+        on_interrupt = _with_status(_LEAVE_COMMAND_BASH, 130), _with_status(_LEAVE_COMMAND, 130)
+    on_quit = _with_status(_LEAVE_COMMAND_BASH, 131), _with_status(_LEAVE_COMMAND, 131)
+    text = _LIST + _trap("INT", "i", on_interrupt) + _trap("QUIT", "q", on_quit) + _ENTER
+    return text.replace("@DIR@", directory).replace("@TERM@", TERMINAL_TYPE)
+
+
+def _with_status(action: str, status: int) -> str:
+    return action.replace("@STATUS@", str(status))
+
+
+def _trap(name: str, letter: str, actions: tuple[str, str]) -> str:
+    bash, other = (action.replace("'", "'\\''") for action in actions)
+    text = _ENTER_ONE.replace("@BASH@", bash).replace("@OTHER@", other)
+    return text.replace("@NAME@", name).replace("@LETTER@", letter)
+
+
+def leave(directory: str, *, interactive: bool) -> str:
+    """Return the text after a command on a terminal, before its status is reported."""
+    text = (_FORGET_LINES if interactive else "") + _LIST + _LEAVE
+    return text.replace("@DIR@", directory).replace("@TERM@", TERMINAL_TYPE)
+
+
+def restore(directory: str) -> str:
+    """Return the text before the next command, of whatever kind."""
+    return _RESTORE.replace("@DIR@", directory).replace("@LEAVE@", command_driver.LEAVE_BASH)
+
+
+# Lines read from a terminal -----------------------------------------------------------------------------------------
+
 LINE_SIGNAL = 51
 """Asks the shell to leave the line it runs. A realtime signal, so no command expects it."""
 
@@ -56,7 +135,7 @@ case $((${#BASH_SOURCE[@]}>__sk_d)) in 1) return 130;; esac"""
 
 _UNWIND = r"""__sk_u=1; { : "${__sk_unset?}"; } 2>/dev/null"""
 
-_REPL = r"""
+_READ_LINES = r"""
 __sk_j=$? __sk_q=0 __sk_u= __sk_w= __sk_i=
 if command test -n "${BASH_VERSION-}"; then
 __sk_d=${#BASH_SOURCE[@]}
@@ -112,7 +191,7 @@ unset -v __sk_y
 __sk_st "$__sk_j"
 """
 
-LEAVE = f"""
+_FORGET_LINES = f"""
 trap - {LINE_SIGNAL}
 unset -f __sk_read __sk_prompt
 unset -v __sk_d __sk_i __sk_j __sk_p __sk_q __sk_u __sk_v __sk_w __sk_x
@@ -120,91 +199,15 @@ unset -v __sk_d __sk_i __sk_j __sk_p __sk_q __sk_u __sk_v __sk_w __sk_x
 """Text after the reading of lines, however that ended."""
 
 
-def text(directory: str, argv: Sequence[str]) -> str:
+def read_lines(directory: str, argv: Sequence[str]) -> str:
     """Return the text that reads lines, in the place of a command. `argv` starts a shell of the kind."""
     shell = " ".join(map(quote, argv))
-    text = _REPL.replace("@UNWIND_BASH@", _UNWIND_BASH.replace("'", "'\\''")).replace("@UNWIND@", _UNWIND)
+    text = _READ_LINES.replace("@UNWIND_BASH@", _UNWIND_BASH.replace("'", "'\\''")).replace("@UNWIND@", _UNWIND)
     text = text.replace("@FOREVER@", FOREVER)
     return text.replace("@SIGNAL@", str(LINE_SIGNAL)).replace("@DIR@", directory).replace("@SHELL@", shell)
 
 
-def interrupt_action(*, bash: bool) -> str:
+def _interrupt_action(*, bash: bool) -> str:
     """Return the action of Ctrl-C: a line is left if its last program died of SIGINT, an unfinished text is dropped."""
     unwind = _UNWIND_BASH if bash else _UNWIND
     return f"case $?$__sk_q in 1301) {unwind};; *0) __sk_w= __sk_i=i;; esac"
-
-
-TERMINAL_TYPE = "xterm-256color"
-"""Value of TERM on a terminal, unless the shell has a better one than `dumb`."""
-
-_LIST = r"""
-__sk_h=
-if command test -n "${BASH_VERSION-}"; then command trap -p HUP INT QUIT >|@DIR@/traps
-else command trap >|@DIR@/traps; fi
-while IFS= command read -r __sk_v; do case $__sk_v in
-*__sk_*[\ G]INT) __sk_h=${__sk_h}I;; *[\ G]INT) __sk_h=${__sk_h}i;;
-*__sk_*[\ G]QUIT) __sk_h=${__sk_h}Q;; *[\ G]QUIT) __sk_h=${__sk_h}q;; *[\ G]HUP) __sk_h=${__sk_h}h;;
-esac; done <@DIR@/traps
-unset __sk_v
-"""
-
-_LEAVE_COMMAND_BASH = r"""case $?$__sk_r in @STATUS@1) __sk_a=@STATUS@
-trap "case \$__sk_r in 1) return @STATUS@;; esac" DEBUG; set -T; return @STATUS@;; esac"""
-
-_LEAVE_COMMAND = r"""case $?$__sk_r in @STATUS@1) __sk_a=@STATUS@; { : "${__sk_unset?}"; } 2>/dev/null;; esac"""
-
-_ENTER_ONE = r"""
-case $__sk_h in *@LETTER@*) ;; *)
-if command test -n "${BASH_VERSION-}"; then trap '@BASH@' @NAME@
-else trap '@OTHER@' @NAME@; fi;; esac
-"""
-
-_ENTER = r"""
-unset __sk_h
-case ${TERM-dumb} in dumb) command export TERM=@TERM@; __sk_t=1;; *) __sk_t=;; esac
-"""
-
-_LEAVE = r"""
-trap '' HUP INT QUIT
-case $__sk_t$TERM in 1@TERM@) command export TERM=dumb;; esac
-unset __sk_t
-"""
-
-_RESTORE = r"""
-trap - HUP INT QUIT
-case ${__sk_h-} in *[hiq]*) command . @DIR@/traps;; esac
-case ${__sk_h-}${BASH_VERSION-} in *I*.*) trap '@LEAVE@' INT;; *I*) trap - INT;; esac
-case ${__sk_h-} in *Q*) trap - QUIT;; esac
-unset __sk_h
-"""
-
-
-def enter(directory: str, *, interactive: bool) -> str:
-    """Return the text before a command on a terminal."""
-    if interactive:
-        on_interrupt = interrupt_action(bash=True), interrupt_action(bash=False)
-    else:
-        on_interrupt = _with_status(_LEAVE_COMMAND_BASH, 130), _with_status(_LEAVE_COMMAND, 130)
-    on_quit = _with_status(_LEAVE_COMMAND_BASH, 131), _with_status(_LEAVE_COMMAND, 131)
-    text = _LIST + _trap("INT", "i", on_interrupt) + _trap("QUIT", "q", on_quit) + _ENTER
-    return text.replace("@DIR@", directory).replace("@TERM@", TERMINAL_TYPE)
-
-
-def _with_status(action: str, status: int) -> str:
-    return action.replace("@STATUS@", str(status))
-
-
-def _trap(name: str, letter: str, actions: tuple[str, str]) -> str:
-    bash, other = (action.replace("'", "'\\''") for action in actions)
-    text = _ENTER_ONE.replace("@BASH@", bash).replace("@OTHER@", other)
-    return text.replace("@NAME@", name).replace("@LETTER@", letter)
-
-
-def leave(directory: str) -> str:
-    """Return the text after a command on a terminal, before its status is reported."""
-    return (_LIST + _LEAVE).replace("@DIR@", directory).replace("@TERM@", TERMINAL_TYPE)
-
-
-def restore(directory: str) -> str:
-    """Return the text before the next command, of whatever kind."""
-    return _RESTORE.replace("@DIR@", directory).replace("@LEAVE@", command_driver.LEAVE_BASH)

@@ -1,8 +1,8 @@
-"""Puts together what is known of one session, living, hung or ended, whatever part of it does not answer.
+"""Diagnosis: everything known of one session, living, hung or ended, whichever part of the daemon does not answer.
 
-Each part has a deadline of its own and fails alone: it then says why in place of what it would have said. Nothing here
-goes through the session's mailbox, wakes a paused session or counts as activity. Never tells a command, its output or
-an environment.
+Each part has a deadline of its own and fails alone, with the reason in its place. A diagnosis does not go through the
+session's mailbox, wakes no paused session and does not count as activity. Commands, their output and environments are
+never shown.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from nsinit.wire.protocol import AskDisk
 from runner.wire import protocol as runner_protocol
 from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.driver import ask_runner
-from sandkasten.actors.services.directory import Entry, Inspection
+from sandkasten.actors.services.directory import Entry, Inspection, Shared
 from sandkasten.actors.services.nsinit import Describe, call
-from sandkasten.actors.services.shared import Shared
 from sandkasten.actors.services.store import do
 from sandkasten.counters.cgroup import read_raw
 from sandkasten.model import Event, Session, Status
@@ -32,27 +31,27 @@ from sandkasten.store.events import last_events
 from sandkasten.store.sessions import SessionRecord, get_session
 
 PART_S = 2.0
-"""How long each part may take; they are had at the same time."""
+"""Time for each part; all parts are read at once."""
 
 EVENTS = 50
 _CONCURRENT = 4
-"""Diagnoses at a time: each takes a connection to a sandbox's PID 1."""
+"""Diagnoses at a time: each takes a connection to PID 1 of a sandbox."""
 
 _ENDED = "the session has ended"
 
 
 class Diagnosing:
-    """See the module's docstring. Runs in the caller's task."""
+    """The maker of diagnoses. Runs in the caller's task."""
 
     def __init__(self, shared: Shared) -> None:
-        self._store, self._zygote = shared.store, shared.zygote
+        self._store, self._nsinit = shared.store, shared.nsinit
         self._directory, self._journal = shared.directory, shared.journal
         self._turns = trio.CapacityLimiter(_CONCURRENT)
         self._threads = trio.CapacityLimiter(_CONCURRENT)
 
     async def diagnose(self, session_id: str) -> Diagnosis:
-        """Raises `SessionNotFound` for a session that is neither live nor recorded, and what the store raised for one
-        that is not live."""
+        """Return the diagnosis of a session. Raises `SessionNotFound` for one that is neither live nor recorded, and
+        the store's error for one that is not live."""
         async with self._turns:
             entry = self._directory.get(session_id)
             inside = self._directory.seen(session_id) if entry is None else entry.inspect()
@@ -103,15 +102,15 @@ class Diagnosing:
         return {"newest": [_event(known[cursor]) for cursor in sorted(known)[-EVENTS:]]}
 
     async def _cgroup(self, session_id: str) -> Part:
-        dirs = (await self._zygote.ask(Describe())).cgroup_dirs
+        dirs = (await self._nsinit.ask(Describe())).cgroup_dirs
         found = await trio.to_thread.run_sync(read_raw, dirs, session_id, limiter=self._threads, abandon_on_cancel=True)
         return found or MissingPart("there is no cgroup of this session")
 
     async def _disk(self, session: Session) -> Part:
-        mode = (await self._zygote.ask(Describe())).disk
+        mode = (await self._nsinit.ask(Describe())).disk
         if session.status not in WHOLE:
             return {"mode": mode}
-        use = await self._zygote.ask(call(AskDisk, session.id))
+        use = await self._nsinit.ask(call(AskDisk, session.id))
         return {"mode": mode, **{field.name: getattr(use, field.name) for field in _fields(use)}}
 
     async def _runner(self, session: Session, inside: Inspection | None, *, is_live: bool) -> Part:
@@ -128,7 +127,7 @@ class Diagnosing:
 
 
 def _seen(inside: Inspection | None, entry: Entry | None) -> dict[str, Part]:
-    """Return the parts that are known at once."""
+    """Return the parts that need no waiting."""
     if inside is None:
         gone = MissingPart("the daemon that served it is gone, or too many sessions have ended since")
         return dict.fromkeys(("actor", "create", "lease", "runs", "shells"), gone)
@@ -160,5 +159,5 @@ def _event(event: Event) -> Mapping[str, Any]:
 
 
 def _fields(value: object) -> Sequence[Any]:
-    """Return the fields of a message of nsinit that say something."""
+    """Return the fields of an answer of nsinit, without `seq`."""
     return [field for field in dataclasses.fields(value) if field.name != "seq"]  # type: ignore[arg-type]

@@ -1,17 +1,18 @@
-"""Assembles what `Supervisor.system()` and `.node()` answer, from the configuration, the machine and nsinit's word.
+"""The node as it is seen from outside: answers of `Supervisor.system()`, `node()` and `metrics()`, and the watchdog.
 
-Owns no state. What it reads itself comes from `counters/node.py`, in a worker thread.
+Owns no state. Metrics ask no actor that could make them wait: mailboxes, queues and the spool are read from outside,
+since metrics are wanted most when an actor does not answer. Facts about the machine come from `counters/node.py`, in a
+worker thread.
 
-Assembles what `Supervisor.metrics()` answers: what the tree counted, and what can be seen of it at that moment.
-
-Owns no state and asks nobody who could make it wait: mailboxes, queues and the spool are looked at from outside, since
-metrics are wanted most when somebody does not answer. What it reads of the machine comes from
-`counters/node.py`, in a worker thread.
+The watchdog of the service manager gets a sign of life only while the event loop turns and the store, nsinit and the
+sessions actor answer. A daemon that lives and can't work is started again, and sandboxes are adopted. A full disk is no
+reason: a new start would find it as full.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import platform
 from collections import Counter
@@ -32,6 +33,7 @@ from sandkasten.config import Config
 from sandkasten.counters import node
 from sandkasten.counters.metrics import Metrics, gauge
 from sandkasten.counters.node import read_node
+from sandkasten.host.notify import Notifier
 from sandkasten.host.protections import Situation, protections, with_needs
 from sandkasten.images.catalog import Catalog
 from sandkasten.journal.ring import Journal
@@ -39,6 +41,12 @@ from sandkasten.model import LIMIT_BOUNDS, Session, Status
 from sandkasten.model.lifecycle import LIVE
 from sandkasten.model.node import Amounts, Machine, NodeCapacity, System
 from sandkasten.output.spool import Spool
+from sandkasten.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
+
+_VITAL = ("store", "zygote", "sessions")
+"""Checks of readiness without which the watchdog gets no sign of life."""
 
 
 def describe_system(config: Config, machine: Machine, ready: protocol.Ready) -> System:
@@ -60,12 +68,12 @@ def describe_system(config: Config, machine: Machine, ready: protocol.Ready) -> 
 
 @functools.cache
 def package_version() -> str:
-    """Return what is installed. Blocking the first time."""
+    """Return the version of the installed package. Blocking the first time."""
     return version("sandkasten-runtime")
 
 
 def defaults_in_force(config: Config) -> dict[str, Any]:  # JSON values
-    """Return what a session or a command gets when its creator says nothing, under the names of the HTTP API."""
+    """Return the defaults of sessions and commands, under the names of the HTTP API."""
     defaults = config.defaults
     return {
         "image": config.default_image,
@@ -80,7 +88,7 @@ def defaults_in_force(config: Config) -> dict[str, Any]:  # JSON values
 
 
 def limits_in_force(config: Config) -> dict[str, Any]:  # JSON values
-    """Return the bounds of what may be asked for."""
+    """Return the bounds of requests."""
     bounds: dict[str, Any] = {name: {"min": low, "max": high} for name, (low, high) in LIMIT_BOUNDS.items()}
     names = ("max_sessions", "max_command_bytes", "max_upload_bytes", "max_read_bytes", "output_cap_bytes")
     return (
@@ -99,19 +107,20 @@ def limits_in_force(config: Config) -> dict[str, Any]:  # JSON values
 
 @attrs.frozen
 class NodeFacts:
-    """What only the tree knows. `committed` counts creates that were admitted, too."""
+    """The facts about the node that only the tree has. `committed` includes creates under way; `pooled` is the
+    number of pool sandboxes."""
 
     status: str
     sessions: Sequence[Session]
     max_sessions: int
     committed: Amounts
-    vessels: int
+    pooled: int
     queued: int
     cgroup_dirs: Mapping[str, str]
 
 
 async def describe_capacity(config: Config, catalog: Catalog, facts: NodeFacts) -> NodeCapacity:
-    """Return what the node can take now; a fraction of a millisecond in a worker thread."""
+    """Return the capacity of the node. Takes a fraction of a millisecond in a worker thread."""
     return await trio.to_thread.run_sync(_read, config, catalog, facts)
 
 
@@ -128,13 +137,13 @@ def _read(config: Config, catalog: Catalog, facts: NodeFacts) -> NodeCapacity:
         free=node.read_free(config.data_dir, bounds),
         images=tuple(image.name for image in catalog.images()),
         sessions=dict(Counter(session.status.value for session in facts.sessions)),
-        vessels=facts.vessels,
+        vessels=facts.pooled,
         queued=facts.queued,
     )
 
 
 _AT_ONCE = 100
-"""Sessions that are looked at before other tasks get a turn."""
+"""Sessions that are counted before other tasks get a turn."""
 
 _LOOKS = {
     "creates_queued": "Creates that wait for a builder.",
@@ -144,26 +153,27 @@ _LOOKS = {
     "sessions_committed_memory_bytes": "What live sessions may use together.",
     "sessions_committed_cpu": "The same in cores.",
 }
-"""What the part that makes sessions lets be looked at, and its help."""
+"""The numbers that the sessions actor gives the metrics, with their help."""
 
 
 @attrs.frozen
 class Observed:
-    """What is looked at. `parts` are the actors there is one of; `cgroup_dirs` is empty as long as it is unknown."""
+    """The sources of the metrics. `parts` are the actors of which there is one; `cgroup_dirs` is empty as long as it
+    is unknown."""
 
     metrics: Metrics
     directory: SessionDirectory
     journal: Journal
     spool: Spool
     parts: Sequence[Ref]
-    zygote: Ref
+    nsinit: Ref
     data_dir: Path
     cgroup_dirs: Mapping[str, str]
     node_id: str
 
 
 async def measure(seen: Observed, *, limiter: trio.CapacityLimiter) -> Sequence[Metric]:
-    """Return all numbers there are."""
+    """Return all metrics."""
     statuses: Counter[Status] = Counter()
     for start, entry in enumerate(seen.directory):
         if start % _AT_ONCE == 0:
@@ -188,7 +198,7 @@ def _of_tree(seen: Observed, statuses: Mapping[Status, int]) -> list[Metric]:
     queues = list(seen.metrics.queues)
     running = sum(each.running for each in queues)
     waiting = [entry.ref.waiting for entry in entries]
-    restarts = max(seen.zygote.incarnation - 1, 0)
+    restarts = max(seen.nsinit.incarnation - 1, 0)
     return [
         gauge(
             "sandkasten_sessions",
@@ -244,3 +254,23 @@ def _of_storage(seen: Observed) -> list[Metric]:
             "sandkasten_unwritten_records", "Sessions whose end was refused.", len(seen.directory.unwritten)
         ),
     ]
+
+
+async def keep_beating(supervisor: Supervisor, notifier: Notifier) -> None:
+    """Give signs of life for ever; without a watchdog, sleep."""
+    if notifier.beat_s is None:
+        await trio.sleep_forever()
+    while True:
+        await _beat(supervisor, notifier)
+        await trio.sleep(notifier.beat_s)
+
+
+async def _beat(supervisor: Supervisor, notifier: Notifier) -> None:
+    checks = (await supervisor.readiness()).checks
+    ill = {name: checks[name] for name in _VITAL if checks.get(name, "ok") != "ok"}
+    if ill:
+        log.error("watchdog_not_told", extra={"checks": ill})
+        notifier.say("; ".join(f"{name}: {what}" for name, what in ill.items()))
+        return
+    found = await supervisor.capacity()
+    notifier.alive(f"{found.status}, {sum(found.sessions.values())} sessions")

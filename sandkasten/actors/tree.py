@@ -4,49 +4,52 @@
     ├── store      the one SQLite writer
     ├── events     the journal's way to disk
     ├── spool      output that is kept for a while
-    ├── zygote     the one connection to nsinit
-    ├── images     the image store
-    ├── workspaces who has which, and their files without a session
+    ├── zygote     the client of nsinit, the one connection to the privileged process
+    ├── images     the image catalogue
+    ├── workspaces their holds, records and files
     ├── sessions   id → Ref; one temporary session actor per sandbox
-    ├── reaper     sweeps what no live session owns
+    ├── reaper     sweeps leftovers every minute
     ├── pulse      measures how late the event loop is
-    └── …          what the caller adds (the HTTP front)
+    └── …          children of the caller (the HTTP front)
 
-Network leases and the warm pool join between `images` and `reaper`. What can be asked of a session's work is in
-`tree_work.py`, of workspaces in `tree_workspaces.py`, of the node in `tree_node.py`.
+`LocalSupervisor` is the interface. Sessions and the node are here, runs and terminals in `tree_work.py`, workspaces in
+`tree_workspaces.py`; the numbers of the node are assembled in `node_view.py`, a diagnosis in `diagnosis.py`.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 
+import attrs
 import trio
+from prometheus_client.metrics_core import Metric
 
 from nsinit.wire.protocol import SeccompProfile
-from sandkasten.actors.core import Ref, unwrap
+from sandkasten.actors.core import Ask, R, Ref, unwrap
 from sandkasten.actors.diagnosis import Diagnosing
 from sandkasten.actors.node import recovery, sessions
 from sandkasten.actors.node.creating import Node
-from sandkasten.actors.node.in_flight import Attended
-from sandkasten.actors.node.inventory import Inventory, Removal
+from sandkasten.actors.node.recovery import Leftovers
 from sandkasten.actors.node.sessions import list_sessions
+from sandkasten.actors.node_view import NodeFacts, Observed, describe_capacity, describe_system, measure
 from sandkasten.actors.services import events, images, nsinit, store
-from sandkasten.actors.services.directory import Entry, SessionDirectory
-from sandkasten.actors.services.shared import Shared
+from sandkasten.actors.services.directory import Entry, SessionDirectory, Shared
+from sandkasten.actors.services.nsinit import Describe
+from sandkasten.actors.services.nsinit import ping as ping_nsinit
 from sandkasten.actors.services.store import do
 from sandkasten.actors.session.messages import Borrow, Destroy, PauseSession, ResumeSession, Stats, Update
 from sandkasten.actors.session.watch import translating_death
 from sandkasten.actors.supervision import ChildSpec, GiveUp
-from sandkasten.actors.tree_node import WorkOfNode
-from sandkasten.actors.tree_work import WorkOfSessions
+from sandkasten.actors.tree_work import InFlight, WorkOfSessions
 from sandkasten.actors.tree_workspaces import WorkOfWorkspaces
 from sandkasten.actors.workspaces import actor as workspaces
-from sandkasten.actors.workspaces.holds import Attachments
-from sandkasten.actors.workspaces.transfer import LocalFileReader, LocalFileWriter, open_reader, open_writer
+from sandkasten.actors.workspaces.files import LocalFileReader, LocalFileWriter, open_reader, open_writer
+from sandkasten.actors.workspaces.holds import Holds
 from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.quotas import KeyShares
 from sandkasten.config import Config
@@ -69,9 +72,10 @@ from sandkasten.model import (
 from sandkasten.model.errors import Capacity, LauncherGone, SandkastenError, SessionExpired, SessionNotFound
 from sandkasten.model.lifecycle import LIVE, ended_error
 from sandkasten.model.listing import SessionPage, SessionQuery
-from sandkasten.model.node import Machine
+from sandkasten.model.node import Diagnosis, Machine, NodeCapacity, NodeInfo, Readiness, System
 from sandkasten.output.run_archive import RunArchive
 from sandkasten.output.spool import Spool
+from sandkasten.store.database import ping
 from sandkasten.store.sessions import get_session, live_sessions
 
 log = logging.getLogger(__name__)
@@ -79,9 +83,12 @@ log = logging.getLogger(__name__)
 _MATCHERS = 2
 _OBSERVERS = 2
 _SPOOL_STOP_S = 5.0
+_METRICS_S = 1.0
+_READY_S = 5.0
+_MIN_FREE_RATIO = 0.02
 
 
-class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
+class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
     """The supervisor of this machine; implements `supervisor.Supervisor`."""
 
     def __init__(
@@ -91,21 +98,21 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
         node: Node,
         *,
         machine: Machine,
-        vessels: int,
+        pool_size: int,
         profiles: Sequence[SeccompProfile] = (),
         start_nsinit: StartNsinit = start_as_child,
     ) -> None:
-        self._config, self._catalog, self._node, self._vessels = config, catalog, node, vessels
+        self._config, self._catalog, self._node, self._pool_size = config, catalog, node, pool_size
         self._machine, self._started_at = machine, datetime.now(UTC)
         self._profiles, self._start_nsinit = profiles, start_nsinit
-        self._store, self._writer, self._zygote = Ref("store"), Ref("events"), Ref("zygote")
+        self._store, self._writer, self._nsinit = Ref("store"), Ref("events"), Ref("zygote")
         self._images, self._workspaces = Ref("images"), Ref("workspaces")
         self._sessions, self._reaper = Ref("sessions"), Ref("reaper")
         spool_dir = DataPaths(config.data_dir).spool
         directory = SessionDirectory()
         self._shared = Shared(
             store=self._store,
-            zygote=self._zygote,
+            nsinit=self._nsinit,
             workspaces=self._workspaces,
             directory=directory,
             journal=Journal(),
@@ -117,9 +124,8 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
         )
         self._directory, self._journal, self._metrics = directory, self._shared.journal, self._shared.metrics
         self._journal.on_event = self._metrics.note_event
-        self._attachments, self._attended, self._usages = Attachments(), Attended(), {}
-        self.inventory = Inventory(config.data_dir, node.boot_id, self._shared)
-        self._removal = Removal(spool_dir, self._shared, self.inventory)
+        self._holds, self._in_flight, self._usages = Holds(), InFlight(), {}
+        self.leftovers = Leftovers(config.data_dir, node.boot_id, self._shared)
         self._diagnosing = Diagnosing(self._shared)
         self._cgroup_dirs: Mapping[str, str] = {}
         self._matchers = trio.CapacityLimiter(_MATCHERS)
@@ -128,7 +134,8 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
 
     @property
     def shares(self) -> KeyShares:
-        """The API keys besides the configured one, and what each has. Whoever serves on keys fills the ring."""
+        """The API keys besides the configured one, with the shares of each. The watch of the key file fills the
+        ring."""
         return self._shared.shares
 
     @property
@@ -141,7 +148,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
             ChildSpec("store", self._start_store),
             ChildSpec("events", self._start_events),
             ChildSpec("spool", self._start_spool),
-            ChildSpec("zygote", self._start_zygote, may_keep_failing=True),
+            ChildSpec("zygote", self._start_nsinit_client, may_keep_failing=True),
             ChildSpec("images", self._start_images),
             ChildSpec("workspaces", self._start_workspaces),
             ChildSpec("sessions", self._start_sessions),
@@ -158,7 +165,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
         await actor.run(task_status=task_status)
 
     async def _start_spool(self, *, task_status: trio.TaskStatus[None]) -> None:
-        if not self._is_spool_open:  # a restart after a bug keeps what there is
+        if not self._is_spool_open:  # a restart after a bug keeps the output
             await self._shared.spool.open()
             live = {each.session.id for each in await self._store.ask_again(do(live_sessions))}
             await trio.to_thread.run_sync(self._shared.archive.open, live)
@@ -171,10 +178,10 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
                 await self._shared.spool.close()
             raise
 
-    async def _start_zygote(self, *, task_status: trio.TaskStatus[Ref]) -> None:
+    async def _start_nsinit_client(self, *, task_status: trio.TaskStatus[Ref]) -> None:
         data_dir, disk = self._config.data_dir, self._config.disk.mode
         actor = nsinit.NsinitClient(
-            self._zygote,
+            self._nsinit,
             data_dir,
             self._node.id,
             disk=disk,
@@ -184,7 +191,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
         )
         try:
             await actor.run(task_status=task_status)
-        except* LauncherGone as gone:  # who is not root any more can't start another
+        except* LauncherGone as gone:  # without root no other launcher can be started
             raise GiveUp(str(unwrap(gone))) from None
 
     async def _start_images(self, *, task_status: trio.TaskStatus[Ref]) -> None:
@@ -194,9 +201,9 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
         actor = workspaces.Workspaces(
             self._workspaces,
             store=self._store,
-            zygote=self._zygote,
+            nsinit=self._nsinit,
             directory=self._directory,
-            attachments=self._attachments,
+            holds=self._holds,
             paths=DataPaths(self._config.data_dir),
             new_id=self._node.new_session_id,
             crash=self._shared.crash,
@@ -210,10 +217,9 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
             self._node,
             self._shared,
             images=self._images,
-            attachments=self._attachments,
-            inventory=self.inventory,
-            removal=self._removal,
-            vessels=self._vessels,
+            holds=self._holds,
+            leftovers=self.leftovers,
+            pool_size=self._pool_size,
         )
         await actor.run(task_status=task_status)
 
@@ -222,27 +228,27 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
             self._reaper,
             self._shared,
             sessions=self._sessions,
-            inventory=self.inventory,
-            removal=self._removal,
+            leftovers=self.leftovers,
             keep_records_s=self._config.records.keep_seconds,
         )
         await actor.run(task_status=task_status)
 
     def close(self) -> None:
-        """The tree has ended: whoever still follows the journal is told."""
+        """Close the journal after the end of the tree: its readers are told."""
         self._journal.close()
 
     async def finish(self) -> None:
-        """Begin nothing new, and wait until creates, commands and files that somebody waits for have ended."""
-        self._attended.close()
+        """Refuse new requests, and wait until creates and requests in flight have ended."""
+        self._in_flight.close()
         try:
             await self._sessions.ask_again(sessions.Refuse())
         except SandkastenError as error:
             log.error("creates_not_refused", extra={"error": str(error)})
-        await self._attended.wait_none()
+        await self._in_flight.wait_none()
 
     async def leave_sessions(self) -> None:
-        """Let go of all sessions: they run on, and who waits for a command in one is answered `daemon_restarted`."""
+        """End the actors of all sessions and leave the sandboxes running. Runs that a caller waits for are answered
+        `daemon_restarted`."""
         try:
             await self._sessions.ask_again(sessions.LeaveAll())
         except SandkastenError as error:
@@ -301,7 +307,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
         if entry is not None:
             try:
                 session = _require_ended(await entry.ref.ask(Destroy()))
-                await entry.ended.wait()  # what it took can be had again
+                await entry.ended.wait()  # its budget and its workspace are free
                 return session
             except SessionExpired:
                 log.debug("destroy_raced", extra={"session_id": session_id})  # it ended on its own meanwhile
@@ -340,7 +346,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
 
     @asynccontextmanager
     async def _loan(self, session_id: str) -> AsyncIterator[RunnerLink]:
-        with self._attended.one_more():
+        with self._in_flight.one_more():
             entry = await self._live(session_id)
             done = trio.Event()
             try:
@@ -350,12 +356,12 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
                 done.set()
 
     async def _live(self, session_id: str) -> Entry:
-        """Return the entry of a live session; of an ended one, raise what became of it."""
+        """Return the entry of a live session. Raises the error that an ended one ended with."""
         entry = self._directory.get(session_id)
         if entry is None:
             recorded = await self._recorded(session_id)
             if recorded.status in LIVE:
-                self._attended.check_open()  # it was left to the next start
+                self._in_flight.check_open()  # it was left to the next start
             raise ended_error(recorded)
         return entry
 
@@ -367,9 +373,106 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces, WorkOfNode):
             raise SessionNotFound("no such session", session_id=session_id)
         return record.session
 
+    # Node ------------------------------------------------------------------------------------------------------------
+
+    async def readiness(self) -> Readiness:
+        checks = {
+            "store": await _check(self._store, do(ping)),
+            "zygote": await _check(self._nsinit, ping_nsinit()),
+            "sessions": "ok" if self._sessions.is_alive else "not running",
+            "disk": await trio.to_thread.run_sync(_check_disk, self._config),
+        }
+        return Readiness(ready=all(each == "ok" for each in checks.values()), checks=checks)
+
+    async def system(self) -> System:
+        ready = await self._nsinit.ask_again(Describe())
+        return await trio.to_thread.run_sync(describe_system, self._config, self._machine, ready)
+
+    async def capacity(self) -> NodeCapacity:
+        is_up = all(ref.is_alive for ref in (self._store, self._nsinit, self._sessions))
+        return await self._capacity("ready" if is_up else "not_ready")
+
+    async def _capacity(self, status: str) -> NodeCapacity:
+        ready = await self._nsinit.ask_again(Describe())
+        occupancy = await self._sessions.ask_again(sessions.Occupied())
+        facts = NodeFacts(
+            status="draining" if occupancy.is_draining else status,
+            sessions=[entry.session for entry in self._shared.directory],
+            max_sessions=occupancy.max_sessions,
+            committed=occupancy.committed,
+            pooled=occupancy.pooled,
+            queued=occupancy.queued,
+            cgroup_dirs=ready.cgroup_dirs,
+        )
+        return await describe_capacity(self._config, self._catalog, facts)
+
+    async def node(self) -> NodeInfo:
+        found = await self._capacity("ready" if (await self.readiness()).ready else "not_ready")
+        return NodeInfo(
+            id=self._node.id,
+            incarnation=self._node.incarnation,
+            time=datetime.now(UTC),
+            started_at=self._started_at,
+            **attrs.asdict(found, recurse=False),
+        )
+
+    async def drain(self) -> NodeInfo:
+        await self._sessions.ask_again(sessions.Drain(drained=True))
+        return await self.node()
+
+    async def undrain(self) -> NodeInfo:
+        await self._sessions.ask_again(sessions.Drain(drained=False))
+        return await self.node()
+
+    async def diagnose(self, session_id: str) -> Diagnosis:
+        if not SESSION_ID.match(session_id):
+            raise SessionNotFound("no such session", session_id=session_id[:64])
+        return await self._diagnosing.diagnose(session_id)
+
+    async def metrics(self) -> Sequence[Metric]:
+        if not self._cgroup_dirs:
+            with trio.move_on_after(_METRICS_S), suppress(SandkastenError):
+                self._cgroup_dirs = (await self._nsinit.ask(Describe())).cgroup_dirs
+        seen = Observed(
+            metrics=self._shared.metrics,
+            directory=self._shared.directory,
+            journal=self._shared.journal,
+            spool=self._shared.spool,
+            parts=(self._store, self._writer, self._nsinit, self._images, self._sessions, self._reaper),
+            nsinit=self._nsinit,
+            data_dir=self._config.data_dir,
+            cgroup_dirs=self._cgroup_dirs,
+            node_id=self._node.id,
+        )
+        return await measure(seen, limiter=self._observers)
+
+    async def sweep(self) -> int:
+        """Sweep now; return the number of sessions and leftovers that were settled."""
+        return await self._reaper.ask(recovery.Sweep())
+
 
 def _require_ended(session: Session) -> Session:
-    """Return a session that has ended; of one whose end has only begun say so."""
+    """Return a session that has ended. Raises `Capacity` for one whose end has only begun."""
     if session.status in LIVE:
         raise Capacity("the session's end has begun and will be finished", session_id=session.id)
     return session
+
+
+async def _check(ref: Ref, message: Ask[R]) -> str:
+    with trio.move_on_after(_READY_S):
+        try:
+            await ref.ask(message)
+        except SandkastenError as error:
+            return str(error)
+        else:
+            return "ok"
+    return "does not answer"
+
+
+def _check_disk(config: Config) -> str:
+    for name, path in (("data directory", config.data_dir), ("database", config.db_path.parent)):
+        space = os.statvfs(path)
+        free_ratio = space.f_bavail / max(space.f_blocks, 1)
+        if free_ratio <= _MIN_FREE_RATIO:
+            return f"only {free_ratio:.1%} of the {name}'s disk is free"
+    return "ok"

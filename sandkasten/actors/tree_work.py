@@ -1,19 +1,19 @@
-"""What the supervisor of this machine does with the work of its sessions: runs, shells, terminals and events.
+"""The supervisor's interface to the work of sessions: runs, shells, processes, terminals and events.
 
-The half of `supervisor.Supervisor` that `tree.LocalSupervisor` inherits. Runs in the caller's task: it asks the
-session's actor, and what it holds (a run, a reader, a viewer) it gives back when its context is left.
+`tree.LocalSupervisor` inherits it. Runs in the caller's task: it asks the session's actor, and gives back a run, reader
+or viewer when its context is left.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 
 import attrs
 import trio
 
 from sandkasten.actors.core import Ref
-from sandkasten.actors.node.in_flight import Attended
+from sandkasten.actors.node.creating import stopping
 from sandkasten.actors.runs.run import Hold, Joined, Run, RunReader, RunRequest
 from sandkasten.actors.runs.terminals import Viewer
 from sandkasten.actors.runs.waiting import Collector, wait_for
@@ -65,17 +65,60 @@ _MAX_SIGNAL = 64
 _MAX_ARGUMENTS = 4096
 
 
+class InFlight:
+    """Requests in flight: runs and file transfers that a caller waits for. A graceful stop waits for them and admits
+    no new ones. Detached runs, processes, terminals and readers are not counted: they may last for ever, and go on
+    in the sandbox without the daemon."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._is_closed = False
+        self._is_none = trio.Event()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def close(self) -> None:
+        """Admit no more requests."""
+        self._is_closed = True
+        self._tell_when_none()
+
+    def check_open(self) -> None:
+        """Raise `ShuttingDown` after `close`."""
+        if self._is_closed:
+            raise stopping()
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        """Count a request for as long as the context lasts. Raises `ShuttingDown`."""
+        self.check_open()
+        self._count += 1
+        try:
+            yield
+        finally:
+            self._count -= 1
+            self._tell_when_none()
+
+    async def wait_none(self) -> None:
+        """Wait until, after `close`, the last request has ended."""
+        await self._is_none.wait()
+
+    def _tell_when_none(self) -> None:
+        if self._is_closed and not self._count:
+            self._is_none.set()
+
+
 class WorkOfSessions:
-    """See the module's docstring. The heir brings the fields, `get` and `_live`."""
+    """The part of `supervisor.Supervisor` about the work of sessions. The heir brings the fields, `get` and `_live`."""
 
     _config: Config
     _store: Ref
     _journal: Journal
     _matchers: trio.CapacityLimiter
-    _attended: Attended
+    _in_flight: InFlight
 
     async def _live(self, session_id: str) -> Entry:
-        """Return the entry of a live session; of an ended one, raise what became of it."""
+        """Return the entry of a live session. Raises the error that an ended one ended with."""
         raise NotImplementedError
 
     async def get(self, session_id: str) -> Session:
@@ -107,7 +150,7 @@ class WorkOfSessions:
     async def _open_exec(
         self, session_id: str, spec: ExecSpec, on_disconnect: OnDisconnect
     ) -> AsyncIterator[RunReader]:
-        with self._attended.one_more():
+        with self._in_flight.one_more():
             entry = await self._live(session_id)
             wish = self._command(entry, spec, on_disconnect)
             hold = Hold(wish)
@@ -127,7 +170,7 @@ class WorkOfSessions:
         self, session_id: str, spec: ExecSpec, *, on_disconnect: OnDisconnect = OnDisconnect.CANCEL
     ) -> ExecResult:
         check_spec(spec, self._config.server.max_command_bytes)
-        with self._attended.one_more():
+        with self._in_flight.one_more():
             return await self._exec(session_id, spec, on_disconnect)
 
     async def _exec(self, session_id: str, spec: ExecSpec, on_disconnect: OnDisconnect) -> ExecResult:
@@ -229,7 +272,7 @@ class WorkOfSessions:
     # Shells -----------------------------------------------------------------------------------------------------
 
     async def open_shell(self, session_id: str, spec: ShellSpec) -> ShellInfo:
-        self._attended.check_open()
+        self._in_flight.check_open()
         entry = await self._live(session_id)
         return await entry.ref.ask(OpenShell(spec))
 
@@ -244,7 +287,7 @@ class WorkOfSessions:
     # Processes --------------------------------------------------------------------------------------------------
 
     async def start_process(self, session_id: str, spec: ProcessSpec) -> ExecInfo:
-        self._attended.check_open()
+        self._in_flight.check_open()
         program = ExecSpec(
             command=spec.command,
             argv=spec.argv,
@@ -293,7 +336,7 @@ class WorkOfSessions:
     @asynccontextmanager
     async def _open_terminal(self, session_id: str, spec: TerminalSpec) -> AsyncIterator[Viewer]:
         _check_size(spec.size)
-        self._attended.check_open()
+        self._in_flight.check_open()
         entry = await self._live(session_id)
         viewer = await entry.ref.ask(OpenTerminal(spec))
         try:
@@ -318,7 +361,7 @@ class WorkOfSessions:
 
 
 async def _result_of(run: Run, end: ExecEnd, collector: Collector) -> ExecResult:
-    """Put the result of a run together from what is kept of its output; what isn't counts as omitted."""
+    """Make the result of a run from its output log. Output that is not kept any more counts as omitted."""
     assert run.log is not None
     reader = RunReader(run, after=run.log.first_sequence - 1)
     try:
@@ -332,7 +375,7 @@ async def _result_of(run: Run, end: ExecEnd, collector: Collector) -> ExecResult
 
 
 def check_spec(spec: ExecSpec, max_bytes: int) -> None:
-    """Refuse what no shell and no program could be given. Raises `InvalidRequest`, `TooLarge`."""
+    """Refuse a command that no shell and no program can be given. Raises `InvalidRequest`, `TooLarge`."""
     if (spec.command is None) == (spec.argv is None):
         raise InvalidRequest("say what to run", cmd="exactly one of cmd and argv is needed")
     if spec.exec_id is not None and not EXEC_ID.match(spec.exec_id):

@@ -1,7 +1,7 @@
-"""What the supervisor of this machine does with persistent workspaces.
+"""The supervisor's interface to persistent workspaces.
 
-The half of `supervisor_workspaces.WorkspaceSupervisor` that `tree.LocalSupervisor` inherits. Runs in the caller's task:
-it asks the workspaces actor, and what it holds (a loan of a helper, a claim) it gives back when its context is left.
+`tree.LocalSupervisor` inherits it. Runs in the caller's task: it asks the workspaces actor, and gives back a link or a
+claim when its context is left.
 """
 
 from __future__ import annotations
@@ -14,9 +14,16 @@ import attrs
 import trio
 
 from sandkasten.actors.core import Ref
-from sandkasten.actors.workspaces import files, messages
-from sandkasten.actors.workspaces.files import LocalArchiveReader
-from sandkasten.actors.workspaces.transfer import LocalFileReader, LocalFileWriter, open_reader, open_writer
+from sandkasten.actors.workspaces import actor as messages
+from sandkasten.actors.workspaces import files
+from sandkasten.actors.workspaces.files import (
+    LocalArchiveReader,
+    LocalFileReader,
+    LocalFileWriter,
+    open_reader,
+    open_writer,
+)
+from sandkasten.actors.workspaces.holds import Hold, Holds, Use
 from sandkasten.admission import budget
 from sandkasten.config import MIB, Config
 from sandkasten.links.runner import RunnerLink
@@ -57,10 +64,11 @@ _CLEANUP_S = 10.0
 
 
 class WorkOfWorkspaces:
-    """See the module's docstring. The heir brings the fields and `destroy`."""
+    """The part of `supervisor.Supervisor` about workspaces. The heir brings the fields and `destroy`."""
 
     _config: Config
     _workspaces: Ref
+    _holds: Holds
     _usages: dict[str, tuple[float, WorkspaceUsage]]
     _within: Within = EVERYWHERE
 
@@ -92,17 +100,17 @@ class WorkOfWorkspaces:
 
     async def delete_workspace(self, workspace_id: str, *, force: bool = False) -> None:
         self._check(workspace_id)
-        async with self._claimed(workspace_id):
+        async with self._claimed(workspace_id) as claim:
             if force:
                 await self._end_holders(workspace_id)
-            await self._workspaces.ask(messages.Remove(workspace_id, self._within))
+            await self._workspaces.ask(messages.Remove(claim))
             self._usages.pop(workspace_id, None)
 
     async def _end_holders(self, workspace_id: str) -> None:
-        """End every session that has the workspace. Nobody new gets it meanwhile."""
+        """End every session that has the workspace. The claim keeps new ones away."""
         give_up_at = trio.current_time() + _FORCE_S
         await self._workspaces.ask(messages.Holders(workspace_id, self._within))
-        await self._workspaces.ask(messages.EndHelpers(workspace_id))
+        await self._workspaces.ask(messages.EndFileAccess(workspace_id))
         while holders := await self._workspaces.ask(messages.Holders(workspace_id, self._within)):
             if trio.current_time() > give_up_at:
                 raise WorkspaceBusy("its sessions don't end", workspace_id=workspace_id)
@@ -114,14 +122,14 @@ class WorkOfWorkspaces:
             await trio.sleep(_FORCE_PAUSE_S)  # one that is being made gets an id first
 
     @asynccontextmanager
-    async def _claimed(self, workspace_id: str) -> AsyncIterator[None]:
-        token = object()
+    async def _claimed(self, workspace_id: str) -> AsyncIterator[Hold]:
+        claim = self._holds.begin(Hold(workspace_id, Use.CLAIM, self._within))
         try:
-            await self._workspaces.ask(messages.Claim(workspace_id, token, self._within))
-            yield
+            await self._workspaces.ask(messages.Admit(claim))
+            yield claim
         finally:
             with trio.move_on_after(_CLEANUP_S, shield=True):
-                await self._workspaces.ask_again(messages.Unclaim(workspace_id, token))
+                await self._workspaces.ask_again(messages.EndClaim(claim))
 
     # Files ------------------------------------------------------------------------------------------------------
 
@@ -163,12 +171,18 @@ class WorkOfWorkspaces:
             return await files.remove_file(link, path, recursive=recursive)
 
     @asynccontextmanager
-    async def _files(self, workspace_id: str, *, draft: bool = False) -> AsyncIterator[RunnerLink]:
+    async def _files(self, workspace_id: str, *, draft_of: Hold | None = None) -> AsyncIterator[RunnerLink]:
+        """Borrow a link to the files of a workspace, or to those of the draft of a claim."""
         self._check(workspace_id)
         done = trio.Event()
+        borrow = (
+            messages.Borrow(workspace_id, done, self._within)
+            if draft_of is None
+            else messages.BorrowDraft(draft_of, done)
+        )
         hostile: RunnerProtocolError | None = None
         try:
-            yield await self._workspaces.ask(messages.Borrow(workspace_id, done, draft, self._within))
+            yield await self._workspaces.ask(borrow)
         except RunnerLost as error:
             raise Capacity("what reached the workspace's files has ended; ask again") from error
         except RunnerProtocolError as error:
@@ -176,7 +190,7 @@ class WorkOfWorkspaces:
         finally:
             done.set()
         if hostile is not None:
-            await self._workspaces.ask(messages.EndHelpers(workspace_id))  # who asks again gets another one
+            await self._workspaces.ask(messages.EndFileAccess(workspace_id))  # the next request gets another sandbox
             raise hostile
 
     # Archives ---------------------------------------------------------------------------------------------------
@@ -198,24 +212,23 @@ class WorkOfWorkspaces:
     async def _open_unpack(self, workspace_id: str, replace: bool) -> AsyncIterator[LocalArchiveWriter]:
         self._check_new(workspace_id)
         limits = {"max_entries": _MAX_ENTRIES, "max_bytes": self._config.workspace.max_import_mb * MIB}
-        publish = messages.Publish(workspace_id, replace, self._within)
-        async with self._claimed(workspace_id):
+        async with self._claimed(workspace_id) as claim:
             try:
-                await self._workspaces.ask(messages.Begin(workspace_id, replace))
+                await self._workspaces.ask(messages.BeginDraft(claim, replace))
                 async with (
-                    self._files(workspace_id, draft=True) as link,
+                    self._files(workspace_id, draft_of=claim) as link,
                     files.open_unpack(link, **limits) as unpacking,
                 ):
-                    yield LocalArchiveWriter(unpacking, publish, self._workspaces)
+                    yield LocalArchiveWriter(unpacking, messages.Publish(claim, replace), self._workspaces)
             finally:
                 self._usages.pop(workspace_id, None)
                 with trio.move_on_after(_CLEANUP_S, shield=True):
-                    await self._workspaces.ask(messages.DropDraft(workspace_id))
+                    await self._workspaces.ask(messages.DropDraft(claim))
 
     # Sizes ------------------------------------------------------------------------------------------------------
 
     async def _measure_all(self, found: Sequence[Workspace]) -> Sequence[Workspace]:
-        """Measure as many as there is time for; the rest stay without."""
+        """Measure as many workspaces as there is time for; the others are returned without a size."""
         measured: dict[str, Workspace] = {}
         limiter = trio.CapacityLimiter(_MEASURING)
 
@@ -259,10 +272,11 @@ class WorkOfWorkspaces:
 
 
 class WorkspacesWithin(WorkOfWorkspaces):
-    """The same for somebody for whom only workspaces with certain labels exist."""
+    """The same for an asker to whom only workspaces with certain labels exist."""
 
     def __init__(self, node: WorkOfWorkspaces, within: Within) -> None:
-        self._config, self._workspaces, self._usages = node._config, node._workspaces, node._usages
+        self._config, self._workspaces = node._config, node._workspaces
+        self._holds, self._usages = node._holds, node._usages
         self._node, self._within = node, within
 
     async def destroy(self, session_id: str) -> Session:
@@ -270,7 +284,7 @@ class WorkspacesWithin(WorkOfWorkspaces):
 
 
 class LocalArchiveWriter:
-    """See `supervisor_workspaces.ArchiveWriter`."""
+    """Implements `supervisor.ArchiveWriter`."""
 
     def __init__(self, unpacking: files.Unpacking, publish: messages.Publish, workspaces: Ref) -> None:
         self._unpacking, self._publish, self._workspaces = unpacking, publish, workspaces

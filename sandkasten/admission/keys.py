@@ -1,8 +1,8 @@
 """API keys: the ring of those in force, their users, and the file they are kept in.
 
 `KeyRing` is in memory: it finds a key by its token. Each request or connection is served within a `KeyUse`, which ends
-when its key is revoked, changed to give less, or expires. `actors/services/keys.py` reads the file and replaces the
-ring's keys when the file changes. Nothing of a token is logged.
+when its key is revoked, changed to give less, or expires. `KeyWatch` reads the file and replaces the ring's keys when
+the file changes. Nothing of a token is logged.
 
 The file holds digests, never a key; it is read whole or not at all, and replaced in one step. The command line writes
 it, the daemon only reads it: where the daemon has a user of its own, the file is root's, so that nothing that came in
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import re
 import secrets
@@ -35,7 +36,12 @@ import trio
 from sandkasten.model.errors import Unauthorized
 from sandkasten.model.keys import KEY_ID, KEY_NAME, Access, ApiKey, Label, Quota, id_of, is_token_of
 
+log = logging.getLogger(__name__)
+
 MAX_KEYS = 1000
+LOOK_EVERY_S = 0.5
+"""Period at which `KeyWatch` looks at the file."""
+
 _MAX_BYTES = 1024 * 1024
 _VERSION = 1
 _MODE = 0o640
@@ -285,3 +291,51 @@ def _moment(text: str | None) -> datetime | None:
     if moment.tzinfo is None:
         raise ValueError("a time without its zone")
     return moment
+
+
+class KeyWatch:
+    """Keeps `ring` as the file at `path` says, so that a revoked key is over within a second.
+
+    The file is looked at by its name and off the event loop: a disk that hangs delays changes and nothing else.
+    """
+
+    def __init__(self, ring: KeyRing, path: Path) -> None:
+        self._ring, self._path = ring, path
+        self._seen: Stamp | None = None
+        self._limiter = trio.CapacityLimiter(1)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Read the file at once, then whenever it changes."""
+        await self.look()
+        task_status.started()
+        while True:
+            await trio.sleep(LOOK_EVERY_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Bring the ring up to date."""
+        try:
+            stamp = await trio.to_thread.run_sync(stamp_of, self._path, limiter=self._limiter)
+            if stamp != self._seen:
+                await self._read(stamp)
+        except (KeyFileError, OSError) as error:
+            self._refuse(error)
+        self._ring.end_uses()
+
+    async def _read(self, stamp: Stamp) -> None:
+        self._seen = stamp
+        keys = await trio.to_thread.run_sync(read_keys, self._path, limiter=self._limiter)
+        before = self._ring.keys.keys()
+        after = {key.id for key in keys}
+        if before != after:
+            facts = {"added": sorted(after - before), "removed": sorted(before - after), "keys": len(keys)}
+            log.info("keys_changed", extra=facts)
+        self._ring.replace(keys)
+
+    def _refuse(self, error: Exception) -> None:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        if self._ring.keys or self._ring.trouble != reason:
+            log.error("keys_refused", extra={"file": self._path.name, "reason": reason})
+        self._ring.replace([])
+        self._ring.trouble = reason
+        self._seen = None  # the file may become readable without a change of its stamp

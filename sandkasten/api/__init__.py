@@ -1,5 +1,6 @@
 """The HTTP front: REST, server-sent events and WebSockets over the supervisor's interface. Imports no actor.
 
-`http` is transport, `resources` the handlers of each noun, `websocket` the long connections; `routes.py` is the table
-of URLs and `app.py` the ASGI application that puts them together. Begin with `routes.py`.
+`http` is transport, `resources` the handlers of each noun with the classes of their requests and answers, `websocket`
+the long connections. `routes.py` is the one table of routes, from which `app.py` serves and `openapi.py` describes.
+Only `sandkasten/app.py` and the command line import this package. Begin with `routes.py`.
 """

@@ -167,7 +167,7 @@ TABLE = RouteTable(
         ),
         _json(
             *("POST", WORKSPACES, workspaces.create, MAKE),
-            body=workspaces.CreateRequest,
+            body=workspaces.WorkspaceRequest,
             answer=workspaces.WorkspaceBody,
             statuses=_CREATED,
         ),
@@ -178,13 +178,13 @@ TABLE = RouteTable(
         ),
         _json(
             *("PUT", _WORKSPACE, workspaces.put, MAKE),
-            body=workspaces.PutRequest,
+            body=workspaces.WorkspacePutRequest,
             answer=workspaces.WorkspaceBody,
             statuses=(200, 201),
         ),
         _json(
             *("PATCH", _WORKSPACE, workspaces.update, MAKE),
-            body=workspaces.ChangeRequest,
+            body=workspaces.WorkspacePatchRequest,
             answer=workspaces.WorkspaceBody,
         ),
         _json("DELETE", _WORKSPACE, workspaces.delete, MAKE, query=workspaces.DeleteQuery, answer=sessions.Done),

@@ -289,7 +289,7 @@ async def _sweep(config: Config, machine: Machine, profiles: Sequence[SeccompPro
         for _ in range(_SWEEPS):
             await supervisor.sweep()
         with trio.move_on_after(_ENDS_S):
-            while supervisor.inventory.in_hand:  # noqa: ASYNC110 - teardowns that the start began have no event
+            while supervisor.leftovers.in_hand:  # noqa: ASYNC110 - teardowns that the start began have no event
                 await trio.sleep(_PAUSE_S)
 
 

@@ -19,7 +19,7 @@ import sandkasten
 from nsinit.tools.drop import NotDropped, drop_privilege
 from nsinit.wire.launching import LaunchForParent
 from sandkasten import app
-from sandkasten.api.http.listen import Held, hold
+from sandkasten.api.http.listen import EarlySockets, listen_early
 from sandkasten.cli.common import Stop
 from sandkasten.config import Config, ConfigError
 from sandkasten.host.account import Account, find_account
@@ -34,7 +34,7 @@ class Means:
     """The daemon's means in place of privilege."""
 
     start_nsinit: StartNsinit
-    held: Held | None = None
+    early: EarlySockets | None = None
     launcher: Launcher | None = None
 
 
@@ -87,18 +87,18 @@ def _start_nsinit(config: Config) -> StartNsinit:
 
 @contextlib.contextmanager
 def _kept(config: Config, account: Account, listen: Sequence[str]) -> Iterator[Means]:
-    held = hold(listen, loopback_only=False)  # the command line always has a key
+    early = listen_early(listen, loopback_only=False)  # the command line always has a key
     try:
-        what = LaunchForParent(str(config.data_dir), account.gid, os.getpid(), tuple(held.sockets))
+        what = LaunchForParent(str(config.data_dir), account.gid, os.getpid(), tuple(early.unix_paths))
         launcher = open_launcher(what)
         try:
             _drop(config, account)
-            yield Means(launcher.start_nsinit, held, launcher)
+            yield Means(launcher.start_nsinit, early, launcher)
         finally:
-            held.close()
+            early.close()
             launcher.close()
     finally:
-        held.close()
+        early.close()
 
 
 def _drop(config: Config, account: Account) -> None:

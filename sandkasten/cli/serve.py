@@ -100,7 +100,7 @@ def _serve_until_signal(
         started=started,
         told=_tell,
         start_nsinit=at_hand.start_nsinit,
-        held=at_hand.held,
+        early=at_hand.early,
         notifier=notifier,
     )
     writer = log.configure(config.server.log_level, format=config.server.log_format)

@@ -56,7 +56,8 @@ def open_database(path: Path) -> sqlite3.Connection:
 
 
 def _decode(text: bytes) -> str:
-    """One value that is no UTF-8 must not make a whole table unreadable; `rows.py` refuses what this lets through."""
+    """Return text, whatever its bytes: one value that is no UTF-8 must not make a whole table unreadable. `rows.py`
+    refuses the row."""
     return text.decode("utf-8", "surrogateescape")
 
 
@@ -85,16 +86,18 @@ def read_migrations() -> dict[int, str]:
 
 
 def ping(database: sqlite3.Connection) -> None:
-    """Read something, so that a caller knows that the database answers."""
+    """Read something; an answer means that the database can be read."""
     database.execute("SELECT 1 FROM node LIMIT 1").fetchone()
 
 
+# Errors --------------------------------------------------------------------------------------------------------------
+
 _PRIMARY = 0xFF
-"""The bits of a result code that say what kind it is."""
+"""Bits of a result code that name its kind."""
 
 _BROKEN = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM})
 _BROKEN_UNLESS_FULL = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN})
-"""What a disk without room for the log or its index leads to, as well as one that fails."""
+"""Kinds that come of a failing disk, but also of one without room for the log or its index."""
 
 _FULL_BYTES = 1024 * 1024
 
@@ -120,6 +123,8 @@ def _is_full(directory: Path) -> bool:
     space = os.statvfs(directory)
     return space.f_bavail * space.f_frsize < _FULL_BYTES
 
+
+# Snapshots -----------------------------------------------------------------------------------------------------------
 
 _BUSY_S = 5.0
 

@@ -1,7 +1,7 @@
-"""SQL for the journal of events: append, read on from a cursor, purge the oldest. Synchronous, over an open connection.
+"""SQL for the journal of events: append, read from a cursor on, purge the oldest. Synchronous, over an open connection.
 
-Cursors are made elsewhere (`journal/ring.py`); here they are text whose order is that of the events. The *floor* is
-the newest cursor behind which everything is still kept; it only ever rises.
+Cursors are made by `journal/ring.py`; here they are text whose order is that of the events. The *floor* is the newest
+cursor behind which every event is kept; it only ever rises. A damaged row is deleted when it is read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _RAISE_FLOOR = (
 
 @attrs.frozen
 class JournalState:
-    """What a start finds: the epoch of its own cursors, the floor (None: nothing was ever written), rows there are."""
+    """The journal at a start: the epoch of new cursors, the floor (None: no event was ever written), the number of
+    rows."""
 
     epoch: int
     floor: str | None
@@ -42,7 +43,7 @@ class JournalState:
 
 @attrs.frozen
 class EventPage:
-    """Some events in order, and the floor as it was when they were read."""
+    """Events in order, and the floor at the time of reading."""
 
     events: Sequence[Event]
     floor: str
@@ -50,16 +51,15 @@ class EventPage:
 
 @attrs.frozen
 class Purged:
-    """How many rows went, and the floor after it."""
+    """The number of deleted rows, and the floor afterwards."""
 
     rows: int
     floor: str
 
 
 def open_journal(database: sqlite3.Connection, *, now_ms: int) -> JournalState:
-    """Take the next epoch, and forget a floor that is none. The epoch follows the clock, so that none comes again after
-    the file was lost or a power cut undid the last writes, and the last one, so that none comes again after the clock
-    was set back."""
+    """Take the next epoch, and forget a damaged floor. The epoch is above the clock and above the last epoch, so
+    that none is used twice: neither after the file was lost, nor after the clock was set back."""
     epoch = max(count_of(_node_value(database, _EPOCH_KEY)) + 1, now_ms)
     database.execute("INSERT OR REPLACE INTO node (key, value) VALUES (?, ?)", (_EPOCH_KEY, str(epoch)))
     rows: int = database.execute("SELECT COUNT(*) FROM events").fetchone()[0]
@@ -71,8 +71,8 @@ def open_journal(database: sqlite3.Connection, *, now_ms: int) -> JournalState:
 
 
 def append_events(database: sqlite3.Connection, events: Sequence[Event], *, floor: str | None) -> int:
-    """Write events and, if given, a higher floor. Events that are there already stay: a batch may be written again.
-    Return how many were new."""
+    """Write events and, if given, a higher floor; return the number of new events. Events that are there already
+    stay: a batch may be written again."""
     before = database.total_changes
     database.executemany(_APPEND, [_to_row(event) for event in events])
     added = database.total_changes - before
@@ -97,7 +97,7 @@ def read_events(
 
 
 def last_events(database: sqlite3.Connection, *, session_id: str, limit: int) -> Sequence[Event]:
-    """Return the newest events of a session, newest first; a row that none was written to is passed over."""
+    """Return the newest sound events of a session, newest first."""
     rows = database.execute(
         "SELECT * FROM events WHERE session_id = ? ORDER BY cursor DESC LIMIT ?", (session_id, limit)
     ).fetchall()
@@ -126,7 +126,7 @@ def _to_row(event: Event) -> tuple[str, int, str, str, str]:
 
 
 def _event_or_none(database: sqlite3.Connection, row: sqlite3.Row) -> Event | None:
-    """Return the event of a row, or remove a row that none was written to."""
+    """Return the event of a row; delete a damaged row and return None."""
     try:
         return _from_row(row)
     except (ValueError, OverflowError, OSError):
@@ -136,7 +136,8 @@ def _event_or_none(database: sqlite3.Connection, row: sqlite3.Row) -> Event | No
 
 
 def _from_row(row: sqlite3.Row) -> Event:
-    """Raises ValueError, OverflowError or OSError unless the row is one that `_to_row` could have made."""
+    """Return the event of a row. Raises `ValueError`, `OverflowError` or `OSError` if `_to_row` could not have made
+    it."""
     data = orjson.loads(row["data"])
     if not _CURSOR.match(row["cursor"]) or not SESSION_ID.match(row["session_id"]) or not isinstance(data, dict):
         raise ValueError("no event")

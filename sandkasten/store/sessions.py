@@ -1,12 +1,12 @@
-"""SQL for sessions: the durable record of each one. Synchronous functions over an open connection.
+"""SQL for sessions: their durable records, and pages of the list of sessions. Synchronous, over an open connection.
 
-A record holds what must survive the daemon; the kernel stays the truth about what runs (`reconcile.py`). It never
-holds a session's environment or commands. A damaged row is set aside when it is first read, and then is no more.
+A record holds the state that must survive the daemon; whether a sandbox runs is for the kernel to say
+(`actors/node/reconcile.py`). Environments and commands of sessions are never stored. A damaged row is set aside when it
+is first read.
 
-SQL for lists of sessions: one page, from a bounded number of rows. Synchronous functions over an open connection.
+A page comes from a bounded number of rows: labels are JSON, so no index finds them, and all other work of the database
+waits meanwhile.
 
-Labels are JSON, so no index helps to find them: rows are looked at in the order of the list, and how many is bounded,
-since all other work of the database waits meanwhile.
 Sources: sqlite.org/rowvalue.html#scrolling_window_queries, sqlite.org/json1.html#jeach.
 """
 
@@ -56,8 +56,8 @@ _BOOT_ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")
 
 @attrs.frozen
 class KernelIdentity:
-    """PID 1 of the session as the kernel knew it: pid, start time in clock ticks, inode of its pid namespace; all three
-    mean something within one boot only. `boot_id` None: written by a version that did not know it."""
+    """PID 1 of a sandbox as the kernel knew it: pid, start time in clock ticks, inode of its pid namespace. They
+    mean something only within the boot `boot_id`."""
 
     pid: int
     start_ticks: int
@@ -67,8 +67,8 @@ class KernelIdentity:
 
 @attrs.frozen
 class Clocked:
-    """How long a session had been idle and there, in seconds, when the clock that nobody sets (`time.monotonic()`) was
-    at `clock_s`; means something within one boot only."""
+    """The lease by CLOCK_MONOTONIC: at `clock_s` the session had been idle for `idle_s` and there for `age_s`, all
+    in seconds. Valid within one boot."""
 
     clock_s: float
     idle_s: float
@@ -77,8 +77,8 @@ class Clocked:
 
 @attrs.frozen
 class SessionRecord:
-    """A session and what only the daemon needs to know of it. `is_busy`: something held its idle end off when this
-    was written; `clocked`: where its lease stood then, None if a version that did not know it has written this."""
+    """A session, and the facts about it that only the daemon needs. `is_busy`: something held off the idle end when
+    the record was written. `clocked`: its lease then; None before the lease began."""
 
     session: Session
     incarnation: int
@@ -185,7 +185,7 @@ def live_sessions(database: sqlite3.Connection) -> Sequence[SessionRecord]:
 
 
 def live_sessions_of(database: sqlite3.Connection, workspace_id: str) -> Sequence[SessionRecord]:
-    """Return those of them that have a workspace."""
+    """Return the live ones of `live_sessions` that have a workspace."""
     return select_sessions(database, f"WHERE workspace_id = ? AND status IN ({_LIVE_LIST})", workspace_id)
 
 
@@ -204,12 +204,12 @@ def node_value(database: sqlite3.Connection, key: str, default: str) -> str:
 
 
 def read_drained(database: sqlite3.Connection) -> bool:
-    """Return whether the operator has the node take no new sessions."""
+    """Return whether the operator has drained the node."""
     return node_value(database, "drained", "0") == "1"
 
 
 def write_drained(database: sqlite3.Connection, drained: bool) -> None:
-    """Keep that over restarts."""
+    """Note that the node is drained, or is not, over restarts."""
     sql = "INSERT INTO node (key, value) VALUES ('drained', ?) ON CONFLICT (key) DO UPDATE SET value=excluded.value"
     database.execute(sql, (str(int(drained)),))
 
@@ -222,7 +222,7 @@ def next_incarnation(database: sqlite3.Connection) -> int:
 
 
 def select_sessions(database: sqlite3.Connection, condition: str, *values: object) -> list[SessionRecord]:
-    """Return the records of the sound rows among those that a condition selects, and set the others aside."""
+    """Return the records of the sound rows that a condition selects; set the damaged ones aside."""
     records = []
     for row in database.execute(f"SELECT rowid, * FROM sessions {condition}", values).fetchall():
         try:
@@ -247,21 +247,23 @@ def _from_row(row: sqlite3.Row) -> SessionRecord:
     )
 
 
+# Pages of the list --------------------------------------------------------------------------------------------------
+
 MAX_LOOKED_AT = 5000
-"""Rows that are looked at for their labels in one go."""
+"""Rows whose labels are examined for one page."""
 
 
 @attrs.frozen
 class Recorded:
-    """What of the database belongs on a page, one more than is asked for if there is more. `seen_to`: behind this place
-    nothing was looked at; None if all was."""
+    """Records for a page, one more than asked for if there are more. Rows behind `seen_to` were not examined; None
+    if all were."""
 
     records: Sequence[SessionRecord]
     seen_to: Place | None = None
 
 
 def find_sessions(database: sqlite3.Connection, query: SessionQuery) -> Recorded:
-    """Return what a query asks for, newest first."""
+    """Return the records that a query asks for, newest first."""
     where, values = _where(query)
     if not query.labels:
         return Recorded(_select(database, where, values, limit=query.limit + 1))
@@ -275,7 +277,7 @@ def find_sessions(database: sqlite3.Connection, query: SessionQuery) -> Recorded
 
 
 _CASE = "CASE WHEN json_valid(labels) THEN EXISTS (SELECT 1 FROM json_each(labels) WHERE {}) ELSE 1 END"
-"""A damaged row is selected as well: it is found to be one when it is read, and must not spoil the others."""
+"""Selects a damaged row as well: reading it sets it aside, and it must not spoil the query."""
 
 
 def _has(label: LabelSelector) -> str:

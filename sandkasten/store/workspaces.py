@@ -1,7 +1,7 @@
-"""SQL for workspaces: what is known of each beside its files. Synchronous functions over an open connection.
+"""SQL for workspaces: the facts known of each beside its files. Synchronous, over an open connection.
 
-A row is never needed to reach a file and its loss costs labels and times only: whoever finds a directory without a row
-makes one. A damaged row is removed when it is read.
+No row is needed to reach a file. A lost row costs labels and times: a directory without a row gets a new one when it is
+found. A damaged row is deleted when it is read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PUT = (
 
 @attrs.frozen
 class WorkspaceRecord:
-    """What is remembered of a workspace."""
+    """The record of a workspace."""
 
     id: str
     created_at: datetime
@@ -48,7 +48,7 @@ class WorkspaceRecord:
 
 @attrs.frozen
 class Count:
-    """How many sessions had a workspace, and how many of them may have it now."""
+    """Number of sessions that had a workspace, and of those that may have it now."""
 
     known: int = 0
     live: int = 0

@@ -10,7 +10,7 @@ import pytest
 import trio
 import trio.testing
 
-from sandkasten.actors.node.heartbeat import keep_beating
+from sandkasten.actors.node_view import keep_beating
 from sandkasten.host.notify import Notifier, open_notifier
 from sandkasten.model.node import Readiness
 from tests.fakes.supervisor import FakeSupervisor

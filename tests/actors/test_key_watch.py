@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from sandkasten.actors.services.keys import LOOK_EVERY_S, KeyWatch
-from sandkasten.admission.keys import KeyRing, write_keys
+from sandkasten.admission.keys import LOOK_EVERY_S, KeyRing, KeyWatch, write_keys
 from tests.api.keys import READ, WRITE
 from tests.waiting import until
 

@@ -90,7 +90,7 @@ async def test_a_thousand_sessions_expire_within_a_second(data_dir: Path) -> Non
             node = Node("0badcafe", 1, read_boot_id(), b"k" * 32)
             machine = Machine(datetime.now(UTC), [])
             supervisor = LocalSupervisor(
-                config, Catalog(data_dir), node, machine=machine, vessels=0, start_nsinit=nsinit.start
+                config, Catalog(data_dir), node, machine=machine, pool_size=0, start_nsinit=nsinit.start
             )
             with trio.fail_after(PATIENCE_S):
                 await nursery.start(ChildSupervisor(supervisor.children()).run)

@@ -72,11 +72,11 @@ async def test_the_kernels_log_says_whom_it_killed(
         nursery.cancel_scope.cancel()
 
 
-async def _is_memory(place: Path, init: subprocess.Popen[bytes], zygote: Ref, *, before: int, at_last: int) -> bool:
+async def _is_memory(place: Path, init: subprocess.Popen[bytes], nsinit: Ref, *, before: int, at_last: int) -> bool:
     (place / ID).mkdir()
     (place / ID / "memory.events").write_text(f"low 0\noom 1\noom_kill {before}\n")
     stats = CgroupStats({"unified": str(place), "memory": str(place)}, ID)
-    watch = SandboxWatch(ID, zygote, stats)
+    watch = SandboxWatch(ID, nsinit, stats)
     try:
         identity = Identity(init.pid, 1, 1, 0)
         watch.hold(Sandbox(identity, OwnedFd(os.pidfd_open(init.pid)), "none", None, {}))

@@ -12,7 +12,7 @@ from sandkasten.actors.supervision import ChildSpec, ChildSupervisor
 from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.quotas import KeyShares
 from sandkasten.api.app import make_app
-from sandkasten.api.http.listen import hold
+from sandkasten.api.http.listen import listen_early
 from sandkasten.api.http.server import serve
 from tests.api.harness import KEY, make_settings
 from tests.fakes.supervisor import FakeSupervisor
@@ -30,24 +30,24 @@ async def test_a_listener_that_dies_is_listened_on_anew() -> None:
     """The front ends, is restarted alone, and has the port that it had, which it could not bind again itself."""
     supervisor, settings, starts = FakeSupervisor(), make_settings(graceful_timeout_s=0.2), []
     app = make_app(supervisor, settings=settings, shares=KeyShares(KeyRing()))
-    with closing(hold([f"127.0.0.1:{free_port()}"], loopback_only=False)) as held:
+    with closing(listen_early([f"127.0.0.1:{free_port()}"], loopback_only=False)) as early:
 
         async def start_api(*, task_status: trio.TaskStatus[list[str]]) -> None:
             starts.append(trio.current_time())
-            await serve(app, settings, held=held, task_status=task_status)
+            await serve(app, settings, early=early, task_status=task_status)
 
         async def answers() -> bool:
             headers = {"Authorization": f"Bearer {KEY}"}
             try:
                 async with httpx.AsyncClient(headers=headers, timeout=1.0) as client:
-                    return (await client.get(f"{held.addresses[0]}/v1/sessions")).status_code == 200
+                    return (await client.get(f"{early.addresses[0]}/v1/sessions")).status_code == 200
             except httpx.HTTPError:
                 return False
 
         async with trio.open_nursery() as nursery:
             await nursery.start(ChildSupervisor([ChildSpec("api", start_api)]).run)
             assert await answers()
-            held.listening[0].shutdown(socket.SHUT_RDWR)
+            early.listening[0].shutdown(socket.SHUT_RDWR)
 
             async def has_restarted() -> bool:
                 return len(starts) > 1

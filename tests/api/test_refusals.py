@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from sandkasten.api.http.auth import AT_ONCE, LOG_EVERY_S, PAUSE_S, PER_S, Refusals
+from sandkasten.api.http.auth import AT_ONCE, LOG_EVERY_S, PAUSE_S, PER_S, RefusalThrottle
 from sandkasten.api.routes import SESSIONS
 from tests.api.harness import PATIENCE_S, read_until, request_bytes, running_front
 from tests.api.keys import READ
@@ -16,7 +16,7 @@ from tests.api.keys import READ
 
 async def test_many_refusals_wait_and_few_do_not(autojump_clock: trio.testing.MockClock) -> None:
     """So many at once, then so many a second; each of the others takes its pause."""
-    refusals = Refusals()
+    refusals = RefusalThrottle()
     began = trio.current_time()
     for _ in range(AT_ONCE):
         await refusals.note(None)
@@ -32,7 +32,7 @@ async def test_the_log_has_a_count_now_and_then(
     autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first at once, and after a while how many there were since."""
-    refusals = Refusals()
+    refusals = RefusalThrottle()
     with caplog.at_level(logging.WARNING):
         for _ in range(40):
             await refusals.note(("192.0.2.7", 1))

@@ -85,7 +85,7 @@ def test_a_crash_point_alone_is_refused() -> None:
 
 @pytest.mark.parametrize("address", ["0.0.0.0:8080", "192.0.2.1:80", "[::]:80", "example.org:80"])
 def test_crash_points_are_refused_to_a_daemon_that_others_can_reach(address: str) -> None:
-    """One that serves a network is no test."""
+    """A daemon that serves a network is no test."""
     with pytest.raises(ValueError, match="loopback"):
         Config(listen=("127.0.0.1:1", address), testing=FaultTesting(crash_points=True))
 
@@ -101,13 +101,13 @@ def test_crash_points_are_for_this_machine_and_are_told_at_the_start(address: st
     "at", ["nsinit.create.nothing", "nsinit.create.cgroup:0", "x:y", "nsinit.create.cgroup:1:1", ":"]
 )
 def test_nsinit_knows_no_other_points(at: str) -> None:
-    """What the daemon says is checked."""
+    """The daemon's word is checked."""
     with pytest.raises(InvalidName):
         _crash(at, None)
 
 
 def test_nsinit_crashes_for_no_daemon_that_gave_root_away() -> None:
-    """Who breaks into that must not be able to end what it can't reach."""
+    """An intruder in that daemon must not be able to end processes that are out of reach."""
     with pytest.raises(InvalidName):
         _crash("nsinit.create.cgroup", Grant("/data", 61100))
     crash = _crash("nsinit.create.cgroup:2", None)

@@ -30,7 +30,7 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
     ),
     "sandkasten.actors": (
         Layer("tree"),
-        Layer("tree_node", "tree_work", "tree_workspaces", "node_view", "diagnosis", independent=False),
+        Layer("tree_work", "tree_workspaces", "node_view", "diagnosis", independent=False),
         Layer("node"),
         Layer("session"),
         Layer("runs", "workspaces"),
@@ -78,7 +78,7 @@ CONTRACTS = {
 AT_THE_DROP = ("sandkasten.cli.privilege", "nsinit.tools.drop")
 """The one piece of privileged code that runs in the daemon's process: it gives the privilege away."""
 SHARED = {"runner.wire.codec", "runner.wire.tarheaders"}
-CHILD_ENTRY = {"nsinit.__main__", "nsinit.sandbox.runner_kernel"}
+CHILD_ENTRY = {"nsinit.__main__", "nsinit.sandbox.child"}
 """Where the privileged process turns into PID 1 of a sandbox, and so hands over to `runner`."""
 
 

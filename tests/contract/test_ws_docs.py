@@ -60,9 +60,12 @@ def said(full: Any, plain: Any) -> Fields:  # messages
 EXEC_SAID: Mapping[str, tuple[Any, Any]] = {
     "hello": (exec_messages.Hello("p", "s", {}),) * 2,
     "started": (exec_messages.Started(1, 0, "e", False),) * 2,
-    "exit": (exec_messages.Exit.of(FULL_END, **COUNTS, omitted_bytes=1), exec_messages.Exit.of(PLAIN_END, **COUNTS)),
+    "exit": (
+        exec_messages.ChannelExit.of(FULL_END, **COUNTS, omitted_bytes=1),
+        exec_messages.ChannelExit.of(PLAIN_END, **COUNTS, omitted_bytes=None),
+    ),
     "detached": (exec_messages.Detached(1, 0),) * 2,
-    "error": (exec_messages.Error(**PUBLIC, id=1, seq=0, refused="x"), exec_messages.Error(**ERROR)),
+    "error": (exec_messages.ChannelError(**PUBLIC, id=1, seq=0, refused="x"), exec_messages.ChannelError(**ERROR)),
     "credit": (exec_messages.Granted(1, 1),) * 2,
     "pong": (ws_messages.Pong("x"), ws_messages.Pong()),
 }

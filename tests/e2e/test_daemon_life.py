@@ -144,13 +144,15 @@ def test_a_pytest_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
 
 
 OLD_SESSION = (
-    "INSERT INTO sessions VALUES (?, ?, 'python', '/workspace', NULL, 1000, 2800, 1000, ?, 1800, NULL, '{}', "
-    """'{"by": "old"}', 'cold', ?, ?, 1, 1, NULL, NULL, NULL, NULL, 'digest')"""
+    "INSERT INTO sessions (id, status, image, cwd, created_at, expires_at, last_activity, ended_at, ttl_s, limits, "
+    "labels, options, acquire_source, reason, ending, epoch, incarnation, is_busy, spec_digest) "
+    "VALUES (?, ?, 'python', '/workspace', 1000, 2800, 1000, ?, 1800, '{}', "
+    """'{"by": "old"}', '{}', 'cold', ?, ?, 1, 1, 0, 'digest')"""
 )
 
 
 def test_a_daemon_serves_what_the_first_version_stored(data_dir: Path) -> None:
-    """A database of the first schema, with one ended session and one that was running: both can still be asked for."""
+    """Schema 1, with one ended session and one that was running: both can still be asked for, in any later version."""
     ended, running = "e" * 24, "a" * 24
     schema = resources.files("sandkasten.store").joinpath("migrations/0001.sql").read_text("utf-8")
     with contextlib.closing(sqlite3.connect(data_dir / "sandkasten.db", isolation_level=None)) as database:

@@ -30,7 +30,7 @@ class Row:
     stdin: bytes | None = None
     timeout_ms: int = 20_000
     file: bytes = b""
-    """What `bytes` in the working directory holds."""
+    """Content of `bytes` in the working directory."""
     cwd: bytes | None = None
     """Where the shell is afterwards, beneath its directory; None: where it was."""
     leaves: str = ""

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 from nsinit.kernel.syscalls import reset_library_signals
-from nsinit.sandbox.runner_kernel import RunnerKernel
+from nsinit.sandbox.child import RunnerKernel
 from runner.loop.config import RunnerConfig
 from runner.server import main as runner_main
 from runner.wire.protocol import (
@@ -75,7 +75,7 @@ def _why_not() -> str | None:
 _WHY_NOT = _why_not()
 
 needs_namespaces = [pytest.mark.kernel, pytest.mark.skipif(_WHY_NOT is not None, reason=_WHY_NOT or "")]
-"""What a module of kernel tests assigns to `pytestmark`."""
+"""Marker of a module of kernel tests, for `pytestmark`."""
 
 SHELLS = [
     pytest.param(path, id=name, marks=pytest.mark.skipif(not os.path.exists(path), reason=f"no {path} here"))

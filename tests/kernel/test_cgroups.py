@@ -54,7 +54,8 @@ def _limits(server: Nsinit, session_id: str) -> tuple[str, str, str]:
 
 
 SWAP = {"memory.swap.max": "0", "memory.memsw.limit_in_bytes": str(48 << 20), "memory.swappiness": "0"}
-"""What keeps a session of 48 MiB from swapping; each kernel has some of these files (the second counts memory too)."""
+"""The files that keep a session of 48 MiB from swapping; each kernel has some of them (the second counts
+memory too)."""
 
 
 def test_what_a_cleaner_of_the_machine_removes_is_made_again(server: Nsinit) -> None:
@@ -84,7 +85,7 @@ def test_limits_are_written_in_every_hierarchy(server: Nsinit) -> None:
 
 
 def test_a_prepared_vessel_has_limits_from_its_birth_and_then_those_of_the_plan(server: Nsinit) -> None:
-    """What it will probably be given, before it exists; what the plan says, before the image is touched."""
+    """Before the process exists the limits are the probable ones; before the image is touched, the plan's."""
     plan = host_plan(limits=replace(SMALL, pids=33))
     server.ask(Prepare, session_id=plan.session_id, limits=ROOMY)
     assert _limits(server, plan.session_id) == (str(256 << 20), "64", "200000")
@@ -93,7 +94,8 @@ def test_a_prepared_vessel_has_limits_from_its_birth_and_then_those_of_the_plan(
 
 
 def test_a_session_goes_before_others_only_while_it_is_built(server: Nsinit) -> None:
-    """Its share of the processors is the usual one before anything foreign runs in it, and when it is found again."""
+    """The session's share of the processors is the usual one before any foreign code runs in it, and when it is found
+    again."""
     plan = host_plan()
     assert isinstance(server.ask(Prepare, session_id=plan.session_id, limits=plan.limits)[0], Ok)
     (usual,) = {_value(server, server.build(host_plan()).session_id, "cpu", *SHARES)}

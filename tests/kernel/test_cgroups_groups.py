@@ -167,7 +167,7 @@ def test_only_the_two_files_change_hands(server: Nsinit) -> None:
     "name", ["", "a" * 33, "A", "a.b", "..", ".", "a/b", "../x", "a\n", "ä", "a b", "cgroup.procs"]
 )
 def test_a_name_that_is_no_plain_one_is_refused(server: Nsinit, name: str) -> None:
-    """Nothing but a-z, 0-9 and `-` gets near a path."""
+    """No character but a-z, 0-9 and `-` gets near a path."""
     session_id = server.build(host_plan()).session_id
     assert _refused(server, session_id, name).stage == "validate"
     answer, _ = server.ask(RemoveRunCgroup, session_id=session_id, name=name)
@@ -216,7 +216,7 @@ def test_removing_a_group_kills_what_is_in_it_and_nothing_else(server: Nsinit) -
 
 
 def test_a_group_that_is_not_empty_stays_unless_killing_was_asked_for(server: Nsinit) -> None:
-    """Its members notice nothing."""
+    """Members of the run cgroup notice nothing."""
     box = server.build(host_plan())
     directory = _session_directory(server, box.session_id) / "a"
     with _group(server, box.session_id, "a"), sleeper_in(directory) as member:

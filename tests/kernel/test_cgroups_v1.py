@@ -214,7 +214,7 @@ def test_a_powerless_process_joins_a_group_and_is_killed_with_it(server: Nsinit)
 
 
 def test_pid_1_runs_a_program_in_a_group(server: Nsinit) -> None:
-    """It joins by the descriptor before it becomes the program."""
+    """The process joins by the descriptor before it becomes the program."""
     box = server.build(host_plan())
     fd = _group(server, box.session_id, "p-1")
     program = RunProgram("r1", argv=("grep", ":pids:", "/proc/self/cgroup"), group=Group("p-1", "join"))
@@ -238,7 +238,7 @@ def test_a_fork_bomb_in_a_group_is_killed_with_it(server: Nsinit) -> None:
 
 
 def test_a_teardown_takes_groups_and_their_members(server: Nsinit) -> None:
-    """Nothing of them is left in any hierarchy."""
+    """No hierarchy holds anything of them."""
     box = server.build(host_plan())
     os.close(_group(server, box.session_id, "empty"))
     with _joined(_group(server, box.session_id, "full"), "exec sleep 1000") as process:

@@ -20,7 +20,7 @@ from tests.leaks import descendants
 pytestmark = needs_namespaces
 
 STATE = "kept() { return 7; }; export KEPT=7"
-"""What a shell has before its row."""
+"""State of a shell before its row."""
 
 
 @dataclass

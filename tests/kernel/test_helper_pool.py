@@ -26,7 +26,7 @@ from tests.waiting import SLOWNESS
 
 @dataclass(frozen=True)
 class Task:
-    """What these helpers are told."""
+    """An order for these helpers."""
 
     word: str
 
@@ -161,7 +161,7 @@ def test_helpers_that_cannot_work_are_tried_less_and_less_often() -> None:
 
 
 def test_nobody_is_told_of_an_end_that_has_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a helper that took too long was at may be half done; it is undone when nobody is at it any more."""
+    """Work of a helper that took too long may be half done; it is undone when no helper is at it any more."""
     monkeypatch.setattr(helpers, "ORDER_DEADLINE_S", 0.5 * SLOWNESS)
     before = children(os.getpid())
     with _pool(_obey, count=1) as (pool, scheduler):
@@ -183,7 +183,7 @@ def test_nobody_is_told_of_an_end_that_has_not_come(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_helper_that_can_work_no_more_is_tried_anew() -> None:
-    """What comes in its place may not be ready at once; orders wait for one that is."""
+    """The next helper may not be ready at once; orders wait for one that is."""
     attempts = os.pipe()
 
     def live(channel: socket.socket, parent_pid: int) -> NoReturn:

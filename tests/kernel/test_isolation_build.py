@@ -1,4 +1,4 @@
-"""How sandboxes are built: images that fight back, workspaces, read-only roots, and builds that fail."""
+"""Builds of sandboxes: images that fight back, workspaces, read-only roots, and builds that fail."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_host_sees_no_mount_of_a_sandbox(server: Nsinit) -> None:
 
 
 def test_writes_stay_in_the_session(server: Nsinit) -> None:
-    """What a session writes over the image is its own: neither the image nor the next session has it."""
+    """Files that a session writes over the image are its own: neither the image nor the next session has them."""
     first = server.build(host_plan())
     first.run("echo mine > /home/sandbox/f; echo mine > /workspace/f")
     first.teardown()
@@ -127,7 +127,7 @@ def test_a_link_in_etc_redirects_no_write(server: Nsinit, name: str) -> None:
 
 @needs_busybox
 def test_a_fifo_for_passwd_does_not_hang_the_build(server: Nsinit) -> None:
-    """What must be read is read only if it is a regular file."""
+    """A file of the image that must be read is read only if it is a regular file."""
     rootfs = make_rootfs_image(server.data_dir, "hostile")
     (rootfs / "etc").mkdir()
     os.mkfifo(rootfs / "etc/passwd")
@@ -214,7 +214,7 @@ def test_a_prepared_pool_sandbox_becomes_the_sandbox_of_its_id(server: Nsinit) -
 
 
 def test_a_pool_sandbox_with_an_image_becomes_the_sandbox_of_its_id(server: Nsinit) -> None:
-    """Its image is mounted already: what is left is what may differ from plan to plan."""
+    """The image is mounted already: the build adds the parts that differ from plan to plan."""
     plan = _imaged(server)
     (pid,) = server.processes()
     server.ask(MakeWorkspace, workspace_id="kept")
@@ -241,7 +241,7 @@ def test_a_pool_sandbox_with_an_image_becomes_the_sandbox_of_its_id(server: Nsin
     ids=lambda other: next(iter(other)),
 )
 def test_a_pool_sandbox_with_an_image_is_no_sandbox_of_another_plan(server: Nsinit, other: dict[str, Any]) -> None:
-    """Nobody gets an image, or sizes, that are not his; the id can be built again."""
+    """No session gets an image, or sizes, that its plan does not name; the id can be built again."""
     plan = _imaged(server)
     failed = server.refused(replace(plan, **other))
     assert (failed.stage, failed.errno) == ("pool", errno.EINVAL)

@@ -124,7 +124,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _assert_all_is_well(server: Nsinit, plan: SandboxPlan) -> None:
-    """Nothing of the failed build is left, and the same id can be built now."""
+    """The failed build leaves nothing, and the same id can be built now."""
     assert server.traces(plan.session_id) == []
     assert server.scan() == {}
     sandbox = server.build(plan)
@@ -185,8 +185,8 @@ def test_a_builder_that_dies_with_an_order_fails_that_build_alone(server: Nsinit
 
 
 def test_a_build_whose_init_dies_while_no_builder_is_free_touches_no_other_sandbox(server: Nsinit) -> None:
-    """It waits with the descriptor of a process that is gone; a builder that was handed another process by that number
-    would work in the sandbox of somebody else."""
+    """The order waits with the descriptor of a process that is gone. A builder that was handed another process by that
+    number would work in the sandbox of another session."""
     builders, plans = server.helpers(BUILDER), [host_plan() for _ in range(COUNT + 2)]
     for pid in builders:
         os.kill(pid, signal.SIGSTOP)
@@ -272,7 +272,8 @@ def test_a_cgroup_maker_that_dies_with_an_order_fails_that_build_alone(server: N
 
 
 def test_a_cgroup_maker_that_dies_over_a_running_session_is_not_missed(server: Nsinit) -> None:
-    """Its successor carries the order out: limits are changed, and a group is made though there may be half of one."""
+    """The next maker carries the order out: limits are changed, and a run cgroup is made though there may be half of
+    one."""
     sandbox = server.build(host_plan())
     raised = replace(ROOMY, memory_bytes=ROOMY.memory_bytes * 2)
     for order in ({"limits": raised}, {"name": "p-1"}):
@@ -336,8 +337,8 @@ def _group_parent(server: Nsinit, session_id: str) -> Path:
 
 
 def test_the_cgroup_maker_can_do_nothing_else(server: Nsinit) -> None:
-    """It sees the hierarchies that sessions have cgroups in and an empty root, no interface but a loopback that is
-    down, and could give files away; nothing it executed would gain anything."""
+    """The maker sees the hierarchies that sessions have cgroups in and an empty root, no interface but a loopback that
+    is down, and could give files away; a program that it executed would gain nothing."""
     (pid,) = server.helpers(CGROUP_MAKER)
     proc = Path(f"/proc/{pid}")
     mounts = parse_mountinfo((proc / "mountinfo").read_text())
@@ -356,7 +357,8 @@ def test_the_cgroup_maker_can_do_nothing_else(server: Nsinit) -> None:
 
 
 def test_nsinit_and_its_helpers_have_no_network_and_no_power_beyond_their_work(server: Nsinit) -> None:
-    """Whoever makes the daemon or a sandbox turn on them: no interface of the machine, no modules, no raw devices."""
+    """A daemon or sandbox that turns on nsinit and its helpers finds no interface of the machine, no modules, no raw
+    devices."""
     for pid in (server.pid, *server.helpers(BUILDER), *server.helpers(FORKER)):
         interfaces = Path(f"/proc/{pid}/net/dev").read_text().splitlines()[2:]
         assert [each.partition(":")[0].strip() for each in interfaces] == ["lo"]

@@ -1,4 +1,4 @@
-"""What a program inside a sandbox sees and can do: one sandbox, many attempts. All of them end inside."""
+"""The view and the power of a program inside a sandbox: one sandbox, many attempts. All of them end inside."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_pid_1_holds_nothing_of_the_host(sandbox: Sandbox) -> None:
 
 
 def test_kernel_files_are_masked_and_settings_read_only(sandbox: Sandbox) -> None:
-    """What tells about the host is empty or unreadable, and nothing below /proc/sys can be written."""
+    """Files that tell about the host are empty or unreadable, and no file below /proc/sys can be written."""
     here = [name for name in MASKED if os.path.lexists(f"/proc/{name}")]
     assert len(here) > len(MASKED) // 2  # no kernel has all of them
     mounted = {line.split()[1] for line in sandbox.run("cat /proc/self/mounts").out.splitlines()}

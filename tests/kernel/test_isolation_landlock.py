@@ -1,4 +1,4 @@
-"""What Landlock keeps inside, tried where nothing else would stop it: in one network and one pid namespace."""
+"""Landlock keeps signals and sockets inside, tried where no other wall would: in one network and one pid namespace."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_what_is_confined_together_is_not_kept_apart() -> None:
 
 @needs_scopes
 def test_a_session_reaches_no_abstract_socket_of_its_own_network_from_outside(sandbox: Sandbox) -> None:
-    """Somebody outside who listens in the session's network namespace is out of reach of its commands."""
+    """A listener outside, in the session's network namespace, is out of reach of its commands."""
     read_fd, write_fd = os.pipe()
     release_fd, hold_fd = os.pipe()
     pid = os.fork()

@@ -182,7 +182,7 @@ def test_two_nsinits_never_share_a_data_directory(data_dir: Path, server: Nsinit
 def test_requests_on_an_unknown_session_fail_softly(
     server: Nsinit, request_type: type, fields: dict[str, object]
 ) -> None:
-    """They name what is missing and change nothing."""
+    """Such requests name the missing thing and change nothing."""
     answer, fds = server.ask(request_type, session_id=new_id(), **fields)
     assert isinstance(answer, Failed)
     assert answer.errno in (2, 3)
@@ -227,7 +227,7 @@ for depth in range(2000):
 
 
 def test_deletion_refuses_to_cross_a_mount(tmp_path: Path) -> None:
-    """Something mounted in a session's directory survives the deletion of the directory around it."""
+    """A mount in a session's directory survives the deletion of the directory around it."""
     layout = Layout(str(tmp_path))
     layout.make()
     held = tmp_path / "sessions/0123456789abcdef/root/held"

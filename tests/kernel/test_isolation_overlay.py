@@ -13,7 +13,7 @@ from nsinit.kernel import constants as k
 from nsinit.kernel import mounts, stage, syscalls
 from nsinit.kernel.mounts import Features, Layers
 from nsinit.kernel.slots import FIRST_BASE, SIZE, make_user_namespace
-from nsinit.sandbox import rootfs
+from nsinit.storage.mechanism import make_layers
 
 pytestmark = pytest.mark.cgroup_v2
 
@@ -51,7 +51,8 @@ def test_lower_ids_are_shifted_and_writes_go_to_the_upper(tmp_path: Path, by_fd:
         userns_fd = make_user_namespace(f"0 {FIRST_BASE} {SIZE}\n")
         if by_fd and not mounts.probe_features(str(staged), userns_fd).overlay_by_fd:
             return
-        rootfs.make_session_directories(str(session), ("root",), FIRST_BASE)
+        os.mkdir(session, 0o700)
+        make_layers(str(session), FIRST_BASE)
         layers = Layers((str(lower),), str(session), "root", userns_fd)
         mount_fd = mounts.overlay(layers, features=Features(by_fd, True), stage_path=str(staged))
         mounts.attach(mount_fd, os.open(staged / stage.ROOT, os.O_PATH))
@@ -85,7 +86,8 @@ def test_the_first_of_two_lowers_lies_above_the_second(tmp_path: Path, by_fd: bo
         userns_fd = make_user_namespace(f"0 {FIRST_BASE} {SIZE}\n")
         if by_fd and not mounts.probe_features(str(staged), userns_fd).overlay_by_fd:
             return
-        rootfs.make_session_directories(str(session), ("usr",), FIRST_BASE)
+        os.mkdir(session, 0o700)
+        make_layers(str(session), FIRST_BASE)
         layers = Layers((str(first), str(second)), str(session), "usr", userns_fd)
         mount_fd = mounts.overlay(layers, features=Features(by_fd, True), stage_path=str(staged))
         mounts.attach(mount_fd, os.open(staged / stage.ROOT, os.O_PATH))
@@ -99,7 +101,7 @@ def test_the_first_of_two_lowers_lies_above_the_second(tmp_path: Path, by_fd: bo
 
 
 def test_a_link_is_no_lower(tmp_path: Path) -> None:
-    """Whoever could put one into an image must not choose what of the machine is seen inside."""
+    """The maker of an image must not choose by such an attribute which of the machine's files are seen inside."""
     lower, link, session, staged = (tmp_path / name for name in ("lower", "link", "session", "stage"))
     lower.mkdir()
     staged.mkdir()
@@ -108,7 +110,8 @@ def test_a_link_is_no_lower(tmp_path: Path) -> None:
     def check() -> None:
         stage.make_stage(str(staged))
         userns_fd = make_user_namespace(f"0 {FIRST_BASE} {SIZE}\n")
-        rootfs.make_session_directories(str(session), ("root",), FIRST_BASE)
+        os.mkdir(session, 0o700)
+        make_layers(str(session), FIRST_BASE)
         features = mounts.probe_features(str(staged), userns_fd)
         linked, plain = (Layers((str(path),), str(session), "root", userns_fd) for path in (link, lower))
         with pytest.raises(OSError):

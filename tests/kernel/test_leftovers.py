@@ -81,7 +81,7 @@ def test_foreign_names_among_sessions_are_found_and_removed_and_sessions_are_not
 
 
 def test_a_foreign_cgroup_is_emptied_and_removed_even_when_it_is_frozen(server: Nsinit) -> None:
-    """Whatever was left in it, nested or frozen, dies."""
+    """Every process left in it dies, in a nested cgroup or a frozen one."""
     directories = sorted(hierarchies(server))
     for directory in directories:
         (directory / "foreign" / "inner").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Where sessions' cgroups are, when they may have been made anywhere: found by name and owner, never by a guess."""
+"""The cgroups of sessions, which may have been made anywhere: found by name and owner, never by a guess."""
 
 from __future__ import annotations
 

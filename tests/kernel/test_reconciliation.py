@@ -87,8 +87,8 @@ async def test_leftovers_are_told_of_and_then_removed_and_sessions_go_on(
             assert mounts_below(data_dir) == [str(point)]
             assert not (data_dir / "run" / "foreign").exists()
             assert not (data_dir / "sessions" / ("e" * 24)).exists()
-        assert supervisor.inventory.found == {"session": 1, "run_directory": 1, "session_directory": 1, "mount": 1}
-        assert supervisor.inventory.removed == {"session": 1, "run_directory": 1}
+        assert supervisor.leftovers.found == {"session": 1, "run_directory": 1, "session_directory": 1, "mount": 1}
+        assert supervisor.leftovers.removed == {"session": 1, "run_directory": 1}
     finally:
         for left in mounts_below(data_dir):
             await trio.run_process(["umount", left])
@@ -116,7 +116,7 @@ async def test_unknown_files_of_the_spool_are_told_of_and_removed_and_runs_keep_
     for name in (unknown, "foreign"):
         (spool / name).write_text("x")
     async with open_supervisor(config) as supervisor:
-        assert (supervisor.inventory.found, supervisor.inventory.removed) == ({"spool_file": 2}, {"spool_file": 2})
+        assert (supervisor.leftovers.found, supervisor.leftovers.removed) == ({"spool_file": 2}, {"spool_file": 2})
         assert not {unknown, "foreign"} & set(os.listdir(spool))
         assert (await supervisor.get_exec(kept.id, ran.end.exec_id)).end is not None
         (spool / unknown).write_text("x")
@@ -126,4 +126,4 @@ async def test_unknown_files_of_the_spool_are_told_of_and_removed_and_runs_keep_
         assert await supervisor.sweep() == 1
         assert not (spool / unknown).exists()
         assert [name for name in os.listdir(spool) if name.startswith(kept.id)]
-        assert supervisor.inventory.found == supervisor.inventory.removed == {"spool_file": 3}
+        assert supervisor.leftovers.found == supervisor.leftovers.removed == {"spool_file": 3}

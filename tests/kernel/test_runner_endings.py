@@ -56,7 +56,7 @@ def test_a_shell_that_became_a_stubborn_program_is_replaced(client: Client) -> N
 
 
 def test_output_so_far_is_kept(client: Client) -> None:
-    """What a command wrote before its time was over is delivered, also what was still in the pipe."""
+    """Output from before the time was over is delivered, the part that was still in the pipe included."""
     outcome = client.run("i=0; while [ $i -lt 500 ]; do echo line$i; i=$((i+1)); done; sleep 1234", timeout_ms=1000)
     assert outcome.stdout.count(b"\n") == 500
     assert outcome.reply.cause == "timed_out"

@@ -22,7 +22,7 @@ def code(answer: object) -> str:
 
 @pytest.mark.parametrize("content", [b"", b"x", bytes(range(256)), b"\0" * CHUNK_BYTES, b"ab" * (CHUNK_BYTES + 1)])
 def test_content_is_exact(client: Client, content: bytes) -> None:
-    """What is written is what is read, by a request and by a command."""
+    """Content that was written is read again, by a request and by a command."""
     assert client.write_file("dir/sub/file", content) == Done("/mnt/workspace/dir/sub/file")
     assert client.read_file("dir/sub/file") == (FileInfo("/mnt/workspace/dir/sub/file", len(content), False), content)
     assert client.stdout("cat dir/sub/file") == content

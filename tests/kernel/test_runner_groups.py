@@ -247,7 +247,7 @@ def test_a_timeout_of_a_shell_spares_programs(client: Client, sandbox: Sandbox, 
 
 @pytest.mark.parametrize("membership", ["clone", "join"])
 def test_it_is_born_in_its_group(client: Client, membership: Membership) -> None:
-    """It and its children are in the cgroup from their first instruction; PID 1 and the shell are not."""
+    """Program and children are in the cgroup from their first instruction; PID 1 and the shell are not."""
     with open_group(membership) as group:
         assert group.group is not None
         name = f"/{group.group.name}\n".encode()
@@ -312,7 +312,7 @@ def test_descriptors_nobody_asked_for_are_closed(sandbox: Sandbox, client: Clien
 
 
 def test_a_descriptor_comes_with_a_frame_in_pieces(client: Client) -> None:
-    """It rides on the first byte, and the request is complete only later."""
+    """The descriptor comes with the first byte, and the request is complete only later."""
     with open_group("clone") as group:
         frame = encode_frame(
             Kind.REQUEST, REQUESTS.encode(RunProgram("p", ("cat", "/proc/self/cgroup"), group=group.group))

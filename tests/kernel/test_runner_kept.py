@@ -211,7 +211,7 @@ def test_ends_that_nobody_acknowledges_are_bounded(client: Client) -> None:
 
 
 def test_an_impossible_offset_is_refused(client: Client) -> None:
-    """What the run has not written nobody can have."""
+    """An offset behind the output is refused."""
     client.request(Exec("a", "echo x", ticket=TICKET))
     client.outcome()
     for offsets in ((3, 0), (0, 1), (-1, 0)):

@@ -19,7 +19,7 @@ def ending(reply: ExecReply) -> tuple[int, int | None, str, bool]:
 @pytest.mark.parametrize("options", [{}, {"cwd": "/tmp", "env": {"V": "1"}}, {"stdin": b"x"}], ids=["", "env", "stdin"])
 @pytest.mark.parametrize("leave", ["continue", "break", "break 2", "continue 5", "[ -d /nope ] || break", "eval break"])
 def test_break_and_continue_outside_a_loop_end_the_command(client: Client, leave: str, options: dict[str, Any]) -> None:
-    """They end what they are in, the command, with status 0; the shell and what it holds live on."""
+    """Such words end the command with status 0; the shell and its state live on."""
     client.run("kept() { echo kept; }; cd /tmp; V=0")
     outcome = client.run(
         f"echo before; for i in 1 2; do continue; done; {leave}\necho no", timeout_ms=10_000, **options
@@ -43,7 +43,7 @@ def test_breaking_out_of_every_loop_ends_the_shell(client: Client) -> None:
 
 
 def test_an_exit_trap_runs_when_the_shell_ends(client: Client) -> None:
-    """What a trap on EXIT prints is that command's output, its status stays, and the state before it is kept."""
+    """Output of a trap on EXIT is the command's, the status stays, and the state before the command is kept."""
     client.run("mkdir d; cd d; export A=1")
     outcome = client.run("trap 'echo bye' EXIT; echo hello; export A=2; exit 4", timeout_ms=10_000)
     assert (outcome.stdout, ending(outcome.reply)) == (b"hello\nbye\n", (4, None, "exited", True))

@@ -115,7 +115,8 @@ def test_its_streams_can_be_opened_by_name(client: Client) -> None:
 
 
 def test_it_starts_clean(client: Client) -> None:
-    """It has three descriptors, no capability, no blocked or ignored signal, and the usual mask for new files."""
+    """A program has three descriptors, no capability, no blocked or ignored signal, and the usual mask for new
+    files."""
     script = "ls /proc/self/fd; grep -E '^(SigBlk|SigIgn|CapEff|CapPrm):' /proc/self/status; umask"
     outcome = sh(client, script)
     values = [line.split()[-1] for line in outcome.stdout.splitlines()]
@@ -162,7 +163,7 @@ def test_without_a_workspace_it_starts_at_home(client: Client) -> None:
 
 
 def test_standard_input_is_empty_unless_asked_for(client: Client) -> None:
-    """It is /dev/null, so nothing waits for it."""
+    """Standard input is /dev/null then, so nothing waits."""
     assert sh(client, "readlink /proc/self/fd/0; wc -c").stdout == b"/dev/null\n0\n"
 
 
@@ -174,7 +175,7 @@ def test_standard_input_comes_whole(client: Client) -> None:
 
 
 def test_a_program_that_closes_its_input_ends_well(client: Client) -> None:
-    """What nobody reads is dropped."""
+    """Input that nobody reads is dropped."""
     assert run(client, "head", "-c", "3", stdin=b"abc" * 1_000_000).stdout == b"abc"
 
 
@@ -195,7 +196,7 @@ def test_input_nobody_reads_fills_its_own_connection_only(sandbox: Sandbox, clie
 
 
 def test_a_client_may_leave_with_its_input_unread(sandbox: Sandbox, client: Client) -> None:
-    """That the connection is not read does not hide that it is gone: the program ends."""
+    """The end of a connection is seen though nothing is read from it: the program ends."""
     other = sandbox.connect()
     other.request(RunProgram("p", ("sleep", "1234"), stdin=True))
     other.sock.settimeout(0.5)
@@ -240,7 +241,7 @@ def test_what_it_leaves_running_does_not_hold_it_up(client: Client) -> None:
 
 
 def test_the_last_output_is_complete(client: Client) -> None:
-    """What the pipes hold when the program ends is all sent before the reply."""
+    """Output in the pipes at the end of the program is all sent before the reply."""
     for size in (1, 65536, 300_000):
         outcome = sh(client, f"head -c {size} /dev/zero; head -c 5000 /dev/zero >&2")
         assert (len(outcome.stdout), len(outcome.stderr)) == (size, 5000)
@@ -248,7 +249,7 @@ def test_the_last_output_is_complete(client: Client) -> None:
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_command_goes_to_a_fresh_shell(sandbox: Sandbox, shell: str) -> None:
-    """It is the session's kind of shell, and shares nothing with the persistent one."""
+    """The shell is of the session's kind, and shares nothing with the persistent one."""
     client = sandbox.shell(shell)
     client.run("x=1; cd /tmp")
     outcome = run(client, command='echo "$0 ${x-none} $PWD $SHELL"; kill -TERM $$')
@@ -334,7 +335,7 @@ def test_there_is_a_bound_on_programs(sandbox: Sandbox) -> None:
 
 
 def test_programs_leave_no_descriptor_behind(sandbox: Sandbox, client: Client) -> None:
-    """Whatever the ending, PID 1 has afterwards what it had before."""
+    """PID 1 has as many descriptors afterwards as before, however the program ended."""
     client.run("true")
     before = descriptors(sandbox)
     for _ in range(3):

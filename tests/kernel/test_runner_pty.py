@@ -19,7 +19,7 @@ pytestmark = needs_namespaces
 SIZE = TerminalSize(cols=100, rows=30)
 INTERRUPT, END_OF_FILE, STOP, ERASE, ESCAPE = b"\x03", b"\x04", b"\x1a", b"\x7f", b"\x1b"
 READY = b"\x1b[?2004h"
-"""What bash writes when it waits for a line."""
+"""Prompt of bash."""
 JOB = b"sh -c 'echo u''p; exec sleep 1234'\n"
 """Says `up` when it is in the foreground."""
 STOPPABLE = b"""bash -c 'trap "echo con""tinued" CONT; echo u""p; while :; do sleep 0.05; done'\n"""
@@ -87,7 +87,7 @@ def test_pid_1_has_no_controlling_terminal(sandbox: Sandbox, client: Client) -> 
 
 @pytest.mark.parametrize("user", [None, "nobody"])
 def test_it_belongs_to_the_user_of_the_program(client: Client, user: str | None) -> None:
-    """Who may open it again by name, as `/dev/stderr` and as `/dev/tty`."""
+    """The terminal's user may open it again by name, as `/dev/stderr` and as `/dev/tty`."""
     script = '[ -O "$(tty)" ] && echo mine >"$(tty)"; echo a >/dev/stderr; echo b >/dev/tty'
     assert lines(run(client, script, user=user).stdout) == [b"mine", b"a", b"b"]
 
@@ -170,7 +170,7 @@ def test_a_password_is_not_shown(client: Client) -> None:
 
 @needs("vim")
 def test_vim_edits_a_file(client: Client) -> None:
-    """It draws its screen, takes keys, saves, and ends well."""
+    """An editor draws its screen, takes keys, saves, and ends well."""
     begin(client, "vim", "-u", "NONE", "-i", "NONE", "note.txt")
     client.read_until(b"note.txt")
     type_(client, b"ihello from vim" + ESCAPE)
@@ -182,7 +182,7 @@ def test_vim_edits_a_file(client: Client) -> None:
 
 @needs("top")
 def test_top_shows_processes(client: Client) -> None:
-    """It redraws until it is told to quit."""
+    """The program redraws until it is told to quit."""
     begin(client, "top", "-d", "0.1")
     client.read_until(b"COMMAND")
     client.read_until(b"load average")
@@ -205,7 +205,8 @@ def test_less_pages_through_a_file(client: Client) -> None:
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_an_interactive_shell_has_a_prompt(sandbox: Sandbox, shell: str) -> None:
-    """It reads lines, keeps its state between them, survives interrupts, and ends with the status it is told."""
+    """An interactive shell reads lines, keeps its state between them, survives interrupts, and ends with the given
+    status."""
     client = sandbox.shell(shell)
     begin_shell(client)
     client.read_until(b":/mnt/workspace$ ")
@@ -259,7 +260,7 @@ def test_a_signal_by_id_goes_to_the_foreground(sandbox: Sandbox, client: Client)
 
 
 def test_an_interactive_shell_can_be_ended(sandbox: Sandbox, client: Client) -> None:
-    """It ignores interrupts and terminations, but not that its terminal goes away; what it started ends, too."""
+    """An interactive shell ignores interrupts and terminations, but not a hang-up; its children end, too."""
     begin_shell(client)
     client.read_until(READY)
     type_(client, b"sleep 1234 & \n")

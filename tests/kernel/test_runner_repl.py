@@ -75,7 +75,7 @@ def test_the_status_of_a_line_is_the_next_ones(client: Client) -> None:
 
 @pytest.mark.parametrize(("line", "code"), [("exit", 7), ("exit 9", 9), ("logout", 7)])
 def test_exit_leaves_the_terminal_and_keeps_the_shell(client: Client, line: str, code: int) -> None:
-    """Whoever types it wants to go, not to end the agent's work."""
+    """A person who types it wants to go, not to end the agent's work."""
     client.run("x=kept")
     sit_down(client)
     enter(client, "(exit 7)")
@@ -126,7 +126,7 @@ def test_a_here_document_goes_on_in_bash(sandbox: Sandbox) -> None:
 
 @pytest.mark.parametrize("line", ["fi", "echo )", "nosuchcommand", ". /nowhere", "cd /nowhere"])
 def test_an_error_brings_the_prompt_back(client: Client, line: str) -> None:
-    """It is told, and the shell and its terminal stay."""
+    """The error is told, and the shell and its terminal stay."""
     client.run("y=kept")
     sit_down(client)
     assert enter(client, line) != b""
@@ -139,7 +139,7 @@ def test_an_error_brings_the_prompt_back(client: Client, line: str) -> None:
     "line", ["sleep 1234", "while :; do :; done", "f() { while :; do g; done; }; g() { :; }; f", "sleep 1234; echo no"]
 )
 def test_ctrl_c_leaves_the_line(client: Client, line: str) -> None:
-    """Whatever it does: the prompt is back, the status is 130, what came after in the line has not run."""
+    """The prompt is back, the status is 130, and the rest of the line has not run."""
     sit_down(client)
     client.send(Kind.DATA, f"echo go; {line}\r".encode())
     read_until(client, b"go\n")
@@ -230,7 +230,7 @@ def test_cancelling_keeps_the_shell(client: Client, sandbox: Sandbox) -> None:
 
 
 def test_an_interrupt_by_id_is_a_ctrl_c(client: Client, sandbox: Sandbox) -> None:
-    """It ends the line, not the visit."""
+    """Ctrl-C ends the line, not the visit."""
     sit_down(client)
     client.send(Kind.DATA, b"echo go; sleep 1234\r")
     read_until(client, b"go\n")
@@ -250,7 +250,7 @@ def test_strict_shells_can_be_visited(client: Client, option: str) -> None:
 
 
 def test_a_program_has_the_terminal(client: Client) -> None:
-    """It reads keys, knows the size, and ends with its line."""
+    """The program reads keys, knows the size, and ends with its line."""
     sit_down(client)
     assert enter(client, "stty size") == b"30 100\n"
     client.send(Kind.DATA, b"echo ready; cat\r")
@@ -263,7 +263,7 @@ def test_a_program_has_the_terminal(client: Client) -> None:
 
 
 def test_nobody_reads_lines_without_a_terminal(sandbox: Sandbox) -> None:
-    """It is refused, not hung."""
+    """The request is refused, not hung."""
     client = sandbox.shell()
     answer = client.ask(Exec("x", "", interactive=True))
     assert isinstance(answer, Error)

@@ -55,7 +55,7 @@ def test_background_jobs_survive_their_command(client: Client) -> None:
 
 
 def test_bash_arrays_and_source_persist(sandbox: Sandbox) -> None:
-    """What only bash has persists too: declared at the top of a command, it is global."""
+    """Features of bash alone persist too; a variable declared at the top of a command is global."""
     client = sandbox.shell("bash")
     client.run("declare -A m=([k]=v); echo 'x=${BASH_SOURCE[0]}' >lib; source ./lib")
     assert client.stdout("echo ${m[k]} $x") == b"v ./lib\n"
@@ -225,7 +225,7 @@ def test_env_and_cwd_hold_for_one_command(client: Client) -> None:
 
 
 def test_env_and_cwd_do_not_outlive_the_shell(client: Client) -> None:
-    """They do not leak through the state that a restarted shell gets."""
+    """Variables of one command do not leak through the state that a restarted shell gets."""
     client.run("mkdir sub")
     assert client.reply("exit 1", cwd="sub", env={"NEW": "1"}).cwd == "/mnt/workspace"
     assert client.stdout("pwd; echo ${NEW-unset}") == b"/mnt/workspace\nunset\n"
@@ -236,7 +236,7 @@ def test_env_and_cwd_do_not_outlive_the_shell(client: Client) -> None:
 )
 @pytest.mark.parametrize("cwd", [None, "/tmp"])
 def test_a_read_only_variable_does_not_stop_the_command(client: Client, env: dict[str, str], cwd: str | None) -> None:
-    """It stays what it is in that shell, which says so; the others are set, and the shell lives on."""
+    """A read-only variable stays as it is in that shell, which says so; the others are set, and the shell lives on."""
     client.run("readonly A=mine; kept() { echo kept; }")
     outcome = client.run('echo "$A ${B-unset}"; pwd', env=env, cwd=cwd)
     assert outcome.stdout.decode() == f"mine {env.get('B', 'unset')}\n{cwd or '/mnt/workspace'}\n"
@@ -246,7 +246,7 @@ def test_a_read_only_variable_does_not_stop_the_command(client: Client, env: dic
 
 
 def test_a_variable_that_its_command_makes_read_only_costs_no_other(client: Client) -> None:
-    """It stays; whatever else the request brought is gone."""
+    """A variable made read-only stays; the others of the request are gone."""
     client.run("kept() { echo kept; }; mkdir sub")
     client.run("readonly A", env={"A": "1", "B": "2"}, cwd="sub")
     assert client.stdout("kept; echo $A ${B-unset}; pwd") == b"kept\n1 unset\n/mnt/workspace\n"

@@ -214,7 +214,7 @@ def test_a_timeout_spares_what_another_shell_left_behind(sandbox: Sandbox) -> No
 
 
 def test_a_timeout_in_a_group_ends_the_orphans_of_its_own_shell(sandbox: Sandbox) -> None:
-    """What a command left behind as its shell died is the command's, and a job of an earlier command is not."""
+    """A process left behind as the shell died is the command's, and a job of an earlier command is not."""
     client = sandbox.shell()
     with open_group("clone") as opened:
         send(client, OpenShell("two", group=opened.group), opened.fd)
@@ -321,7 +321,7 @@ def test_a_full_disk_is_told(client: Client) -> None:
 
 
 def test_written_bytes_are_counted(sandbox: Sandbox, tmp_path_on_disk: str) -> None:
-    """What a command and the children it waited for wrote to a real file system, and nothing of the next."""
+    """Bytes that a command and its children wrote to a real file system count, and none of the next command's."""
     client = sandbox.shell()
     client.run("true")
     reply = client.reply(f"dd if=/dev/zero of={tmp_path_on_disk}/f bs=65536 count=16 2>/dev/null")

@@ -94,7 +94,7 @@ def test_an_interrupt_at_any_moment_keeps_the_shell(client: Client, other: Clien
 
 
 def test_many_requests_to_leave_leave_once(client: Client, sandbox: Sandbox) -> None:
-    """They find the driver between the command and its own next line as well, where nothing would catch an error."""
+    """Signals find the driver between the command and its own next line as well, where nothing would catch an error."""
     client.run("x=kept")
     (shell,) = children(sandbox.init_pid())
     for _ in range(20):

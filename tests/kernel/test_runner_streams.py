@@ -65,7 +65,7 @@ def test_a_slow_reader_gets_everything_after_the_end(sandbox: Sandbox) -> None:
 
 
 def test_background_output_never_reaches_a_later_command(client: Client) -> None:
-    """What a job writes after its command ended belongs to no other command; the job is not killed by it."""
+    """Output of a job after its command's end belongs to no other command, and does not kill the job."""
     client.run("mkfifo go; { cat go; echo stray; echo stray >&2; echo $? >status; } &")
     outcome = client.run("echo x >go; while ! test -s status; do sleep 0.01; done; echo mine", timeout_ms=15_000)
     assert (outcome.stdout, outcome.stderr) == (b"mine\n", b"")

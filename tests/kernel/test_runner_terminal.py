@@ -46,7 +46,7 @@ def test_all_three_streams_are_the_terminal(client: Client) -> None:
 
 
 def test_it_is_the_same_shell(client: Client) -> None:
-    """What commands before and after leave is there on the terminal and the other way round."""
+    """State of earlier commands is there on the terminal, and the other way round."""
     client.run("a=1; f() { echo f$1; }; cd /tmp")
     assert on_terminal(client, "echo $a $PWD; f 2; export B=3; cd /; (exit 7)").stdout == b"1 /tmp\r\nf2\r\n"
     assert client.stdout("echo $? $B $PWD $TERM") == b"7 3 / dumb\n"
@@ -221,7 +221,7 @@ def test_endings_are_told_apart(
 
 @pytest.mark.parametrize("command", ["sleep 1234", "while :; do :; done", "read y", "cat", "trap '' INT; sleep 1234"])
 def test_a_timeout_keeps_the_shell(client: Client, command: str) -> None:
-    """Whatever it waits for."""
+    """A command is left whatever it waits for."""
     client.run("x=kept")
     reply = on_terminal(client, command, timeout_ms=200).reply
     assert ending(reply) == (124, None, "timed_out", False)
@@ -246,7 +246,7 @@ def test_a_job_of_before_outlives_the_terminal(client: Client) -> None:
 
 
 def test_a_background_job_does_not_hold_up_the_end(client: Client) -> None:
-    """It loses the terminal and lives on."""
+    """A background job loses the terminal and lives on."""
     assert on_terminal(client, "sleep 4321 & echo $! >pid; echo done").stdout == b"done\r\n"
     assert client.stdout("kill -0 $(cat pid) && echo alive") == b"alive\n"
 
@@ -278,7 +278,7 @@ def test_variables_and_directory_hold_for_one_command(client: Client) -> None:
 
 
 def test_output_of_a_full_screen_program_is_exact(client: Client) -> None:
-    """What it does with the terminal is between it and the client; keys come raw."""
+    """A full-screen program has the terminal to itself; keys come raw."""
     begin(client, "stty raw -echo; printf 'ready\\r\\n'; head -c 3 | od -An -tx1; stty sane")
     press(client, b"\x03\x1a\x04")
     assert b"03 1a 04" in client.outcome().stdout

@@ -143,7 +143,7 @@ async def test_vessels_of_a_dead_fork_server_are_not_used(config: Config) -> Non
         os.kill(nsinit_pid(), signal.SIGKILL)
 
         async def is_noticed() -> bool:
-            return supervisor._zygote.incarnation == 2
+            return supervisor._nsinit.incarnation == 2
 
         await until(is_noticed)
         for _ in range(3):

@@ -64,7 +64,7 @@ async def test_a_create_during_a_restart_of_the_fork_server_waits_for_it(supervi
     os.kill(nsinit_pid(), signal.SIGKILL)
 
     async def is_noticed() -> bool:
-        return not supervisor._zygote.is_alive
+        return not supervisor._nsinit.is_alive
 
     await until(is_noticed)
     session = await supervisor.create(SessionSpec())

@@ -140,7 +140,7 @@ def test_a_volume_outlives_nsinit_and_is_shared_across_its_end() -> None:
 
 
 def test_a_volume_grows_while_nobody_has_it_and_never_shrinks(server: Nsinit) -> None:
-    """What is in it stays, and there is room for more; while somebody has it, and for less, it is refused."""
+    """Files stay, and there is room for more. While a sandbox has the volume, and for a smaller size, it is refused."""
     assert isinstance(make(server, "grows"), Ok)
     sandbox = enter(server, "grows")
     before = int(sandbox.run("stat -f -c %b /workspace").out)
@@ -172,7 +172,7 @@ def test_where_sessions_have_other_disks_there_are_volumes_all_the_same() -> Non
 
 
 def test_without_a_mechanism_nothing_is_made(tmp_path: Path) -> None:
-    """It is refused with the reason, and is not made without a quota instead."""
+    """The request is refused with the reason, and no workspace is made without a quota instead."""
     layout = Layout(str(tmp_path))
     layout.make()
     volumes = Volumes(layout, -1)
@@ -207,7 +207,7 @@ def test_a_name_is_a_directory_or_a_volume_and_never_both(server: Nsinit) -> Non
 
 
 def test_a_copy_that_can_not_be_deleted_is_told_of(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """It takes room on the host; a volume without one, and what is none, is nothing to speak of."""
+    """A copy takes room on the host. A volume without one, and a file that is no volume, are not mentioned."""
     layout = Layout(str(tmp_path))
     for name in ("with", "without", "stuck"):
         Path(layout.volumes, name).mkdir(parents=True)

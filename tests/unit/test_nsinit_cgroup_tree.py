@@ -1,4 +1,4 @@
-"""Which cgroup directory is ours: mount tables of real kinds of machines, text in, directories out."""
+"""The node's cgroup directories: mount tables of real kinds of machines, text in, directories out."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_groups_are_made_in_the_pids_hierarchy_where_there_is_no_unified_one() -
 
 
 def test_only_mounts_on_in_and_above_needed_paths_are_kept() -> None:
-    """What a session's mount namespace copies: the holder of each path, its parents, and what is mounted inside."""
+    """The mounts that a session's namespace copies: the holder of each path, its parents, and the mounts inside."""
     table = """\
 1 0 8:1 / / rw - ext4 /dev/a rw
 2 1 0:2 / /proc rw - proc proc rw

@@ -1,4 +1,6 @@
-"""What nsinit believes of the kernel's log: exactly the record the kernel writes, and no byte of the victim's name."""
+"""Records of the kernel's log: exactly those that the kernel writes are taken, and no byte of a process's name is
+believed.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsinit.server.kmsg import LAST_KILLS, KernelLog, Kill, Kills, parse_record, parse_victim
+from nsinit.server.kmsg import LAST_KILLS, KernelLog, Kill, Kills, parse_kill, parse_record
 
 SESSION = "2da48b602c3f6c219d156df3"
 MEMCG = f"/jobs/17/sandkasten-9d156df3/{SESSION}"
@@ -45,7 +47,7 @@ def test_a_kill_for_the_whole_machine_is_read_too() -> None:
     ],
 )
 def test_a_name_is_data_whatever_it_says(logged: str, name: str) -> None:
-    """It can't pass for another field, and nothing unprintable is left in it."""
+    """A name can't pass for another field, and no unprintable character is left in it."""
     parsed = parse_record(_record(logged))
     assert parsed is not None
     assert (parsed[0], parsed[1].name) == (MEMCG, name)
@@ -76,9 +78,9 @@ def test_no_bytes_raise(data: bytes) -> None:
     parse_record(data)
     parse_record(b"6,1,2,-;oom-kill:constraint=CONSTRAINT_NONE,a,task_memcg=/" + data)
     parse_record(_record("x").replace(b"task=x", b"task=" + data))
-    parse_victim(data)
-    parse_victim(_victim("x").replace(b"(x)", b"(" + data + b")"))
-    parse_victim(_victim("x") + data)
+    parse_kill(data)
+    parse_kill(_victim("x").replace(b"(x)", b"(" + data + b")"))
+    parse_kill(_victim("x") + data)
 
 
 def test_every_kill_of_a_session_is_counted_and_the_last_are_known(tmp_path: Path) -> None:
@@ -113,11 +115,11 @@ def _kills(log: KernelLog, session_id: str, base: int | None = None) -> Kills:
 
 def test_the_record_that_every_victim_has_is_read() -> None:
     """User id, name, time and pid; a name can't pass for the rest of it."""
-    assert parse_victim(_victim("python3")) == (525288, Kill("python3", 10952.22475, 20123))
-    assert parse_victim(_victim(r"x) total-vm:\x0a")) == (525288, Kill("x) total-vm:\ufffd", 10952.22475, 20123))
-    assert parse_victim(_victim("python3", end=" and more")) is None
-    assert parse_victim(_record("python3")) is None
-    assert parse_victim(b"3,812,x,-;" + _victim("a").partition(b";")[2]) is None
+    assert parse_kill(_victim("python3")) == (525288, Kill("python3", 10952.22475, 20123))
+    assert parse_kill(_victim(r"x) total-vm:\x0a")) == (525288, Kill("x) total-vm:\ufffd", 10952.22475, 20123))
+    assert parse_kill(_victim("python3", end=" and more")) is None
+    assert parse_kill(_record("python3")) is None
+    assert parse_kill(b"3,812,x,-;" + _victim("a").partition(b";")[2]) is None
 
 
 def test_a_victim_without_a_cgroup_is_known_by_its_user_id(tmp_path: Path) -> None:

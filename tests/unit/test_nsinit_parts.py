@@ -52,7 +52,7 @@ def test_errors_are_of_the_fitting_subclass_and_name_the_call() -> None:
 
 @given(st.text(max_size=40))
 def test_a_name_that_passes_is_one_harmless_path_component(text: str) -> None:
-    """Whatever the text: if a check lets it through, joining it to a directory stays in that directory."""
+    """Any text that a check lets through stays in a directory when it is joined to its path."""
     for check in (validate.check_session_id, validate.check_workspace_id):
         try:
             check(text)
@@ -64,7 +64,7 @@ def test_a_name_that_passes_is_one_harmless_path_component(text: str) -> None:
 
 @pytest.mark.parametrize("bad", ["", "0" * 15, "0" * 33, "0123456789abcdeF", "0123456789abcde\n", "../../../../etc"])
 def test_session_ids_are_16_to_32_lower_hex_digits(bad: str) -> None:
-    """Everything else is refused."""
+    """All other text is refused."""
     assert not validate.is_session_id(bad)
     with pytest.raises(validate.InvalidName, match="session id"):
         validate.check_session_id(bad)
@@ -252,6 +252,6 @@ def test_a_log_nobody_reads_never_blocks() -> None:
 
 
 def test_a_failure_on_the_wire_keeps_stage_path_and_errno() -> None:
-    """What the child says reaches the daemon as it is."""
+    """The child's failure reaches the daemon as it is."""
     failed = Failed(7, "overlay root", "/x", 2, "no such file")
     assert ANSWERS.decode(ANSWERS.encode(failed)) == failed

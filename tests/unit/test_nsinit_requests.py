@@ -54,7 +54,7 @@ def test_the_table_covers_every_request_but_those_that_only_come_first() -> None
 
 @pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: row.request.__name__)
 def test_a_good_request_passes_and_each_bad_field_alone_does_not(row: Row[Any]) -> None:
-    """Whatever is part of a path or goes to the kernel; what is only compared may be anything."""
+    """Each value that is part of a path or goes to the kernel is checked; one that is only compared may be anything."""
     row.check(make(row.request))
     for name in set(row.checks) & set(BAD):
         with pytest.raises(InvalidName):
@@ -64,7 +64,7 @@ def test_a_good_request_passes_and_each_bad_field_alone_does_not(row: Row[Any]) 
 
 @pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: row.request.__name__)
 def test_what_changes_a_session_or_a_workspace_waits_for_what_came_before(row: Row[Any]) -> None:
-    """Its key tells sessions from workspaces of the same name."""
+    """The key tells sessions from workspaces of the same name."""
     names = {each.name for each in fields(row.request)}
     if row.key is None:
         assert row.request.__name__.startswith(("Ask", "Find", "List", "Scan", "RemoveLeftover"))
@@ -73,7 +73,7 @@ def test_what_changes_a_session_or_a_workspace_waits_for_what_came_before(row: R
 
 
 def test_a_field_that_nobody_checks_makes_no_row() -> None:
-    """Whoever adds one must say how it is checked, or nsinit does not start."""
+    """A new field must be given a check, or nsinit does not start."""
     row = TABLE[protocol.SetLimits]
     with pytest.raises(TypeError, match="limits"):
         Row(protocol.SetLimits, {"session_id": row.checks["session_id"]}, row.key, row.work)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nsinit.sandbox.runner_kernel import RunnerKernel
+from nsinit.sandbox.child import RunnerKernel
 from runner.files import archive
 from runner.files.archive import pack, unpack
 
@@ -113,7 +113,7 @@ class WatchedKernel(RunnerKernel):
 def test_what_is_unpacked_is_on_the_disk_and_little_waits_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who publishes it syncs again, and must find next to nothing to do."""
+    """The next sync finds next to nothing to do."""
     monkeypatch.setattr(archive, "_UNSYNCED_BYTES", 1_000_000)
     source = io.BytesIO()
     with tarfile.open(fileobj=source, mode="w") as made:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from runner.loop.settings import is_variable_name
 from runner.shell import command_driver, terminal_driver
-from runner.shell import terminal_driver as repl
 
 any_text = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
 
@@ -31,7 +30,7 @@ def test_a_quoted_word_means_itself(words: list[str]) -> None:
 
 @pytest.mark.parametrize("name", ["A", "_", "a1", "PATH", "LC_ALL"])
 def test_variable_names_are_taken(name: str) -> None:
-    """What a shell can assign to."""
+    """Names that a shell can assign to."""
     assert is_variable_name(name)
 
 
@@ -45,7 +44,8 @@ def test_the_driver_is_valid_in_every_shell() -> None:
     """The program parses, and every place-holder is filled in."""
     plain, busybox = (command_driver.driver_text("/run/x", 7, is_busybox=is_busybox) for is_busybox in (False, True))
     terminal = [terminal_driver.enter("/run/x", interactive=interactive) for interactive in (False, True)]
-    terminal += [terminal_driver.leave("/run/x"), terminal_driver.restore("/run/x"), repl.LEAVE]
+    terminal += [terminal_driver.leave("/run/x", interactive=interactive) for interactive in (False, True)]
+    terminal += [terminal_driver.restore("/run/x")]
     for text in (plain, busybox, command_driver.busybox_text("/run/x"), *terminal):
         assert not re.search("@[A-Z_]+@", text)
         subprocess.run(["/bin/sh", "-n"], input=text.encode(), check=True)
@@ -54,7 +54,7 @@ def test_the_driver_is_valid_in_every_shell() -> None:
 
 def test_the_text_that_reads_lines_is_valid_in_every_shell() -> None:
     """With the path of the shell as one word, whatever it is."""
-    text = repl.text("/run/x", ["/opt/my shell's/sh"])
+    text = terminal_driver.read_lines("/run/x", ["/opt/my shell's/sh"])
     assert "'/opt/my shell'\\''s/sh' -n" in text
     subprocess.run(["/bin/sh", "-n"], input=text.encode(), check=True)
     subprocess.run(["/bin/bash", "-n"], input=text.encode(), check=True)

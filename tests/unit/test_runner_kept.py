@@ -1,4 +1,4 @@
-"""What PID 1 keeps of runs, against a model of them: output, broken connections and what daemons know, in any order."""
+"""Kept runs of PID 1 against a model of them: output, broken connections and the knowledge of daemons, in any order."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class KeptRunsMachine(RuleBasedStateMachine):
 
     @rule(program=programs, lags=st.tuples(st.integers(0, _PIECE_BYTES), st.integers(0, _PIECE_BYTES)))
     def attach(self, program: Program, lags: tuple[int, int]) -> None:
-        """What follows is exactly what was written behind the offsets that the answer names."""
+        """Output that follows is exactly the output behind the offsets in the answer."""
         wanted = [
             max(program.stored[kind], len(program.written[kind]) - lag)
             for kind, lag in zip(_STREAMS, lags, strict=True)

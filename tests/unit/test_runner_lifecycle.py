@@ -47,7 +47,7 @@ KINDS = [
 ]
 EXITED = Outcome(7, None, "exited")
 LAST_STEPS = (Event.BEGIN, Event.FORCE, Event.DONE, Event.CLEAR, Event.READY, Event.DRAINED)
-"""What happens to every run at last, in this order, as far as it can."""
+"""Events that every run meets at last, in this order, as far as they can happen."""
 
 
 def reachable(kind: Kind, first: State) -> set[State]:
@@ -145,7 +145,7 @@ def tell(life: Lifecycle, news: Told, cause: str) -> Action | None:
 @pytest.mark.parametrize("kind", KINDS)
 @given(news=NEWS, cause=st.sampled_from(["cancelled", "timed_out"]))
 def test_any_order_of_news_ends_in_one_true_answer(kind: Kind, news: list[Told], cause: str) -> None:
-    """Whatever happens, and whenever: a run starts at most once anew for each time it was taken back, its streams are
+    """In any order of events a run starts at most once anew for each time it was taken back, its streams are
     finished before its answer, and the answer tells the force that ended it or else the first report of its end."""
     life = Lifecycle(kind.table)
     actions: list[Action] = []

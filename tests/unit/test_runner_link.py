@@ -32,7 +32,7 @@ async def test_a_late_answer_is_no_breach_of_the_contract(peer: tuple[RunnerConn
 
 
 async def test_an_answer_that_came_is_not_late(peer: tuple[RunnerConnection, socket.socket]) -> None:
-    """It was the daemon that had no time to look."""
+    """The daemon had no time to look."""
     connection, theirs = peer
     theirs.send(encode_frame(Kind.STDOUT, b"x"))
     assert await connection.receive(deadline=trio.current_time() - 1) == (Kind.STDOUT, b"x")

@@ -61,7 +61,7 @@ def test_cancelled_timers_are_forgotten(loop: Loop) -> None:
 
 
 def test_an_event_of_a_closed_descriptor_is_not_delivered(loop: Loop, pipe: tuple[int, int]) -> None:
-    """What is unwatched within a batch hears nothing more of that batch, not even as a new owner of the number."""
+    """A descriptor unwatched within a batch gets nothing more of that batch, nor does a new owner of its number."""
     other = os.pipe()
     heard: list[str] = []
 
@@ -85,21 +85,21 @@ def test_an_event_of_a_closed_descriptor_is_not_delivered(loop: Loop, pipe: tupl
 
 
 def test_what_was_planned_before_a_standstill_is_moved_by_it(loop: Loop) -> None:
-    """What was planned afterwards is not."""
+    """Timers set after the standstill are not moved."""
     called: list[str] = []
+    began = time.monotonic()
     loop.call_later(0.25, lambda: called.append("before"), fail)
     time.sleep(0.2)
     loop.call_later(0.1, lambda: called.append("after"), fail)
     loop.postpone(0.2)
-    began = time.monotonic()
     while len(called) < 2:
         loop.run_once()
     assert called == ["after", "before"]
-    assert time.monotonic() - began >= 0.24
+    assert time.monotonic() - began >= 0.45  # however long the sleep above took
 
 
 def test_timers_wait_for_news_after_a_standstill(loop: Loop, pipe: tuple[int, int]) -> None:
-    """What is overdue is moved by the news, or called a moment later when there is none."""
+    """Overdue timers are moved by the news, or called a moment later when there is none."""
     called: list[str] = []
 
     def take_news(_events: int) -> None:

@@ -1,4 +1,4 @@
-"""What the kernel says about listeners, parsed; and how often it is asked."""
+"""Parsing of the kernel's answers about listeners, and how often it is asked."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class Peer:
 
 
 def test_a_watcher_without_room_gets_the_difference_later() -> None:
-    """What opened and closed meanwhile is not told; nothing piles up."""
+    """Ports that opened and closed meanwhile are not told of; nothing piles up."""
     peer = Peer()
     watcher = Watcher(peer, lambda _watcher: None)
     watcher.tell(frozenset({(1, "::"), (2, "::")}))

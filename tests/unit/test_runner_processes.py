@@ -1,4 +1,4 @@
-"""Which processes belong to a command: a question about a table, answered without a kernel."""
+"""Processes of a command, found in a table without a kernel."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_tree_is_its_root_and_all_below() -> None:
 
 
 def test_a_kill_reaches_what_is_born_meanwhile() -> None:
-    """It looks until nothing new is found, and kills what it has stopped."""
+    """A kill looks until nothing new is found, and kills all that was stopped."""
     child = os.fork()
     if child == 0:
         signal.pause()

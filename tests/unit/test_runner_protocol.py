@@ -65,7 +65,7 @@ def decode(stream: list[bytes]) -> tuple[list[Frame], bool]:
 
 @given(st.lists(frames))
 def test_frames_come_back(sent: list[Frame]) -> None:
-    """What is encoded is decoded."""
+    """Messages come back from their encoding."""
     assert decode([b"".join(encode_frame(*frame) for frame in sent)]) == (sent, False)
 
 
@@ -114,7 +114,7 @@ def test_a_directory_of_any_bytes_comes_back(name: bytes) -> None:
 @given(st.binary(max_size=50) | st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=3), st.lists)
        .map(lambda value: json.dumps(value).encode()))  # fmt: skip
 def test_garbage_is_no_message(body: bytes) -> None:
-    """Whatever is not a message is a ProtocolError, never another exception; chance may write one that is."""
+    """Bytes that are no message raise ProtocolError and no other exception; chance may write a message."""
     try:
         message = ANSWERS.decode(body)
     except ProtocolError:

@@ -1,4 +1,4 @@
-"""Who a program runs as, from account files of any quality."""
+"""Accounts of programs, from account files of any quality."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nsinit takes from a process that has read a hostile archive."""
+"""The verdict of a process that has read a hostile archive, as nsinit takes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def read(data: bytes) -> Counts:
 
 @given(st.binary(max_size=5000) | st.binary(max_size=5000).map(b"-".__add__) | st.binary(max_size=40).map(b"+".__add__))
 def test_whatever_it_says_is_numbers_or_a_printable_sentence(data: bytes) -> None:
-    """Nothing of it can move a cursor, fill a line or reach further than its own archive."""
+    """The text can't move a cursor, fill a line or reach further than its own archive."""
     said: Counts | str
     try:
         said = read(data)
@@ -33,7 +33,7 @@ def test_whatever_it_says_is_numbers_or_a_printable_sentence(data: bytes) -> Non
 
 @given(st.builds(Counts, NUMBERS, NUMBERS, NUMBERS, NUMBERS))
 def test_numbers_beyond_what_was_asked_for_are_a_lie(counts: Counts) -> None:
-    """It can't have done more than it may, nor left out more members than there were."""
+    """The counts can't exceed the bounds, nor can more members be left out than there were."""
     possible = 0 < counts.members <= 100 and counts.size_bytes <= 1000
     if possible and max(counts.skipped, counts.privileged) <= counts.members:
         assert read(verdict.unpacked(counts)) == counts
@@ -62,6 +62,6 @@ def test_a_sentence_is_cut_and_cleaned(sentence: str) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"+", b"+" + bytes(31), b"+" + bytes(33), b"?", b"{}"])
 def test_half_a_verdict_is_none(data: bytes) -> None:
-    """It was killed, or is something else than what was started."""
+    """The process was killed, or another one answers."""
     with pytest.raises(Refused, match="died"):
         read(data)

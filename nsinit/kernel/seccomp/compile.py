@@ -39,7 +39,7 @@ _BELOW: Final = frozenset(FLOOR[0].names)
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """What happens to one call: the first of `tests` that holds decides, else `fallback`; all are return values."""
+    """The verdict on one call: the value of the first of `tests` that holds, else `fallback`."""
 
     fallback: int
     tests: tuple[tuple[tuple[ArgTest, ...], int], ...] = ()
@@ -97,14 +97,14 @@ def compile_command_filter(arch: Arch) -> tuple[Instruction, ...]:
 
 
 def _check_floor(profile: Profile) -> None:
-    """The floor wins anyway; whoever wants to lower it is told."""
+    """Raise `ProfileError` if a profile allows what the floor refuses. The floor would win anyway, without a word."""
     for rule in profile.rules:
         if rule.action in ("allow", "log") and (names := sorted(_BELOW.intersection(rule.names))):
             raise ProfileError(f"{profile.name}: no sandbox may have {', '.join(names[:5])}")
 
 
 def _check_init(profile: Profile, verdicts: dict[str, _Verdict]) -> None:
-    """A sandbox whose PID 1 can't work would be a riddle; say it before there is one."""
+    """Raise `ProfileError` if PID 1 of a sandbox could not work under the profile."""
     missing = [name for name in INIT_NEEDS if name in verdicts and not _passes(verdicts[name])]
     if missing:
         raise ProfileError(f"{profile.name}: PID 1 of the sandbox needs {', '.join(missing)}")
@@ -127,7 +127,7 @@ def _verdicts(profile: Profile, numbers: dict[str, int]) -> dict[str, _Verdict]:
 
 
 def _verdict(profile: Profile, name: str, rules: list[Rule]) -> _Verdict:
-    """The strictest of the rules that match counts, the default if there is none."""
+    """Return the verdict on a call: the strictest of the rules that match counts, the default if there is none."""
     by_strictness = sorted(rules, key=lambda rule: -STRICTNESS.index(rule.action))
     always = next((rule for rule in by_strictness if not rule.args), None)
     if always is None:
@@ -158,7 +158,7 @@ def _runs(table: dict[int, _Verdict], skipped: Iterable[int]) -> list[tuple[int,
 
 
 def _tree(assembler: Assembler, runs: list[tuple[int, _Verdict]], blocks: dict[_Verdict, Label]) -> Label:
-    """Find the run of a number by halves."""
+    """Return the entry of a binary search for the run that a number is in."""
     if len(runs) == 1:
         return _leaf(assembler, runs[0][1], blocks)
     middle = len(runs) // 2
@@ -182,7 +182,7 @@ def _leaf(assembler: Assembler, verdict: _Verdict, blocks: dict[_Verdict, Label]
 
 
 def _compare(assembler: Assembler, test: ArgTest, width: str, yes: Label, no: Label) -> Label:
-    """Compare what the kernel will use of the argument, no more and no less."""
+    """Compare the part of an argument that the kernel will use, no more and no less."""
     if test.op in ("ne", "lt", "le"):
         yes, no = no, yes
     is_masked = test.op == "masked_eq"

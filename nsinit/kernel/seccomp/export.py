@@ -1,7 +1,8 @@
-"""The profiles that come along, written as OCI JSON: `python -m nsinit.kernel.seccomp.export DIRECTORY`.
+"""Writes the built-in profiles as OCI JSON: `python -m nsinit.kernel.seccomp.export DIRECTORY`.
 
-What is written says the same as what is compiled, the floor included. Nothing reads it back at run time; it is there to
-be read, and to be the beginning of an operator's own. Source: the OCI runtime specification, config-linux.md "Seccomp".
+The files say the same as the compiled filters, the floor included. No program reads them at run time; they are there to
+be read by people, and to be the beginning of an operator's own profile. Source: the OCI runtime specification,
+config-linux.md "Seccomp".
 """
 
 from __future__ import annotations

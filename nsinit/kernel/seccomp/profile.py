@@ -1,8 +1,8 @@
-"""What a seccomp profile is: a default action, and rules that name system calls and test their arguments.
+"""A seccomp profile: a default action, and rules that name system calls and test their arguments.
 
-Pure values that cross the wire from the daemon, for an operator's own profiles; `check` says what may come. Which of
-several matching rules counts does not hang on their order: the strictest does, so a rule that refuses is never undone
-by one that allows. Sources: seccomp(2); the OCI runtime specification, `linux.seccomp`.
+Pure values that cross the wire from the daemon, for an operator's own profiles; `check` bounds them. Of several rules
+that match, the strictest counts, whatever their order: a rule that refuses is never undone by one that allows.
+Sources: seccomp(2); the OCI runtime specification, `linux.seccomp`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ProfileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ArgTest:
-    """One argument compared with `value`; for `masked_eq` it is `argument & mask == value`."""
+    """A comparison of an argument with `value`; for `masked_eq`: `argument & mask == value`."""
 
     index: int
     op: Comparison
@@ -47,7 +47,7 @@ class ArgTest:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What happens to calls of these names if all of `args` hold. `errno` goes with the action of that name."""
+    """The action on calls of these names if all of `args` hold. `errno` goes with the action of that name."""
 
     names: tuple[str, ...]
     action: Action

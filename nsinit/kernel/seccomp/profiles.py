@@ -14,7 +14,7 @@ from typing import Final
 from nsinit.kernel.seccomp.profile import ArgTest, Profile, Rule
 
 OFF: Final = "off"
-"""What stands for no filter."""
+"""The name that stands for no filter."""
 
 _MOUNTS = """
 mount umount2 pivot_root chroot open_tree open_tree_attr move_mount fsopen fsconfig fsmount fspick mount_setattr
@@ -80,13 +80,13 @@ _ENOSYS_NAMES = """
 clone3 afs_syscall epoll_ctl_old epoll_wait_old getpmsg putpmsg security tuxcall listmount statmount listns file_setattr
 lsm_get_self_attr lsm_list_modules set_mempolicy_home_node
 """
-"""What no kernel has any more, what programs must be able to do without, and clone3: its flags are out of sight."""
+"""Calls that no kernel has any more, calls that programs do without, and clone3, whose flags no filter can see."""
 
 _OTHER = """
 adjtimex clock_adjtime fanotify_mark mbind migrate_pages modify_ldt move_pages set_mempolicy sysfs ustat
 """
 STRICT_REFUSED: Final = frozenset(" ".join((_DEBUGGING, _RISKY, _OTHER)).split())
-"""What `strict` refuses beyond the floor; the last ones tune the machine's clock and memory, or are of the past."""
+"""Calls that `strict` refuses beyond the floor. `_OTHER` tunes the machine's clock and memory, or is of the past."""
 
 TIOCSTI, TIOCLINUX, TIOCSETD = 0x5412, 0x541C, 0x5423
 """Type into a terminal, and paste; load a line discipline's module."""
@@ -140,7 +140,7 @@ prctl seccomp getrandom epoll_create1 epoll_ctl epoll_wait epoll_pwait poll ppol
 accept4 getsockopt getsockname
 """
 INIT_NEEDS: Final = tuple(_INIT.split())
-"""What PID 1 can't do without; it lives under the profile of its session."""
+"""Calls that PID 1 needs, which lives under the profile of its session."""
 
 _ARGUMENTS = (
     _when("clone", ArgTest(0, "masked_eq", 0, _NAMESPACE_FLAGS)),

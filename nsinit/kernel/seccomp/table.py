@@ -12,7 +12,7 @@ from typing import Final, Literal
 Arch = Literal["x86_64", "aarch64"]
 
 AUDIT_ARCH: Final[dict[Arch, int]] = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""What `seccomp_data.arch` says of a native call (linux/audit.h)."""
+"""The value of `seccomp_data.arch` for a native call (linux/audit.h)."""
 
 _NUMBERS = """
 read:0:63 write:1:64 open:2:- close:3:57 stat:4:- fstat:5:80 lstat:6:- poll:7:- lseek:8:62 mmap:9:222 mprotect:10:226

@@ -1,7 +1,7 @@
-"""How trials are made: in a forked process that may unshare, mount, be killed or hang, and then is gone.
+"""Makes trials in forked processes that may unshare, mount, be killed or hang.
 
-Owns what a trial's answer looks like. A trial returns what it did and saw, raises `FallsBack` where the product then
-works in another way, and raises anything else when the thing does not work.
+Owns the shape of an answer. A trial returns what it saw, raises `FallsBack` where the product then works in another
+way, and raises any other exception when the feature does not work.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ Answer = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Where trials may write, and whether there is time for those that take a while or write to the kernel's log."""
+    """The directory that trials may write to, and whether trials are wanted that take a while or write to the kernel's
+    log."""
 
     directory: str
     is_thorough: bool
@@ -31,14 +32,14 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a trial saw, with facts that others want to know by name."""
+    """A trial's finding in words, with facts for programs."""
 
     text: str
     facts: dict[str, object] = field(default_factory=dict)
 
 
 class FallsBack(Exception):
-    """It does not work, and the product has another way."""
+    """The feature does not work, and the product has another way."""
 
     def __init__(self, seen: str, **facts: object) -> None:
         super().__init__(seen)
@@ -51,8 +52,8 @@ Trial = Callable[[Room], Seen | str]
 def attempt(trials: dict[str, Trial], room: Room) -> dict[str, Answer]:
     """Make trials one after the other in one process of their own and return their answers.
 
-    When one of them ends or blocks that process, it and those after it are made again, each in a process of its own, so
-    that nobody answers for another. A fork costs more than most trials.
+    When a trial ends or blocks that process, it and those after it are made again, each in a process of its own, so
+    that no trial answers for another. A fork costs more than most trials.
     """
     answers, _ = _run(trials, room)
     for name, trial in trials.items():
@@ -114,7 +115,7 @@ def _live(trials: dict[str, Trial], room: Room, write_fd: int) -> None:
 
 
 def _read_all(fd: int) -> tuple[bytes, bool]:
-    """Return what comes, and whether the other end was closed before that took too long."""
+    """Return the data that comes, and whether the other end was closed within `TIMEOUT_S`."""
     data, deadline = b"", time.monotonic() + TIMEOUT_S
     while True:
         readable, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))

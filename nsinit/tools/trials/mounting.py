@@ -1,8 +1,7 @@
-"""Trials of what a root filesystem is put together with: mount calls, overlayfs, tmpfs, proc, devpts, pivot_root.
+"""Trials of the parts of a root filesystem: mount calls, overlayfs, tmpfs, proc, devpts, pivot_root.
 
-All happen in a mount namespace of the trials' own; `proc` and `pivot_root` are the last that a process can make.
-Sources: fsopen(2), mount_setattr(2), pivot_root(2);
-Documentation/filesystems/{overlayfs,proc,tmpfs,devpts}.rst.
+All happen in a mount namespace of the trials' own; after `proc` and `pivot_root` a process can make no further trial.
+Sources: fsopen(2), mount_setattr(2), pivot_root(2); Documentation/filesystems/{overlayfs,proc,tmpfs,devpts}.rst.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def mount_calls(room: Room) -> str:
 
 
 def overlay(room: Room) -> Seen:
-    """A writable layer over an id-mapped one, on the file system of the data directory."""
+    """Try a writable layer over an id-mapped one, on the file system of the data directory."""
     _enter_own_mounts(room)
     base = f"{room.directory}/layers"
     for name in ("", "/lower", "/lower/below", "/session", "/session/root", "/session/root-work"):
@@ -55,7 +54,7 @@ def mapped_tmpfs(room: Room) -> str:
 
 
 def tmpfs(room: Room) -> str:
-    """With a size and a number of inodes, both of which must hold."""
+    """Try a tmpfs with a size and a number of inodes, both of which must hold."""
     _enter_own_mounts(room)
     os.fchdir(mounts.filesystem("tmpfs", mounts.INERT, size="65536", nr_inodes=8))
     try:
@@ -69,7 +68,7 @@ def tmpfs(room: Room) -> str:
 
 
 def proc(room: Room) -> str:
-    """In a pid namespace of its own, with other users' processes hidden."""
+    """Try a proc in a pid namespace of its own, with the processes of other users hidden."""
     _enter_own_mounts(room)
     syscalls.unshare(k.CLONE_NEWPID)
     pid = os.fork()
@@ -125,7 +124,7 @@ def _stage(room: Room) -> str:
 
 
 def _enter_own_mounts(room: Room) -> None:
-    """Once for all trials of a process."""
+    """Enter a mount namespace, once for all trials of a process."""
     if os.path.ismount(_stage(room)):
         return
     syscalls.unshare(k.CLONE_NEWNS)

@@ -1,4 +1,4 @@
-"""Trials of networks: the loopback that every session has, and what a session that reaches out would be built with.
+"""Trials of networks: the loopback that every session has, and the parts of a network that reaches out.
 
 Each in a network namespace of the trial's own. Sources: netdevice(7), netlink(7), rtnetlink(7);
 linux/netfilter/nf_tables.h; linux/veth.h.
@@ -28,7 +28,7 @@ _ATTRIBUTE = struct.Struct("=HH")
 
 
 def loopback(_room: Room) -> str:
-    """Settings and device as a session gets them, and a connection over it."""
+    """Try settings and device as a session gets them, and a connection over the loopback."""
     syscalls.unshare(k.CLONE_NEWNET)
     network.write_settings(slots.FIRST_BASE)
     network.loopback_up()

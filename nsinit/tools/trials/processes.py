@@ -1,4 +1,4 @@
-"""Trials of what guards a process: namespaces, ids, capabilities, filters, and the calls that handle processes.
+"""Trials of the guards of a process: namespaces, ids, capabilities, filters, and the calls that handle processes.
 
 Sources: clone(2), pidfd_open(2), close_range(2), openat2(2), seccomp(2), landlock(7), keyrings(7), capabilities(7).
 """
@@ -38,7 +38,8 @@ def clone3(_room: Room) -> str:
 
 
 def namespaces(_room: Room) -> Seen:
-    """One kind at a time, so that the answer names the one that fails; then all of them as a session has them."""
+    """Make namespaces of one kind at a time, so that the answer names the kind that fails; then all as a session has
+    them."""
     for name, flag in _KINDS.items():
         _clone(flag, name)
     _clone(sum(_KINDS.values()) & ~k.CLONE_NEWCGROUP, "all kinds together")
@@ -62,7 +63,7 @@ def user_namespace(_room: Room) -> str:
 
 
 def id_ranges(_room: Room) -> str:
-    """How many sessions' worth of ids belong to nobody else."""
+    """Count the ranges of ids that belong to no other user of the machine."""
     reserved = slots.read_reserved_ranges()
     bases = range(slots.FIRST_BASE, slots.LAST_BASE + 1, slots.SIZE)
     free = sum(not any(start < base + slots.SIZE and base < end for start, end in reserved) for base in bases)
@@ -117,7 +118,7 @@ def openat2(room: Room) -> str:
 
 
 def drop_capabilities(_room: Room) -> str:
-    """As PID 1 of a sandbox does it, in a user namespace like a session's."""
+    """Drop capabilities as PID 1 of a sandbox does, in a user namespace like a session's."""
     last = capabilities.read_last_capability()
     status_fd = os.open("/proc/self/status", os.O_RDONLY)
     userns_fd = slots.make_user_namespace(f"0 {slots.FIRST_BASE} {slots.SIZE}\n")
@@ -132,7 +133,7 @@ def drop_capabilities(_room: Room) -> str:
 
 
 def seccomp(_room: Room) -> str:
-    """The filter of sandboxes must refuse what was allowed without it, and let the rest go on."""
+    """Check that the filter of sandboxes refuses a call that was allowed without it, and lets others pass."""
     filters = prepare()
     program = filters.programs[filters.number(STRICT.name)]
     assert program is not None
@@ -147,7 +148,7 @@ def seccomp(_room: Room) -> str:
 
 
 def landlock_scopes(_room: Room) -> Seen:
-    """A listener outside of the domain must be out of reach from inside."""
+    """Check that a listener outside of the domain is out of reach from inside."""
     abi = landlock.probe_abi()
     if abi < landlock.SCOPES_ABI:
         seen = f"ABI {abi}: sockets and signals are kept apart by namespaces alone" if abi else "this kernel has none"
@@ -166,7 +167,7 @@ def landlock_scopes(_room: Room) -> Seen:
 
 
 def _reach(client: socket.socket, name: str) -> None:
-    """Never returns; the status is the errno."""
+    """Connect from inside the domain. Never returns; the status is the errno."""
     try:
         syscalls.prctl(k.PR_SET_NO_NEW_PRIVS, 1)
         landlock.keep_inside(landlock.probe_abi())
@@ -178,7 +179,7 @@ def _reach(client: socket.socket, name: str) -> None:
 
 
 def landlock_files(room: Room) -> str:
-    """A rule that lets nothing be written must hold."""
+    """Check that a rule that lets no file be written holds."""
     abi = landlock.probe_abi()
     if abi < landlock.FILES_ABI:
         raise FallsBack(f"ABI {abi} knows no complete rules for files")

@@ -1,6 +1,6 @@
-"""Trials of what can keep a session's disk small: each mechanism as nsinit uses it, in a data directory of their own.
+"""Trials of the disk mechanisms, each as nsinit uses it, in a data directory of their own.
 
-Sources: see the mechanisms (`nsinit/disk/`).
+Sources: see `nsinit/storage/`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nsinit.tools.trials.attempt import FallsBack, Room, Seen, Trial
 
 
 def best(room: Room) -> Seen:
-    """What a start would take."""
+    """Choose a mechanism as a start would."""
     layout = _make_layout(room)
     mechanism, refused = choose.choose(layout, "auto", choose.candidates(layout, "auto"))
     if mechanism.mode == "none":
@@ -24,7 +24,7 @@ def best(room: Room) -> Seen:
 
 
 def trials() -> dict[str, Trial]:
-    """One trial for each mechanism there is."""
+    """Return one trial for each mechanism."""
     return {f"disk_{kind.mode}": _trial_of(kind) for kind in choose.KINDS}
 
 

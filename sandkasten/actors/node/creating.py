@@ -1,9 +1,8 @@
-"""Creating sessions: what is asked for is filled in, admitted, and made into a session actor.
+"""Creating sessions: a request is resolved, admitted, and becomes a session actor.
 
-Owns what is under way and whether new sessions are refused; whether one fits is the budget's word. A create that does
-not fit is refused at once, not queued: its caller knows what else it could do. Those that fit wait for one of a few
-turns to be built. Starts no task of its own: `start` runs the actor, and `went_quiet` is called when nothing is being
-built any more.
+Whether a session fits is decided by the budget. A create that does not fit is refused at once, so that its caller can
+turn elsewhere; those that fit wait for one of a few turns to be built. `Creating` starts no task of its own: `start`
+runs the session actor, and `went_quiet` is called when no session is being built any more.
 """
 
 from __future__ import annotations
@@ -17,21 +16,20 @@ import attrs
 import trio
 
 from sandkasten.actors.core import Ref
-from sandkasten.actors.node.in_flight import stopping
-from sandkasten.actors.node.pool import Furnishing, Vessels
+from sandkasten.actors.node.pool import MountedImage, Pool
 from sandkasten.actors.services import images as images_actor
 from sandkasten.actors.session.actor import SessionActor
 from sandkasten.actors.session.birth import FROM_POOL, Creation
 from sandkasten.actors.session.record import expiry
-from sandkasten.actors.workspaces.holds import Attachments
-from sandkasten.actors.workspaces.messages import Admit
+from sandkasten.actors.workspaces.actor import Admit
+from sandkasten.actors.workspaces.holds import Hold, Holds, Use
 from sandkasten.admission import budget as reserve
 from sandkasten.admission.budget import Budget
 from sandkasten.admission.plan import Resolved, resolve
 from sandkasten.config import Config
 from sandkasten.images.catalog import Image
 from sandkasten.model import Session, SessionSpec, Status
-from sandkasten.model.errors import Draining, SandkastenError, SessionExpired
+from sandkasten.model.errors import Draining, SandkastenError, SessionExpired, ShuttingDown
 from sandkasten.model.workspace import WorkspaceMode
 from sandkasten.store.sessions import SessionRecord
 
@@ -39,12 +37,13 @@ WORKSPACE_DIR = "/workspace"
 
 _CONCURRENT_BUILDS = 32
 _DRAINED_RETRY_S = 30
+_STOPPING_RETRY_S = 5
 
 
 @attrs.frozen
 class Node:
-    """Who this daemon is: the id that is part of every session id, which start this is, and of which boot.
-    `run_key` seals what PID 1 is told of runs."""
+    """The identity of this daemon: the id that is part of every session id, the number of its start, the boot of the
+    machine. `run_key` seals the tickets of runs that PID 1 keeps."""
 
     id: str
     incarnation: int
@@ -56,7 +55,7 @@ class Node:
 
 
 class Creating:
-    """See the module's docstring."""
+    """The creates under way, and whether new ones are refused."""
 
     def __init__(
         self,
@@ -65,31 +64,31 @@ class Creating:
         *,
         images: Ref,
         workspaces: Ref,
-        attachments: Attachments,
+        holds: Holds,
         budget: Budget,
-        vessels: Vessels,
+        pool: Pool,
         start: Callable[[SessionRecord, Creation], SessionActor],
         went_quiet: Callable[[], None],
     ) -> None:
         self._config, self._node, self._images = config, node, images
-        self._workspaces, self._attachments = workspaces, attachments
-        self._budget, self._vessels = budget, vessels
+        self._workspaces, self._holds = workspaces, holds
+        self._budget, self._pool = budget, pool
         self._start, self._went_quiet = start, went_quiet
         self._builds = trio.CapacityLimiter(_CONCURRENT_BUILDS)
         self._building = 0
         self.under_way = 0
-        """How many were admitted and are not answered yet."""
+        """Number of creates that were admitted and are not answered."""
         self._is_done = trio.Event()
         self.is_drained = False
         self.is_stopping = False
 
     @property
     def queued(self) -> int:
-        """How many wait for their turn to be built."""
+        """Number of creates that wait for their turn to be built."""
         return self.under_way - self._building
 
     def is_quiet(self) -> bool:
-        """Whether nothing is being built, and something may be."""
+        """Whether no session is being built, and one may be."""
         return not self._building and not self.is_drained and not self.is_stopping
 
     async def create(self, spec: SessionSpec, digest: str) -> Session:
@@ -103,7 +102,7 @@ class Creating:
         self._budget.admit(place, resolved.limits, under_way=self.under_way, owner=spec.key_id)
         self.under_way += 1
         try:
-            async with self._attached(spec), self._builds:
+            async with self._holding(spec), self._builds:
                 self._refuse_when_draining()
                 waited_ms = (trio.current_time() - began) * 1000
                 record = self._new_record(spec, resolved, digest, image)
@@ -118,7 +117,7 @@ class Creating:
         return attrs.evolve(session, timings_ms={"queue": round(waited_ms, 3), **session.timings_ms})
 
     async def _built(self, record: SessionRecord, creation: Creation) -> Session:
-        """Have the session built by its actor. Raises what it failed with."""
+        """Have the session built by its actor. Raises the error of the build."""
         actor = self._start(record, creation)
         self._building += 1
         try:
@@ -142,18 +141,15 @@ class Creating:
             self._is_done = trio.Event()
 
     @asynccontextmanager
-    async def _attached(self, spec: SessionSpec) -> AsyncIterator[None]:
-        """Have the session's workspace, if it is to be had, until the session's record says so itself."""
+    async def _holding(self, spec: SessionSpec) -> AsyncIterator[None]:
+        """Hold the session's workspace until the session's record does. Raises `WorkspaceBusy`."""
         if spec.workspace_id is None:
             yield
             return
-        mode = WorkspaceMode(spec.workspace_mode or WorkspaceMode.SHARED)
-        attachment = self._attachments.begin(spec.workspace_id, mode, spec.workspace_within)
-        try:
-            await self._workspaces.ask_again(Admit(attachment))
+        use = Use(spec.workspace_mode or WorkspaceMode.SHARED)
+        with self._holds.taken(Hold(spec.workspace_id, use, spec.workspace_within)) as hold:
+            await self._workspaces.ask_again(Admit(hold))
             yield
-        finally:
-            self._attachments.end(attachment)
 
     def _refuse_when_stopping(self) -> None:
         if self.is_stopping:
@@ -166,9 +162,9 @@ class Creating:
 
     def _new_record(self, spec: SessionSpec, resolved: Resolved, digest: str, image: Image) -> SessionRecord:
         now = datetime.now(UTC)
-        vessel = self._vessels.take(Furnishing.of(resolved, image))
+        pooled = self._pool.take(MountedImage.of(resolved, image))
         session = Session(
-            id=vessel or self._node.new_session_id(),
+            id=pooled or self._node.new_session_id(),
             image=resolved.image,
             status=Status.CREATING,
             cwd=WORKSPACE_DIR,
@@ -182,7 +178,7 @@ class Creating:
             labels=dict(spec.labels),
             key_id=spec.key_id,
             acquire_source="cold",
-            acquire_detail=FROM_POOL if vessel else None,
+            acquire_detail=FROM_POOL if pooled else None,
             options=resolved.options,
         )
         return SessionRecord(
@@ -191,3 +187,8 @@ class Creating:
             spec_digest=digest,
             idempotency_key=spec.idempotency_key,
         )
+
+
+def stopping() -> ShuttingDown:
+    """Return the refusal of requests that come while the daemon is stopping."""
+    return ShuttingDown("the daemon is stopping", retry_after_s=_STOPPING_RETRY_S)

@@ -1,9 +1,9 @@
-"""Vessels: sandboxes that nsinit has ready, so that a create has less left to do.
+"""The pool: sandboxes that nsinit has prepared, so that a create has less left to do.
 
-Blank ones have no image; one, if there is another besides, is furnished with the image and the sizes that the last
-create asked for. Owns which there are; makes them when nobody waits for a create, and without them a create is only
-slower. One that died with the nsinit that made it, or is furnished for what nobody asks for any more, is given to
-`reap`. Ids that belong to a vessel are reserved in the directory meanwhile.
+A pool sandbox has a process, cgroups and a disk. One of them, if there is another besides, has the image and the sizes
+mounted that the last create asked for; the others are blank. The pool refills itself while no create is under way, and
+without it a create is only slower. A pool sandbox that died with its nsinit, or whose image nobody asks for any more,
+is given to `reap`. The ids of pool sandboxes are reserved in the directory.
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ _QUIET_S = 0.02
 
 
 @attrs.frozen
-class Furnishing:
-    """What a vessel is furnished for. `image` is that of its name at the time: another may take the name."""
+class MountedImage:
+    """The image mounted in a pool sandbox, and the plan it is mounted for. Another image may take its name later."""
 
     image: Image
     plan: SandboxPlan
 
     @classmethod
-    def of(cls, resolved: Resolved, image: Image) -> Furnishing:
-        """Return what a create asks for."""
+    def of(cls, resolved: Resolved, image: Image) -> MountedImage:
+        """Return the image and the plan that a create asks for."""
         return cls(image, plan_sandbox("", resolved, workspace_id=None, image=image.name, image_kind=image.kind))
 
-    def fits(self, other: Furnishing) -> bool:
-        """Return whether what was furnished for this will do for the other."""
+    def fits(self, other: MountedImage) -> bool:
+        """Whether a sandbox with this one will do for a create that asks for the other."""
         return self.image == other.image and self.plan.image_key == other.plan.image_key
 
 
 @attrs.frozen
-class _Vessel:
-    """`incarnation` is that of the nsinit that has it."""
+class _PoolSandbox:
+    """A prepared sandbox. `incarnation` counts the starts of nsinit: the sandbox dies with the nsinit that made it."""
 
     session_id: str
     incarnation: int
-    furnishing: Furnishing | None = None
+    mounted: MountedImage | None = None
 
 
-class Vessels:
-    """See the module's docstring. `limits`: what the next session will probably be given."""
+class Pool:
+    """The pool sandboxes of the node. `limits` are those that the next session will probably be given."""
 
     def __init__(
         self,
-        zygote: Ref,
+        nsinit: Ref,
         directory: SessionDirectory,
         *,
         wanted: int,
@@ -70,76 +70,76 @@ class Vessels:
         new_id: Callable[[], str],
         reap: Callable[[str], None],
     ) -> None:
-        self._zygote, self._directory = zygote, directory
+        self._nsinit, self._directory = nsinit, directory
         self._wanted, self._limits = wanted, limits
         self._new_id, self._reap = new_id, reap
-        self._blank: deque[_Vessel] = deque()
-        self._furnished: _Vessel | None = None
-        self._guess: Furnishing | None = None
+        self._blank: deque[_PoolSandbox] = deque()
+        self._with_image: _PoolSandbox | None = None
+        self._guess: MountedImage | None = None
         self._under_way = 0
 
     def __len__(self) -> int:
-        return len(self._blank) + (self._furnished is not None)
+        return len(self._blank) + (self._with_image is not None)
 
-    def take(self, wanted: Furnishing) -> str | None:
-        """Return the id of a vessel that lives and will do, None if there is none."""
+    def take(self, wanted: MountedImage) -> str | None:
+        """Return the id of a pool sandbox that will do, None if there is none. It belongs to the caller then."""
         self._guess = wanted
-        furnished = self._furnished
-        if furnished is not None and furnished.furnishing is not None and furnished.furnishing.fits(wanted):
-            self._furnished = None
-            if self._lives(furnished):
-                return furnished.session_id
+        with_image = self._with_image
+        if with_image is not None and with_image.mounted is not None and with_image.mounted.fits(wanted):
+            self._with_image = None
+            if self._lives(with_image):
+                return with_image.session_id
         while self._blank:
-            if self._lives(vessel := self._blank.popleft()):
-                return vessel.session_id
+            if self._lives(sandbox := self._blank.popleft()):
+                return sandbox.session_id
         return None
 
     async def refill(self, is_quiet: Callable[[], bool]) -> None:
-        """Have nsinit make as many as are wanted, for as long as `is_quiet`."""
+        """Have nsinit prepare as many as are wanted, while `is_quiet`."""
         await trio.sleep(_QUIET_S)
         self._discard_misfit()
         while is_quiet() and len(self) + self._under_way < self._wanted:
             limits = self._limits
-            vessel = _Vessel(self._new_id(), self._zygote.incarnation)
-            self._directory.reserved.add(vessel.session_id)
-            order = call(Prepare, vessel.session_id, plan_limits(limits), plan_disk(limits))
-            if not await self._have(vessel, order):
+            sandbox = _PoolSandbox(self._new_id(), self._nsinit.incarnation)
+            self._directory.reserved.add(sandbox.session_id)
+            order = call(Prepare, sandbox.session_id, plan_limits(limits), plan_disk(limits))
+            if not await self._have(sandbox, order):
                 return
-        if is_quiet() and self._guess is not None and self._furnished is None and len(self._blank) > 1:
-            guess, vessel = self._guess, self._blank.popleft()
-            plan = dataclasses.replace(guess.plan, session_id=vessel.session_id)
-            await self._have(attrs.evolve(vessel, furnishing=guess), call(MountImage, plan))
+        if is_quiet() and self._guess is not None and self._with_image is None and len(self._blank) > 1:
+            guess, sandbox = self._guess, self._blank.popleft()
+            plan = dataclasses.replace(guess.plan, session_id=sandbox.session_id)
+            await self._have(attrs.evolve(sandbox, mounted=guess), call(MountImage, plan))
 
-    async def _have(self, vessel: _Vessel, order: Call[Any]) -> bool:
-        """Have nsinit carry out the order, after which there is that vessel. False: it could not."""
+    async def _have(self, sandbox: _PoolSandbox, order: Call[Any]) -> bool:
+        """Have nsinit carry out the order and add the sandbox to the pool. Return False if nsinit could not."""
         self._under_way += 1
         try:
-            await self._zygote.ask(order)
+            await self._nsinit.ask(order)
         except SandkastenError as error:
-            log.warning("vessel_not_prepared", extra={"error": str(error)})
-            self._reap(vessel.session_id)
+            log.warning("pool_sandbox_not_prepared", extra={"error": str(error)})
+            self._reap(sandbox.session_id)
             return False
         finally:
             self._under_way -= 1
-        if vessel.furnishing is None:
-            self._blank.append(vessel)
-        elif self._furnished is None:
-            self._furnished = vessel
+        if sandbox.mounted is None:
+            self._blank.append(sandbox)
+        elif self._with_image is None:
+            self._with_image = sandbox
         else:
-            self._reap(vessel.session_id)
+            self._reap(sandbox.session_id)
         return True
 
     def _discard_misfit(self) -> None:
-        """Let go what is furnished for something else than was asked for last."""
-        furnished = self._furnished
-        if furnished is None or furnished.furnishing is None or self._guess is None:
+        """Reap the sandbox whose image is not the one asked for last."""
+        with_image = self._with_image
+        if with_image is None or with_image.mounted is None or self._guess is None:
             return
-        if not furnished.furnishing.fits(self._guess):
-            self._furnished = None
-            self._reap(furnished.session_id)
+        if not with_image.mounted.fits(self._guess):
+            self._with_image = None
+            self._reap(with_image.session_id)
 
-    def _lives(self, vessel: _Vessel) -> bool:
-        if vessel.incarnation == self._zygote.incarnation:
+    def _lives(self, sandbox: _PoolSandbox) -> bool:
+        if sandbox.incarnation == self._nsinit.incarnation:
             return True
-        self._reap(vessel.session_id)  # it died with the nsinit that made it
+        self._reap(sandbox.session_id)  # it died with the nsinit that made it
         return False

@@ -1,13 +1,13 @@
-"""What to do about each session and about what is nobody's: a pure planner over disk, kernel and store.
+"""The planner of recovery: one pure function over the records, the kernel and the disk.
 
-Used at the start and every minute. The kernel is the truth, the database a cache. Every session id gets exactly one
-action. What somebody works on is left alone; what nobody knows is removed when it was seen twice, and so is told of
-before: between a look at one and a look at the other a session may have begun or ended. At the start nothing can.
+Used at a start and by every sweep. The kernel is the truth, the database a cache. Every session id gets exactly one
+action. An id with an owner is left alone. An unknown id or leftover is told of when it is first seen, and removed when
+it is seen again: between two looks a session may have begun or ended. At a start none can.
 
-What is swept: sandboxes and remains of unknown sessions (processes, cgroups, directories, and their mounts, which are
-in a namespace of their own), nsinit's leftovers (cgroups, directories, trash, loop devices) and files of the spool.
-Mounts made by hand and cgroups in another part of the tree are told of, and stay. Network namespaces and interfaces are
-not looked for: those of a sandbox have no name and live as long as its processes do, and none is made outside of one.
+Removed are sandboxes and remains of unknown sessions (processes, cgroups, directories with their mounts, which are in a
+namespace of their own), nsinit's leftovers (cgroups, directories, trash, loop devices) and files of the spool. Mounts
+made by hand and cgroups in another part of the tree are told of, and stay. Network namespaces and interfaces are not
+looked for: those of a sandbox have no name and live as long as its processes, and none is made outside of one.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ HOST_REBOOT = "the machine was restarted"
 
 
 class Action(enum.StrEnum):
-    """What happens to one session id."""
+    """The action for one session id."""
 
     LEAVE = "leave"
-    """Somebody here works on it."""
+    """Leave it to its owner in this daemon."""
 
     WATCH = "watch"
-    """Nobody does, for all that is known: look again."""
+    """Look again at the next sweep: it has no owner."""
 
     ADOPT = "adopt"
-    """It runs as recorded: a session actor takes it over."""
+    """Have a session actor take it over: its sandbox runs as recorded."""
 
     FINISH = "finish"
-    """Its end was begun, or it can't go on: tear down what is left and write the final state."""
+    """Tear down the remains and write the final state: its end was begun, or it can't go on."""
 
     CLEAN = "clean"
-    """The store does not know it as alive: tear it down."""
+    """Tear it down: it is not recorded as alive."""
 
 
 @attrs.frozen
 class Decision:
-    """`event` says why a session is finished, `end_reason` so where that is not the event's usual one; `reason` is for
-    people."""
+    """The action for a session id. `event` is the cause of a finish, `end_reason` its end reason unless that is the
+    usual one of the event; `reason` is for people."""
 
     session_id: str
     action: Action
@@ -61,7 +61,7 @@ class Decision:
 
 @attrs.frozen
 class Leftover:
-    """Something that is no session's: a leftover of nsinit's (its kinds) or a `spool_file`."""
+    """Something that belongs to no session: a leftover of nsinit's (with its kinds) or a `spool_file`."""
 
     kind: str
     name: str
@@ -71,23 +71,23 @@ SESSION = "session"
 """The kind of leftover that an unknown session id is."""
 
 SPOOL_FILE = "spool_file"
-"""In the spool's directory, and neither of this daemon's spool nor of a session that is known."""
+"""A file in the spool's directory that neither the spool uses nor a known session owns."""
 
 MAX_SPOOL_FILES = 1000
-"""Of one look; when those are gone the next ones are found."""
+"""Bound of one look; the next looks find the rest."""
 
 TRASH = "trash"
-"""It goes by itself: only what stays is worth telling."""
+"""Trash is deleted without a plan, so only trash that stays is told of."""
 
 Sightings = frozenset["str | Leftover"]
-"""Session ids and leftovers that the last look found and nothing was done about."""
+"""Session ids and leftovers that the last look found and left."""
 
 
 @attrs.frozen
 class Observed:
-    """One look. `records`: those the store has as alive. `found`, `leftovers`: disk and kernel, of this boot. `owned`:
-    ids that an actor answers for. `seen`: what the look before left. `is_start`: nothing can begin or end meanwhile.
-    `spool`: files in the spool's directory that its owner does not use."""
+    """The findings of one look. `records`: sessions that the store has as alive. `found`, `leftovers`: findings on
+    disk and in the kernel, of this boot. `owned`: ids with an owner. `seen`: sightings of the look before.
+    `is_start`: no session can begin or end meanwhile. `spool`: files that the spool does not use."""
 
     records: Sequence[SessionRecord]
     found: Sequence[Found]
@@ -101,7 +101,8 @@ class Observed:
 
 @attrs.frozen
 class Plan:
-    """`news`: what is told of now; `remove`: leftovers whose time has come; `seen`: for the next look."""
+    """A decision for each session id. `news`: leftovers to tell of; `remove`: leftovers to remove; `seen`: sightings
+    for the next look."""
 
     decisions: Sequence[Decision]
     remove: Sequence[Leftover]
@@ -131,7 +132,7 @@ def plan_reconciliation(observed: Observed) -> Plan:
 
 
 def _unknown_files(observed: Observed, records: Container[str]) -> Mapping[Leftover, str | None]:
-    """Return the files of the spool that are nobody's, each with the session it says it is of."""
+    """Return the files of the spool without a known session, each with the session that its name says."""
     unknown = [
         each for each in observed.spool if each.session_id not in records and each.session_id not in observed.owned
     ]
@@ -139,14 +140,14 @@ def _unknown_files(observed: Observed, records: Container[str]) -> Mapping[Lefto
 
 
 def _is_due(observed: Observed, leftover: Leftover) -> bool:
-    """At the start a file that is nobody's stays nobody's; all else is looked at twice."""
+    """Whether to remove it: when it was seen before, a file of the spool at a start as well."""
     if leftover.kind in TOLD_ONLY:
         return False
     return leftover in observed.seen or (observed.is_start and leftover.kind == SPOOL_FILE)
 
 
 def as_leftovers(found: Sequence[protocol.Leftover]) -> Sequence[Leftover]:
-    """Return what nsinit found as what is planned with."""
+    """Return nsinit's findings as leftovers of a plan."""
     return [Leftover(each.kind, each.name) for each in found]
 
 
@@ -166,7 +167,7 @@ def _decide_unknown(observed: Observed, found: Found) -> Decision:
 
 
 def _judge(record: SessionRecord, found: Found | None, boot_id: str) -> Decision:
-    """Say what becomes of a session that has no actor."""
+    """Decide about a session that has no actor."""
     session = record.session
 
     def finish(event: Event, reason: str | None, end_reason: EndReason | None = None) -> Decision:
@@ -188,7 +189,7 @@ def _judge(record: SessionRecord, found: Found | None, boot_id: str) -> Decision
 
 
 def is_of_another_boot(record: SessionRecord, boot_id: str) -> bool:
-    """Whether the machine was restarted since: whatever bears the recorded pid now is somebody else."""
+    """Whether the machine was restarted since the record was written, so that its pid is another process's now."""
     return record.identity is not None and record.identity.boot_id != boot_id
 
 

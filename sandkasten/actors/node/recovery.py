@@ -1,54 +1,333 @@
-"""Forgets sessions that ended long ago, each with its idempotency key; a few at a time, so that others get a turn.
+"""Recovery: differences between the store, the kernel and the disk are found, planned and settled.
 
-Looks every minute at what there is, and has done what must be: see `reconcile.py` for what that is.
+A start and a sweep (every minute) do the same three things: `Leftovers.look` compares, the pure planner of
+`reconcile.py` decides, and `Recovery` and `Leftovers` carry the plan out. A sandbox that runs as recorded is adopted by
+a session actor. A session that can't go on is torn down and its final state written. A leftover is told of, and removed
+only where it is surely ours. A step that fails is logged, and its cause is found again by the next sweep.
 
-Decides nothing about leases: a session's own actor does. Sessions are adopted, finished and removed by the `sessions`
-actor, leftovers by `Removal`. Final records that the database refused are written, old ones of ended sessions
-forgotten.
+`Recovery` ends sessions that have no actor; a session that has one is ended by its actor, as are leases that ran out.
+The reaper also writes final records that the database refused before, and forgets sessions that ended long ago.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import TypeVarTuple, assert_never
+from pathlib import Path
+from typing import Protocol, TypeVarTuple, assert_never
 
 import attrs
 import trio
 
+from nsinit.wire import protocol
 from sandkasten.actors.core import Actor, Ask, Deferred, Ref
-from sandkasten.actors.node import sessions as sessions_actor
-from sandkasten.actors.node.inventory import Inventory, Removal
-from sandkasten.actors.node.reconcile import Action
-from sandkasten.actors.services.shared import Shared
+from sandkasten.actors.node.reconcile import (
+    SESSION,
+    SPOOL_FILE,
+    Action,
+    Decision,
+    Leftover,
+    Observed,
+    Plan,
+    Sightings,
+    as_leftovers,
+    plan_reconciliation,
+)
+from sandkasten.actors.services import store as store_actor
+from sandkasten.actors.services.directory import Shared
+from sandkasten.actors.services.nsinit import ask_patiently, call, scan, teardown
 from sandkasten.actors.services.store import do
-from sandkasten.model.errors import SandkastenError
-from sandkasten.store.sessions import forget_ended, put_session
+from sandkasten.actors.session.actor import SessionActor
+from sandkasten.actors.session.ending import ENDINGS
+from sandkasten.actors.workspaces.actor import release_soon
+from sandkasten.host.paths import DataPaths
+from sandkasten.model import EndReason, EventType, Session, Status
+from sandkasten.model.errors import SandkastenError, SessionNotFound
+from sandkasten.model.lifecycle import END_REASONS, ENDED, LIVE, Event, next_status
+from sandkasten.output.spool_files import SpoolFile, list_spool, remove_spool_files, session_of
+from sandkasten.store.sessions import SessionRecord, forget_ended, get_session, live_sessions, put_session
+
+Ts = TypeVarTuple("Ts")
 
 log = logging.getLogger(__name__)
+
+_CONCURRENT_ENDS = 16
 
 BATCH = 500
 """Records that one transaction deletes; some milliseconds, in which nothing else is written."""
 
-
-async def forget_old(store: Ref, *, keep_s: float) -> int:
-    """Delete the records of sessions that ended longer ago than that; return how many. Raises `StoreFailed`."""
-    before = datetime.now(UTC) - timedelta(seconds=keep_s)
-    forgotten = 0
-    while True:
-        count = await store.ask(do(forget_ended, before=before, limit=BATCH))
-        forgotten += count
-        if count < BATCH:
-            break
-    if forgotten:
-        log.info("records_forgotten", extra={"count": forgotten})
-    return forgotten
-
-
-Ts = TypeVarTuple("Ts")
-
 _EVERY_S = 60.0
+
+
+# Leftovers ----------------------------------------------------------------------------------------------------
+
+
+class Leftovers:
+    """The search for leftovers, and their removal. One object for the tree: it keeps the sightings of the last look,
+    and counts by kind the leftovers `found` and `removed` since the start."""
+
+    def __init__(self, data_dir: Path, boot_id: str, shared: Shared) -> None:
+        self._spool_dir, self._boot_id = DataPaths(data_dir).spool, boot_id
+        self._store, self._nsinit, self._directory = shared.store, shared.nsinit, shared.directory
+        self._journal, self._spool = shared.journal, shared.spool
+        self._seen: Sightings = frozenset()
+        self.found: Counter[str] = Counter()
+        self.removed: Counter[str] = Counter()
+
+    @property
+    def in_hand(self) -> int:
+        """Number of reserved ids: ends under way without an actor, and pool sandboxes."""
+        return len(self._directory.reserved)
+
+    async def look(self, *, is_start: bool = False) -> Plan:
+        """Return the plan for this moment, and tell of new leftovers.
+
+        Records are read first and owners last: a session that begins or ends meanwhile has an owner or is only watched.
+        """
+        records = await self._store.ask_again(do(live_sessions))
+        found = await scan(self._nsinit)
+        leftovers = await self._leftovers()
+        files = await self._unused_files()
+        seen = frozenset[str | Leftover]() if is_start else self._seen
+        plan = plan_reconciliation(
+            Observed(records, found, self._boot_id, leftovers, self._directory, seen, is_start, files)
+        )
+        self._seen = plan.seen
+        for each in plan.news:
+            self._tell(each)
+        return plan
+
+    async def _leftovers(self) -> Sequence[Leftover]:
+        """Return nsinit's findings; none when nsinit can't look, which must not hold up the rest."""
+        try:
+            return as_leftovers((await ask_patiently(self._nsinit, call(protocol.FindLeftovers))).leftovers)
+        except SandkastenError as error:
+            log.error("leftovers_not_looked_for", extra={"error": str(error)})
+            return []
+
+    async def _unused_files(self) -> Sequence[SpoolFile]:
+        """Return the files that the spool does not use. The spool is asked last: it names a file before using it."""
+        try:
+            files = await trio.to_thread.run_sync(list_spool, self._spool_dir)
+        except OSError as error:
+            log.error("leftovers_not_looked_for", extra={"error": str(error)})
+            return []
+        return [each for each in files if not self._spool.uses(each.name)]
+
+    def _tell(self, leftover: Leftover) -> None:
+        self.found[leftover.kind] += 1
+        log.warning("leftover_found", extra={"kind": leftover.kind, "leftover": leftover.name})
+        session_id = leftover.name if leftover.kind == SESSION else ""
+        self._journal.emit(EventType.LEFTOVER_FOUND, session_id, kind=leftover.kind, name=leftover.name)
+
+    def note_removed(self, leftover: Leftover) -> None:
+        """Tell that a leftover is gone."""
+        self.removed[leftover.kind] += 1
+        log.warning("leftover_removed", extra={"kind": leftover.kind, "leftover": leftover.name})
+        session_id = leftover.name if leftover.kind == SESSION else ""
+        self._journal.emit(EventType.LEFTOVER_REMOVED, session_id, kind=leftover.kind, name=leftover.name)
+
+    async def remove(self, leftovers: Sequence[Leftover]) -> int:
+        """Remove the leftovers of a plan: files of the spool here, all else by nsinit. Return how many are gone."""
+        files = [each for each in leftovers if each.kind == SPOOL_FILE]
+        removed = await self._remove_spool_files(files) if files else 0
+        for leftover in leftovers:
+            if leftover.kind != SPOOL_FILE:
+                removed += await self._remove_by_nsinit(leftover)
+        return removed
+
+    async def _remove_by_nsinit(self, leftover: Leftover) -> bool:
+        named = protocol.Leftover(leftover.kind, leftover.name)  # type: ignore[arg-type]  # a kind that nsinit named
+        try:
+            await self._nsinit.ask(call(protocol.RemoveLeftover, named))
+        except SandkastenError as error:
+            self._not_removed(leftover, str(error))
+            return False
+        self.note_removed(leftover)
+        return True
+
+    async def _remove_spool_files(self, files: Sequence[Leftover]) -> int:
+        due = [each for each in files if session_of(each.name) not in self._directory]
+        try:
+            refused = await trio.to_thread.run_sync(
+                remove_spool_files, self._spool_dir, frozenset(each.name for each in due)
+            )
+        except OSError as error:
+            refused = dict.fromkeys((each.name for each in due), str(error))
+        for each in due:
+            if each.name in refused:
+                self._not_removed(each, refused[each.name])
+            else:
+                self.note_removed(each)
+        return len(due) - len(refused)
+
+    def _not_removed(self, leftover: Leftover, reason: str) -> None:
+        log.error("leftover_not_removed", extra={"kind": leftover.kind, "leftover": leftover.name, "error": reason})
+
+
+# Sessions without an actor ------------------------------------------------------------------------------------------
+
+
+class SessionOwner(Protocol):
+    """The sessions actor, as its recovery sees it."""
+
+    def start_task(self, work: Callable[[*Ts], Awaitable[object]], *args: *Ts) -> None: ...
+
+    def adopt(self, record: SessionRecord) -> SessionActor: ...
+
+
+class Recovery:
+    """Carries out decisions about sessions, as a part of the sessions actor and in its nursery. `ends` bounds the
+    teardowns under way."""
+
+    def __init__(self, owner: SessionOwner, shared: Shared, *, leftovers: Leftovers) -> None:
+        self._owner = owner
+        self._store, self._nsinit, self._workspaces = shared.store, shared.nsinit, shared.workspaces
+        self._directory, self._journal, self._archive = shared.directory, shared.journal, shared.archive
+        self._leftovers = leftovers
+        self.ends = trio.CapacityLimiter(_CONCURRENT_ENDS)
+
+    async def reconcile(self) -> None:
+        """Recover at a start. Returns when adopted sessions answer; ends go on behind it."""
+        plan = await self._leftovers.look(is_start=True)
+        adopted = [self._owner.adopt(each.record) for each in plan.of(Action.ADOPT) if each.record]
+        for each in plan.of(Action.FINISH, Action.CLEAN):
+            self._directory.reserved.add(each.session_id)
+            self._owner.start_task(self._end, each)
+        await self._leftovers.remove(plan.remove)
+        for actor in adopted:
+            try:
+                await actor.ready.wait()
+            except SandkastenError as error:
+                log.warning("adoption_failed", extra={"session_id": actor.session.id, "error": str(error)})
+        ending = len(plan.of(Action.FINISH, Action.CLEAN))
+        log.info("reconciled", extra={"adopted": len(adopted), "ending": ending, "leftovers": len(plan.news)})
+
+    async def settle(self, decision: Decision) -> None:
+        """Carry out a decision about a session, unless the session has changed or got an owner since."""
+        record = await self._store.ask_again(do(get_session, decision.session_id))
+        before, now = decision.record, None if record is None or record.session.status not in LIVE else record
+        is_as_seen = now is before is None or (
+            now is not None and before is not None and now.session.epoch == before.session.epoch
+        )
+        if not is_as_seen or decision.session_id in self._directory:
+            return
+        if decision.action is Action.ADOPT and now is not None:
+            log.warning("unowned_session_adopted", extra={"session_id": decision.session_id})
+            await self._owner.adopt(now).ready.wait()
+        elif decision.action in (Action.FINISH, Action.CLEAN):
+            self._directory.reserved.add(decision.session_id)
+            await self._end(decision)
+
+    async def _end(self, decision: Decision) -> None:
+        """Finish a session, or remove everything of an unknown id. The id is reserved."""
+        if decision.action is Action.CLEAN:
+            if await self.reap(decision.session_id):
+                self._leftovers.note_removed(Leftover(SESSION, decision.session_id))
+            return
+        record = decision.record
+        assert record is not None
+        assert decision.event is not None
+        try:
+            if record.session.status is not Status.DESTROYING and decision.event is not Event.NOT_FOUND:
+                record = _begin_end(record, decision.event, decision.reason, decision.end_reason)
+            await self._finish(record, decision.event, reason=decision.reason, end_reason=decision.end_reason)
+        finally:
+            self._directory.reserved.discard(decision.session_id)
+
+    async def crash(self, record: SessionRecord) -> None:
+        """End a session whose actor died of a bug. A final record that the actor had not written is kept for the
+        reaper."""
+        if record.session.status in ENDED:
+            self._directory.unwritten[record.session.id] = record
+            return
+        event = Event.BUILD_FAILED if record.session.status is Status.CREATING else Event.DIED
+        if record.session.status is not Status.DESTROYING:
+            record = _begin_end(record, event, "internal error", EndReason.ERROR)
+        await self._finish(record, event)
+
+    async def _finish(
+        self, record: SessionRecord, event: Event, *, reason: str | None = None, end_reason: EndReason | None = None
+    ) -> Session:
+        """Tear down the remains of a session and write its final state. The reason is that of its record, or else
+        the one given, or else the usual one of the event."""
+        try:
+            async with self.ends:
+                await ask_patiently(self._nsinit, teardown(record.session.id))
+                if event is Event.NOT_FOUND:
+                    status = next_status(record.session.status, event)
+                else:
+                    status = next_status(record.session.status, Event.TORN_DOWN, cause=event)
+                before = record.session
+                session = attrs.evolve(
+                    before,
+                    status=status,
+                    reason=reason or before.reason,
+                    end_reason=before.end_reason or end_reason or END_REASONS[event],
+                    epoch=before.epoch + 1,
+                )
+                key = None if event is Event.BUILD_FAILED else record.idempotency_key  # a retry may try again
+                ended = attrs.evolve(
+                    record, session=session, ending=event, ended_at=datetime.now(UTC), idempotency_key=key
+                )
+                await store_actor.put_or_keep(self._store, self._directory.unwritten, ended)
+                await trio.to_thread.run_sync(self._archive.session(session.id).discard)
+                release_soon(self._workspaces, session.workspace_id)
+                why = {"reason": session.reason, "end_reason": session.end_reason}
+                self._journal.emit(ENDINGS[session.status], session.id, **why)
+                log.info("session_ended", extra={"session_id": session.id, "status": status, **why})
+                return session
+        except SandkastenError as error:  # the reaper tries again
+            log.error("finish_deferred", extra={"session_id": record.session.id, "error": str(error)})
+            return record.session
+
+    async def reap(self, session_id: str) -> bool:
+        """Remove everything of an unknown id; return False if something is left."""
+        try:
+            async with self.ends:
+                torn_down = await ask_patiently(self._nsinit, teardown(session_id))
+                return not torn_down.leftovers
+        except SandkastenError as error:
+            log.error("reap_deferred", extra={"session_id": session_id, "error": str(error)})
+            return False
+        finally:
+            self._directory.reserved.discard(session_id)
+
+    async def forget(self, session_id: str) -> Session:
+        """End a session that has no actor though its record says it lives."""
+        record = await self._store.ask_again(do(get_session, session_id))
+        if record is None:
+            raise SessionNotFound("no such session", session_id=session_id)
+        if record.session.status not in LIVE or self._directory.owns(session_id):
+            return record.session
+        if record.session.status is Status.DESTROYING:
+            return await self._finish(record, record.ending or Event.DESTROY)
+        return await self._finish(record, Event.NOT_FOUND, reason="nothing answered for it any more")
+
+
+def _begin_end(
+    record: SessionRecord, event: Event, reason: str | None, end_reason: EndReason | None = None
+) -> SessionRecord:
+    session = attrs.evolve(
+        record.session,
+        status=next_status(record.session.status, event),
+        reason=reason,
+        end_reason=end_reason or END_REASONS[event],
+        epoch=record.session.epoch + 1,
+    )
+    return attrs.evolve(record, session=session, ending=event)
+
+
+# The reaper ----------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Settle(Ask[None]):
+    """Ask the sessions actor to carry out a decision of a sweep; answered when that is done."""
+
+    decision: Decision
 
 
 @attrs.frozen
@@ -60,7 +339,7 @@ Message = Sweep
 
 
 class Reaper(Actor):
-    """See the module's docstring."""
+    """Sweeps every minute, and when asked to."""
 
     def __init__(
         self,
@@ -68,14 +347,13 @@ class Reaper(Actor):
         shared: Shared,
         *,
         sessions: Ref,
-        inventory: Inventory,
-        removal: Removal,
+        leftovers: Leftovers,
         keep_records_s: float,
     ) -> None:
         super().__init__(ref)
         self._store, self._directory, self._metrics = shared.store, shared.directory, shared.metrics
         self._sessions = sessions
-        self._inventory, self._removal = inventory, removal
+        self._leftovers = leftovers
         self._keep_records_s = keep_records_s
         self._turn = trio.Lock()
 
@@ -99,15 +377,15 @@ class Reaper(Actor):
                 log.warning("sweep_failed", extra={"error": str(error)})
 
     async def _sweep(self) -> int:
-        """Do all of it, whatever part fails: a database that takes no writes is no reason to leave things lying on its
-        disk. Raises the first failure in the end."""
+        """Do every part, whichever fails: a database that takes no writes is no reason to leave things on its disk.
+        Raises the first failure in the end."""
         async with self._turn:
             failures = [*await _failure_of(self._write_refused)]
-            plan = await self._inventory.look()
+            plan = await self._leftovers.look()
             due = plan.of(Action.ADOPT, Action.FINISH, Action.CLEAN)
             for decision in due:
-                failures += await _failure_of(self._sessions.ask, sessions_actor.Settle(decision))
-            removed = await self._removal.remove(plan.remove)
+                failures += await _failure_of(self._sessions.ask, Settle(decision))
+            removed = await self._leftovers.remove(plan.remove)
             failures += await _failure_of(self._forget)
             self._metrics.swept.inc(len(due) + removed)
             if failures:
@@ -127,9 +405,23 @@ class Reaper(Actor):
 
 
 async def _failure_of(work: Callable[[*Ts], Awaitable[object]], *args: *Ts) -> Sequence[SandkastenError]:
-    """Do something; return why it failed, if it did."""
+    """Do something; return the error it failed with, or nothing."""
     try:
         await work(*args)
     except SandkastenError as error:
         return (error,)
     return ()
+
+
+async def forget_old(store: Ref, *, keep_s: float) -> int:
+    """Delete the records of sessions that ended longer ago than that; return how many. Raises `StoreFailed`."""
+    before = datetime.now(UTC) - timedelta(seconds=keep_s)
+    forgotten = 0
+    while True:
+        count = await store.ask(do(forget_ended, before=before, limit=BATCH))
+        forgotten += count
+        if count < BATCH:
+            break
+    if forgotten:
+        log.info("records_forgotten", extra={"count": forgotten})
+    return forgotten

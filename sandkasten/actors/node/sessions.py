@@ -1,18 +1,11 @@
-"""All sessions of the node: starts their actors, turns their exits into states.
+"""The sessions actor: starts the actor of each session, and turns the exit of an actor into the state of its session.
 
-Owns the directory's entries. What a create takes is in `creating.py`, `idempotency.py` and `vessels.py`; what outlived
-the last daemon is `Reconciling`'s. Never awaits a slow start in its mailbox: creating, adopting and finishing run as
-child tasks. A session actor that dies of a bug takes nobody with it: its sandbox is torn down and its record says
-`crashed`.
+Its mailbox never waits for something slow: creating, adopting and finishing run as child tasks. A session actor that
+dies of a bug takes no other along: its sandbox is torn down and its record says `crashed`. Creates are in
+`creating.py`, sandboxes that outlived the last daemon in `recovery.py`.
 
-Creates that carry an idempotency key: the same key and request is the same session, whenever it is repeated.
-
-Owns the keys whose session is being made; those of sessions that were made are in their records. Makes no session.
-
-One page of the list of sessions, from what lives and what is recorded.
-
-The directory is the truth about sessions that live, the database about those that ended; what the database refused to
-take is in neither and is asked for, too. Ended ones are read only when they are wanted. Runs in the caller's task.
+`IdempotentCreates` answers a repeated idempotency key with the session that the key made. `list_sessions` merges the
+directory, the truth about live sessions, with the database, the truth about ended ones.
 """
 
 from __future__ import annotations
@@ -27,18 +20,15 @@ import trio
 from runner.wire.protocol import Graces
 from sandkasten.actors.core import Actor, Ask, Ref, Reply, unwrap
 from sandkasten.actors.node.creating import Creating, Node
-from sandkasten.actors.node.inventory import Inventory, Removal
-from sandkasten.actors.node.pool import Vessels
-from sandkasten.actors.node.reconcile import Decision
-from sandkasten.actors.node.reconciling import Reconciling
-from sandkasten.actors.services.directory import SessionDirectory
+from sandkasten.actors.node.pool import Pool
+from sandkasten.actors.node.recovery import Leftovers, Recovery, Settle
+from sandkasten.actors.services.directory import SessionDirectory, Shared
 from sandkasten.actors.services.nsinit import Describe, ask_patiently, scan
-from sandkasten.actors.services.shared import Shared
 from sandkasten.actors.services.store import do
 from sandkasten.actors.session.actor import SessionActor
 from sandkasten.actors.session.birth import Creation, Services
 from sandkasten.actors.session.messages import Destroy
-from sandkasten.actors.workspaces.holds import Attachments
+from sandkasten.actors.workspaces.holds import Holds
 from sandkasten.admission.budget import Budget, MachineResources
 from sandkasten.admission.plan import spec_digest
 from sandkasten.config import Config
@@ -51,81 +41,7 @@ from sandkasten.model.listing import SessionPage, SessionQuery, page_of
 from sandkasten.model.node import Amounts
 from sandkasten.store.sessions import Recorded, SessionRecord, find_by_key, find_sessions, read_drained, write_drained
 
-_UNDOING_S = 10.0
-"""How long a create may wait until what an earlier daemon had begun for its key is undone."""
-
-_PAUSE_S = 0.05
-
-
-@attrs.frozen
-class _KeyInUse:
-    """An idempotency key whose session is being made."""
-
-    digest: str
-    reply: Reply[Session] = attrs.field(factory=Reply)
-
-
-class IdempotentCreates:
-    """See the module's docstring. `create` makes a session of a spec with that digest."""
-
-    def __init__(
-        self, store: Ref, directory: SessionDirectory, create: Callable[[SessionSpec, str], Awaitable[Session]]
-    ) -> None:
-        self._store, self._directory, self._create = store, directory, create
-        self._keys: dict[str, _KeyInUse] = {}
-
-    async def create(self, spec: SessionSpec) -> Session:
-        """Create, or answer the session that this idempotency key made before."""
-        key, digest = spec.idempotency_key, spec_digest(spec)
-        if key is None:
-            return await self._create(spec, digest)
-        if key in self._keys:
-            return await self._join(self._keys[key], digest)
-        use = self._keys[key] = _KeyInUse(digest)
-        try:
-            session = await self._made_before(key, digest) or await self._create(spec, digest)
-            use.reply.set(session)
-            return session
-        except SandkastenError as error:
-            use.reply.fail(error)
-            raise
-        finally:
-            use.reply.fail(SandboxError("the session was not created"))  # no effect when it was answered
-            del self._keys[key]
-
-    async def _made_before(self, key: str, digest: str) -> Session | None:
-        """Return the session that the key made, None if it made none.
-
-        One that an earlier daemon did not live to finish is being undone at the moment, which frees the key: nobody was
-        told of it, and nobody is. Raises `Conflict`, `SessionExpired`, or `ActorGone` when that takes too long.
-        """
-        give_up_at = trio.current_time() + _UNDOING_S
-        while (known := await self._store.ask_again(do(find_by_key, key))) is not None:
-            _require_same(known.spec_digest, digest)
-            session = self._latest(known)
-            if session.status in WHOLE:
-                return session
-            if session.status is not Status.CREATING:
-                raise ended_error(session)
-            if trio.current_time() > give_up_at:
-                raise ActorGone("what was begun with this idempotency key is being undone", session_id=session.id)
-            await trio.sleep(_PAUSE_S)
-        return None
-
-    async def _join(self, use: _KeyInUse, digest: str) -> Session:
-        _require_same(use.digest, digest)
-        return await use.reply.wait()
-
-    def _latest(self, record: SessionRecord) -> Session:
-        entry = self._directory.get(record.session.id)
-        latest = self._directory.unwritten.get(record.session.id, record)
-        return entry.session if entry else latest.session
-
-
-def _require_same(before: str, digest: str) -> None:
-    if before != digest:
-        raise Conflict("the idempotency key was used with another request")
-
+Ts = TypeVarTuple("Ts")
 
 log = logging.getLogger(__name__)
 
@@ -133,11 +49,14 @@ _RUN_WRITERS = 2
 """Threads that write down runs, of all sessions."""
 _RECOVERING = 4
 
-Ts = TypeVarTuple("Ts")
-
 CONCURRENT_EXPIRIES = 8
 _CONCURRENT_ADOPTIONS = 64
 _DRAIN_PAUSE_S = 0.02
+
+_UNDOING_S = 10.0
+"""Time for a create to wait until an unfinished session of an earlier daemon with its key is undone."""
+
+_PAUSE_S = 0.05
 
 
 @attrs.frozen
@@ -149,16 +68,9 @@ class Create(Ask[Session]):
 
 @attrs.frozen
 class Forget(Ask[Session]):
-    """End a session that has no actor though its record says it lives; answers its final state."""
+    """End a session that is recorded as live and has no actor; answers its final state."""
 
     session_id: str
-
-
-@attrs.frozen
-class Settle(Ask[None]):
-    """Do what the reaper found must be done about a session without an actor; answered when it is."""
-
-    decision: Decision
 
 
 @attrs.frozen
@@ -180,30 +92,31 @@ class Drain(Ask[None]):
 
 @attrs.frozen
 class Refuse(Ask[None]):
-    """The daemon is stopping: take no new sessions; answered when what was under way is done with."""
+    """Refuse creates because the daemon is stopping; answered when those under way are done."""
 
 
 @attrs.frozen
 class Occupancy:
-    """What was admitted: how much, of how many sessions at most; whether new ones are refused, and how many wait."""
+    """The admitted sessions: their limits together, how many there may be, how many creates wait. `pooled` is the
+    number of pool sandboxes."""
 
     max_sessions: int
     committed: Amounts
-    vessels: int
+    pooled: int
     queued: int
     is_draining: bool
 
 
 @attrs.frozen
 class Occupied(Ask[Occupancy]):
-    """What is taken."""
+    """Ask for the admitted sessions."""
 
 
 Message = Create | Forget | Settle | Drain | Refuse | DestroyAll | LeaveAll | Occupied
 
 
 class Sessions(Actor):
-    """See the module's docstring."""
+    """The owner of all session actors."""
 
     def __init__(
         self,
@@ -213,54 +126,53 @@ class Sessions(Actor):
         shared: Shared,
         *,
         images: Ref,
-        attachments: Attachments,
-        inventory: Inventory,
-        removal: Removal,
-        vessels: int,
+        holds: Holds,
+        leftovers: Leftovers,
+        pool_size: int,
     ) -> None:
         super().__init__(ref)
         self._config, self._node, self._shared = config, node, shared
-        self._store, self._zygote, self._directory = shared.store, shared.zygote, shared.directory
-        self._images, self._attachments = images, attachments
-        self._reconciling = Reconciling(self, shared, inventory=inventory, removal=removal)
-        self._vessels_wanted = vessels
+        self._store, self._nsinit, self._directory = shared.store, shared.nsinit, shared.directory
+        self._images, self._holds = images, holds
+        self._recovery = Recovery(self, shared, leftovers=leftovers)
+        self._pool_size = pool_size
         self._drain_turn = trio.Lock()
         self._leaving: set[trio.CancelScope] = set()
 
     async def on_start(self) -> None:
         self._directory.clear()
         self._shared.shares.clear()
-        ready = await ask_patiently(self._zygote, Describe())
+        ready = await ask_patiently(self._nsinit, Describe())
         self._assemble(ready.cgroup_dirs)
         self._creating.is_drained = await self._store.ask_again(do(read_drained))
         if self._creating.is_drained:
             log.warning("node_drained", extra={"advice": "it takes no new sessions until it is undrained"})
-        await self._reconciling.reconcile()
-        self._refill_vessels()
+        await self._recovery.reconcile()
+        self._refill_pool()
 
     def _assemble(self, cgroup_dirs: Mapping[str, str]) -> None:
-        """Make the parts that need to know where nsinit makes cgroups."""
+        """Make the parts that need nsinit's cgroup directories."""
         most = min(self._config.server.max_sessions, capacity.sessions_for_descriptors())
         resources = MachineResources(self._config.data_dir, cgroup_dirs, self._directory.next_end)
         self._budget = Budget(self._config.admission, most, resources, self._shared.shares)
-        self._vessels = Vessels(
-            self._zygote,
+        self._pool = Pool(
+            self._nsinit,
             self._directory,
-            wanted=self._vessels_wanted,
+            wanted=self._pool_size,
             limits=self._config.defaults.limits,
             new_id=self._node.new_session_id,
-            reap=lambda session_id: self.start_task(self._reconciling.reap, session_id),
+            reap=lambda session_id: self.start_task(self._recovery.reap, session_id),
         )
         self._creating = Creating(
             self._config,
             self._node,
             images=self._images,
             workspaces=self._shared.workspaces,
-            attachments=self._attachments,
+            holds=self._holds,
             budget=self._budget,
-            vessels=self._vessels,
+            pool=self._pool,
             start=self._start_actor,
-            went_quiet=self._refill_vessels,
+            went_quiet=self._refill_pool,
         )
         self._let_look()
         self._creates = IdempotentCreates(self._store, self._directory, self._creating.create)
@@ -295,9 +207,9 @@ class Sessions(Actor):
             case Create(spec):
                 return self.defer(self._creates.create, spec)
             case Forget(session_id):
-                return self.defer(self._reconciling.forget, session_id)
+                return self.defer(self._recovery.forget, session_id)
             case Settle(decision):
-                return self.defer(self._reconciling.settle, decision)
+                return self.defer(self._recovery.settle, decision)
             case Drain(drained):
                 return self.defer(self._set_drained, drained)
             case Refuse():
@@ -315,10 +227,10 @@ class Sessions(Actor):
                 assert_never(message)
 
     def _let_look(self) -> None:
-        """Let the numbers of admission be seen by whoever measures."""
+        """Give the metrics functions that read the numbers of admission."""
         self._shared.metrics.look_at(
             creates_queued=lambda: self._creating.queued,
-            vessels=lambda: len(self._vessels),
+            vessels=lambda: len(self._pool),
             draining=lambda: self._creating.is_drained or self._creating.is_stopping,
             sessions_max=lambda: self._budget.max_sessions,
             sessions_committed_memory_bytes=lambda: self._budget.committed.memory_bytes or 0,
@@ -329,22 +241,22 @@ class Sessions(Actor):
         return Occupancy(
             max_sessions=self._budget.max_sessions,
             committed=self._budget.committed,
-            vessels=len(self._vessels),
+            pooled=len(self._pool),
             queued=self._creating.queued,
             is_draining=self._creating.is_drained or self._creating.is_stopping,
         )
 
     async def _set_drained(self, drained: bool) -> None:
-        """Written down first: what was answered holds after a crash, too."""
+        """Drain or undrain the node, in the database first, so that the answer holds after a crash."""
         async with self._drain_turn:
             await self._store.ask_again(do(write_drained, drained))
             self._creating.is_drained = drained
         log.warning("node_drained" if drained else "node_undrained")
         if not drained:
-            self._refill_vessels()
+            self._refill_pool()
 
-    def _refill_vessels(self) -> None:
-        self._nursery.start_soon(self._vessels.refill, self._creating.is_quiet)
+    def _refill_pool(self) -> None:
+        self._nursery.start_soon(self._pool.refill, self._creating.is_quiet)
 
     # Actors -----------------------------------------------------------------------------------------------------
 
@@ -364,7 +276,7 @@ class Sessions(Actor):
         return actor
 
     async def _keep(self, actor: SessionActor) -> None:
-        """Run one session actor to its end; a bug in it becomes the session's crash, never ours."""
+        """Run one session actor to its end. A bug in it ends its session, and no other."""
         session_id = actor.session.id
         leaving = trio.CancelScope()
         self._leaving.add(leaving)
@@ -373,7 +285,7 @@ class Sessions(Actor):
                 await actor.run()
         except* Exception as bugs:
             log.error("session_actor_failed", extra={"session_id": session_id}, exc_info=unwrap(bugs))
-            await self._reconciling.crash(actor.record)
+            await self._recovery.crash(actor.record)
         finally:
             self._leaving.discard(leaving)
             self._budget.release(session_id)
@@ -386,27 +298,99 @@ class Sessions(Actor):
             await entry.ended.wait()
 
     async def _destroy_all(self) -> None:
-        """End all there are, those included whose creation was under way when the stop came, and what nobody owns."""
+        """End every session, those whose creation was under way at the stop included, and every sandbox without an
+        owner."""
         while self._creating.under_way or len(self._directory):
             async with trio.open_nursery() as nursery:
                 for entry in self._directory:
                     nursery.start_soon(self._destroy, entry.ref)
             await trio.sleep(_DRAIN_PAUSE_S)
-        found = await scan(self._zygote)
+        found = await scan(self._nsinit)
         async with trio.open_nursery() as nursery:
             for each in found:
-                nursery.start_soon(self._reconciling.reap, each.session_id)
+                nursery.start_soon(self._recovery.reap, each.session_id)
 
     async def _destroy(self, ref: Ref) -> None:
-        async with self._reconciling.ends:
+        async with self._recovery.ends:
             try:
                 await ref.ask(Destroy("the daemon was stopped"))
             except SandkastenError as error:  # it ended on its own meanwhile, or the reaper will find it
                 log.info("destroy_skipped", extra={"actor": ref.name, "error": str(error)})
 
 
+@attrs.frozen
+class _KeyInUse:
+    """An idempotency key whose session is being made."""
+
+    digest: str
+    reply: Reply[Session] = attrs.field(factory=Reply)
+
+
+class IdempotentCreates:
+    """The idempotency keys whose session is being made; keys of finished creates are in their records. `create`
+    makes a session of a spec with that digest."""
+
+    def __init__(
+        self, store: Ref, directory: SessionDirectory, create: Callable[[SessionSpec, str], Awaitable[Session]]
+    ) -> None:
+        self._store, self._directory, self._create = store, directory, create
+        self._keys: dict[str, _KeyInUse] = {}
+
+    async def create(self, spec: SessionSpec) -> Session:
+        """Create, or answer the session that this idempotency key made before."""
+        key, digest = spec.idempotency_key, spec_digest(spec)
+        if key is None:
+            return await self._create(spec, digest)
+        if key in self._keys:
+            return await self._join(self._keys[key], digest)
+        use = self._keys[key] = _KeyInUse(digest)
+        try:
+            session = await self._made_before(key, digest) or await self._create(spec, digest)
+            use.reply.set(session)
+            return session
+        except SandkastenError as error:
+            use.reply.fail(error)
+            raise
+        finally:
+            use.reply.fail(SandboxError("the session was not created"))  # no effect when it was answered
+            del self._keys[key]
+
+    async def _made_before(self, key: str, digest: str) -> Session | None:
+        """Return the session that the key made, None if it made none.
+
+        A session that an earlier daemon did not finish creating is being undone, which frees the key: no caller was
+        told of it. Raises `Conflict`, `SessionExpired`, or `ActorGone` when the undoing takes too long.
+        """
+        give_up_at = trio.current_time() + _UNDOING_S
+        while (known := await self._store.ask_again(do(find_by_key, key))) is not None:
+            _require_same(known.spec_digest, digest)
+            session = self._latest(known)
+            if session.status in WHOLE:
+                return session
+            if session.status is not Status.CREATING:
+                raise ended_error(session)
+            if trio.current_time() > give_up_at:
+                raise ActorGone("what was begun with this idempotency key is being undone", session_id=session.id)
+            await trio.sleep(_PAUSE_S)
+        return None
+
+    async def _join(self, use: _KeyInUse, digest: str) -> Session:
+        _require_same(use.digest, digest)
+        return await use.reply.wait()
+
+    def _latest(self, record: SessionRecord) -> Session:
+        entry = self._directory.get(record.session.id)
+        latest = self._directory.unwritten.get(record.session.id, record)
+        return entry.session if entry else latest.session
+
+
+def _require_same(before: str, digest: str) -> None:
+    if before != digest:
+        raise Conflict("the idempotency key was used with another request")
+
+
 async def list_sessions(query: SessionQuery, *, directory: SessionDirectory, store: Ref) -> SessionPage:
-    """Return the sessions that are asked for, newest first."""
+    """Return a page of sessions, newest first. Runs in the caller's task."""
     if not query.statuses & ENDED:
         return page_of(query, (entry.session for entry in directory))
     recorded = await store.ask(do(find_sessions, query))
@@ -415,7 +399,7 @@ async def list_sessions(query: SessionQuery, *, directory: SessionDirectory, sto
 
 
 def merge(query: SessionQuery, recorded: Recorded, known: Iterable[Session]) -> SessionPage:
-    """Return a page of both; what is known is later than what is recorded, except of a session that just ended."""
+    """Return a page of both. A known session is newer than its record, unless the record says that it ended."""
     found = {record.session.id: record.session for record in recorded.records}
     for session in known:
         before = found.get(session.id)

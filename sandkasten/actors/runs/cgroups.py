@@ -14,7 +14,7 @@ import trio
 
 from nsinit.wire.protocol import RemoveRunCgroup
 from sandkasten.actors.core import Ref
-from sandkasten.actors.services.nsinit import GroupHandle, call, make_group
+from sandkasten.actors.services.nsinit import RunCgroup, call, make_run_cgroup
 from sandkasten.counters.cgroup import GroupStats
 from sandkasten.model.errors import BuildFailed, Capacity, SandkastenError
 
@@ -26,18 +26,18 @@ _NAME = re.compile(r"g[0-9a-f]{12}\Z")
 class RunCgroups:
     """See the module's docstring. Names are never used twice."""
 
-    def __init__(self, zygote: Ref, session_id: str, stats: GroupStats) -> None:
+    def __init__(self, nsinit: Ref, session_id: str, stats: GroupStats) -> None:
         self._stats = stats
         self._live: set[str] = set()
         self._going: dict[str, int] = {}
         """What is being removed, and the CPU time of each in µs as of then."""
         self._gone_usec = 0
-        self._zygote = zygote
+        self._nsinit = nsinit
         self._session_id = session_id
         self._released: dict[str, None] = {}
         self._tidying = trio.Lock()
 
-    async def make(self) -> GroupHandle:
+    async def make(self) -> RunCgroup:
         """Return a new group; the caller gives it to `release`.
 
         Raises:
@@ -70,10 +70,10 @@ class RunCgroups:
                 usec += max(0, self._stats.cpu_usec(name))
         return usec
 
-    async def _try_make(self, name: str) -> GroupHandle:
+    async def _try_make(self, name: str) -> RunCgroup:
         self._live.add(name)
         try:
-            return await self._zygote.ask(make_group(self._session_id, name))
+            return await self._nsinit.ask(make_run_cgroup(self._session_id, name))
         except trio.Cancelled:
             self._released[name] = None  # made or not, nobody will use it
             raise
@@ -89,7 +89,7 @@ class RunCgroups:
         """A group of an earlier daemon's, in which nothing more will be started."""
         self._released[name] = None
 
-    def release(self, group: GroupHandle) -> None:
+    def release(self, group: RunCgroup) -> None:
         """Nothing more will be started in it."""
         group.fd.close()
         self._released[group.name] = None
@@ -123,7 +123,7 @@ class RunCgroups:
 
     async def _try_remove(self, name: str, *, kill: bool) -> bool:
         try:
-            await self._zygote.ask(call(RemoveRunCgroup, self._session_id, name, kill))
+            await self._nsinit.ask(call(RemoveRunCgroup, self._session_id, name, kill))
         except BuildFailed:  # something in it lives on
             return False
         except SandkastenError as error:

@@ -15,7 +15,7 @@ from runner.wire import protocol
 from runner.wire.protocol import Kind
 from sandkasten.actors.core import unwrap
 from sandkasten.actors.runs.run import PATIENCE_S, Run, RunRequest
-from sandkasten.actors.services.nsinit import GroupHandle
+from sandkasten.actors.services.nsinit import RunCgroup
 from sandkasten.links.runner import RunnerConnection, RunnerLink, check_piece, decode_answer
 from sandkasten.model import Stream
 from sandkasten.model.errors import (
@@ -84,7 +84,7 @@ CONTROL_S = 10.0
 """How long PID 1 may take to answer a request that asks for nothing to wait for."""
 
 
-async def drive(run: Run, link: RunnerLink, cgroup: GroupHandle | None, *, ticket: str) -> protocol.ExecReply:
+async def drive(run: Run, link: RunnerLink, cgroup: RunCgroup | None, *, ticket: str) -> protocol.ExecReply:
     """Have PID 1 serve a run to its end and return how the run ended. A program is born in `cgroup`, which stays the
     caller's. `ticket` is what PID 1 shows of the run to the next daemon.
 

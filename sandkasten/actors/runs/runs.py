@@ -111,7 +111,7 @@ class Runs(RunObserver):
         self,
         host: SessionServices,
         *,
-        zygote: Ref,
+        nsinit: Ref,
         stats: CgroupStats,
         logs: RunLogs,
         queue_length: int,
@@ -124,7 +124,7 @@ class Runs(RunObserver):
         self._known: OrderedDict[str, Run] = OrderedDict()
         self.ids = ExecIds(keep.max_exec_ids)
         self._active: dict[str, Run] = {}
-        self.cgroups = RunCgroups(zygote, host.session_id, stats.groups)
+        self.cgroups = RunCgroups(nsinit, host.session_id, stats.groups)
         self.shells = Shells(host, self.cgroups)
         self.persistence = RunPersistence(
             host,

@@ -1,6 +1,7 @@
-"""Which sessions are alive, by id: their `Ref`s and their latest state, readable by all without asking.
+"""The directory of live sessions, and the services that all parts of the tree share.
 
-The `sessions` actor adds and removes entries; an entry shows the session as its actor has it at that moment.
+The sessions actor adds and removes entries; every other part reads. An entry shows a session as its actor has it at
+that moment, so reading needs no message.
 """
 
 from __future__ import annotations
@@ -14,17 +15,23 @@ import attrs
 import trio
 
 from sandkasten.actors.core import Ref
+from sandkasten.admission.quotas import KeyShares
+from sandkasten.counters.metrics import Metrics
+from sandkasten.crash import Crash
+from sandkasten.journal.ring import Journal
 from sandkasten.links.runner import RunnerLink
 from sandkasten.model import Session, SessionOptions
+from sandkasten.output.run_archive import RunArchive
+from sandkasten.output.spool import Spool
 from sandkasten.store.sessions import SessionRecord
 
 MAX_SEEN = 256
-"""Ended sessions of which it is remembered what was to be seen of them."""
+"""Ended sessions whose last inspection is kept for diagnosis."""
 
 
 @attrs.frozen
 class Inspection:
-    """A session's inside at one moment. `link` is None before and after its sandbox lives."""
+    """The inside of a session at one moment. `link` is None before and after its sandbox lives."""
 
     record: SessionRecord
     create_ms: Mapping[str, float]
@@ -37,8 +44,8 @@ class Inspection:
 
 @attrs.frozen
 class Entry:
-    """One live session. `view` returns its state now, `inspect` what its actor can be seen doing, `running` how many
-    runs it has; `ended` is set when it is live no more."""
+    """One live session. `view` returns its present state, `inspect` the inside of its actor, `running` its number of
+    runs. `ended` is set when the session has ended."""
 
     ref: Ref
     view: Callable[[], Session]
@@ -54,15 +61,15 @@ class Entry:
 
 
 class SessionDirectory:
-    """All live sessions of this node."""
+    """The live sessions of the node, by id."""
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
         self._seen: OrderedDict[str, Inspection] = OrderedDict()
         self.reserved: set[str] = set()
-        """Ids that something works on without an entry: vessels, ends that are being finished."""
+        """Ids without an entry that are in use: pool sandboxes, file sandboxes, ends under way."""
         self.unwritten: dict[str, SessionRecord] = {}
-        """Final records that the database refused; the reaper writes them when it takes writes again."""
+        """Final records that the database refused. The reaper writes them later."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -71,23 +78,24 @@ class SessionDirectory:
         return iter(list(self._entries.values()))
 
     def next_end(self) -> datetime | None:
-        """Return when the next lease ends, if nothing renews it."""
+        """Return the moment when the next lease ends unless it is renewed."""
         ends = (entry.session.expires_at for entry in self)
         return min((end for end in ends if end is not None), default=None)
 
     def owns(self, session_id: str) -> bool:
-        """Whether something here answers for that id, so that nobody else may tear it down."""
+        """Whether the daemon is responsible for that id, so that no one else may tear it down."""
         return session_id in self._entries or session_id in self.reserved
 
     def __contains__(self, session_id: object) -> bool:
-        """Whether more is known of that id here than the database has: it is owned, or its end waits to be written."""
+        """Whether the directory knows more of that id than the database: it is owned, or its end waits to be
+        written."""
         return isinstance(session_id, str) and (self.owns(session_id) or session_id in self.unwritten)
 
     def get(self, session_id: str) -> Entry | None:
         return self._entries.get(session_id)
 
     def runs_of(self, key_id: str) -> int:
-        """Return how much runs, or waits for its turn, in the sessions that an API key made."""
+        """Return the number of runs, queued ones included, in the sessions that an API key made."""
         return sum(entry.running() for entry in self._entries.values() if entry.key_id == key_id)
 
     def add(
@@ -98,7 +106,7 @@ class SessionDirectory:
         inspect: Callable[[], Inspection | None] = lambda: None,
         running: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`inspect` returns what its actor can be seen doing, `running` how many runs it has."""
+        """Add a session that lives from here on; see `Entry`."""
         session = view()
         self._entries[session_id] = Entry(ref, view, session.options, inspect, session.key_id, running)
 
@@ -111,10 +119,27 @@ class SessionDirectory:
                 self._seen.popitem(last=False)
 
     def seen(self, session_id: str) -> Inspection | None:
-        """Return what was to be seen of a session at its end, of the latest ones that ended."""
+        """Return the last inspection of a session that ended; None if too many have ended since."""
         return self._seen.get(session_id)
 
     def clear(self) -> None:
         for session_id in list(self._entries):
             self.remove(session_id)
         self.reserved.clear()
+
+
+@attrs.frozen(kw_only=True)
+class Shared:
+    """References and stores that parts of the tree need, made once and kept over the restart of any actor. `shares`
+    holds the API keys besides the configured one and the sessions and runs of each."""
+
+    store: Ref
+    nsinit: Ref
+    workspaces: Ref
+    directory: SessionDirectory
+    journal: Journal
+    spool: Spool
+    archive: RunArchive
+    metrics: Metrics
+    shares: KeyShares
+    crash: Crash

@@ -1,8 +1,8 @@
-"""Writes the journal of events to the database, wakes its readers, and reads for those that memory has left behind.
+"""The events actor: writes the journal to the database and wakes its readers.
 
-Writing is late and in groups: an event is in the database a moment after it happened, through the store's one writer.
-A database that refuses holds up nobody: memory goes on serving and the write is tried again. A reader pulls: it has one
-page at a time and no queue, so a slow one costs nothing until it falls behind all that is kept.
+Events are written in groups, a moment after they happened, through the store. A database that refuses a write delays
+nothing: readers are served from memory and the write is tried again. A reader pulls one page at a time and has no
+queue, so a slow one costs nothing until it has fallen behind the oldest event that is kept.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from sandkasten.store.events import append_events, open_journal, purge_events, r
 log = logging.getLogger(__name__)
 
 KEPT_EVENTS = 100_000
-"""Default for how many events stay in the database."""
+"""Default number of events that stay in the database."""
 
 WRITE_AFTER_S = 0.05
 STOP_S = 5.0
-"""How long the last write at a stop may take."""
+"""Time for the last write at a stop."""
 
 _RETRY_S = 1.0
 _BATCH_EVENTS = 1024
@@ -41,14 +41,14 @@ _PURGE_ROWS = 1000
 
 @attrs.frozen
 class Flush(Ask[None]):
-    """Write now; answered when all that was emitted before is written. Raises what the store raised."""
+    """Write now; answered when all events emitted before are written. Raises `StoreFailed`."""
 
 
 Message = Flush
 
 
 class Events(Actor):
-    """See the module's docstring. At most `kept` events, and a tenth of that or 1000 on top, stay in the database."""
+    """The writer of the journal. At most `kept` events, and a tenth of that or 1000 on top, stay in the database."""
 
     def __init__(self, ref: Ref, journal: Journal, *, store: Ref, kept: int = KEPT_EVENTS) -> None:
         super().__init__(ref)
@@ -92,7 +92,8 @@ class Events(Actor):
                 await trio.sleep(_RETRY_S)
 
     async def _try_write(self) -> bool:
-        """Write what there is; return whether the database took it. A refusal is logged once until it is over."""
+        """Write all waiting events; return whether the database took them. A refusal is logged once until it is
+        over."""
         try:
             await self._write()
         except SandkastenError as error:
@@ -112,7 +113,7 @@ class Events(Actor):
                 self._journal.was_written(batch, rows=rows)
                 await self._purge()
                 if len(batch.events) < _BATCH_EVENTS:
-                    return  # what came meanwhile waits for company
+                    return  # later events wait for the next group
 
     async def _purge(self) -> None:
         while self._journal.rows >= self._kept + self._slack:
@@ -124,7 +125,7 @@ class Events(Actor):
 class EventReader:
     """A reader of the journal; implements `supervisor.EventStream`. Made by `open_reader`.
 
-    `cursor` is where to go on later: all that came up to it was handed out or was not for this reader.
+    `cursor` is the place to go on from later: every event up to it was handed out or belongs to another session.
     """
 
     def __init__(self, journal: Journal, store: Ref, *, session_id: str | None, after: str | None) -> None:
@@ -142,11 +143,11 @@ class EventReader:
         return self
 
     async def __anext__(self) -> Event:
-        """Return the next event. Being cancelled loses none.
+        """Return the next event. Cancelling it loses none.
 
         Raises:
-            CursorGone: this reader was slower than the journal forgets.
-            StoreFailed, ActorGone, Overloaded: it is behind what memory holds, and the database can't be read.
+            CursorGone: the journal has forgotten the events that come next.
+            StoreFailed, ActorGone, Overloaded: the next events are in the database alone, and it can't be read.
             ShuttingDown: the journal was closed.
         """
         while not self._page:
@@ -159,7 +160,7 @@ class EventReader:
         return event
 
     async def catch_up(self) -> bool:
-        """Read a page from the database if memory does not reach back far enough; return whether that was so."""
+        """Read a page from the database if memory does not reach back far enough; return whether it did not."""
         upto = self._journal.memory_start
         if self._position >= upto:
             return False
@@ -200,7 +201,7 @@ async def open_reader(
     """Follow the journal from a cursor on, for one session or for all; `after` None is from now on.
 
     Raises:
-        CursorGone: some of what came behind that cursor is not kept any more.
+        CursorGone: some of the events behind that cursor are not kept any more.
         InvalidRequest: it is no cursor of this journal.
         Capacity: too many readers.
     """

@@ -1,7 +1,4 @@
-"""The image store as an actor: resolves names and aliases; file access runs in worker threads of its own limiter.
-
-Import, pull and build jobs join it here; what an image is lies in `images/catalog.py`.
-"""
+"""The images actor: resolves names and aliases of images, in worker threads of its own limiter."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ Message = Resolve
 
 
 class Images(Actor):
-    """See the module's docstring."""
+    """The image catalogue, with the images that were resolved before."""
 
     def __init__(self, ref: Ref, catalog: Catalog) -> None:
         super().__init__(ref)

@@ -101,9 +101,9 @@ class Sandbox:
 
 
 @attrs.frozen
-class GroupHandle:
-    """A run cgroup that was made, and the descriptor for the sandbox's PID 1 (see `protocol.RunCgroupMade.membership`).
-    The receiver owns the descriptor, and closes it once it was sent."""
+class RunCgroup:
+    """A run cgroup that was made, and a descriptor of it for the sandbox's PID 1 (`membership`: see
+    `protocol.RunCgroupMade`). The receiver owns the descriptor, and closes it once it was sent."""
 
     name: str
     membership: Literal["clone", "join"]
@@ -142,13 +142,13 @@ def set_limits(session_id: str, limits: protocol.Limits) -> Call[protocol.Ok]:
     return Call(protocol.SetLimits(_UNSENT, session_id, limits), _message, is_retriable=True)
 
 
-def make_group(session_id: str, name: str) -> Call[GroupHandle]:
+def make_run_cgroup(session_id: str, name: str) -> Call[RunCgroup]:
     """Make a run cgroup in a session."""
 
-    def read(answer: Answer) -> GroupHandle:
+    def read(answer: Answer) -> RunCgroup:
         if len(answer.fds) != 1:
             raise _wrong_descriptors(answer)
-        return GroupHandle(name, answer.message.membership, answer.fds[0])
+        return RunCgroup(name, answer.message.membership, answer.fds[0])
 
     return Call(protocol.MakeRunCgroup(_UNSENT, session_id, name), read, is_retriable=True)
 
@@ -281,7 +281,7 @@ class NsinitClient(Actor):
             self._process.close()
 
     async def _has_ended(self) -> bool:
-        """Wait for nsinit's end, but not for ever; one that a service apart looks after is not waited for."""
+        """Wait up to 10 s for nsinit's end; not at all for an nsinit that a service of its own looks after."""
         assert self._process is not None
         if self._process.pidfd is None:
             return True
@@ -318,7 +318,8 @@ class NsinitClient(Actor):
         raise NsinitLost("the fork server does not answer")
 
     async def _watch_end(self) -> None:
-        """nsinit's end is that of the connection, unless what it had just forked holds the other end of it."""
+        """End the actor when the process ends. The connection alone is no sign: a child that nsinit had just forked
+        may hold its other end."""
         assert self._process is not None
         if self._process.pidfd is not None:
             await trio.lowlevel.wait_readable(self._process.pidfd.fileno())
@@ -327,7 +328,7 @@ class NsinitClient(Actor):
 
 
 def describe(ready: protocol.Ready) -> dict[str, object]:
-    """Return what is worth a line in the log: how this machine enforces what it enforces."""
+    """Return the facts for the log: how this machine enforces limits."""
     return {"pid": ready.pid, "cgroups": ready.cgroup_mode, "disk": ready.disk}
 
 

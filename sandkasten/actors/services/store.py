@@ -63,7 +63,7 @@ class _Job:
 
 
 class Store(Actor):
-    """See the module's docstring."""
+    """The one SQLite writer."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Store(Actor):
         if not hasattr(self, "_database"):
             return
         try:
-            while self._jobs:  # what was accepted before the end is still written
+            while self._jobs:  # writes accepted before the end are carried out
                 await self._flush()
         except StoreBroken as error:
             log.error("last_writes_lost", extra={"error": str(error), "count": len(self._jobs)})
@@ -138,8 +138,8 @@ class Store(Actor):
 
 
 async def put_or_keep(store: Ref, unwritten: dict[str, SessionRecord], record: SessionRecord) -> None:
-    """Write what a full disk or a broken database must not hold up: a refused record is kept in `unwritten`, for the
-    reaper; one that was written takes the place of whatever was kept of that session."""
+    """Write a record whose session must go on even if the database refuses. A refused record is kept in `unwritten`
+    for the reaper; a written one replaces the record kept there."""
     session_id = record.session.id
     try:
         await store.ask_again(do(put_session, record))
@@ -151,7 +151,7 @@ async def put_or_keep(store: Ref, unwritten: dict[str, SessionRecord], record: S
 
 def _transact(database: sqlite3.Connection, batch: Sequence[_Job]) -> Sequence[object]:
     """Run the jobs in one transaction, in a worker thread. A failing job is undone alone and answers `StoreFailed`.
-    When all was undone, as it is on a full disk, each has another try on its own: most may only want to read."""
+    When SQLite undid everything, as on a full disk, each job is tried again on its own: most may only read."""
     outcomes: list[object] = []
     try:
         database.execute("BEGIN IMMEDIATE")

@@ -141,11 +141,11 @@ class SessionActor(Actor):
         self._is_lease_followed = False
         self._create_ms: Mapping[str, float] = {}
         self._controls = trio.CapacityLimiter(_MAX_CONTROLS)
-        self._watch = SandboxWatch(record.session.id, services.zygote, self._stats)
+        self._watch = SandboxWatch(record.session.id, services.nsinit, self._stats)
         self._logs, keep = services.spool.session(record.session.id), services.keep(record.session.id)
         self._runs = Runs(
             self,
-            zygote=services.zygote,
+            nsinit=services.nsinit,
             stats=self._stats,
             logs=self._logs,
             queue_length=services.shell_queue_length,
@@ -157,7 +157,7 @@ class SessionActor(Actor):
         self._adoption = RunAdoption(self, self._runs, keep, on_terminal=self._terminals.adopt)
         self._transfers = self._attendants = 0
         self._transfer_ended = trio.Event()
-        self._pausing = Pausing(self, self._own, zygote=services.zygote, lease=self._lease, runs=self._runs)
+        self._pausing = Pausing(self, self._own, nsinit=services.nsinit, lease=self._lease, runs=self._runs)
 
     @property
     def session(self) -> Session:
@@ -207,14 +207,14 @@ class SessionActor(Actor):
             image_kind=creation.image_kind,
         )
         if session.workspace_id is not None:
-            await ask_patiently(self._services.zygote, call(MakeWorkspace, session.workspace_id))
+            await ask_patiently(self._services.nsinit, call(MakeWorkspace, session.workspace_id))
             timer.end_phase("workspace")
         greeting = Greeting(self._services.paths.run_dir(session.id), first_request(creation, self._services.graces))
         try:
             async with trio.open_nursery() as meanwhile:
                 if session.acquire_detail == FROM_POOL:
                     greeting.begin(meanwhile)
-                sandbox = await ask_when_up(self._services.zygote, build(plan))
+                sandbox = await ask_when_up(self._services.nsinit, build(plan))
                 self._hold(sandbox)
                 timer.end_steps("build", sandbox.timings_us)
                 crash.passing(Point.CREATE_BUILT)
@@ -246,7 +246,7 @@ class SessionActor(Actor):
 
     async def _adopt(self) -> None:
         """Take over a sandbox that outlived its daemon, with its runs and the state of its shells."""
-        self._hold(await ask_patiently(self._services.zygote, attach(self.session.id)))
+        self._hold(await ask_patiently(self._services.nsinit, attach(self.session.id)))
         self._link = RunnerLink(self._services.paths.run_dir(self.session.id))
         await self._adoption.recover()
         if self.session.status is Status.PAUSED:
@@ -408,7 +408,7 @@ class SessionActor(Actor):
         raise self.gone()
 
     async def _read_stats(self) -> SessionStats:
-        disk: dict[str, Any] = {**await read_disk(self._services.zygote, self.session.id)}  # fields of SessionStats
+        disk: dict[str, Any] = {**await read_disk(self._services.nsinit, self.session.id)}  # fields of SessionStats
         return attrs.evolve(self._stats.read_all(), spool_bytes=self._logs.bytes_used, **disk)
 
     async def _update(self, patch: SessionPatch) -> Session:

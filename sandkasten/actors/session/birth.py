@@ -19,7 +19,7 @@ from nsinit.wire.protocol import ImageKind
 from runner.wire import protocol
 from runner.wire.protocol import Hello, HelloReply, Setup
 from sandkasten.actors.runs.persistence import Keep
-from sandkasten.actors.services.shared import Shared
+from sandkasten.actors.services.directory import Shared
 from sandkasten.admission.budget import Budget
 from sandkasten.admission.plan import Resolved
 from sandkasten.config import Disk, Maximum

@@ -102,7 +102,7 @@ async def change_limits(services: Services, session: Session, wanted: Limits, *,
 
 
 async def _put_into_force(services: Services, session_id: str, before: Limits, limits: Limits) -> None:
-    ref = services.zygote
+    ref = services.nsinit
     await change_disk(ref, session_id, before=before, after=limits, allowed=services.disk)
     refusal = await _set_limits(ref, session_id, limits)
     if refusal is not None:

@@ -1,6 +1,6 @@
 """Ends a live session: its sandbox is torn down, and its final state is written and told.
 
-For its actor, which serves nothing any more by then. Sessions without an actor are ended by `reconciling.py`,
+For its actor, which serves nothing any more by then. Sessions without an actor are ended by `node/recovery.py`,
 and are told of in the same words.
 """
 
@@ -60,7 +60,7 @@ async def end_session(
     await own.put_or_keep()
     services.crash.passing(Point.DESTROY_RECORDED)
     try:
-        torn_down = await ask_patiently(services.zygote, teardown(host.session_id))
+        torn_down = await ask_patiently(services.nsinit, teardown(host.session_id))
     except SandkastenError as error:  # the reaper finishes it
         log.error("teardown_deferred", extra={"session_id": host.session_id, "error": str(error)})
         return

@@ -47,10 +47,10 @@ class Pausable(Protocol):
 class Pausing:
     """See the module's docstring."""
 
-    def __init__(self, actor: Pausable, own: LiveRecord, *, zygote: Ref, lease: Lease, runs: Runs) -> None:
+    def __init__(self, actor: Pausable, own: LiveRecord, *, nsinit: Ref, lease: Lease, runs: Runs) -> None:
         self._actor = actor
         self._own = own
-        self._zygote = zygote
+        self._nsinit = nsinit
         self._lease = lease
         self._runs = runs
         self._is_greeted = True
@@ -142,4 +142,4 @@ class Pausing:
         self._is_greeted = True
 
     async def _set_frozen(self, *, frozen: bool) -> None:
-        await ask_patiently(self._zygote, call(SetFrozen, self._own.session.id, frozen))
+        await ask_patiently(self._nsinit, call(SetFrozen, self._own.session.id, frozen))

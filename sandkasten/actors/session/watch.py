@@ -56,10 +56,10 @@ _OOM_REST_S = 0.5
 class SandboxWatch:
     """See the module's docstring. `has_died` is set with PID 1's death, `news` also when nobody watches any more."""
 
-    def __init__(self, session_id: str, zygote: Ref, stats: CgroupStats) -> None:
+    def __init__(self, session_id: str, nsinit: Ref, stats: CgroupStats) -> None:
         self.has_died, self.news = trio.Event(), trio.Event()
         self._session_id = session_id
-        self._zygote = zygote
+        self._nsinit = nsinit
         self._stats = stats
         self._sandbox: Sandbox | None = None
         self._oom: OomEvent | None = None
@@ -122,7 +122,7 @@ class SandboxWatch:
     async def _find_kills(self) -> OomKills | None:
         try:
             with trio.move_on_after(_VICTIM_S):
-                return await self._zygote.ask(call(FindOomKills, self._session_id))
+                return await self._nsinit.ask(call(FindOomKills, self._session_id))
         except SandkastenError as error:
             log.info("victim_unknown", extra={"session_id": self._session_id, "error": str(error)})
         return None

@@ -1,4 +1,4 @@
-"""Persistent workspaces: their records, who holds each of them, and their files without a session.
+"""Persistent workspaces: their records, their holds, and access to their files without a session.
 
-Imports `services`; `session` and `node` import it. Begin with `actor.py`.
+Imports `services`; `session`, `node` and the tree import it. Begin with `holds.py`, then `actor.py`.
 """

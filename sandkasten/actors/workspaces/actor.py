@@ -1,9 +1,8 @@
-"""All persistent workspaces of the node: who may have one, what is remembered of each, helpers for their files.
+"""The workspaces actor: the one place that decides who gets a workspace and whether it is made, changed or deleted.
 
-The one place that decides about attaching and deleting. A session holds its workspace by its record, from before the
-sandbox is built until after it is gone; creates under way are in `Attachments`; both together are asked before anybody
-gets a workspace alone or takes it away. Files lie in nsinit's hands: this actor names workspaces and nothing in them.
-A directory is a workspace whether or not there is a record of it, and no record ever makes one vanish.
+Files lie in nsinit's hands: the actor names workspaces and nothing in them. A directory is a workspace whether or not
+there is a record of it (`records.py`), and no record ever makes a directory vanish. Holds are in `holds.py`; access to
+the files of a workspace without a session is in `files.py`.
 """
 
 from __future__ import annotations
@@ -14,33 +13,15 @@ from functools import partial
 from typing import Any, TypeVarTuple, assert_never
 
 import attrs
+import trio
 
 from nsinit.wire import protocol
 from sandkasten.actors.core import Actor, Ask, Deferred, Ref
 from sandkasten.actors.services.directory import SessionDirectory
-from sandkasten.actors.services.nsinit import ask_patiently, ask_when_up, call
+from sandkasten.actors.services.nsinit import Call, ask_patiently, ask_when_up, call
 from sandkasten.actors.services.store import do
-from sandkasten.actors.workspaces.helpers import IDLE_S, Helpers
-from sandkasten.actors.workspaces.holds import Attachment, Attachments, Claims
-from sandkasten.actors.workspaces.messages import (
-    Admit,
-    Begin,
-    Borrow,
-    Change,
-    Claim,
-    DropDraft,
-    EndHelpers,
-    Get,
-    Holders,
-    Life,
-    ListAll,
-    Make,
-    Message,
-    Publish,
-    Released,
-    Remove,
-    Unclaim,
-)
+from sandkasten.actors.workspaces.files import IDLE_S, FileSandboxes
+from sandkasten.actors.workspaces.holds import HAVING, Hold, Holds, Use
 from sandkasten.actors.workspaces.records import Register, busy, exists, explain, require_growth
 from sandkasten.crash import Crash, Point
 from sandkasten.host.paths import DataPaths
@@ -51,7 +32,7 @@ from sandkasten.model.workspace import (
     EVERYWHERE,
     Within,
     Workspace,
-    WorkspaceMode,
+    WorkspacePatch,
     WorkspaceQuota,
     WorkspaceSpec,
     is_within,
@@ -63,38 +44,167 @@ Ts = TypeVarTuple("Ts")
 log = logging.getLogger(__name__)
 
 
+# Messages -----------------------------------------------------------------------------------------------------------
+#
+# To an asker with labels `within`, a workspace that lacks them does not exist: each message raises `WorkspaceNotFound`.
+
+
+@attrs.frozen
+class ListAll(Ask[Sequence[Workspace]]):
+    """Every workspace that has a directory or a record, by id."""
+
+
+@attrs.frozen
+class Get(Ask[Workspace]):
+    """One workspace. Raises `WorkspaceNotFound`."""
+
+    workspace_id: str
+    within: Within = EVERYWHERE
+
+
+@attrs.frozen
+class Make(Ask[Workspace]):
+    """Make a workspace. Raises `Conflict` when there is one, unless `may_exist`, and `WorkspaceBusy`."""
+
+    workspace_id: str
+    spec: WorkspaceSpec
+    may_exist: bool = False
+    within: Within = EVERYWHERE
+
+
+@attrs.frozen
+class Change(Ask[Workspace]):
+    """Change labels, or raise the quota of a workspace without holders. Raises `WorkspaceBusy`, `LimitInUse`."""
+
+    workspace_id: str
+    patch: WorkspacePatch
+    within: Within = EVERYWHERE
+
+
+@attrs.frozen
+class Admit(Ask[None]):
+    """Decide about a hold that was begun. Raises `WorkspaceBusy`. A claim on a workspace that is not there holds."""
+
+    hold: Hold
+
+
+@attrs.frozen
+class EndClaim(Ask[None]):
+    """End a claim, behind all steps in its name; one that was refused as well."""
+
+    claim: Hold
+
+
+@attrs.frozen
+class Released(Ask[None]):
+    """Note that a session which had the workspace is gone; its writes are synced to the disk."""
+
+    workspace_id: str
+
+
+@attrs.frozen
+class Holders(Ask[Sequence[str]]):
+    """The ids of the sessions that have the workspace; `""` for a session that is being made and for file access.
+    Raises `WorkspaceBusy` when one of the sessions lacks the labels `within`."""
+
+    workspace_id: str
+    within: Within = EVERYWHERE
+
+
+@attrs.frozen
+class Remove(Ask[None]):
+    """Delete the claimed workspace. Raises `WorkspaceBusy` when it has holders."""
+
+    claim: Hold
+
+
+@attrs.frozen
+class Borrow(Ask[RunnerLink]):
+    """A link to the files of a workspace, to be used until `done`. Raises `WorkspaceBusy`, `Capacity`."""
+
+    workspace_id: str
+    done: trio.Event
+    within: Within = EVERYWHERE
+
+
+@attrs.frozen
+class BorrowDraft(Ask[RunnerLink]):
+    """The same for the draft of a claimed workspace."""
+
+    claim: Hold
+    done: trio.Event
+
+
+@attrs.frozen
+class EndFileAccess(Ask[None]):
+    """End the file sandboxes of a workspace."""
+
+    workspace_id: str
+
+
+@attrs.frozen
+class BeginDraft(Ask[None]):
+    """Begin a draft of the claimed workspace. Raises `Conflict` when the workspace exists, unless `replace`, and
+    `WorkspaceBusy` when it has holders."""
+
+    claim: Hold
+    replace: bool
+
+
+@attrs.frozen
+class Publish(Ask[None]):
+    """Make the draft the workspace. Raises `Conflict` when the workspace exists, unless `replace`."""
+
+    claim: Hold
+    replace: bool
+
+
+@attrs.frozen
+class DropDraft(Ask[None]):
+    """Delete the draft of the claimed workspace, if there is one."""
+
+    claim: Hold
+
+
+Step = Remove | BorrowDraft | BeginDraft | Publish | DropDraft | EndClaim
+"""Steps in the name of a claim: taken in the order in which they were asked for."""
+
+Message = ListAll | Get | Make | Change | Admit | Released | Holders | Borrow | EndFileAccess | Step
+
+
+# The actor ----------------------------------------------------------------------------------------------------------
+
+
 class Workspaces(Actor):
-    """See the module's docstring."""
+    """The owner of all workspaces."""
 
     def __init__(
         self,
         ref: Ref,
         *,
         store: Ref,
-        zygote: Ref,
+        nsinit: Ref,
         directory: SessionDirectory,
-        attachments: Attachments,
+        holds: Holds,
         paths: DataPaths,
         new_id: Callable[[], str],
         crash: Crash,
         idle_s: float = IDLE_S,
     ) -> None:
         super().__init__(ref)
-        self._store, self._zygote, self._directory = store, zygote, directory
-        self._attachments = attachments
-        self._claimed = Claims()
-        self._making: list[str] = []
-        self._register = Register(store=store, zygote=zygote)
+        self._store, self._nsinit, self._directory = store, nsinit, directory
+        self._holds = holds
+        self._register = Register(store=store, nsinit=nsinit)
         self._crash = crash
-        self._helpers = Helpers(
-            self, zygote=zygote, directory=directory, paths=paths, new_id=new_id, crash=crash, idle_s=idle_s
+        self._files = FileSandboxes(
+            self._start_task, nsinit=nsinit, directory=directory, paths=paths, new_id=new_id, crash=crash, idle_s=idle_s
         )
 
-    async def on_stop(self) -> None:
-        await self._helpers.end_all()
+    async def on_start(self) -> None:
+        self._holds.forget(Use.CLAIM)  # steps in the name of claims ended with the actor before this one
 
-    def start_task(self, work: Callable[[*Ts], Awaitable[object]], *args: *Ts) -> None:
-        self._nursery.start_soon(work, *args)
+    async def on_stop(self) -> None:
+        await self._files.end_all()
 
     async def handle(self, message: Message) -> Any:
         match message:
@@ -106,70 +216,89 @@ class Workspaces(Actor):
                 return self.defer(self._make, message)
             case Change():
                 return self.defer(self._change, message)
-            case EndHelpers(workspace_id):
-                return self.defer(self._helpers.end, workspace_id)
-            case Borrow(workspace_id, done, draft=True):
-                return self._defer_in_turn(workspace_id, self._helpers.lend, (workspace_id, True), done)
-            case Borrow():
-                return self.defer(self._borrow, message)
-            case Begin() | Publish() | DropDraft():
-                return self._defer_in_turn(message.workspace_id, self._draft, message)
-            case _:
-                return self._handle_life(message)
-
-    def _handle_life(self, message: Life) -> Any:
-        match message:
-            case Admit(attachment):
-                return self.defer(self._admit, attachment)
+            case Admit(hold):
+                return self.defer(self._admit, hold)
             case Released(workspace_id):
                 return self.defer(self._release, workspace_id)
-            case Claim(workspace_id, token, within):
-                if workspace_id in self._claimed or workspace_id in self._making:
-                    raise busy(workspace_id)
-                self._claimed.begin(workspace_id, token)
-                return self.defer(self._register.check_claim, workspace_id, within)
-            case Unclaim(workspace_id, token):
-                if not self._claimed.is_of(workspace_id, token):
-                    return None
-                return self._defer_in_turn(workspace_id, self._unclaim, workspace_id, token)
             case Holders(workspace_id, within):
                 return self.defer(self._own_holders, workspace_id, within)
-            case Remove(workspace_id, within):
-                return self._defer_in_turn(workspace_id, self._remove, workspace_id, within)
+            case Borrow():
+                return self.defer(self._borrow, message)
+            case EndFileAccess(workspace_id):
+                return self.defer(self._files.end, workspace_id)
+            case Remove() | BorrowDraft() | BeginDraft() | Publish() | DropDraft() | EndClaim():
+                return self._defer_step(message)
             case _:
                 assert_never(message)
 
-    def _defer_in_turn(self, workspace_id: str, work: Callable[[*Ts], Awaitable[object]], *args: *Ts) -> Deferred:
-        """Have done what is asked for in the name of a claim. Raises `WorkspaceBusy` without one."""
-        turn = self._claimed.queue(workspace_id)
-        if turn is None:
-            raise busy(workspace_id)
-        return self.defer(turn.take, partial(work, *args))
+    def _defer_step(self, step: Step) -> Deferred | None:
+        """Have a step taken in its turn. Raises `WorkspaceBusy` if the claim was lost in a restart of the actor."""
+        if step.claim in self._holds:
+            return self.defer(step.claim.next_turn().take, partial(self._take_step, step))
+        if isinstance(step, EndClaim):
+            return None
+        raise busy(step.claim.workspace_id)
 
-    async def _unclaim(self, workspace_id: str, token: object) -> None:
-        self._claimed.end(workspace_id, token)
+    async def _take_step(self, step: Step) -> RunnerLink | None:
+        match step:
+            case BorrowDraft(claim, done):
+                return await self._files.lend((claim.workspace_id, True), done)
+            case Remove(claim):
+                await self._remove(claim)
+            case EndClaim(claim):
+                self._holds.end(claim)
+            case BeginDraft() | Publish() | DropDraft():
+                await self._change_draft(step)
+            case _:
+                assert_never(step)
+        return None
+
+    async def _change_draft(self, step: BeginDraft | Publish | DropDraft) -> None:
+        try:
+            match step:
+                case BeginDraft(claim, replace):
+                    await self._begin_draft(claim.workspace_id, replace=replace)
+                case Publish(claim, replace):
+                    await self._publish(claim, replace=replace)
+                case DropDraft(claim):
+                    await self._drop_draft(claim.workspace_id)
+        except BuildFailed as error:
+            raise explain(error, step.claim.workspace_id) from error
+
+    def _start_task(self, work: Callable[[*Ts], Awaitable[object]], *args: *Ts) -> None:
+        self._nursery.start_soon(work, *args)
+
+    async def _ask(self, order: Call[protocol.Ok]) -> None:
+        await ask_patiently(self._nsinit, order)
 
     # Who has it -------------------------------------------------------------------------------------------------
 
-    async def _admit(self, attachment: Attachment) -> None:
-        """Decide by who came earlier: records, and claims that were there before this one, even if they fail later."""
-        workspace_id, is_alone = attachment.workspace_id, attachment.mode is WorkspaceMode.EXCLUSIVE
-        await self._register.check_claim(workspace_id, attachment.within)
-        if workspace_id in self._claimed:
-            raise busy(workspace_id)
-        earlier = self._attachments.before(attachment)
+    async def _admit(self, hold: Hold) -> None:
+        """Decide about a hold by those begun earlier, even if one of these is refused later."""
+        workspace_id, within = hold.workspace_id, hold.within
+        await self._register.check_claim(workspace_id, within)
+        self._require_free_for(hold)
+        if hold.use is Use.CLAIM:
+            return
         records = await self._records(workspace_id)
-        modes = [each.mode for each in earlier] + [_mode_of(each) for each in records]
-        if modes if is_alone else WorkspaceMode.EXCLUSIVE in modes:
-            raise busy(workspace_id, [_name(each, attachment.within) for each in records])
-        record = await self._register.take_up(workspace_id, attachment.within)
-        if record.quota is not None:  # whoever builds the session makes one without, if there is none
+        if hold.use.refuses(Use(each.session.options.workspace_mode) for each in records):
+            raise busy(workspace_id, [_name(each, within) for each in records])
+        record = await self._register.take_up(workspace_id, within)
+        if record.quota is not None:  # one without a quota is made by the session's build, if there is none
             await self._have_made(workspace_id, record.quota)
 
+    def _require_free_for(self, hold: Hold) -> None:
+        if hold.use.refuses(self._holds.before(hold)):
+            raise busy(hold.workspace_id)
+
     async def _holders(self, workspace_id: str, within: Within = EVERYWHERE) -> Sequence[str]:
-        """Return who has it, `""` for those who are not told by name."""
-        unseen = [""] * (len(self._attachments.of(workspace_id)) + self._helpers.is_used(workspace_id))
-        return [_name(each, within) for each in await self._records(workspace_id)] + unseen
+        """Return the ids of the sessions that have it, and `""` for each holder that is not told by name."""
+        named = [_name(each, within) for each in await self._records(workspace_id)]
+        return named + [""] * self._holds.count(workspace_id, HAVING)
+
+    async def _require_unused(self, workspace_id: str, within: Within = EVERYWHERE) -> None:
+        if holders := await self._holders(workspace_id, within):
+            raise busy(workspace_id, holders)
 
     async def _own_holders(self, workspace_id: str, within: Within) -> Sequence[str]:
         if any(not is_within(each.session.labels, within) for each in await self._records(workspace_id)):
@@ -177,7 +306,7 @@ class Workspaces(Actor):
         return await self._holders(workspace_id, within)
 
     async def _records(self, workspace_id: str) -> Sequence[SessionRecord]:
-        """Return the records of sessions that may have it; one whose end was not written yet has not."""
+        """Return the records of the sessions that may have it, without those whose end waits to be written."""
         unwritten = self._directory.unwritten
         records = await self._store.ask_again(do(live_sessions_of, workspace_id))
         return [
@@ -187,16 +316,16 @@ class Workspaces(Actor):
         ]
 
     async def _release(self, workspace_id: str) -> None:
-        """Nothing is made anew here: the workspace may have been deleted behind its last session."""
-        await ask_patiently(self._zygote, call(protocol.SyncWorkspace, workspace_id))
+        """Sync and note the time. Makes nothing: the workspace may have been deleted behind its last session."""
+        await self._ask(call(protocol.SyncWorkspace, workspace_id))
         await self._register.touch(workspace_id)
 
-    async def _remove(self, workspace_id: str, within: Within) -> None:
-        if holders := await self._holders(workspace_id, within):
-            raise busy(workspace_id, holders)
-        await self._register.get(workspace_id, within)
-        await self._helpers.end(workspace_id)
-        await ask_patiently(self._zygote, call(protocol.DiscardWorkspace, workspace_id))
+    async def _remove(self, claim: Hold) -> None:
+        workspace_id = claim.workspace_id
+        await self._require_unused(workspace_id, claim.within)
+        await self._register.get(workspace_id, claim.within)
+        await self._files.end(workspace_id)
+        await self._ask(call(protocol.DiscardWorkspace, workspace_id))
         self._crash.passing(Point.WORKSPACE_DISCARDED)
         await self._register.forget(workspace_id)
         log.info("workspace_deleted", extra={"workspace_id": workspace_id})
@@ -205,10 +334,8 @@ class Workspaces(Actor):
 
     async def _make(self, message: Make) -> Workspace:
         workspace_id, within = message.workspace_id, message.within
-        if workspace_id in self._claimed:
-            raise busy(workspace_id)
-        self._making.append(workspace_id)
-        try:
+        with self._holds.taken(Hold(workspace_id, Use.MAKE, within)) as hold:
+            self._require_free_for(hold)
             spec = attrs.evolve(message.spec, labels={**message.spec.labels, **within})
             if message.may_exist:
                 quota = (await self._register.take_up(workspace_id, within)).quota
@@ -216,15 +343,16 @@ class Workspaces(Actor):
                 quota = spec.quota
                 await self._take_name(workspace_id, spec, within)
             self._crash.passing(Point.WORKSPACE_RECORDED)
+            refusal: SandkastenError | None = None
             try:
                 await self._have_made(workspace_id, quota)
-            except SandkastenError:
+            except SandkastenError as error:
+                refusal = error
+            if refusal is not None:
                 if quota is None or not message.may_exist:  # a quota that was promised before stays one
                     await self._register.forget_unmade(workspace_id)
-                raise
+                raise refusal
             self._crash.passing(Point.WORKSPACE_MADE)
-        finally:
-            self._making.remove(workspace_id)
         return await self._register.get(workspace_id, within)
 
     async def _have_made(self, workspace_id: str, quota: WorkspaceQuota | None) -> None:
@@ -245,13 +373,9 @@ class Workspaces(Actor):
     async def _change(self, message: Change) -> Workspace:
         workspace_id, patch, within = message.workspace_id, message.patch, message.within
         if patch.quota_bytes is not None:
-            if workspace_id in self._making:
-                raise busy(workspace_id)
-            self._making.append(workspace_id)  # nobody claims it meanwhile
-            try:
+            with self._holds.taken(Hold(workspace_id, Use.GROW, within)) as hold:
+                self._require_free_for(hold)
                 await self._grow(workspace_id, patch.quota_bytes, within)
-            finally:
-                self._making.remove(workspace_id)
         return await self._register.change(workspace_id, patch, within)
 
     async def _grow(self, workspace_id: str, size_bytes: int, within: Within) -> None:
@@ -259,9 +383,8 @@ class Workspaces(Actor):
         require_growth(found, size_bytes)
         if found.quota is not None and found.quota.size_bytes == size_bytes:
             return
-        if holders := await self._holders(workspace_id, within):
-            raise busy(workspace_id, holders)
-        await self._helpers.end(workspace_id)
+        await self._require_unused(workspace_id, within)
+        await self._files.end(workspace_id)
         try:
             await self._ask(call(protocol.GrowWorkspace, workspace_id, size_bytes))
         except BuildFailed as error:
@@ -270,54 +393,56 @@ class Workspaces(Actor):
     # Its files --------------------------------------------------------------------------------------------------
 
     async def _borrow(self, message: Borrow) -> RunnerLink:
-        if message.workspace_id in self._claimed:
-            raise busy(message.workspace_id)
-        await self._register.check(message.workspace_id, message.within)
-        link = await self._helpers.lend((message.workspace_id, False), message.done)
-        await self._register.check(message.workspace_id, message.within)  # a loan is what keeps it from being another's
+        workspace_id = message.workspace_id
+        hold = self._holds.begin(Hold(workspace_id, Use.FILES, message.within))
+        try:
+            self._require_free_for(hold)
+            await self._register.check(workspace_id, message.within)
+            link = await self._files.lend((workspace_id, False), message.done)
+            # The hold keeps the workspace from becoming another's; it may have become one before.
+            await self._register.check(workspace_id, message.within)
+        except BaseException:
+            self._holds.end(hold)
+            raise
+        self._start_task(self._end_when_done, hold, message.done)
         return link
 
-    async def _draft(self, message: Begin | Publish | DropDraft) -> None:
-        workspace_id = message.workspace_id
+    async def _end_when_done(self, hold: Hold, done: trio.Event) -> None:
         try:
-            match message:
-                case Begin(replace=replace):
-                    await self._check_free(workspace_id, replace=replace)
-                    await self._helpers.end(workspace_id)
-                    await self._ask(call(protocol.DiscardWorkspace, workspace_id, draft=True))
-                    quota = await self._register.quota_of(workspace_id)
-                    await self._ask(call(protocol.MakeWorkspace, workspace_id, draft=True, quota=_disk(quota)))
-                case Publish(replace=replace, within=within):
-                    await self._helpers.end(workspace_id)
-                    await self._register.take_up(workspace_id, within)
-                    await self._publish(workspace_id, replace=replace)
-                case DropDraft():
-                    await self._helpers.end(workspace_id)
-                    await self._ask(call(protocol.DiscardWorkspace, workspace_id, draft=True))
-        except BuildFailed as error:
-            raise explain(error, workspace_id) from error
+            await done.wait()
+        finally:
+            self._holds.end(hold)
 
-    async def _publish(self, workspace_id: str, *, replace: bool) -> None:
-        try:
-            await ask_when_up(self._zygote, call(protocol.PublishWorkspace, workspace_id, replace))
-            self._crash.passing(Point.WORKSPACE_PUBLISHED)
-        except BuildFailed:
-            if await self._register.quota_of(workspace_id) is None:
-                await self._register.forget_unmade(workspace_id)
-            raise
-
-    async def _check_free(self, workspace_id: str, *, replace: bool) -> None:
+    async def _begin_draft(self, workspace_id: str, *, replace: bool) -> None:
         if not replace and workspace_id in await self._register.names():
             raise exists(workspace_id)
-        if holders := await self._holders(workspace_id):
-            raise busy(workspace_id, holders)
+        await self._require_unused(workspace_id)
+        await self._drop_draft(workspace_id)
+        quota = await self._register.quota_of(workspace_id)
+        await self._ask(call(protocol.MakeWorkspace, workspace_id, draft=True, quota=_disk(quota)))
 
-    async def _ask(self, message: Ask[protocol.Ok]) -> None:
-        await ask_patiently(self._zygote, message)
+    async def _publish(self, claim: Hold, *, replace: bool) -> None:
+        workspace_id = claim.workspace_id
+        await self._files.end(workspace_id)
+        await self._register.take_up(workspace_id, claim.within)
+        refusal: BuildFailed | None = None
+        try:
+            await ask_when_up(self._nsinit, call(protocol.PublishWorkspace, workspace_id, replace))
+            self._crash.passing(Point.WORKSPACE_PUBLISHED)
+        except BuildFailed as error:
+            refusal = error
+        if refusal is not None:
+            if await self._register.quota_of(workspace_id) is None:
+                await self._register.forget_unmade(workspace_id)
+            raise refusal
+
+    async def _drop_draft(self, workspace_id: str) -> None:
+        await self._files.end(workspace_id)
+        await self._ask(call(protocol.DiscardWorkspace, workspace_id, draft=True))
 
 
 def release_soon(workspaces: Ref, workspace_id: str | None) -> None:
-    """Say that a session is gone which may have had a workspace; for those who can't wait."""
+    """Send `Released` for a session that is gone, if it had a workspace, without waiting."""
     if workspace_id is not None:
         try:
             workspaces.tell(Released(workspace_id))
@@ -329,10 +454,6 @@ def _disk(quota: WorkspaceQuota | None) -> protocol.DiskLimits | None:
     return None if quota is None else protocol.DiskLimits(quota.size_bytes, quota.files)
 
 
-def _mode_of(record: SessionRecord) -> str:
-    return record.session.options.workspace_mode
-
-
 def _name(record: SessionRecord, within: Within) -> str:
-    """Return the id of a session, if it exists for who asks."""
+    """Return the id of a session, `""` if the labels `within` hide it from the asker."""
     return record.session.id if is_within(record.session.labels, within) else ""

@@ -1,32 +1,151 @@
-"""Questions about files, and archives of them, over a link to a sandbox without programs.
+"""Files of a sandbox over a link to its PID 1: one file, lists, archives; and sandboxes for files without a session.
 
-Leaving a context early closes the connection, which ends the work in the sandbox. Everything that comes is hostile and
-checked by `runner_link`; names and paths are handed on as they are.
+Leaving a context early closes the connection, which ends the work in the sandbox: a file written by halves never
+replaces the old one. Paths are handed on as they are and resolved inside the sandbox only. Everything that comes back
+is hostile and checked by `links/runner.py`.
+
+A *file sandbox* has one workspace, a PID 1, and no program. `FileSandboxes` makes one for a workspace whose files are
+wanted without a session, lends links to its PID 1, and ends the sandbox some seconds after the last loan. For nsinit it
+is a sandbox like any other, with limits, a range of ids and a system call filter, so damage in a workspace can hurt
+this sandbox only. One that a dead daemon left behind is an unknown session, and is removed as such.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import errno
+import logging
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import TypeVar
 
+import attrs
 import trio
 
+from nsinit.wire import protocol as nsinit_protocol
 from runner.wire import protocol
 from runner.wire.protocol import CHUNK_BYTES, Kind
-from sandkasten.actors.workspaces.transfer import check_path, require
+from sandkasten.actors.core import Ref
+from sandkasten.actors.services.directory import SessionDirectory
+from sandkasten.actors.services.nsinit import Sandbox, ask_patiently, ask_when_up, build, teardown
+from sandkasten.actors.workspaces.records import not_found
+from sandkasten.crash import Crash, Point
+from sandkasten.host.paths import DataPaths
 from sandkasten.links.runner import RunnerConnection, RunnerLink, check_piece, decode_answer
-from sandkasten.model.errors import RunnerProtocolError
-from sandkasten.model.workspace import FileInfo, FileListing, Packed, WorkspaceUsage
+from sandkasten.model.errors import (
+    BuildFailed,
+    Capacity,
+    DiskFull,
+    FileNotFound,
+    InvalidRequest,
+    IsADirectory,
+    NotADirectory,
+    NotAFile,
+    NotEmpty,
+    PathOutside,
+    PermissionDenied,
+    RunnerLost,
+    RunnerProtocolError,
+    SandboxError,
+    SandkastenError,
+    TooLarge,
+)
+from sandkasten.model.workspace import FileHead, FileInfo, FileListing, Packed, WorkspaceUsage
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _ANSWER_S = 60.0
-_LONG_S = 1800.0
-"""Until the first byte or the end of what walks a whole tree."""
+"""Time for PID 1 to send the next piece of a file."""
+
+_SYNCED_S = 1800.0
+"""Time until a file is on the disk."""
+
+_TREE_S = 1800.0
+"""Until the first byte or the end of a request that walks a whole tree."""
+
 _MEASURE_ENTRIES = 1_000_000
 _MEASURE_MS = 5_000
+
+_REFUSALS: dict[str, type[SandkastenError]] = {
+    "FILE_NOT_FOUND": FileNotFound,
+    "IS_DIRECTORY": IsADirectory,
+    "NOT_A_FILE": NotAFile,
+    "PERMISSION_DENIED": PermissionDenied,
+    "NOT_A_DIRECTORY": NotADirectory,
+    "NOT_EMPTY": NotEmpty,
+    "PATH_OUTSIDE": PathOutside,
+    "BAD_ARCHIVE": InvalidRequest,
+    "TOO_MANY": Capacity,
+    "INVALID_PATH": InvalidRequest,
+    "DISK_FULL": DiskFull,
+    "TOO_LARGE": TooLarge,
+}
+
+
+class LocalFileReader:
+    """Implements `supervisor.FileReader`. Hands out at most `max_bytes`, whatever the runner sends."""
+
+    def __init__(self, connection: RunnerConnection, info: protocol.FileInfo, max_bytes: int) -> None:
+        self._connection = connection
+        self._left_bytes = max_bytes
+        self.head = FileHead(path=info.path, size_bytes=info.size_bytes, truncated=info.truncated)
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        kind, body = await self._connection.receive(deadline=trio.current_time() + _ANSWER_S)
+        if kind is Kind.DATA:
+            check_piece(body, "a file")
+            self._left_bytes -= len(body)
+            if self._left_bytes < 0:
+                raise RunnerProtocolError("more of a file than was asked for")
+            return body
+        require(decode_answer(kind, body), protocol.Done)
+        raise StopAsyncIteration
+
+
+class LocalFileWriter:
+    """Implements `supervisor.FileWriter`."""
+
+    def __init__(self, connection: RunnerConnection, *, patience_s: float) -> None:
+        self._connection, self._patience_s = connection, patience_s
+
+    async def send(self, data: bytes) -> None:
+        for start in range(0, len(data), CHUNK_BYTES):
+            await self._connection.send(Kind.DATA, data[start : start + CHUNK_BYTES])
+
+    async def commit(self) -> str:
+        await self._connection.send(Kind.END)
+        answer = await self._connection.receive_answer(deadline=trio.current_time() + self._patience_s)
+        done: protocol.Done = require(answer, protocol.Done)
+        return done.path
+
+
+@asynccontextmanager
+async def open_reader(link: RunnerLink, path: str, max_bytes: int) -> AsyncIterator[LocalFileReader]:
+    """Open `path` for reading. Raises as `Supervisor.open_read`."""
+    check_path(path)
+    async with link.connection() as connection:
+        await connection.send_request(protocol.ReadFile(path=path, max_bytes=max_bytes))
+        answer = await connection.receive_answer(deadline=trio.current_time() + _ANSWER_S)
+        info = require(answer, protocol.FileInfo)
+        yield LocalFileReader(connection, info, max_bytes)
+
+
+@asynccontextmanager
+async def open_writer(link: RunnerLink, path: str, *, sync: bool = False) -> AsyncIterator[LocalFileWriter]:
+    """Start replacing `path`. A refusal may come as late as `commit`, which with `sync` returns when all is on the
+    disk."""
+    check_path(path)
+    async with link.connection() as connection:
+        await connection.send_request(protocol.WriteFile(path=path, sync=sync))
+        yield LocalFileWriter(connection, patience_s=_SYNCED_S if sync else _ANSWER_S)
+
+
+# Lists and archives ---------------------------------------------------------------------------------------------------
 
 
 async def list_files(link: RunnerLink, path: str, *, after: str, limit: int) -> FileListing:
@@ -45,11 +164,11 @@ async def stat_file(link: RunnerLink, path: str) -> FileInfo:
 async def remove_file(link: RunnerLink, path: str, *, recursive: bool) -> str:
     """See `WorkspaceSupervisor.remove_file`."""
     check_path(path)
-    return (await _ask(link, protocol.RemoveFile(path, recursive), protocol.Done, patience_s=_LONG_S)).path
+    return (await _ask(link, protocol.RemoveFile(path, recursive), protocol.Done, patience_s=_TREE_S)).path
 
 
 async def measure(link: RunnerLink) -> WorkspaceUsage:
-    """Count what is in the workspace, within bounds."""
+    """Count files and bytes of the workspace, within bounds of entries and time."""
     request = protocol.Measure(".", _MEASURE_ENTRIES, _MEASURE_MS)
     found = await _ask(link, request, protocol.Measured)
     return WorkspaceUsage(
@@ -77,7 +196,7 @@ def _file_info(entry: protocol.FileEntry) -> FileInfo:
 
 
 class LocalArchiveReader:
-    """See `supervisor_workspaces.ArchiveReader`. `first` was received already."""
+    """Implements `supervisor.ArchiveReader`. `first` was received already."""
 
     def __init__(self, connection: RunnerConnection, first: bytes) -> None:
         self._connection = connection
@@ -93,7 +212,7 @@ class LocalArchiveReader:
             return first
         if self.packed is not None:
             raise StopAsyncIteration
-        kind, body = await self._connection.receive(deadline=trio.current_time() + _LONG_S)
+        kind, body = await self._connection.receive(deadline=trio.current_time() + _TREE_S)
         if kind is Kind.DATA:
             check_piece(body, "an archive")
             return body
@@ -103,11 +222,11 @@ class LocalArchiveReader:
 
 @asynccontextmanager
 async def open_pack(link: RunnerLink, path: str) -> AsyncIterator[LocalArchiveReader]:
-    """Begin to pack a directory; what can't be packed is said here."""
+    """Begin to pack a directory. Raises if it can't be packed."""
     check_path(path)
     async with link.connection() as connection:
         await connection.send_request(protocol.Pack(path))
-        kind, body = await connection.receive(deadline=trio.current_time() + _LONG_S)
+        kind, body = await connection.receive(deadline=trio.current_time() + _TREE_S)
         if kind is not Kind.DATA:  # an archive has an end mark at the least
             require(decode_answer(kind, body), protocol.FileInfo)
             raise RunnerProtocolError("a file instead of an archive")
@@ -126,15 +245,15 @@ class Unpacking:
             await self._connection.send(Kind.DATA, data[start : start + CHUNK_BYTES])
 
     async def end(self) -> Packed:
-        """Say that this was all, and wait until it is unpacked."""
+        """Tell PID 1 that the archive is complete, and wait until it is unpacked."""
         await self._connection.send(Kind.END)
-        answer = await self._connection.receive_answer(deadline=trio.current_time() + _LONG_S)
+        answer = await self._connection.receive_answer(deadline=trio.current_time() + _TREE_S)
         return _packed(require(answer, protocol.Packed))
 
 
 @asynccontextmanager
 async def open_unpack(link: RunnerLink, *, max_entries: int, max_bytes: int) -> AsyncIterator[Unpacking]:
-    """Begin to unpack an archive; what is wrong with it is known at its end."""
+    """Begin to unpack an archive. A bad archive is refused at its end."""
     async with link.connection() as connection:
         await connection.send_request(protocol.Unpack(max_entries, max_bytes))
         yield Unpacking(connection)
@@ -142,3 +261,203 @@ async def open_unpack(link: RunnerLink, *, max_entries: int, max_bytes: int) -> 
 
 def _packed(answer: protocol.Packed) -> Packed:
     return Packed(answer.entries, answer.size_bytes, answer.skipped)
+
+
+def check_path(path: str) -> None:
+    """Refuse a string that is no path. Raises `InvalidRequest`."""
+    if not path or "\0" in path:
+        raise InvalidRequest("malformed path", path="empty" if not path else "NUL character")
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest("malformed path", path="lone surrogate") from None
+
+
+def require(answer: object, expected: type[T]) -> T:
+    """Return the answer if it is of the expected class, or raise the refusal it is."""
+    if isinstance(answer, expected):
+        return answer
+    if isinstance(answer, protocol.Error):
+        raise _REFUSALS.get(answer.code, SandboxError)(answer.message)
+    raise RunnerProtocolError(f"{type(answer).__name__} while a file is transferred")
+
+
+# File sandboxes -------------------------------------------------------------------------------------------------------
+
+
+MAX_FILE_SANDBOXES = 16
+IDLE_S = 5.0
+_HELLO_S = 10.0
+_END_S = 5.0
+_MIB = 1024 * 1024
+_LIMITS = nsinit_protocol.Limits(memory_bytes=512 * _MIB, pids=64, cpu_quota_us=100_000)
+
+Key = tuple[str, bool]
+"""A workspace's id, and whether its draft is meant."""
+
+
+@attrs.define(eq=False)
+class _FileSandbox:
+    """A file sandbox. `made` is set when `link` is there or `failure` says why not. `users` counts loans and
+    requests for one; `loans` counts those that ended."""
+
+    session_id: str
+    made: trio.Event = attrs.field(factory=trio.Event)
+    link: RunnerLink | None = None
+    kernel_side: Sandbox | None = None
+    failure: SandkastenError | None = None
+    users: int = 0
+    loans: int = 0
+
+
+class FileSandboxes:
+    """The file sandboxes of the node, a bounded number. `start_task` runs work in the actor's nursery."""
+
+    def __init__(
+        self,
+        start_task: Callable[..., None],
+        *,
+        nsinit: Ref,
+        directory: SessionDirectory,
+        paths: DataPaths,
+        new_id: Callable[[], str],
+        crash: Crash,
+        idle_s: float = IDLE_S,
+    ) -> None:
+        self._start_task, self._nsinit, self._directory = start_task, nsinit, directory
+        self._paths, self._new_id, self._crash, self._idle_s = paths, new_id, crash, idle_s
+        self._sandboxes: dict[Key, _FileSandbox] = {}
+
+    async def lend(self, key: Key, done: trio.Event) -> RunnerLink:
+        """Return a link that may be used until `done`, making the sandbox if there is none.
+
+        Raises:
+            WorkspaceNotFound, Capacity, BuildFailed, RunnerLost.
+        """
+        sandbox = self._sandboxes.get(key)
+        if sandbox is None:
+            sandbox = self._sandboxes[key] = await self._begin(key)
+        sandbox.users += 1
+        try:
+            await sandbox.made.wait()
+            if sandbox.failure is not None:
+                raise sandbox.failure
+            assert sandbox.link is not None
+        except BaseException:
+            sandbox.users -= 1
+            raise
+        self._start_task(self._take_back, key, sandbox, done)
+        return sandbox.link
+
+    async def end(self, workspace_id: str) -> None:
+        """End the file sandboxes of a workspace, in use or not; return when they are gone."""
+        for key in [each for each in self._sandboxes if each[0] == workspace_id]:
+            sandbox = self._sandboxes[key]
+            await sandbox.made.wait()
+            await self._end(key, sandbox)
+
+    async def end_all(self) -> None:
+        """End all of them, as far as there is time; the next daemon removes the rest."""
+        async with trio.open_nursery() as nursery:
+            for key, sandbox in list(self._sandboxes.items()):
+                nursery.start_soon(self._end, key, sandbox)
+
+    async def _begin(self, key: Key) -> _FileSandbox:
+        while len(self._sandboxes) >= MAX_FILE_SANDBOXES:
+            idle = next(((each, sandbox) for each, sandbox in self._sandboxes.items() if not sandbox.users), None)
+            if idle is None:
+                many = "too many workspaces are being read or written without a session"
+                raise Capacity(many, limit=MAX_FILE_SANDBOXES)
+            await self._end(*idle)
+        sandbox = self._sandboxes.get(key)
+        if sandbox is None:
+            sandbox = _FileSandbox(self._new_id())
+            self._directory.reserved.add(sandbox.session_id)
+            self._start_task(self._make, key, sandbox)
+        return sandbox
+
+    async def _make(self, key: Key, sandbox: _FileSandbox) -> None:
+        workspace_id, is_draft = key
+        plan = nsinit_protocol.SandboxPlan(
+            session_id=sandbox.session_id,
+            image="files",
+            image_kind="files",
+            limits=_LIMITS,
+            workspace_id=workspace_id,
+            workspace_draft=is_draft,
+        )
+        try:
+            sandbox.kernel_side = await ask_when_up(self._nsinit, build(plan))
+            self._crash.passing(Point.FILES_BUILT)
+            sandbox.link = RunnerLink(self._paths.run_dir(sandbox.session_id))
+            await _greet(sandbox.link)
+        except SandkastenError as error:
+            sandbox.failure = _explain(error, workspace_id)
+            await self._end(key, sandbox)
+            return
+        finally:
+            if sandbox.failure is None and sandbox.link is None:
+                sandbox.failure = SandboxError("the workspace could not be opened")
+            sandbox.made.set()
+        self._start_task(self._watch, key, sandbox)
+
+    async def _watch(self, key: Key, sandbox: _FileSandbox) -> None:
+        """End a sandbox whose PID 1 died. Its loans fail, and the next request gets another sandbox."""
+        assert sandbox.kernel_side is not None
+        try:
+            await trio.lowlevel.wait_readable(sandbox.kernel_side.pidfd.fileno())
+        except trio.ClosedResourceError:
+            return
+        if self._sandboxes.get(key) is sandbox:
+            log.warning("workspace_helper_died", extra={"workspace_id": key[0], "session_id": sandbox.session_id})
+            await self._end(key, sandbox)
+
+    async def _take_back(self, key: Key, sandbox: _FileSandbox, done: trio.Event) -> None:
+        try:
+            await done.wait()
+        finally:
+            sandbox.users -= 1
+            sandbox.loans += 1
+        loans = sandbox.loans
+        if not sandbox.users:
+            await trio.sleep(self._idle_s)
+            if not sandbox.users and sandbox.loans == loans:
+                await self._end(key, sandbox)
+
+    async def _end(self, key: Key, sandbox: _FileSandbox) -> None:
+        """Close and tear down, within 5 s; the reaper removes the rest."""
+        if self._sandboxes.get(key) is sandbox:
+            del self._sandboxes[key]
+        if sandbox.link is not None:
+            sandbox.link.close()
+        kernel_side, sandbox.kernel_side = sandbox.kernel_side, None
+        if kernel_side is not None:
+            trio.lowlevel.notify_closing(kernel_side.pidfd.fileno())
+            kernel_side.close_unused()
+        with trio.move_on_after(_END_S, shield=True):
+            try:
+                await ask_patiently(self._nsinit, teardown(sandbox.session_id))
+                self._crash.passing(Point.FILES_TORN_DOWN)
+            except SandkastenError as error:
+                log.warning("workspace_helper_left", extra={"session_id": sandbox.session_id, "error": str(error)})
+        self._directory.reserved.discard(sandbox.session_id)
+
+
+async def _greet(link: RunnerLink) -> None:
+    with trio.move_on_after(_HELLO_S):
+        async with link.connection() as connection:
+            await connection.send_request(protocol.Hello())
+            answer = await connection.receive_answer()
+        match answer:
+            case protocol.HelloReply(version=protocol.PROTOCOL_VERSION):
+                return
+            case _:
+                raise SandboxError("the workspace's init speaks another protocol")
+    raise RunnerLost("the workspace's init does not answer")
+
+
+def _explain(error: SandkastenError, workspace_id: str) -> SandkastenError:
+    """Translate the failed mount of a workspace that is not there."""
+    if isinstance(error, BuildFailed) and (error.stage, error.errno) == ("workspace", errno.ENOENT):
+        return not_found(workspace_id)
+    return error

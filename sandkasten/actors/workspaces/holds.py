@@ -1,72 +1,71 @@
-"""Which creates of sessions have asked for a workspace and are not done: what no record tells yet.
+"""Holds: the sessions, file accesses and changes that a workspace is held for, and which of them refuse which.
 
-A plain object, so that leaving is one line that can't fail. The workspaces actor reads it and decides; whoever creates
-a session adds to it and takes away. Once a session is made, its record is its hold on the workspace, and that survives
-the daemon.
+A hold is begun before anything is done with a workspace and ended when that is over. A session holds its workspace by
+its record, from before its sandbox is built until after the sandbox is gone, so that the hold survives the daemon. A
+create under way has a `Hold` until the record exists. `Use.refuses` is the one rule for both.
 
-Who has a workspace alone for a while, to delete or replace it, and the order of what is done in a claim's name.
-
-Belongs to the workspaces actor and decides nothing. What was asked for in the name of a claim goes on when whoever
-asked has left, so a claim ends behind all of it: until then nobody else gets the workspace.
+The order of `Holds.begin` decides: a hold is refused for the sake of holds begun before it. `Holds` is a plain object,
+so that ending a hold is a line that can't fail. The workspaces actor reads it, adds the records, and decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import enum
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import attrs
 import trio
 
-from sandkasten.model.workspace import EVERYWHERE, Within, WorkspaceMode
-
-
-@attrs.frozen(eq=False)
-class Attachment:
-    """One create's claim on a workspace, from before its session has a record until it is made or has failed."""
-
-    workspace_id: str
-    mode: WorkspaceMode
-    within: Within = EVERYWHERE
-
-
-class Attachments:
-    """All claims, in their order."""
-
-    def __init__(self) -> None:
-        self._pending: dict[Attachment, None] = {}
-
-    def begin(self, workspace_id: str, mode: WorkspaceMode, within: Within = EVERYWHERE) -> Attachment:
-        """Add a claim; `end` it, whatever happens."""
-        attachment = Attachment(workspace_id, mode, within)
-        self._pending[attachment] = None
-        return attachment
-
-    def end(self, attachment: Attachment) -> None:
-        """Take a claim away."""
-        self._pending.pop(attachment, None)
-
-    def before(self, attachment: Attachment) -> Sequence[Attachment]:
-        """Return the claims on the same workspace that came earlier."""
-        found = []
-        for each in self._pending:
-            if each is attachment:
-                break
-            if each.workspace_id == attachment.workspace_id:
-                found.append(each)
-        return found
-
-    def of(self, workspace_id: str) -> Sequence[Attachment]:
-        """Return all claims on a workspace."""
-        return [each for each in self._pending if each.workspace_id == workspace_id]
-
+from sandkasten.model.workspace import EVERYWHERE, Within
 
 T = TypeVar("T")
 
 
+class Use(enum.Enum):
+    """The purpose of a hold. The values of the first two are those of `WorkspaceMode`."""
+
+    SHARED = "shared"
+    """A session that shares it."""
+
+    EXCLUSIVE = "exclusive"
+    """A session that no other session may share it with."""
+
+    FILES = "files"
+    """Files are read or written without a session."""
+
+    MAKE = "make"
+    """The workspace is being made."""
+
+    GROW = "grow"
+    """The quota of the workspace is being raised."""
+
+    CLAIM = "claim"
+    """The workspace is to be deleted or replaced: no session, file access or change begins any more. Those begun before
+    go on, so each step in the name of a claim checks for `HAVING` holds itself."""
+
+    def refuses(self, earlier: Iterable[Use]) -> bool:
+        """Whether a hold of this use may not begin beside these."""
+        return not _REFUSED_BY[self].isdisjoint(earlier)
+
+
+_REFUSED_BY = {
+    Use.SHARED: {Use.EXCLUSIVE, Use.CLAIM},
+    Use.EXCLUSIVE: {Use.SHARED, Use.EXCLUSIVE, Use.CLAIM},
+    Use.FILES: {Use.CLAIM},
+    Use.MAKE: {Use.CLAIM},
+    Use.GROW: {Use.CLAIM, Use.MAKE, Use.GROW},
+    Use.CLAIM: {Use.CLAIM, Use.MAKE, Use.GROW},
+}
+
+HAVING = (Use.SHARED, Use.EXCLUSIVE, Use.FILES)
+"""Uses that need the workspace to stay as it is."""
+
+
 @attrs.frozen
 class Turn:
-    """A place in the order of a claim: after `before`, until `done`."""
+    """A place in the order of a claim's steps: after `before`, until `done`."""
 
     before: trio.Event
     done: trio.Event
@@ -80,41 +79,72 @@ class Turn:
             self.done.set()
 
 
+def _set_event() -> trio.Event:
+    event = trio.Event()
+    event.set()
+    return event
+
+
 @attrs.define(eq=False)
-class _Claim:
-    token: object
-    last: trio.Event
-    """Set when nothing is under way."""
+class Hold:
+    """One hold on a workspace, for an asker to whom only workspaces with the labels `within` exist.
+
+    A step that was begun in the name of a claim goes on when its caller is cancelled. Steps therefore take turns, and
+    the end of the claim is the last of them: until then the workspace is refused to others.
+    """
+
+    workspace_id: str
+    use: Use
+    within: Within = EVERYWHERE
+    _last: trio.Event = attrs.field(factory=_set_event, init=False)
+
+    def next_turn(self) -> Turn:
+        """Return the turn behind all turns given out before. It has to be taken."""
+        turn = Turn(self._last, trio.Event())
+        self._last = turn.done
+        return turn
 
 
-class Claims:
-    """See the module's docstring. `token` tells claims apart."""
+class Holds:
+    """The holds of the node, except those by record, in the order in which they were begun."""
 
     def __init__(self) -> None:
-        self._claims: dict[str, _Claim] = {}
+        self._holds: dict[Hold, None] = {}
 
-    def __contains__(self, workspace_id: str) -> bool:
-        return workspace_id in self._claims
+    def __contains__(self, hold: Hold) -> bool:
+        return hold in self._holds
 
-    def begin(self, workspace_id: str, token: object) -> None:
-        """Let nobody else have a workspace that is not claimed."""
-        nothing = trio.Event()
-        nothing.set()
-        self._claims[workspace_id] = _Claim(token, nothing)
+    def begin(self, hold: Hold) -> Hold:
+        """Add a hold. The caller ends it in every case."""
+        self._holds[hold] = None
+        return hold
 
-    def is_of(self, workspace_id: str, token: object) -> bool:
-        """Whether a workspace is claimed, and by that one."""
-        return workspace_id in self._claims and self._claims[workspace_id].token is token
+    def end(self, hold: Hold) -> None:
+        """Take a hold away; more than once is fine."""
+        self._holds.pop(hold, None)
 
-    def end(self, workspace_id: str, token: object) -> None:
-        """Let others have it again; no effect if it is somebody else's by now."""
-        if self.is_of(workspace_id, token):
-            del self._claims[workspace_id]
+    @contextmanager
+    def taken(self, hold: Hold) -> Iterator[Hold]:
+        """Have a hold for as long as the context lasts."""
+        try:
+            yield self.begin(hold)
+        finally:
+            self.end(hold)
 
-    def queue(self, workspace_id: str) -> Turn | None:
-        """Return the next turn of a claim, to be taken in any case; None if there is no claim."""
-        claim = self._claims.get(workspace_id)
-        if claim is None:
-            return None
-        before, claim.last = claim.last, trio.Event()
-        return Turn(before, claim.last)
+    def before(self, hold: Hold) -> Sequence[Use]:
+        """Return the uses of the holds on the same workspace that were begun earlier."""
+        found = []
+        for each in self._holds:
+            if each is hold:
+                break
+            if each.workspace_id == hold.workspace_id:
+                found.append(each.use)
+        return found
+
+    def count(self, workspace_id: str, uses: Sequence[Use]) -> int:
+        """Return how many holds of these uses are on a workspace."""
+        return sum(each.workspace_id == workspace_id and each.use in uses for each in self._holds)
+
+    def forget(self, use: Use) -> None:
+        """End every hold of a use."""
+        self._holds = {each: None for each in self._holds if each.use is not use}

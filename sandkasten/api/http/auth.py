@@ -1,22 +1,16 @@
-"""Who asks: the owner of a key, and without one who proves that no web page is asking. Reads headers only.
+"""Authentication and authorisation: whose request it is, and what that key may do. Reads headers only.
 
-A key is the configured one or one of the ring's (`admission/keys.py`); what it may do is decided in `access.py`.
+A key is the configured one or one of the ring's (`admission/keys.py`). Without a key the daemon listens on loopback or
+a unix socket alone, where a browser of the user reaches it too: a foreign page could post to it, or rebind its own name
+to 127.0.0.1. So `Host` must then be a loopback name, and `Origin`, if sent, our own (RFC 6454 §7). A unix socket is out
+of a browser's reach.
 
-Without a key the daemon is on loopback or a unix socket alone, where a browser the user runs can reach it too: a
-foreign page could post to it, or rebind its own name to 127.0.0.1. So `Host` must be a loopback name and `Origin`, if
-sent, our own (RFC 6454 §7; unix sockets are out of a browser's reach).
+Every route says in the table what it needs of the key; there is no default. For a key with a label everything without
+the label does not exist: 404, as for an id that was never given.
 
-Who may do what: the one decision before any handler, from what a route needs and what a key gives.
-
-Every route says in its table what it needs; there is no default, so one that says nothing is no route. What a confined
-key can't reach does not exist for it: 404, as for an id that nobody ever had. Reads no header (`auth.py`).
-
-What becomes of those who don't know a key: told so at once, and slowly when there are many; the log hears of it now
-and then.
-
-A token has too many bits to be found by trying. What is bounded here is the work and the log lines that strangers
-cause: each refusal over the rate waits, and holds nothing but its own connection, of which there are `max_connections`.
-Whoever knows a key never waits. Knows no address to lock out: behind a proxy all have the same.
+Refusals are throttled. A token has too many bits to be found by trying, so the bound is on the work and the log lines
+that strangers cause: each refusal over the rate waits, and holds nothing but its own connection, of which there are
+`max_connections`. A request with a right key never waits. No address is locked out: behind a proxy all have the same.
 """
 
 from __future__ import annotations
@@ -41,14 +35,14 @@ from sandkasten.supervisor import Supervisor
 
 
 class Gate:
-    """Find out who asks. `api_key` is the configured key, which isn't kept; without one no key is asked for."""
+    """Finds the key of a request. Of `api_key`, the configured key, only a digest is kept. None: no key is needed."""
 
     def __init__(self, api_key: str | None, ring: KeyRing) -> None:
         self._digest = None if api_key is None else digest_of(api_key.encode())
         self._ring = ring
 
     def check(self, scope: Scope) -> ApiKey:
-        """Return whose request that is, or raise `Unauthorized`."""
+        """Return the key of a request, or raise `Unauthorized`."""
         headers = _headers(scope)
         if self._digest is not None:
             return self._check_bearer(headers.get(b"authorization", []))
@@ -57,7 +51,7 @@ class Gate:
         return LOCAL
 
     def check_key(self, token: bytes) -> ApiKey:
-        """Return the key with that token or raise `Unauthorized`. Takes as long for every wrong token."""
+        """Return the key with a token, or raise `Unauthorized`. Every wrong token takes the same time."""
         if (key := self._find(token)) is None:
             raise Unauthorized("the API key is wrong")
         return key
@@ -69,12 +63,12 @@ class Gate:
         return CONFIGURED if hmac.compare_digest(digest_of(token), self._digest) else found
 
     def is_key_missing(self, scope: Scope) -> bool:
-        """Whether a key is needed and the request says nothing of one."""
+        """Return whether a key is needed and the request's head has none."""
         return self._digest is not None and not any(name == b"authorization" for name, _ in scope["headers"])
 
     def check_origin(self, scope: Scope, *, allowed: tuple[str, ...]) -> None:
-        """Let a WebSocket of our own or an allowed origin pass: browsers open one to anywhere, with what they hold
-        for us, and only tell where the page is from (RFC 6455 §10.2). Without a key `check` is stricter.
+        """Refuse a WebSocket of a foreign origin: a browser opens one for any page, with the cookies it has for us, and
+        only tells where the page is from (RFC 6455 §10.2). Without a configured key `check` is stricter.
 
         Raises:
             PermissionDenied: a page of another origin asks.
@@ -113,7 +107,7 @@ def _check_is_local(headers: dict[bytes, list[bytes]]) -> None:
 
 
 def is_loopback_host(host: str) -> bool:
-    """Whether a `Host` header's value names this machine's loopback."""
+    """Return whether a `Host` header's value names this machine's loopback."""
     name, _, port = host.rpartition(":") if not host.endswith("]") and ":" in host else (host, "", "")
     if port and not port.isdigit():
         return False
@@ -126,10 +120,10 @@ def is_loopback_host(host: str) -> bool:
 
 
 class Reach(enum.Enum):
-    """What a route touches, and so who sees to it that a confined key stays within its label.
+    """The extent of a route, which decides where a key with a label is kept within its label.
 
-    SESSION: the session in the path, which is looked at here. FILTERED: whatever the handler finds or makes, and the
-    handler asks the key. NODE: everything there is; no confined key gets there. PUBLIC: nothing; no key is needed.
+    SESSION: the session in the path, checked here. FILTERED: things that the handler finds or makes, checked by the
+    handler (`key_scope.py`). NODE: everything; refused to a key with a label. PUBLIC: nothing; no key is needed.
     """
 
     SESSION = enum.auto()
@@ -140,7 +134,7 @@ class Reach(enum.Enum):
 
 @attrs.frozen
 class Needs:
-    """What a route needs of the key."""
+    """The access and reach that a route needs of the key."""
 
     access: Access
     reach: Reach
@@ -156,11 +150,11 @@ OPEN = Needs(Access.NONE, Reach.PUBLIC)
 
 
 async def admit(key: ApiKey, needs: Needs, supervisor: Supervisor, *, session_id: str) -> None:
-    """Let a request of that key pass, or raise.
+    """Check that a key may use a route.
 
     Raises:
-        Forbidden: the key does not give what the route needs.
-        SessionNotFound: there is no such session, or none that this key reaches.
+        Forbidden: the key has less access than the route needs.
+        SessionNotFound: there is no such session within the key's reach.
     """
     if key.access < needs.access:
         raise Forbidden("this API key may not do that", needs=needs.access.name.lower(), has=key.access.name.lower())
@@ -197,8 +191,8 @@ PAUSE_S = 1.0
 LOG_EVERY_S = 10.0
 
 
-class Refusals:
-    """Counts refusals of one front."""
+class RefusalThrottle:
+    """The rate of refusals of one front, and the log lines about them."""
 
     def __init__(self) -> None:
         self._bucket = TokenBucket(per_s=PER_S, burst=AT_ONCE, clock=trio.current_time)
@@ -206,7 +200,7 @@ class Refusals:
         self._unlogged = 0
 
     async def note(self, peer: object) -> None:
-        """Somebody is about to be refused; returns when that may be said. `peer` is for the log."""
+        """Count a refusal and return when it may be answered. `peer` is for the log."""
         now = trio.current_time()
         self._unlogged += 1
         if now - self._logged_at >= LOG_EVERY_S:
@@ -227,7 +221,7 @@ class Authenticator:
 
     gate: Gate
     shares: KeyShares
-    refusals: Refusals = attrs.field(factory=Refusals)
+    throttle: RefusalThrottle = attrs.field(factory=RefusalThrottle)
     unproven: int = 0
 
     async def identify(self, scope: Scope, token: bytes | None = None) -> ApiKey:
@@ -240,5 +234,5 @@ class Authenticator:
             return self.gate.check(scope) if token is None else self.gate.check_key(token)
         except Unauthorized as error:
             refusal = error
-        await self.refusals.note(scope.get("client"))
+        await self.throttle.note(scope.get("client"))
         raise refusal

@@ -1,9 +1,9 @@
-"""A client's socket as the HTTP protocol code sees it: every write has a deadline, and it can be aborted from outside.
+"""A client's socket as the HTTP protocol code sees it: every write has a deadline, and any task can abort it.
 
-The protocol code only says that it is done (`aclose`); the accept loop that owns the socket closes it, so that it can
-read what is left first: closing with unread bytes makes the kernel send a reset that may overtake the answer
-(RFC 9112 §9.6). The protocol code shields its writes, so only a deadline on the inside or an abort ends one whose
-reader has stopped.
+The protocol code only says that it is done (`aclose`). The accept loop owns the socket and closes it after reading the
+bytes that are left: closing with unread bytes makes the kernel send a reset that may overtake the answer (RFC 9112
+§9.6). The protocol code shields its writes, so only a deadline inside the stream or an abort ends a write whose reader
+has stopped.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 class ClientGone(Exception):
-    """Nobody is left to answer. Raised into a handler, caught at the edge, never logged as an error."""
+    """The client has left. Raised into a handler, caught at the edge, never logged as an error."""
 
 
 class GuardedStream:
-    """What hypercorn's `TCPServer` needs of a stream; not a full `trio.abc.Stream`.
+    """The part of a stream that hypercorn's `TCPServer` uses; not a full `trio.abc.Stream`.
 
-    `is_broken`: what is sent reaches nobody. `is_at_eof`: the client ended its side; it may still read ours.
-    `has_unread_body` is set by the application's side when it answered before the request had been read to its end.
+    `is_broken`: data that is sent reaches nobody. `is_at_eof`: the client ended its side and may still read ours.
+    `has_unread_body`: the application answered before the request had been read to its end; the application sets it.
     """
 
     def __init__(self, stream: trio.SocketStream, *, write_timeout_s: float) -> None:
@@ -44,7 +44,7 @@ class GuardedStream:
         """Send `data` within the write deadline.
 
         Raises:
-            trio.BrokenResourceError: the deadline passed (the socket is then gone) or the peer is.
+            trio.BrokenResourceError: the deadline passed (the socket is then closed), or the peer is gone.
             trio.ClosedResourceError: after `aclose` or `abort`.
         """
         if self._is_closed:
@@ -59,7 +59,7 @@ class GuardedStream:
         except trio.BrokenResourceError:
             self.is_broken = True
             raise
-        except trio.BusyResourceError:  # `send_eof` is at it
+        except trio.BusyResourceError:  # `send_eof` is running
             self.is_broken = True
             raise trio.BrokenResourceError("the connection is being ended") from None
         finally:
@@ -88,7 +88,7 @@ class GuardedStream:
         raise trio.ClosedResourceError
 
     async def send_eof(self) -> None:
-        """Tell the client that no more comes."""
+        """End our side of the connection."""
         await self._stream.send_eof()
 
     async def aclose(self) -> None:
@@ -109,7 +109,7 @@ class GuardedStream:
             self.socket.close()
 
     async def linger(self) -> None:
-        """After an early answer: discard what the client still sends, for a bounded time, until it has read ours."""
+        """After an early answer, discard what the client still sends until it closes, for `LINGER_S` at most."""
         if not self.has_unread_body or self.is_at_eof:
             return
         with (

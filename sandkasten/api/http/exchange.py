@@ -1,7 +1,7 @@
 """One HTTP request and its answer over raw ASGI: bounded bodies, deadlines on reading, an end when the client leaves.
 
-The one place that reads request bodies and starts answers; Quart's half gets its body through here, too. Decides
-nothing about routes, keys or errors.
+The one place that reads request bodies and starts answers; Quart gets its bodies from here, too. Decides nothing about
+routes, keys or errors.
 """
 
 from __future__ import annotations
@@ -33,9 +33,12 @@ MAX_QUERY_FIELDS = 32
 
 
 class Exchange:
-    """What a handler works with. `key` is the caller's, and without one nobody's. `session_id` (or `workspace_id`) and
-    `params`, the path's open segments, are set for routes beneath one, `route`, the pattern that matched, once it is
-    known, and `status` once it was sent."""
+    """One request for a handler, with all that the handler needs.
+
+    `key` is the caller's key, or `NOBODY` before authentication. `route` is the template of the path once a route was
+    found, and `params` are its open segments; `session_id` or `workspace_id` is set beneath one. `status` is set once
+    the answer's head was sent.
+    """
 
     def __init__(
         self,
@@ -71,7 +74,7 @@ class Exchange:
 
     @property
     def workspaces(self) -> WorkspaceSupervisor:
-        """The workspaces that exist for the caller's key. Handlers reach them in no other way."""
+        """The workspaces within the reach of the caller's key. Handlers use no other way to workspaces."""
         return own_workspaces(self.key, self.supervisor)
 
     @property
@@ -79,7 +82,7 @@ class Exchange:
         return str(self.scope["method"])
 
     def header(self, name: bytes) -> str | None:
-        """Return a header's value, or None if it is missing or there are several."""
+        """Return a header's value, or None if the header is missing or there are several."""
         return one_header(self.scope, name)
 
     @functools.cached_property
@@ -87,7 +90,7 @@ class Exchange:
         """The query's fields, the last of a name.
 
         Raises:
-            InvalidRequest: it is not UTF-8 or has too many fields.
+            InvalidRequest: the query is not UTF-8 or has too many fields.
         """
         return parse_query(self.scope["query_string"])
 
@@ -98,11 +101,11 @@ class Exchange:
     # The request's body
 
     async def read_chunk(self, *, limit_bytes: int) -> bytes:
-        """Return the next piece of the body, `b""` at its end.
+        """Return the next piece of the body, `b""` at the end.
 
         Raises:
-            TooLarge: the body is, or says it is, longer than `limit_bytes`.
-            InvalidRequest: nothing came for `read_timeout_s`.
+            TooLarge: the body is longer than `limit_bytes`, or its announced length is.
+            InvalidRequest: no data came for `read_timeout_s`.
             ClientGone: the client left.
         """
         if not self._body_bytes and (self._declared_bytes() or 0) > limit_bytes:
@@ -128,13 +131,14 @@ class Exchange:
         return bytes(body)
 
     async def read_json_body(self, *, limit_bytes: int | None = None) -> bytes:
-        """Return a body that is meant to be JSON, not parsed yet; the second time the same one.
+        """Return a JSON body, not parsed yet; the same one when called again.
 
-        Up to `max_request_bytes` unless told otherwise. Without a key its type must be `application/json`: a web page
-        can't send that across origins unasked (Fetch standard, "CORS-safelisted request-header").
+        Reads up to `limit_bytes`, by default `max_request_bytes`. Without a configured key the body's type must be
+        `application/json`: a web page can't send that across origins unasked (Fetch standard, "CORS-safelisted
+        request-header").
 
         Raises:
-            InvalidRequest: its type is another one, or it has too many values.
+            InvalidRequest: the type is another one, or the body has too many values.
             TooLarge, InvalidRequest, ClientGone: as `read_chunk`.
         """
         if self._json_body is not None:
@@ -148,7 +152,7 @@ class Exchange:
 
     @property
     def media_type(self) -> str:
-        """The body's type without parameters, lower case; empty if there is none."""
+        """The body's media type without parameters, in lower case; empty if the header is missing."""
         return (self.header(b"content-type") or "").partition(";")[0].strip().lower()
 
     def _declared_bytes(self) -> int | None:
@@ -179,15 +183,15 @@ class Exchange:
         """Send a whole answer."""
         headers: Headers = (JSON, ("content-length", str(len(answer.body))), *answer.headers)
         if not self._is_body_done and has_body(self.scope):
-            headers = (*headers, ("connection", "close"))  # what is left of the request can't be skipped
+            headers = (*headers, ("connection", "close"))  # the rest of the request can't be skipped
         await self.start(answer.status, headers)
         await self.finish(answer.body)
 
     async def hand_over(self, app: App, *, limit_bytes: int) -> None:
         """Let another ASGI application answer, after a body of up to `limit_bytes`.
 
-        It gets the body in one piece, since Quart would buffer it without bound, and isn't told when the client
-        leaves, since quart-trio would drop the answer of a client that only ended its own side.
+        The application gets the body in one piece, since Quart would buffer without bound, and is not told when the
+        client leaves, since quart-trio would drop the answer of a client that only ended its own side.
         """
         bodies = [await self.read_json_body(limit_bytes=limit_bytes)]
 
@@ -203,7 +207,7 @@ class Exchange:
             self.is_started = True
             self.status = message["status"]
         elif not message.get("more_body", False):
-            self.use.leave()  # a key that ends now ends nothing: the connection may be another's next
+            self.use.leave()  # the connection may be another key's next, so the end of this key ends it no more
         await self._send(message)
 
     # The client
@@ -211,11 +215,11 @@ class Exchange:
     async def until_disconnect(self, work: Callable[[], Awaitable[T]]) -> T:
         """Run `work`, cancelled when the client leaves. Call it after the body has been read.
 
-        The end of the client's side is a leave: a socket that was closed looks the same as one that was half-closed
-        until something is written to it, and a command must not go on for nobody (RFC 9293 §3.6).
+        The end of the client's side counts as a leave: until something is written, a closed socket looks the same as a
+        half-closed one, and a command must not go on for a client that has left (RFC 9293 §3.6).
 
         Raises:
-            ClientGone: it left first.
+            ClientGone: the client left first.
             SandkastenError: what `work` raised.
         """
         results: list[T] = []
@@ -243,7 +247,7 @@ class Exchange:
 
 
 def one_header(scope: Scope, name: bytes) -> str | None:
-    """Return a header's value, or None if it is missing or there are several."""
+    """Return a header's value, or None if the header is missing or there are several."""
     values = [value for key, value in scope["headers"] if key == name]
     return bytes(values[0]).decode("latin-1") if len(values) == 1 else None
 
@@ -257,7 +261,7 @@ def query_fields(query_string: bytes) -> list[tuple[str, str]]:
     """Return a query's fields in order.
 
     Raises:
-        InvalidRequest: it is not UTF-8 or has too many fields.
+        InvalidRequest: the query is not UTF-8 or has too many fields.
     """
     try:
         text = query_string.decode("ascii")

@@ -1,14 +1,14 @@
-"""The ASGI wrapper between hypercorn and any application: what the server code gets wrong, put right from outside.
+"""The ASGI wrapper between hypercorn and any application: corrects three faults of the server code from outside.
 
-Per connection, not per request. It looks at no route, header or key.
+Per connection, not per request. Looks at no route, header or key.
 - hypercorn's `send` returns without a checkpoint once the client is gone, so a loop of sends would freeze the event
-  loop: here every send is a checkpoint, and raises once the connection is over (`ws_stream.py` sees to that for
-  WebSockets). The end of an HTTP client's side alone doesn't end the connection here: whoever is asked for something
-  short still answers. Whoever waits hears `http.disconnect`, and `Exchange.until_disconnect` takes it for a leave.
-- hypercorn hands a body on through a queue of a few pieces, and the end of an answer as well. An application that
-  answers without reading would wait for itself, its connection for ever: here what is not read is dropped meanwhile.
-- hypercorn reports `http.disconnect` after each complete answer and quart-trio cancels itself on it, which also cancels
-  hypercorn's keep-alive timer: here `receive` stays silent after the final part of the answer.
+  loop. Here every send is a checkpoint, and raises once the connection is over (`websocket.py` does so for WebSockets).
+  The end of an HTTP client's side alone does not end the connection here: a handler that is soon done still answers. A
+  handler that waits hears `http.disconnect`, which `Exchange.until_disconnect` takes for a leave.
+- hypercorn hands on bodies, and the end of answers, through a queue of a few pieces. An application that answers
+  without reading would wait for itself for ever. Here the unread rest of a body is dropped meanwhile.
+- hypercorn reports `http.disconnect` after each complete answer. quart-trio cancels itself on it, which also cancels
+  hypercorn's keep-alive timer. Here `receive` stays silent after the final part of the answer.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class GuardedApp:
 
 
 async def _send_dropping(send: Send, message: Message, receive: Receive) -> None:
-    """Send the end of an answer, and take what comes of the request until that is done."""
+    """Send the end of an answer, and drop the rest of the request until that is done."""
     failures: list[Exception] = []
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_drop, receive)
@@ -91,7 +91,7 @@ async def _drop(receive: Receive) -> None:
 
 
 def has_body(scope: Scope) -> bool:
-    """Whether the request's head announces a body (RFC 9112 §6)."""
+    """Return whether the request's head announces a body (RFC 9112 §6)."""
     return any(
         name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0"))
         for name, value in scope["headers"]

@@ -1,8 +1,8 @@
 """hypercorn's HTTP/1 protocol, without HTTP/2, and with the usual error body where hypercorn answers by itself.
 
-It does so for heads and bodies that are no HTTP and for broken WebSocket handshakes: no application is asked then.
-WebSockets are served by `ws_stream.py` instead of hypercorn's own code.
-Knows no route; tests/api/test_hypercorn_parts.py holds what is relied upon. Source: RFC 9112 §9.6, RFC 9110 §7.8.
+hypercorn does so for malformed heads and bodies and for broken WebSocket handshakes, without asking an application.
+WebSockets are served by `websocket.py` instead of hypercorn's own code. Knows no route.
+tests/api/test_hypercorn_parts.py names the parts that are relied upon. Sources: RFC 9112 §9.6, RFC 9110 §7.8.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from sandkasten.model import errors
 log = logging.getLogger(__name__)
 
 BARE = [(b"content-length", b"0"), (b"connection", b"close")]
-"""The headers of an answer that hypercorn makes up."""
+"""The headers of an answer that hypercorn makes by itself."""
 
 _SPOKEN_VERSION = ((b"sec-websocket-version", b"13"),)
-"""Told to whoever makes a handshake that we can't accept (RFC 6455 §4.2.2)."""
+"""A header of each refused handshake (RFC 6455 §4.2.2)."""
 
 _NOT_THE_REQUEST = (HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.FORBIDDEN)
-"""What hypercorn answers for an application that ended, or closed a WebSocket, without an answer of its own."""
+"""Statuses that hypercorn answers for an application that ended, or closed a WebSocket, without an answer."""
 
 
-class _Connection(h11.Connection):
-    """Bytes after a request that ends the connection are dropped (RFC 9112 §9.6).
+class _H11Connection(h11.Connection):
+    """h11's connection, which drops bytes after a request that ends the connection (RFC 9112 §9.6).
 
-    To h11 they are an error, on which hypercorn would close at once, in the middle of the answer.
+    h11 takes such bytes for an error, on which hypercorn would close at once, in the middle of the answer.
     """
 
     def receive_data(self, data: bytes) -> None:
@@ -66,7 +66,7 @@ class Http1(H11Protocol):
 
     @classmethod
     def install(cls, connection: TCPServer, *, on_refusal: Callable[[], None]) -> None:
-        """Let `connection` speak this; `on_refusal` is called before each answer that hypercorn makes up."""
+        """Have `connection` use this protocol; `on_refusal` is called before each answer of hypercorn's own."""
         made = connection.protocol
         made.protocol = protocol = cls(
             made.app,
@@ -79,7 +79,7 @@ class Http1(H11Protocol):
             made.server,
             made.send,
         )
-        protocol.connection = _Connection(h11.SERVER, max_incomplete_event_size=made.config.h11_max_incomplete_size)
+        protocol.connection = _H11Connection(h11.SERVER, max_incomplete_event_size=made.config.h11_max_incomplete_size)
         protocol.on_refusal = on_refusal
 
     async def _check_protocol(self, event: h11.Request) -> None:
@@ -89,7 +89,7 @@ class Http1(H11Protocol):
     async def _create_stream(self, request: h11.Request) -> None:
         """Serve WebSockets by our own code, and refuse broken handshakes before any application is asked.
 
-        No extension is offered to it: hypercorn's handshake would agree to inflate messages of any size.
+        Extensions are taken out of the offer: hypercorn's handshake would agree to inflate messages of any size.
         """
         if not _is_upgrade(request):
             await super()._create_stream(request)
@@ -120,7 +120,7 @@ class Http1(H11Protocol):
         )
 
     async def _send_error_response(self, status_code: int) -> None:
-        """Answer bytes that are no HTTP. In one piece: the application may be about to answer the request's head."""
+        """Answer bytes that are not HTTP, in one piece: the application may be about to answer the request's head."""
         headers, answer = self._make_up(status_code)
         is_head = self._is_head and self.connection.our_state is h11.SEND_RESPONSE
         events = (
@@ -131,7 +131,7 @@ class Http1(H11Protocol):
         await self.send(RawData(data=b"".join(self.connection.send(event) or b"" for event in events)))
 
     async def stream_send(self, event: Event) -> None:
-        """Pass on what an application answers; where hypercorn answers for it, put in the headers and the body."""
+        """Pass on an application's answer; give an answer of hypercorn's own the usual headers and body."""
         if not isinstance(event, Response) or event.headers != BARE or event.status_code in _NOT_THE_REQUEST:
             await super().stream_send(event)
             return
@@ -162,7 +162,7 @@ class Http1(H11Protocol):
 
 
 def _is_upgrade(request: h11.Request) -> bool:
-    """Whether the request asks for a WebSocket (RFC 9110 §7.8)."""
+    """Return whether the request asks for a WebSocket (RFC 9110 §7.8)."""
     fields: dict[bytes, bytes] = {}
     for name, value in request.headers:
         fields[name] = fields[name] + b"," + value if name in fields else value
@@ -172,7 +172,7 @@ def _is_upgrade(request: h11.Request) -> bool:
 
 
 def _is_valid_handshake(headers: list[tuple[bytes, bytes]], http_version: bytes) -> bool:
-    """Whether the upgrade can be accepted (RFC 6455 §4.2.1)."""
+    """Return whether the upgrade can be accepted (RFC 6455 §4.2.1)."""
     try:
         return Handshake(headers, http_version.decode()).is_valid()
     except UnicodeDecodeError:

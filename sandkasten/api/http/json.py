@@ -10,10 +10,11 @@ nothing else is checked.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, Self
 
 import attrs
 import cattrs
@@ -32,6 +33,18 @@ class Body:
     a field without a default is always there, and may be null."""
 
     __slots__ = ()
+
+    @classmethod
+    def take(cls, source: object, /, **others: Any) -> Self:  # others: fields of the class
+        """Return a body of `others`, and of the attributes of `source` that have the names of the other fields."""
+        names = _names(cls)  # type: ignore[arg-type]  # a class is hashable
+        taken = {name: getattr(source, name) for name in names if name not in others}
+        return cls(**taken, **others)
+
+
+@functools.cache
+def _names(cls: type[Any]) -> tuple[str, ...]:
+    return tuple(field.name for field in attrs.fields(cls))
 
 
 def is_optional(field: attrs.Attribute[Any]) -> bool:  # Any: of whatever type

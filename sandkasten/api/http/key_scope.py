@@ -1,5 +1,7 @@
-"""What a key makes of a request whose handler finds or makes things: its label on what it creates, its id as the maker,
-and nothing of others in what it sees. The other half of `access.py`, for routes with `Reach.FILTERED`.
+"""The part of the world that a key with a label sees, for handlers that find or make things (`Reach.FILTERED`).
+
+A key adds its label and its id to what it makes, and sees nothing without its label. `auth.py` checks routes that name
+a session.
 """
 
 from __future__ import annotations
@@ -18,16 +20,16 @@ from sandkasten.model.workspace import EVERYWHERE, Within
 from sandkasten.supervisor import Supervisor, WorkspaceSupervisor
 
 _BETWEEN = "\x1f"
-"""Between an API key's id and an idempotency key; no client can send it in one."""
+"""Stands between an API key's id and an idempotency key; no client can send it in either."""
 
 _REMEMBERED = 4096
 
 
 def owned_spec(key: ApiKey, spec: SessionSpec) -> SessionSpec:
-    """Return what this key asks for: its label is added, it is the maker, and its idempotency keys are its own.
+    """Return a spec with the key's label and id, and with an idempotency key that no other key shares.
 
     Raises:
-        Forbidden: the label has another value.
+        Forbidden: the spec has another value for the key's label.
     """
     return attrs.evolve(
         spec,
@@ -39,7 +41,7 @@ def owned_spec(key: ApiKey, spec: SessionSpec) -> SessionSpec:
 
 
 def owned_patch(key: ApiKey, patch: SessionPatch) -> SessionPatch:
-    """Return the change with the key's label kept. Raises `Forbidden` when it would give it another value."""
+    """Return a change that keeps the key's label. Raises `Forbidden` when the change has another value for it."""
     return patch if patch.labels is None else attrs.evolve(patch, labels=own_labels(key, patch.labels))
 
 
@@ -49,7 +51,7 @@ def within(key: ApiKey) -> Within:
 
 
 def own_labels(key: ApiKey, labels: Mapping[str, str]) -> Mapping[str, str]:
-    """Return labels with the key's own. Raises `Forbidden` when they have another value for it."""
+    """Return labels with the key's own. Raises `Forbidden` when the labels have another value for it."""
     if key.label is None:
         return labels
     given = labels.get(key.label.name, key.label.value)
@@ -59,29 +61,29 @@ def own_labels(key: ApiKey, labels: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def own_name(key: ApiKey, name: str) -> str:
-    """Return a name that no other key can give; the configured key's are those of before there were others."""
+    """Return a name that no other key can give; names of the configured key stay as they are."""
     return name if key.id in (CONFIGURED_ID, LOCAL_ID) else f"{key.id}{_BETWEEN}{name}"
 
 
 def owned_query(key: ApiKey, query: SessionQuery) -> SessionQuery:
-    """Return the query for what exists for this key: so a page is full of it, and its cursor tells of nothing else."""
+    """Return a query that matches only within the key's reach, so that pages are full and cursors tell nothing else."""
     if key.label is None:
         return query
     return attrs.evolve(query, labels=(*query.labels, LabelSelector(key.label.name, key.label.value)))
 
 
 def within_reach(key: ApiKey, sessions: Iterable[Session]) -> list[Session]:
-    """Return those that exist for this key."""
+    """Return the sessions within the key's reach."""
     return [session for session in sessions if key.reaches(session.labels)]
 
 
 def own_workspaces(key: ApiKey, supervisor: Supervisor) -> WorkspaceSupervisor:
-    """Return the workspaces that exist for this key, and a way to make more of them."""
+    """Return the supervisor of the workspaces within the key's reach."""
     return supervisor if key.label is None else supervisor.workspaces_within(within(key))
 
 
 class EventFilter:
-    """Which events one reader is shown: those of sessions within its key's reach."""
+    """Selects the events of sessions within the reach of a reader's key."""
 
     def __init__(self, key: ApiKey, supervisor: Supervisor) -> None:
         self._key = key
@@ -89,7 +91,7 @@ class EventFilter:
         self._ended: OrderedDict[str, bool] = OrderedDict()
 
     async def shows(self, told: Event) -> bool:
-        """Whether this event exists for the key: by the session's labels as they are now, or were at its end."""
+        """Return whether an event is shown, by the labels of its session now, or at the session's end."""
         if self._key.label is None:
             return True
         session_id = told.session_id
@@ -97,7 +99,7 @@ class EventFilter:
             return self._ended[session_id]
         try:
             session = await self._supervisor.get(session_id)
-        except SessionNotFound:  # not kept any more: nobody knows whose it was
+        except SessionNotFound:  # the record is gone, so its labels are unknown
             return False
         is_shown = self._key.reaches(session.labels)
         if session.status in ENDED:

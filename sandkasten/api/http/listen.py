@@ -1,16 +1,14 @@
 """Listening sockets from `host:port` and `unix:/path`. Accepts nothing.
 
-Without an API key only loopback addresses and unix sockets are opened. Names are resolved once and exactly the
-resolved addresses are bound, so the answer that was checked is the one that is served. No socket is inheritable.
+Without an API key only loopback addresses and unix sockets are opened. Names are resolved once and exactly the resolved
+addresses are bound, so the answer that was checked is the one that is served. No socket is inheritable.
 
-Sources: unix(7), bind(2); a unix socket's mode is the inode mode of the unbound socket, so fchmod(2) before bind(2)
-leaves no moment in which others may connect.
+`open_listeners` opens sockets for as long as the front runs. `listen_early` opens them before the daemon gives its
+privilege away, for ports below 1024 and unix sockets anywhere: the process keeps them for its life, and a front that
+ends and starts again gets duplicates. `listen_early` blocks, so call it before there is an event loop or a thread. Its
+unix socket files are left to the launcher to remove: the directory may be root's.
 
-Sockets that listen before the daemon gives its privilege away: ports below 1024, unix sockets anywhere.
-
-Owns them for the life of the process: the front may end and start again, and gets duplicates each time. Blocking, to be
-called before there is an event loop or a thread. Removes no unix socket file: the directory may be root's, so that is
-left to the launcher (`sockets`). What is served is judged as in `listen.py`. Sources: socket(7) SO_REUSEADDR; ipv6(7).
+Sources: unix(7), bind(2), ipv6(7); socket(7) SO_REUSEADDR.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ BACKLOG = 512
 
 
 class ListenError(Exception):
-    """An address can't be served; the message is one sentence for the operator."""
+    """An address can't be served. The message is one sentence for the operator."""
 
 
 @attrs.frozen
@@ -47,7 +45,7 @@ def split_host_port(address: str) -> tuple[str, int]:
     """Parse `host:port`, `[v6]:port` or `:port`.
 
     Raises:
-        ListenError: it is none of these.
+        ListenError: `address` has none of these forms.
     """
     host, colon, port = address.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
@@ -86,7 +84,7 @@ def numeric_addresses(address: str, found: Iterable[Sequence[Any]], *, loopback_
 
 @contextlib.asynccontextmanager
 async def open_listeners(addresses: Sequence[str], *, loopback_only: bool) -> AsyncIterator[Bound]:
-    """Open every address; on the way out close the sockets and remove the unix socket files.
+    """Open every address; at the end close the sockets and remove the unix socket files.
 
     Raises:
         ListenError: an address is malformed, refused or taken.
@@ -145,7 +143,7 @@ def _unix_listener(path: str) -> Iterator[trio.SocketListener]:
 
 
 def bind_unix(path: str, *, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
-    """Listen on `path` with mode 0600; a socket nobody listens on is replaced, anything else is an error.
+    """Listen on `path` with mode 0600. A socket file without a listener is replaced; any other file is an error.
 
     Raises:
         ListenError: the path is taken, or can't be used.
@@ -153,7 +151,7 @@ def bind_unix(path: str, *, kind: socket.SocketKind = socket.SOCK_STREAM) -> soc
     _remove_stale(path, kind)
     sock = socket.socket(socket.AF_UNIX, kind)
     try:
-        os.fchmod(sock.fileno(), 0o600)
+        os.fchmod(sock.fileno(), 0o600)  # bind(2) gives the file this mode, so nobody else can connect in between
         sock.setblocking(False)
         sock.bind(path)
         sock.listen(BACKLOG)
@@ -183,7 +181,7 @@ def _remove_stale(path: str, kind: socket.SocketKind) -> None:
 
 
 def _remove_if_same(path: str, created: os.stat_result) -> None:
-    """Unlink our socket, but not one that a successor has bound meanwhile."""
+    """Unlink our socket file, but not one that a successor has bound meanwhile."""
     with contextlib.suppress(FileNotFoundError):
         now = os.lstat(path)
         if (now.st_dev, now.st_ino) == (created.st_dev, created.st_ino):
@@ -194,15 +192,18 @@ _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 @attrs.define
-class Held:
-    """Listening sockets, how to reach them, and the unix ones' paths with device and inode."""
+class EarlySockets:
+    """Sockets that listen since before the daemon gave its privilege away.
+
+    `addresses` is how to reach them. `unix_paths` are the socket files, with device and inode.
+    """
 
     listening: list[socket.socket] = attrs.field(factory=list)
     addresses: list[str] = attrs.field(factory=list)
-    sockets: list[tuple[str, int, int]] = attrs.field(factory=list)
+    unix_paths: list[tuple[str, int, int]] = attrs.field(factory=list)
 
     def bound(self) -> Bound:
-        """Return listeners of the caller's own on the same sockets, which listen again if they had stopped to."""
+        """Return duplicates for one front. A socket that had been shut down listens again."""
         for each in self.listening:
             each.listen(BACKLOG)
         duplicates = [trio.socket.from_stdlib_socket(each.dup()) for each in self.listening]
@@ -213,36 +214,36 @@ class Held:
             each.close()
 
 
-def hold(addresses: Sequence[str], *, loopback_only: bool) -> Held:
-    """Listen on every address.
+def listen_early(addresses: Sequence[str], *, loopback_only: bool) -> EarlySockets:
+    """Listen on every address. Blocking.
 
     Raises:
         ListenError: an address is malformed, refused or taken; nothing is left open.
     """
-    held = Held()
+    early = EarlySockets()
     try:
         for address in addresses:
             if address.startswith(UNIX):
-                _hold_unix(held, address.removeprefix(UNIX))
+                _listen_early_unix(early, address.removeprefix(UNIX))
             else:
-                _hold_tcp(held, address, loopback_only=loopback_only)
+                _listen_early_tcp(early, address, loopback_only=loopback_only)
     except BaseException:
-        held.close()
-        for path, _device, _inode in held.sockets:
+        early.close()
+        for path, _device, _inode in early.unix_paths:
             os.unlink(path)
         raise
-    return held
+    return early
 
 
-def _hold_unix(held: Held, path: str) -> None:
+def _listen_early_unix(early: EarlySockets, path: str) -> None:
     sock = bind_unix(path)
-    held.listening.append(sock)
+    early.listening.append(sock)
     found = os.lstat(path)
-    held.sockets.append((os.path.abspath(path), found.st_dev, found.st_ino))
-    held.addresses.append(f"{UNIX}{path}")
+    early.unix_paths.append((os.path.abspath(path), found.st_dev, found.st_ino))
+    early.addresses.append(f"{UNIX}{path}")
 
 
-def _hold_tcp(held: Held, address: str, *, loopback_only: bool) -> None:
+def _listen_early_tcp(early: EarlySockets, address: str, *, loopback_only: bool) -> None:
     host, port = split_host_port(address)
     try:
         flags = socket.AI_PASSIVE | socket.AI_ADDRCONFIG
@@ -259,8 +260,8 @@ def _hold_tcp(held: Held, address: str, *, loopback_only: bool) -> None:
                 raise ListenError(f"can't listen on {address!r}: {error.strerror}") from error
             missing = error  # `localhost` may name an address family this machine hasn't got; one is enough
             continue
-        held.listening.append(sock)
-        held.addresses.append(url_of(sock))
+        early.listening.append(sock)
+        early.addresses.append(url_of(sock))
         opened += 1
     if not opened:
         raise ListenError(f"can't listen on {address!r}: this machine has no such address") from missing

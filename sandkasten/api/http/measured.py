@@ -1,7 +1,7 @@
-"""What the front counts: requests by route, method and status class, how long they took, and WebSockets.
+"""Metrics of the front: requests by route, method and status class, their durations, and WebSockets.
 
-A route is the pattern of the URL table, never a path, so that clients can't add series; what leads nowhere is one
-route. Owns the instruments; `metrics.py` writes them out.
+A series names the template of a route, never a path, so that clients can't add series; all paths without a route share
+one. Owns the instruments; `resources/node.py` spells them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sandkasten import log
 from sandkasten.counters.metrics import SECONDS, Series, collect
 
 NOWHERE = "none"
-"""In place of a route, for paths and methods that there are not."""
+"""Stands in place of a route, for paths and methods without one."""
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _OTHER_METHOD = "other"
@@ -46,24 +46,24 @@ class FrontMetrics:
             Gauge("sandkasten_websockets", "WebSockets that are open.", ("route",), registry=own)
         )
         self.rendering = trio.CapacityLimiter(_CONCURRENT)
-        """Who makes a page of it, in worker threads."""
+        """Bounds the worker threads that render pages."""
 
     def begin_request(self) -> None:
-        """A request is being served, until `end_request`."""
+        """Count a request that is being served, until `end_request`."""
         self._requests_now.inc()
 
     def end_request(self) -> None:
         self._requests_now.dec()
 
     def note_request(self, method: str, route: str | None, status: int, took_s: float) -> None:
-        """A request was answered; with status 0 the client left before."""
+        """Count a request that was answered; with status 0 the client left before."""
         status_class = f"{status // 100}xx" if status else "left"
         known = method if method in _METHODS else _OTHER_METHOD
         self._requests(known, route or NOWHERE, status_class).observe(took_s)
 
     @contextmanager
     def websocket(self, route: str) -> Iterator[None]:
-        """A WebSocket is open, or about to be."""
+        """Count a WebSocket that is open, or is about to be."""
         self._websockets_now(route).inc()
         try:
             yield
@@ -71,17 +71,17 @@ class FrontMetrics:
             self._websockets_now(route).dec()
 
     def note_websocket(self, route: str | None, status: int, code: int) -> None:
-        """A WebSocket ended with a close code, or was refused with a status."""
+        """Count a WebSocket that ended with a close code, or was refused with a status."""
         self._websockets_ended(route or NOWHERE, _code_class(status, code)).inc()
 
     def read(self) -> Sequence[Metric]:
         """Return all that was counted. Any thread may ask."""
-        dropped = CounterMetricFamily("sandkasten_log_lines_dropped", "Log lines nobody read.", log.dropped_lines())
+        dropped = CounterMetricFamily("sandkasten_log_lines_dropped", "Log lines dropped.", log.dropped_lines())
         return [*collect(self._registry), dropped]
 
 
 def _code_class(status: int, code: int) -> str:
-    """Return a closed set's member: peers choose close codes freely (RFC 6455 §7.4.2)."""
+    """Return the class of a close code, from a closed set: peers choose codes freely (RFC 6455 §7.4.2)."""
     if status != 101:
         return f"http_{status // 100}xx"
     if code in (1000, 1001, 1005):

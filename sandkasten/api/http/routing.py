@@ -53,7 +53,7 @@ def parse_target(raw_path: bytes, *, host: str | None) -> Target | None:
 
 
 class Kind(enum.Enum):
-    """How a route is served.
+    """The way in which a route is served.
 
     JSON: by Quart; the handler returns an `Answer`. RAW: in front of Quart, by an ASGI handler that returns an
     `Answer` or has answered piece by piece. WEBSOCKET: by a handler of `websocket`.

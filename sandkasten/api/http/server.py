@@ -1,11 +1,11 @@
 """The accept loop: hypercorn's connection code behind a wall per connection, with a limit and a stop that ends.
 
-Owns sockets and connections. Knows no route and no session. hypercorn 0.18's own `serve` lets a connection's
-exception end the whole process and never returns while a client has stopped reading; here what a connection raises
-ends that connection, and after `graceful_timeout_s` whatever is left is aborted.
+Owns sockets and connections. Knows no route and no session. hypercorn 0.18's own `serve` lets a connection's exception
+end the whole process and never returns while a client has stopped reading. Here an exception ends its own connection,
+and after `graceful_timeout_s` all connections that are left are aborted.
 
-`TCPServer`, `WorkerContext` and `ASGIWrapper` are importable but not documented: tests/api/test_hypercorn_parts.py
-holds what is relied upon.
+`TCPServer`, `WorkerContext` and `ASGIWrapper` are importable but not documented. tests/api/test_hypercorn_parts.py
+names the parts that are relied upon.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from hypercorn.typing import ASGIFramework, ConnectionState
 from sandkasten.api.http.connection import GuardedStream
 from sandkasten.api.http.guard import App, GuardedApp
 from sandkasten.api.http.http1 import Http1
-from sandkasten.api.http.listen import Held, open_listeners
+from sandkasten.api.http.listen import EarlySockets, open_listeners
 from sandkasten.api.http.settings import ApiSettings
 
 log = logging.getLogger(__name__)
 
 REFUSALS = 32
-"""How many connections over the limit are answered with 503 at the same time; further ones are just closed."""
+"""Connections over the limit that are answered with 503 at the same time; further ones are just closed."""
 
 REFUSAL_S = 1.0
 KEEPALIVE_IDLE_S = 60
@@ -41,18 +41,18 @@ async def serve(
     app: App,
     settings: ApiSettings,
     *,
-    held: Held | None = None,
+    early: EarlySockets | None = None,
     task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve `app` until cancelled, then stop within `graceful_timeout_s`. Starts with the bound addresses.
 
-    `held`: what listens already; `settings.listen` is then not looked at.
+    `early`: sockets that listen already; `settings.listen` is then ignored.
 
     Raises:
-        ListenError: an address can't be served, or needs a key that isn't set.
+        ListenError: an address can't be served, or needs a key that is not set.
     """
-    if held is not None:
-        bound = held.bound()
+    if early is not None:
+        bound = early.bound()
         try:
             await _Server(app, settings).run(bound.listeners, bound.addresses, task_status)
         finally:
@@ -77,8 +77,8 @@ def hypercorn_config(settings: ApiSettings) -> Config:
     return config
 
 
-class _Connection(TCPServer):
-    """hypercorn's connection, over when the client's side is: the original then sits out its keep-alive timer."""
+class _TcpConnection(TCPServer):
+    """hypercorn's connection, which ends with the client's side: the original then waits for its keep-alive timer."""
 
     async def _read_data(self) -> None:
         Http1.install(self, on_refusal=self._expect_rest)
@@ -86,7 +86,7 @@ class _Connection(TCPServer):
         await self.idle_task.stop()
 
     def _expect_rest(self) -> None:
-        cast(GuardedStream, self.stream).has_unread_body = True  # what follows a malformed head is unread, too
+        cast(GuardedStream, self.stream).has_unread_body = True  # the bytes behind a malformed head stay unread
 
 
 class _Server:
@@ -112,7 +112,7 @@ class _Server:
                 self._stopping.set()
 
     async def _hold_connections(self, *, task_status: trio.TaskStatus[trio.Nursery]) -> None:
-        """Own the connections' tasks past the cancellation of `run`, by the graceful timeout and no longer."""
+        """Own the connections' tasks past the cancellation of `run`, for the graceful timeout at most."""
         with trio.CancelScope(shield=True):
             async with trio.open_nursery() as connections:
                 task_status.started(connections)
@@ -126,7 +126,7 @@ class _Server:
                 connections.cancel_scope.cancel()
 
     async def _handle(self, stream: trio.SocketStream) -> None:
-        """Serve one connection. Nothing it raises gets out; trio closes the socket afterwards."""
+        """Serve one connection and raise nothing; trio closes the socket afterwards."""
         if len(self._streams) >= self._settings.max_connections:
             await self._refuse(stream)
             return
@@ -149,7 +149,7 @@ class _Server:
         # TCPServer is typed for a TLS stream and uses the methods that GuardedStream has.
         transport = cast("trio.SSLStream[trio.SocketStream]", stream)
         state = ConnectionState({"stopping": self._stopping})
-        await _Connection(app, self._config, self._context, state, transport).run()
+        await _TcpConnection(app, self._config, self._context, state, transport).run()
 
     async def _refuse(self, stream: trio.SocketStream) -> None:
         if self._refusing >= REFUSALS:
@@ -157,7 +157,7 @@ class _Server:
         self._refusing += 1
         try:
             with trio.move_on_after(REFUSAL_S):
-                await stream.receive_some(64 * 1024)  # closing with unread bytes would reset the answer away
+                await stream.receive_some(64 * 1024)  # a close with unread bytes would send a reset
                 await stream.send_all(_REFUSAL)
                 await stream.send_eof()
                 while await stream.receive_some(64 * 1024):
@@ -169,7 +169,7 @@ class _Server:
 
 
 def _probe_silent_peers(stream: trio.SocketStream) -> None:
-    """Let the kernel find out that a peer vanished while a long command runs (tcp(7), TCP_KEEPIDLE)."""
+    """Have the kernel notice a peer that vanished while a long command runs (tcp(7), TCP_KEEPIDLE)."""
     if stream.socket.family != socket.AF_UNIX:
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)

@@ -1,4 +1,4 @@
-"""What the HTTP front can be told. Frozen values with defaults; knows no file, no environment, no socket."""
+"""Settings of the HTTP front. Frozen values with defaults; knows no file, no environment, no socket."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIB = 1024 * 1024
 class ApiSettings:
     """Sizes in bytes, durations in seconds unless the name says otherwise.
 
-    `api_key` None: no key is asked for, and then only loopback addresses and unix sockets are served.
+    `api_key` None: no key is asked for, and only loopback addresses and unix sockets are served.
     `allowed_origins`: web pages of other origins (`https://host[:port]`) that may open WebSockets, with the key.
     `default_limits` fills what a partial `limits` object leaves open. `spool_dir` None: the
     system's temporary directory.
@@ -51,8 +51,8 @@ class ApiSettings:
 
     @property
     def max_request_bytes(self) -> int:
-        """The largest JSON body where a command is the largest thing in it; `max_json_bytes` is for contents.
+        """The largest JSON body whose largest member is a command; `max_json_bytes` is for contents of files.
 
-        Three times the command: as JSON, a character of two bytes may have six.
+        Three times the command, since a character of two bytes may take six in JSON.
         """
         return min(self.max_json_bytes, 3 * self.max_command_bytes + MIB)

@@ -6,21 +6,16 @@ inbox of an application that has ended. Here no extension is ever agreed on, the
 for room in it, and each way to end reaches both sides: the peer as a close frame, the application as
 `websocket.disconnect`. Knows no route and no key.
 
-Taking frames apart costs far more than sending them, so it is done a few at a time, and what a peer may send that means
-nothing (parts without bytes, pings, pongs) is bounded.
+Parsing frames costs far more than sending them, so frames are parsed a few at a time, and parts without bytes, pings
+and pongs are bounded. Frames of a server are not masked: a frame is a short head and the payload, and several frames go
+out in one write.
 
-Beyond ASGI's messages it takes `{"type": "websocket.send", "frames": bytes}`: frames from `ws_frames.py`, written at
-once, and in `websocket.accept` `first_message_bytes`: with so many bytes the first message must have come whole.
-`scope["state"]["stopping"]`, if there is one, is the event that says goodbye (1001).
+Beyond ASGI's messages the application may send `{"type": "websocket.send", "frames": bytes}`, frames of `encode_frame`
+that are written at once, and in `websocket.accept` `first_message_bytes`, within which the first message must be
+complete. `scope["state"]["stopping"]`, if present, is the event on which the connection is closed with 1001.
 
-Source: RFC 6455 §5.4 (parts), §5.5 (control frames), §7 (closing), §10.4 (limits); asgi.readthedocs.io, "WebSocket".
-
-Frames that a WebSocket server sends, as bytes. Sans-I/O; what clients send is parsed by wsproto.
-
-Server frames are not masked, so that a frame is a short head and the payload as it is, and several frames can go out
-in one write.
-
-Source: RFC 6455 §5.2 (framing), §5.5 (control frames), §7.4 (close codes).
+Sources: RFC 6455 §5.2 (framing), §5.4 (parts), §5.5 (control frames), §7 (closing, codes), §10.4 (limits);
+asgi.readthedocs.io, "WebSocket".
 """
 
 from __future__ import annotations
@@ -55,12 +50,14 @@ _LONG = struct.Struct("!BBQ")
 
 
 class Opcode(enum.IntEnum):
+    """The kind of a message (RFC 6455 §5.2)."""
+
     TEXT = 0x1
     BINARY = 0x2
 
 
 class CloseCode(enum.IntEnum):
-    """Why a connection was closed: those of the RFC, and 4000 plus the HTTP status of the same refusal."""
+    """The code of a close: one of the RFC, or 4000 plus the HTTP status of the same refusal."""
 
     NORMAL = 1000
     GOING_AWAY = 1001
@@ -79,7 +76,7 @@ class CloseCode(enum.IntEnum):
 
 
 def encode_frame(opcode: Opcode, *parts: bytes | memoryview) -> bytes:
-    """Return one message of one frame whose payload is `parts` one after the other."""
+    """Return a message as one frame, with `parts` in a row as the payload."""
     length = sum(map(len, parts))
     if length < 126:
         return b"".join((_SHORT.pack(_FIN | opcode, length), *parts))
@@ -96,13 +93,13 @@ def cut_reason(reason: str) -> str:
 log = logging.getLogger(__name__)
 
 INBOX_MESSAGES = 16
-"""Messages that wait for the application; then the socket is not read, so that the client's writes wait."""
+"""Messages that wait for the application. Behind them the socket is not read, so the client's writes wait."""
 
 FRAMES_PER_TURN = 32
-"""Frames that are taken apart before other tasks get a turn: some 0.3 ms."""
+"""Frames that are parsed before other tasks get a turn: some 0.3 ms."""
 
 MAX_PARTS = 1024
-"""Of one message. The largest one comes in parts of a KiB or more."""
+"""Parts of one message. A message of the largest size still fits in parts of a KiB."""
 
 MAX_CONTROL_FRAMES = 128
 """Pings and pongs of the peer within `CONTROL_S`."""
@@ -110,10 +107,10 @@ MAX_CONTROL_FRAMES = 128
 CONTROL_S = 1.0
 
 GOODBYE_S = 10.0
-"""How long a close frame waits behind what is being written."""
+"""Seconds that a close frame waits behind a write."""
 
 PINGS_UNANSWERED = 6
-"""After so many intervals without a byte from the peer it counts as gone."""
+"""Ping intervals without a byte from the peer after which the peer counts as gone."""
 
 
 class _State(enum.Enum):
@@ -124,9 +121,9 @@ class _State(enum.Enum):
 
 
 class WebSocketStream:
-    """What `H11Protocol.stream` is for an upgrade whose handshake is valid.
+    """The `H11Protocol.stream` of an upgrade whose handshake is valid.
 
-    `expect_rest` is called when the peer may still send what nobody will read.
+    `expect_rest` is called when the peer may still send bytes that nobody will read.
     """
 
     def __init__(self, protocol: H11Protocol, *, ping_interval_s: float, expect_rest: Callable[[], None]) -> None:
@@ -143,11 +140,11 @@ class WebSocketStream:
         self._readers = trio.lowlevel.ParkingLot()
         self._room = trio.lowlevel.ParkingLot()
         self._message: io.StringIO | io.BytesIO | None = None
-        """What came of a message that is not complete."""
+        """The parts of a message that is not complete."""
         self._message_bytes = 0
         self._message_parts = 0
         self._first_message_bytes: int | None = None
-        """How much may still come before the first message is whole, None once that does not matter."""
+        """Bytes that may still come before the first message is complete; None once that does not matter."""
         self._control_frames = 0
         self._control_since = -math.inf
         self._is_silent = False
@@ -167,7 +164,7 @@ class WebSocketStream:
             self._put({"type": "websocket.connect"})
             self._protocol.task_group.spawn(self._run_app, self._make_scope(event))
         elif isinstance(event, Data):
-            await self._decided.wait()  # a peer may send at once; it is not heard before it is let in
+            await self._decided.wait()  # a peer may send at once, and is not heard before it is accepted
             await self._handle_data(event.data)
         elif isinstance(event, StreamClosed):
             self._end()
@@ -214,7 +211,7 @@ class WebSocketStream:
             await self._write(self._connection.send(event.response()))
 
     def _is_flooding(self) -> bool:
-        """Count a control frame; whether there were too many."""
+        """Count a control frame, and return whether there were too many."""
         now = trio.current_time()
         if now - self._control_since >= CONTROL_S:
             self._control_since, self._control_frames = now, 0
@@ -222,7 +219,7 @@ class WebSocketStream:
         return self._control_frames > MAX_CONTROL_FRAMES
 
     def _add(self, event: ws.Message[Any]) -> bool:  # str, bytes or bytearray
-        """Keep a part of a message; False once it is too large."""
+        """Keep a part of a message, and return False once the message is too large."""
         size = len(event.data.encode()) if isinstance(event.data, str) else len(event.data)
         self._message_bytes += size
         self._message_parts += event.frame_finished
@@ -242,7 +239,7 @@ class WebSocketStream:
         return {"type": "websocket.receive", "text": text, "bytes": data}
 
     async def _handle_close(self, event: ws.CloseConnection) -> None:
-        """The peer closes, or sent bytes that are no WebSocket."""
+        """Handle a close frame of the peer, or bytes that are no WebSocket."""
         if self._connection.state is ConnectionState.REMOTE_CLOSING:
             await self._part(event.response(), event.code)
             await self._protocol.stream_send(StreamClosed(stream_id=STREAM_ID))
@@ -304,14 +301,14 @@ class WebSocketStream:
         return message
 
     def _end(self) -> None:
-        """Nothing is sent or received any more."""
+        """End the connection for this side: nothing is sent or received from now on."""
         self._state = _State.OVER
         self._decided.set()
         self._tending.cancel()
         self._room.unpark_all()
 
     def _tell(self, code: int) -> None:
-        """Let the application hear, once, that it is over, behind what had come before."""
+        """Tell the application once that the connection is over, behind the messages that came before."""
         if not self._is_told:
             self._is_told = True
             self._put({"type": "websocket.disconnect", "code": int(code)})
@@ -319,7 +316,7 @@ class WebSocketStream:
     # What the application says ----------------------------------------------------------------------------------
 
     async def _send(self, message: Message) -> None:
-        """ASGI's `send`. Raises `ClientGone` when nobody hears it any more."""
+        """Carry out ASGI's `send`. Raises `ClientGone` when the connection is over."""
         kind = message["type"]
         if self._state is _State.HANDSHAKE:
             if kind == "websocket.accept":
@@ -406,7 +403,7 @@ class WebSocketStream:
             await self._write(self._connection.send(ws.Ping()))
 
     async def _is_stopping(self, wait_s: float) -> bool:
-        """Whether the server began to stop within `wait_s` seconds."""
+        """Return whether the server began to stop within `wait_s` seconds."""
         with trio.move_on_after(wait_s):
             if self._stopping is None:
                 await trio.sleep_forever()

@@ -1,8 +1,8 @@
 """Zstandard over a stream of pieces, a bounded amount at a time, in a worker thread. Knows no archive and no HTTP.
 
-What comes is hostile: it may say that it needs a window of gigabytes, or hold a mebibyte in forty bytes. So windows are
-bounded, as RFC 8878 §3.1.1.1.2 recommends to (8 MiB at the least; `zstd --ultra` and `--long=27` use up to 128 MiB),
-and output is taken in pieces of at most `PIECE_BYTES`, whatever the input holds.
+Input is hostile: it may ask for a window of gigabytes, or hold a mebibyte in forty bytes. So windows are bounded, as
+RFC 8878 §3.1.1.1.2 recommends (8 MiB at the least; `zstd --ultra` and `--long=27` use up to 128 MiB), and output is
+taken in pieces of at most `PIECE_BYTES`.
 
 Sources: RFC 8878; Python library reference, `compression.zstd`.
 """
@@ -24,13 +24,13 @@ _THREADS = 2
 
 
 class Zstandard:
-    """One for a front: it bounds how many threads are at it for all requests together."""
+    """The codec of one front; bounds the worker threads of all its requests together."""
 
     def __init__(self) -> None:
         self._limiter = trio.CapacityLimiter(_THREADS)
 
     async def compress(self, pieces: AsyncIterator[bytes], write: Callable[[bytes], Awaitable[None]]) -> bytes:
-        """Write what `pieces` compress to, but for the end, which is returned."""
+        """Write the compressed form of `pieces`, and return its last part instead of writing it."""
         compressor = ZstdCompressor(level=_LEVEL)
         buffer = bytearray()
         async for piece in pieces:
@@ -45,12 +45,12 @@ class Zstandard:
         )
 
     def decompressor(self) -> Decompressor:
-        """Return what takes compressed pieces one by one."""
+        """Return a decompressor, which is fed piece by piece."""
         return Decompressor(self._limiter)
 
 
 class Decompressor:
-    """One or several frames, one behind the other. Raises `InvalidRequest` for what is none."""
+    """Decompresses one or several frames in a row. Raises `InvalidRequest` for malformed input."""
 
     def __init__(self, limiter: trio.CapacityLimiter) -> None:
         self._limiter = limiter
@@ -58,7 +58,7 @@ class Decompressor:
         self._is_between = True
 
     async def feed(self, data: bytes, write: Callable[[bytes], Awaitable[None]]) -> None:
-        """Write what `data` holds."""
+        """Decompress `data` and write the result."""
         while True:
             if self._decoder.eof:
                 data = self._decoder.unused_data

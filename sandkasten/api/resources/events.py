@@ -56,11 +56,6 @@ class EventBody(Body):
     session_id: str
     data: Mapping[str, Any]
 
-    @classmethod
-    def of(cls, told: Event) -> EventBody:
-        """Return an event as clients see it."""
-        return cls(told.cursor, told.time, told.type, told.session_id, told.data)
-
 
 async def stream(exchange: Exchange) -> None:
     """Follow events as server-sent events, from the beginning, behind `cursor` or behind Last-Event-ID."""
@@ -137,7 +132,7 @@ def block(item: Event | Mark) -> bytes:
 
 def event_fields(told: Event) -> dict[str, Any]:  # JSON values
     """Return the fields of an event as clients see it."""
-    fields: dict[str, Any] = to_plain(EventBody.of(told))
+    fields: dict[str, Any] = to_plain(EventBody.take(told))
     return fields
 
 

@@ -49,7 +49,7 @@ MAX_ENV_NAMES = 4096
 MAX_LABELS = 64
 MAX_LABEL_CHARS = 256
 MAX_PLACES = 64
-"""Paths in one list of a session's file rules, as the runner has it."""
+"""Paths in one list of a session's file rules; the runner has the same bound."""
 MAX_ARGUMENTS = 4096
 MAX_CELLS = 1000
 MAX_PATTERN_CHARS = 1000
@@ -138,7 +138,7 @@ def _string(value: object) -> str:
 
 
 def _text(value: object) -> str:
-    """Text that reaches the kernel as a C string."""
+    """Check text that reaches the kernel as a C string."""
     if "\0" in _string(value):
         raise ValueError("must not contain NUL")
     return _encodable(value)
@@ -244,7 +244,7 @@ def _places(value: object) -> tuple[str, ...]:
 
 
 def _signal_number(value: object) -> int:
-    """A number, or a name with or without SIG (signal(7))."""
+    """Check a signal: a number, or a name with or without SIG (signal(7))."""
     if isinstance(value, str):
         name = value if value.startswith("SIG") else f"SIG{value}"
         if name not in signal.Signals.__members__:

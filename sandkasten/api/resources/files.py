@@ -53,6 +53,8 @@ _END = b'"}'
 
 @attrs.frozen
 class WriteRequest:
+    """A file to write: a path, and the content as text or base64."""
+
     path: Path
     text: str | None = attrs.field(default=None, repr=False)
     content_base64: Base64 | None = attrs.field(default=None, repr=False)

@@ -15,7 +15,7 @@ from sandkasten.model.keys import CONFIGURED, ApiKey, KeyUsage, Label, Quota
 
 @attrs.frozen
 class KeyUsageBody(Body):
-    """What a key has in use at one moment. `execs` counts runs."""
+    """Amounts that a key has in use at one moment. `execs` counts runs."""
 
     sessions: int
     cpu: float
@@ -41,16 +41,8 @@ class KeyBody(Body):
     @classmethod
     def of(cls, key: ApiKey, usage: KeyUsage) -> KeyBody:
         """Return a key as administrators see it."""
-        return cls(
-            id=key.id,
-            name=key.name,
-            access=key.access.name.lower(),
-            label=key.label,
-            created_at=key.created_at,
-            expires_at=key.expires_at,
-            last_used_at=usage.last_used_at,
-            quota=key.quota,
-            usage=KeyUsageBody(usage.sessions, usage.cpu, usage.memory_mb, usage.disk_mb, usage.execs),
+        return cls.take(
+            key, access=key.access.name.lower(), last_used_at=usage.last_used_at, usage=KeyUsageBody.take(usage)
         )
 
 

@@ -37,7 +37,7 @@ class HealthBody(Body):
 
 @attrs.frozen
 class ReadinessBody(Body):
-    """Whether the node can serve. Each check maps to `ok` or to a sentence."""
+    """Readiness of the node to serve. Each check maps to `ok` or to a sentence."""
 
     ready: bool
     checks: Mapping[str, str]
@@ -63,20 +63,8 @@ class SystemBody(Body):
     @classmethod
     def of(cls, system: System) -> SystemBody:
         """Return the installation as clients see it."""
-        return cls(
-            version=system.version,
-            python=system.python,
-            kernel=system.kernel,
-            architecture=system.architecture,
-            cgroup_mode=system.cgroup_mode,
-            features=system.features,
-            defaults=system.defaults,
-            limits=system.limits,
-            protections=system.protections,
-            examined_at=system.machine.examined_at,
-            facts=system.machine.facts,
-            checks=system.machine.checks,
-        )
+        machine = system.machine
+        return cls.take(system, examined_at=machine.examined_at, facts=machine.facts, checks=machine.checks)
 
 
 @attrs.frozen
@@ -108,18 +96,7 @@ class NodeBody(Body):
     @classmethod
     def of(cls, node: NodeInfo) -> NodeBody:
         """Return the node as clients see it."""
-        return cls(
-            id=node.id,
-            incarnation=node.incarnation,
-            status=node.status,
-            time=node.time,
-            started_at=node.started_at,
-            capacity=CapacityBody(node.totals, node.budget, node.committed, node.used, node.free),
-            images=node.images,
-            sessions=node.sessions,
-            vessels=node.vessels,
-            queued=node.queued,
-        )
+        return cls.take(node, capacity=CapacityBody.take(node))
 
 
 # Handlers -------------------------------------------------------------------------------------------------------------
@@ -133,7 +110,7 @@ async def healthz(_exchange: Exchange) -> Answer:
 async def readyz(exchange: Exchange) -> Answer:
     """Tell whether the node can serve; 503 until every check is ok."""
     readiness = await exchange.supervisor.readiness()
-    return json_answer(ReadinessBody(readiness.ready, readiness.checks), status=200 if readiness.ready else 503)
+    return json_answer(ReadinessBody.take(readiness), status=200 if readiness.ready else 503)
 
 
 async def system(exchange: Exchange) -> Answer:

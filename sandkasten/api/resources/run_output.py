@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import Any, Self
 
 import attrs
 import trio
@@ -52,7 +52,7 @@ TIMED_OUT_CODE = 124
 
 @attrs.frozen(kw_only=True)
 class OutputFormat:
-    """How a client wants to have output: exact bytes, or text, raw or cleaned; and whether a timeout is an error."""
+    """The form of output that a client asks for: exact bytes, or text, raw or cleaned; and if a timeout is an error."""
 
     is_base64: bool = False
     is_raw: bool = False
@@ -64,7 +64,7 @@ class OutputFormat:
 
 @attrs.frozen(kw_only=True)
 class EndBody(Body):
-    """How a run ended. `victim` is the name of the process that the kernel killed for want of memory."""
+    """The end of a run. `victim` is the name of the process that the kernel killed for want of memory."""
 
     exit_code: int
     cwd: str
@@ -79,27 +79,11 @@ class EndBody(Body):
     victim: str | None = None
 
     @classmethod
-    def of(cls, end: ExecEnd) -> EndBody:
+    def of(cls, end: ExecEnd, **others: Any) -> Self:  # others: fields of the subclass
         """Return an end as clients see it."""
-        return cls(**end_fields(end))
-
-
-def end_fields(end: ExecEnd) -> dict[str, Any]:  # the fields of an EndBody
-    """Return the fields that every body about an end has."""
-    is_timed_out = end.cause is Cause.TIMED_OUT
-    return {
-        "exit_code": TIMED_OUT_CODE if is_timed_out else end.exit_code,
-        "cwd": end.cwd,
-        "duration_ms": end.duration_ms,
-        "exec_id": end.exec_id,
-        "cause": end.cause,
-        "timed_out": is_timed_out,
-        "timeout_ms": end.timeout_ms,
-        "shell_restarted": end.shell_restarted,
-        "usage": end.usage,
-        "signal": end.signal,
-        "victim": end.victim,
-    }
+        is_timed_out = end.cause is Cause.TIMED_OUT
+        exit_code = TIMED_OUT_CODE if is_timed_out else end.exit_code
+        return cls.take(end, exit_code=exit_code, timed_out=is_timed_out, **others)
 
 
 def is_timeout_error(end: ExecEnd, output_format: OutputFormat) -> bool:
@@ -117,7 +101,7 @@ def timeout_error(end: ExecEnd, details: Mapping[str, Any]) -> CommandTimeout:  
 
 @attrs.frozen(kw_only=True)
 class ExecResultBody(EndBody):
-    """How a command ended, and what it wrote: text, or base64 if `encoding` says so."""
+    """The end of a command and its output: text, or base64 if `encoding` says so."""
 
     truncated: bool
     bytes_total: int
@@ -130,8 +114,8 @@ class ExecResultBody(EndBody):
     @classmethod
     async def read(cls, result: ExecResult, output_format: OutputFormat) -> ExecResultBody:
         """Return a result with its output as the client wants to have it."""
-        return cls(
-            **end_fields(result.end),
+        return cls.of(
+            result.end,
             truncated=result.truncated,
             bytes_total=result.bytes_total,
             bytes_omitted=result.bytes_omitted,
@@ -267,21 +251,12 @@ async def answer_output(exchange: Exchange, exec_id: str, query: OutputQuery) ->
     if is_plain:
         await _answer_octets(exchange, found)
         return None
-    offsets = _offsets(found)
     if not is_text:
-        return json_answer(OutputBody(content_base64=base64.b64encode(found.data).decode("ascii"), **offsets))
+        content = base64.b64encode(found.data).decode("ascii")
+        return json_answer(OutputBody.take(found, text=None, content_base64=content))
     text, held_bytes = await _decode(found)
-    return json_answer(OutputBody(text=text, **offsets | {"next_offset": found.next_offset - held_bytes}))
-
-
-def _offsets(found: OutputSlice) -> dict[str, Any]:  # fields of an OutputBody
-    return {
-        "offset": found.offset,
-        "next_offset": found.next_offset,
-        "first_offset": found.first_offset,
-        "total_bytes": found.total_bytes,
-        "is_final": found.is_final,
-    }
+    next_offset = found.next_offset - held_bytes
+    return json_answer(OutputBody.take(found, text=text, content_base64=None, next_offset=next_offset))
 
 
 async def _decode(found: OutputSlice) -> tuple[str, int]:
@@ -297,8 +272,10 @@ async def _decode(found: OutputSlice) -> tuple[str, int]:
 
 
 async def _answer_octets(exchange: Exchange, found: OutputSlice) -> None:
-    offsets = _offsets(found).items()
-    headers: Headers = tuple((f"x-{name.replace('_', '-')}", str(value).lower()) for name, value in offsets)
+    offsets = to_plain(OutputBody.take(found, text=None, content_base64=None)).items()
+    headers: Headers = tuple(
+        (f"x-{name.replace('_', '-')}", str(value).lower()) for name, value in offsets if value is not None
+    )
     await exchange.start(200, (("content-type", _OCTETS), ("content-length", str(len(found.data))), *headers))
     await exchange.finish(found.data)
 
@@ -432,7 +409,7 @@ class RunEvents:
     """One answer with the events of one run: chunks, then `done` or `error`, and pings in times of silence.
 
     The first output goes out at once, later output is gathered for `coalesce_ms`. The caller decides with `open_run`
-    which run it is and what becomes of it when the client leaves.
+    which run it is, and if the run goes on when the client leaves.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import attrs
 import trio
@@ -95,6 +95,8 @@ _ERROR = OnTimeout("error")
 
 @attrs.frozen
 class TerminalRequest:
+    """A terminal's size in character cells."""
+
     cols: Cells
     rows: Cells
 
@@ -198,16 +200,22 @@ def clamp_timeout(asked_ms: int | None, settings: ApiSettings) -> int:
 
 @attrs.frozen
 class SignalRequest:
+    """A signal, as a number or a name."""
+
     signal: SignalNumber
 
 
 @attrs.frozen
 class CancelRequest:
+    """A cancellation; `now` kills without asking the run first."""
+
     now: bool | None = None
 
 
 @attrs.frozen
 class StdinRequest:
+    """Input as text or base64, and with `close` its end."""
+
     text: str | None = attrs.field(default=None, repr=False)
     content_base64: Base64 | None = attrs.field(default=None, repr=False)
     close: bool | None = None
@@ -224,6 +232,8 @@ class StdinRequest:
 
 @attrs.frozen
 class ShellRequest:
+    """A named shell to open."""
+
     name: ShellName
     shell: Shell | None = None
     cwd: Path | None = None
@@ -236,6 +246,8 @@ class ShellRequest:
 
 @attrs.frozen
 class ProcessRequest:
+    """A background process to start."""
+
     cmd: Text | None = attrs.field(default=None, repr=False)
     argv: Argv | None = attrs.field(default=None, repr=False)
     process_id: ExecId | None = None
@@ -357,9 +369,9 @@ class RunBody(Body):
     end: EndBody | None = None
 
     @classmethod
-    def of(cls, run: ExecInfo) -> RunBody:
+    def of(cls, run: ExecInfo, **others: Any) -> Self:  # others: fields of the subclass
         """Return a run as clients see it."""
-        return RunBody(**_run_fields(run))
+        return cls.take(run, tty=run.terminal, end=None if run.end is None else EndBody.of(run.end), **others)
 
 
 @attrs.frozen(kw_only=True)
@@ -370,31 +382,9 @@ class ProcessBody(RunBody):
     keep_alive: bool
 
     @classmethod
-    def of(cls, run: ExecInfo) -> ProcessBody:
+    def of(cls, run: ExecInfo, **others: Any) -> Self:  # others: fields of the subclass
         """Return a process as clients see it."""
-        return ProcessBody(process_id=run.exec_id, keep_alive=run.keep_alive, **_run_fields(run))
-
-
-def _run_fields(run: ExecInfo) -> dict[str, Any]:  # the fields of a RunBody
-    return {
-        "exec_id": run.exec_id,
-        "kind": run.kind,
-        "state": run.state,
-        "command": run.command,
-        "created_at": run.created_at,
-        "stdout_bytes": run.stdout_bytes,
-        "stderr_bytes": run.stderr_bytes,
-        "first_sequence": run.first_sequence,
-        "last_sequence": run.last_sequence,
-        "last_line": run.last_line,
-        "shell": run.shell,
-        "started_at": run.started_at,
-        "ended_at": run.ended_at,
-        "pid": run.pid,
-        "tty": run.terminal,
-        "trace_id": run.trace_id,
-        "end": None if run.end is None else EndBody.of(run.end),
-    }
+        return super().of(run, process_id=run.exec_id, **others)
 
 
 @attrs.frozen
@@ -432,8 +422,7 @@ class ShellBody(Body):
     @classmethod
     def of(cls, shell: ShellInfo) -> ShellBody:
         """Return a shell as clients see it."""
-        running = None if shell.running is None else RunBody.of(shell.running)
-        return cls(shell.name, shell.cwd, running, shell.queued)
+        return cls.take(shell, running=None if shell.running is None else RunBody.of(shell.running))
 
 
 @attrs.frozen

@@ -77,13 +77,15 @@ _NOT_A_TOKEN = re.compile(r"[^A-Za-z0-9_.-]")
 
 _NO_IDLE_TIMEOUT = IdleTimeout(0)
 _NO_LIFETIME = Lifetime(0)
-"""The defaults of fields that take null, too: null means no end, and absent that nothing was said."""
+"""The defaults of fields that take null, too: null means no end, an absent field the configured value."""
 
 _SAME = Fixed(None)
 
 
 @attrs.frozen
 class LimitsRequest:
+    """Limits of a new session; the others are the configured ones."""
+
     cpu: Cores | None = None
     memory_mb: MemoryMegabytes | None = None
     pids: Pids | None = None
@@ -96,14 +98,14 @@ class LimitsRequest:
     shm_inodes: MemoryInodes | None = None
 
     def over(self, base: Limits) -> Limits:
-        """Return `base` with what was asked for."""
+        """Return `base` with the limits that were asked for."""
         asked = attrs.asdict(self, filter=lambda _attribute, value: value is not None)
         return attrs.evolve(base, **asked)
 
 
 @attrs.frozen
 class LimitsChange(LimitsRequest):
-    """The same for a session that lives."""
+    """Limits of a live session; fields that are fixed when the session is made are refused."""
 
     open_files: Fixed = _SAME  # type: ignore[assignment]  # narrower: nothing is taken
     tmp_mb: Fixed = _SAME  # type: ignore[assignment]
@@ -114,23 +116,29 @@ class LimitsChange(LimitsRequest):
 
 @attrs.frozen
 class NetworkRequest:
+    """The network of a session, of which only `none` can be had."""
+
     mode: NetworkMode | None = None
     allow: NoHosts | None = None
 
 
 @attrs.frozen
 class FilesystemRequest:
+    """Absolute paths that commands may read, and write."""
+
     readable: Places | None = None
     writable: Places | None = None
 
     @property
     def rules(self) -> FileRules | None:
-        """The model's rules; none when nothing is restricted."""
+        """The model's rules; None when nothing is restricted."""
         return None if self.readable is None and self.writable is None else FileRules(self.readable, self.writable)
 
 
 @attrs.frozen
 class CreateRequest:
+    """A session to create."""
+
     image: str | None = None
     ttl_seconds: Ttl | None = None
     workspace_id: WorkspaceId | None = None
@@ -151,12 +159,12 @@ class CreateRequest:
     seccomp: SeccompName | None = None
 
     def to_spec(self, *, default_limits: Limits, key_header: str | None) -> SessionSpec:
-        """Return the model's wish.
+        """Return the model's spec.
 
         Raises:
             InvalidImage: the image's name is malformed.
-            InvalidRequest: the body's idempotency key and the header's differ, or the header's is malformed, or two
-                idle timeouts differ.
+            InvalidRequest: the idempotency keys of body and header differ, or the header's is malformed, or two idle
+                timeouts differ.
         """
         if self.image is not None and not IMAGE_NAME.match(self.image):
             raise InvalidImage("the image name is malformed", image=self.image[:100])
@@ -182,6 +190,8 @@ class CreateRequest:
 
 @attrs.frozen
 class PatchRequest:
+    """A change of a live session."""
+
     ttl_seconds: Ttl | None = None
     labels: Labels | None = None
     limits: LimitsChange | None = None
@@ -190,8 +200,8 @@ class PatchRequest:
     max_lifetime_seconds: Lifetime | None = _NO_LIFETIME
 
     def to_patch(self, *, current: Limits) -> SessionPatch:
-        """Return the model's change; `current` fills what a partial `limits` leaves open. Raises `InvalidRequest` if
-        two idle timeouts differ."""
+        """Return the model's change; `current` fills the limits that a partial `limits` leaves out. Raises
+        `InvalidRequest` if two idle timeouts differ."""
         return SessionPatch(
             ttl_s=_one_timeout(self.ttl_seconds, self.idle_timeout_seconds),
             max_lifetime_s=_span(self.max_lifetime_seconds),
@@ -203,11 +213,13 @@ class PatchRequest:
 
 @attrs.frozen
 class PauseRequest:
+    """A pause; without `auto_resume: false` the next request ends it."""
+
     auto_resume: bool | None = None
     stop_lease: bool | None = None
 
     def to_spec(self) -> PauseSpec:
-        """Return the model's wish."""
+        """Return the model's spec."""
         return PauseSpec(auto_resume=self.auto_resume is not False, stop_lease=bool(self.stop_lease))
 
 
@@ -231,7 +243,7 @@ class SessionsQuery:
 
 
 def _one_timeout(ttl_seconds: int | None, idle_timeout_seconds: int | None) -> float | None:
-    """Return the idle timeout, of which the older name says with null as with 0 that the default is wanted."""
+    """Return the idle timeout. By its older name null and 0 both mean the configured value."""
     asked, span_s = float(ttl_seconds) if ttl_seconds else None, _span(idle_timeout_seconds)
     if asked is not None and span_s is not None and asked != span_s:
         raise bad_fields(idle_timeout_seconds="is the same as ttl_seconds, and differs from it")
@@ -239,7 +251,7 @@ def _one_timeout(ttl_seconds: int | None, idle_timeout_seconds: int | None) -> f
 
 
 def _span(seconds: int | None) -> float | None:
-    """Return a time as the model has it: null is without end, 0 stands for an absent field."""
+    """Return a span as the model has it: null is without end, 0 stands for an absent field."""
     if seconds is None:
         return FOREVER_S
     return float(seconds) if seconds else None
@@ -316,28 +328,12 @@ class SessionBody(Body):
     @classmethod
     def of(cls, session: Session) -> SessionBody:
         """Return a session as clients see it."""
-        return cls(
-            id=session.id,
-            image=session.image,
-            status=session.status,
-            cwd=session.cwd,
-            created_at=session.created_at,
-            expires_at=session.expires_at,
-            last_activity=session.last_activity,
-            acquire_source=session.acquire_source,
+        return cls.take(
+            session,
             ttl_seconds=_seconds(session.ttl_s),
             idle_timeout_seconds=_seconds(session.ttl_s),
             max_lifetime_seconds=_seconds(session.max_lifetime_s),
-            limits=session.limits,
             **attrs.asdict(session.options, recurse=False),
-            labels=session.labels,
-            epoch=session.epoch,
-            workspace_id=session.workspace_id,
-            key_id=session.key_id,
-            acquire_detail=session.acquire_detail,
-            reason=session.reason,
-            end_reason=session.end_reason,
-            pause=session.pause,
         )
 
 

@@ -12,7 +12,7 @@ import binascii
 import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import attrs
 
@@ -65,7 +65,9 @@ _TAR, _COMPRESSED = ArchiveFormat("tar"), ArchiveFormat("tar.zst")
 
 
 @attrs.frozen
-class CreateRequest:
+class WorkspaceRequest:
+    """A workspace to create."""
+
     id: WorkspaceId
     labels: Labels | None = None
     quota_bytes: QuotaBytes | None = None
@@ -73,14 +75,18 @@ class CreateRequest:
 
 
 @attrs.frozen
-class PutRequest:
+class WorkspacePutRequest:
+    """A workspace to create under the id in the path, or to change."""
+
     labels: Labels | None = None
     quota_bytes: QuotaBytes | None = None
     quota_files: QuotaFiles | None = None
 
 
 @attrs.frozen
-class ChangeRequest:
+class WorkspacePatchRequest:
+    """A change of a workspace."""
+
     labels: Labels | None = None
     quota_bytes: QuotaBytes | None = _SAME_QUOTA
 
@@ -176,17 +182,11 @@ class WorkspaceBody(Body):
     @classmethod
     def of(cls, workspace: Workspace) -> WorkspaceBody:
         """Return a workspace as clients see it."""
-        return cls(
-            id=workspace.id,
-            created_at=workspace.created_at,
-            last_used=workspace.last_used,
-            labels=workspace.labels,
-            session_count=workspace.session_count,
-            active_session_count=workspace.active_session_count,
-            has_directory=workspace.has_directory,
-            quota_bytes=None if workspace.quota is None else workspace.quota.size_bytes,
-            quota_files=None if workspace.quota is None else workspace.quota.files,
-            usage=workspace.usage,
+        quota = workspace.quota
+        return cls.take(
+            workspace,
+            quota_bytes=None if quota is None else quota.size_bytes,
+            quota_files=None if quota is None else quota.files,
         )
 
 
@@ -214,9 +214,21 @@ class EntryBody(Body):
     name_base64: str | None = None
 
     @classmethod
-    def of(cls, file: FileInfo) -> EntryBody:
+    def of(cls, file: FileInfo, **others: Any) -> Self:  # others: fields of the subclass
         """Return an entry as clients see it."""
-        return EntryBody(**_entry_fields(file))
+        is_text = scrub(file.name) == file.name
+        return cls(
+            name=file.name,
+            is_dir=file.kind == "directory",
+            type=file.kind,
+            size=file.size_bytes,
+            mode=f"{file.mode:04o}",
+            owner=file.owner,
+            modified_at=_moment(file.modified_us),
+            target=file.target if file.kind == "symlink" else None,
+            name_base64=None if is_text else base64.b64encode(os.fsencode(file.name)).decode("ascii"),
+            **others,
+        )
 
 
 @attrs.frozen(kw_only=True)
@@ -243,21 +255,6 @@ class ImportedBody(Body):
     entries: int
     size_bytes: int
     skipped: int
-
-
-def _entry_fields(file: FileInfo) -> dict[str, Any]:  # the fields of an EntryBody
-    is_text = scrub(file.name) == file.name
-    return {
-        "name": file.name,
-        "is_dir": file.kind == "directory",
-        "type": file.kind,
-        "size": file.size_bytes,
-        "mode": f"{file.mode:04o}",
-        "owner": file.owner,
-        "modified_at": _moment(file.modified_us),
-        "target": file.target if file.kind == "symlink" else None,
-        "name_base64": None if is_text else base64.b64encode(os.fsencode(file.name)).decode("ascii"),
-    }
 
 
 # Workspaces -------------------------------------------------------------------------------------------------------
@@ -289,14 +286,14 @@ async def list_workspaces(exchange: Exchange) -> Answer:
 
 async def create(exchange: Exchange) -> Answer:
     """Create a workspace."""
-    request = await read_request(exchange, CreateRequest)
+    request = await read_request(exchange, WorkspaceRequest)
     spec = WorkspaceSpec(own_labels(exchange.key, request.labels or {}), _quota(request))
     return json_answer(WorkspaceBody.of(await exchange.workspaces.make_workspace(request.id, spec)), status=201)
 
 
 async def put(exchange: Exchange) -> Answer:
     """Create a workspace, or give the one that is there these labels."""
-    request = await read_request(exchange, PutRequest)
+    request = await read_request(exchange, WorkspacePutRequest)
     labels = own_labels(exchange.key, request.labels or {})
     try:
         made = await exchange.workspaces.make_workspace(exchange.workspace_id, WorkspaceSpec(labels, _quota(request)))
@@ -318,7 +315,7 @@ async def get(exchange: Exchange) -> Answer:
 
 async def update(exchange: Exchange) -> Answer:
     """Change a workspace's labels or quota."""
-    request = await read_request(exchange, ChangeRequest)
+    request = await read_request(exchange, WorkspacePatchRequest)
     labels = None if request.labels is None else own_labels(exchange.key, request.labels)
     if request.quota_bytes is None:
         raise Conflict("the quota of a workspace can't be taken away", workspace_id=exchange.workspace_id)
@@ -348,7 +345,7 @@ async def list_files(exchange: Exchange) -> Answer:
 async def stat(exchange: Exchange) -> Answer:
     """Read the type, size, mode, owner and time of a file."""
     found = await exchange.workspaces.stat_file(exchange.workspace_id, read_query(exchange, FileQuery).path)
-    return json_answer(FileInfoBody(path=found.path, **_entry_fields(found)))
+    return json_answer(FileInfoBody.of(found, path=found.path))
 
 
 async def remove(exchange: Exchange) -> Answer:
@@ -402,7 +399,7 @@ async def import_archive(exchange: Exchange) -> Answer:
     async with exchange.workspaces.open_unpack(exchange.workspace_id, replace=query.replace) as archive:
         await _receive(exchange, archive)
         packed: Packed = await archive.commit()
-    return json_answer(ImportedBody(True, packed.entries, packed.size_bytes, packed.skipped), status=201)
+    return json_answer(ImportedBody.take(packed, ok=True), status=201)
 
 
 async def _receive(exchange: Exchange, archive: ArchiveWriter) -> None:
@@ -427,7 +424,7 @@ async def _receive(exchange: Exchange, archive: ArchiveWriter) -> None:
 # Helpers --------------------------------------------------------------------------------------------------------------
 
 
-def _quota(request: CreateRequest | PutRequest) -> WorkspaceQuota | None:
+def _quota(request: WorkspaceRequest | WorkspacePutRequest) -> WorkspaceQuota | None:
     if request.quota_bytes is None:
         if request.quota_files is not None:
             raise InvalidRequest("the body has bad fields", quota_files="needs quota_bytes")

@@ -21,9 +21,9 @@ from sandkasten.api.websocket.exec_messages import (
     STDIN_CREDIT_BYTES,
     Attach,
     Cancel,
+    ChannelError,
+    ChannelExit,
     Detached,
-    Error,
-    Exit,
     Granted,
     Input,
     StartCommand,
@@ -64,7 +64,7 @@ class InputFeeder:
         self._news = trio.lowlevel.ParkingLot()
         self._granted_bytes = STDIN_CREDIT_BYTES
         self._read_bytes = 0
-        """What was read and is not granted anew yet."""
+        """Bytes that the run has read and that are not granted anew yet."""
         self._is_closed = False
         self._is_end_waiting = False
         self._is_feeding = False
@@ -73,12 +73,12 @@ class InputFeeder:
         self._scope = trio.CancelScope()
 
     def open(self, run: ExecStream) -> None:
-        """Begin to hand on; what came before has waited."""
+        """Begin to hand input on to the run, the waiting bytes first."""
         self._run = run
         self._wake()
 
     def add(self, data: bytes) -> None:
-        """Take bytes; those behind the end are refused. Raises `InvalidRequest` when it is more than was granted."""
+        """Take bytes; bytes behind the end are refused. Raises `InvalidRequest` for more bytes than were granted."""
         if self._is_stopped:
             return
         if self._is_closed:
@@ -91,13 +91,13 @@ class InputFeeder:
         self._wake()
 
     def close(self) -> None:
-        """End the run's input behind what was sent."""
+        """End the run's input behind the bytes that were sent."""
         if not self._is_closed:
             self._is_closed = self._is_end_waiting = True
             self._wake()
 
     def stop(self) -> None:
-        """Drop what waits: nothing is handed on, granted or refused any more."""
+        """Drop the waiting bytes; from now on nothing is handed on, granted or refused."""
         self._is_stopped = True
         self._waiting.clear()
         self._scope.cancel()
@@ -151,10 +151,10 @@ MAX_ORDERS = 32
 """Orders to one run that are not carried out yet."""
 
 UNKNOWN_S = 0.02
-"""How often an order for a run that is being started is tried."""
+"""Seconds between two tries of an order for a run that is being started."""
 
 LAST_ORDERS_S = 1.0
-"""How long orders may take that were given before the channel's end."""
+"""Seconds for orders that were given before the channel's end."""
 
 Order = Callable[[], Awaitable[object]]
 _Queue = deque[tuple[str, Order]]
@@ -181,9 +181,9 @@ class Orders:
         self._is_stopped = False
 
     def add(self, kind: str, order: Order, *, lasts: bool = False) -> bool:
-        """Have something done to the run, behind what was ordered before, or, if it `lasts`, beside that.
+        """Carry out an order behind the earlier ones, or, if the order `lasts`, beside them.
 
-        Never waits. Returns whether it was taken.
+        Never waits. Returns whether the order was taken.
         """
         if self._pending >= MAX_ORDERS:
             self._refuse(Overloaded("too many orders wait"), kind)
@@ -191,12 +191,12 @@ class Orders:
         self._pending += 1
         queue: _Queue = deque() if lasts else self._queue
         queue.append((kind, order))
-        if len(queue) == 1:  # what is being carried out is still in it
+        if len(queue) == 1:  # the order in work stays in the queue
             self._nursery.start_soon(self._obey_all, queue)
         return True
 
     async def settle(self) -> None:
-        """Let what was ordered be done, within `LAST_ORDERS_S`, and leave the rest; nothing is refused any more."""
+        """Finish the orders within `LAST_ORDERS_S` and drop the rest; from now on nothing is refused."""
         with trio.move_on_after(LAST_ORDERS_S):
             while self._pending:
                 await self._done.park()
@@ -221,7 +221,7 @@ class Orders:
         self._scopes.discard(scope)
 
     async def _obey(self, order: Order) -> None:
-        """Carry out an order that may come before the supervisor has heard of the run."""
+        """Carry out an order, which may come before the supervisor knows the run."""
         while True:
             try:
                 await order()
@@ -267,11 +267,11 @@ class Channel:
         self._run: ExecStream | None = None
         self._is_cancelled = False
         self._omitted_bytes = 0
-        """Output that was dropped; what follows it is dropped, too."""
+        """Bytes of output that were dropped; once some were, all that follow are, too."""
         self.failure: SandkastenError | None = None
-        """Why it ended, if it did with an error."""
+        """The error that ended the channel, if one did."""
         self.is_over = False
-        """Only its last message is still to be sent."""
+        """Set when only the channel's last message is still to be sent."""
         self._connected = trio.Event()
         self._input = InputFeeder(nursery, grant=self._grant, refuse=self._refuse_input)
         self._orders = Orders(nursery, self._connected, refuse=self.refuse)
@@ -279,7 +279,7 @@ class Channel:
     # From beginning to end --------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Follow the run to its end, and say how it ended. Raises nothing but what is a bug."""
+        """Follow the run to its end, and tell the client of the end. Raises nothing but bugs."""
         frame = None
         with self._scope:
             try:
@@ -308,7 +308,7 @@ class Channel:
             info = run.info
         if end.cause is Cause.TIMED_OUT and self._fails_on_timeout:
             raise timeout_error(end, to_plain(EndBody.of(end)))
-        message = Exit.of(
+        message = ChannelExit.of(
             end,
             id=self.id,
             seq=self._sequence,
@@ -318,20 +318,20 @@ class Channel:
         )
         return encode_message(message)
 
-    def _farewell(self) -> Error | Detached:
-        """Return what is said last when the run's end is not known."""
+    def _farewell(self) -> ChannelError | Detached:
+        """Return the last message of a channel that does not know its run's end."""
         if self.failure is None:
             return Detached(self.id, self._sequence)
-        return Error.of(self.failure, id=self.id, seq=self._sequence, final=True)
+        return ChannelError.of(self.failure, id=self.id, seq=self._sequence, final=True)
 
     def fail(self, error: SandkastenError) -> None:
-        """End the channel with an error; what becomes of the run was said when it was started."""
+        """End the channel with an error. The run goes on or ends as its start said (`on_disconnect`)."""
         if not self.is_over:
             self.failure = self.failure or error
             self._scope.cancel()
 
     def detach(self) -> None:
-        """End the channel and leave the run to itself. Raises `InvalidRequest` when it has not begun."""
+        """End the channel and let the run go on. Raises `InvalidRequest` when the run has not begun."""
         if self._run is None:
             raise InvalidRequest("the run has not begun", detach="wait for started")
         self._run.detach()
@@ -392,10 +392,10 @@ class Channel:
         self.refuse(error, Input.kind)
 
     def refuse(self, error: SandkastenError, kind: str) -> None:
-        """Say that a message was not taken; the run goes on."""
-        self._outbox.put(encode_message(Error.of(error, id=self.id, seq=self.sent_sequence, refused=kind)))
+        """Tell the client that a message was not taken; the run goes on."""
+        self._outbox.put(encode_message(ChannelError.of(error, id=self.id, seq=self.sent_sequence, refused=kind)))
 
     @property
     def sent_sequence(self) -> int:
-        """The last piece that goes out whole before whatever is said now."""
+        """The number of the last whole piece that goes out before a message that is sent now."""
         return self._lane.taken_sequence

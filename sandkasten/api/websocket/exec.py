@@ -23,14 +23,14 @@ from sandkasten.api.websocket.exec_messages import (
     PROTOCOL,
     Attach,
     Cancel,
+    ChannelCredit,
+    ChannelError,
+    ChannelResize,
     ClientMessage,
     CloseStdin,
-    Credit,
     Detach,
-    Error,
     Hello,
     Input,
-    Resize,
     Signal,
     StartCommand,
     parse_message,
@@ -46,19 +46,19 @@ from sandkasten.model.run import make_exec_id
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 4
-"""Tasks that stay when their run is over; more are started when they are needed."""
+"""Tasks that stay when their run is over; more are started when needed."""
 
 END_S = 1.0
-"""How long the runs of an ended session may take to end by themselves."""
+"""Seconds for the runs of an ended session to end by themselves."""
 
 
 async def exec_ws(ws: WebSocketExchange) -> None:
     """Serve one connection."""
     await ws.accept(PROTOCOL)
-    await _Connection(ws).run()
+    await _ExecSocket(ws).run()
 
 
-class _Connection:
+class _ExecSocket:
     def __init__(self, ws: WebSocketExchange) -> None:
         self._ws = ws
         self._supervisor = ws.supervisor
@@ -73,7 +73,7 @@ class _Connection:
         self._nursery: trio.Nursery
 
     async def run(self) -> None:
-        """Take messages until the connection ends, whoever ends it; every channel is left then."""
+        """Take messages until either side ends the connection; every channel is left then."""
         limits = dict(LIMITS) | {"message_bytes": self._ws.settings.max_message_bytes}
         self._outbox.put(encode_message(Hello(PROTOCOL, self._ws.session_id, limits)))
         try:
@@ -89,7 +89,7 @@ class _Connection:
     async def _take_turns(self) -> None:
         """Receive until a message begins a run, let another task receive, and follow the run to its end; then again.
 
-        So a run begins in the very task that heard of it: switching to another costs as much as parsing the message.
+        So a run begins in the task that received its message: a switch to another task costs as much as the parsing.
         """
         while (channel := await self._receive_until_start()) is not None:
             if self._waiting:
@@ -119,23 +119,23 @@ class _Connection:
     # Messages ---------------------------------------------------------------------------------------------------
 
     def _handle(self, message: ClientMessage) -> Channel | None:
-        """Do what a message says; return the channel it opened, which is still to be run."""
+        """Carry out a message; return the channel that it opened, whose `run` is still to be called."""
         match message:
             case StartCommand():
                 return self._start(message)
             case Attach():
                 return self._attach(message)
             case Input():
-                if (channel := self._channels.get(message.id)) is not None:  # else it crossed the end on its way
+                if (channel := self._channels.get(message.id)) is not None:  # otherwise the message crossed the end
                     channel.add_input(message.data)
-            case Credit():
+            case ChannelCredit():
                 if (channel := self._channels.get(message.id)) is not None:
                     channel.add_credit(message.bytes)
             case CloseStdin():
                 self._channel(message).close_input()
             case Signal():
                 self._order(message, self._supervisor.signal_exec, number=message.signal)
-            case Resize():
+            case ChannelResize():
                 self._order(message, self._supervisor.resize_exec, size=TerminalSize(message.cols, message.rows))
             case Cancel():
                 channel = self._channel(message)
@@ -151,7 +151,7 @@ class _Connection:
     def _start(self, message: StartCommand) -> Channel:
         self._require_free(message)
         request = message.request
-        exec_id = request.exec_id or make_exec_id()  # so that orders can name it before it has begun
+        exec_id = request.exec_id or make_exec_id()  # orders may name the run before it has begun
         on_disconnect = request.when_left(OnDisconnect.DETACH)
         try:
             spec = request.to_spec(self._ws.settings, exec_id=exec_id)
@@ -188,15 +188,15 @@ class _Connection:
         if isinstance(channel.failure, SessionExpired):
             self._close(CloseCode.ENDED, channel.failure.message)
 
-    def _channel(self, message: CloseStdin | Signal | Resize | Cancel | Detach) -> Channel:
+    def _channel(self, message: CloseStdin | Signal | ChannelResize | Cancel | Detach) -> Channel:
         channel = self._channels.get(message.id)
         if channel is None or channel.is_over:
             error = ExecNotFound("no run is on this channel", id=message.id)
             raise Refused(error, channel=message.id, kind=message.kind)
         return channel
 
-    def _order(self, message: Signal | Resize, method: Callable[..., Awaitable[object]], **details: Any) -> None:
-        """Have the supervisor do something to a run; `details` are what `method` takes besides the run."""
+    def _order(self, message: Signal | ChannelResize, method: Callable[..., Awaitable[object]], **details: Any) -> None:
+        """Order the supervisor to do something to a run; `details` are the arguments of `method` besides the run."""
         channel = self._channel(message)
         channel.order(message.kind, self._make_order(channel, method, **details))
 
@@ -210,7 +210,7 @@ class _Connection:
             raise Refused(error, channel=message.id, kind=message.kind) from None
 
     def _refuse(self, refused: Refused) -> None:
-        """Answer a message that is not taken; one that names no channel ends the connection."""
+        """Answer a message that was not taken; a message that names no channel ends the connection."""
         if refused.channel is None:
             self._close(CloseCode.INVALID, reason_of(refused.error))
             return
@@ -218,7 +218,7 @@ class _Connection:
         channel = self._channels.get(refused.channel)
         final = is_start and channel is None
         sequence = 0 if channel is None else channel.sent_sequence
-        error = Error.of(refused.error, id=refused.channel, seq=sequence, final=final, refused=refused.kind)
+        error = ChannelError.of(refused.error, id=refused.channel, seq=sequence, final=final, refused=refused.kind)
         self._outbox.put(encode_message(error))
 
     # The end ----------------------------------------------------------------------------------------------------
@@ -239,20 +239,20 @@ class _Connection:
         await self._ws.close(*self._reason)
 
     async def _stay(self) -> None:
-        """A client that is connected uses the session, also between commands."""
+        """Count the connection as activity of the session, also between commands."""
         try:
             async with self._supervisor.attend(self._ws.session_id):
                 await trio.sleep_forever()
-        except SandkastenError as failure:  # an end is noticed by who watches for it
+        except SandkastenError as failure:  # `_watch_session` notices an end
             log.info("not counted as activity: %s", failure)
 
     async def _watch_session(self) -> None:
-        """When the session ends, let its runs end, end what is left of them, and close."""
+        """When the session ends, wait for the ends of its runs, fail the channels that are left, and close."""
         try:
             session = await self._supervisor.wait_ended(self._ws.session_id)
         except SandkastenError as failure:
             log.warning("the end of the session can't be watched: %s", failure)
-            return  # a channel that fails because of it will tell
+            return  # a channel that fails will tell
         if session.status in LIVE:
             return  # the daemon stops, the session stays
         await self._wait_until_unused()

@@ -24,7 +24,7 @@ from sandkasten.api.websocket.messages import (
     MAX_CHANNEL,
     MAX_CREDIT_BYTES,
     MAX_FRAME_BYTES,
-    Channel,
+    ChannelNumber,
     CreditBytes,
     Fields,
     FrameBytes,
@@ -54,7 +54,7 @@ MORE = 0x80
 
 
 class Tag(enum.IntEnum):
-    """Which stream the bytes of a binary frame belong to."""
+    """The stream that the bytes of a binary frame belong to."""
 
     STDIN = 0
     STDOUT = 1
@@ -71,7 +71,7 @@ class Start:
     """Run a command; besides these fields those of `POST …/exec`."""
 
     kind: ClassVar[str] = "start"
-    id: Channel
+    id: ChannelNumber
     credit: CreditBytes | None = None
     max_frame: FrameBytes | None = None
 
@@ -88,7 +88,7 @@ class Attach:
     """Follow a run that exists, behind the piece of output numbered `after`."""
 
     kind: ClassVar[str] = "attach"
-    id: Channel
+    id: ChannelNumber
     exec_id: ExecId
     after: Sequence | None = None
     credit: CreditBytes | None = None
@@ -96,10 +96,10 @@ class Attach:
 
 
 @attrs.frozen
-class Credit(messages.Credit):
+class ChannelCredit(messages.Credit):
     """Allow `bytes` more of output."""
 
-    id: Channel
+    id: ChannelNumber
 
 
 @attrs.frozen
@@ -107,7 +107,7 @@ class CloseStdin:
     """End the input."""
 
     kind: ClassVar[str] = "close_stdin"
-    id: Channel
+    id: ChannelNumber
 
 
 @attrs.frozen
@@ -115,15 +115,15 @@ class Signal:
     """Send a signal to the run."""
 
     kind: ClassVar[str] = "signal"
-    id: Channel
+    id: ChannelNumber
     signal: SignalNumber
 
 
 @attrs.frozen
-class Resize(messages.Resize):
+class ChannelResize(messages.Resize):
     """Change the size of the run's terminal."""
 
-    id: Channel
+    id: ChannelNumber
 
 
 @attrs.frozen
@@ -131,7 +131,7 @@ class Cancel:
     """End the run; `now`: without asking it first."""
 
     kind: ClassVar[str] = "cancel"
-    id: Channel
+    id: ChannelNumber
     now: bool | None = None
 
 
@@ -140,7 +140,7 @@ class Detach:
     """Leave the run to itself."""
 
     kind: ClassVar[str] = "detach"
-    id: Channel
+    id: ChannelNumber
 
 
 @attrs.frozen
@@ -152,10 +152,12 @@ class Input:
     data: bytes = attrs.field(repr=False)
 
 
-ClientMessage = StartCommand | Attach | Credit | CloseStdin | Signal | Resize | Cancel | Detach | Ping | Input
+ClientMessage = (
+    StartCommand | Attach | ChannelCredit | CloseStdin | Signal | ChannelResize | Cancel | Detach | Ping | Input
+)
 
 CLIENT_MESSAGES: Mapping[str, type[Any]] = {  # attrs classes
-    cls.kind: cls for cls in (Start, Attach, Credit, CloseStdin, Signal, Resize, Cancel, Detach, Ping)
+    cls.kind: cls for cls in (Start, Attach, ChannelCredit, CloseStdin, Signal, ChannelResize, Cancel, Detach, Ping)
 }
 
 NOT_IN_START = ("raw_output", "encoding")
@@ -234,7 +236,7 @@ class Started(Body):
 
 
 @attrs.frozen(kw_only=True)
-class Exit(messages.Exit):
+class ChannelExit(messages.Exit):
     """The run has ended and its output was sent, whole pieces up to that numbered `seq`. The channel is free.
 
     `omitted_bytes` counts the output behind that piece which was dropped, because the client cancelled and gave no
@@ -258,7 +260,7 @@ class Detached(Body):
 
 
 @attrs.frozen(kw_only=True)
-class Error(messages.Error):
+class ChannelError(messages.Error):
     """An error. Everything up to `seq` was sent. `final`: the channel has ended and is free; otherwise only the message
     named by `refused` was not taken. An error of the whole connection has neither `id` nor `seq`."""
 
@@ -276,10 +278,10 @@ class Granted(Body):
     bytes: int
 
 
-ServerMessage = Hello | Started | Exit | Detached | Error | Granted | Pong
+ServerMessage = Hello | Started | ChannelExit | Detached | ChannelError | Granted | Pong
 
 SERVER_MESSAGES: Mapping[str, type[Any]] = {  # attrs classes
-    cls.kind: cls for cls in (Hello, Started, Exit, Detached, Error, Granted, Pong)
+    cls.kind: cls for cls in (Hello, Started, ChannelExit, Detached, ChannelError, Granted, Pong)
 }
 
 LIMITS: Mapping[str, int] = {

@@ -1,8 +1,8 @@
-"""One WebSocket as a handler sees it, and the way in: origin, key, session, subprotocol.
+"""The opening of a WebSocket, and the connection as a handler sees it: origin, key, session, subprotocol, messages.
 
-A client proves itself by the `Authorization` header before the connection is accepted, or, because browsers can't set
-headers, by a first message `{"type": "auth", "key": "…"}` behind it; nothing else is answered before. Whoever still has
-to prove themselves is counted and timed. Decides nothing about what is said on the connection.
+A client shows its key in the `Authorization` header before the connection is accepted. A browser can't set headers, so
+it may send the key in a first message `{"type": "auth", "key": "…"}`; before that message nothing else is answered.
+Connections that have not shown a key are counted and timed. Knows no message but this one.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from sandkasten.model.lifecycle import LIVE, ended_error
 from sandkasten.supervisor import Supervisor
 
 MAX_UNPROVEN = 64
-"""Connections that may wait for their first message at the same time."""
+"""Connections that may wait for their key at the same time."""
 
 MAX_AUTH_CHARS = 4096
 
 MAX_UNPROVEN_BYTES = 8 * 1024
-"""What a client may send, pings and heads of frames included, until its proof has come."""
+"""Bytes that a client may send before its key has come, pings and heads of frames included."""
 
 
 class ConnectionOver(Exception):
-    """The connection was closed by us for a reason the client was told. Raised into a handler, caught at the edge."""
+    """The end of a connection that the server closed with a reason. Raised into a handler, caught at the edge."""
 
 
 class WebSocketExchange:
-    """What a handler works with. `key` is the caller's, once it is known. `session_id` is set for routes beneath a
-    session; `code` once it was closed."""
+    """One WebSocket for a handler. `key` is the caller's key, once known. `session_id` is set for routes beneath a
+    session, `code` once the connection was closed."""
 
     def __init__(
         self,
@@ -80,14 +80,14 @@ class WebSocketExchange:
     # The way in
 
     async def check(self, needs: Needs | None) -> None:
-        """Look at what is known before the connection is accepted. `needs` of the key; None: there is no such URL.
+        """Check the handshake before the connection is accepted. `needs` is the route's; None: there is no such URL.
 
         Raises:
-            PermissionDenied: a web page of an origin that may not.
+            PermissionDenied: the web page that asks has an origin that is not allowed.
             Unauthorized: a wrong key, or without a configured key no proof of being local.
-            RouteNotFound: only for whoever has shown the key, as with other requests.
-            Capacity: too many connections wait for their proof.
-            Forbidden, SessionNotFound, SessionExpired: only for whoever has shown the key.
+            RouteNotFound: only after the key was shown, as with other requests.
+            Capacity: too many connections wait for their key.
+            Forbidden, SessionNotFound, SessionExpired: only after the key was shown.
         """
         self._authenticator.gate.check_origin(self.scope, allowed=self.settings.allowed_origins)
         if needs is not None and self._authenticator.gate.is_key_missing(self.scope):
@@ -102,10 +102,10 @@ class WebSocketExchange:
         await self._admit()
 
     async def accept(self, subprotocol: str) -> None:
-        """Accept the connection and, if no key was in the headers, wait for it.
+        """Accept the connection and, if the headers had no key, wait for the first message.
 
         Raises:
-            ConnectionOver: it was refused and closed, or the client left.
+            ConnectionOver: the connection was refused and closed, or the client left.
         """
         offered = self.scope["subprotocols"]
         chosen = subprotocol if subprotocol in offered else None
@@ -158,7 +158,7 @@ class WebSocketExchange:
     # Messages
 
     async def receive(self) -> str | bytes | None:
-        """Return the next message, None at the end. A proof that nobody asked for is passed over."""
+        """Return the next message, None at the end. A key that was not asked for is skipped."""
         message = await self._next()
         if self._may_prove:
             self._may_prove = False
@@ -181,7 +181,7 @@ class WebSocketExchange:
             await self._send({"type": "websocket.close", "code": self.code, "reason": reason})
 
     async def fail(self, error: Exception) -> None:
-        """Say what went wrong in an `error` message and close."""
+        """Send an `error` message and close."""
         message = Error.of(error)
         await self.send_frames(encode_message(message))
         await self.close(close_code(error), message.message)
@@ -210,7 +210,7 @@ def close_code(error: Exception) -> int:
 
 
 def _auth_key(message: str | bytes) -> str | None:
-    """Return the key in an `auth` message, None if it is no such message."""
+    """Return the key in an `auth` message, None for any other message."""
     if not isinstance(message, str) or len(message) > MAX_AUTH_CHARS:
         return None
     try:

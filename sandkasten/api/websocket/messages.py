@@ -16,8 +16,7 @@ from sandkasten.api.http.errors import ErrorBody, error_body
 from sandkasten.api.http.json import Body, encode_json, to_plain
 from sandkasten.api.http.websocket import Opcode, encode_frame
 from sandkasten.api.resources.fields import MAX_WINDOW_BYTES, MIN_WINDOW_BYTES, Cells, make_converter, structure
-from sandkasten.api.resources.run_output import EndBody, end_fields
-from sandkasten.model import ExecEnd
+from sandkasten.api.resources.run_output import EndBody
 from sandkasten.model.errors import InvalidRequest, SandkastenError
 
 KIB = 1024
@@ -28,7 +27,7 @@ MAX_CREDIT_BYTES = MAX_WINDOW_BYTES
 MAX_SEQUENCE = 2**53
 MAX_PING_CHARS = 256
 
-Channel = NewType("Channel", int)
+ChannelNumber = NewType("ChannelNumber", int)
 CreditBytes = NewType("CreditBytes", int)
 FrameBytes = NewType("FrameBytes", int)
 Sequence = NewType("Sequence", int)
@@ -82,11 +81,6 @@ class Exit(EndBody):
     """The run or terminal has ended."""
 
     kind: ClassVar[str] = "exit"
-
-    @classmethod
-    def of(cls, end: ExecEnd, **fields: Any) -> Self:  # those of the subclass
-        """Return the message about an end."""
-        return cls(**end_fields(end), **fields)
 
 
 @attrs.frozen(kw_only=True)
@@ -174,7 +168,7 @@ def _ping_text(value: object, _type: object) -> str:
 
 
 _converter = make_converter()
-_converter.register_structure_hook(Channel, _integer(1, MAX_CHANNEL))
+_converter.register_structure_hook(ChannelNumber, _integer(1, MAX_CHANNEL))
 _converter.register_structure_hook(CreditBytes, _integer(0, MAX_CREDIT_BYTES))
 _converter.register_structure_hook(FrameBytes, _integer(MIN_FRAME_BYTES, MAX_FRAME_BYTES))
 _converter.register_structure_hook(Sequence, _integer(0, MAX_SEQUENCE))

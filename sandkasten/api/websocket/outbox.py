@@ -1,7 +1,7 @@
-"""What waits to be sent on one WebSocket, and in which order: control first, then the channels in turn.
+"""Frames that wait to be sent on one WebSocket, and their order: control messages first, then the channels in turn.
 
 One task at a time writes. Each turn takes one frame of each channel, and small frames of a turn go out in one write.
-Everything here is bounded: a channel waits for room before it adds output, control messages over a limit are too many.
+Everything is bounded: a channel waits for room before it adds output, and too many control messages end the connection.
 Knows no message.
 """
 
@@ -14,19 +14,19 @@ from collections.abc import Awaitable, Callable
 import trio
 
 MAX_CONTROL = 256
-"""Control messages that a client has not taken; a client that goes on asking is told to leave."""
+"""Control messages that a client has not read; one more ends the connection."""
 
 QUEUE_BYTES = 64 * 1024
-"""A channel may add output while less than this waits; with a piece on top that is the most it holds."""
+"""A channel may add output while less than this waits; so a channel holds one piece more at most."""
 
 WRITE_BYTES = 96 * 1024
-"""How much is gathered into one write."""
+"""Bytes that are gathered into one write."""
 
 HOLD_S = 0.001
-"""How long the first frames of a channel may wait for what is likely to follow: many runs are over at once."""
+"""Seconds that the first frames of a channel wait for more to send in one write: many runs end at once."""
 
 HOLD_BYTES = 4 * 1024
-"""More than this does not wait."""
+"""Bytes that do not wait for more."""
 
 
 class Lane:
@@ -40,7 +40,7 @@ class Lane:
         self.frames: deque[bytes] = deque()
         self._sequences: deque[int] = deque()
         self.taken_sequence = 0
-        """The number of the last frame that was taken, of those that have one."""
+        """The number of the last numbered frame that was taken."""
         self.queued_bytes = 0
         self.is_held = False
         self.is_in_turn = False
@@ -56,7 +56,7 @@ class Lane:
             await self._changed.park()
 
     def put(self, frame: bytes, *, sequence: int = 0, hold: bool = False) -> None:
-        """Add a frame. With `hold` it and what follows may wait a moment, so that all of it goes out at once."""
+        """Add a frame. With `hold` the frame may wait `HOLD_S` for the frames behind it, to go out in one write."""
         self.frames.append(frame)
         self._sequences.append(sequence)
         self.queued_bytes += len(frame)
@@ -66,7 +66,7 @@ class Lane:
         self._outbox.wake()
 
     async def end(self, frame: bytes) -> None:
-        """Add the last frame and, if nobody else is writing, write what waits."""
+        """Add the last frame and, unless another task writes, write the waiting frames."""
         self.is_ended = True
         self.frames.append(frame)
         self._sequences.append(0)
@@ -102,7 +102,7 @@ class Outbox:
 
     @property
     def is_empty(self) -> bool:
-        """Whether everything was written."""
+        """Return whether every frame was written."""
         return not (self._control or self._turns or self._held or self._is_writing)
 
     def put(self, frame: bytes) -> None:
@@ -114,7 +114,7 @@ class Outbox:
         self.wake()
 
     def add(self, lane: Lane, *, hold: bool) -> None:
-        """A lane has one more frame."""
+        """Note that a lane has one more frame."""
         if lane.is_in_turn:
             return
         if hold and not lane.is_held:
@@ -128,7 +128,7 @@ class Outbox:
         self._turns.append(lane)
 
     def wake(self) -> None:
-        """Have the writer look at what waits; needed unless `flush` follows."""
+        """Wake the writer; needed unless `flush` follows."""
         if self._turns or self._control:
             self._writer.unpark()
 
@@ -136,13 +136,13 @@ class Outbox:
         """Write until cancelled."""
         while True:
             await self.flush()
-            is_due = self._held and not self._is_writing  # else whoever writes wakes us
+            is_due = self._held and not self._is_writing  # otherwise the writer wakes this task
             with trio.CancelScope(deadline=self._held[0][0] if is_due else math.inf) as self._nap:
                 await self._writer.park()
             self._nap = None
 
     async def flush(self) -> None:
-        """Write what waits, unless somebody else is about it."""
+        """Write the waiting frames, unless another task does."""
         while not self._is_writing:
             self._release_held()
             if not (self._control or self._turns):
@@ -158,19 +158,19 @@ class Outbox:
             self._idle.unpark_all()
 
     async def wait_until_empty(self) -> None:
-        """Wait until everything was written."""
+        """Wait until every frame was written."""
         while not self.is_empty:
             await self._idle.park()
 
     def _release_held(self) -> None:
-        """Put lanes in turn whose frame has waited long enough, and forget those that are not held any more."""
+        """Put lanes in turn whose frame has waited `HOLD_S`, and forget lanes that wait no more."""
         while self._held and (not self._held[0][1].is_held or self._held[0][0] <= trio.current_time()):
             _, lane = self._held.popleft()
             if lane.is_held:
                 self.add(lane, hold=False)  # the flush that asks goes on
 
     def _gather(self) -> bytes:
-        """Return what is written next: all control messages, and one frame of each lane until it is enough."""
+        """Return the next write: all control messages, and one frame of each lane up to `WRITE_BYTES`."""
         frames = list(self._control)
         self._control.clear()
         size = sum(map(len, frames))

@@ -47,7 +47,7 @@ from sandkasten.supervisor import TerminalViewer
 
 FRAME_BYTES = 32 * KIB
 MAX_TYPED_BYTES = 1024 * KIB
-"""Input that the terminal has not read; a client that sends more is told to leave."""
+"""Bytes of input that the terminal has not read; more of them end the connection."""
 
 MAX_TYPED = 1024
 PIECE_BYTES = 64 * KIB
@@ -77,14 +77,14 @@ class _Screen:
         self._size_wanted = trio.lowlevel.ParkingLot()
         self._is_taken_over = viewer.is_taken_over
         self._taking = trio.CancelScope()
-        """Around a wait for the shell, which `give_back` ends."""
+        """The scope of a wait for the shell, which `give_back` ends."""
         self._skipped_bytes = 0
         self._is_input_refused = False
         self._quit = trio.Event()
         self._reason: tuple[int, str] = (CloseCode.NORMAL, "")
 
     async def run(self) -> None:
-        """Show and take until the terminal or the connection ends."""
+        """Send output and take input until the terminal or the connection ends."""
         info = self._viewer.info
         size = info.terminal or self._query.size
         self._tell(Ready(self._viewer.terminal_id, size.cols, size.rows, self._is_taken_over, self._query.read_only))
@@ -127,7 +127,7 @@ class _Screen:
             self._lane.put(encode_frame(Opcode.BINARY, part))
 
     def _tell_changes(self) -> None:
-        """Say what changed since the last piece: what was lost, and whose hands the shell is in."""
+        """Tell of changes since the last piece: lost output, and whether input reaches the shell."""
         if (skipped := self._viewer.skipped_bytes) > self._skipped_bytes:
             self._lane.put(encode_message(Skipped(skipped - self._skipped_bytes)))
             self._skipped_bytes = skipped
@@ -173,7 +173,7 @@ class _Screen:
                 assert_never(other)
 
     def _queue(self, item: bytes | TakeOver | GiveBack) -> None:
-        """Add to what is typed; the orders about the shell keep their place in it."""
+        """Add to the input; orders about the shell keep their place among the bytes."""
         size = len(item) if isinstance(item, bytes) else 0
         if self._typed_bytes + size > MAX_TYPED_BYTES or len(self._typed) >= MAX_TYPED:
             self._close(CloseCode.TOO_MANY, "more is typed than is read")
@@ -193,7 +193,7 @@ class _Screen:
                 await self._change_hands(item)
 
     def _gather(self, data: bytes) -> bytes:
-        """Return `data` with what else was typed in a row."""
+        """Return `data` with the bytes that wait behind it."""
         pieces, size = [data], len(data)
         while self._typed and size < PIECE_BYTES and isinstance(item := self._typed[0], bytes):
             pieces.append(item)
@@ -206,15 +206,15 @@ class _Screen:
         try:
             await self._viewer.send(data)
         except ExecEnded:
-            pass  # the end is on its way
+            pass  # the run's end follows
         except SandkastenError as error:
             self._tell_hands()
-            if not self._is_input_refused:  # say it once, not for every key
+            if not self._is_input_refused:  # told once, not for every key
                 self._is_input_refused = True
-                self._lane.put(encode_message(Error.of(error, refused=INPUT)))  # behind whose hands it is
+                self._lane.put(encode_message(Error.of(error, refused=INPUT)))  # behind `given_back`
 
     async def _change_hands(self, order: TakeOver | GiveBack) -> None:
-        await self._lane.wait_for_room()  # the answers of who reads none are bounded
+        await self._lane.wait_for_room()  # bounds the answers to a client that reads none
         try:
             if isinstance(order, TakeOver):
                 await self._take_over()
@@ -224,7 +224,7 @@ class _Screen:
             self._refuse(error, order.kind)
 
     async def _take_over(self) -> None:
-        """Wait for the shell, but not longer than until it is given back."""
+        """Wait for the shell until input reaches it or the shell is given back."""
         if GiveBack() in self._typed:
             return
         with trio.CancelScope() as self._taking:
@@ -232,8 +232,7 @@ class _Screen:
         self._tell_hands()
 
     async def _give_back(self) -> None:
-        """Leave the shell. This has one answer, even if nothing was taken, or not yet; what the prompt shows at its
-        end may have brought it already."""
+        """Leave the shell. The client gets one answer, also if the shell was not taken over, or not yet."""
         was_taken_over = self._is_taken_over
         await self._viewer.give_back()
         self._tell_hands()
@@ -248,7 +247,7 @@ class _Screen:
             try:
                 await self._viewer.resize(size)
             except ExecEnded:
-                pass  # the end is on its way
+                pass  # the run's end follows
             except SandkastenError as error:
                 self._refuse(error, Resize.kind)
 

@@ -1,4 +1,4 @@
-"""Which vessels there are, and who gets which: a furnished one only who asks for just that."""
+"""The pool: how many sandboxes it has, and that one with an image goes only to a create that asks for that image."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import trio
 
 from nsinit.wire.protocol import MountImage, Prepare
 from sandkasten.actors.core import Actor, Ref
-from sandkasten.actors.node.pool import Furnishing, Vessels
+from sandkasten.actors.node.pool import MountedImage, Pool
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.nsinit import Call
 from sandkasten.admission.plan import resolve
@@ -23,7 +23,7 @@ from sandkasten.model.errors import BuildFailed
 IMAGE = Image("python", "rootfs", "2026-01-02T03:04:05Z", "tests")
 
 
-class Zygote(Actor):
+class FakeNsinit(Actor):
     """Does what it is told, but for what is in `refused`."""
 
     def __init__(self) -> None:
@@ -39,50 +39,50 @@ class Zygote(Actor):
 
 @attrs.define
 class Yard:
-    """Vessels, and what became of them."""
+    """A pool, and what became of its sandboxes."""
 
-    vessels: Vessels
-    zygote: Zygote
+    pool: Pool
+    nsinit: FakeNsinit
     reaped: list[str]
 
     async def refill(self) -> None:
-        await self.vessels.refill(lambda: True)
+        await self.pool.refill(lambda: True)
 
     def take(self, **changes: Any) -> str | None:
-        return self.vessels.take(furnishing(**changes))
+        return self.pool.take(wanted(**changes))
 
 
-def furnishing(image: Image = IMAGE, **limits: Any) -> Furnishing:
+def wanted(image: Image = IMAGE, **limits: Any) -> MountedImage:
     spec = SessionSpec(limits=attrs.evolve(Config().defaults.limits, **limits))
-    return Furnishing.of(resolve(spec, Config()), image)
+    return MountedImage.of(resolve(spec, Config()), image)
 
 
 @pytest.fixture
 async def yard(nursery: trio.Nursery, autojump_clock: trio.testing.MockClock) -> AsyncIterator[Yard]:
     """With room for two."""
-    zygote, reaped = Zygote(), list[str]()
-    ref: Ref = await nursery.start(zygote.run)
+    nsinit, reaped = FakeNsinit(), list[str]()
+    ref: Ref = await nursery.start(nsinit.run)
     ids: Callable[[], str] = iter(f"{number:024x}" for number in range(100)).__next__
     limits: Limits = Config().defaults.limits
-    vessels = Vessels(ref, SessionDirectory(), wanted=2, limits=limits, new_id=ids, reap=reaped.append)
-    yield Yard(vessels, zygote, reaped)
+    pool = Pool(ref, SessionDirectory(), wanted=2, limits=limits, new_id=ids, reap=reaped.append)
+    yield Yard(pool, nsinit, reaped)
     nursery.cancel_scope.cancel()
 
 
-async def test_nothing_is_furnished_before_anybody_asked(yard: Yard) -> None:
+async def test_no_image_is_mounted_before_anybody_asked(yard: Yard) -> None:
     """There is nothing to guess from."""
     await yard.refill()
     await yard.refill()
-    assert (yard.zygote.told, len(yard.vessels)) == (["Prepare", "Prepare"], 2)
+    assert (yard.nsinit.told, len(yard.pool)) == (["Prepare", "Prepare"], 2)
 
 
-async def test_one_is_furnished_as_the_last_create_asked_and_one_stays_blank(yard: Yard) -> None:
-    """Whoever asks for the same gets the furnished one, whoever asks for another the blank one."""
+async def test_one_has_the_image_as_the_last_create_asked_and_one_stays_blank(yard: Yard) -> None:
+    """Whoever asks for the same gets the one with the image, whoever asks for another the blank one."""
     await yard.refill()
     assert yard.take() is not None
     await yard.refill()
-    assert yard.zygote.told == ["Prepare", "Prepare", "Prepare", "MountImage"]
-    assert len(yard.vessels) == 2
+    assert yard.nsinit.told == ["Prepare", "Prepare", "Prepare", "MountImage"]
+    assert len(yard.pool) == 2
     other = yard.take(memory_mb=1024)
     same = yard.take()
     assert None not in (other, same)
@@ -97,7 +97,7 @@ async def test_one_is_furnished_as_the_last_create_asked_and_one_stays_blank(yar
     ids=lambda other: next(iter(other)),
 )
 async def test_what_nobody_asks_for_any_more_is_discarded(yard: Yard, other: dict[str, Any]) -> None:
-    """Also an image whose name another image has now. What takes its place is furnished as asked last."""
+    """Also an image whose name another image has now. What takes its place has what was asked last."""
     await yard.refill()
     yard.take()
     await yard.refill()
@@ -118,24 +118,24 @@ async def test_what_is_not_mounted_yet_makes_no_difference(yard: Yard) -> None:
     assert yard.reaped == []
 
 
-async def test_an_image_that_can_t_be_mounted_costs_one_vessel_a_time(yard: Yard) -> None:
+async def test_an_image_that_can_t_be_mounted_costs_one_sandbox_a_time(yard: Yard) -> None:
     """nsinit has removed it; the create that asks for that image will say why."""
-    yard.zygote.refused = {MountImage}
+    yard.nsinit.refused = {MountImage}
     await yard.refill()
     yard.take()
     await yard.refill()
-    assert (len(yard.reaped), len(yard.vessels)) == (1, 1)
-    yard.zygote.refused = {Prepare}
-    yard.zygote.told.clear()
+    assert (len(yard.reaped), len(yard.pool)) == (1, 1)
+    yard.nsinit.refused = {Prepare}
+    yard.nsinit.told.clear()
     await yard.refill()
-    assert yard.zygote.told == ["Prepare"]
+    assert yard.nsinit.told == ["Prepare"]
 
 
 async def test_those_of_an_nsinit_that_died_are_given_to_nobody(yard: Yard) -> None:
-    """Blank or furnished: they died with it."""
+    """Blank or not: they died with it."""
     await yard.refill()
     yard.take()
     await yard.refill()
-    yard.vessels._zygote.incarnation += 1
+    yard.pool._nsinit.incarnation += 1
     assert yard.take() is None
     assert len(yard.reaped) == 2

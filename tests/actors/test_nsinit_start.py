@@ -37,3 +37,10 @@ def _refuse(sock: socket.socket) -> None:
     with sock:
         start = protocol.REQUESTS.decode(sock.recv(protocol.MAX_DATAGRAM_BYTES))
         sock.send(protocol.ANSWERS.encode(protocol.Failed(start.seq, "disk", "", 0, "no such disk")))
+
+
+def test_every_request_names_an_answer_of_the_contract() -> None:
+    """The client refuses any other answer, so that a caller gets the class that its request names."""
+    assert {protocol.answer_class(kind) for kind in protocol.REQUESTS.classes} == (
+        set(protocol.ANSWERS.classes) - {protocol.Failed}
+    )

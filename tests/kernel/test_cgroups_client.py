@@ -1,4 +1,4 @@
-"""Groups and victims as the daemon asks for them: by its zygote actor, with a real nsinit behind it."""
+"""Groups and victims as the daemon asks for them: by the nsinit client, with a real nsinit behind it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sandkasten.actors.services.nsinit import (
     NsinitClient,
     build,
     call,
-    make_group,
+    make_run_cgroup,
     recent_name,
     set_limits,
     teardown,
@@ -32,7 +32,7 @@ from tests.kernel.harness import ROOMY, data_directory, host_plan
 
 @asynccontextmanager
 async def _started(crash_at: str = "") -> AsyncIterator[tuple[Ref, Path]]:
-    """A zygote actor, and where it keeps its sessions' groups."""
+    """An nsinit client, and where it keeps its sessions' groups."""
     with data_directory() as data_dir:
         async with trio.open_nursery() as nursery:
             ref = Ref("zygote")
@@ -66,9 +66,9 @@ async def _sleeper() -> AsyncIterator[trio.Process]:
 
 @pytest.mark.cgroup_v2
 async def test_a_group_is_handed_over_with_its_descriptor() -> None:
-    """It is the receiver's; the group goes when it is told to."""
+    """The descriptor is the receiver's; the run cgroup goes when a request says so."""
     async with _started() as (ref, directory), _session(ref) as session_id:
-        handle = await ref.ask(make_group(session_id, "p-1"))
+        handle = await ref.ask(make_run_cgroup(session_id, "p-1"))
         assert (handle.name, handle.membership) == ("p-1", "clone")
         path = directory / session_id / "p-1"
         with handle.fd:
@@ -79,10 +79,11 @@ async def test_a_group_is_handed_over_with_its_descriptor() -> None:
 
 @pytest.mark.parametrize("step", ["group", "raise_limits"])
 async def test_who_dies_of_every_order_makes_a_request_worth_another_try(step: str) -> None:
-    """It is neither the session's fault nor the caller's; and of a group that nobody was told of nothing is left."""
+    """The death is neither the session's fault nor the caller's, and a run cgroup that was not handed out
+    is removed."""
     async with _started(f"cgroup_maker.{step}") as (ref, directory), _session(ref) as session_id:
         raised = replace(ROOMY, memory_bytes=ROOMY.memory_bytes * 2)
-        request: Ask[object] = make_group(session_id, "p-1") if step == "group" else set_limits(session_id, raised)
+        request: Ask[object] = make_run_cgroup(session_id, "p-1") if step == "group" else set_limits(session_id, raised)
         with pytest.raises(BuildInterrupted):
             await ref.ask(request)
         assert not (directory / session_id / "p-1").exists()
@@ -91,18 +92,18 @@ async def test_who_dies_of_every_order_makes_a_request_worth_another_try(step: s
 async def test_a_refusal_says_why() -> None:
     """With the errno of the kernel or of the rule."""
     async with _started() as (ref, _), _session(ref) as session_id:
-        (await ref.ask(make_group(session_id, "twice"))).close_unused()
+        (await ref.ask(make_run_cgroup(session_id, "twice"))).close_unused()
         with pytest.raises(BuildFailed, match="File exists"):
-            await ref.ask(make_group(session_id, "twice"))
+            await ref.ask(make_run_cgroup(session_id, "twice"))
         with pytest.raises(BuildFailed, match="invalid name of a run cgroup"):
-            await ref.ask(make_group(session_id, "../x"))
+            await ref.ask(make_run_cgroup(session_id, "../x"))
 
 
 @pytest.mark.cgroup_v2
 async def test_a_group_in_use_stays_and_that_is_told() -> None:
     """Until it is empty, or its members are to be killed."""
     async with _started() as (ref, directory), _session(ref) as session_id:
-        (await ref.ask(make_group(session_id, "busy"))).close_unused()
+        (await ref.ask(make_run_cgroup(session_id, "busy"))).close_unused()
         async with _sleeper() as member:
             (directory / session_id / "busy/cgroup.procs").write_text(str(member.pid))
             with pytest.raises(BuildFailed, match="lives on"):
@@ -112,14 +113,14 @@ async def test_a_group_in_use_stays_and_that_is_told() -> None:
 
 
 async def test_a_group_nobody_waits_for_any_more_leaves_no_descriptor() -> None:
-    """Its asker is cancelled before nsinit makes it; what comes for it later is thrown away."""
+    """The caller is cancelled before nsinit has made it; the answer that comes later is thrown away."""
     async with _started() as (ref, directory), _session(ref) as session_id:
         before = len(os.listdir("/proc/self/fd"))
         nsinit_pid = (await ref.ask(Describe())).pid
         os.kill(nsinit_pid, signal.SIGSTOP)
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(ref.ask, make_group(session_id, "lost"))
+                nursery.start_soon(ref.ask, make_run_cgroup(session_id, "lost"))
                 await trio.testing.wait_all_tasks_blocked()
                 nursery.cancel_scope.cancel()
         finally:

@@ -1,7 +1,7 @@
 """Trials of cgroups: a session's cgroup is made as in earnest, and each limit is run into.
 
-Owns the throw-away directory of the tries; it and all that is in it are gone at the end. These trials run in the
-probe's own process: where controllers can only be handed down after processes have moved, the tree counts them.
+Owns the throw-away directory of the trials, removed at the end with everything in it. These trials run in the probe's
+own process: where controllers can only be handed down after processes have moved, the tree counts those processes.
 Sources: cgroups(7); Documentation/admin-guide/cgroup-v2.rst; cgroup-v1/memory.rst; Documentation/accounting/psi.rst.
 """
 
@@ -35,7 +35,7 @@ _PAUSE_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One session's cgroup in a tree of the trial's own."""
+    """A session's cgroup in a tree of the trial's own."""
 
     tree: cgroup_tree.Tree
     cgroup: SessionCgroup
@@ -108,7 +108,7 @@ def _fork_until_refused() -> int:
 
 
 def _memory(tried: Tried) -> str:
-    """The hog must be killed, counted, and told of by the event that a session is watched with."""
+    """Check that a memory hog is killed, counted, and told of by the event that a session is watched with."""
     limits.first(tried.cgroup, _LIMITS)
     kind, event_fd = tried.cgroup.open_oom_event()
     try:
@@ -151,7 +151,7 @@ def _spin() -> int:
 
 
 def _swap(tried: Tried) -> str:
-    """A machine without swap has nothing to limit."""
+    """Check that swap can be forbidden. A machine without swap has nothing to limit."""
     name = "memory.swap.max" if tried.tree.mode == "v2" else "memory.memsw.limit_in_bytes"
     if os.path.exists(f"{tried.cgroup.directory('memory')}/{name}"):
         limits.first(tried.cgroup, _LIMITS)
@@ -225,7 +225,7 @@ _THOROUGH: dict[str, Callable[[Tried], str]] = {
     "memory_limit": _memory,
     "cpu_limit": _cpu,
 }
-"""They take a moment, write to the kernel's log, or are such that nothing rests on them at start."""
+"""Trials that take a moment or write to the kernel's log, or of features that no start depends on."""
 
 
 def _wait() -> int:
@@ -235,7 +235,8 @@ def _wait() -> int:
 
 @contextmanager
 def _child(tried: Tried, work: Callable[[], int]) -> Iterator[int]:
-    """Run `work` in the cgroup: yields its pid; its status is what `work` returns. All of it is killed at the end."""
+    """Run `work` in the cgroup; yield its pid. Its exit status is the result of `work`. All processes are killed at the
+    end."""
     read_fd, write_fd = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -256,7 +257,7 @@ def _child(tried: Tried, work: Callable[[], int]) -> Iterator[int]:
 
 
 def _live(tried: Tried, work: Callable[[], int], write_fd: int) -> None:
-    """The child. Never returns."""
+    """Join the cgroup and do the work, as the child. Never returns."""
     try:
         unified = tried.cgroup.birth_directory
         if unified is not None:
@@ -270,7 +271,7 @@ def _live(tried: Tried, work: Callable[[], int], write_fd: int) -> None:
 
 
 def _remove(cgroup: SessionCgroup) -> None:
-    """What was killed takes a moment to be gone."""
+    """Remove the cgroup, once the kernel has finished the end of killed processes."""
     if not _comes_true(lambda: not cgroup.remove()):
         raise OSError(errno.EBUSY, "a cgroup could not be removed")
 
