@@ -227,7 +227,7 @@ def remove_leftover(node: Node, request: p.RemoveLeftover) -> Work:
 
 
 def _compared(_value: object) -> None:
-    """A value that is only compared with what is found, and never becomes part of a path."""
+    """Accept any value: it is only compared with names that are found, and never becomes part of a path."""
 
 
 def _quota(quota: p.DiskLimits | None) -> None:

@@ -35,7 +35,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Btrfs(Mechanism):
-    """See the module's docstring."""
+    """The mechanism that this module is about."""
 
     mode: ClassVar[DiskMode] = "btrfs"
 

@@ -2,7 +2,7 @@
 
 A trial makes the disk of a session that never lives, in mount namespaces of its own and without the right to exceed
 quotas, and must be refused more room than its limits. A trial that is killed leaves a session's directory, which the
-next start removes. `Memory` and `Plain` are the two mechanisms that need no trial of a file system's own features.
+next start removes. The two mechanisms without a file system of their own, `Memory` and `Plain`, are here, too.
 Sources: fallocate(2); quotactl(2) (CAP_SYS_RESOURCE); Documentation/filesystems/tmpfs.rst (size, nr_inodes).
 """
 
@@ -27,7 +27,11 @@ _POINT = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Memory(Mechanism):
-    """See the module's docstring."""
+    """Mode `tmpfs`: layers lie in memory, on a tmpfs in the session's mount namespace alone, and go with its PID 1.
+
+    Pages are charged to the session, so the disk is at most half as large as its memory: a full one must be "no space
+    left", not an out-of-memory kill.
+    """
 
     mode: ClassVar[DiskMode] = "tmpfs"
 
@@ -53,7 +57,7 @@ def _size(place: Place, limits: DiskLimits) -> int:
 
 
 class Plain(Mechanism):
-    """See the module's docstring."""
+    """Mode `none`: layers are plain directories, limited by nothing but their file system."""
 
     mode: ClassVar[DiskMode] = "none"
 

@@ -28,7 +28,7 @@ _POINT = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Loop(Mechanism):
-    """See the module's docstring."""
+    """The mechanism that this module is about."""
 
     mode: ClassVar[DiskMode] = "loop"
 

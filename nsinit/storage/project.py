@@ -95,7 +95,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Project(Mechanism):
-    """See the module's docstring."""
+    """The mechanism that this module is about."""
 
     mode: ClassVar[DiskMode] = "project"
 

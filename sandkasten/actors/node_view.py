@@ -40,7 +40,7 @@ from sandkasten.journal.ring import Journal
 from sandkasten.model import LIMIT_BOUNDS, Session, Status
 from sandkasten.model.lifecycle import LIVE
 from sandkasten.model.node import Amounts, Machine, NodeCapacity, System
-from sandkasten.output.spool import Spool
+from sandkasten.output.store import OutputStore
 from sandkasten.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ class Observed:
     metrics: Metrics
     directory: SessionDirectory
     journal: Journal
-    spool: Spool
+    spool: OutputStore
     parts: Sequence[Ref]
     nsinit: Ref
     data_dir: Path

@@ -3,7 +3,7 @@
     supervisor     one_for_one; children start in this order and stop in reverse
     ├── store      the one SQLite writer
     ├── events     the journal's way to disk
-    ├── spool      output that is kept for a while
+    ├── spool      output and records of runs
     ├── zygote     the client of nsinit, the one connection to the privileged process
     ├── images     the image catalogue
     ├── workspaces their holds, records and files
@@ -73,8 +73,7 @@ from sandkasten.model.errors import Capacity, LauncherGone, SandkastenError, Ses
 from sandkasten.model.lifecycle import LIVE, ended_error
 from sandkasten.model.listing import SessionPage, SessionQuery
 from sandkasten.model.node import Diagnosis, Machine, NodeCapacity, NodeInfo, Readiness, System
-from sandkasten.output.run_archive import RunArchive
-from sandkasten.output.spool import Spool
+from sandkasten.output.store import OutputStore
 from sandkasten.store.database import ping
 from sandkasten.store.sessions import get_session, live_sessions
 
@@ -82,7 +81,6 @@ log = logging.getLogger(__name__)
 
 _MATCHERS = 2
 _OBSERVERS = 2
-_SPOOL_STOP_S = 5.0
 _METRICS_S = 1.0
 _READY_S = 5.0
 _MIN_FREE_RATIO = 0.02
@@ -116,8 +114,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             workspaces=self._workspaces,
             directory=directory,
             journal=Journal(),
-            spool=Spool.configured(spool_dir, config.runs),
-            archive=RunArchive.configured(spool_dir, config.runs),
+            output=OutputStore.configured(spool_dir, config.runs),
             metrics=Metrics(),
             shares=KeyShares(KeyRing(), runs_of=directory.runs_of),
             crash=Crash(config.testing.crash_at),
@@ -166,16 +163,14 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
 
     async def _start_spool(self, *, task_status: trio.TaskStatus[None]) -> None:
         if not self._is_spool_open:  # a restart after a bug keeps the output
-            await self._shared.spool.open()
             live = {each.session.id for each in await self._store.ask_again(do(live_sessions))}
-            await trio.to_thread.run_sync(self._shared.archive.open, live)
+            await self._shared.output.open(live)
             self._is_spool_open = True
         task_status.started()
         try:
-            await self._shared.spool.run()
+            await self._shared.output.run()
         except trio.Cancelled:
-            with trio.move_on_after(_SPOOL_STOP_S, shield=True):
-                await self._shared.spool.close()
+            self._shared.output.close()
             raise
 
     async def _start_nsinit_client(self, *, task_status: trio.TaskStatus[Ref]) -> None:
@@ -437,7 +432,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             metrics=self._shared.metrics,
             directory=self._shared.directory,
             journal=self._shared.journal,
-            spool=self._shared.spool,
+            spool=self._shared.output,
             parts=(self._store, self._writer, self._nsinit, self._images, self._sessions, self._reaper),
             nsinit=self._nsinit,
             data_dir=self._config.data_dir,

@@ -46,7 +46,7 @@ from sandkasten.host.leftovers import CantLook, Survey, has_daemon, look, move_t
 from sandkasten.host.paths import DataPaths, read_boot_id
 from sandkasten.model import Session
 from sandkasten.model.node import Machine
-from sandkasten.output.spool_files import SpoolFile, is_segment, list_spool
+from sandkasten.output.disk import SpoolFile, list_spool
 from sandkasten.store import sessions as session_store
 from sandkasten.store.database import DatabaseTooNew, open_snapshot
 from sandkasten.store.sessions import SessionRecord
@@ -179,7 +179,6 @@ def _plan(
     owned = frozenset[str]()
     if is_served:
         owned = frozenset({each.session_id for each in survey.found} | {each.session.id for each in records})
-        files = [each for each in files if not is_segment(each.name)]
     leftovers = as_leftovers(survey.leftovers)
     return plan_reconciliation(
         Observed(records, survey.found, read_boot_id(), leftovers, owned, is_start=True, spool=files)

@@ -1,5 +1,5 @@
-"""What runs wrote, kept outside of the sandboxes for later readers: in bounded memory, on bounded disk.
+"""Output and records of runs, kept outside of the sandboxes: in bounded memory, on bounded disk.
 
-Also what the next daemon needs to know of each run. Imports `model` and `config`; `actors` imports it. Begin with
-`spool.py`.
+`records` (values and their JSON) < `disk` (files of a session) < `blocks` (what is kept) < `log` (one run's output) <
+`store` (all of them; who gives way). Imports `model` and `config`; `actors` imports it. Begin with `store.py`.
 """

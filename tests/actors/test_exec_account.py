@@ -17,9 +17,9 @@ from sandkasten.actors.runs.cgroups import RunCgroups
 from sandkasten.actors.runs.run import Run, RunObserver, RunRequest, Shell
 from sandkasten.counters.cgroup import CgroupStats
 from sandkasten.model import DEFAULT_SHELL, Cause, ExecEnd, ExecSpec
-from sandkasten.output.spool_ledger import Account as SpoolAccount
-from sandkasten.output.spool_ledger import Ledger
-from sandkasten.output.spool_log import OutputLog
+from sandkasten.output.blocks import Account as OutputAccount
+from sandkasten.output.blocks import Ledger
+from sandkasten.output.log import OutputLog
 
 SESSION = "s" * 24
 
@@ -69,7 +69,7 @@ class Session(RunObserver):
 
     def make(self, exec_id: str, shell: Shell | None) -> Run:
         run = Run(RunRequest(ExecSpec(":", stateless=shell is None, exec_id=exec_id), timeout_ms=None))
-        log = OutputLog(exec_id, Ledger(1 << 20, 1 << 20), SpoolAccount(1 << 20, lambda: None))
+        log = OutputLog(exec_id, Ledger(1 << 20), OutputAccount(1 << 20, lambda: None))
         run.join(log, observers=(self.accounts, self), cancel=lambda run, now: None, wake=trio.lowlevel.checkpoint)
         return run
 

@@ -11,13 +11,13 @@ import trio
 from sandkasten.actors.runs.persistence import text_bytes
 from sandkasten.actors.runs.run import Run, RunRequest
 from sandkasten.model import Cause, ExecEnd, ExecSpec, Usage
-from sandkasten.output.spool import RunLogs, Spool
+from sandkasten.output.store import OutputStore, SessionOutput
 
 RUNS = 500
 USAGE = Usage(1000, 2000, 3000)
 
 
-def end_one(logs: RunLogs, number: int, command: str) -> Run:
+def end_one(logs: SessionOutput, number: int, command: str) -> Run:
     """Begin a run and end it without output, as a session does."""
     run = Run(RunRequest(ExecSpec(command, exec_id=f"chosen-{number}"), timeout_ms=1000))
     run.join(logs.open(run.exec_id), cancel=lambda run, now: None, wake=trio.lowlevel.checkpoint)
@@ -33,7 +33,7 @@ def end_one(logs: RunLogs, number: int, command: str) -> Run:
 async def test_an_ended_run_takes_no_more_than_it_is_counted_with(tmp_path: Path) -> None:
     """Measured on a few hundred of them, with short commands and long ones."""
     for length in (10, 3000):
-        logs = Spool(tmp_path).session(str(length))
+        logs = OutputStore(tmp_path).session(str(length))
         commands = [f"{number:0{length}}" for number in range(RUNS)]
         end_one(logs, RUNS, ":")
         gc.collect()

@@ -82,7 +82,7 @@ CHILD_ENTRY = {"nsinit.__main__", "nsinit.sandbox.child"}
 """Where the privileged process turns into PID 1 of a sandbox, and so hands over to `runner`."""
 
 
-CIRCLES_LEFT = ("sandkasten.output.",)
+CIRCLES_LEFT: tuple[str, ...] = ()
 """Packages whose circles are not cut yet."""
 
 

@@ -10,6 +10,7 @@ import trio
 
 from runner.wire import protocol
 from runner.wire.protocol import HelloReply, Kind, RunEntry, RunList, encode_frame
+from sandkasten.actors.runs.persistence import LOAN_BYTES, RunPersistence
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config
@@ -22,12 +23,13 @@ from sandkasten.model import (
     SessionSpec,
     ShellSpec,
     Status,
+    Stream,
     TerminalSpec,
 )
 from sandkasten.model.errors import ExecGone, ExecNotFound, ShuttingDown
-from sandkasten.output.run_records import Seal, facts_to_json
+from sandkasten.output.records import Seal, facts_to_json
 from sandkasten.security.attacks.runner import impostor
-from tests.unit.test_run_archive import FACTS
+from tests.unit.test_output_disk import FACTS
 from tests.waiting import until
 
 WAITING = ExecSpec("echo one; until [ -e /tmp/go ]; do sleep 0.02; done; echo two; exit 4", exec_id="waiting")
@@ -124,11 +126,46 @@ async def test_a_paused_session_has_its_runs_again_when_it_goes_on(config: Confi
         assert await wait_ended(supervisor, session.id, "waiting") is Cause.EXITED
 
 
+async def test_output_of_a_short_run_is_not_written_and_comes_back_from_its_init(
+    config: Config, keeping: Config, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end is written; a daemon that is killed leaves the output with PID 1, with its streams and its numbers."""
+    spec = ExecSpec("echo first; echo second >&2; echo third; exit 3", exec_id="short")
+
+    async def is_in_files(wanted: bytes) -> bool:
+        return any(wanted in path.read_bytes() for path in (data_dir / "spool").iterdir())
+
+    write = RunPersistence.write
+
+    async def write_unless_killed(self: RunPersistence, *, is_last: bool = False) -> None:
+        if not is_last:
+            await write(self)
+
+    monkeypatch.setattr(RunPersistence, "write", write_unless_killed)
+    async with open_supervisor(keeping) as supervisor:
+        session = await supervisor.create(SessionSpec())
+        result = await supervisor.exec(session.id, spec)
+        await until(lambda: is_in_files(b'"exit_code":3'))
+        before = await supervisor.get_exec(session.id, "short")
+    assert not await is_in_files(b"first\n")
+    for _ in range(2):
+        async with open_supervisor(keeping) as supervisor:
+            assert await supervisor.get_exec(session.id, "short") == before
+            assert await supervisor.exec(session.id, spec) == result
+    monkeypatch.undo()
+    async with open_supervisor(keeping) as supervisor:
+        await supervisor.pause(session.id, PauseSpec())
+    assert await is_in_files(b"first\n")
+    async with open_supervisor(config) as supervisor:
+        assert (await supervisor.read_output(session.id, "short", stream=Stream.STDOUT)).data == b"first\nthird\n"
+        assert (await supervisor.get(session.id)).status is Status.PAUSED
+
+
 async def test_damaged_records_cost_what_was_in_them(config: Config, keeping: Config, data_dir: Path) -> None:
     """A run that goes on is found by its ticket, with the output that PID 1 has; one that ended there is unknown."""
     async with open_supervisor(keeping) as supervisor:
         session = await supervisor.create(SessionSpec())
-        await supervisor.exec(session.id, ExecSpec("echo x", exec_id="ended"))
+        await supervisor.exec(session.id, ExecSpec(f"head -c {2 * LOAN_BYTES} /dev/zero", exec_id="ended"))
         await until(lambda: is_forgotten(supervisor, session.id))
         await begin(supervisor, session.id, WAITING)
     for path in (data_dir / "spool").glob("*.runs"):

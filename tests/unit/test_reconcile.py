@@ -27,7 +27,7 @@ from sandkasten.actors.node.reconcile import (
 )
 from sandkasten.model import EndReason, Status
 from sandkasten.model.lifecycle import ENDED, LIVE, Event
-from sandkasten.output.spool_files import SpoolFile
+from sandkasten.output.disk import SpoolFile
 from sandkasten.store.sessions import KernelIdentity, SessionRecord
 from tests.strategies import make_record
 

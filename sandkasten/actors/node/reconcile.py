@@ -21,7 +21,7 @@ from nsinit.wire import protocol
 from nsinit.wire.protocol import TOLD_ONLY, Found
 from sandkasten.model import EndReason, Status
 from sandkasten.model.lifecycle import Event
-from sandkasten.output.spool_files import SpoolFile
+from sandkasten.output.disk import SpoolFile
 from sandkasten.store.sessions import SessionRecord
 
 HOST_REBOOT = "the machine was restarted"

@@ -46,7 +46,7 @@ from sandkasten.host.paths import DataPaths
 from sandkasten.model import EndReason, EventType, Session, Status
 from sandkasten.model.errors import SandkastenError, SessionNotFound
 from sandkasten.model.lifecycle import END_REASONS, ENDED, LIVE, Event, next_status
-from sandkasten.output.spool_files import SpoolFile, list_spool, remove_spool_files, session_of
+from sandkasten.output.disk import SpoolFile, list_spool, remove_spool_files, session_of
 from sandkasten.store.sessions import SessionRecord, forget_ended, get_session, live_sessions, put_session
 
 Ts = TypeVarTuple("Ts")
@@ -71,7 +71,7 @@ class Leftovers:
     def __init__(self, data_dir: Path, boot_id: str, shared: Shared) -> None:
         self._spool_dir, self._boot_id = DataPaths(data_dir).spool, boot_id
         self._store, self._nsinit, self._directory = shared.store, shared.nsinit, shared.directory
-        self._journal, self._spool = shared.journal, shared.spool
+        self._journal, self._output = shared.journal, shared.output
         self._seen: Sightings = frozenset()
         self.found: Counter[str] = Counter()
         self.removed: Counter[str] = Counter()
@@ -114,7 +114,7 @@ class Leftovers:
         except OSError as error:
             log.error("leftovers_not_looked_for", extra={"error": str(error)})
             return []
-        return [each for each in files if not self._spool.uses(each.name)]
+        return [each for each in files if not self._output.uses(each.name)]
 
     def _tell(self, leftover: Leftover) -> None:
         self.found[leftover.kind] += 1
@@ -185,7 +185,7 @@ class Recovery:
     def __init__(self, owner: SessionOwner, shared: Shared, *, leftovers: Leftovers) -> None:
         self._owner = owner
         self._store, self._nsinit, self._workspaces = shared.store, shared.nsinit, shared.workspaces
-        self._directory, self._journal, self._archive = shared.directory, shared.journal, shared.archive
+        self._directory, self._journal, self._output = shared.directory, shared.journal, shared.output
         self._leftovers = leftovers
         self.ends = trio.CapacityLimiter(_CONCURRENT_ENDS)
 
@@ -273,7 +273,7 @@ class Recovery:
                     record, session=session, ending=event, ended_at=datetime.now(UTC), idempotency_key=key
                 )
                 await store_actor.put_or_keep(self._store, self._directory.unwritten, ended)
-                await trio.to_thread.run_sync(self._archive.session(session.id).discard)
+                await self._output.discard(session.id)
                 release_soon(self._workspaces, session.workspace_id)
                 why = {"reason": session.reason, "end_reason": session.end_reason}
                 self._journal.emit(ENDINGS[session.status], session.id, **why)

@@ -45,9 +45,6 @@ Ts = TypeVarTuple("Ts")
 
 log = logging.getLogger(__name__)
 
-_RUN_WRITERS = 2
-"""Threads that write down runs, of all sessions."""
-_RECOVERING = 4
 
 CONCURRENT_EXPIRIES = 8
 _CONCURRENT_ADOPTIONS = 64
@@ -194,8 +191,6 @@ class Sessions(Actor):
                 kill_ms=runs.kill_grace_ms,
             ),
             run_key=self._node.run_key,
-            writing=trio.CapacityLimiter(_RUN_WRITERS),
-            recovering=trio.CapacityLimiter(_RECOVERING),
             disk=self._config.disk,
             budget=self._budget,
             expiries=trio.CapacityLimiter(CONCURRENT_EXPIRIES),

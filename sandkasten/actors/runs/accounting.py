@@ -30,7 +30,7 @@ from sandkasten.actors.runs.run import Run, RunObserver, Shell
 from sandkasten.counters.cgroup import UNKNOWN, CgroupStats
 from sandkasten.model import DEFAULT_SHELL, Cause, ExecEnd, Stream, Usage
 from sandkasten.model.errors import ExecGone
-from sandkasten.output.spool import OutputLog
+from sandkasten.output.log import OutputLog
 
 _SIGKILL = 9
 _KILLED_STATUS = 128 + _SIGKILL

@@ -1,27 +1,30 @@
-"""Finding the runs of an earlier daemon again: what it wrote down, and then what PID 1 has.
+"""Finding the runs of an earlier daemon again: first in its files, then with PID 1.
 
-What was written down is trusted, PID 1 is not: it is believed which of the known runs it has, and of others only what a
-ticket of ours says. What it has and should not have, it is told to forget. A run that neither has an end nor is found
-ends with `daemon_restarted`; so does one that nobody is left for, cancelled now: its caller, or those who sat at its
-prompt, went with their daemon.
+The files are trusted, PID 1 is not: PID 1 is believed about which of the known runs it has, about output of theirs that
+is not in the files, and about other runs only what a ticket of ours says. PID 1 is told to forget what it should not
+have. A run that neither has an end nor is found ends with `daemon_restarted`. So does, after being cancelled, a run
+that has nobody left: its caller, or those who sat at its prompt, went with their daemon.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
 import trio
 
 from runner.wire import protocol
+from sandkasten.actors.runs.driver import CONTROL_S, fetch_output
 from sandkasten.actors.runs.persistence import Keep, age_s, is_orphan, restored
 from sandkasten.actors.runs.run import Run
 from sandkasten.actors.runs.runs import Runs
 from sandkasten.actors.runs.session_services import SessionServices
-from sandkasten.model import ExecKind
-from sandkasten.model.errors import RunnerProtocolError
-from sandkasten.output.run_archive import Written, WrittenRun
-from sandkasten.output.run_records import BadRecord, RunFacts, RunState
+from sandkasten.model import ExecKind, Stream
+from sandkasten.model.errors import ExecEnded, RunnerProtocolError
+from sandkasten.output.disk import WrittenRun
+from sandkasten.output.records import BadRecord, RunFacts, RunState
+from sandkasten.output.store import SessionOutput
 
 log = logging.getLogger(__name__)
 
@@ -30,60 +33,62 @@ _MAX_LISTED = 1024
 
 
 class RunAdoption:
-    """See the module's docstring. `recover` when the session is taken over, `resume` when its PID 1 can answer."""
+    """Adoption of one session's runs: `recover` when the session is taken over, `resume` when its PID 1 can answer."""
 
     def __init__(
         self,
         host: SessionServices,
         runs: Runs,
         keep: Keep,
+        output: SessionOutput,
         *,
         on_terminal: Callable[[Run], Awaitable[None]],
     ) -> None:
-        """`on_terminal` is called for a terminal of its own, before more comes from it."""
+        """`on_terminal` is called for a terminal beside the shells, before more output of that terminal comes."""
         self._host = host
         self._runs = runs
-        self._keep = keep
+        self._keep, self._output = keep, output
         self._on_terminal = on_terminal
         self._facts: dict[str, RunFacts] = {}
+        self._incomplete: dict[str, tuple[Run, RunState]] = {}
+        """Ended runs of which not all output is in the files."""
         self._gone: frozenset[str] = frozenset()
 
     async def recover(self) -> None:
-        """Know the runs that were written down again, with their output. Those without an end seem to run."""
+        """Take over the runs in the files, with their output. A run without an end seems to go on."""
         self._runs.cgroups.recover()
-        async with self._keep.recovering:
-            await self._take_over(await self._runs.persistence.read())
-
-    async def _take_over(self, written: Written) -> None:
+        written = await self._output.read()
         if written.damaged_files:
             facts = {"session_id": self._host.session_id, "files": written.damaged_files}
             log.warning("run_records_damaged", extra=facts)
         self._gone = frozenset(written.gone)
-        self._runs.ids.recover(written.used, written.gone)
         for each in sorted(written.runs.values(), key=lambda each: each.facts.created_at):
             await self._recover(each)
 
     async def _recover(self, written: WrittenRun) -> None:
-        run = restored(written.facts, written.state)
+        run, state = restored(written.facts, written.state), written.state
         if run.has_ended and age_s(run) > self._keep.retention_s:
-            self._runs.ids.note_gone(run.exec_id)
+            self._output.note_gone(run.exec_id)
             return
         self._runs.recover(run, written.facts.readings)
-        await _fill(run, written)
-        if run.has_ended:
-            assert run.log is not None
-            end = written.state
-            run.log.skip_to(stdout_bytes=end.stdout_bytes, stderr_bytes=end.stderr_bytes, sequence=end.last_sequence)
+        assert run.log is not None
+        await run.log.recover(written.parts, state.last_line)
+        if not run.has_ended:
+            self._facts[run.exec_id] = written.facts
+        elif (run.log.stdout_bytes, run.log.stderr_bytes) == (state.stdout_bytes, state.stderr_bytes):
             self._runs.recovered(run)
         else:
-            self._facts[run.exec_id] = written.facts
+            self._incomplete[run.exec_id] = run, state
 
     async def resume(self) -> None:
-        """Go on with what PID 1 has, and end what it hasn't. Raises `RunnerLost`, `RunnerProtocolError`."""
+        """Go on with the runs that PID 1 has, and end the others. Raises `RunnerLost`, `RunnerProtocolError`."""
         entries = await self._list() if self._runs.persistence.gives_tickets else ()
         waiting = {run.exec_id: run for run in self._runs.active}
         unwanted = []
         for entry in entries:
+            if entry.has_ended and entry.exec_id in self._incomplete:
+                await self._complete(*self._incomplete.pop(entry.exec_id))
+                continue
             run = waiting.pop(entry.exec_id, None) or self._recognize(entry)
             if run is None:
                 unwanted.append(entry.exec_id)
@@ -97,9 +102,38 @@ class RunAdoption:
                 self._runs.resume(run, is_orphan=orphan)
         for run in waiting.values():
             self._runs.give_up(run)
+        for run, state in self._incomplete.values():
+            self._close(run, state)
+        self._incomplete.clear()
         self._facts.clear()
         self._gone = frozenset()
         self._runs.persistence.unwanted(unwanted)
+
+    async def _complete(self, run: Run, state: RunState) -> None:
+        """Get the rest of the output of an ended run, whose end is known; PID 1 goes on keeping it.
+
+        Raises: RunnerLost, RunnerProtocolError.
+        """
+        output = run.log
+        assert output is not None
+        with suppress(ExecEnded):
+            attached, pieces = await fetch_output(run, self._host.link)
+            begin = {"stdout_bytes": attached.stdout_offset, "stderr_bytes": attached.stderr_offset}
+            output.skip_to(**begin, sequence=max(output.last_sequence, state.last_sequence - len(pieces)))
+            with trio.move_on_after(CONTROL_S):  # a reader of a paused session's run may be slow
+                for stream, data in pieces:
+                    total = state.stdout_bytes if stream is Stream.STDOUT else state.stderr_bytes
+                    if rest := data[: max(0, total - output.kept.total(stream))]:
+                        await output.append(stream, rest)
+        self._close(run, state)
+        self._runs.persistence.lend(run)
+
+    def _close(self, run: Run, state: RunState) -> None:
+        """No more is to be had of an ended run's output."""
+        assert run.log is not None
+        totals = {"stdout_bytes": state.stdout_bytes, "stderr_bytes": state.stderr_bytes}
+        run.log.skip_to(**totals, sequence=state.last_sequence)
+        self._runs.recovered(run)
 
     async def _list(self) -> Sequence[protocol.RunEntry]:
         entries: list[protocol.RunEntry] = []
@@ -132,20 +166,3 @@ class RunAdoption:
         self._runs.recover(run, facts.readings)
         self._facts[run.exec_id] = facts
         return run
-
-
-async def _fill(run: Run, written: WrittenRun) -> None:
-    """Put into its log what was written down of the output; of damaged output nothing."""
-    output = run.log
-    assert output is not None
-    for number, chunk in enumerate(written.chunks):
-        try:
-            pieces = chunk.pieces()
-        except BadRecord:
-            break
-        if number == 0:
-            place = {"stdout_bytes": chunk.stdout_start, "stderr_bytes": chunk.stderr_start}
-            output.skip_to(**place, sequence=chunk.first_sequence - 1)
-        for piece in pieces:
-            await output.append(piece.stream, piece.data)
-        await trio.lowlevel.checkpoint()

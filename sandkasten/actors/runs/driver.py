@@ -7,6 +7,7 @@ What PID 1 is asked for a run. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import trio
@@ -119,14 +120,7 @@ async def drive_again(run: Run, link: RunnerLink) -> protocol.ExecReply:
     log = run.log
     assert log is not None
     async with link.connection() as connection:
-        await connection.send_request(protocol.AttachRun(run.exec_id, log.stdout_bytes, log.stderr_bytes))
-        answer = await connection.receive_answer(deadline=trio.current_time() + CONTROL_S)
-        if isinstance(answer, protocol.Error):
-            raise refusal(answer)
-        if not isinstance(answer, protocol.Attached):
-            raise RunnerProtocolError(f"{type(answer).__name__} to AttachRun")
-        if answer.stdout_offset < log.stdout_bytes or answer.stderr_offset < log.stderr_bytes or answer.age_us < 0:
-            raise RunnerProtocolError("a run that begins before what is known of it")
+        answer = await _attach(run, connection)
         log.skip_to(stdout_bytes=answer.stdout_offset, stderr_bytes=answer.stderr_offset)
         if answer.age_us > 0 and not run.has_begun:
             run.go_on(answer.age_us / 1_000_000, answer.pid)
@@ -136,6 +130,43 @@ async def drive_again(run: Run, link: RunnerLink) -> protocol.ExecReply:
         finally:
             run.input.connect(None)
             connection.spend_if_sending()
+
+
+async def fetch_output(run: Run, link: RunnerLink) -> tuple[protocol.Attached, Sequence[tuple[Stream, bytes]]]:
+    """Return what PID 1 has of the output of an ended run, behind the output that is known.
+
+    Raises:
+        ExecEnded: PID 1 has no such run.
+        RunnerLost, RunnerProtocolError: PID 1 is gone or hostile.
+    """
+    pieces: list[tuple[Stream, bytes]] = []
+    deadline = trio.current_time() + CONTROL_S
+    async with link.connection() as connection:
+        answer = await _attach(run, connection)
+        while sum(len(data) for _, data in pieces) <= protocol.KEPT_RUN_BYTES:
+            kind, body = await connection.receive(deadline=deadline)
+            if kind not in _STREAMS:
+                if not isinstance(decode_answer(kind, body), protocol.ExecReply):
+                    raise RunnerProtocolError("a run without an end that has ended")
+                return answer, pieces
+            check_piece(body, "output")
+            pieces.append((_STREAMS[kind], body))
+    raise RunnerProtocolError("more output than may be kept of a run")
+
+
+async def _attach(run: Run, connection: RunnerConnection) -> protocol.Attached:
+    """Ask for a run that PID 1 kept, behind the output that is known."""
+    log = run.log
+    assert log is not None
+    await connection.send_request(protocol.AttachRun(run.exec_id, log.stdout_bytes, log.stderr_bytes))
+    answer = await connection.receive_answer(deadline=trio.current_time() + CONTROL_S)
+    if isinstance(answer, protocol.Error):
+        raise refusal(answer)
+    if not isinstance(answer, protocol.Attached):
+        raise RunnerProtocolError(f"{type(answer).__name__} to AttachRun")
+    if answer.stdout_offset < log.stdout_bytes or answer.stderr_offset < log.stderr_bytes or answer.age_us < 0:
+        raise RunnerProtocolError("a run that begins before what is known of it")
+    return answer
 
 
 async def _receive_while_sending(run: Run, connection: RunnerConnection, stdin: bytes) -> protocol.ExecReply:

@@ -36,7 +36,7 @@ from sandkasten.model import (
 )
 from sandkasten.model.errors import Capacity, ExecEnded, InvalidRequest, RunnerLost, SandkastenError
 from sandkasten.model.run import make_exec_id
-from sandkasten.output.spool import LogReader, OutputLog, ReaderMode
+from sandkasten.output.log import LogReader, OutputLog, ReaderMode
 
 PATIENCE_S = 30.0
 """How long after its time limit a run's end must come; covers the kill ladder in a sandbox starved of CPU."""
@@ -387,6 +387,11 @@ class Run:
     @property
     def has_ended(self) -> bool:
         return self.state is ExecState.ENDED
+
+    @property
+    def output_bytes(self) -> int:
+        """How much the run has written."""
+        return 0 if self.log is None else self.log.stdout_bytes + self.log.stderr_bytes
 
     @property
     def last_line(self) -> str:

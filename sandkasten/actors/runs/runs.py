@@ -40,7 +40,7 @@ from sandkasten.model.errors import (
     ShellBusy,
     ShuttingDown,
 )
-from sandkasten.output.spool import RunLogs
+from sandkasten.output.store import SessionOutput
 
 _BEGINNINGS = {
     ExecKind.COMMAND: EventType.EXEC_STARTED,
@@ -113,24 +113,25 @@ class Runs(RunObserver):
         *,
         nsinit: Ref,
         stats: CgroupStats,
-        logs: RunLogs,
+        output: SessionOutput,
         queue_length: int,
         metrics: Metrics,
         keep: Keep,
     ) -> None:
         self._host = host
-        self._logs = logs
+        self._output = output
         self._queue_length = queue_length
         self._known: OrderedDict[str, Run] = OrderedDict()
-        self.ids = ExecIds(keep.max_exec_ids)
+        self.ids = ExecIds(output, keep.max_exec_ids)
         self._active: dict[str, Run] = {}
         self.cgroups = RunCgroups(nsinit, host.session_id, stats.groups)
         self.shells = Shells(host, self.cgroups)
         self.persistence = RunPersistence(
             host,
             keep,
-            known=self._known.values,
-            ids=self.ids,
+            output,
+            find=self._known.get,
+            active=self._active.values(),
             readings_of=lambda run: self.accounts.readings_of(run),
         )
         self.accounts = Accounts(
@@ -141,7 +142,7 @@ class Runs(RunObserver):
         )
         self._observers = (self.accounts, self.persistence, self)
         self._listeners = (self.persistence,)
-        logs.when_gone(self._forget)
+        output.when_gone(self._forget)
         self._metrics = metrics
         metrics.queues.add(self)
 
@@ -192,7 +193,7 @@ class Runs(RunObserver):
     def _take(self, run: Run, *, ahead: Sequence[Run] = ()) -> None:
         """Make a run that has not ended one of this session."""
         run.join(
-            self._logs.open(run.exec_id),
+            self._output.open(run.exec_id),
             observers=self._observers,
             listeners=self._listeners,
             ahead=ahead,
@@ -237,14 +238,14 @@ class Runs(RunObserver):
             self._take(run)
             self.accounts.restore(run, readings)
             return
-        run.join(self._logs.open(run.exec_id), cancel=self._request_cancel, wake=self._host.wake)
+        run.join(self._output.open(run.exec_id), cancel=self._request_cancel, wake=self._host.wake)
         self._known[run.exec_id] = run
         if run.cgroup is not None:
             self.cgroups.adopt(run.cgroup)
 
     def recovered(self, run: Run) -> None:
         """The log of an ended run holds again what is kept of it."""
-        self._logs.retire(run.exec_id, text_bytes=text_bytes(run))
+        self._output.retire(run.exec_id, text_bytes=text_bytes(run))
 
     def give_up(self, run: Run) -> None:
         """It ran when its daemon ended, and is not found again."""
@@ -306,7 +307,6 @@ class Runs(RunObserver):
     def _forget(self, exec_id: str) -> None:
         """Its output is not kept any more: remember the id alone, so that it is not run again."""
         if self._known.pop(exec_id, None) is not None:
-            self.ids.note_gone(exec_id)
             self.persistence.forget(exec_id)
 
     # One run ----------------------------------------------------------------------------------------------------
@@ -399,9 +399,9 @@ class Runs(RunObserver):
             self.accounts.forget(run)
             self.persistence.discard(run.exec_id)
             self._known.pop(run.exec_id, None)
-            self._logs.discard(run.exec_id)
+            self._output.discard(run.exec_id)
             return
-        self._logs.retire(run.exec_id, text_bytes=text_bytes(run))
+        self._output.retire(run.exec_id, text_bytes=text_bytes(run))
         self._measure(run, run.end)
         event, facts = ending(run, run.end)
         self._host.emit(event, **facts)

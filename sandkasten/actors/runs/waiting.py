@@ -12,7 +12,7 @@ from sandkasten.actors.runs.ports import Ports
 from sandkasten.actors.runs.run import Run, RunObserver
 from sandkasten.model import ExecEnd, ExecResult, Output, Stream, Waited, WaitFor
 from sandkasten.model.errors import InvalidRequest
-from sandkasten.output.spool import ReaderMode
+from sandkasten.output.log import ReaderMode
 
 _QUIET_S = 0.1
 """After this long without output an unfinished line is looked at as it is."""

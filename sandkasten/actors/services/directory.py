@@ -21,8 +21,7 @@ from sandkasten.crash import Crash
 from sandkasten.journal.ring import Journal
 from sandkasten.links.runner import RunnerLink
 from sandkasten.model import Session, SessionOptions
-from sandkasten.output.run_archive import RunArchive
-from sandkasten.output.spool import Spool
+from sandkasten.output.store import OutputStore
 from sandkasten.store.sessions import SessionRecord
 
 MAX_SEEN = 256
@@ -138,8 +137,7 @@ class Shared:
     workspaces: Ref
     directory: SessionDirectory
     journal: Journal
-    spool: Spool
-    archive: RunArchive
+    output: OutputStore
     metrics: Metrics
     shares: KeyShares
     crash: Crash

@@ -142,19 +142,19 @@ class SessionActor(Actor):
         self._create_ms: Mapping[str, float] = {}
         self._controls = trio.CapacityLimiter(_MAX_CONTROLS)
         self._watch = SandboxWatch(record.session.id, services.nsinit, self._stats)
-        self._logs, keep = services.spool.session(record.session.id), services.keep(record.session.id)
+        self._output, keep = services.output.session(record.session.id), services.keep(record.session.id)
         self._runs = Runs(
             self,
             nsinit=services.nsinit,
             stats=self._stats,
-            logs=self._logs,
+            output=self._output,
             queue_length=services.shell_queue_length,
             metrics=services.metrics,
             keep=keep,
         )
         self._ports = Ports(self)
         self._terminals = Terminals(self, self._runs)
-        self._adoption = RunAdoption(self, self._runs, keep, on_terminal=self._terminals.adopt)
+        self._adoption = RunAdoption(self, self._runs, keep, self._output, on_terminal=self._terminals.adopt)
         self._transfers = self._attendants = 0
         self._transfer_ended = trio.Event()
         self._pausing = Pausing(self, self._own, nsinit=services.nsinit, lease=self._lease, runs=self._runs)
@@ -301,9 +301,10 @@ class SessionActor(Actor):
 
     async def on_stop(self) -> None:
         self._terminals.close()
-        self._logs.close()
-        persistence = self._runs.persistence
-        await (persistence.destroy() if self._own.facts.status in ENDED else persistence.write())
+        if self._own.facts.status in ENDED:
+            await self._output.destroy()
+        else:
+            await self._runs.persistence.leave()
         if self._link is not None:
             self._link.close()
         self._watch.close()
@@ -409,7 +410,7 @@ class SessionActor(Actor):
 
     async def _read_stats(self) -> SessionStats:
         disk: dict[str, Any] = {**await read_disk(self._services.nsinit, self.session.id)}  # fields of SessionStats
-        return attrs.evolve(self._stats.read_all(), spool_bytes=self._logs.bytes_used, **disk)
+        return attrs.evolve(self._stats.read_all(), spool_bytes=self._output.bytes_used, **disk)
 
     async def _update(self, patch: SessionPatch) -> Session:
         self._require(WHOLE)
@@ -587,7 +588,7 @@ class SessionActor(Actor):
                 "running": runs.running,
                 "queued": runs.queued,
                 "known": runs.known,
-                "kept_bytes": self._logs.bytes_used,
+                "kept_bytes": self._output.bytes_used,
                 "newest": [_shown_run(info) for info in runs.newest(MAX_SHOWN_RUNS)],
             },
             shells=[_shown_shell(info) for info in runs.shells.infos()],

@@ -33,7 +33,7 @@ from sandkasten.model.errors import (
     SandboxError,
     SandkastenError,
 )
-from sandkasten.output.run_records import Seal
+from sandkasten.output.records import Seal
 
 FROM_POOL = "vessel"
 """`acquire_detail` of a session that is made of a pool sandbox."""
@@ -59,8 +59,6 @@ class Services(Shared):
     maximum: Maximum
     graces: protocol.Graces
     run_key: bytes = attrs.field(repr=False)
-    writing: trio.CapacityLimiter
-    recovering: trio.CapacityLimiter
     disk: Disk
     budget: Budget
     expiries: trio.CapacityLimiter
@@ -69,11 +67,8 @@ class Services(Shared):
     def keep(self, session_id: str) -> Keep:
         """Return what the runs of one session need to outlive the daemon."""
         return Keep(
-            archive=self.archive.session(session_id),
             seal=Seal(self.run_key, session_id),
-            writing=self.writing,
-            recovering=self.recovering,
-            retention_s=self.spool.retention_s,
+            retention_s=self.output.retention_s,
             max_exec_ids=self.max_exec_ids,
         )
 

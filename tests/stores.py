@@ -1,15 +1,17 @@
-"""Spools for tests: opened, with their background task running, closed again."""
+"""Output stores for tests: opened, with their background task running, closed again."""
 
 from __future__ import annotations
 
+import resource
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import trio
 
 from sandkasten.model import Output, Stream
-from sandkasten.output.spool import LogReader, OutputLog, RunLogs, Spool
+from sandkasten.output.log import LogReader, OutputLog
+from sandkasten.output.store import OutputStore, SessionOutput
 from tests.waiting import until
 
 KB = 1024
@@ -26,9 +28,9 @@ async def open_spool(
     session_bytes: int = 64 * MB,
     disk_bytes: int = 4096 * MB,
     retention_s: float = 900.0,
-) -> AsyncIterator[Spool]:
+) -> AsyncIterator[OutputStore]:
     """A spool at work."""
-    spool = Spool(
+    spool = OutputStore(
         root, memory_bytes=memory_bytes, session_bytes=session_bytes, disk_bytes=disk_bytes, retention_s=retention_s
     )
     await spool.open()
@@ -36,7 +38,7 @@ async def open_spool(
         nursery.start_soon(spool.run)
         yield spool
         nursery.cancel_scope.cancel()
-    await spool.close()
+    spool.close()
 
 
 async def fill(log: OutputLog, pieces: int, *, stream: Stream = Stream.STDOUT, data: bytes = PIECE) -> None:
@@ -58,6 +60,17 @@ async def drain(reader: LogReader) -> bytes:
         reader.close()
 
 
+@contextmanager
+def file_size_limit(size_bytes: int) -> Iterator[None]:
+    """No file of this process can grow beyond `size_bytes` (setrlimit(2), RLIMIT_FSIZE): writes fail with EFBIG."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def files(root: Path) -> list[Path]:
     return sorted(root.iterdir())
 
@@ -77,7 +90,7 @@ def numbered_piece(number: int) -> bytes:
     return b"%016d" % number * (4 * KB)
 
 
-async def ended(logs: RunLogs, exec_id: str, *, pieces: int) -> OutputLog:
+async def ended(logs: SessionOutput, exec_id: str, *, pieces: int) -> OutputLog:
     log = logs.open(exec_id)
     for number in range(pieces):
         await log.append(Stream.STDOUT, numbered_piece(number))
@@ -85,7 +98,7 @@ async def ended(logs: RunLogs, exec_id: str, *, pieces: int) -> OutputLog:
     return log
 
 
-async def wait_memory_below(spool: Spool, limit_bytes: int) -> None:
+async def wait_memory_below(spool: OutputStore, limit_bytes: int) -> None:
     """Wait until memory holds no more than that, and nothing is being written."""
 
     async def is_at_rest() -> bool:

@@ -1,7 +1,7 @@
-"""The output of one run: one writer, any number of readers, at any place in it.
+"""The output log of one run: one writer, any number of readers, at any place in it.
 
-Decides when the writer waits and what readers still need; what is kept, and where, is `spool_blocks.py`'s. Knows
-nothing of runs or sessions.
+`OutputLog` numbers the pieces, tells its readers, and decides when the writer waits: for a reader that lags, or while
+memory is short. `LogReader` is one reader. What is kept, and where, is `KeptOutput`'s.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import trio
 
 from sandkasten.model import Output, OutputSlice, Stream
 from sandkasten.model.errors import ExecGone
-from sandkasten.output.spool_blocks import PIECE_OVERHEAD_BYTES, Block, KeptOutput
-from sandkasten.output.spool_ledger import Account, Ledger
+from sandkasten.output.blocks import PIECE_OVERHEAD_BYTES, Account, Block, KeptOutput, Ledger
+from sandkasten.output.disk import Place
+from sandkasten.output.records import Span
 
 WINDOW_BYTES: Final = 1024 * 1024
 """How far behind a reader may be before the writer waits. Every piece counts `PIECE_OVERHEAD_BYTES` beside its own."""
@@ -25,7 +26,7 @@ _PIECES_PER_CHECKPOINT: Final = 16
 
 
 class ReaderMode(enum.Enum):
-    """What a reader that is slow means: the writer waits for it, or only for the fastest of its kind."""
+    """Meaning of a slow reader: the writer waits for each such reader, or only for the fastest of them."""
 
     HOLDING = enum.auto()
     FASTEST = enum.auto()
@@ -50,12 +51,12 @@ class OutputLog:
 
     def __init__(self, exec_id: str, ledger: Ledger, account: Account) -> None:
         self.exec_id = exec_id
-        self.kept = KeptOutput(ledger, account)
+        self.kept = KeptOutput(exec_id, ledger, account)
         self.is_gone = False
-        """Nobody finds it any more; readers that were close behind its end still get the rest."""
+        """Nobody finds the log any more; readers that were close behind its end still get the rest."""
         self.expires_at = 0.0
         self.record_bytes = 0
-        """What is kept of its run costs besides, once it has ended."""
+        """Cost of the record of its run, once the run has ended."""
         self._ledger = ledger
         self._discarded = 0
         self._is_closed = False
@@ -82,8 +83,13 @@ class OutputLog:
 
     @property
     def last_line(self) -> str:
-        """The last line of what came last, at most 200 characters of it."""
+        """The last line of the newest output, at most 200 characters of the line."""
         return self.kept.last_line
+
+    @property
+    def is_written(self) -> bool:
+        """Whether all output that is kept lies in files."""
+        return self.kept.is_written
 
     @property
     def is_closed(self) -> bool:
@@ -108,6 +114,15 @@ class OutputLog:
         if self._news is not None:
             self.tell()
         return piece
+
+    async def recover(self, parts: Sequence[tuple[Span, Place]], last_line: str) -> None:
+        """Begin with output that an earlier daemon wrote to the session's files."""
+        if parts:
+            first = parts[0][0]
+            self.skip_to(
+                stdout_bytes=first.stdout_start, stderr_bytes=first.stderr_start, sequence=first.first_sequence - 1
+            )
+        await self.kept.recover(parts, last_line)
 
     def skip_to(self, *, stdout_bytes: int, stderr_bytes: int, sequence: int | None = None) -> None:
         """Go on at these offsets, behind the piece of that number, or if it is not known behind any that can have been
@@ -178,7 +193,6 @@ class OutputLog:
     def drop(self) -> None:
         """Keep nothing but what readers that are close behind the end still need. Never blocks."""
         self.is_gone = self._is_closed = True
-        self.kept.settle()
         self.kept.leave_account()
         self._drop_unneeded()
         self.tell()
@@ -261,7 +275,7 @@ class OutputLog:
 class LogReader:
     """An async iterator over a log, for one task at a time. A cancelled step loses nothing.
 
-    Besides where it is it holds at most one block of output.
+    Besides its place it holds at most one block of output.
     """
 
     __slots__ = (
@@ -282,7 +296,7 @@ class LogReader:
         self.sequence = after
         """Number of the last piece that was handed out."""
         self.skipped_bytes = 0
-        """What it missed; up to a block too many when it joined at what is on disk and had read nothing yet."""
+        """Bytes that the reader missed; up to a block too many if it joined at output in files and has read nothing."""
         self._log = log
         self._pieces: Sequence[Output] = ()
         self._index = 0
@@ -290,7 +304,7 @@ class LogReader:
         self._until_checkpoint = _PIECES_PER_CHECKPOINT
         block = log.kept.find(after + 1)
         self.offset = log.kept.total(None) if block is None else block.offset
-        """Where it is, in bytes of both streams; that of its block as long as that was not read from disk."""
+        """The reader's place, in bytes of both streams; its block's as long as the block was not read from files."""
         self._is_exact = block is None or block.pieces is not None
         if block is not None and block.pieces is not None:
             self.offset += _size(block.pieces[: after + 1 - block.first_sequence])

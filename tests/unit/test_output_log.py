@@ -10,8 +10,9 @@ import trio.testing
 
 from sandkasten.model import Output, Stream
 from sandkasten.model.errors import ExecGone
-from sandkasten.output.spool import WINDOW_BYTES, OutputLog, ReaderMode, Spool
-from tests.spools import KB, PIECE, drain, fill, take
+from sandkasten.output.log import WINDOW_BYTES, OutputLog, ReaderMode
+from sandkasten.output.store import OutputStore
+from tests.stores import KB, PIECE, drain, fill, take
 
 OUT, ERR = Stream.STDOUT, Stream.STDERR
 PIECES_HELD = WINDOW_BYTES // (64 * KB)
@@ -21,7 +22,7 @@ PIECES_HELD = WINDOW_BYTES // (64 * KB)
 @pytest.fixture
 def log(tmp_path: Path) -> OutputLog:
     """A log in memory: nothing is ever written to disk."""
-    return Spool(tmp_path / "spool").session("session").open("exec")
+    return OutputStore(tmp_path / "spool").session("session").open("exec")
 
 
 async def test_pieces_are_numbered_over_both_streams(log: OutputLog) -> None:
@@ -85,7 +86,7 @@ async def test_a_slow_reader_holds_the_writer_until_it_reads(log: OutputLog, nur
 
 
 async def test_closing_the_reader_frees_the_writer(log: OutputLog, nursery: trio.Nursery) -> None:
-    """Who leaves holds nothing."""
+    """A reader that leaves holds nothing."""
     reader = log.reader()
     nursery.start_soon(fill, log, 100)
     await trio.testing.wait_all_tasks_blocked()
@@ -170,7 +171,7 @@ async def test_a_reader_with_much_to_take_lets_others_run(log: OutputLog) -> Non
 
 
 async def test_closing_a_reader_ends_its_waiting(log: OutputLog, nursery: trio.Nursery) -> None:
-    """It tells that it was closed, and so does every later use."""
+    """The reader tells that it was closed, and so does every later use."""
     reader = log.reader()
 
     async def wait() -> None:
@@ -234,7 +235,7 @@ async def test_the_last_line_is_that_of_what_came_last(
 
 async def test_what_is_dropped_is_said_to_be_gone(tmp_path: Path) -> None:
     """Readers and slices behind the first piece that is kept are told where it is; a viewer begins there."""
-    log = Spool(tmp_path, session_bytes=256 * KB).session("session").open("exec")
+    log = OutputStore(tmp_path, session_bytes=256 * KB).session("session").open("exec")
     await fill(log, 100)
     first = log.first_sequence
     assert 90 < first < 101
@@ -254,8 +255,8 @@ async def test_what_is_dropped_is_said_to_be_gone(tmp_path: Path) -> None:
 
 
 async def test_a_viewer_that_falls_behind_skips_and_says_how_much(tmp_path: Path) -> None:
-    """It goes on with the first piece that is kept."""
-    log = Spool(tmp_path, session_bytes=256 * KB).session("session").open("exec")
+    """The viewer goes on with the first piece that is kept."""
+    log = OutputStore(tmp_path, session_bytes=256 * KB).session("session").open("exec")
     slow, quick = (log.reader(mode=ReaderMode.FASTEST) for _ in range(2))
     await fill(log, 1)
     await take(slow, 1)

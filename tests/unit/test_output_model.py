@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from sandkasten.model import Output, Stream
 from sandkasten.model.errors import ExecGone
-from sandkasten.output.spool import LogReader, ReaderMode, Spool
-from tests.spools import KB, MB, open_spool
+from sandkasten.output.log import LogReader, ReaderMode
+from sandkasten.output.store import OutputStore
+from tests.stores import KB, MB, open_spool
 
 _LAG_BYTES = 512 * KB
 _LAG_PIECES = 2000
@@ -93,9 +94,9 @@ _steps = st.lists(
 
 
 class Model:
-    """What was written, and what every reader got; checks the spool against it at each step."""
+    """The pieces written, and those that every reader got; checks the store against it at each step."""
 
-    def __init__(self, spool: Spool) -> None:
+    def __init__(self, spool: OutputStore) -> None:
         self._logs = [spool.session("session").open(str(number)) for number in range(_LOGS)]
         self._written: list[list[Output]] = [[] for _ in range(_LOGS)]
         self._readers: list[tuple[int, LogReader]] = []
@@ -204,7 +205,7 @@ async def _run(steps: Sequence[Step_], *, memory_bytes: int, session_bytes: int)
                 await model.perform(step)
             await model.finish()
             assert spool.lost_bytes == 0
-            spool.session("session").close()
+            await spool.session("session").destroy()
             assert spool.memory_bytes_used == 0
             with trio.fail_after(10):
                 while spool.disk_bytes_used or os.listdir(root):

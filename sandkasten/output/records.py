@@ -1,10 +1,14 @@
-"""What is written down of a run so that the next daemon knows it: values, their JSON, and sealed tickets. Pure.
+"""Records of runs, for the next daemon: values, their JSON, sealed tickets, and the set of used ids. Pure.
 
-A ticket is the facts of a run, given to PID 1 with the run and sealed with a key that no sandbox knows. PID 1 may lose
-it and may repeat it, but can't make one: so an id that a daemon never gave out is told apart from one that it gave out
-and had no time to write down.
+- `RunFacts`: everything known of a run before it begins. The facts never change.
+- `RunState`: everything that became of a run so far, its end included.
+- A ticket is the facts of a run under a seal, given to PID 1 together with the run. The key of the seal is known to no
+  sandbox. PID 1 may lose a ticket and may repeat it, but can't make one: so an id that a daemon never gave out differs
+  from an id that a daemon gave out and had no time to write down.
+- `UsedIds`: digests of the ids that clients chose for runs that are not kept any more.
+- `Span`: which pieces, and which bytes of both streams, lie together in a file.
 
-Sources: hashlib (BLAKE2 keyed mode is a message authentication code, RFC 7693 2.9).
+Sources: hashlib (BLAKE2 keyed mode is a message authentication code, RFC 7693 2.9), bisect, array.
 """
 
 from __future__ import annotations
@@ -12,7 +16,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-from collections.abc import Mapping
+import struct
+from array import array
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, get_args
 
@@ -21,19 +29,22 @@ import attrs
 from sandkasten.model import EXEC_ID, SHELL_NAME, Cause, ExecEnd, ExecKind, TerminalSize, Usage
 
 Input = Literal["none", "given", "open"]
-"""Standard input: there is none; it came with the request; or callers send it."""
+"""Standard input of a run: none, given with the request, or sent by callers."""
 
 _SEAL_BYTES: Final = 16
 _MAX_COMMAND_CHARS: Final = 1024
+_DIGEST_BYTES: Final = 8
+_BUCKET_SHIFT: Final = 52
+"""The first 12 bits of a digest choose one of 4096 small sorted arrays: to insert a digest moves few others."""
 
 
 class BadRecord(Exception):
-    """It is not what was written."""
+    """Bytes that are not what was written."""
 
 
 @attrs.frozen
 class RunFacts:
-    """What is known of a run before it begins. `shell` None: a program; `readings`: the session's counters then."""
+    """A run before it begins. `shell` is None for a program; `readings` are the session's counters at that moment."""
 
     exec_id: str
     kind: ExecKind
@@ -53,7 +64,7 @@ class RunFacts:
 
 @attrs.frozen
 class RunState:
-    """What became of it. The totals are those at its end."""
+    """The progress of a run. The totals are of all output up to now."""
 
     started_at: datetime | None = None
     pid: int | None = None
@@ -66,7 +77,7 @@ class RunState:
 
 
 def facts_to_json(facts: RunFacts) -> bytes:
-    """Return facts as they lie in a ticket and in a file."""
+    """Return facts as JSON, for tickets and files."""
     values = {
         "id": facts.exec_id,
         "kind": facts.kind.value,
@@ -117,7 +128,7 @@ def _facts(values: Mapping[str, Any]) -> RunFacts:  # JSON values
 
 
 def state_to_json(state: RunState) -> bytes:
-    """Return a state as it lies in a file."""
+    """Return a state as JSON, for files."""
     end = None if state.end is None else {**attrs.asdict(state.end), "cause": state.end.cause.value}
     values = {
         **{name: getattr(state, name) for name in ("pid", "last_sequence", "stdout_bytes", "stderr_bytes")},
@@ -148,7 +159,7 @@ def _moment(seconds: float) -> datetime:
 
 
 class Seal:
-    """Makes and reads the tickets of one session."""
+    """Maker and reader of the tickets of one session."""
 
     def __init__(self, key: bytes, session_id: str) -> None:
         self._hash = hashlib.blake2b(session_id.encode(), key=key, digest_size=_SEAL_BYTES)
@@ -171,3 +182,95 @@ class Seal:
         mark = self._hash.copy()
         mark.update(facts)
         return mark.hexdigest()
+
+
+@attrs.frozen
+class Span:
+    """Consecutive pieces: the number of the first, the number behind the last, and the same of each stream's bytes."""
+
+    first_sequence: int
+    next_sequence: int
+    stdout_start: int
+    stdout_end: int
+    stderr_start: int
+    stderr_end: int
+
+    _FORMAT = struct.Struct("<QQQQQQ")
+    SIZE_BYTES = _FORMAT.size
+
+    def encode(self) -> bytes:
+        return self._FORMAT.pack(*attrs.astuple(self))
+
+    @classmethod
+    def decode(cls, data: bytes) -> Span:
+        """Return the span at the beginning of `data`. Raises `struct.error`."""
+        return cls(*cls._FORMAT.unpack_from(data))
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes of output the pieces have."""
+        return self.stdout_end - self.stdout_start + self.stderr_end - self.stderr_start
+
+    def precedes(self, other: Span) -> bool:
+        """Whether `other` follows without a gap."""
+        ours = (self.next_sequence, self.stdout_end, self.stderr_end)
+        return ours == (other.first_sequence, other.stdout_start, other.stderr_start)
+
+
+class UsedIds:
+    """A set of ids, as digests of 64 bits; nothing is ever taken out.
+
+    With a million digests, one new id in 18 million million is taken for a used one; a used id is always known. The set
+    takes 8 to 10 bytes for each of many ids, up to 200 while there are few.
+    """
+
+    def __init__(self) -> None:
+        self._buckets: dict[int, array[int]] = {}
+        self._count = 0
+        self.is_whole = True
+        """Whether no used id is missing. Without that, nobody knows whether an id was used."""
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, exec_id: str) -> bool:
+        return self._find(digest_of(exec_id)) is None
+
+    def add(self, exec_id: str) -> None:
+        digest = digest_of(exec_id)
+        place = self._find(digest)
+        if place is not None:
+            self._buckets.setdefault(digest >> _BUCKET_SHIFT, array("Q")).insert(place, digest)
+            self._count += 1
+
+    def encode(self) -> bytes:
+        """Return all digests, for `merge`."""
+        return b"".join(bucket.tobytes() for bucket in self._buckets.values())
+
+    def merge(self, data: bytes) -> None:
+        """Add the digests that `encode` returned. Raises `ValueError`: `data` has no whole number of digests."""
+        found = array("Q")
+        found.frombytes(data)
+        self._add_all(found)
+
+    def _add_all(self, digests: Iterable[int]) -> None:
+        """Add many digests; much cheaper than one by one."""
+        new: defaultdict[int, list[int]] = defaultdict(list)
+        for digest in digests:
+            new[digest >> _BUCKET_SHIFT].append(digest)
+        for number, bucket in new.items():
+            known = self._buckets.get(number, ())
+            merged = array("Q", sorted({*known, *bucket}))
+            self._buckets[number] = merged
+            self._count += len(merged) - len(known)
+
+    def _find(self, digest: int) -> int | None:
+        """Return where in its bucket a digest belongs, None if the digest is there."""
+        bucket = self._buckets.get(digest >> _BUCKET_SHIFT, ())
+        place = bisect_left(bucket, digest)
+        return None if place < len(bucket) and bucket[place] == digest else place
+
+
+def digest_of(exec_id: str) -> int:
+    """Return what is remembered of an id."""
+    return int.from_bytes(hashlib.blake2b(exec_id.encode(), digest_size=_DIGEST_BYTES).digest(), "little")

@@ -10,20 +10,20 @@ import trio.testing
 
 from sandkasten.model import Stream
 from sandkasten.model.errors import ExecGone
-from sandkasten.output.spool import WINDOW_BYTES, OutputLog, RunLogs, Spool
-from sandkasten.output.spool_session import RECORD_BYTES
-from tests.spools import MB, PIECE, drain, fill, take
+from sandkasten.output.log import WINDOW_BYTES, OutputLog
+from sandkasten.output.store import RECORD_BYTES, OutputStore, SessionOutput
+from tests.stores import MB, PIECE, drain, fill, take
 
 OUT = Stream.STDOUT
 
 
 @pytest.fixture
-def logs(tmp_path: Path) -> RunLogs:
+def logs(tmp_path: Path) -> SessionOutput:
     """Logs with a budget of 4 MiB, in memory: nothing is ever written to disk."""
-    return Spool(tmp_path / "spool", session_bytes=4 * MB).session("session")
+    return OutputStore(tmp_path / "spool", session_bytes=4 * MB).session("session")
 
 
-async def ended(logs: RunLogs, exec_id: str, *, pieces: int) -> OutputLog:
+async def ended(logs: SessionOutput, exec_id: str, *, pieces: int) -> OutputLog:
     """A log of a run that wrote some pieces of 64 KiB and ended."""
     log = logs.open(exec_id)
     await fill(log, pieces)
@@ -35,8 +35,8 @@ def sequences(log: OutputLog) -> tuple[int, int]:
     return log.first_sequence, log.last_sequence
 
 
-async def test_an_ended_run_is_found_and_read(logs: RunLogs) -> None:
-    """Its end closes its log and changes nothing else."""
+async def test_an_ended_run_is_found_and_read(logs: SessionOutput) -> None:
+    """The end of a run closes its log and changes nothing else."""
     log = await ended(logs, "a", pieces=2)
     assert log.is_closed
     assert logs.get("a") is log
@@ -47,10 +47,10 @@ async def test_an_ended_run_is_found_and_read(logs: RunLogs) -> None:
     assert logs.get("a") is log
 
 
-async def test_a_run_that_never_began_leaves_no_log(logs: RunLogs) -> None:
-    """Its id is free at once, its log costs nothing, and nobody is told that it's gone."""
+async def test_a_run_that_never_began_leaves_no_log(logs: SessionOutput) -> None:
+    """The id is free at once, the log costs nothing, and nobody is told that it's gone."""
     gone: list[str] = []
-    logs.on_gone = gone.append
+    logs.when_gone(gone.append)
     log = logs.open("a")
     reader = log.reader()
     await log.append(OUT, b"x")
@@ -64,10 +64,10 @@ async def test_a_run_that_never_began_leaves_no_log(logs: RunLogs) -> None:
     assert gone == []
 
 
-async def test_ended_runs_give_way_oldest_first(logs: RunLogs) -> None:
-    """What the budget has no room for is dropped from its beginning on, and the owner of what is gone is told."""
+async def test_ended_runs_give_way_oldest_first(logs: SessionOutput) -> None:
+    """Output that the budget has no room for is dropped, oldest first, and the owner of a dropped log is told."""
     gone: list[str] = []
-    logs.on_gone = gone.append
+    logs.when_gone(gone.append)
     for number in range(10):
         await ended(logs, str(number), pieces=16)
         assert logs.bytes_used <= 4 * MB
@@ -78,7 +78,7 @@ async def test_ended_runs_give_way_oldest_first(logs: RunLogs) -> None:
     assert firsts[1:] == [1, 1, 1]
 
 
-async def test_an_id_is_free_again_once_its_log_is_gone(logs: RunLogs) -> None:
+async def test_an_id_is_free_again_once_its_log_is_gone(logs: SessionOutput) -> None:
     """A dropped log and its successor of the same name don't meet."""
     first = await ended(logs, "a", pieces=1)
     await ended(logs, "b", pieces=63)
@@ -90,7 +90,7 @@ async def test_an_id_is_free_again_once_its_log_is_gone(logs: RunLogs) -> None:
     assert logs.get("a") is second
 
 
-async def test_a_running_log_loses_its_oldest_part_after_the_ended_ones(logs: RunLogs) -> None:
+async def test_a_running_log_loses_its_oldest_part_after_the_ended_ones(logs: SessionOutput) -> None:
     """A long stream keeps its newest output, within the budget."""
     await ended(logs, "ended", pieces=4)
     log = logs.open("running")
@@ -103,7 +103,7 @@ async def test_a_running_log_loses_its_oldest_part_after_the_ended_ones(logs: Ru
     assert 3 * MB < (last - first + 1) * len(PIECE) <= 4 * MB
 
 
-async def test_tiny_pieces_are_packed(logs: RunLogs) -> None:
+async def test_tiny_pieces_are_packed(logs: SessionOutput) -> None:
     """A hundred thousand lines take little more than their bytes, and each keeps its number and its place."""
     log = logs.open("chatty")
     for number in range(100_000):
@@ -120,7 +120,7 @@ async def test_tiny_pieces_are_packed(logs: RunLogs) -> None:
     assert log.last_line == "099999"
 
 
-async def test_the_largest_running_log_is_cut_first(logs: RunLogs) -> None:
+async def test_the_largest_running_log_is_cut_first(logs: SessionOutput) -> None:
     """A flood costs the flood's own past, not that of a quiet neighbour."""
     quiet, flood = logs.open("quiet"), logs.open("flood")
     await fill(quiet, 10)
@@ -130,7 +130,7 @@ async def test_the_largest_running_log_is_cut_first(logs: RunLogs) -> None:
     assert logs.bytes_used <= 4 * MB
 
 
-async def test_what_a_holding_reader_needs_is_not_dropped(logs: RunLogs, nursery: trio.Nursery) -> None:
+async def test_what_a_holding_reader_needs_is_not_dropped(logs: SessionOutput, nursery: trio.Nursery) -> None:
     """A reader that joined late gets all from where it joined; its neighbour goes on meanwhile."""
     log, neighbour = logs.open("read"), logs.open("neighbour")
     await fill(log, 40)
@@ -144,7 +144,7 @@ async def test_what_a_holding_reader_needs_is_not_dropped(logs: RunLogs, nursery
     reader.close()
 
 
-async def test_a_log_that_is_held_takes_not_all_room_from_its_neighbours(logs: RunLogs) -> None:
+async def test_a_log_that_is_held_takes_not_all_room_from_its_neighbours(logs: SessionOutput) -> None:
     """Every running log keeps its fair part; what exceeds the budget goes as soon as it can."""
     held, neighbour = logs.open("held"), logs.open("neighbour")
     await fill(held, 60)
@@ -159,8 +159,8 @@ async def test_a_log_that_is_held_takes_not_all_room_from_its_neighbours(logs: R
     reader.close()
 
 
-async def test_a_reader_close_behind_still_gets_the_tail_of_a_dropped_log(logs: RunLogs) -> None:
-    """Who followed a run reads it to its end, whatever has become of it; nobody else finds it."""
+async def test_a_reader_close_behind_still_gets_the_tail_of_a_dropped_log(logs: SessionOutput) -> None:
+    """A reader that followed a run reads it to its end, whatever has become of it; nobody else finds it."""
     log = logs.open("a")
     early = log.reader()
     await fill(log, 10)
@@ -171,8 +171,8 @@ async def test_a_reader_close_behind_still_gets_the_tail_of_a_dropped_log(logs: 
     assert await drain(early) == 10 * PIECE
 
 
-async def test_a_reader_far_behind_loses_a_dropped_log(logs: RunLogs) -> None:
-    """It came when all was over and holds no room that running commands need."""
+async def test_a_reader_far_behind_loses_a_dropped_log(logs: SessionOutput) -> None:
+    """The reader came when all was over and holds no room that running commands need."""
     log = await ended(logs, "a", pieces=40)
     late = log.reader()
     await take(late, 1)
@@ -183,7 +183,7 @@ async def test_a_reader_far_behind_loses_a_dropped_log(logs: RunLogs) -> None:
 
 async def test_memory_of_a_dropped_log_is_given_back_when_its_readers_leave(tmp_path: Path) -> None:
     """A tail that is kept for readers is counted, and gone with the last of them."""
-    spool = Spool(tmp_path, session_bytes=4 * MB)
+    spool = OutputStore(tmp_path, session_bytes=4 * MB)
     logs = spool.session("session")
     log = logs.open("a")
     readers = [log.reader(), log.reader()]
@@ -200,7 +200,7 @@ async def test_memory_of_a_dropped_log_is_given_back_when_its_readers_leave(tmp_
 
 
 async def test_the_end_of_a_session_frees_its_writers_and_finishes_its_readers(
-    logs: RunLogs, nursery: trio.Nursery
+    logs: SessionOutput, nursery: trio.Nursery
 ) -> None:
     """A writer that is held goes on into the void; what comes now is counted and kept by nobody."""
     log = logs.open("a")
@@ -224,7 +224,7 @@ async def test_the_end_of_a_session_frees_its_writers_and_finishes_its_readers(
 
 
 async def test_the_end_of_a_session_frees_a_writer_whose_reader_stands_still(
-    logs: RunLogs, nursery: trio.Nursery
+    logs: SessionOutput, nursery: trio.Nursery
 ) -> None:
     """Nothing that the reader does is needed for it."""
     log = logs.open("a")
@@ -238,7 +238,7 @@ async def test_the_end_of_a_session_frees_a_writer_whose_reader_stands_still(
     reader.close()
 
 
-async def test_logs_of_an_ended_session_keep_nothing(logs: RunLogs) -> None:
+async def test_logs_of_an_ended_session_keep_nothing(logs: SessionOutput) -> None:
     """A run that begins while its session ends writes into the void."""
     logs.close()
     log = logs.open("late")
@@ -250,17 +250,17 @@ async def test_logs_of_an_ended_session_keep_nothing(logs: RunLogs) -> None:
 
 async def test_a_session_is_new_after_its_end(tmp_path: Path) -> None:
     """The same logs are given until they are closed."""
-    spool = Spool(tmp_path)
+    spool = OutputStore(tmp_path)
     first = spool.session("a")
     assert spool.session("a") is first
     first.close()
     assert spool.session("a") is not first
 
 
-async def test_an_ended_run_costs_its_record_too(logs: RunLogs) -> None:
+async def test_an_ended_run_costs_its_record_too(logs: SessionOutput) -> None:
     """Runs without any output are bounded by the same number of bytes; one with long texts costs as much more."""
     gone: list[str] = []
-    logs.on_gone = gone.append
+    logs.when_gone(gone.append)
     fitting = 4 * MB // RECORD_BYTES
     for number in range(fitting):
         logs.open(str(number))
@@ -274,7 +274,7 @@ async def test_an_ended_run_costs_its_record_too(logs: RunLogs) -> None:
 
 async def test_the_end_of_a_session_with_very_many_runs_is_spread(tmp_path: Path, nursery: trio.Nursery) -> None:
     """Nobody finds them at once; what they take is given back while others run."""
-    spool = Spool(tmp_path)
+    spool = OutputStore(tmp_path)
     nursery.start_soon(spool.run)
     logs = spool.session("session")
     for number in range(3000):
@@ -282,7 +282,7 @@ async def test_the_end_of_a_session_with_very_many_runs_is_spread(tmp_path: Path
         await logs.open(f"{number}+").append(OUT, b"x")
         logs.retire(f"{number}+")
     gone: list[str] = []
-    logs.on_gone = gone.append
+    logs.when_gone(gone.append)
     await trio.testing.wait_all_tasks_blocked()
     logs.close()
     assert logs.get("2999+") is None
@@ -294,11 +294,11 @@ async def test_the_end_of_a_session_with_very_many_runs_is_spread(tmp_path: Path
 
 async def test_records_of_all_sessions_have_a_bound_and_the_largest_gives_way(tmp_path: Path) -> None:
     """A session that has no more than its equal part loses nothing, however many the others end and however old."""
-    spool = Spool(tmp_path, records_bytes=100 * RECORD_BYTES)
+    spool = OutputStore(tmp_path, records_bytes=100 * RECORD_BYTES)
     gone: list[tuple[str, str]] = []
     for session_id, runs in (("quiet", 30), ("busy", 500), ("late", 30)):
         logs = spool.session(session_id)
-        logs.on_gone = lambda exec_id, session_id=session_id: gone.append((session_id, exec_id))  # type: ignore[misc]
+        logs.when_gone(lambda exec_id, session_id=session_id: gone.append((session_id, exec_id)))  # type: ignore[misc]
         for number in range(runs):
             logs.open(str(number))
             logs.retire(str(number))
@@ -307,12 +307,12 @@ async def test_records_of_all_sessions_have_a_bound_and_the_largest_gives_way(tm
 
 async def test_an_ended_session_frees_the_room_of_its_records(tmp_path: Path, nursery: trio.Nursery) -> None:
     """Nobody gives way for what is not kept any more."""
-    spool = Spool(tmp_path, records_bytes=100 * RECORD_BYTES)
+    spool = OutputStore(tmp_path, records_bytes=100 * RECORD_BYTES)
     nursery.start_soon(spool.run)
     gone: list[str] = []
     for session_id in "abc":
         logs = spool.session(session_id)
-        logs.on_gone = gone.append
+        logs.when_gone(gone.append)
         for number in range(100):
             logs.open(str(number))
             logs.retire(str(number))

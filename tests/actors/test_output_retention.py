@@ -10,20 +10,21 @@ import trio
 import trio.testing
 
 from sandkasten.model import Stream
-from sandkasten.output.spool import OutputLog, RunLogs, Spool
+from sandkasten.output.log import OutputLog
+from sandkasten.output.store import OutputStore, SessionOutput
 
 
 @asynccontextmanager
-async def spool_in_memory(root: Path, *, retention_s: float) -> AsyncIterator[Spool]:
+async def spool_in_memory(root: Path, *, retention_s: float) -> AsyncIterator[OutputStore]:
     """A spool whose background task runs and never has anything to do with the disk."""
-    spool = Spool(root, retention_s=retention_s)
+    spool = OutputStore(root, retention_s=retention_s)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(spool.run)
         yield spool
         nursery.cancel_scope.cancel()
 
 
-async def ended(logs: RunLogs, exec_id: str) -> OutputLog:
+async def ended(logs: SessionOutput, exec_id: str) -> OutputLog:
     log = logs.open(exec_id)
     await log.append(Stream.STDOUT, b"x")
     logs.retire(exec_id)
@@ -37,7 +38,8 @@ async def test_an_ended_run_is_dropped_when_its_time_is_over(
     async with spool_in_memory(tmp_path, retention_s=900) as spool:
         logs, others = spool.session("a"), spool.session("b")
         gone: list[tuple[str, float]] = []
-        logs.on_gone = others.on_gone = lambda exec_id: gone.append((exec_id, trio.current_time() - start))
+        for each in (logs, others):
+            each.when_gone(lambda exec_id: gone.append((exec_id, trio.current_time() - start)))
         start = trio.current_time()
         running = logs.open("running")
         await running.append(Stream.STDOUT, b"x")
@@ -59,11 +61,11 @@ async def test_an_ended_run_is_dropped_when_its_time_is_over(
 async def test_a_session_that_ended_is_forgotten_by_the_clock(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
-    """Its logs are gone at once, nobody is told, and nothing happens when their time would be over."""
+    """The logs are gone at once, nobody is told, and nothing happens when their time would be over."""
     async with spool_in_memory(tmp_path, retention_s=10) as spool:
         logs = spool.session("a")
         gone: list[str] = []
-        logs.on_gone = gone.append
+        logs.when_gone(gone.append)
         await ended(logs, "first")
         logs.close()
         assert logs.get("first") is None

@@ -11,14 +11,15 @@ import trio.testing
 
 from sandkasten.model import Stream
 from sandkasten.model.errors import ExecGone
-from sandkasten.output.spool import ReaderMode
-from tests.spools import (
+from sandkasten.output.log import ReaderMode
+from tests.stores import (
     KB,
     MB,
     PIECE,
     disk_bytes,
     drain,
     ended,
+    file_size_limit,
     files,
     fill,
     numbered_piece,
@@ -26,7 +27,6 @@ from tests.spools import (
     take,
     wait_memory_below,
 )
-from tests.unit.test_spool_segment import file_size_limit
 from tests.waiting import until
 
 OUT = Stream.STDOUT
@@ -58,7 +58,7 @@ async def test_a_disk_that_takes_nothing_costs_output_and_no_run(
 
 
 async def test_a_viewer_that_lost_everything_holds_nobody(tmp_path: Path, nursery: trio.Nursery) -> None:
-    """It skips to the end of what there is, and the writer it held goes on."""
+    """The viewer skips to the end of what there is, and the writer that was held goes on."""
     async with open_spool(tmp_path, memory_bytes=KB) as spool:
         log = spool.session("session").open("a")
         viewer = log.reader(mode=ReaderMode.FASTEST)
@@ -76,12 +76,12 @@ async def test_a_viewer_that_lost_everything_holds_nobody(tmp_path: Path, nurser
 
 
 async def test_files_that_were_damaged_are_gone(tmp_path: Path) -> None:
-    """What the disk gives back wrong is handed to nobody; what comes behind it still is."""
+    """Damaged output is handed to nobody; the output behind it still is."""
     async with open_spool(tmp_path, memory_bytes=MB) as spool:
         log = await ended(spool.session("session"), "a", pieces=60)
         await wait_memory_below(spool, MB)
         viewer, reader = log.reader(mode=ReaderMode.FASTEST), log.reader()
-        on_disk = len([block for block in log.kept.blocks if block.segment is not None])
+        on_disk = len([block for block in log.kept.blocks if block.pieces is None])
         assert on_disk > 4
         for path in files(tmp_path):
             path.write_bytes(path.read_bytes()[:-1])
@@ -98,13 +98,13 @@ async def test_files_that_were_damaged_are_gone(tmp_path: Path) -> None:
 
 
 async def test_a_slice_ends_where_the_disk_fails(tmp_path: Path) -> None:
-    """What was read until then is given, the next one is told that it's gone."""
+    """Output up to the failure is given; the next slice is told that it's gone."""
     async with open_spool(tmp_path, memory_bytes=MB) as spool:
         log = await ended(spool.session("session"), "a", pieces=60)
         await wait_memory_below(spool, MB)
-        second = next(block for block in log.kept.blocks if block.segment is not log.kept.blocks[0].segment)
-        assert second.segment is not None
-        second.segment.path.unlink()
+        first_file = log.kept.blocks[0].parts[0].file
+        second = next(block for block in log.kept.blocks if block.parts[0].file is not first_file)
+        second.parts[0].file.path.unlink()
         part = await log.read(None, 0, 4 * MB)
         assert second.offset == len(part.data) == part.next_offset
         with pytest.raises(ExecGone):
@@ -131,7 +131,7 @@ async def test_a_file_that_goes_before_it_is_read_is_no_failure(
             nursery.start_soon(read)
             await trio.testing.wait_all_tasks_blocked()
             assert reading.statistics().tasks_waiting == 1
-            logs.close()
+            await logs.destroy()
 
             async def is_removed() -> bool:
                 return files(tmp_path) == []

@@ -1,0 +1,176 @@
+"""The output store over its files: each byte is written once, and the next daemon has what was written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attrs
+import pytest
+
+from sandkasten.model import Output, Stream
+from sandkasten.model.errors import ExecGone
+from sandkasten.output.disk import FILE_BYTES, Written
+from sandkasten.output.log import OutputLog
+from sandkasten.output.records import RunFacts, RunState
+from sandkasten.output.store import OutputStore, SessionOutput
+from tests.stores import MB, PIECE, disk_bytes, ended, file_size_limit, files, fill, numbered_piece, open_spool
+from tests.stores import wait_memory_below as wait_memory
+from tests.unit.test_output_disk import ENDED, FACTS, SESSION
+
+OUT, ERR = Stream.STDOUT, Stream.STDERR
+
+
+def describe(exec_id: str) -> tuple[RunFacts, RunState]:
+    return attrs.evolve(FACTS, exec_id=exec_id), ENDED
+
+
+def described(store: OutputStore, session_id: str = SESSION) -> SessionOutput:
+    output = store.session(session_id)
+    output.describe_with(describe)
+    return output
+
+
+async def open_next(root: Path) -> tuple[SessionOutput, Written]:
+    """The session's output as the next daemon finds it."""
+    store = OutputStore(root)
+    await store.open({SESSION})
+    output = described(store)
+    return output, await output.read()
+
+
+async def recovered(output: SessionOutput, written: Written, exec_id: str) -> OutputLog:
+    log = output.open(exec_id)
+    await log.recover(written.runs[exec_id].parts, "")
+    return log
+
+
+async def test_output_is_written_once(tmp_path: Path) -> None:
+    """Whether for the next daemon or for want of memory, bit by bit or in blocks; and it is read back in one piece."""
+    async with open_spool(tmp_path, memory_bytes=MB) as store:
+        output = described(store)
+        log = output.open("a")
+        output.note_changed("a")
+        expected = []
+        for number in range(3000):
+            expected.append(await log.append((OUT, ERR)[number % 2], b"%d;" % number * 300))
+            if number % 7 == 0:
+                await output.write(["a"])
+        await wait_memory(store, MB)
+        await output.write(["a"])
+        log.close()
+        size = sum(len(piece.data) for piece in expected)
+        assert log.is_written
+        assert size < disk_bytes(tmp_path) < 1.05 * size
+        assert store.memory_bytes_used <= MB
+        assert [piece async for piece in log.reader()] == expected
+        assert store.lost_bytes == 0
+
+
+async def test_the_next_daemon_has_what_was_written_without_reading_it(tmp_path: Path) -> None:
+    """Output stays where it is, with its numbers and its offsets, and goes on behind its end."""
+    async with open_spool(tmp_path) as store:
+        output = described(store)
+        log = output.open("a")
+        output.note_changed("a")
+        await fill(log, 40)
+        await log.append(ERR, b"last line")
+        await output.write(["a"])
+    before = disk_bytes(tmp_path)
+    output, written = await open_next(tmp_path)
+    again = await recovered(output, written, "a")
+    assert (again.first_sequence, again.last_sequence, again.stderr_bytes) == (1, 41, 9)
+    assert (again.last_line, again.kept.memory_bytes, again.is_written) == ("last line", 0, True)
+    assert 40 * len(PIECE) < output.bytes_used < 41 * len(PIECE)
+    assert (await again.append(OUT, b"more")) == Output(OUT, b"more", 42)
+    again.close()
+    assert b"".join([piece.data async for piece in again.reader(after=39)]) == PIECE + b"last linemore"
+    assert disk_bytes(tmp_path) == before
+    await output.write(["a"])
+    assert len(files(tmp_path)) > 1
+    _, written = await open_next(tmp_path)
+    assert written.runs["a"].parts[-1][0].next_sequence == 43
+
+
+async def test_a_run_that_is_dropped_leaves_its_id(tmp_path: Path) -> None:
+    """The output goes from the disk; an id that a client chose is never forgotten, and costs one record."""
+    async with open_spool(tmp_path, session_bytes=4 * MB) as store:
+        output = described(store)
+        for number in range(20):
+            exec_id = f"chosen-{number}"
+            log = await ended(output, exec_id, pieces=12)
+            output.note_changed(exec_id)
+            await output.write([exec_id])
+            assert log.is_written
+            assert disk_bytes(tmp_path) <= 4 * MB + 2 * FILE_BYTES
+        assert "chosen-0" in output.used
+    _, written = await open_next(tmp_path)
+    ids = [f"chosen-{number}" for number in range(20)]
+    assert all((exec_id in written.used) != (exec_id in written.runs) for exec_id in ids)
+    assert ids[0] in written.used
+    assert ids[-1] in written.runs
+
+
+async def test_a_quiet_run_pins_no_disk(tmp_path: Path) -> None:
+    """Files that hold a little of what is needed go with the oldest of it, once all together take too much."""
+    async with open_spool(tmp_path, session_bytes=2 * MB) as store:
+        output = described(store)
+        quiet = output.open("quiet")
+        for number in range(40):
+            await quiet.append(OUT, b"%d\n" % number)
+            await ended(output, str(number), pieces=16)
+            await output.write(["quiet", str(number)])
+        assert disk_bytes(tmp_path) < 6 * MB
+        assert quiet.last_sequence == 40
+        with pytest.raises(ExecGone):
+            quiet.reader()
+
+
+async def test_a_write_that_failed_is_made_up_for(tmp_path: Path) -> None:
+    """The next one brings all records and all output; nothing is lost meanwhile."""
+    async with open_spool(tmp_path) as store:
+        output = described(store)
+        log = output.open("run/a")
+        output.note_changed("run/a")
+        output.note_gone("chosen")
+        await fill(log, 4)
+        with file_size_limit(1000), pytest.raises(OSError, match="File too large"):
+            await output.write(["run/a"])
+        assert (files(tmp_path), log.is_written, store.disk_bytes_used) == ([], False, 0)
+        await output.write(["run/a"])
+        assert (log.is_written, store.lost_bytes) == (True, 0)
+        assert store.disk_bytes_used == disk_bytes(tmp_path)
+    _, written = await open_next(tmp_path)
+    assert (list(written.runs), "chosen" in written.used) == (["run/a"], True)
+    assert written.runs["run/a"].parts[-1][0].next_sequence == 5
+
+
+async def test_records_are_written_when_output_passes_the_limit(tmp_path: Path) -> None:
+    """A full share of the disk costs output, and no run its record."""
+    async with open_spool(tmp_path, disk_bytes=MB) as store:
+        output = described(store)
+        log = output.open("run/a")
+        output.note_changed("run/a")
+        await fill(log, 20)
+        with pytest.raises(OSError, match="limit of output on disk"):
+            await output.write(["run/a"])
+        assert (log.first_sequence, log.is_written) == (1, False)
+    _, written = await open_next(tmp_path)
+    assert (list(written.runs), written.runs["run/a"].parts) == (["run/a"], [])
+
+
+async def test_a_session_that_is_closed_and_opened_again_has_its_files(tmp_path: Path) -> None:
+    """A session's actor that is started anew in the same daemon finds them as the next daemon would."""
+    async with open_spool(tmp_path) as store:
+        output = described(store)
+        log = await ended(output, "run/a", pieces=3)
+        output.note_changed("run/a")
+        await output.write(["run/a"])
+        assert log.is_written
+        output.close()
+        again = described(store)
+        log = await recovered(again, await again.read(), "run/a")
+        log.close()
+        assert [piece.data async for piece in log.reader()] == [numbered_piece(number) for number in range(3)]
+        await again.destroy()
+        assert files(tmp_path) == []
+        assert not store.uses(f"{SESSION}.00000001.runs")
