@@ -29,7 +29,7 @@ from sandkasten.actors.session.actor import SessionActor
 from sandkasten.actors.session.birth import Creation, Services
 from sandkasten.actors.session.messages import Destroy
 from sandkasten.actors.workspaces.holds import Holds
-from sandkasten.admission.budget import Budget, Machine
+from sandkasten.admission.budget import Budget, MachineResources
 from sandkasten.admission.plan import spec_digest
 from sandkasten.config import Config
 from sandkasten.counters import node as capacity
@@ -150,8 +150,8 @@ class Sessions(Actor):
     def _assemble(self, cgroup_dirs: Mapping[str, str]) -> None:
         """Make the parts that need nsinit's cgroup directories."""
         most = min(self._config.server.max_sessions, capacity.sessions_for_descriptors())
-        sight = Machine(self._config.data_dir, cgroup_dirs, self._directory.next_end)
-        self._budget = Budget(self._config.admission, most, sight, self._shared.shares)
+        resources = MachineResources(self._config.data_dir, cgroup_dirs, self._directory.next_end)
+        self._budget = Budget(self._config.admission, most, resources, self._shared.shares)
         self._pool = Pool(
             self._nsinit,
             self._directory,
