@@ -83,6 +83,10 @@ class RunningFake(Running):
 
     supervisor: FakeSupervisor = attrs.field(kw_only=True)
 
+    @property
+    def tree(self) -> FakeSupervisor:
+        return self.supervisor
+
 
 def make_settings(**changes: Any) -> ApiSettings:  # Any: ApiSettings' fields
     """Return settings fit for a test: a free port, a key, a short stop."""

@@ -32,7 +32,8 @@ _READ_BYTES = 64 * 1024
 
 @attrs.define
 class Script:
-    """How a run behaves: write `outputs`, `repeat` times, wait for `hold`, end; or be refused with `refusal`.
+    """How a run behaves: wait for `turn`, write `outputs`, `repeat` times, wait for `hold`, end; or be refused with
+    `refusal`.
 
     With `echo` what it is sent comes back, and it ends with its input (for a terminal: with Ctrl-D). Input is taken
     once `reads` is set. Signals end it, except those in `ignores`; cancelling does, unless it `is_tough` and it isn't
@@ -331,8 +332,6 @@ class ScriptedRunner:
     async def _begin(self, connection: _Connection, request: protocol.Exec | protocol.RunProgram) -> None:
         argv = request.argv if isinstance(request, protocol.RunProgram) else ()
         script = self._script_of(" ".join(argv) or request.command or "")
-        if script.turn is not None:
-            await script.turn.wait()
         if script.refusal is not None:
             await connection.stream.send_all(answer(script.refusal))
             return
@@ -342,7 +341,11 @@ class ScriptedRunner:
         await self._carry(connection, run)
 
     async def _play(self, run: ScriptedRun) -> None:
-        """Play a run, in a shell when its turn has come."""
+        """Play a run, in a shell when its turn has come. A run that ends before its turn is never played."""
+        if run.script.turn is not None:
+            await _first_of(run.script.turn.wait, run.ended.wait)
+            if run.reply is not None:
+                return
         if isinstance(run.request, protocol.RunProgram):
             await run.play()
             return
