@@ -546,9 +546,9 @@ class Run:
         assert self.log is not None
         arrived_at = trio.current_time()
         piece = await self.log.append(stream, data)
-        for observer in self._listeners:
-            if observer.wrote(self, piece):
-                await observer.wait_room(self)
+        # Everyone hears of the piece before anyone is waited for: a slow disk holds up the run, not its viewers.
+        for observer in [each for each in self._listeners if each.wrote(self, piece)]:
+            await observer.wait_room(self)
         self.clock.note_output(arrived_at)
 
     def resize(self, size: TerminalSize) -> None:
@@ -562,6 +562,7 @@ class Run:
             self._close()
             self.ended.set(end)
             self.started.set(None)
+            self._tell_ended()
 
     def fail(self, error: SandkastenError) -> None:
         """End with `error`: the run never ran, or its end will never be known here."""
@@ -569,6 +570,7 @@ class Run:
             self._close()
             self.started.fail(error)
             self.ended.fail(error)
+            self._tell_ended()
 
     def _close(self) -> None:
         self.state = ExecState.ENDED
@@ -577,6 +579,9 @@ class Run:
         self.request = self.request.without_bulk()
         if self.log is not None:
             self.log.close()
+
+    def _tell_ended(self) -> None:
+        """Tell the observers, once. The waiters have their answer by then, even if an observer fails."""
         observers, self._observers, self._listeners = self._observers, (), ()
         for observer in observers:
             observer.ended(self)
