@@ -185,7 +185,7 @@ class Nsinit:
 
     @property
     def log(self) -> str:
-        """What nsinit logged so far."""
+        """Text that nsinit has logged so far."""
         return os.pread(self._log.fileno(), 1 << 20, 0).decode()
 
     def release_sandboxes(self) -> None:
@@ -206,7 +206,7 @@ class Nsinit:
         return not os.listdir(self.data_dir / "trash") and self.processes() == set()
 
     def kill(self) -> None:
-        """SIGKILL it and wait until it is gone."""
+        """Kill nsinit by SIGKILL and wait until its process is gone."""
         os.kill(self.pid, signal.SIGKILL)
         self.close()
 

@@ -1,4 +1,4 @@
-"""What the decision record on forks without exec says about address spaces, asked of the kernel."""
+"""Address space layouts of PID 1s and commands, compared with the decision record on forks without exec."""
 
 from __future__ import annotations
 

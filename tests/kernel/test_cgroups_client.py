@@ -101,7 +101,7 @@ async def test_a_refusal_says_why() -> None:
 
 @pytest.mark.cgroup_v2
 async def test_a_group_in_use_stays_and_that_is_told() -> None:
-    """Until it is empty, or its members are to be killed."""
+    """A run cgroup that holds a process is not removed: the request fails, unless it asks to kill the members."""
     async with _started() as (ref, directory), _session(ref) as session_id:
         (await ref.ask(make_run_cgroup(session_id, "busy"))).close_unused()
         async with _sleeper() as member:

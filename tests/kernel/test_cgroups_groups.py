@@ -125,7 +125,7 @@ def test_pid_1_runs_a_program_in_a_group(server: Nsinit) -> None:
 
 
 def test_a_groups_descriptor_leads_nowhere_else(server: Nsinit) -> None:
-    """From it there is no way up, and nothing can be written or made, though PID 1 owns `cgroup.procs`."""
+    """A run cgroup's descriptor gives no way up and nothing to write or make, though PID 1 owns `cgroup.procs`."""
     box = server.build(host_plan())
     with _group(server, box.session_id, "p-1") as fd:
         (result,) = _probe(server, box, fd)

@@ -89,7 +89,7 @@ async def test_a_session_makes_its_workspace_with_the_label(supervisor: LocalSup
 
 
 async def test_a_directory_without_a_record_is_nobodys(supervisor: LocalSupervisor, config: Config) -> None:
-    """It has no labels, so no key with one gets it, by any way of making one."""
+    """A workspace directory without a record has no labels: no caller confined to a label reaches or takes it."""
     os.mkdir(config.data_dir / "workspaces" / WORKSPACE)
     ours = supervisor.workspaces_within(A)
     for attempt in (lambda: write(ours, b"x"), lambda: ours.update_workspace(WORKSPACE, WorkspacePatch(A))):
@@ -101,7 +101,7 @@ async def test_a_directory_without_a_record_is_nobodys(supervisor: LocalSupervis
 
 
 async def test_of_two_who_want_a_name_at_once_one_gets_it(supervisor: LocalSupervisor) -> None:
-    """Whoever is second is refused before there is anything of the first one's to see."""
+    """The second of two callers with different labels who make one workspace at once is refused and sees nothing."""
     outcomes: list[str] = []
 
     async def take(labels: dict[str, str]) -> None:

@@ -71,7 +71,9 @@ async def test_a_recycled_pid_in_the_state_kills_nobody(
 async def test_a_living_session_whose_row_names_an_innocent_is_not_adopted(
     config: Config, innocent: subprocess.Popen[bytes]
 ) -> None:
-    """What runs under its id is not what the row says: the sandbox ends, the process the row names lives."""
+    """A row that names another process than the sandbox's PID 1: the sandbox ends, the process that the row names
+    lives.
+    """
     keeping = attrs.evolve(config, sessions_on_stop="keep")
     async with open_supervisor(keeping) as supervisor:
         session = await supervisor.create(SessionSpec())
@@ -127,7 +129,7 @@ async def test_rows_that_name_other_directories_are_set_aside(config: Config, da
 
 
 async def test_a_sandbox_whose_row_is_damaged_is_ended_and_its_workspace_kept(config: Config, data_dir: Path) -> None:
-    """It is nobody's then; the files in its workspace are not."""
+    """A sandbox without a readable row belongs to nobody and is ended; its workspace and the files in it stay."""
     keeping = attrs.evolve(config, sessions_on_stop="keep")
     async with open_supervisor(keeping) as supervisor:
         session = await supervisor.create(SessionSpec(workspace_id="ws-1"))

@@ -142,7 +142,7 @@ def mounted(fstype: str, package: str, *options: str) -> Iterator[str]:
 
 
 MADE: dict[str, Callable[[], AbstractContextManager[str]]] = {"btrfs": btrfs, "xfs": xfs}
-"""What this machine need not have as a data directory's file system."""
+"""File systems for data directories that this machine may lack, each with the context manager that makes one."""
 
 
 def why_not(data_dir: Path, mode: DiskWish) -> str | None:
@@ -260,7 +260,7 @@ def test_no_trick_gets_more_than_the_limit(server: Nsinit, tmp_path: Path) -> No
 
 
 def test_a_vessel_made_for_another_size_gets_the_right_one(server: Nsinit) -> None:
-    """What was prepared is only a guess; the plan decides."""
+    """The disk of a prepared vessel has a guessed size; the plan's size replaces the guess."""
     session_id = new_id()
     server.ask(Prepare, session_id=session_id, limits=ROOMY, disk=DiskLimits(64 * MIB, 4000))
     sandbox = server.build(host_plan(session_id, disk=SMALL))
@@ -314,7 +314,9 @@ def test_what_is_deleted_inside_is_given_back_to_the_host() -> None:
 
 
 def test_no_loop_device_outlives_its_session() -> None:
-    """Whoever is killed: PID 1 alone, nsinit first, or nsinit in the middle of a build."""
+    """The loop device of a session goes with it, whether PID 1 alone, nsinit, or nsinit in the middle of a build is
+    killed.
+    """
     with data_directory() as data_dir:
         node_id = new_id()
         with running(data_dir, node_id, disk="loop") as server:

@@ -1,4 +1,4 @@
-"""What the configuration says of runs holds where they run."""
+"""Settings of runs in the configuration: each holds inside the sandbox, where the runs are."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ async def test_commands_write_only_where_it_is_allowed(supervisor: LocalSupervis
 
 @needs_rules
 async def test_commands_read_and_execute_only_where_it_is_allowed(supervisor: LocalSupervisor) -> None:
-    """What is writable is readable, too; a link out of there leads nowhere."""
+    """Writable paths are readable too; a link from an allowed path to a forbidden one can't be followed."""
     rules = FileRules(readable=("/usr", "/etc/passwd"), writable=("/workspace",))
     session = await supervisor.create(SessionSpec(filesystem=rules))
     script = """

@@ -88,7 +88,7 @@ def test_a_daemon_that_lies_gets_answers_and_reaches_nothing() -> None:
 
 
 def _is_sound(request: object) -> bool:
-    """Whether it asks for something that a good daemon may ask for and that leaves traces."""
+    """Tell whether a request is one that a good daemon may send and that leaves traces."""
     try:
         match request:
             case Build(plan=plan):
@@ -106,7 +106,7 @@ def _is_sound(request: object) -> bool:
 
 
 def test_bytes_that_are_no_request_end_nsinit_in_good_order() -> None:
-    """It hangs up and is gone; no sandbox of it is left, and it has no more to say than that."""
+    """Bytes that are no request make nsinit hang up and exit: no sandbox is left and no traceback is logged."""
     seed = random.SystemRandom().getrandbits(32)
     with data_directory() as data_dir, running(data_dir) as server:
         server.channel.send(random.Random(seed).randbytes(300))

@@ -120,7 +120,7 @@ BOMBS: dict[str, tuple[Callable[[], Entries], str]] = {
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_bomb_is_refused_in_words_and_leaves_nothing(catalog: Catalog, tmp_path: Path, name: str) -> None:
-    """Before it has used more than its share of the disk, the inodes or the memory."""
+    """A bomb is refused before its import has used more than its share of the disk, the inodes or the memory."""
     make, words = BOMBS[name]
     tar = write(tmp_path / "x.tar", [*SHELL, *make()])
     with pytest.raises(InvalidImage, match=words):

@@ -128,7 +128,7 @@ def test_an_archive_is_unpacked_and_counted(draft: Path, request_for: UnpackImag
 def test_names_and_bounds_are_checked_again(
     request_for: UnpackImage, draft: Path, change: dict[str, str | int], words: str
 ) -> None:
-    """Whatever the command line made of them."""
+    """Names and bounds in the request are checked by nsinit, although the command line has checked them before."""
     stage, message = refusal(replace(request_for, **change))  # type: ignore[arg-type]
     assert (stage, words in message) == ("validate", True), message
     assert os.listdir(draft / "rootfs") == []
@@ -140,14 +140,14 @@ def test_there_is_no_archive_without_a_descriptor(request_for: UnpackImage) -> N
 
 
 def test_a_daemon_without_privilege_may_not_ask(request_for: UnpackImage, draft: Path) -> None:
-    """What it could hand over is the business of root alone; a good archive is not even opened."""
+    """A daemon without root has no archive unpacked: nsinit refuses the request and does not open the archive."""
     grant = Grant(request_for.data_dir, STRANGER)
     assert refusal(request_for, small_tar(), grant) == ("validate", "only root may have an archive unpacked")
     assert os.listdir(draft / "rootfs") == []
 
 
 def test_a_started_nsinit_does_not_unpack(shared: Nsinit) -> None:
-    """Who serves sessions has other things to do than wait for an archive."""
+    """An nsinit that serves sessions refuses to unpack an archive, which would keep it from other requests."""
     answer, _ = shared.ask(UnpackImage, data_dir=str(shared.data_dir), draft_name=DRAFT, max_members=1, max_bytes=1)
     assert (type(answer), answer.message) == (Failed, "already started")
 
@@ -164,7 +164,7 @@ def test_a_link_on_the_way_is_refused(tmp_path: Path, request_for: UnpackImage, 
 
 @pytest.mark.parametrize("place", ["data/images", f"data/images/{DRAFT}", f"data/images/{DRAFT}/rootfs"])
 def test_a_directory_of_somebody_else_is_refused(tmp_path: Path, request_for: UnpackImage, place: str) -> None:
-    """Its owner could put something else in its place, and made it for that perhaps."""
+    """A directory of another user on the way to the draft is refused: its owner could exchange what is in it."""
     os.chown(tmp_path / place, STRANGER, STRANGER)
     stage, message = refusal(request_for, small_tar())
     assert (stage, f"it belongs to user {STRANGER}" in message) == ("draft", True), message
@@ -179,7 +179,9 @@ def test_a_draft_with_something_in_it_is_refused(draft: Path, request_for: Unpac
 
 
 def test_a_draft_that_is_being_swept_is_refused(draft: Path, request_for: UnpackImage) -> None:
-    """Who removes it holds its lock, and nsinit does while it unpacks."""
+    """A draft whose lock is held is refused: a sweep holds the lock while it removes the draft, nsinit while it
+    unpacks.
+    """
     fd = os.open(draft, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -319,7 +321,9 @@ def test_an_interrupt_leaves_nothing(importing: Import) -> None:
     ],
 )
 def test_the_death_of_a_part_ends_the_import_in_words(importing: Import, victim: str, words: str) -> None:
-    """Whichever it is, the others end, the draft goes, and the person at the terminal is told."""
+    """The death of any process of an import ends the others, removes the draft, and is told to the person at the
+    terminal.
+    """
     os.kill(getattr(importing, victim), signal.SIGKILL)
     assert importing.wait_all() == 1
     assert importing.process.stderr is not None
@@ -328,7 +332,7 @@ def test_the_death_of_a_part_ends_the_import_in_words(importing: Import, victim:
 
 
 def test_a_library_learns_of_the_death_of_nsinit(tmp_path: Path) -> None:
-    """It is no fault of the archive, and has a type of its own."""
+    """The death of nsinit during an import raises an error of its own type, as it is no fault of the archive."""
     failures: list[Exception] = []
 
     def run() -> None:

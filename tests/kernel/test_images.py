@@ -324,7 +324,7 @@ def test_no_member_reaches_outside_of_the_new_image(
 
 
 def test_device_nodes_and_fifos_are_left_out(catalog: Catalog, tmp_path: Path) -> None:
-    """They are counted, not made."""
+    """Device nodes and FIFOs of an archive are counted as skipped and not made."""
     special: list[Member] = [
         ("null", tarfile.CHRTYPE, ""),
         ("disk", tarfile.BLKTYPE, ""),
@@ -382,7 +382,7 @@ def test_half_an_archive_is_no_image(catalog: Catalog, tmp_path: Path, damage: s
 
 @pytest.mark.parametrize("content", [b"", b"no tar at all\n" * 100, b"\x1f\x8b\x08garbage", b"BZh9garbage" * 9])
 def test_a_file_that_is_no_archive_is_refused(catalog: Catalog, tmp_path: Path, content: bytes) -> None:
-    """Whatever the bytes are, the answer is a sentence."""
+    """Bytes that are no tar archive are refused with a sentence."""
     (tmp_path / "x.tar").write_bytes(content)
     with pytest.raises(InvalidImage, match=r"no tar archive|broken|empty"):
         import_tar(catalog, "x", tmp_path / "x.tar")

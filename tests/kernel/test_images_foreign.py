@@ -84,7 +84,7 @@ async def test_an_image_without_any_other_program_runs_builtins(
 async def test_an_image_whose_shell_is_gone_is_refused_by_name(
     supervisor: LocalSupervisor, config: Config, tmp_path: Path
 ) -> None:
-    """It was sound when it was imported and somebody damaged its files: a typed answer, nothing left, others work."""
+    """An image damaged after its import: the create fails typed and leaves nothing; other images work."""
     for name in ("sound", "damaged"):
         import_tar(Catalog(config.data_dir), name, busybox_tar(tmp_path / f"{name}.tar"))
     shutil.rmtree(Catalog(config.data_dir).rootfs_path("damaged") / "bin")

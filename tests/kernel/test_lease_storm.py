@@ -16,7 +16,7 @@ from tests.waiting import patience, until
 
 MANY = 40
 MAX_LAG_S = 0.5
-"""How long the event loop may be busy with one thing; far more than it is, for machines that are busy with others."""
+"""Longest time that the event loop may be busy with one thing; far above the usual one, to allow for a busy machine."""
 
 SMALL = Limits(memory_mb=32, pids=16)
 
@@ -67,7 +67,7 @@ async def test_a_storm_of_expiries_ends_all_and_the_daemon_answers(supervisor: L
 
 
 async def test_a_command_at_the_moment_of_expiry_is_served_or_finds_it_ended(supervisor: LocalSupervisor) -> None:
-    """Whatever the mailbox had first decides: no command is begun and then lost with its session."""
+    """The message that came first into the mailbox decides: no command is begun and then lost with its session."""
     sessions = await _create_many(supervisor, 16)
     outcomes: Counter[str] = Counter()
 

@@ -137,7 +137,7 @@ async def test_a_running_lease_is_shortened_and_extended(supervisor: LocalSuperv
 
 
 async def test_a_life_that_is_made_shorter_than_it_was_ends_at_once(supervisor: LocalSupervisor) -> None:
-    """Whatever runs in it; and that is what its end is put down to."""
+    """A maximum lifetime below the session's age ends the session at once, whatever runs, and is the end's reason."""
     session = await supervisor.create(SessionSpec(ttl_s=600))
     async with supervisor.attend(session.id):
         await supervisor.update(session.id, SessionPatch(max_lifetime_s=0.001))
@@ -146,7 +146,7 @@ async def test_a_life_that_is_made_shorter_than_it_was_ends_at_once(supervisor: 
 
 
 async def test_the_operator_s_maximum_holds_for_creates_and_changes(config: Config) -> None:
-    """What asks for nothing gets it as its lifetime; what asks for more, or for no end, is refused and not made."""
+    """A session without a lifetime gets the operator's maximum; a longer or endless one is refused, nothing is made."""
     bounded = attrs.evolve(config, maximum=Maximum(idle_timeout_seconds=3600, max_lifetime_seconds=60))
     async with open_supervisor(bounded) as supervisor:
         session = await supervisor.create(SessionSpec())

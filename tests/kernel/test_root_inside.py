@@ -1,4 +1,4 @@
-"""What the session's root may do, and what it may not, tried from inside with every name that could give it more."""
+"""Root inside a session: allowed and refused actions, each tried by every name that could give more power."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.kernel.harness import Nsinit, Result, Sandbox, data_directory, host_p
 pytestmark = pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs the machine's python3 in /usr")
 
 REFUSED = {"EPERM", "EACCES", "ENOSYS", "EROFS", "ENOENT", "ESRCH", "EINVAL", "EAFNOSUPPORT", "EPROTONOSUPPORT"}
-"""How the kernel says no; what counts is that nothing of it worked."""
+"""Errors by which the kernel refuses an action; any of them will do, as long as the action had no effect."""
 
 PRELUDE = """
 import ctypes, errno, os, platform, signal, socket, struct

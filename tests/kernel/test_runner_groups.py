@@ -1,4 +1,4 @@
-"""How programs are ended, with a cgroup of their own and without; and the descriptor such a program is born by."""
+"""Ends of programs, with a run cgroup and without; and the descriptor by which a program is born in its run cgroup."""
 
 from __future__ import annotations
 

@@ -74,7 +74,9 @@ def has_ended(client: Client, exec_id: str) -> bool:
 
 
 def test_a_run_goes_on_when_its_connection_breaks(sandbox: Sandbox, client: Client) -> None:
-    """Its true end and all that it wrote are there for the next connection, what the first one had got included."""
+    """The next connection gets the run's true end and all of its output, including what the first connection had
+    received.
+    """
     begin(client, "a", "echo one; read line </tmp/go; echo two; exit 3")
     client.read_until(b"one\n")
     client.sock.close()

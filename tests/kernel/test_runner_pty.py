@@ -340,7 +340,7 @@ signal.pause()
 
 
 def test_a_sandbox_without_terminals_left_says_so() -> None:
-    """Its devpts is bounded; the error comes before anything is started."""
+    """The sandbox's devpts is bounded: with no terminal left a run fails before anything is started."""
     with harness.data_directory() as data_dir, harness.running(data_dir) as server:
         box = server.build(harness.host_plan())
         client = Client(harness.connect(data_dir, box.session_id))

@@ -66,7 +66,7 @@ def test_shells_run_at_the_same_time(client: Client, other: Client) -> None:
 
 
 def test_a_shell_starts_where_and_with_what_was_asked(sandbox: Sandbox) -> None:
-    """Its directory may be below the workspace; its variables hold beside the session's, also after a restart."""
+    """A shell starts in the directory asked for, with its own variables beside the session's; so does its successor."""
     client = sandbox.shell(env={"A": "1", "B": "2"})
     client.run("mkdir -p in/side")
     assert client.ask(OpenShell("two", cwd="in/side", env={"B": "3"})) == ShellInfo(

@@ -92,7 +92,7 @@ async def test_a_named_shell_still_has_its_cpu_time(config: Config, keeping: Con
 
 
 async def test_a_terminal_is_joined_again(config: Config, keeping: Config) -> None:
-    """Its screen shows what was on it, and what is typed reaches the same shell."""
+    """A terminal joined after a restart shows its earlier screen, and input reaches the same shell."""
     async with open_supervisor(keeping) as supervisor:
         session = await supervisor.create(SessionSpec())
         async with supervisor.open_terminal(session.id, TerminalSpec()) as viewer:
@@ -129,7 +129,7 @@ async def test_a_paused_session_has_its_runs_again_when_it_goes_on(config: Confi
 async def test_output_of_a_short_run_is_not_written_and_comes_back_from_its_init(
     config: Config, keeping: Config, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its end is written; a daemon that is killed leaves the output with PID 1, with its streams and its numbers."""
+    """The end of a short run is written and its output is not: the next daemon gets the same output from PID 1."""
     spec = ExecSpec("echo first; echo second >&2; echo third; exit 3", exec_id="short")
 
     async def is_in_files(wanted: bytes) -> bool:
@@ -197,7 +197,7 @@ async def _is_listed_empty(supervisor: LocalSupervisor, session_id: str) -> bool
 
 
 async def test_output_that_was_lost_is_said_to_be_gone(config: Config, keeping: Config, data_dir: Path) -> None:
-    """What PID 1 had given up and the file has lost leaves a gap that is told, and the run's end stays true."""
+    """Output that PID 1 has dropped and the file has lost is reported as gone; the run's end stays true."""
     size = protocol.KEPT_RUN_BYTES + 2_000_000
     flood = f"head -c {size} /dev/zero; echo one; until [ -e /tmp/go ]; do sleep 0.02; done; echo two; exit 4"
     async with open_supervisor(keeping) as supervisor:
@@ -239,7 +239,9 @@ async def wait_ended_again(supervisor: LocalSupervisor, session_id: str, exec_id
 async def test_an_init_of_an_older_version_loses_its_runs_by_name(
     config: Config, keeping: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It keeps none: each ends with the daemon and says so, and the session with its shell goes on."""
+    """A runner too old to keep runs: each run ends with the cause `daemon_restarted`, and the session and its shell go
+    on.
+    """
     monkeypatch.setattr(protocol, "KEPT_RUNS_VERSION", protocol.PROTOCOL_VERSION + 1)
     async with open_supervisor(keeping) as supervisor:
         session = await supervisor.create(SessionSpec())

@@ -80,7 +80,7 @@ async def test_a_disk_that_can_not_change_is_not_said_to_have_changed(data_dir: 
 
 
 async def test_statistics_tell_how_full_the_disk_is(supervisor: LocalSupervisor) -> None:
-    """What the kernel counts, outside of the session's reach."""
+    """Disk figures in the statistics are the kernel's own counts, out of the session's reach."""
     session = await supervisor.create(SessionSpec(limits=SMALL))
     before = attrs.asdict(await supervisor.stats(session.id))
     await supervisor.exec(session.id, ExecSpec("head -c 10000000 /dev/zero > /home/sandbox/big"))

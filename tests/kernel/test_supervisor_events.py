@@ -81,7 +81,7 @@ async def test_a_port_that_is_listened_on_is_told(supervisor: LocalSupervisor) -
 
 @pytest.mark.cgroup_v2
 async def test_a_lack_of_memory_and_a_death_are_told(supervisor: LocalSupervisor) -> None:
-    """Who was killed, and that the sandbox died by itself."""
+    """Events name the kill for lack of memory, and a sandbox that died by itself."""
     session = await supervisor.create(SessionSpec(limits=Limits(memory_mb=64)))
     async with supervisor.events(session_id=session.id) as reader:
         await supervisor.exec(session.id, ExecSpec(argv=("python3", "-c", HOG)))

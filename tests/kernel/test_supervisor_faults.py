@@ -48,7 +48,9 @@ def _fill(directory: Path) -> Path:
 async def test_a_full_database_disk_stops_no_teardown_and_the_state_is_written_later(
     config: Config, small_disk: Path
 ) -> None:
-    """What must end ends; what could not be recorded is known meanwhile and recorded when there is room."""
+    """With the database's disk full a teardown is completed; its state is known from memory and written when there is
+    room.
+    """
     async with open_supervisor(attrs.evolve(config, db_path=small_disk / "test.db")) as supervisor:
         session = await supervisor.create(SessionSpec())
         filler = _fill(small_disk)
@@ -92,7 +94,7 @@ async def test_what_lies_about_goes_though_the_database_takes_nothing(config: Co
 
 
 async def test_a_stop_in_the_middle_of_creates_leaves_none_of_them(config: Config) -> None:
-    """Those under way are ended, those that wait are refused; the leak check looks at the rest."""
+    """A stop ends the creates under way and refuses those in the queue; the leak check finds nothing of either."""
     outcomes: list[str] = []
 
     async def create(supervisor: LocalSupervisor) -> None:
@@ -151,7 +153,7 @@ async def test_vessels_of_a_dead_fork_server_are_not_used(config: Config) -> Non
 
 
 async def test_a_create_whose_init_was_killed_may_be_tried_again(config: Config) -> None:
-    """It says so, leaves nothing, and the same request works then."""
+    """A create whose PID 1 was killed fails as retryable and leaves nothing; the same request then works."""
     async with open_supervisor(attrs.evolve(config, server=Server(vessels=1))) as supervisor:
 
         async def has_vessel() -> bool:
@@ -182,7 +184,7 @@ async def test_a_failed_create_may_be_tried_again_with_its_key(supervisor: Local
 
 
 async def test_a_restart_does_not_renew_a_lease(config: Config) -> None:
-    """What was to expire while nobody watched expires at once."""
+    """A lease that ran out while no daemon was running expires at the next start; the other leases keep their times."""
     keeping = attrs.evolve(config, sessions_on_stop="keep")
     async with open_supervisor(keeping) as supervisor:
         long = await supervisor.create(SessionSpec(ttl_s=600))
@@ -200,7 +202,7 @@ async def test_a_restart_does_not_renew_a_lease(config: Config) -> None:
 
 
 async def test_a_lost_database_costs_no_workspace_file_and_leaks_no_sandbox(config: Config, data_dir: Path) -> None:
-    """What runs is found by the node's id, which the database does not own alone; it is reported and ended."""
+    """A lost database: sandboxes are found by the node's id, which is stored elsewhere too, then reported and ended."""
     keeping = attrs.evolve(config, sessions_on_stop="keep")
     async with open_supervisor(keeping) as supervisor:
         session = await supervisor.create(SessionSpec(workspace_id="precious"))
@@ -264,7 +266,7 @@ async def test_file_transfers_of_one_session_are_bounded(supervisor: LocalSuperv
 
 
 async def test_a_record_that_was_written_at_last_takes_the_place_of_the_kept_one(supervisor: LocalSupervisor) -> None:
-    """What a refused write left behind never overwrites a later state."""
+    """A record kept in memory after a refused write never overwrites a later state."""
     begun = make_record("a" * 24, status=Status.DESTROYING, ending=Event.EXPIRE)
     await supervisor._store.ask(do(put_session, begun))
     supervisor._directory.unwritten[begun.session.id] = begun

@@ -60,7 +60,7 @@ async def test_limits_change_while_a_hog_runs_or_stay_as_they_are(supervisor: Lo
 
 
 async def test_a_change_that_no_process_lives_to_make_may_be_tried_again(config: Config) -> None:
-    """It is not taken for one that the session's use of memory stands against; the record stays as it was."""
+    """A change of limits whose helper died fails as an interrupted build; the limits on record stay as they were."""
     testing = FaultTesting(crash_points=True, crash_at="cgroup_maker.raise_limits")
     async with open_supervisor(attrs.evolve(config, testing=testing)) as supervisor:
         session = await supervisor.create(SessionSpec(limits=START))

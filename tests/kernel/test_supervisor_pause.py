@@ -167,7 +167,7 @@ async def test_a_clock_that_is_set_in_a_pause_moves_no_time_limit(
 async def test_a_caller_that_leaves_ends_its_command_and_not_the_pause(
     supervisor: LocalSupervisor, session_id: str
 ) -> None:
-    """What it cares for is over; the process itself ends when the session goes on."""
+    """A caller that leaves ends its run and not the pause; the run's process ends once the session is resumed."""
     async with supervisor.open_exec(session_id, ExecSpec("sleep 1000", exec_id="left")):
         await supervisor.pause(session_id, STAYS)
     assert (await supervisor.get(session_id)).status is Status.PAUSED
@@ -237,7 +237,7 @@ async def test_a_paused_session_can_be_destroyed_and_its_death_is_seen(
 
 
 async def test_no_pause_in_the_middle_of_a_file(supervisor: LocalSupervisor, session_id: str) -> None:
-    """Its client would wait in vain."""
+    """A session is not paused while a file is transferred: the client of the transfer would wait in vain."""
     async with supervisor.open_write(session_id, "f") as writer:
         await writer.send(b"half")
         with pytest.raises(Conflict):

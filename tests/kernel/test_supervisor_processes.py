@@ -30,7 +30,7 @@ async def session_id(supervisor: LocalSupervisor) -> str:
 
 
 async def test_a_process_outlives_its_caller_and_tells_its_end(supervisor: LocalSupervisor, session_id: str) -> None:
-    """Its log, status and usage are there afterwards."""
+    """A process that has ended keeps its log, status and usage."""
     info = await supervisor.start_process(session_id, ProcessSpec(command="echo out; echo err >&2; exit 3"))
     waited = await supervisor.wait_process(session_id, info.exec_id, WaitFor(exit=True), timeout_s=10)
     assert waited.happened
@@ -41,7 +41,7 @@ async def test_a_process_outlives_its_caller_and_tells_its_end(supervisor: Local
 
 
 async def test_a_port_is_waited_for_listed_and_told(supervisor: LocalSupervisor, session_id: str) -> None:
-    """It opens with the server and closes with it."""
+    """A port is told as opened when its server listens and as closed when the server ends."""
     async with supervisor.events(session_id=session_id) as events:
         process = await supervisor.start_process(session_id, ProcessSpec(argv=("python3", "-c", SERVER)))
         waited = await supervisor.wait_process(session_id, process.exec_id, WaitFor(port=8123), timeout_s=10)
@@ -81,7 +81,9 @@ async def test_a_line_of_output_is_waited_for(supervisor: LocalSupervisor, sessi
 
 
 async def test_a_prompt_is_waited_for(supervisor: LocalSupervisor, session_id: str) -> None:
-    """It has no end of line while the process lives; a line that goes on at once is looked at as a whole."""
+    """A prompt without an end of line matches while the process lives; when its line goes on, the whole line is
+    matched.
+    """
     process = await supervisor.start_process(session_id, ProcessSpec(command="printf 'ready> '; cat"))
     waited = await supervisor.wait_process(session_id, process.exec_id, WaitFor(pattern="^ready> $"), timeout_s=10)
     assert (waited.happened, waited.line) == (True, "ready> ")
@@ -102,7 +104,7 @@ async def test_a_wait_ends_with_the_process(supervisor: LocalSupervisor, session
 
 
 async def test_a_hostile_pattern_takes_no_time(supervisor: LocalSupervisor, session_id: str) -> None:
-    """What would keep a backtracking matcher busy for years."""
+    """A pattern that would keep a backtracking matcher busy for years does not delay the end of the wait."""
     process = await supervisor.start_process(session_id, ProcessSpec(command=f"echo {'a' * 3000}b; cat"))
     with trio.fail_after(patience(10)):
         waited = await supervisor.wait_process(session_id, process.exec_id, WaitFor(pattern="(a+)+$"), timeout_s=0.5)

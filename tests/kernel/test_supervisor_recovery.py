@@ -1,4 +1,4 @@
-"""What the tree does when a part of it breaks: each is restarted, sessions go on, nothing is forgotten."""
+"""Recovery of the tree: a part that breaks is restarted, sessions go on, nothing is forgotten."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ async def test_bad_requests_are_refused_before_anything_is_built(supervisor: Loc
 
 @pytest.mark.parametrize("env", [{"__sk_unset": "1"}, {"A=B": "1"}, {"A": "\0"}])
 async def test_variables_that_no_shell_can_have_are_refused(supervisor: LocalSupervisor, env: dict[str, str]) -> None:
-    """Those of the runner too; nothing is left of the session."""
+    """Variables that belong to the runner are refused as well; nothing is left of the session."""
     with pytest.raises(InvalidRequest) as refused:
         await supervisor.create(SessionSpec(env=env))
     assert list(refused.value.details) == ["env"]
@@ -242,7 +242,7 @@ async def test_a_start_in_a_full_session_costs_a_program_and_not_the_session(
 
 @pytest.mark.parametrize("user", [None, "root", "nobody"])
 async def test_whatever_runs_is_ended_before_pid_1(supervisor: LocalSupervisor, user: str | None) -> None:
-    """Whoever it runs as: what a shell or a program has started is the first choice when memory is short."""
+    """Processes of shells and programs, of any user, are killed before PID 1 when memory is short."""
     session = await supervisor.create(SessionSpec())
     await supervisor.open_shell(session.id, ShellSpec("own", user=user))
     look = "sleep 0.3; cat /proc/self/oom_score_adj"
@@ -315,7 +315,7 @@ async def test_kept_sessions_are_adopted_by_the_next_daemon_with_shell_state(con
 
 
 async def test_commands_of_a_stateless_session_share_no_shell(config: Config) -> None:
-    """Unless they say so or name a shell; the choice is the session's, and survives the daemon."""
+    """Commands of a stateless session share a shell only on request; the mode survives the daemon."""
     keeping = attrs.evolve(config, sessions_on_stop="keep")
     async with open_supervisor(keeping) as supervisor:
         session = await supervisor.create(SessionSpec(exec_mode="stateless"))

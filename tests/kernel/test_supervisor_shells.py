@@ -47,8 +47,9 @@ async def test_shells_share_files_and_nothing_else(supervisor: LocalSupervisor, 
 async def test_a_shell_that_can_not_be_had_is_told_of(
     supervisor: LocalSupervisor, spec: SessionSpec, is_program_run: bool
 ) -> None:
-    """What the session was given, or did, keeps its shell from starting: a typed answer each time; what needs no shell
-    works."""
+    """A session whose settings or commands keep its shell from starting: each command fails typed; requests without a
+    shell work.
+    """
     session = await supervisor.create(spec)
     if spec.user == "root":
         await supervisor.exec(session.id, ExecSpec("rm /bin/*sh /usr/bin/*sh; exit"))
@@ -93,7 +94,7 @@ async def test_a_root_that_ruins_what_shells_need_is_answered(supervisor: LocalS
 
 
 async def test_shells_share_the_network(supervisor: LocalSupervisor, session_id: str) -> None:
-    """What listens in one is reached from the other, on the session's own loopback."""
+    """A server in one shell is reached from the other shell, on the session's own loopback."""
     await supervisor.open_shell(session_id, ShellSpec("second"))
     await supervisor.exec(session_id, ExecSpec("mkfifo up"))
     serve = "s = socket.create_server(('127.0.0.1', 8199)); open('up', 'w').close(); s.accept()[0].sendall(b'served')"
@@ -128,7 +129,7 @@ async def test_a_busy_shell_shows_what_it_runs(supervisor: LocalSupervisor, sess
 
 
 async def test_closing_a_shell_ends_all_it_started(supervisor: LocalSupervisor, session_id: str) -> None:
-    """Its command, its jobs and its daemons; what another shell runs stays."""
+    """Closing a shell ends its command, its jobs and its daemons; processes of another shell stay."""
     await supervisor.open_shell(session_id, ShellSpec("second"))
     await supervisor.exec(session_id, ExecSpec("sleep 1001 & setsid sleep 1002 >/dev/null 2>&1 &", shell="second"))
     await supervisor.exec(session_id, ExecSpec("sleep 1003 &"))

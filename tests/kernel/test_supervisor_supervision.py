@@ -1,4 +1,4 @@
-"""What supervision promises on a real node: a part that fails costs what stood on it and no more."""
+"""Supervision on a real node: a part that fails costs the sessions that depend on it, and no more."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Unheard(Ask[None]):
 
 
 async def test_a_bug_in_one_session_costs_that_session_only(supervisor: LocalSupervisor) -> None:
-    """It is torn down and says so; another one has its shell, and new ones can be made."""
+    """A session whose actor fails is recorded as crashed; other sessions keep their shells, new ones work."""
     broken = await supervisor.create(SessionSpec())
     other = await supervisor.create(SessionSpec())
     await supervisor.exec(other.id, ExecSpec("kept=yes"))

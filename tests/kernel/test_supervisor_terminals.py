@@ -28,7 +28,7 @@ async def session_id(supervisor: LocalSupervisor) -> str:
 
 
 class Screen:
-    """What a viewer has seen so far."""
+    """Text that a viewer has received and that was not yet looked for."""
 
     def __init__(self, viewer: TerminalViewer) -> None:
         self._pieces = aiter(viewer)
@@ -113,7 +113,7 @@ async def test_a_viewer_that_does_not_read_holds_up_nobody(supervisor: LocalSupe
 
 
 async def test_the_agent_s_shell_can_be_watched(supervisor: LocalSupervisor, session_id: str) -> None:
-    """Its commands, their output and bad endings are on the screen; the results stay exact."""
+    """A viewer of a shell sees its commands, their output and failing exit codes; the results stay exact."""
     async with supervisor.open_terminal(session_id, TerminalSpec(shell="default")) as viewer:
         screen = Screen(viewer)
         with pytest.raises(PermissionDenied):
@@ -167,7 +167,7 @@ async def test_a_long_past_is_cut_at_a_line(supervisor: LocalSupervisor, session
 
 
 async def test_the_past_of_a_shell_outlives_its_daemon(config: Config) -> None:
-    """What the next daemon has of its runs it shows."""
+    """A viewer of the shell sees runs from before the daemon's restart, as far as the next daemon has them."""
     async with open_supervisor(attrs.evolve(config, sessions_on_stop="keep")) as supervisor:
         session = await supervisor.create(SessionSpec())
         await supervisor.exec(session.id, ExecSpec("echo before"))
@@ -179,7 +179,7 @@ async def test_the_past_of_a_shell_outlives_its_daemon(config: Config) -> None:
 
 
 async def test_the_agent_s_shell_can_be_taken_over(supervisor: LocalSupervisor, session_id: str) -> None:
-    """What a person types there is in the agent's shell afterwards; the agent's commands wait and stay exact."""
+    """State that a person sets in the shell is there for the agent's commands, which wait meanwhile and stay exact."""
     await supervisor.exec(session_id, ExecSpec("mine=agent; f() { echo from-f; }"))
     async with (
         trio.open_nursery() as nursery,
@@ -284,7 +284,7 @@ async def test_unknown_shells_and_terminals_are_refused(supervisor: LocalSupervi
 async def test_a_terminal_that_can_not_start_was_never_open(
     supervisor: LocalSupervisor, session_id: str, spec: TerminalSpec
 ) -> None:
-    """Who asked for it is told before anything else, and nothing is left of it."""
+    """A terminal that can't start is refused before its viewer gets anything else, and leaves no run."""
     with pytest.raises(InvalidRequest):
         async with supervisor.open_terminal(session_id, spec):
             pytest.fail("there is no such terminal")

@@ -55,7 +55,9 @@ async def test_what_runs_is_told_its_trace_if_the_operator_wants_it(
 async def test_unasked_nothing_inside_knows_of_a_trace_and_events_do(
     supervisor: LocalSupervisor, requests: list[tracing.Trace]
 ) -> None:
-    """What a request brings about is told with its trace; what happens by itself is not."""
+    """Events that a request causes carry its trace id; commands that did not ask for it find no trace in their
+    environment.
+    """
     async with supervisor.events() as events:
         session = await supervisor.create(SessionSpec())
         assert await output(supervisor, session.id, SHOW) == "none"

@@ -1,4 +1,4 @@
-"""How trials are made: one that kills or blocks its process answers for itself alone."""
+"""Trials of the machine: a trial that kills or blocks its process fails alone."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_answers_say_what_was_seen_and_which_call_failed(tmp_path: Path) -> None
 
 
 def test_one_that_kills_its_process_takes_nobody_along(tmp_path: Path) -> None:
-    """Those behind it are made in processes of their own."""
+    """Trials behind the one that killed its process are made in other processes."""
     answers = try_all({"a": fine, "b": deadly, "c": fine}, tmp_path)
     assert [answers[name]["verdict"] for name in "abc"] == ["works", "missing", "works"]
     assert answers["b"]["seen"] == "the trial's process was killed by SIGKILL"

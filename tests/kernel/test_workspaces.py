@@ -97,7 +97,7 @@ async def test_a_workspace_outlives_its_sessions(supervisor: LocalSupervisor) ->
 
 
 async def test_exclusive_means_alone(supervisor: LocalSupervisor) -> None:
-    """Whoever comes second is refused, in both orders, and has left no session; afterwards it is free again."""
+    """An exclusive session and any other never share a workspace: the second is refused and leaves no record."""
     shared = SessionSpec(workspace_id=WORKSPACE)
     alone = SessionSpec(workspace_id=WORKSPACE, workspace_mode="exclusive")
     for first, then in ((shared, alone), (alone, shared), (alone, alone)):
@@ -143,7 +143,7 @@ async def test_a_workspace_in_use_is_not_deleted(supervisor: LocalSupervisor, co
 
 
 async def test_deleting_and_attaching_exclude_each_other(supervisor: LocalSupervisor, config: Config) -> None:
-    """Whichever comes first, a session that runs has a workspace that is there."""
+    """Of a delete and an attach at once either may win; a session that runs has its workspace in place."""
     await write(supervisor, "f", b"x")
     outcomes: list[str] = []
 
@@ -187,7 +187,7 @@ def hung(pid: int) -> Iterator[Callable[[], None]]:
 async def test_a_delete_whose_caller_has_left_is_over_before_anybody_gets_the_workspace(
     supervisor: LocalSupervisor, config: Config
 ) -> None:
-    """It goes on, and a session must not be given what it is about to take away."""
+    """A delete goes on without its caller, and no session gets the workspace before the delete is over."""
     await write(supervisor, "f", b"x")
     outcomes: list[str] = []
 
