@@ -93,14 +93,14 @@ class Daemon:
         return self._log_path.read_text()
 
     def has_died(self) -> bool:
-        """Whether it was killed, by itself."""
+        """Tell whether the daemon died of the SIGKILL that it sends itself at its crash point."""
         if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.status = os.waitstatus_to_exitcode(status) if pid else None
         return self.status == -signal.SIGKILL
 
     def kill(self) -> None:
-        """End it as a crash would; its nsinit ends when it notices, which the next one waits for."""
+        """Kill the daemon as a crash would. Its nsinit ends when it notices, and the next daemon waits for that."""
         if self.status is None:
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
@@ -148,7 +148,7 @@ class Walk:
         self.untold = 0
         """Sessions that the client asked for without hearing of them: there may be one, whole, or none."""
         self.refusals: set[int] = set()
-        """How creates were refused because a process died: the same request must be worth another try."""
+        """HTTP statuses of creates that were refused because a process died; 503, a retryable one, is the only one allowed."""
 
     def begin(self) -> None:
         """Make the session that is kept."""

@@ -29,7 +29,7 @@ PREFIXES = (
 KEPT, WRITTEN, LIMITED, IMPORTED = "kept", "written", "limited", "imported"
 _ROOM, _MIB = 4096, 1 << 20
 CHECK, EXPECTED = "wc -c < f; grep -o kept f | wc -l; ls -A", f"{4 * _ROOM}\n{_ROOM}\nf\n"
-"""What the session that has the kept workspace runs, and what that must say."""
+"""Command that the session with the kept workspace runs, and the output that it must have."""
 _TAR = {"content-type": "application/x-tar"}
 
 
@@ -112,7 +112,9 @@ class _Change:
     text: str | None
 
     def answered(self, answer: httpx.Response, status: int) -> bool:
-        """Note that it was, and return whether as it should be. A refusal says nothing of what was done."""
+        """Note that the request was answered, and tell whether by the expected status. A refusal says nothing of the
+        effect.
+        """
         if answer.status_code == status:
             self.possible.clear()
             self.possible.add(self.text)

@@ -25,14 +25,14 @@ def refusal(data_dir: Path, *arguments: str, **environment: str) -> str:
 
 
 def test_a_port_in_use_is_one_sentence(data_dir: Path) -> None:
-    """It names the address."""
+    """A port in use ends the start; the message names the address."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
         assert place in refusal(data_dir, "--listen", place)
 
 
 def test_a_misspelt_variable_is_one_sentence(data_dir: Path) -> None:
-    """It names the nearest known one, and nothing was made."""
+    """A misspelt variable ends the start before anything is made; the message names the nearest known variable."""
     assert "SANDKASTEN_SECCOMP" in refusal(data_dir, SANDKASTEN_SECOMP="off")
     assert list(data_dir.iterdir()) == []
 

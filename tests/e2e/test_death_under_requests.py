@@ -96,7 +96,9 @@ async def test_every_request_under_way_is_answered_410(daemon: Daemon, session: 
 
 
 async def test_connections_hear_the_end_and_are_closed(daemon: Daemon, session: str, init_pid: int) -> None:
-    """What ran ends as `sandbox_died`, what had not begun as 410, a terminal's screen as well; then they are closed."""
+    """Begun commands end as `sandbox_died`, queued ones as SESSION_EXPIRED; then commands' and terminals' connections
+    are closed.
+    """
     async with (
         connected(daemon, session) as runs,
         connected(daemon, session, "terminal") as terminal,

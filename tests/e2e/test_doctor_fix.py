@@ -24,7 +24,7 @@ UNKNOWN, HALF = "e" * 24, "d" * 24
 
 
 def doctor(data_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run it as somebody at another terminal would."""
+    """Run `sandkasten doctor` as a person at another terminal would."""
     command = [str(SCRIPT), "doctor", "--data-dir", str(data_dir), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=patience(120), check=False)
 
@@ -38,7 +38,7 @@ def leftovers(data_dir: Path) -> dict[str, Any]:
 
 
 def fix(data_dir: Path) -> tuple[int, dict[str, Any]]:
-    """Let it mend; return the status and what it says."""
+    """Run `doctor --fix`; return the exit status and the report."""
     done = doctor(data_dir, "--fix", "--json")
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)

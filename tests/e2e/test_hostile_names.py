@@ -59,7 +59,7 @@ def _directories(root: Path) -> dict[str, list[str]]:
 
 
 def test_no_segment_of_a_url_leads_elsewhere(daemon: Daemon, client: httpx.Client, session: str, outside: Path) -> None:
-    """Whatever stands where an id belongs, on every route: a typed refusal, and no directory was made or removed."""
+    """A hostile name in the place of any id, on every route, is refused typed; no directory is made or removed."""
     before = _directories(daemon.data_dir)
     for url in URLS:
         method, path = url.replace("SESSION", session).split(" ", 1)

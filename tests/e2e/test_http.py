@@ -25,7 +25,7 @@ def _exec(client: httpx.Client, session: str, cmd: str, **fields: object) -> htt
 
 
 def test_a_first_session(client: httpx.Client) -> None:
-    """What the README shows: create, run, write, read, list, stats, delete."""
+    """The session of the README: create, run, write, read, list, stats, delete."""
     created = client.post("/v1/sessions", json={"image": "python", "ttl_seconds": 600})
     assert created.status_code == 201
     assert created.json()["status"] == "running"
@@ -155,7 +155,7 @@ def test_a_command_of_a_mebibyte_runs_and_more_is_refused(client: httpx.Client, 
     ],
 )
 def test_bad_paths_have_typed_answers(client: httpx.Client, session: str, path: str, status: int, code: str) -> None:
-    """Whatever is wrong with a path, it is said, and nothing hangs."""
+    """A bad path is refused with the code of its defect, and nothing hangs."""
     _exec(client, session, "ln -s /etc/passwd link; mkfifo fifo; touch file; touch secret; chmod 0 secret")
     answer = client.get(f"/v1/sessions/{session}/fs/read", params={"path": path})
     assert (answer.status_code, answer.json()["error_code"]) == (status, code)
@@ -220,7 +220,7 @@ def test_readiness_checks_store_fork_server_and_disk(client: httpx.Client) -> No
 def test_the_log_names_sessions_and_requests_and_hides_commands_and_keys(
     client: httpx.Client, session: str, daemon: Daemon
 ) -> None:
-    """What an operator may read holds neither the API key nor what a client ran."""
+    """The log names sessions and requests, and holds neither the API key nor commands and variables of clients."""
     body = {"cmd": "echo a-private-command", "env": {"TOKEN": "a-private-value"}}
     client.post(f"/v1/sessions/{session}/exec", json=body, headers={"X-Request-ID": "traced-request"})
     daemon.wait_log(f'"session_id": "{session}", "request_id": "traced-request"')

@@ -1,4 +1,4 @@
-"""What an operator sees of a daemon that works: its numbers, its log and the diagnosis of a session."""
+"""Views of a working daemon for its operator: its numbers, its log and the diagnosis of a session."""
 
 from __future__ import annotations
 
@@ -111,6 +111,6 @@ def test_a_log_line_says_for_whom_and_none_says_what(client: httpx.Client, daemo
 
 @pytest.mark.parametrize("key", ["time", "level", "event", "logger"])
 def test_every_line_of_the_log_is_an_object_with(daemon: Daemon, key: str) -> None:
-    """Those of nsinit and of the libraries included."""
+    """Log lines of nsinit and of the libraries are JSON objects with these keys as well."""
     assert daemon.log
     assert all(key in json.loads(line) for line in daemon.log)

@@ -1,4 +1,4 @@
-"""What docs/operations.md tells an operator to do with a daemon that is down, done as it stands there."""
+"""Procedures of docs/operations.md for a daemon that is down, carried out as they are written there."""
 
 from __future__ import annotations
 

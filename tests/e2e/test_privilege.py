@@ -243,7 +243,7 @@ def test_a_planted_link_is_not_handed_over(data_dir: Path, tmp_path: Path, how: 
 
 
 def test_a_low_port_and_a_unix_socket_in_a_directory_of_root_are_served(data_dir: Path, tmp_path: Path) -> None:
-    """They are bound before root is gone, and the socket's file is removed though the daemon could not."""
+    """Addresses are bound before root is given up; the socket's file is removed though the daemon itself could not."""
     path = tmp_path / "api.sock"
     with socket.socket() as probe:
         port = next(port for port in range(1023, 900, -1) if _is_free(port))

@@ -53,7 +53,7 @@ def test_the_daemon_tells_when_it_serves_that_it_lives_and_that_it_stops(data_di
 def test_the_service_of_nsinit_does_so_too(
     data_dir: Path, manager: tuple[socket.socket, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it waits for a daemon, and while it has one."""
+    """The nsinit service tells that it serves and lives, both before a daemon has connected and afterwards."""
     sock, name = manager
     monkeypatch.setenv("NOTIFY_SOCKET", name)
     monkeypatch.setenv("WATCHDOG_USEC", WATCHDOG_USEC)

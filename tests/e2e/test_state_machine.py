@@ -25,7 +25,7 @@ from tests.e2e.daemon import Daemon, running_daemon
 from tests.kernel.harness import wait_until
 
 RESTARTS = 2
-"""How often the daemon is killed in one sequence at most: a start takes as long as a hundred requests."""
+"""Kills of the daemon in one sequence, at most: a start takes as long as a hundred requests."""
 AT_ONCE = 4
 NAMES = st.sampled_from(["a", "b.txt", "with space", "ünïcode"])
 CONTENTS = st.binary(max_size=200)
@@ -204,7 +204,7 @@ class Requests(RuleBasedStateMachine):
 
     @rule(session=ended)
     def ask_the_dead(self, session: Modelled) -> None:
-        """It says what it ended as; a second DELETE is no error."""
+        """An ended session answers with its final status; a second DELETE is no error."""
         answer = self._call("POST", f"/v1/sessions/{session.id}/exec", {"cmd": ":"})
         assert (answer.status_code, answer.json()["error_code"]) == (410, "SESSION_EXPIRED")
         assert answer.json()["details"]["status"] == session.ended

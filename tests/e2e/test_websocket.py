@@ -58,7 +58,7 @@ async def test_a_shell_keeps_its_state_over_one_connection(daemon: Daemon, sessi
 
 
 async def test_an_interrupt_ends_the_command_and_not_the_shell(daemon: Daemon, session_id: str) -> None:
-    """Whatever the shell knew is still there."""
+    """An interrupt ends the command; the shell keeps its variables."""
     async with connected(daemon, session_id) as client:
         await client.run(1, "X=kept")
         await client.say("start", id=1, cmd="echo on; sleep 1000")
@@ -176,7 +176,7 @@ async def test_a_destroyed_session_ends_its_connections(daemon: Daemon, client: 
 
 @dataclass
 class Screen:
-    """What a terminal's connection brings. `takes_text`: control messages count as well; else there may be none."""
+    """Messages of a terminal's connection. `takes_text`: control messages count as well; without it none may come."""
 
     client: Talk
     takes_text: bool = False
@@ -196,7 +196,7 @@ class Screen:
 
 
 async def test_a_terminal_is_a_real_one(daemon: Daemon, session_id: str) -> None:
-    """It has a size, a controlling terminal, and Ctrl-C."""
+    """A terminal over the socket has a size, a controlling terminal, and Ctrl-C."""
     async with connected(daemon, session_id, "terminal", "?cols=91&rows=17") as client:
         send, see = client.connection.send_message, Screen(client).see
         await send(b"stty size; echo d''one\n")
@@ -234,7 +234,7 @@ async def test_the_shell_of_an_agent_is_watched_taken_over_and_given_back(daemon
 
 @pytest.mark.skipif(shutil.which("vim") is None, reason="needs vim in the image `host`, which is this machine")
 async def test_vim_edits_a_file_over_the_socket(daemon: Daemon, session_id: str) -> None:
-    """It draws its screen, takes keys, writes the file and gives the prompt back."""
+    """An editor draws its screen, takes keys, writes the file and gives the prompt back."""
     async with connected(daemon, session_id, "terminal", "?cols=80&rows=24&window=65536") as person:
         type_keys, see = person.connection.send_message, Screen(person, gives_credit=True).see
         await type_keys(b"vim -u NONE -i NONE note.txt\n")
