@@ -1,7 +1,7 @@
-"""What is fuzzed: each target makes bytes into hostile input for one parser and raises only if a property is broken.
+"""Fuzz targets: each makes bytes into hostile input for one parser and raises only if a property is broken.
 
-The properties are the same everywhere: the parser's own typed refusal or a value within its bounds, nothing else; what
-it holds meanwhile is bounded; after a refusal it stays in error where the contract says so.
+The properties are the same everywhere: the parser gives its own typed refusal or a value within its bounds, nothing
+else; the memory that it holds meanwhile is bounded; after a refusal it stays in error where the contract says so.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _check_bounds(value: Any) -> None:
 
 
 def runner_requests(data: bytes) -> None:
-    """What PID 1 takes from its connection: frames, then exactly a request."""
+    """Requests that PID 1 takes from its connection: frames, then exactly a request."""
     choices = Choices(data)
     body = grammar.spoiled_json(choices, grammar.message(choices, _RUNNER_REQUESTS))
     stream = runner_protocol.encode_frame(choices.pick(sorted(Kind)), body) + choices.blob(32)
@@ -178,7 +178,7 @@ _CHECKS: tuple[tuple[Callable[[Any], None], str], ...] = (
 
 
 def nsinit_answers(data: bytes) -> None:
-    """What the daemon takes from nsinit."""
+    """Answers that the daemon takes from nsinit."""
     choices = Choices(data)
     try:
         nsinit_protocol.ANSWERS.decode(grammar.spoiled_json(choices, grammar.message(choices, _NSINIT_ANSWERS)))

@@ -41,7 +41,9 @@ def test_no_random_input_breaks_a_property(name: str) -> None:
 @pytest.mark.skipif(find_spec("atheris") is None, reason="needs atheris, which has wheels for some machines")
 @pytest.mark.parametrize("name", ["runner_frames", "api_bodies", "websocket_messages"])
 def test_no_input_that_coverage_leads_to_breaks_a_property(name: str) -> None:
-    """What a runner and a client may send; `make fuzz` takes its time for all of them."""
+    """Input of a runner and of a client, chosen by coverage, breaks no property; `make fuzz` covers all targets for
+    longer.
+    """
     command = [sys.executable, "-m", "tests.fuzz", "--seconds", str(COVERED_S), name]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, "no finding" in done.stdout) == (0, True), done.stdout + done.stderr

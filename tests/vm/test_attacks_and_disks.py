@@ -1,7 +1,7 @@
-"""What else is tried on the emulated machine, each with one of its own: the whole catalogue of our attacks, from the
-sandbox's user and from root inside; and disk limits by project quotas, which few kernels are built with.
+"""Tests on emulated machines, each with one of its own: the whole catalogue of our attacks, from the sandbox's user and
+from root inside; and disk limits by project quotas, which few kernels are built with.
 
-In one file, so that they come one after the other: two emulated machines are too much for two processors.
+One file holds both, so that they run one after the other: two emulated machines are too much for two processors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.vm.words import boot_or_skip, statuses, trouble
 pytestmark = pytest.mark.vm
 
 PATIENCE = 30
-"""How much longer than usual an attempt may take: the processor is emulated."""
+"""Factor by which an attempt may take longer than usual: the processor is emulated."""
 
 ATTACK = """
 user=sandbox; classes='{as_sandbox}'; [ "$WORKER" = 1 ] || {{ user=root; classes='{as_root}'; }}
