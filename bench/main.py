@@ -37,7 +37,7 @@ BURST = 100
 SETTLE_S = 0.05
 """Before a create and before its rivals: what the row before has left to be done falls on neither."""
 IN_A_ROW = 20
-"""How many of the fastest things are done one after another in each round."""
+"""Repeats of the fastest operations in each round, one after another."""
 
 FORK, TRUE, RTT, HEALTHZ = "fork and wait, this process", "/bin/true", "loopback round trip", "GET /healthz"
 CREATE, COLD, CREATE_HTTP = "create, in-process", "create, in-process, no vessel ready", "create, HTTP"

@@ -19,7 +19,7 @@ class Rival:
             self.reason = done.stderr.strip() if done.returncode else ""
 
     def run(self) -> None:
-        """Start it once and wait for its end."""
+        """Start the rival once and wait for its end."""
         subprocess.run(self.command, cwd=self._cwd, stdout=subprocess.DEVNULL, check=True)
 
 

@@ -1,4 +1,4 @@
-"""Who is killed, and how: PID 1s and shells of sessions, the fork server, its helpers, the daemon. All with SIGKILL."""
+"""Kills by SIGKILL of PID 1s and shells of sessions, of the fork server, of its helpers, and of the daemon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a small command takes, as somebody sees it who asks over HTTP again and again."""
+"""Latency of a small command, as seen by a client that asks over HTTP again and again."""
 
 from __future__ import annotations
 

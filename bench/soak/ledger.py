@@ -1,7 +1,7 @@
-"""What a run has seen: what was promised to it, what went wrong, how often each thing happened.
+"""The ledger of a soak: promises that were made, violations, and how often each thing happened.
 
-A promise is an answer: bytes that a write was confirmed for must be there for ever, whatever is killed. What was under
-way when an answer failed to come may have happened or not, and is not held against anybody.
+A promise is an answer: bytes whose write was confirmed must be there for ever, whatever is killed. A request that got
+no answer may have had its effect or not; neither is a violation.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Ledger:
 
     @property
     def confirmed(self) -> int:
-        """How many files must be there."""
+        """Number of files that must be there."""
         return sum(len(names) for names in self.files.values())
 
     def check(self, workspace: str, name: str, content: bytes | None) -> None:
