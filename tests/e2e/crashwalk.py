@@ -148,7 +148,7 @@ class Walk:
         self.untold = 0
         """Sessions that the client asked for without hearing of them: there may be one, whole, or none."""
         self.refusals: set[int] = set()
-        """HTTP statuses of creates that were refused because a process died; 503, a retryable one, is the only one allowed."""
+        """HTTP statuses of creates that were refused because a process died; 503 alone is allowed."""
 
     def begin(self) -> None:
         """Make the session that is kept."""

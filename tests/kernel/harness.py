@@ -202,7 +202,9 @@ class Nsinit:
         wait_until(self._is_alone, "the trash was deleted")
 
     def _is_alone(self) -> bool:
-        """The deletion begins a moment after a teardown: first there is something to delete, then someone who does."""
+        """Tell whether nsinit and its helpers are all that is left. Deletion begins a moment after a teardown: first
+        there is something to delete, then a process that deletes it.
+        """
         return not os.listdir(self.data_dir / "trash") and self.processes() == set()
 
     def kill(self) -> None:
@@ -211,7 +213,7 @@ class Nsinit:
         self.close()
 
     def close(self) -> None:
-        """Hang up and wait until it ended by itself."""
+        """Hang up and wait until nsinit has ended by itself."""
         if self.pid:
             self.channel.close()
             os.waitpid(self.pid, 0)

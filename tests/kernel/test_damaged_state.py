@@ -49,7 +49,9 @@ def _identity_of(pid: int) -> KernelIdentity:
 async def test_a_recycled_pid_in_the_state_kills_nobody(
     config: Config, innocent: subprocess.Popen[bytes], status: Status, is_exact: bool
 ) -> None:
-    """The row names a living process, even with its own start time: it is not the session's, so it is left alone."""
+    """A row that names a foreign living process, even with its own start time: the process is not the session's and
+    lives on.
+    """
     identity = _identity_of(innocent.pid)
     if not is_exact:
         identity = attrs.evolve(identity, start_ticks=identity.start_ticks - 1)
@@ -97,7 +99,7 @@ CLIMBERS = ("../outside", "../../outside", "{outside}", "..", ".", "outside/../.
 
 
 async def test_rows_that_name_other_directories_are_set_aside(config: Config, data_dir: Path) -> None:
-    """A start over a database full of them touches nothing outside, and a sound session in it is adopted."""
+    """A start over a database full of such rows touches nothing outside, and adopts the sound session among them."""
     keeping = attrs.evolve(config, sessions_on_stop="keep")
     with canary.untouched(data_dir / "outside") as outside:
         async with open_supervisor(keeping) as supervisor:

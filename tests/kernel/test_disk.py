@@ -36,7 +36,7 @@ LIMITED = ("loop", "tmpfs", pytest.param("project", marks=pytest.mark.project_qu
 on_xfs_too = pytest.mark.parametrize(
     "server", [*LIMITED, pytest.param("xfs", marks=pytest.mark.project_quota)], indirect=True, scope="module"
 )
-"""Mode `project` on the other file system that has it, for what depends on how a file system counts and refuses."""
+"""Mark of tests that run on XFS as well: mode `project` depends on how a file system counts and refuses."""
 
 FILL_INODES = """
 import errno, os
@@ -175,7 +175,7 @@ def use_of(server: Nsinit, sandbox: Sandbox) -> DiskUse:
 
 
 def settle(server: Nsinit) -> None:
-    """Let a file system that counts only now and then count now."""
+    """Let a file system bring its counts up to date, if it does so only from time to time."""
     assert isinstance(server.ready, Ready)
     if server.ready.disk == "btrfs":
         run_outside(["sync", "-f", str(server.data_dir)])
@@ -227,7 +227,7 @@ def test_inodes_are_limited(server: Nsinit) -> None:
 
 
 def test_every_part_of_the_root_shares_the_limit(server: Nsinit) -> None:
-    """`/usr/local` is no way around it; `/tmp` and `/dev/shm` have sizes and inodes of their own."""
+    """Writes to `/usr/local` count too; `/tmp` and `/dev/shm` have sizes and inodes of their own."""
     sandbox = server.build(host_plan(disk=SMALL))
     sizes = sandbox.run("for p in / /usr /workspace /home/sandbox; do df --output=size $p | tail -1; done").out.split()
     assert len(set(sizes)) == 1
@@ -336,7 +336,7 @@ def test_no_loop_device_outlives_its_session() -> None:
 
 
 def test_a_disk_in_memory_leaves_half_of_it_to_programs() -> None:
-    """A full disk must not be an out-of-memory kill."""
+    """A full disk in memory is no space left on the device, and not an out-of-memory kill."""
     with data_directory() as data_dir, running(data_dir, disk="tmpfs") as server:
         plan = host_plan()
         sandbox = server.build(plan)
@@ -346,7 +346,7 @@ def test_a_disk_in_memory_leaves_half_of_it_to_programs() -> None:
 
 
 def test_without_a_mechanism_nothing_is_limited_and_nothing_is_claimed() -> None:
-    """Mode `none` is for those who ask for it: it counts nothing."""
+    """Mode `none`, which must be asked for, limits and counts nothing."""
     with data_directory() as data_dir, running(data_dir, disk="none") as server:
         sandbox = server.build(host_plan(disk=SMALL))
         assert sandbox.run("head -c 50000000 /dev/zero > /home/sandbox/big").code == 0
@@ -356,7 +356,9 @@ def test_without_a_mechanism_nothing_is_limited_and_nothing_is_claimed() -> None
 
 
 def test_a_mode_that_can_not_be_had_ends_the_start() -> None:
-    """Named with the reason; nothing runs with less than was asked for."""
+    """A start with a disk mode that the machine lacks ends with the reason; no session runs with less than was asked
+    for.
+    """
     with data_directory() as data_dir:
         assert why_not(data_dir, "btrfs") == "disk.mode btrfs can't be had here: the data directory is not on btrfs"
         assert os.listdir(data_dir / "sessions") == []

@@ -71,7 +71,7 @@ def test_a_machine_that_can_run_sandboxes_is_told_so(tmp_path: Path) -> None:
 
 
 def test_the_table_ends_with_one_sentence(tmp_path: Path) -> None:
-    """For people: a line for each check, and what they add up to."""
+    """The table for people has a line for each check and a sentence with the conclusion."""
     done = run(SCRIPT, "doctor", "--data-dir", str(tmp_path))
     assert done.returncode == 0, done.stdout
     lines = done.stdout.splitlines()

@@ -135,7 +135,7 @@ def test_names_and_bounds_are_checked_again(
 
 
 def test_there_is_no_archive_without_a_descriptor(request_for: UnpackImage) -> None:
-    """A request that comes alone is refused."""
+    """A request to unpack that comes without a descriptor is refused."""
     assert refusal(request_for, None) == ("validate", "an archive comes as one descriptor")
 
 
@@ -154,7 +154,7 @@ def test_a_started_nsinit_does_not_unpack(shared: Nsinit) -> None:
 
 @pytest.mark.parametrize("place", ["data", "data/images", f"data/images/{DRAFT}", f"data/images/{DRAFT}/rootfs"])
 def test_a_link_on_the_way_is_refused(tmp_path: Path, request_for: UnpackImage, place: str) -> None:
-    """Even one that leads to a directory which would do."""
+    """A link on the way to the draft is refused, even if it leads to a sound directory."""
     (tmp_path / place).rename(tmp_path / "elsewhere")
     (tmp_path / place).symlink_to(tmp_path / "elsewhere")
     stage, message = refusal(request_for, small_tar())
@@ -172,7 +172,7 @@ def test_a_directory_of_somebody_else_is_refused(tmp_path: Path, request_for: Un
 
 
 def test_a_draft_with_something_in_it_is_refused(draft: Path, request_for: UnpackImage) -> None:
-    """So no image or half of one is ever written into."""
+    """A draft that is not empty is refused, so that no image or half of one is ever written into."""
     (draft / "rootfs/kept").write_text("same")
     assert refusal(request_for, small_tar()) == ("draft", "a draft is empty")
     assert os.listdir(draft / "rootfs") == ["kept"]
@@ -290,7 +290,7 @@ def test_the_jail_has_the_image_and_nothing_else(importing: Import, data_dir: Pa
 
 
 def test_a_killed_command_line_leaves_no_process_and_the_sweep_no_draft(importing: Import) -> None:
-    """Each of the four ends with the one before it; nobody has to be found and killed."""
+    """Each of an import's four processes ends with the one before it, so none has to be found and killed."""
     importing.process.kill()
     assert importing.wait_all() == -signal.SIGKILL
     assert len(importing.drafts) == 1
@@ -299,7 +299,7 @@ def test_a_killed_command_line_leaves_no_process_and_the_sweep_no_draft(importin
 
 
 def test_a_sweep_leaves_a_draft_alone_that_is_being_filled(importing: Import) -> None:
-    """The daemon sweeps at its start, perhaps in the middle of an import."""
+    """The sweep at a daemon's start leaves the draft of an import that is under way."""
     importing.catalog.sweep()
     assert len(importing.drafts) == 1
     assert importing.process.poll() is None
@@ -354,7 +354,7 @@ def test_a_library_learns_of_the_death_of_nsinit(tmp_path: Path) -> None:
 
 
 def test_mounts_of_the_jail_do_not_spread(data_dir: Path, tmp_path: Path) -> None:
-    """Where mounts are shared with other namespaces, as systemd has them, the jail works and leaves no mount."""
+    """The jail works and leaves no mount where mounts are shared with other namespaces, as under systemd."""
     tar, before, said = (tmp_path / name for name in ("x.tar", "before", "said"))
     tar.write_bytes(small_tar())
     steps = (
