@@ -199,7 +199,7 @@ def test_python_can_be_called_by_that_name_in_a_session(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_merged_usr_is_refused(catalog: Catalog, tmp_path: Path) -> None:
-    """There the programs are not all below /usr; the sentence says what to do."""
+    """A machine whose programs are not all below /usr gets no host image; the sentence says what to do."""
     machine = fake_machine(tmp_path / "machine")
     (machine / "bin").unlink()
     (machine / "bin").mkdir()

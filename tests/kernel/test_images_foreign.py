@@ -65,7 +65,7 @@ async def test_an_image_of_one_program_has_a_stateful_shell(
 async def test_an_image_without_any_other_program_runs_builtins(
     supervisor: LocalSupervisor, config: Config, tmp_path: Path
 ) -> None:
-    """No coreutils: state, time limits, interrupts and files need none, and what is missing is said so."""
+    """State, time limits, interrupts and files need no coreutils; a command that is missing says so."""
     import_tar(Catalog(config.data_dir), "bare", busybox_tar(tmp_path / "bare.tar", links=("bin/sh",)))
     session = await supervisor.create(SessionSpec(image="bare"))
     await supervisor.exec(session.id, ExecSpec("cd /tmp; kept=yes; PATH=/nowhere"))

@@ -169,7 +169,7 @@ def test_an_id_is_run_once_until_it_is_forgotten(client: Client) -> None:
 
 
 def test_forgetting_a_run_that_goes_on_cancels_it(sandbox: Sandbox, client: Client) -> None:
-    """Nobody will ask for its end, so it gets one."""
+    """A running run that is forgotten is cancelled, as nobody will ask for its end."""
     begin(client, "a", "sleep 1000")
     client.sock.close()
     other = sandbox.connect()
@@ -190,7 +190,7 @@ def test_a_connection_takes_the_place_of_another(sandbox: Sandbox, client: Clien
 
 
 def test_a_run_without_a_ticket_ends_with_its_connection(sandbox: Sandbox, client: Client) -> None:
-    """As before there were tickets."""
+    """A run without a ticket is cancelled when its connection breaks."""
     client.begin("sleep 1000")
     client.sock.close()
     other = sandbox.connect()
