@@ -25,8 +25,9 @@ async def roomy(supervisor: LocalSupervisor, count: int) -> Admission:
 
 
 async def test_the_budget_counts_what_lives_and_nothing_else(config: Config) -> None:
-    """A third session waits for nothing and is refused, until one of the two is no more; a failed create, a change that
-    is refused and a change that the kernel refuses take nothing."""
+    """A third session is refused at once, and fits when one of the two has ended; failed creates, and changes that the
+    daemon or the kernel refuses, take nothing of the budget.
+    """
     async with open_supervisor(config) as supervisor:
         admission = await roomy(supervisor, 2)
     async with open_supervisor(attrs.evolve(config, admission=admission)) as supervisor:
@@ -74,7 +75,7 @@ async def test_a_storm_of_creates_never_gets_more_than_fits(config: Config) -> N
 
 
 async def test_adopted_sessions_are_counted_though_they_do_not_fit(config: Config) -> None:
-    """A restart with a smaller budget ends nothing, and admits nothing until there is room."""
+    """A restart with a smaller budget ends no session, and admits none until there is room."""
     keeping = attrs.evolve(config, sessions_on_stop="keep")
     async with open_supervisor(keeping) as supervisor:
         kept = await supervisor.create(SessionSpec(limits=TWICE))

@@ -72,7 +72,9 @@ async def test_a_full_database_disk_stops_no_teardown_and_the_state_is_written_l
 
 
 async def test_what_lies_about_goes_though_the_database_takes_nothing(config: Config, small_disk: Path) -> None:
-    """A sweep that fails in one part does the others; a session whose end is not written yet is not found lost."""
+    """A sweep removes leftovers though its part with the database fails; a session whose end is not written yet is not
+    taken for lost.
+    """
     async with open_supervisor(attrs.evolve(config, db_path=small_disk / "test.db")) as supervisor:
         session = await supervisor.create(SessionSpec())
         supervisor._directory.unwritten["e" * 24] = make_record("e" * 24, status=Status.EXPIRED)
@@ -135,7 +137,7 @@ async def test_a_caller_that_leaves_while_it_waits_for_a_file_does_not_pin_the_s
 
 
 async def test_vessels_of_a_dead_fork_server_are_not_used(config: Config) -> None:
-    """The first creates after its death work like any other, and what it left is swept up."""
+    """The first creates after the death of nsinit work like any other, and the vessels that it left are swept up."""
     async with open_supervisor(attrs.evolve(config, server=Server(vessels=2))) as supervisor:
 
         async def has_vessels() -> bool:
@@ -169,7 +171,9 @@ async def test_a_create_whose_init_was_killed_may_be_tried_again(config: Config)
 
 
 async def test_a_failed_create_may_be_tried_again_with_its_key(supervisor: LocalSupervisor, data_dir: Path) -> None:
-    """An idempotency key belongs to a session that came to be; one that was destroyed says so."""
+    """A create that failed does not use up its idempotency key; a key whose session was destroyed is answered with that
+    end.
+    """
     rootfs, hidden = data_dir / "images/host/rootfs", data_dir / "images/host/hidden"
     spec = SessionSpec(idempotency_key="again")
     rootfs.rename(hidden)
@@ -221,7 +225,7 @@ async def test_a_lost_database_costs_no_workspace_file_and_leaks_no_sandbox(conf
 
 
 async def test_a_database_that_is_none_is_one_sentence(config: Config, data_dir: Path) -> None:
-    """Not a traceback."""
+    """A file that is no database ends the start with one sentence and no traceback."""
     config.db_path.write_bytes(b"this is no database" * 1000)
     with pytest.raises(ConfigError, match="can't be used"):
         async with open_supervisor(config):
@@ -230,7 +234,7 @@ async def test_a_database_that_is_none_is_one_sentence(config: Config, data_dir:
 
 @pytest.mark.parametrize("limits", [Limits(memory_mb=1), Limits(pids=1), Limits(cpu=0), Limits(memory_mb=2**40)])
 async def test_limits_that_no_sandbox_can_live_under_are_refused(supervisor: LocalSupervisor, limits: Limits) -> None:
-    """At create and at update, before anything is changed."""
+    """Limits below a sandbox's own needs are refused at create and at update, before anything is changed."""
     with pytest.raises(InvalidRequest, match="limits"):
         await supervisor.create(SessionSpec(limits=limits))
     session = await supervisor.create(SessionSpec())
@@ -239,7 +243,7 @@ async def test_limits_that_no_sandbox_can_live_under_are_refused(supervisor: Loc
 
 
 async def test_file_transfers_of_one_session_are_bounded(supervisor: LocalSupervisor) -> None:
-    """One more than it may have is refused, and commands still run."""
+    """A session at its bound of file transfers is refused one more, and its commands still run."""
     session = await supervisor.create(SessionSpec())
     await supervisor.exec(session.id, ExecSpec("head -c 10000000 /dev/zero > big"))
     async with trio.open_nursery() as nursery:

@@ -64,7 +64,9 @@ async def test_a_port_is_waited_for_listed_and_told(supervisor: LocalSupervisor,
 
 
 async def test_a_line_of_output_is_waited_for(supervisor: LocalSupervisor, session_id: str) -> None:
-    """One that came before the wait, or comes later; the pattern is a regular expression over lines."""
+    """A wait ends with a line that matches the regular expression, whether the line came before the wait or comes
+    later.
+    """
     process = await supervisor.start_process(
         session_id, ProcessSpec(command="printf 'port: '; sleep 0.2; echo 80; cat")
     )
@@ -95,7 +97,7 @@ async def test_a_prompt_is_waited_for(supervisor: LocalSupervisor, session_id: s
 
 
 async def test_a_wait_ends_with_the_process(supervisor: LocalSupervisor, session_id: str) -> None:
-    """Nobody waits out the time for what can't happen any more."""
+    """A wait for a process that has ended is over at once, before its time."""
     process = await supervisor.start_process(session_id, ProcessSpec(command="exit 1"))
     with trio.fail_after(patience(10)):
         for condition in (WaitFor(port=9999), WaitFor(pattern="never")):
@@ -113,7 +115,7 @@ async def test_a_hostile_pattern_takes_no_time(supervisor: LocalSupervisor, sess
 
 @pytest.mark.cgroup_v2
 async def test_killing_a_process_kills_its_tree(supervisor: LocalSupervisor, session_id: str) -> None:
-    """Daemons that left its session included, and nothing else."""
+    """Killing a process kills its daemons that left its session too, and nothing else."""
     await supervisor.exec(session_id, ExecSpec("sleep 1001 &"))
     command = "sleep 1002 & (setsid sleep 1003 &) ; trap '' INT TERM; echo up; while :; do sleep 1; done"
     process = await supervisor.start_process(session_id, ProcessSpec(command=command))
@@ -169,7 +171,9 @@ async def test_only_a_process_that_keeps_alive_holds_the_lease_off(supervisor: L
 
 
 async def test_many_programs_leave_no_group_behind(supervisor: LocalSupervisor, session_id: str) -> None:
-    """More in a row than may be at a time; those that leave a daemon each don't block the later ones."""
+    """More programs in a row than may run at a time: run cgroups are given back, and programs that leave a daemon each
+    do not block later ones.
+    """
     for number in range(110):
         command = "(setsid sleep 1001 &)" if number < 5 else ":"
         assert (await supervisor.exec(session_id, ExecSpec(command, stateless=True))).end.exit_code == 0

@@ -26,7 +26,9 @@ async def refused(supervisor: LocalSupervisor, spec: SessionSpec) -> str:
 
 
 async def test_a_key_gets_what_its_quota_says_and_no_more(config: Config) -> None:
-    """Sessions, their memory also when it is changed by others, what runs in them; and again after a restart."""
+    """A quota bounds the sessions of a key, their memory, also when another key changes it, and the runs in them; also
+    after a restart.
+    """
     mine = SessionSpec(limits=LIMITS, key_id=KEY.id)
     keeping = attrs.evolve(config, sessions_on_stop="keep")
     async with open_supervisor(keeping) as supervisor:

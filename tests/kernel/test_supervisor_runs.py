@@ -88,7 +88,7 @@ async def test_two_at_once_with_one_id_are_one_run(supervisor: LocalSupervisor, 
 async def test_an_id_in_use_is_refused_to_another_run(
     supervisor: LocalSupervisor, session_id: str, other: ExecSpec
 ) -> None:
-    """Nothing of it runs."""
+    """Another command with the id of a run is refused, and nothing of it runs."""
     await supervisor.exec(session_id, ExecSpec("echo a", exec_id="mine"))
     with pytest.raises(Conflict) as refused:
         await supervisor.exec(session_id, other)
@@ -104,7 +104,7 @@ async def test_a_refused_run_may_be_tried_again(supervisor: LocalSupervisor, ses
 
 
 async def test_a_run_ends_with_its_last_caller(supervisor: LocalSupervisor, session_id: str) -> None:
-    """One of two callers leaves and it goes on; the other leaves and it is cancelled."""
+    """A run goes on when one of two callers leaves and is cancelled when the other leaves."""
     spec = ExecSpec("echo begun; sleep 60", exec_id="mine")
     async with supervisor.open_exec(session_id, spec):
         async with supervisor.open_exec(session_id, spec):
@@ -135,7 +135,7 @@ async def test_a_detached_run_goes_on_and_is_read_later(supervisor: LocalSupervi
 
 
 async def test_output_is_read_by_offset(supervisor: LocalSupervisor, session_id: str) -> None:
-    """Of one stream or of both, in parts that fit together."""
+    """Output of one stream or of both is read in parts that fit together."""
     await supervisor.exec(session_id, ExecSpec("printf 0123456789; printf abc >&2", exec_id="mine"))
     part = await supervisor.read_output(session_id, "mine", stream=Stream.STDOUT, offset=3, limit=4)
     assert (part.data, part.next_offset, part.total_bytes, part.is_final) == (b"3456", 7, 10, False)
@@ -146,7 +146,7 @@ async def test_output_is_read_by_offset(supervisor: LocalSupervisor, session_id:
 
 
 async def test_standard_input_can_be_sent_while_it_runs(supervisor: LocalSupervisor, session_id: str) -> None:
-    """Piece by piece, from any caller, until it is closed."""
+    """Input is sent piece by piece, by any caller, until it is closed."""
     spec = ExecSpec("while read line; do echo got $line; done; echo end", stdin=b"first\n", stdin_open=True)
     async with supervisor.open_exec(session_id, spec) as stream:
         pieces = aiter(stream)
@@ -198,7 +198,7 @@ async def test_an_interrupt_ends_the_command_and_keeps_the_shell(
 
 
 async def test_a_signal_reaches_what_the_command_started(supervisor: LocalSupervisor, session_id: str) -> None:
-    """A handler of the program's own runs."""
+    """A signal to a command runs the handler of the program that it started."""
     command = "bash -c 'trap \"echo caught; exit 7\" USR1; echo ready; while :; do sleep 0.05; done'"
     async with supervisor.open_exec(session_id, ExecSpec(command)) as stream:
         pieces = aiter(stream)
@@ -390,7 +390,7 @@ async def test_a_caller_who_joined_never_ends_the_run(supervisor: LocalSuperviso
 
 
 async def test_a_cancelled_end_of_input_can_be_sent_again(supervisor: LocalSupervisor, session_id: str) -> None:
-    """A caller who gave up half-way leaves the input as open as it was."""
+    """A caller that was cancelled while it closed the input leaves the input open, to be closed again."""
     async with supervisor.open_exec(session_id, ExecSpec("sleep 0.5; cat | wc -c", stdin_open=True)) as stream:
         with trio.move_on_after(0.1):
             await supervisor.send_stdin(session_id, stream.exec_id, bytes(8 * 1024 * 1024), close=True)

@@ -120,7 +120,7 @@ async def test_shells_run_beside_each_other(supervisor: LocalSupervisor, session
 
 
 async def test_a_busy_shell_shows_what_it_runs(supervisor: LocalSupervisor, session_id: str) -> None:
-    """The list names the running command and those that wait."""
+    """The list of shells names the running command and the queued ones."""
     async with supervisor.open_exec(session_id, ExecSpec("echo working; sleep 60", exec_id="one")) as stream:
         await anext(aiter(stream))
         (shell,) = await supervisor.shells(session_id)
@@ -172,7 +172,7 @@ async def test_a_time_limit_in_one_shell_leaves_the_other_s_orphans(
 
 
 async def test_names_of_shells_are_checked(supervisor: LocalSupervisor, session_id: str) -> None:
-    """Taken, malformed, unknown, and the default one, which can't be closed."""
+    """A shell's name that is taken, malformed or unknown is refused, and so is closing the default shell."""
     with pytest.raises(Conflict):
         await supervisor.open_shell(session_id, ShellSpec("default"))
     with pytest.raises(InvalidRequest):

@@ -80,7 +80,9 @@ async def test_a_fork_server_that_is_killed_in_a_storm_of_creates_fails_some_for
 
 
 async def test_a_damaged_database_stops_the_tree_and_leaves_sessions_running(config: Config) -> None:
-    """Though a stop in good order would end them; the next start, with the database as it was, adopts them."""
+    """A damaged database stops the daemon and leaves sessions running, though a regular stop would end them; the next
+    start, with the sound database, adopts them.
+    """
     copy = config.db_path.with_name("copy.db")
     with pytest.RaisesGroup(pytest.RaisesExc(GiveUp, match="store: the session database"), flatten_subgroups=True):
         async with open_supervisor(config) as supervisor:

@@ -33,7 +33,9 @@ async def output(supervisor: LocalSupervisor, session_id: str, spec: ExecSpec) -
 async def test_what_runs_is_told_its_trace_if_the_operator_wants_it(
     config: Config, requests: list[tracing.Trace]
 ) -> None:
-    """In the shell for that command alone, beside it, and in a process; a variable of the request's own wins."""
+    """With the operator's setting a command in the shell, one beside it and a process get their own trace; a variable
+    of the request wins.
+    """
     first, second = requests
     async with open_supervisor(attrs.evolve(config, runs=Runs(pass_traceparent=True))) as supervisor:
         session = await supervisor.create(SessionSpec())

@@ -58,7 +58,7 @@ async def test_a_quota_holds_with_a_session_and_without(supervisor: LocalSupervi
 
 
 async def test_a_quota_of_files_holds(supervisor: LocalSupervisor) -> None:
-    """However small they are."""
+    """A quota of files holds for files of any size."""
     await make(supervisor)
     session = await supervisor.create(SessionSpec(workspace_id=ID))
     command = "i=0; while [ $i -lt 1000 ] && : > f$i; do i=$((i+1)); done; [ $i -lt 700 ] && echo full"
@@ -88,7 +88,9 @@ async def test_it_is_there_after_nsinit_was_killed(supervisor: LocalSupervisor) 
 
 
 async def test_it_is_changed_by_growing_alone(supervisor: LocalSupervisor) -> None:
-    """While nobody has it; smaller, none, or one where there was none is refused with a sentence."""
+    """A quota grows while no session has the workspace; a smaller one, none, or one where there was none is refused
+    with a sentence.
+    """
     await make(supervisor)
     await write(supervisor, "a", 4 * MIB)
     session = await supervisor.create(SessionSpec(workspace_id=ID))
@@ -141,7 +143,7 @@ async def unpack(supervisor: LocalSupervisor, archive: bytes) -> None:
 async def test_a_quota_that_is_remembered_is_never_forgotten_on_the_disk(
     supervisor: LocalSupervisor, config: Config
 ) -> None:
-    """When its files are gone, whoever makes it anew by using it makes it with the quota."""
+    """A workspace on record whose files are gone is made anew with its quota, by whichever request uses it first."""
     await make(supervisor)
     os.rename(config.data_dir / "volumes" / ID, config.data_dir / "trash" / "lost")
     session = await supervisor.create(SessionSpec(workspace_id=ID))
