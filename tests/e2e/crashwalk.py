@@ -60,7 +60,7 @@ SHORT = (
 _PATIENCE_S = 30.0
 _PAUSE_S = 0.02
 _NEED_VESSEL = ("nsinit.create.limits", "cgroup_maker.raise_limits")
-"""Only a vessel that was made with other limits than the session wants gets there."""
+"""Points that are reached only with a vessel made with other limits than the session wants."""
 
 
 def walked_points() -> Sequence[str]:
@@ -108,7 +108,7 @@ class Daemon:
 
 
 def _be_daemon(config: Config, machine: Machine, url_fd: int, log_path: Path) -> NoReturn:
-    """The fork: serve until killed."""
+    """Serve in the forked process until it is killed."""
     try:
         log_fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for fd in (1, 2):
@@ -237,7 +237,7 @@ class Walk:
             return True
 
     def account(self, client: httpx.Client) -> None:
-        """Hold a fresh start to account."""
+        """Check that the next start has made everything good."""
         self.workspaces.account(client)
         until(lambda: self._rows({"creating", "destroying"}) == set(), "no session is half made or half ended")
         until(lambda: self._owned() == self._live(client), f"only sessions own anything: {self._owned()}")

@@ -24,7 +24,7 @@ PREFIXES = (
     "daemon.workspace.",
     "daemon.files.",
 )
-"""Of the points that are come to here."""
+"""Prefixes of the crash points that this tour reaches."""
 
 KEPT, WRITTEN, LIMITED, IMPORTED = "kept", "written", "limited", "imported"
 _ROOM, _MIB = 4096, 1 << 20
@@ -35,7 +35,9 @@ _TAR = {"content-type": "application/x-tar"}
 
 @attrs.define
 class WorkspaceTour:
-    """`possible`: what the file of a workspace may hold now; None: there is no such workspace."""
+    """Requests on workspaces. `possible`: contents that the file of a workspace may have now; None: there is no such
+    workspace.
+    """
 
     data_dir: Path
     possible: dict[str, set[str | None]] = attrs.field(factory=dict)

@@ -108,7 +108,7 @@ class Requests(RuleBasedStateMachine):
 
     @rule(target=live, workspace=st.sampled_from([None, "x", "y"]), repeat=st.booleans())
     def create(self, workspace: str | None, repeat: bool) -> Modelled:
-        """A key makes a repeat the same session."""
+        """A create repeated with its key is answered with the same session."""
         self._keys += 1
         body: dict[str, object] = {"ttl_seconds": 600, "idempotency_key": f"{self._prefix}-{self._keys}"}
         files: dict[str, bytes] = {}
@@ -213,7 +213,7 @@ class Requests(RuleBasedStateMachine):
     @precondition(lambda self: self._restarts < RESTARTS and self._sessions)
     @rule()
     def kill_the_daemon(self) -> None:
-        """The next one serves what lives as if nothing had been."""
+        """A killed daemon's successor serves all living sessions unchanged."""
         self._restarts += 1
         self.node.kill_and_start()
 

@@ -1,4 +1,6 @@
-"""A stop by SIGTERM: what somebody waits for may end, nothing new begins, and sessions run on for the next start."""
+"""A stop by SIGTERM: requests in flight may end, no new command or session begins, and sessions run on for the next
+start.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,9 @@ def wait_stopping(daemon: Daemon) -> None:
 
 
 def test_sigterm_lets_commands_end_and_leaves_sessions_to_the_next_start(data_dir: Path) -> None:
-    """The command's caller gets its answer; a create and a new command are refused meanwhile, for now; the rest is
-    still served. The next daemon has the session with its shell."""
+    """During a stop the caller of a running command gets its answer; creates and new commands are refused as retryable;
+    other requests are served. The next daemon has the session with its shell.
+    """
     with running_daemon(data_dir) as first, first.client() as client, ThreadPoolExecutor() as threads:
         session = client.post("/v1/sessions", json={"ttl_seconds": 600}).json()["id"]
         run(client, session, "kept=alive")
