@@ -26,7 +26,9 @@ _MNT_DETACH = 2
 _CONTROLLERS = frozenset(("cpu", "cpuacct", "memory", "pids", "freezer", ""))
 """Hierarchies that sandboxes use; the empty name is the unified one."""
 _SHARES = "65536"
-"""Of the processor in v1: as much as many processes have that are in no group, for a run has many."""
+"""Processor shares of the ground in v1: as many as a group of many processes, for those outside of any group compete
+singly.
+"""
 _PREFIX = "tests-"
 _PATIENCE_S = 5.0
 _PAUSE_S = 0.02

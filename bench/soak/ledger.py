@@ -26,13 +26,13 @@ class Ledger:
         self.counts[what] += number
 
     def violate(self, what: str) -> None:
-        """Note something that may never happen."""
+        """Note an event that may never happen."""
         self.count("violations")
         if len(self.violations) < _KEPT_VIOLATIONS:
             self.violations.append(what)
 
     def confirm(self, workspace: str, name: str, content: bytes) -> None:
-        """A file of that content was confirmed."""
+        """Note that a file with that content was confirmed."""
         self.files.setdefault(workspace, {})[name] = checksum(content)
 
     @property
@@ -52,5 +52,5 @@ class Ledger:
 
 
 def checksum(content: bytes) -> str:
-    """Return the SHA-256 of it."""
+    """Return the SHA-256 of the content."""
     return hashlib.sha256(content).hexdigest()

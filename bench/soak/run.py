@@ -161,7 +161,7 @@ async def _count_tasks(site: Site, *, wanted: int = 0) -> int:
 
 
 async def _quiet(before: machine.Inventory) -> machine.Inventory:
-    """Look again until nothing is left, or for so long that it is not going to vanish."""
+    """Look until nothing is left, or until so much time has passed that the rest is not going to vanish."""
     end = time.monotonic() + _QUIET_S
     while True:
         machine.reap_orphans(set())
@@ -172,7 +172,7 @@ async def _quiet(before: machine.Inventory) -> machine.Inventory:
 
 
 def _data_dir(scratch: Path) -> Path:
-    """Below a directory that the daemon's own user can pass through."""
+    """Make a data directory below a directory that the daemon's own user can pass through."""
     scratch.chmod(0o755)
     path = scratch / "data"
     path.mkdir()

@@ -234,7 +234,7 @@ def _to_model(request: object) -> object:
 
 
 def api_bodies(data: bytes) -> None:
-    """From the bytes of a body to the model's value, or to a refusal that can be sent as it is."""
+    """Bodies of requests: their bytes become the model's value or a refusal that can be sent as it is."""
     choices = Choices(data)
     cls, body = choices.pick(BODIES)
     text = grammar.spoiled_json(choices, body)
@@ -255,7 +255,7 @@ def _run_at_once(work: Coroutine[Any, Any, None]) -> None:
 
 
 def _check_refusal(error: SandkastenError) -> None:
-    """A client's doing, and an answer that is JSON and no longer than a screen or two."""
+    """Check that a refusal is a client error whose answer is JSON and no longer than a screen or two."""
     answer = error_answer(error)
     assert 400 <= answer.status < 500, error
     json.loads(answer.body)
@@ -263,7 +263,7 @@ def _check_refusal(error: SandkastenError) -> None:
 
 
 def api_requests(data: bytes) -> None:
-    """Target, query, headers and file names."""
+    """Targets, queries, headers and file names of requests."""
     choices = Choices(data)
     path = choices.pick(
         (b"/v1/sessions", b"/v1/sessions/0123456789abcdef/execs/e1/output", b"/healthz", b"//a/%2e%2e/b")

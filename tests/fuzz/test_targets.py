@@ -27,13 +27,15 @@ COVERED_S = 4
 @given(data=st.binary(max_size=400))
 @example(data=b"")
 def test_no_input_breaks_a_property(name: str, data: bytes) -> None:
-    """Hypothesis chooses, and shows the smallest input and a line that reproduces it."""
+    """Input chosen by hypothesis breaks no property; a failure shows the smallest input and a line that
+    reproduces it.
+    """
     TARGETS[name](data)
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_no_random_input_breaks_a_property(name: str) -> None:
-    """Longer ones, from a seed that is told when one fails."""
+    """Longer random input breaks no property; a failure tells the seed."""
     seed = random.SystemRandom().getrandbits(32)
     assert long_run.run_random(name, seed=seed, runs=RANDOM_RUNS) == RANDOM_RUNS
 

@@ -32,7 +32,9 @@ def _only(classes: Collection[str]) -> str:
 
 
 def _attack() -> str:
-    """Return what each processor's user does; of attempts that are nobody's inside, either makes one half."""
+    """Return the script of all attempts: as the sandbox's user on one processor, as root inside on the other. Attempts
+    from outside, which are neither's, are split between the two.
+    """
     classes = {each.id.partition(".")[0] for each in catalogue()}
     nobodys = sorted({each.id.partition(".")[0] for each in catalogue() if "" in each.users})
     as_sandbox, as_root = classes - set(nobodys[::2]), classes - set(nobodys[1::2])
@@ -51,7 +53,7 @@ def test_every_attack_is_held_off_on_a_pure_v2_kernel() -> None:
 
 
 def test_project_quotas_hold_on_ext4_and_on_xfs() -> None:
-    """Every test that needs them passes there, and none was skipped."""
+    """Every test of project quotas passes on the emulated machine, and none is skipped."""
     tests = machine.marked_tests("project_quota", machine.marked_files("project_quota"))
     printed = boot_or_skip(f'{tests}\necho "tests: exit status $?"')
     assert "guest: project quota prjquota" in printed
