@@ -27,7 +27,7 @@ _PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def bubblewrap(rootfs: Path, scratch: Path) -> Rival:
-    """All namespaces, the same root, own /proc, /dev and /tmp."""
+    """bubblewrap with all namespaces, the same root, own /proc, /dev and /tmp."""
     command = [
         "bwrap",
         "--unshare-all",

@@ -1,4 +1,4 @@
-"""All leases end within one second: how long until every session is gone, and what somebody else notices of it."""
+"""A storm of lease ends: the time until every session is gone, and the latency of a bystander's commands meanwhile."""
 
 from __future__ import annotations
 

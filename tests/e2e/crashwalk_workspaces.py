@@ -71,7 +71,7 @@ class WorkspaceTour:
         inside = [os.listdir(each) for each in (self.data_dir / "volumes").iterdir()]
         assert all(each == ["image"] for each in inside), inside
         for name in (WRITTEN, LIMITED, IMPORTED):
-            self._delete(client, name)  # which ends what reads files at once
+            self._delete(client, name)  # a delete ends the file helper at once
         listed = [each["id"] for each in client.get("/v1/workspaces").json()["workspaces"]]
         assert (listed, os.listdir(self.data_dir / "workspaces")) == ([KEPT], [KEPT])
         assert os.listdir(self.data_dir / "volumes") == []

@@ -73,7 +73,7 @@ def test_a_session_whose_processes_died_with_the_machine_is_lost_and_cleaned_up(
         first.process.kill()
         first.process.wait()
     for pid, _ in leaks.descendants(os.getpid()):
-        with contextlib.suppress(ProcessLookupError):  # it went with its init
+        with contextlib.suppress(ProcessLookupError):  # the process went with its PID 1
             os.kill(pid, signal.SIGKILL)
     with running_daemon(data_dir) as second, second.client() as client:
         assert client.get(f"/v1/sessions/{session}").json()["status"] == "lost"

@@ -115,7 +115,7 @@ def test_what_a_crash_of_everything_left_is_shown_then_removed_and_the_session_g
         kept, other, dead = make_session(client), make_session(client), make_session(client)
         kill_with_helpers(first)
     for pid in (cgroup_of(ground, dead) / dead / "cgroup.procs").read_text().split():
-        with contextlib.suppress(ProcessLookupError):  # it went with its PID 1
+        with contextlib.suppress(ProcessLookupError):  # the process went with its PID 1
             os.kill(int(pid), signal.SIGKILL)
     (data_dir / "sessions" / UNKNOWN).mkdir()
     (data_dir / "sessions" / "foreign").mkdir()

@@ -169,7 +169,7 @@ def take_fd(pid: int, fd: int) -> int:
 
 
 def test_with_a_killed_daemon_launcher_and_nsinit_go_and_sessions_stay(data_dir: Path) -> None:
-    """Nothing with privilege outlives it; the next daemon, as little privileged, serves what runs."""
+    """No process with privilege outlives a killed daemon; the next one, as little privileged, serves the sessions."""
     with running_daemon(data_dir) as first, first.client() as client:
         session = client.post("/v1/sessions", json={}).json()["id"]
         with must_end(*helpers(first)):

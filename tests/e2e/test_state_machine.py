@@ -217,7 +217,7 @@ class Requests(RuleBasedStateMachine):
         self._restarts += 1
         self.node.kill_and_start()
 
-    # What is always true ----------------------------------------------------------------------------------------
+    # Invariants -------------------------------------------------------------------------------------------------
 
     @invariant()
     def the_list_is_what_lives(self) -> None:

@@ -204,7 +204,9 @@ async def test_a_terminal_is_a_real_one(daemon: Daemon, session_id: str) -> None
         await send(b"stty size; echo d''one\n")
         await see(b"17 91")
         await see(b"done")
-        await send(b"sh -c 'echo be\"\"gun; exec sleep 1000'\n")  # what prints it can be interrupted from then on
+        await send(
+            b"sh -c 'echo be\"\"gun; exec sleep 1000'\n"
+        )  # the program that prints `begun` can be interrupted from then on
         await see(b"begun")
         await send(b"\x03")
         await client.say("resize", cols=33, rows=44)

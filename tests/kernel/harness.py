@@ -124,7 +124,7 @@ class Nsinit:
         """Return the next answer and its descriptors, which are the caller's."""
         try:
             data, fds, _, _ = socket.recv_fds(self.channel, MAX_DATAGRAM_BYTES, MAX_FDS)
-        except ConnectionResetError:  # it ended with requests unread
+        except ConnectionResetError:  # nsinit ended with requests unread
             data, fds = b"", []
         if not data:
             raise EOFError(self.log)
@@ -361,7 +361,7 @@ def wait_until(condition: Any, what: str) -> None:
     deadline = time.monotonic() + patience(PATIENCE_S)
     while not condition():
         assert time.monotonic() < deadline, what
-        time.sleep(_PAUSE_S)  # whoever does it may have the lowest priority, and there may be one processor
+        time.sleep(_PAUSE_S)  # the awaited process may have the lowest priority, and there may be one processor
 
 
 def run_outside(command: list[str]) -> str:

@@ -280,7 +280,7 @@ def _become_keeper(listener_fd: int, ready_fd: int, overrides: dict[str, Any]) -
 
 def _become_init(listener_fd: int, ready_fd: int, overrides: dict[str, Any]) -> None:
     try:
-        _libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PDEATHSIG: the keeper is not outlived
+        _libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PDEATHSIG: PID 1 does not outlive the keeper
         os.setsid()
         _check(_libc.mount(b"proc", b"/proc", b"proc", 0, None))
         for path, options in _TMPFS:
@@ -308,7 +308,7 @@ def _become_init(listener_fd: int, ready_fd: int, overrides: dict[str, Any]) -> 
             os.dup2(fd, number, inheritable=False)
         _libc.close_range(5, 2**31 - 1, 0)
         for signal_number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
-            signal.signal(signal_number, signal.SIG_IGN)  # as a daemon started by nohup hands down
+            signal.signal(signal_number, signal.SIG_IGN)  # ignored signals, as a daemon started by nohup hands down
         reset_library_signals()  # as nsinit does for what it forks
         resource.setrlimit(resource.RLIMIT_NPROC, (MAX_PROCESSES, MAX_PROCESSES))
         _lock_imports()

@@ -105,7 +105,7 @@ def probes(tmp_path: Path) -> tuple[Path, Target]:
 
 @pytest.mark.parametrize("name", [each.id for each in INSIDE if each.control == "host"])
 def test_without_a_sandbox_the_attempt_succeeds(probes: tuple[Path, Target], name: str) -> None:
-    """As root outside, in mount, host name and IPC namespaces that are thrown away, the same attempt is BROKEN."""
+    """The same attempt is BROKEN outside, by root, in throw-away mount, host name and IPC namespaces."""
     path, target = probes
     kinds = ["--mount", "--uts", "--ipc", *(["--net"] if name == "sockets.links" else [])]
     command = ["unshare", *kinds, sys.executable, "-I", "-B", str(path), json.dumps(asdict(target)), name]

@@ -154,7 +154,9 @@ def test_a_group_of_another_session_is_out_of_reach(server: Nsinit) -> None:
 
 
 def test_only_the_two_files_change_hands(server: Nsinit) -> None:
-    """Of session and group PID 1 owns `cgroup.procs` and nothing else; before the first group it owns nothing."""
+    """PID 1 owns `cgroup.procs` of its session and of a run cgroup and nothing else; before the first run cgroup,
+    nothing.
+    """
     box = server.build(host_plan())
     directory = _session_directory(server, box.session_id)
 

@@ -127,7 +127,7 @@ def test_forking_beyond_the_pids_limit_fails_with_eagain(server: Nsinit) -> None
 
 
 def test_a_teardown_ends_a_fork_bomb_and_leaves_nothing(server: Nsinit) -> None:
-    """There is no `cgroup.kill`: the end of PID 1 takes all of them along."""
+    """A fork bomb ends with PID 1, as v1 has no `cgroup.kill`."""
     box = server.build(host_plan(limits=replace(ROOMY, pids=40)))
     box.run("bomb() { while :; do bomb & done; }; bomb 2>/dev/null & :", timeout_ms=2000)
     (pids,) = [each for each in _directories(server, box.session_id) if (each / "pids.current").exists()]

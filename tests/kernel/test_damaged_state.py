@@ -144,7 +144,7 @@ async def test_a_sandbox_whose_row_is_damaged_is_ended_and_its_workspace_kept(co
         async def is_gone() -> bool:
             return not os.listdir(data_dir / "sessions")
 
-        assert not await is_gone()  # it is told of first
+        assert not await is_gone()  # the first sweep only reports the sandbox
         await supervisor.sweep()
         await until(is_gone)
         with pytest.raises(SessionNotFound):

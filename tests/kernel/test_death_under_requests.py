@@ -247,7 +247,7 @@ async def test_a_workspace_whose_helper_is_killed_is_reached_by_another_one(supe
     assert outcomes == [Capacity] * len(requests)
 
     async def can_be_read() -> bool:
-        with contextlib.suppress(Capacity):  # its end may not be known yet
+        with contextlib.suppress(Capacity):  # the end of the helper may not be known yet
             return await read() == b"kept"
         return False
 

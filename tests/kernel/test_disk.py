@@ -162,7 +162,7 @@ def loops_of(data_dir: Path) -> list[str]:
         try:
             image = path.read_text().strip()
         except OSError:
-            continue  # it went while being looked at
+            continue  # the device went while being looked at
         if image.startswith(str(data_dir)):
             found.append(image)
     return found

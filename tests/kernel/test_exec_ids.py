@@ -41,7 +41,7 @@ async def test_a_run_that_is_forgotten_is_not_run_again(forgetful: Config) -> No
         await forget_all(supervisor, session.id)
         with pytest.raises(ExecGone):
             await supervisor.exec(session.id, ONCE)
-        assert (await supervisor.stats(session.id)).spool_bytes > 500_000  # what it kept instead
+        assert (await supervisor.stats(session.id)).spool_bytes > 500_000  # runs that it kept instead
     for _ in range(2):
         async with open_supervisor(forgetful) as supervisor:
             for wanted in (supervisor.exec(session.id, ONCE), supervisor.get_exec(session.id, "once")):

@@ -193,7 +193,7 @@ def test_a_helper_that_can_work_no_more_is_tried_anew() -> None:
             _refuse(channel, parent_pid)
         _obey(channel, parent_pid)
 
-    os.write(attempts[1], b"yyny")  # two at the start; then one that can't, and one that can
+    os.write(attempts[1], b"yyny")  # two helpers at the start; then one that can't work, and one that can
     try:
         with _pool(live) as (pool, scheduler):
             pool.start()

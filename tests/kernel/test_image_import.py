@@ -82,7 +82,7 @@ def ask(request: UnpackImage, archive: bytes | None = None, grant: Grant | None 
         os.close(write_fd)
         socket.send_fds(channel, [REQUESTS.encode(request)], [] if archive is None else [pipe.fileno()])
         answer = ANSWERS.decode(channel.recv(MAX_DATAGRAM_BYTES))
-        assert channel.recv(1) == b""  # that was its one job
+        assert channel.recv(1) == b""  # an import is the only job of this nsinit
     assert isinstance(answer, Unpacked | Failed)
     return answer
 
@@ -96,7 +96,7 @@ def refusal(request: UnpackImage, archive: bytes | None = b"no tar", grant: Gran
 
 
 def test_an_archive_is_unpacked_and_counted(draft: Path, request_for: UnpackImage) -> None:
-    """By an nsinit that was not started, so it makes nothing else in the data directory."""
+    """An archive is unpacked by an nsinit that was not started and so makes nothing else in the data directory."""
     assert ask(request_for, small_tar()) == Unpacked(7, 1, 0, 0, 0)
     data_dir = draft.parents[1]
     assert sorted(str(path.relative_to(data_dir)) for path in data_dir.rglob("*")) == [
@@ -225,7 +225,7 @@ class Import:
         ]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         wait_until(lambda: list(data_dir.glob("images/.new-*/rootfs/file")), "the first member is there")
-        # What unpacks has a part outside of the jail and one inside.
+        # The unpacking program has one process outside of the jail and one inside.
         (self.nsinit,) = children(self.process.pid)
         (self.outside,) = children(self.nsinit)
         (self.jail,) = children(self.outside)
@@ -365,4 +365,4 @@ def test_mounts_of_the_jail_do_not_spread(data_dir: Path, tmp_path: Path) -> Non
         f"grep -q shared: {before}",
     )
     subprocess.run(["unshare", "-m", "sh", "-ec", " && ".join(steps)], check=True)
-    assert "there is no shell" in said.read_text()  # so it was unpacked
+    assert "there is no shell" in said.read_text()  # so the archive was unpacked

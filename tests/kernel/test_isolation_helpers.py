@@ -231,7 +231,7 @@ def test_a_build_whose_init_dies_while_no_builder_is_free_touches_no_other_sandb
     *built, failed, last = (answers[seq] for seq in sorted(answers))
     assert {type(each) for each in (*built, last)} == {Built}, answers
     assert isinstance(failed, Failed)
-    assert failed.errno in (errno.ESRCH, errno.ENOENT), failed  # it is gone; not: there is no such descriptor
+    assert failed.errno in (errno.ESRCH, errno.ENOENT), failed  # the process is gone; not: there is no such descriptor
     for plan in plans:
         assert server.teardown(plan.session_id).leftovers == ()
 
@@ -303,7 +303,7 @@ def test_a_cgroup_maker_that_dies_over_a_running_session_is_not_missed(server: N
         server.send(MakeRunCgroup if "name" in order else SetLimits, session_id=sandbox.session_id, **order)
         if "name" in order:  # as one that dies before it has told of it
             (_group_parent(server, sandbox.session_id) / "p-1").mkdir()
-        server.scan()  # when that is answered, the order has been handed over
+        server.scan()  # once the scan is answered, the order has been handed over
         os.kill(pid, signal.SIGKILL)
         answer, fds = server.receive()
         assert isinstance(answer, Ok | RunCgroupMade), answer
@@ -400,7 +400,7 @@ def test_helpers_end_with_nsinit() -> None:
         server.kill()
         wait_until(lambda: not any(_is_alive(pid) for pid in pids), "the helpers ended")
         with running(data_dir, node_id):
-            pass  # takes away what the first one could not
+            pass  # the second teardown removes what the first could not
 
 
 def test_pid_1_refuses_a_root_that_is_not_the_one_that_was_built(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,7 +160,9 @@ def test_only_what_a_version_has_is_promised() -> None:
 
 
 def test_an_older_kernel_is_let_through() -> None:
-    """Without scopes PID 1 starts all the same: the other walls stand, and the feature is reported missing."""
+    """On a kernel without scopes PID 1 starts all the same: the other walls stand, and the feature is reported
+    missing.
+    """
     landlock.keep_inside(landlock.SCOPES_ABI - 1)
     assert Path("/proc/self/status").read_text()
     assert in_child(lambda: os.kill(os.getppid(), 0)) == 0

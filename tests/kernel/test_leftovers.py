@@ -285,7 +285,7 @@ def test_a_teardown_deletes_nothing_behind_a_mount(propagation: str, behind: Pat
 
 
 def test_only_nsinit_itself_holds_the_machines_mount_table(server: Nsinit) -> None:
-    """Neither a helper nor a sandbox's PID 1 could read it."""
+    """Neither a helper nor a sandbox's PID 1 can read the machine's mount table."""
     box = server.build(host_plan())
     inside = {box.pid} | {pid for pid, _ in descendants(box.pid)}
     helpers = server.helpers(BUILDER) | server.helpers(FORKER) | server.helpers(CGROUP_MAKER)

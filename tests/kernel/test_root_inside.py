@@ -74,12 +74,14 @@ def sets(found: dict[str, str]) -> tuple[int, ...]:
     return tuple(int(found[f"Cap{name}"], 16) for name in ("Inh", "Prm", "Eff", "Bnd", "Amb"))
 
 
-# What it has ---------------------------------------------------------------------------------------------------------
+# Power of root --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("user", ["root", "0", "0:0"])
 def test_root_has_seven_capabilities_and_no_way_to_more(sandbox: Sandbox, user: str) -> None:
-    """By name and number; the bounding set is empty, no_new_privs is on, and uid 0 in itself means nothing."""
+    """Root has exactly these seven capabilities; the bounding set is empty, no_new_privs is on, and uid 0 in itself
+    gives none.
+    """
     found = status(as_root(sandbox, "cat", "/proc/self/status", user=user).out)
     assert sets(found) == (*[ROOT_CAPABILITIES] * 3, 0, ROOT_CAPABILITIES)
     assert (found["Uid"].split(), found["Groups"], found["NoNewPrivs"]) == (["0"] * 4, "", "1")
@@ -147,7 +149,7 @@ def test_a_setuid_file_of_roots_and_a_file_capability_are_inert(sandbox: Sandbox
     assert told == {"a": "EPERM"}
 
 
-# What it may not -----------------------------------------------------------------------------------------------------
+# Refused actions -----------------------------------------------------------------------------------------------------
 
 
 def test_root_changes_no_mount_namespace_or_machine(sandbox: Sandbox) -> None:
@@ -323,7 +325,7 @@ def test_root_reaches_no_other_session(server: Nsinit) -> None:
         box.teardown()
 
 
-# What it does to files -----------------------------------------------------------------------------------------------
+# Files of root --------------------------------------------------------------------------------------------------------
 
 
 def test_files_belong_to_ids_of_the_session(sandbox: Sandbox) -> None:

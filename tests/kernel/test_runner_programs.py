@@ -183,7 +183,9 @@ def test_a_program_that_closes_its_input_ends_well(client: Client) -> None:
 
 
 def test_input_nobody_reads_fills_its_own_connection_only(sandbox: Sandbox, client: Client) -> None:
-    """With the buffer full the connection is not read any more; others are, and the program can be ended there."""
+    """A connection whose program reads no input is not read once its buffer is full; others are, and the program can be
+    ended there.
+    """
     client.request(RunProgram("p", ("sleep", "1000"), stdin=True))
     client.next_message()
     client.sock.settimeout(2)
@@ -319,7 +321,7 @@ def test_nobody_becomes_root_or_pid_1(client: Client, user: str) -> None:
     ],
 )
 def test_an_impossible_request_is_refused(sandbox: Sandbox, client: Client, request_: RunProgram) -> None:
-    """With an error, before anything is started, and the connection goes on."""
+    """An impossible request is refused before anything is started, and the connection goes on."""
     client.run("true")
     before = descriptors(sandbox)
     answer = client.ask(request_)

@@ -45,7 +45,7 @@ def code(answer: object) -> str:
     return answer.code
 
 
-# What is a shell's own -----------------------------------------------------------------------------------------------
+# State of one shell ---------------------------------------------------------------------------------------------------
 
 
 def test_each_shell_has_its_own_state(client: Client, other: Client) -> None:
@@ -310,7 +310,7 @@ def test_impossible_changes_are_refused(sandbox: Sandbox, env: dict[str, str | N
     assert client.stdout("echo ${B-none}") == b"none\n"
 
 
-# What a command did to storage ---------------------------------------------------------------------------------------
+# Storage and commands ------------------------------------------------------------------------------------------------
 
 
 def test_a_full_disk_is_told(client: Client) -> None:

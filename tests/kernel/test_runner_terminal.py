@@ -39,7 +39,9 @@ def press(client: Client, keys: bytes) -> None:
 
 
 def test_all_three_streams_are_the_terminal(client: Client) -> None:
-    """Of the size asked for, of a type programs know, belonging to the user, and it is the controlling one."""
+    """Standard streams are the controlling terminal, of the size asked for and a type that programs know, owned by the
+    user.
+    """
     command = "test -t 0 && test -t 1 && test -t 2 && stty size && echo $TERM && test -O $(tty) && echo hi >/dev/tty"
     outcome = on_terminal(client, command)
     assert (outcome.reply.exit_code, outcome.stdout, outcome.stderr) == (0, b"30 100\r\nxterm-256color\r\nhi\r\n", b"")
@@ -197,7 +199,7 @@ def test_only_a_running_terminal_has_a_size(sandbox: Sandbox) -> None:
         assert answer.code == "NOT_RUNNING"
 
 
-# How it ends --------------------------------------------------------------------------------------------------------
+# Ends --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def server() -> Iterator[Nsinit]:
 @pytest.fixture(scope="module")
 def sandbox(server: Nsinit) -> Sandbox:
     box = server.build(host_plan())
-    box.run("true")  # its shell is up
+    box.run("true")  # the session's shell is up
     return box
 
 

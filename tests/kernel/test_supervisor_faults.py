@@ -218,7 +218,7 @@ async def test_a_lost_database_costs_no_workspace_file_and_leaks_no_sandbox(conf
         async def is_reaped() -> bool:
             return not supervisor._directory.owns(session.id) and os.listdir(data_dir / "run") == []
 
-        assert not await is_reaped()  # it is told of first
+        assert not await is_reaped()  # the first sweep only reports the sandbox
         await supervisor.sweep()
         await until(is_reaped)
     assert (data_dir / "workspaces/precious/file").read_text() == "data\n"

@@ -180,7 +180,7 @@ async def test_many_programs_leave_no_group_behind(supervisor: LocalSupervisor, 
 
 
 async def test_a_program_s_user_is_looked_up_inside(supervisor: LocalSupervisor, session_id: str) -> None:
-    """By name or number; never the runner's."""
+    """A program's user is found by name or number among the image's users, and is never the runner's."""
     named = await supervisor.exec(session_id, ExecSpec(argv=("id", "-un"), user="nobody"))
     assert named.output == b"nobody\n"
     numbered = await supervisor.exec(session_id, ExecSpec("id -u; id -g; echo $HOME", stateless=True, user="1234:99"))

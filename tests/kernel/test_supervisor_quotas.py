@@ -74,7 +74,7 @@ async def test_a_key_gets_what_its_quota_says_and_no_more(config: Config) -> Non
 
 
 async def test_creates_at_the_same_time_share_one_quota(supervisor: LocalSupervisor) -> None:
-    """Of eight at once as many succeed as the quota has, and what failed to be built counts no more."""
+    """Of eight creates at once as many succeed as the quota has; a failed build is given back to the quota."""
     key = attrs.evolve(KEY, quota=Quota(sessions=3))
     supervisor.shares.ring.replace([key])
     made, failed = [], []

@@ -60,7 +60,7 @@ async def test_a_destroy_during_a_restart_of_the_fork_server_waits_for_it(superv
 
 
 async def test_a_create_during_a_restart_of_the_fork_server_waits_for_it(supervisor: LocalSupervisor) -> None:
-    """Once the death was noticed, a create is late, not refused."""
+    """A create after nsinit's death was noticed is late and not refused."""
     os.kill(nsinit_pid(), signal.SIGKILL)
 
     async def is_noticed() -> bool:

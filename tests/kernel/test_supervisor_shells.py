@@ -74,8 +74,9 @@ async def test_a_shell_that_can_not_be_had_is_told_of(
     ],
 )
 async def test_a_root_that_ruins_what_shells_need_is_answered(supervisor: LocalSupervisor, ruin: str) -> None:
-    """Nothing waits for what does not come: commands end or are refused, and so are new shells; the session can
-    be used without, and ends."""
+    """Commands and new shells end or are refused when root has ruined the files that shells need, and no request hangs;
+    the session can be used without shells, and ends.
+    """
     session = await supervisor.create(SessionSpec(user="root"))
     await supervisor.open_shell(session.id, ShellSpec("second"))
     with trio.fail_after(patience(20)):
@@ -87,7 +88,7 @@ async def test_a_root_that_ruins_what_shells_need_is_answered(supervisor: LocalS
         with contextlib.suppress(SandboxError):
             await supervisor.open_shell(session.id, ShellSpec("third"))
         assert (await supervisor.exec(session.id, ExecSpec(argv=("true",)))).end.exit_code == 0
-        with contextlib.suppress(Capacity):  # what can't be seen can't be said to have ended
+        with contextlib.suppress(Capacity):  # a process that can't be seen can't be said to have ended
             await supervisor.close_shell(session.id, "second")
         assert (await supervisor.get(session.id)).status is Status.RUNNING
         await supervisor.destroy(session.id)

@@ -93,7 +93,7 @@ async def test_a_damaged_database_stops_the_tree_and_leaves_sessions_running(con
             source.close()
             target.close()
             damage(config.db_path)
-            await supervisor.readiness()  # whatever needs the database runs into it
+            await supervisor.readiness()  # any request that needs the database fails on the damage
             await trio.sleep_forever()
     for suffix in ("-wal", "-shm"):
         config.db_path.with_name(config.db_path.name + suffix).unlink(missing_ok=True)

@@ -188,7 +188,9 @@ def test_without_a_mechanism_nothing_is_made(tmp_path: Path) -> None:
 
 
 def test_a_name_is_a_directory_or_a_volume_and_never_both(server: Nsinit) -> None:
-    """Neither is made over the other; a draft of a volume is one as large; both are listed and discarded alike."""
+    """Neither a directory nor a volume is made over the other; a draft for a volume has the volume's size; both are
+    listed and discarded alike.
+    """
     assert isinstance(make(server, "plain", quota=None), Ok)
     refused = make(server, "plain")
     assert isinstance(refused, Failed)

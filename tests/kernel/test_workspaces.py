@@ -239,7 +239,7 @@ async def test_a_session_that_ends_in_the_middle_of_an_upload_leaves_nothing_of_
         with contextlib.suppress(errors.SessionExpired):
             async with supervisor.open_write(session.id, name) as writer:
                 await writer.send(b"x" * 100_000)
-                await run(supervisor, session.id, "true")  # PID 1 is behind what was sent before
+                await run(supervisor, session.id, "true")  # PID 1 has handled all that was sent before
                 await supervisor.destroy(session.id)
                 await writer.commit()
                 pytest.fail("the file of a session that has ended was placed")
@@ -337,7 +337,7 @@ async def test_what_serves_files_goes_when_it_is_idle_and_with_nsinit(supervisor
     assert len(await helpers()) == 1
     await until(is_gone)
     assert await reads()
-    await write(supervisor, "f", b"x")  # which changes the ids of PID 1, and back
+    await write(supervisor, "f", b"x")  # a file request changes the ids of PID 1, and back
     (helper,) = await helpers()
     with OwnedFd(os.pidfd_open(helper)) as pidfd, trio.fail_after(patience()):
         os.kill(nsinit_pid(), signal.SIGKILL)

@@ -61,7 +61,7 @@ def boot(script: str, *, workers: int = 1) -> str:
             capture_output=True,
             timeout=BOOT_S,
             check=False,
-            env={**os.environ, "TMPDIR": scratch},  # what -snapshot writes
+            env={**os.environ, "TMPDIR": scratch},  # the copies that -snapshot writes
         )
         return (done.stdout + done.stderr).decode(errors="replace").replace("\r\n", "\n")
 

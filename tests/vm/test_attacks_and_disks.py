@@ -33,7 +33,7 @@ def _only(classes: Collection[str]) -> str:
 
 def _attack() -> str:
     """Return the script of all attempts: as the sandbox's user on one processor, as root inside on the other. Attempts
-    from outside, which are neither's, are split between the two.
+    without a user inside are split between the two.
     """
     classes = {each.id.partition(".")[0] for each in catalogue()}
     nobodys = sorted({each.id.partition(".")[0] for each in catalogue() if "" in each.users})
@@ -42,7 +42,7 @@ def _attack() -> str:
 
 
 def test_every_attack_is_held_off_on_a_pure_v2_kernel() -> None:
-    """As the sandbox's user on one processor and as root inside on the other: none is BROKEN, none was left out."""
+    """No attempt is BROKEN or left out, as the sandbox's user on one processor and as root inside on the other."""
     printed = boot_or_skip(_attack())
     summaries = re.findall(r"^(\d+) attempts in \S+ s: (.*)$", printed, re.MULTILINE)
     assert len(summaries) == machine.PROCESSORS, trouble(printed)
