@@ -42,7 +42,7 @@ def package_of(module: str) -> str | None:
 
 def packages() -> Graph:
     """Return each package with the packages it imports, type-only imports included."""
-    modules = grimp.build_graph(*DOMAINS, exclude_type_checking_imports=False)
+    modules = grimp.build_graph(*DOMAINS, exclude_type_checking_imports=False, cache_dir=None)
     found: dict[str, set[str]] = {}
     for module in sorted(modules.modules):
         importer = package_of(module)

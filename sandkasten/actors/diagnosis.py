@@ -26,7 +26,7 @@ from sandkasten.counters.cgroup import read_raw
 from sandkasten.model import Event, Session, Status
 from sandkasten.model.errors import SandkastenError, SessionNotFound, StoreFailed
 from sandkasten.model.lifecycle import WHOLE
-from sandkasten.model.node import Diagnosis, Part, Unavailable
+from sandkasten.model.node import Diagnosis, MissingPart, Part
 from sandkasten.store.events import last_events
 from sandkasten.store.sessions import SessionRecord, get_session
 
@@ -104,7 +104,7 @@ class Diagnosing:
     async def _cgroup(self, session_id: str) -> Part:
         dirs = (await self._nsinit.ask(Describe())).cgroup_dirs
         found = await trio.to_thread.run_sync(read_raw, dirs, session_id, limiter=self._threads, abandon_on_cancel=True)
-        return found or Unavailable("there is no cgroup of this session")
+        return found or MissingPart("there is no cgroup of this session")
 
     async def _disk(self, session: Session) -> Part:
         mode = (await self._nsinit.ask(Describe())).disk
@@ -116,7 +116,7 @@ class Diagnosing:
     async def _runner(self, session: Session, inside: Inspection | None, *, is_live: bool) -> Part:
         link = inside.link if inside is not None and is_live else None
         if inside is None or link is None:
-            return Unavailable(_ENDED if session.status not in WHOLE else "it is not connected")
+            return MissingPart(_ENDED if session.status not in WHOLE else "it is not connected")
         facts = {**link.connections, **inside.controls}
         if session.status is Status.PAUSED:
             return facts | {"answers": None}
@@ -129,13 +129,13 @@ class Diagnosing:
 def _seen(inside: Inspection | None, entry: Entry | None) -> dict[str, Part]:
     """Return the parts that need no waiting."""
     if inside is None:
-        gone = Unavailable("the daemon that served it is gone, or too many sessions have ended since")
+        gone = MissingPart("the daemon that served it is gone, or too many sessions have ended since")
         return dict.fromkeys(("actor", "create", "lease", "runs", "shells"), gone)
     is_over = entry is None
     return {
-        "actor": Unavailable(_ENDED) if entry is None else _actor(entry.ref),
-        "create": {"phases_ms": inside.create_ms} if inside.create_ms else Unavailable("an earlier daemon made it"),
-        "lease": Unavailable(_ENDED) if is_over else inside.lease,
+        "actor": MissingPart(_ENDED) if entry is None else _actor(entry.ref),
+        "create": {"phases_ms": inside.create_ms} if inside.create_ms else MissingPart("an earlier daemon made it"),
+        "lease": MissingPart(_ENDED) if is_over else inside.lease,
         "runs": inside.runs,
         "shells": {"open": [] if is_over else inside.shells},
     }
@@ -146,12 +146,12 @@ def _actor(ref: Ref) -> Mapping[str, Any]:
 
 
 async def _have(parts: dict[str, Part], name: str, work: Callable[[], Awaitable[Part]]) -> None:
-    parts[name] = Unavailable(f"no answer within {PART_S:g} s")
+    parts[name] = MissingPart(f"no answer within {PART_S:g} s")
     with trio.move_on_after(PART_S):
         try:
             parts[name] = await work()
         except SandkastenError as error:
-            parts[name] = Unavailable(str(error))
+            parts[name] = MissingPart(str(error))
 
 
 def _event(event: Event) -> Mapping[str, Any]:

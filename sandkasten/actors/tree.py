@@ -107,20 +107,19 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         self._images, self._workspaces = Ref("images"), Ref("workspaces")
         self._sessions, self._reaper = Ref("sessions"), Ref("reaper")
         spool_dir = DataPaths(config.data_dir).spool
-        directory = SessionDirectory()
+        directory, metrics = SessionDirectory(), Metrics()
         self._shared = Shared(
             store=self._store,
             nsinit=self._nsinit,
             workspaces=self._workspaces,
             directory=directory,
-            journal=Journal(),
+            journal=Journal(on_event=metrics.note_event),
             output=OutputStore.configured(spool_dir, config.runs),
-            metrics=Metrics(),
+            metrics=metrics,
             shares=KeyShares(KeyRing(), runs_of=directory.runs_of),
             crash=Crash(config.testing.crash_at),
         )
         self._directory, self._journal, self._metrics = directory, self._shared.journal, self._shared.metrics
-        self._journal.on_event = self._metrics.note_event
         self._holds, self._in_flight, self._usages = Holds(), InFlight(), {}
         self.leftovers = Leftovers(config.data_dir, node.boot_id, self._shared)
         self._diagnosing = Diagnosing(self._shared)

@@ -43,8 +43,10 @@ _FEEL_AGAIN_S = 0.05
 class Budget:
     """The limits of live sessions, and their sums. Keys are session ids, or a stand-in before a session has its id."""
 
-    def __init__(self, settings: Admission, max_sessions: int, sight: Sight, shares: KeyShares | None = None) -> None:
-        self._settings, self._sight = settings, sight
+    def __init__(
+        self, settings: Admission, max_sessions: int, resources: Resources, shares: KeyShares | None = None
+    ) -> None:
+        self._settings, self._resources = settings, resources
         self._shares = shares or KeyShares(KeyRing())
         self._held: dict[Hashable, Limits] = {}
         self._sums = dict.fromkeys(_FIELDS, 0.0)
@@ -78,7 +80,7 @@ class Budget:
         if count >= most:
             message = "this node has all the sessions it may have"
             raise self._full("sessions", message, requested=1, committed=count, total=most, max_sessions=most)
-        totals = self._sight.totals()
+        totals = self._resources.totals()
         self._check_promises(totals, limits, _NOTHING)
         self._check_free(totals, under_way)
         self._shares.take_create(owner)
@@ -95,7 +97,7 @@ class Budget:
     def change(self, key: Hashable, limits: Limits) -> None:
         """Count new limits of a session; only those that grow are checked. Raises as `admit`."""
         self._shares.check_change(key, limits)
-        self._check_promises(self._sight.totals(), limits, self._held.get(key, limits))
+        self._check_promises(self._resources.totals(), limits, self._held.get(key, limits))
         self.hold(key, limits)
 
     def release(self, key: Hashable) -> None:
@@ -121,7 +123,7 @@ class Budget:
                 largest = bound if name == field else bound // MIB
                 raise InvalidRequest("this node can't promise so much", limits=f"{field} can be at most {largest}")
             if now - old + new > bound:
-                message = "what this node may promise is taken"
+                message = "live sessions take all that this node may promise"
                 raise self._full(name, message, requested=new - old, committed=now, total=bound)
 
     def _check_free(self, totals: Amounts, under_way: int) -> None:
@@ -129,7 +131,7 @@ class Budget:
         settings = self._settings
         if not settings.reserve_percent and not settings.reserve_memory_mb:
             return
-        free = self._sight.free()
+        free = self._resources.free()
         if free.memory_bytes is not None and totals.memory_bytes is not None:
             share = int(totals.memory_bytes * settings.reserve_percent / 100)
             reserve = min(max(share, settings.reserve_memory_mb * MIB), totals.memory_bytes // 2)
@@ -146,7 +148,7 @@ class Budget:
 
     def _retry_after_s(self) -> int:
         """Return the seconds until the next lease ends, at most half a minute; sessions may well end before."""
-        end = self._sight.next_end()
+        end = self._resources.next_end()
         if end is None:
             return 1
         return max(1, min(math.ceil((end - datetime.now(UTC)).total_seconds()), _MAX_RETRY_S))
@@ -171,10 +173,10 @@ def _whole(amount: float | None) -> int | None:
     return None if amount is None else int(amount)
 
 
-# The node as the budget sees it
+# The resources of the node
 
 
-class Sight(Protocol):
+class Resources(Protocol):
     """The node's resources, as the budget asks for them."""
 
     def totals(self) -> Amounts:
@@ -190,7 +192,7 @@ class Sight(Protocol):
         ...
 
 
-class Machine:
+class MachineResources:
     """The machine that runs this process. Totals are cached for seconds, since they change rarely. Free amounts are
     cached for a moment: reading /proc/meminfo takes longer than the rest of an admission.
     """

@@ -169,7 +169,7 @@ def read_keys(path: Path) -> list[ApiKey]:
     try:
         return _decode(content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise KeyFileError(f"it is damaged ({type(error).__name__})") from error
+        raise KeyFileError(f"damaged ({type(error).__name__})") from error
 
 
 def write_keys(path: Path, keys: Sequence[ApiKey]) -> None:
@@ -183,7 +183,7 @@ def write_keys(path: Path, keys: Sequence[ApiKey]) -> None:
             file.flush()
             os.fchown(fd, -1, os.stat(path.parent).st_gid)
             os.fchmod(fd, _MODE)
-            os.fsync(fd)
+            os.fsync(fd)  # before the rename: after a crash the name must not lead to an empty file
         new.replace(path)
     except BaseException:
         new.unlink(missing_ok=True)
@@ -208,7 +208,7 @@ def locked_for_change(path: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise KeyFileError("another command is changing it") from None
+                    raise KeyFileError("another command is changing the file") from None
                 time.sleep(_LOCK_PAUSE_S)
         yield
     finally:
@@ -226,11 +226,11 @@ def _sync_directory(path: Path) -> None:
 def _check_owner(status: os.stat_result) -> None:
     """Refuse a file of another user. Root believes also a file of the daemon's user, which serves only that user."""
     if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-        raise KeyFileError("it is no plain file")
+        raise KeyFileError("not a plain file")
     if os.geteuid() not in (0, status.st_uid) and status.st_uid != 0:
-        raise KeyFileError("it belongs to somebody else")
+        raise KeyFileError("owned by another user")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise KeyFileError("others may write it; chmod 640 it after a look at what is in it")
+        raise KeyFileError("other users may write the file; check its keys, then chmod 640")
 
 
 def _encode(key: ApiKey) -> dict[str, Any]:  # JSON values

@@ -26,6 +26,21 @@ from sandkasten.host.paths import DataPaths
 from sandkasten.model.keys import KEY_ID, KEY_NAME, Access, ApiKey, Label, Quota, digest_of, make_token
 
 _BYTES = 32
+_SPAN = re.compile(r"([1-9]\d{0,5})([smhdw])\Z")
+_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_LABEL = re.compile(r"([^=]{1,128})=(.{0,1024})\Z")
+QUOTAS = {
+    "max_sessions": "sessions",
+    "max_cpu": "cpu",
+    "max_memory_mb": "memory_mb",
+    "max_disk_mb": "disk_mb",
+    "max_execs": "execs",
+    "creates_per_minute": "creates_per_minute",
+    "requests_per_second": "requests_per_second",
+}
+"""Options of `create` and the fields of `Quota` they set."""
+
+# The first key
 
 
 def with_key(config: Config) -> Config:
@@ -49,7 +64,7 @@ def _read(path: Path) -> str:
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(fd, encoding="ascii", errors="replace") as file:
         if os.fstat(fd).st_mode & 0o077:
-            raise Stop(f"{path} may be read by others; chmod 600 it, or delete it to get a new key")
+            raise Stop(f"other users may read {path}; chmod 600 it, or delete it to get a new key")
         return file.read().strip()
 
 
@@ -60,19 +75,7 @@ def _with(config: Config, key: str) -> Config:
         raise Stop(f"{config.api_key_path}: {error}") from None
 
 
-_SPAN = re.compile(r"([1-9]\d{0,5})([smhdw])\Z")
-_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-_LABEL = re.compile(r"([^=]{1,128})=(.{0,1024})\Z")
-QUOTAS = {
-    "max_sessions": "sessions",
-    "max_cpu": "cpu",
-    "max_memory_mb": "memory_mb",
-    "max_disk_mb": "disk_mb",
-    "max_execs": "execs",
-    "creates_per_minute": "creates_per_minute",
-    "requests_per_second": "requests_per_second",
-}
-"""Options of `create` and the fields of `Quota` they set."""
+# sandkasten key
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -112,7 +115,7 @@ def _create(path: Path, arguments: argparse.Namespace) -> int:
 
 def _asked_for(key_id: str, token: str, arguments: argparse.Namespace, now: datetime) -> ApiKey:
     if not KEY_NAME.match(arguments.name) or KEY_ID.match(arguments.name):
-        raise Stop("--name: letters, digits and . _ @ -, at most 64, and not what could be an id")
+        raise Stop("--name: letters, digits and . _ @ -, at most 64, and not the form of an id")
     try:
         return ApiKey(
             key_id,

@@ -42,7 +42,7 @@ from sandkasten.cli.serve import explain, look_at_machine
 from sandkasten.config import Config, ConfigError
 from sandkasten.config.seccomp import load_filters
 from sandkasten.host.data_dir import locked
-from sandkasten.host.leftovers import CantLook, Sight, has_daemon, look, move_to
+from sandkasten.host.leftovers import CantLook, Survey, has_daemon, look, move_to
 from sandkasten.host.paths import DataPaths, read_boot_id
 from sandkasten.model import Session
 from sandkasten.model.node import Machine
@@ -75,7 +75,7 @@ class Leftovers:
     unfinished: Mapping[str, str] = attrs.field(factory=dict)
     left: Sequence[Leftover] = ()
     running: Collection[str] = frozenset()
-    sight: Sight = attrs.field(factory=Sight)
+    survey: Survey = attrs.field(factory=Survey)
     ended: Sequence[Session] = ()
 
 
@@ -132,7 +132,7 @@ def describe(leftover: Leftover, found: Leftovers) -> str:
 
 
 def _look(config: Config, is_served: bool, ask_for: Collection[str]) -> Leftovers:
-    files = list_spool(DataPaths(config.data_dir).spool)  # before the rows: a session has one before it has files
+    files = list_spool(DataPaths(config.data_dir).spool)  # before the rows: a session's row is older than its files
     try:
         with open_snapshot(config.db_path, is_in_use=is_served) as database:
             known = _Known() if database is None else _read(database, ask_for)
@@ -140,16 +140,16 @@ def _look(config: Config, is_served: bool, ask_for: Collection[str]) -> Leftover
         raise CantLook(f"the database {config.db_path} can't be read: {error}") from error
     node_id = _node_id(config, known.node_id)
     live = {each.session.id for each in known.records}
-    sight = look(config.data_dir, node_id, live) if node_id else Sight()
-    plan = _plan(config, known.records, sight, files, is_served=is_served)
-    trash = [] if is_served else [each for each in as_leftovers(sight.leftovers) if each.kind == TRASH]
+    survey = look(config.data_dir, node_id, live) if node_id else Survey()
+    plan = _plan(config, known.records, survey, files, is_served=is_served)
+    trash = [] if is_served else [each for each in as_leftovers(survey.leftovers) if each.kind == TRASH]
     return Leftovers(
         is_served=is_served,
         live=[each.session_id for each in plan.of(Action.ADOPT)],
         unfinished={each.session_id: each.reason or f"{each.event}" for each in plan.of(Action.FINISH)},
         left=[*plan.news, *trash],
-        running=frozenset(each.session_id for each in sight.found if each.identity is not None),
-        sight=sight,
+        running=frozenset(each.session_id for each in survey.found if each.identity is not None),
+        survey=survey,
         ended=[each for each in known.asked if each.id not in live],
     )
 
@@ -173,15 +173,15 @@ def _read(database: sqlite3.Connection, ask_for: Collection[str]) -> _Known:
 
 
 def _plan(
-    config: Config, records: Sequence[SessionRecord], sight: Sight, files: Sequence[SpoolFile], *, is_served: bool
+    config: Config, records: Sequence[SessionRecord], survey: Survey, files: Sequence[SpoolFile], *, is_served: bool
 ) -> Plan:
     """Plan as a start does. Beside a daemon every id is the daemon's own, and so is all output."""
     owned = frozenset[str]()
     if is_served:
-        owned = frozenset({each.session_id for each in sight.found} | {each.session.id for each in records})
-    leftovers = as_leftovers(sight.leftovers)
+        owned = frozenset({each.session_id for each in survey.found} | {each.session.id for each in records})
+    leftovers = as_leftovers(survey.leftovers)
     return plan_reconciliation(
-        Observed(records, sight.found, read_boot_id(), leftovers, owned, is_start=True, spool=files)
+        Observed(records, survey.found, read_boot_id(), leftovers, owned, is_start=True, spool=files)
     )
 
 
@@ -204,7 +204,7 @@ def fix_leftovers(config: Config, *, is_json: bool) -> int:
         with locked(config.data_dir):
             before = find_leftovers(config, is_ours=True)
             refuse_rivals(before)
-            has_ended_well = _sweep_in_fork(config, before.sight)
+            has_ended_well = _sweep_in_fork(config, before.survey)
             known = {*before.live, *before.unfinished}
             after = find_leftovers(config, is_ours=True, ask_for=known)
     except ConfigError as error:
@@ -225,18 +225,18 @@ def fix_leftovers(config: Config, *, is_json: bool) -> int:
 
 def refuse_rivals(before: Leftovers) -> None:
     """Raise `Stop` if sessions run in two places: those of one could be adopted, and the others would be ended."""
-    if before.sight.rivals:
-        places = ", ".join(before.sight.rivals)
+    if before.survey.rivals:
+        places = ", ".join(before.survey.rivals)
         raise Stop(f"recorded sessions run in more than one place, so that not all could be kept: also in {places}")
 
 
-def _sweep_in_fork(config: Config, sight: Sight) -> bool:
+def _sweep_in_fork(config: Config, survey: Survey) -> bool:
     """Run a daemon in a fork of this process, which gives root away; return whether the fork ended well."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
-        _be_daemon(config, sight)
+        _be_daemon(config, survey)
     try:
         _, status = os.waitpid(pid, 0)
     except KeyboardInterrupt:  # the fork has had the same signal, and stops in good order
@@ -245,10 +245,10 @@ def _sweep_in_fork(config: Config, sight: Sight) -> bool:
     return os.waitstatus_to_exitcode(status) == 0
 
 
-def _be_daemon(config: Config, sight: Sight) -> NoReturn:
+def _be_daemon(config: Config, survey: Survey) -> NoReturn:
     status = 1
     try:
-        _sweep_as_daemon(config, sight)
+        _sweep_as_daemon(config, survey)
         status = 0
     except KeyboardInterrupt:
         status = 130
@@ -262,13 +262,13 @@ def _be_daemon(config: Config, sight: Sight) -> NoReturn:
         os._exit(status)
 
 
-def _sweep_as_daemon(config: Config, sight: Sight) -> None:
+def _sweep_as_daemon(config: Config, survey: Survey) -> None:
     config = attrs.evolve(config, server=attrs.evolve(config.server, vessels=0))
     try:
         machine = look_at_machine(config)
         profiles = load_filters(config.security)
         if config.nsinit_socket is None:
-            move_to(sight.homes)
+            move_to(survey.homes)
         with means(config, serves=False) as at_hand:
             writer = log.configure("error", format=config.server.log_format)
             try:

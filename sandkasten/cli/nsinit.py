@@ -67,13 +67,15 @@ def _listen(path: Path, account: Account) -> socket.socket:
         listener = bind_unix(os.fspath(path), kind=socket.SOCK_SEQPACKET)
     except ListenError as error:
         raise Stop(str(error)) from None
+    # connect(2) needs write permission on the socket file, which its owner has.
     os.chown(path, account.uid, account.gid, follow_symlinks=False)
-    listener.setblocking(True)
+    listener.setblocking(True)  # the launcher waits in accept(2)
     return listener
 
 
 def _hand_down(places: Mapping[int, int]) -> None:
     """Put descriptors where the launcher looks for them; first out of each other's way."""
+    # A target number may be another one's present number, so all are moved above the targets first.
     safe = {place: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH_FD) for place, fd in places.items()}
     for place, fd in safe.items():
         os.dup2(fd, place)

@@ -44,7 +44,7 @@ def _count_high(findings: list[Finding]) -> int:
 
 def _attack(config: Config, arguments: argparse.Namespace) -> list[Result]:
     require_root()
-    logging.getLogger().addHandler(logging.NullHandler())  # what goes wrong in the sessions is meant to
+    logging.getLogger().addHandler(logging.NullHandler())  # failures in the attacked sessions are intended
     if not arguments.json:
         print(HEADER, flush=True)
 

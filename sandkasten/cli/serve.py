@@ -38,7 +38,7 @@ from sandkasten.host.data_dir import locked
 from sandkasten.host.examine import read_machine
 from sandkasten.host.notify import Notifier, open_notifier
 from sandkasten.host.paths import DataPaths
-from sandkasten.model.errors import SandkastenError, ZygoteLost
+from sandkasten.model.errors import NsinitLost, SandkastenError
 from sandkasten.model.node import Machine, State, System
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ async def _run(config: Config, serve_all: Callable[..., Awaitable[None]], at_han
                 fate = "sessions are ended" if how.ends_sessions else "sessions run on"
                 print(f"{signal.Signals(number).name}: stopping; {fate}", flush=True)
                 notifier.stopping(fate)
-                # The last resort: it says where it hangs and ends; what then runs on, the next start adopts.
+                # Last resort: print where the stop hangs, and end; the next start adopts the sessions that run on.
                 faulthandler.dump_traceback_later(_STOP_S + config.server.graceful_timeout_s + how.drain_s, exit=True)
                 break
             nursery.cancel_scope.cancel()
@@ -186,9 +186,8 @@ def curl_line(config: Config, addresses: Sequence[str], *, key_is_given: bool) -
 
 def explain(error: BaseException) -> str | None:
     """Return one sentence for a failure that the operator can mend, None for a bug."""
-    for leaf in sorted(
-        _leaves(error), key=lambda leaf: isinstance(leaf, ZygoteLost)
-    ):  # it says why right before it ends
+    leaves = sorted(_leaves(error), key=lambda leaf: isinstance(leaf, NsinitLost))  # the cause stands beside it
+    for leaf in leaves:
         if isinstance(leaf, OSError) and leaf.errno == errno.EADDRINUSE:
             return f"the address is in use: {leaf}; choose another with --listen, or stop who has it"
         if isinstance(leaf, ConfigError | SandkastenError | ListenError):

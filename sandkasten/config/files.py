@@ -172,7 +172,7 @@ def _read_yaml(path: Path) -> dict[str, object]:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and stat.S_ISREG(status.st_mode):
-                raise ConfigError(f"{path} may be written by others; chmod go-w it first")
+                raise ConfigError(f"other users may write {path}; chmod go-w it first")
             tree = yaml.load(file, Loader)
     except OSError as error:
         raise ConfigError(f"can't read {path}: {error.strerror}") from None

@@ -84,7 +84,7 @@ def _load(path: Path) -> SeccompProfile:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise ConfigError(f"{path} must be a file that nobody else may write")
+                raise ConfigError(f"{path} must be a file that only its owner may write")
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"can't read {path}: {error.strerror}") from None

@@ -420,7 +420,9 @@ class Config:
 
     def __attrs_post_init__(self) -> None:
         if self.testing.crash_points and not all(_is_local(address) for address in self.listen):
-            raise ValueError("testing.crash_points: refused to a daemon that others can reach; listen on loopback only")
+            raise ValueError(
+                "testing.crash_points: refused to a daemon that other machines can reach; listen on loopback only"
+            )
 
     @property
     def api_key_path(self) -> Path:

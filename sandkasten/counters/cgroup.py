@@ -68,7 +68,7 @@ class CgroupStats:
         try:
             with open(f"/proc/{self._init_pid}/schedstat", "rb", buffering=0) as file:
                 return int(file.read(_READ_BYTES).split()[0]) // 1000
-        except (OSError, ValueError, IndexError):  # it has ended, or the kernel was built without SCHED_INFO
+        except (OSError, ValueError, IndexError):  # PID 1 has ended, or the kernel was built without SCHED_INFO
             return UNKNOWN
 
     def read_oom_kills(self) -> int:
@@ -268,6 +268,7 @@ class GroupStats:
     def cpu_usec(self, name: str) -> int:
         """Return the CPU time ever used in a run cgroup, in µs; `UNKNOWN` when there is no such cgroup."""
         try:
+            # Reading from offset 0 makes the kernel write the file anew.
             _, found, rest = os.pread(self._open(name), _CPU_BYTES, 0).partition(_USAGE)
         except OSError:
             return UNKNOWN

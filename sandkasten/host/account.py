@@ -84,5 +84,5 @@ def _checked(account: Account) -> Account:
         if number == 0 or number >= 2**32 - 1:
             raise ConfigError(f"user: {account.name} has id {number}; write `root` to keep all privileges")
         if number == _OVERFLOW_ID or number in _CONTAINER_IDS:
-            raise ConfigError(f"user: id {number} is used by others (nobody, containers); choose another")
+            raise ConfigError(f"user: id {number} belongs to `nobody` or to containers; choose another")
     return account

@@ -154,7 +154,7 @@ def nearest(path: Path) -> Path:
 
 
 @attrs.frozen
-class Row:
+class CheckRow:
     """One check: its title, the protection that rests on it, and the consequence and the fix of a failure.
 
     `read` judges the facts; None: nsinit's probe tries the check, under the same id.
@@ -353,127 +353,131 @@ _STRIP = "commands could get power back"
 _ROOTFS = "no root filesystem can be put together"
 _ALONE = "a session could use up the machine"
 
-CATALOGUE: Mapping[str, Row] = MappingProxyType(
+CATALOGUE: Mapping[str, CheckRow] = MappingProxyType(
     {
-        # who asks, and where
-        "root": Row("root", "privilege", "nothing can be made", "run this as root (sudo)", read=_root),
-        "capabilities": Row(
+        # the process and its place
+        "root": CheckRow("root", "privilege", "nothing can be made", "run this as root (sudo)", read=_root),
+        "capabilities": CheckRow(
             "capabilities", "privilege", "root without these powers can't make sandboxes", read=_capabilities
         ),
-        "sys_resource": Row(
+        "sys_resource": CheckRow(
             "CAP_SYS_RESOURCE",
             consequence="hard limits can't be raised, and nothing can be protected from the out-of-memory killer",
             fix="in a container: docker run --cap-add SYS_RESOURCE ...",
             falls_back=True,
             read=_sys_resource,
         ),
-        "python": Row(
+        "python": CheckRow(
             "python", "privilege", "nsinit can't call the kernel", "Python 3.11 or newer with ctypes", read=_python
         ),
-        "kernel": Row(
+        "kernel": CheckRow(
             "kernel", "filesystem", "the calls a sandbox is built with came later", _since("5.15"), read=_kernel
         ),
-        "container": Row(
+        "container": CheckRow(
             "container", consequence="a sandbox can be no stronger than the container around it", read=_container
         ),
-        "wsl": Row("WSL", consequence="limits need control groups that WSL may leave in their old form", read=_wsl),
-        "data_dir": Row(
+        "wsl": CheckRow(
+            "WSL", consequence="limits need control groups that WSL may leave in their old form", read=_wsl
+        ),
+        "data_dir": CheckRow(
             "data directory", "filesystem", "no session can have a writable layer there", _DISK_FIX, read=_data_dir
         ),
-        "data_dir_mode": Row(
+        "data_dir_mode": CheckRow(
             "its mode", consequence="others could change images and workspaces", falls_back=True, read=_data_dir_mode
         ),
-        "space": Row(
+        "space": CheckRow(
             "its space", consequence="sessions and images will meet a full disk", falls_back=True, read=_space
         ),
-        "probe": Row("probe", "filesystem", "nothing could be tried", _DISK_FIX),
+        "probe": CheckRow("probe", "filesystem", "nothing could be tried", _DISK_FIX),
         # processes
-        "clone3": Row("clone3", "namespaces", "no process can be started where it belongs", _since("5.5")),
-        "pidfd": Row("pidfd", "namespaces", "a recycled pid could be killed", _since("5.4")),
-        "close_range": Row("close_range", "namespaces", "a descriptor could leak into a session", _since("5.9")),
-        "openat2": Row("openat2", "filesystem", "a link in an image could lead out of it", _since("5.6")),
-        "namespaces": Row("namespaces", "namespaces", _TRACE, "CONFIG_NAMESPACES=y and all kinds of them"),
-        "user_namespace": Row("user namespace", "user_ids", "sessions would share user ids", "CONFIG_USER_NS=y"),
-        "id_ranges": Row(
+        "clone3": CheckRow("clone3", "namespaces", "no process can be started where it belongs", _since("5.5")),
+        "pidfd": CheckRow("pidfd", "namespaces", "a recycled pid could be killed", _since("5.4")),
+        "close_range": CheckRow("close_range", "namespaces", "a descriptor could leak into a session", _since("5.9")),
+        "openat2": CheckRow("openat2", "filesystem", "a link in an image could lead out of it", _since("5.6")),
+        "namespaces": CheckRow("namespaces", "namespaces", _TRACE, "CONFIG_NAMESPACES=y and all kinds of them"),
+        "user_namespace": CheckRow("user namespace", "user_ids", "sessions would share user ids", "CONFIG_USER_NS=y"),
+        "id_ranges": CheckRow(
             "id ranges",
             consequence="ids for few sessions are left",
             fix="shorten the ranges in /etc/subuid and /etc/subgid between 524288 and 1879048191",
             falls_back=True,
         ),
-        "capability_drop": Row("giving power away", "capabilities", _STRIP, _since("5.15", "CONFIG_USER_NS")),
-        "seccomp": Row(
+        "capability_drop": CheckRow("giving power away", "capabilities", _STRIP, _since("5.15", "CONFIG_USER_NS")),
+        "seccomp": CheckRow(
             "system call filter", "seccomp", "every system call is open to a session", "CONFIG_SECCOMP_FILTER=y"
         ),
-        "landlock_scopes": Row(
+        "landlock_scopes": CheckRow(
             "Landlock scopes",
             "landlock",
             "sockets and signals are kept apart by namespaces alone",
             f"{_since('6.12', 'CONFIG_SECURITY_LANDLOCK')} and landlock in the lsm= list of the kernel command line",
         ),
-        "landlock_files": Row(
+        "landlock_files": CheckRow(
             "Landlock file rules",
             "landlock",
             "sessions that ask for file rules are refused",
             f"{_since('6.2', 'CONFIG_SECURITY_LANDLOCK')} and landlock in the lsm= list of the kernel command line",
         ),
-        "keyring": Row("keyring", "user_ids", "a session would hold the operator's keyring", "CONFIG_KEYS=y"),
+        "keyring": CheckRow("keyring", "user_ids", "a session would hold the operator's keyring", "CONFIG_KEYS=y"),
         # file systems
-        "mounts": Row("mount calls", "filesystem", _ROOTFS, _since("5.15")),
-        "overlay": Row(
+        "mounts": CheckRow("mount calls", "filesystem", _ROOTFS, _since("5.15")),
+        "overlay": CheckRow(
             "overlayfs", "filesystem", "no session can have a layer over an image", _since("5.19", "CONFIG_OVERLAY_FS")
         ),
-        "overlay_by_fd": Row(
+        "overlay_by_fd": CheckRow(
             "layers by descriptor", "", "names of layers show in a session's mount table", _since("6.13")
         ),
-        "idmapped_tmpfs": Row("mapped tmpfs", "", "device nodes show nobody as their owner", _since("6.3")),
-        "tmpfs": Row("tmpfs", "filesystem", _ROOTFS, "CONFIG_TMPFS=y"),
-        "proc": Row("proc", "filesystem", "commands would see PID 1", _since("5.8", "CONFIG_PROC_FS")),
-        "devpts": Row("devpts", "filesystem", "no terminal of a session's own", "CONFIG_UNIX98_PTYS=y"),
-        "pivot_root": Row("pivot_root", "filesystem", "the machine's root would stay in reach", _since("5.15")),
+        "idmapped_tmpfs": CheckRow("mapped tmpfs", "", "device nodes show nobody as their owner", _since("6.3")),
+        "tmpfs": CheckRow("tmpfs", "filesystem", _ROOTFS, "CONFIG_TMPFS=y"),
+        "proc": CheckRow("proc", "filesystem", "commands would see PID 1", _since("5.8", "CONFIG_PROC_FS")),
+        "devpts": CheckRow("devpts", "filesystem", "no terminal of a session's own", "CONFIG_UNIX98_PTYS=y"),
+        "pivot_root": CheckRow("pivot_root", "filesystem", "the machine's root would stay in reach", _since("5.15")),
         # networks
-        "loopback": Row("network", "network", "sessions would share the machine's network", "CONFIG_NET_NS=y"),
-        "nftables": Row("nftables", "", "a session could not be let out through rules", "CONFIG_NF_TABLES=y"),
-        "veth": Row("veth", "", "a session could not be given a way out", "CONFIG_VETH=y or m"),
+        "loopback": CheckRow("network", "network", "sessions would share the machine's network", "CONFIG_NET_NS=y"),
+        "nftables": CheckRow("nftables", "", "a session could not be let out through rules", "CONFIG_NF_TABLES=y"),
+        "veth": CheckRow("veth", "", "a session could not be given a way out", "CONFIG_VETH=y or m"),
         # disks
-        "disk": Row("disk limit", "disk", "a session could fill the disk", "apt-get install e2fsprogs"),
-        "disk_project": Row(
+        "disk": CheckRow("disk limit", "disk", "a session could fill the disk", "apt-get install e2fsprogs"),
+        "disk_project": CheckRow(
             "project quota",
             "",
             "another mechanism is taken",
             "tune2fs -O project,quota DEVICE, and prjquota in the mount options (xfs: in the mount options alone)",
         ),
-        "disk_btrfs": Row("btrfs quota", "", "another mechanism is taken", "a data directory on btrfs"),
-        "disk_loop": Row(
+        "disk_btrfs": CheckRow("btrfs quota", "", "another mechanism is taken", "a data directory on btrfs"),
+        "disk_loop": CheckRow(
             "loop image",
             "",
             "another mechanism is taken",
             "apt-get install e2fsprogs; modprobe loop; /dev/loop-control",
         ),
-        "disk_tmpfs": Row("disk in memory", "", "another mechanism is taken", "CONFIG_TMPFS=y"),
+        "disk_tmpfs": CheckRow("disk in memory", "", "another mechanism is taken", "CONFIG_TMPFS=y"),
         # cgroups
-        "cgroups": Row("cgroups", "limits", _ALONE, _since("5.15", "CONFIG_CGROUPS")),
-        "limits": Row("limits", "limits", _ALONE, "CONFIG_MEMCG=y, CONFIG_CGROUP_PIDS=y, CONFIG_CFS_BANDWIDTH=y"),
-        "pids_limit": Row("process limit", "limits", "a fork bomb would take the machine", "CONFIG_CGROUP_PIDS=y"),
-        "memory_limit": Row("memory limit", "limits", _ALONE, "CONFIG_MEMCG=y"),
-        "cpu_limit": Row("cpu limit", "limits", _ALONE, "CONFIG_CFS_BANDWIDTH=y"),
-        "swap": Row(
+        "cgroups": CheckRow("cgroups", "limits", _ALONE, _since("5.15", "CONFIG_CGROUPS")),
+        "limits": CheckRow("limits", "limits", _ALONE, "CONFIG_MEMCG=y, CONFIG_CGROUP_PIDS=y, CONFIG_CFS_BANDWIDTH=y"),
+        "pids_limit": CheckRow("process limit", "limits", "a fork bomb would take the machine", "CONFIG_CGROUP_PIDS=y"),
+        "memory_limit": CheckRow("memory limit", "limits", _ALONE, "CONFIG_MEMCG=y"),
+        "cpu_limit": CheckRow("cpu limit", "limits", _ALONE, "CONFIG_CFS_BANDWIDTH=y"),
+        "swap": CheckRow(
             "swap limit",
             "swap",
             "a session could fill the swap beyond its memory limit",
             "swapaccount=1 on the kernel command line, or cgroup v2, or swapoff -a",
         ),
-        "clone_into_cgroup": Row("birth in a cgroup", "", "a create takes some ms longer", _since("5.7")),
-        "cgroup_kill": Row("cgroup.kill", "", "ends of sessions take longer", _since("5.14")),
-        "cgroup_freeze": Row("cgroup.freeze", "", "a session can't be held still", _since("5.2")),
-        "pressure": Row("pressure", "", "stats have no pressure", "CONFIG_PSI=y; psi=1 on the kernel command line"),
-        # what helps to look after it
-        "kernel_log": Row(
+        "clone_into_cgroup": CheckRow("birth in a cgroup", "", "a create takes some ms longer", _since("5.7")),
+        "cgroup_kill": CheckRow("cgroup.kill", "", "ends of sessions take longer", _since("5.14")),
+        "cgroup_freeze": CheckRow("cgroup.freeze", "", "a session can't be held still", _since("5.2")),
+        "pressure": CheckRow(
+            "pressure", "", "stats have no pressure", "CONFIG_PSI=y; psi=1 on the kernel command line"
+        ),
+        # aids of the operator
+        "kernel_log": CheckRow(
             "kernel log", "", "a command that ran out of memory is not named", "in a container: --privileged"
         ),
-        "descriptors": Row(
+        "descriptors": CheckRow(
             "descriptors", "", "fewer sessions", "LimitNOFILE=1048576 in the unit", falls_back=True, read=_descriptors
         ),
-        "inotify": Row(
+        "inotify": CheckRow(
             "inotify",
             "",
             "all sessions together may have no more instances",
@@ -481,8 +485,8 @@ CATALOGUE: Mapping[str, Row] = MappingProxyType(
             falls_back=True,
             read=_inotify,
         ),
-        "core_pattern": Row("core dumps", read=_core_pattern),
-        "clock": Row(
+        "core_pattern": CheckRow("core dumps", read=_core_pattern),
+        "clock": CheckRow(
             "clock", "", "times in records are wrong", "timedatectl set-ntp true", falls_back=True, read=_clock
         ),
     }

@@ -24,6 +24,7 @@ from sandkasten.host.paths import DataPaths
 
 PRIVATE_MODE = 0o700
 SHARED_MODE = 0o1770
+# O_NOFOLLOW: a link may lead to a file of root's. O_NONBLOCK: the opening of a FIFO must not wait for a writer.
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _DIRECTORY = os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC
 _OF_DATABASE = ("", "-wal", "-shm", "-journal")
@@ -81,7 +82,7 @@ def hand_over(config: Config, account: Account) -> None:
         _give_directory(root_fd, paths.spool.name, account, known)
         for suffix in _OF_DATABASE:
             _give_file(None, f"{config.db_path}{suffix}", account, known)
-        os.fchown(root_fd, 0, account.gid)
+        os.fchown(root_fd, 0, account.gid)  # before the mode: the old group must not write
         os.fchmod(root_fd, PRIVATE_MODE if account.is_root else SHARED_MODE)
     finally:
         os.close(root_fd)
@@ -96,9 +97,10 @@ def _give_file(dir_fd: int | None, name: str, account: Account, known: frozenset
         raise ConfigError(f"{name} in the data directory can't be used: {error.strerror}") from error
     try:
         status = os.fstat(fd)
+        # A file with a second name may be another user's, linked here to be given away.
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_gid not in known:
             raise ConfigError(
-                f"{name} in the data directory is not a plain file of the daemon's; look at it, remove it"
+                f"{name} in the data directory is not a plain file of the daemon's; check its content and remove it"
             )
         os.fchown(fd, account.uid, account.gid)
     finally:

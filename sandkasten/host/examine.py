@@ -135,7 +135,7 @@ def write_machine(path: Path, machine: Machine, *, gid: int) -> None:
     try:
         with open(fd, "w", encoding="utf-8") as file:
             json.dump(fields, file)
-            os.fchown(fd, 0, gid)
+            os.fchown(fd, 0, gid)  # by descriptor and before the rename: no reader sees another owner
             os.fchmod(fd, 0o640)
         new.replace(path)
     except BaseException:

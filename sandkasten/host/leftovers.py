@@ -33,7 +33,7 @@ class CantLook(Exception):
 
 
 @attrs.frozen
-class Sight:
+class Survey:
     """Sessions and leftovers found. `homes`: for each cgroup directory that the sessions live in, two files, of which
     the first that accepts a process moves it there. `rivals`: further directories in which recorded sessions run.
     """
@@ -44,7 +44,7 @@ class Sight:
     rivals: Sequence[str] = ()
 
 
-def look(data_dir: Path, node_id: str, recorded: Collection[str]) -> Sight:
+def look(data_dir: Path, node_id: str, recorded: Collection[str]) -> Survey:
     """Return sessions and leftovers of a node; `recorded` are the ids of live sessions in the database. Raises
     `CantLook`.
     """
@@ -59,7 +59,7 @@ def look(data_dir: Path, node_id: str, recorded: Collection[str]) -> Sight:
         raise CantLook(str(error)) from error
     except ValueError:
         raise CantLook(done.stderr.decode(errors="replace").strip().rpartition("\n")[2]) from None
-    return Sight(
+    return Survey(
         [Found(**each | {"identity": each["identity"] and Identity(**each["identity"])}) for each in answer["found"]],
         [Leftover(**each) for each in answer["leftovers"]],
         [(first, second) for first, second in answer["homes"]],
@@ -90,6 +90,7 @@ def holder_of(path: Path) -> int | None:
     except OSError as error:
         raise CantLook(str(error)) from error
     for fields in map(str.split, lines):
+        # proc_locks(5): number, kind, mode, access, pid, major:minor:inode, ...
         if fields[1] == "FLOCK" and int(fields[5].rpartition(":")[2]) == inode:
             return int(fields[4])
     return None
@@ -104,6 +105,7 @@ def move_to(homes: Sequence[tuple[str, str]]) -> None:
         except OSError as error:
             if error.errno not in _NO_PROCESSES:
                 raise
+            # v2: a cgroup with controllers for its children takes no process, a leaf below it does
             os.makedirs(os.path.dirname(inside), exist_ok=True)
             _put(inside, pid)
 

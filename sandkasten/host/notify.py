@@ -58,6 +58,7 @@ class Notifier:
         if self._socket is None:
             return
         try:
+            # MSG_NOSIGNAL: the end of the service manager must not end the daemon with SIGPIPE.
             self._socket.send("\n".join(lines).encode("utf-8", "replace"), socket.MSG_NOSIGNAL)
         except OSError as error:
             log.warning("service_manager_not_told", extra={"what": lines[0], "error": str(error)})
@@ -84,7 +85,7 @@ def _beat_s(watchdog_usec: str, watchdog_pid: str) -> float | None:
     if not (watchdog_usec.isascii() and watchdog_usec.isdigit()) or int(watchdog_usec) == 0:
         return None
     if watchdog_pid and watchdog_pid != str(os.getpid()):
-        return None  # it watches another process
+        return None  # the watchdog is for another process
     return int(watchdog_usec) / 1e6 / _BEATS
 
 

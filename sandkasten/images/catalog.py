@@ -240,7 +240,7 @@ def share_store(images: Path, gid: int) -> None:
         raise ConfigError(f"{images} can't be used: {error.strerror}") from error
     try:
         if os.fstat(store_fd).st_uid != os.geteuid():
-            raise ConfigError(f"{images} belongs to another user; look at what is in it, and remove it or chown it")
+            raise ConfigError(f"{images} belongs to another user; check its content, and remove or chown it")
         _let_read(store_fd, gid)
         for name in filter(IMAGE_NAME.match, os.listdir(store_fd)):
             with contextlib.suppress(NotADirectoryError):
@@ -267,5 +267,5 @@ def share_image(store_fd: int, name: str, gid: int) -> None:
 
 
 def _let_read(directory_fd: int, gid: int) -> None:
-    os.fchown(directory_fd, -1, gid)
+    os.fchown(directory_fd, -1, gid)  # before the mode: the old group must not read
     os.fchmod(directory_fd, 0o750 if gid else 0o700)

@@ -24,7 +24,7 @@ from sandkasten.images.catalog import HOST, Catalog, Image, now
 from sandkasten.model.errors import InvalidImage
 
 RECIPE = 2
-"""Raise it when the outcome of this module changes."""
+"""Version of the recipe, to be raised when a change of this module changes the image."""
 
 MERGED_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 DIRECTORIES = (
@@ -161,7 +161,7 @@ def _copy(source: Path, target: Path) -> None:
 
 def _make_directory(target: Path, mode: int = 0o755) -> None:
     target.mkdir(exist_ok=True)
-    target.chmod(mode)  # whatever the umask is
+    target.chmod(mode)  # mkdir(2) applies the umask
 
 
 def _write(target: Path, content: bytes, mode: int) -> None:

@@ -22,7 +22,7 @@ from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, REQUESTS, Failed, 
 from sandkasten.crash import Crash, Point
 from sandkasten.images import rootfs
 from sandkasten.images.catalog import Catalog, Image, now
-from sandkasten.model.errors import InvalidImage, ZygoteLost
+from sandkasten.model.errors import InvalidImage, NsinitLost
 
 MAX_MEMBERS = 2_000_000
 MAX_BYTES = 64 * 1024**3
@@ -43,7 +43,7 @@ def import_tar(
 
     Raises:
         InvalidImage: the name is malformed or taken, the archive can't be unpacked, or it holds no usable root.
-        ZygoteLost: nsinit died.
+        NsinitLost: nsinit died.
         OSError: the archive can't be opened.
     """
     crash = crash or Crash()
@@ -76,7 +76,7 @@ def unpack(draft: Path, archive_fd: int, *, max_members: int, max_bytes: int) ->
 
     Raises:
         InvalidImage: the archive can't be unpacked.
-        ZygoteLost: nsinit died.
+        NsinitLost: nsinit died.
     """
     data_dir = os.path.realpath(draft.parent.parent)
     request = UnpackImage(1, data_dir, draft.name, max_members, max_bytes)
@@ -92,7 +92,7 @@ def unpack(draft: Path, archive_fd: int, *, max_members: int, max_bytes: int) ->
         case Failed(message=message):
             raise InvalidImage(f"the archive can't be unpacked: {message}")
         case _:
-            raise ZygoteLost("the fork server died while it had the archive unpacked")
+            raise NsinitLost("the fork server died during the unpacking of the archive")
 
 
 def _decode(data: bytes) -> object:
@@ -130,5 +130,5 @@ def _wait_end(pid: int, log_fd: int) -> None:
         if not os.read(log_fd, _PIECE_BYTES):
             break
     else:
-        os.kill(pid, signal.SIGKILL)  # not reaped yet, so it exists
+        os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still nsinit's
     os.waitpid(pid, 0)

@@ -47,6 +47,7 @@ def _empty(top_fd: int, name: str, lifted: int) -> int:
                 continue
             while _exists(top_fd, f".lifted-{lifted}"):
                 lifted += 1
+            # rename(2) refuses a mount point (EBUSY) and a crossing of mounts (EXDEV).
             os.rename(entry, f".lifted-{lifted}", src_dir_fd=directory_fd, dst_dir_fd=top_fd)
     finally:
         os.close(directory_fd)

@@ -47,6 +47,11 @@ class Listener:
     session_id: str | None
     woken: trio.Event = attrs.field(factory=trio.Event)
 
+    def rearm(self) -> trio.Event:
+        """Return a fresh `woken`. Call before the events are read, so that none comes unnoticed in between."""
+        self.woken = trio.Event()
+        return self.woken
+
 
 @attrs.frozen
 class Unwritten:
@@ -58,10 +63,18 @@ class Unwritten:
 
 
 class Journal:
-    """The journal of one daemon. `open` comes before the first `emit`."""
+    """The journal of one daemon. `open` comes before the first `emit`.
 
-    def __init__(self, *, memory_events: int = MEMORY_EVENTS) -> None:
-        self._size = memory_events
+    `on_event` is called with each event at once; it must not block or fail.
+    """
+
+    def __init__(
+        self,
+        *,
+        memory_events: int = MEMORY_EVENTS,
+        on_event: Callable[[EventType, Mapping[str, object]], None] | None = None,
+    ) -> None:
+        self._size, self._on_event = memory_events, on_event
         self._ring: list[Event | None] = [None] * memory_events  # the event of number n lies at n % size
         self._epoch = -1
         self._last = 0
@@ -74,8 +87,6 @@ class Journal:
         """Events in the database."""
         self.unknown_fields: set[tuple[EventType, str]] = set()
         """Fields that callers passed and that are in no list."""
-        self.on_event: Callable[[EventType, Mapping[str, object]], None] | None = None
-        """Called with each event, at once; must not block or fail."""
         self.is_closed = False
         self.to_write = trio.Event()
         """Set while events are unwritten."""
@@ -116,8 +127,8 @@ class Journal:
             self._written = number - self._size
             self._raise_floor(self._cursor(self._written))
         moment = datetime.fromtimestamp(time.time_ns() // 1_000_000 / 1000, UTC)
-        if self.on_event is not None:
-            self.on_event(type, data)
+        if self._on_event is not None:
+            self._on_event(type, data)
         self._ring[number % self._size] = Event(self._cursor(number), moment, type, session_id, bounded_data(data))
         self._last = number
         self.to_write.set()

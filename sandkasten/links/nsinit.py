@@ -5,7 +5,7 @@ apart. Each way is a `StartNsinit`, and returns an `NsinitProcess`: our end of t
 and reap the process. nsinit gets no secret in any of them: an empty environment, and no descriptor but /dev/null, its
 log and its socket. Restarts are `actors/services/nsinit.py`'s.
 
-`ZygoteLink` speaks `nsinit.wire.protocol` over `AF_UNIX SOCK_SEQPACKET`, and pairs answers with requests by `seq`.
+`NsinitLink` speaks `nsinit.wire.protocol` over `AF_UNIX SOCK_SEQPACKET`, and pairs answers with requests by `seq`.
 Descriptors arrive by SCM_RIGHTS; the receiver of the answer owns them. `forward_log` passes nsinit's log lines on.
 
 Sources: unix(7), posix_spawn(3), pidfd_open(2); nsinit/tools/launcher.py.
@@ -32,7 +32,7 @@ from nsinit.spawn import spawn_launcher, spawn_nsinit
 from nsinit.wire.launching import FAILED, KILL, MAX_WORD_BYTES, READY, START, LaunchForParent
 from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, MAX_FDS, REQUESTS, Failed, ProtocolError
 from sandkasten.links.fds import OwnedFd
-from sandkasten.model.errors import LauncherGone, ZygoteLost
+from sandkasten.model.errors import LauncherGone, NsinitLost
 
 log = logging.getLogger(__name__)
 _FD_SIZE = array.array("i").itemsize
@@ -130,7 +130,7 @@ class Launcher:
 
         Raises:
             LauncherGone: the launcher has ended, and no nsinit can be started any more.
-            ZygoteLost: the launcher failed to start an nsinit.
+            NsinitLost: the launcher failed to start an nsinit.
         """
         with _Ends() as ends, trio.move_on_after(_START_S):
             try:
@@ -143,9 +143,9 @@ class Launcher:
             if not word:
                 raise LauncherGone("the launcher of the fork server is gone")
             if word == FAILED or len(fds) != 1:
-                raise ZygoteLost("the fork server can't be started")
+                raise NsinitLost("the fork server can't be started")
             return ends.give(int(word), fds[0], kill=self._kill_nsinit)
-        raise ZygoteLost("the launcher of the fork server does not answer")
+        raise NsinitLost("the launcher of the fork server does not answer")
 
     async def wait_ended(self) -> None:
         """Wait until the launcher has ended."""
@@ -162,7 +162,7 @@ class Launcher:
         try:
             self._socket.send(KILL)
         except OSError:
-            pass  # the launcher has ended, and nsinit with it
+            pass  # the launcher has ended, and its nsinit with it
 
     def _drop_old_answers(self) -> None:
         """Drop answers to cancelled starts, whose nsinit has ended since its socket was closed."""
@@ -181,7 +181,7 @@ def open_launcher(what: LaunchForParent) -> Launcher:
     """Start the launcher, as root. Blocking.
 
     Raises:
-        ZygoteLost: the launcher did not start.
+        NsinitLost: the launcher did not start.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
@@ -190,7 +190,7 @@ def open_launcher(what: LaunchForParent) -> Launcher:
     ours.settimeout(_LAUNCHER_START_S)
     try:
         if ours.recv(MAX_WORD_BYTES) != READY:
-            raise ZygoteLost("the launcher of the fork server did not start")
+            raise NsinitLost("the launcher of the fork server did not start")
     except BaseException:
         launcher.close()
         raise
@@ -216,7 +216,7 @@ def connect_to(path: Path) -> StartNsinit:
                         break
                 await trio.sleep(_CONNECT_PAUSE_S)
         sock.close()
-        raise ZygoteLost(f"no fork server at {path}: {failure.strerror if failure else 'no answer'}")
+        raise NsinitLost(f"no fork server at {path}: {failure.strerror if failure else 'no answer'}")
 
     return connect
 
@@ -238,7 +238,7 @@ class Answer:
     fds: Sequence[OwnedFd]
 
 
-class ZygoteLink:
+class NsinitLink:
     """Requests and answers over one socket. `serve` must run while requests are made."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -257,28 +257,28 @@ class ZygoteLink:
         """Send a request and wait for its answer, which may be `Failed`. Cancelling closes the answer's descriptors.
 
         Raises:
-            ZygoteLost: nsinit died, or broke the protocol.
+            NsinitLost: nsinit died, or broke the protocol.
         """
         if self._lost is not None:
-            raise ZygoteLost(self._lost)
+            raise NsinitLost(self._lost)
         slot = self._waiting[message.seq] = _Slot()
         try:
             async with self._send_lock:
                 await self._socket.send(REQUESTS.encode(message))
             await slot.done.wait()
         except OSError as error:
-            raise ZygoteLost("the fork server is gone") from error
+            raise NsinitLost("the fork server is gone") from error
         except trio.Cancelled:
-            slot.drop()
+            slot.drop()  # the answer may have come in the same turn of the loop
             raise
         finally:
             del self._waiting[message.seq]
         if slot.answer is None:
-            raise ZygoteLost(self._lost or "the fork server is gone")
+            raise NsinitLost(self._lost or "the fork server is gone")
         return slot.answer
 
     async def serve(self) -> None:
-        """Hand answers to their requests until nsinit goes away; then raise `ZygoteLost` here and in every request."""
+        """Hand answers to their requests until nsinit goes away; then raise `NsinitLost` here and in every request."""
         try:
             while True:
                 answer = await self._receive()
@@ -288,10 +288,10 @@ class ZygoteLink:
                 else:  # the request was cancelled
                     for fd in answer.fds:
                         fd.close()
-        except (OSError, ProtocolError, ZygoteLost) as error:
+        except (OSError, ProtocolError, NsinitLost) as error:
             self._lost = f"the fork server is gone: {error}"
             await trio.lowlevel.cancel_shielded_checkpoint()  # requests whose answer came just before return first
-            raise ZygoteLost(self._lost) from error
+            raise NsinitLost(self._lost) from error
         finally:
             self._lost = self._lost or "the fork server is gone"
             for slot in self._waiting.values():
@@ -299,11 +299,13 @@ class ZygoteLink:
 
     async def _receive(self) -> Answer:
         space = socket.CMSG_SPACE(MAX_FDS * _FD_SIZE)
+        # MSG_CMSG_CLOEXEC: no descriptor leaks into a program that another thread starts meanwhile.
         data, ancillary, flags, _ = await self._socket.recvmsg(MAX_DATAGRAM_BYTES, space, socket.MSG_CMSG_CLOEXEC)
         fds = [OwnedFd(fd) for fd in _fds_in(ancillary)]
         try:
             if not data:
-                raise ZygoteLost("it closed the connection")
+                raise NsinitLost("nsinit closed the connection")
+            # MSG_CTRUNC: the kernel closed descriptors that found no room, so the message can't be believed.
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                 raise ProtocolError("truncated datagram")
             return Answer(ANSWERS.decode(data), fds)

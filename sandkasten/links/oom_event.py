@@ -27,7 +27,7 @@ class OomEvent:
         if kind == "memory_events":
             self._epoll = select.epoll()
             self._epoll.register(fd.fileno(), select.EPOLLPRI)
-            os.pread(fd.fileno(), 4096, 0)  # arms it
+            os.pread(fd.fileno(), 4096, 0)  # the first read arms the notification
 
     async def wait(self) -> None:
         """Wait for the next notification and re-arm. Being woken without a kill is possible; read the counter."""

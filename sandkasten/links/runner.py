@@ -306,6 +306,7 @@ class RunnerLink:
             except OSError as error:  # EMFILE
                 raise Capacity(f"no descriptor to be had: {os.strerror(error.errno or 0)}") from error
             try:
+                # unix(7): a socket address has 108 bytes, which a path through a descriptor never fills.
                 sock.connect(f"/proc/self/fd/{self._dir_fd}/{RUNNER_SOCKET}")
             except OSError as error:
                 sock.close()

@@ -244,7 +244,7 @@ class Draining(Capacity):
     """The node admits no new sessions by order of the operator; live sessions go on."""
 
 
-class ZygoteLost(Capacity):
+class NsinitLost(Capacity):
     """nsinit died or does not answer; running sandboxes go on, and another nsinit is started."""
 
 

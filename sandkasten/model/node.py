@@ -185,13 +185,13 @@ class Readiness:
 
 
 @attrs.frozen
-class Unavailable:
+class MissingPart:
     """The reason why a part of a diagnosis could not be had, in its place."""
 
     reason: str
 
 
-Part = Mapping[str, Any] | Unavailable
+Part = Mapping[str, Any] | MissingPart
 """JSON values under names that say their units."""
 
 

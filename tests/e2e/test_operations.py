@@ -76,26 +76,3 @@ def test_a_restart_says_how_many_sessions_came_along(data_dir: Path) -> None:
     with running_daemon(data_dir) as daemon, daemon.client() as client:
         daemon.wait_log(r'"event": "?reconciled"?.*"adopted": ?2')
         assert len(client.get("/v1/sessions").json()) == 2
-
-
-SINCE = {"workspaces": ("quota_bytes", "quota_files"), "sessions": ("key_id", "clock_s", "idle_s", "age_s")}
-"""Columns that version 7 of the database did not have."""
-
-
-def test_an_upgrade_keeps_the_sessions_that_run(data_dir: Path) -> None:
-    """The database is one of an older version, which knew neither boots nor keys nor clocks; shells go on."""
-    with running_daemon(data_dir) as daemon, daemon.client() as client:
-        session = client.post("/v1/sessions", json={"ttl_seconds": 600, "workspace_id": "kept"}).json()["id"]
-        client.post(f"/v1/sessions/{session}/exec", json={"cmd": "shell=old; echo file > f"})
-        daemon.process.kill()
-        daemon.process.wait()
-    with closing(sqlite3.connect(data_dir / "sandkasten.db", isolation_level=None)) as database:
-        for table, columns in SINCE.items():
-            for column in columns:
-                database.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
-        database.execute("UPDATE sessions SET boot_id = NULL")
-        database.execute("PRAGMA user_version = 7")
-    with running_daemon(data_dir) as daemon, daemon.client() as client:
-        answer = client.post(f"/v1/sessions/{session}/exec", json={"cmd": "echo $shell; cat f"}).json()
-        assert answer["output"] == "old\nfile\n"
-        assert daemon.stop() == 0

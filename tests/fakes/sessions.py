@@ -42,12 +42,12 @@ from sandkasten.model.node import (
     Amounts,
     Diagnosis,
     Machine,
+    MissingPart,
     NodeCapacity,
     NodeInfo,
     Part,
     Readiness,
     System,
-    Unavailable,
 )
 
 DEFAULT_TTL_S = 1800.0
@@ -262,7 +262,7 @@ class FakeSessions:
         return self.system_answer
 
     async def diagnose(self, session_id: str) -> Diagnosis:
-        parts: dict[str, Part] = {"runner": Unavailable("there is none"), "lease": {"activities": 0}}
+        parts: dict[str, Part] = {"runner": MissingPart("there is none"), "lease": {"activities": 0}}
         return Diagnosis(datetime.now(UTC), await self.get(session_id), parts)
 
     async def metrics(self) -> Sequence[Metric]:

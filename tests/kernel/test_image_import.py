@@ -26,7 +26,7 @@ from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, REQUESTS, Failed, 
 from nsinit.wire.validate import MAX_BYTES, MAX_INODES
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.importing import import_tar
-from sandkasten.model.errors import ZygoteLost
+from sandkasten.model.errors import NsinitLost
 from tests.e2e.daemon import SCRIPT
 from tests.kernel.harness import Nsinit, wait_until
 from tests.leaks import children
@@ -338,7 +338,7 @@ def test_a_library_learns_of_the_death_of_nsinit(tmp_path: Path) -> None:
     def run() -> None:
         try:
             import_tar(Catalog(tmp_path / "data"), "x", tmp_path / "x.tar")
-        except ZygoteLost as error:
+        except NsinitLost as error:
             failures.append(error)
 
     with endless(tmp_path / "x.tar"):

@@ -19,7 +19,7 @@ from sandkasten.app import open_supervisor
 from sandkasten.config import Config
 from sandkasten.model import ExecSpec, PauseSpec, SessionSpec, Status
 from sandkasten.model.errors import SessionNotFound
-from sandkasten.model.node import Diagnosis, Unavailable
+from sandkasten.model.node import Diagnosis, MissingPart
 from tests.waiting import patience, until
 
 SECRET = "hush-4711"
@@ -28,12 +28,12 @@ SECRET = "hush-4711"
 def part(diagnosis: Diagnosis, name: str) -> Mapping[str, Any]:
     """Return a part that must be there."""
     found = diagnosis.parts[name]
-    assert not isinstance(found, Unavailable), f"{name}: {found.reason}"
+    assert not isinstance(found, MissingPart), f"{name}: {found.reason}"
     return found
 
 
 def missing(diagnosis: Diagnosis) -> set[str]:
-    return {name for name, each in diagnosis.parts.items() if isinstance(each, Unavailable)}
+    return {name for name, each in diagnosis.parts.items() if isinstance(each, MissingPart)}
 
 
 async def test_a_running_session_is_seen_in_all_its_parts(supervisor: LocalSupervisor) -> None:
@@ -82,7 +82,7 @@ async def test_a_hung_init_and_a_stuck_database_cost_their_parts_only(
         with trio.fail_after(patience(5)):
             found = await supervisor.diagnose(session.id)
         assert missing(found) == {"runner"}
-        assert found.parts["runner"] == Unavailable("no answer within 0.3 s")
+        assert found.parts["runner"] == MissingPart("no answer within 0.3 s")
         monkeypatch.setattr(supervisor._diagnosing, "_store", Ref("nobody"))
         assert missing(await supervisor.diagnose(session.id)) == {"record", "runner"}
     finally:

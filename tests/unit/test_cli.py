@@ -212,7 +212,7 @@ def test_a_key_that_others_may_read_is_refused(tmp_path: Path) -> None:
     config = Config(data_dir=tmp_path)
     keys.with_key(config)
     config.api_key_path.chmod(0o644)
-    with pytest.raises(Stop, match="may be read by others"):
+    with pytest.raises(Stop, match="other users may read"):
         keys.with_key(config)
 
 

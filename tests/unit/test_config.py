@@ -180,7 +180,7 @@ def test_a_file_that_others_may_write_is_refused(tmp_path: Path) -> None:
     """Whoever may write the file may choose the key and the data directory."""
     path = write(tmp_path, "")
     path.chmod(0o666)
-    with pytest.raises(ConfigError, match="may be written by others"):
+    with pytest.raises(ConfigError, match="other users may write"):
         load_config(path, environ={})
 
 

@@ -127,11 +127,11 @@ def test_a_file_that_others_may_write_is_not_believed(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     write_keys(path, [FULL])
     path.chmod(0o660)
-    with pytest.raises(KeyFileError, match="others may write"):
+    with pytest.raises(KeyFileError, match="other users may write"):
         read_keys(path)
     path.chmod(0o640)
     os.link(path, tmp_path / "second")
-    with pytest.raises(KeyFileError, match="no plain file"):
+    with pytest.raises(KeyFileError, match="not a plain file"):
         read_keys(path)
     path.unlink()
     path.symlink_to(tmp_path / "second")

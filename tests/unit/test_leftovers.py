@@ -10,7 +10,7 @@ from sandkasten.actors.node.reconcile import SESSION, Leftover
 from sandkasten.cli.common import Stop
 from sandkasten.cli.leftovers import Leftovers, as_json, as_lines, find_leftovers, refuse_rivals
 from sandkasten.config import Config
-from sandkasten.host.leftovers import Sight
+from sandkasten.host.leftovers import Survey
 
 ID, OTHER = "a" * 24, "b" * 24
 
@@ -44,4 +44,4 @@ def test_with_recorded_sessions_in_two_places_nothing_is_done() -> None:
     """Those of one would be taken for lost and ended."""
     refuse_rivals(Leftovers())
     with pytest.raises(Stop, match=r"more than one place.*/c/unit/sandkasten-1"):
-        refuse_rivals(Leftovers(sight=Sight(rivals=["/c/unit/sandkasten-1"])))
+        refuse_rivals(Leftovers(survey=Survey(rivals=["/c/unit/sandkasten-1"])))

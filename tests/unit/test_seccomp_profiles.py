@@ -175,7 +175,7 @@ def test_files_are_found_by_name_and_trusted_only_if_theirs_alone(tmp_path: Path
     (tmp_path / "README").write_text("not a profile")
     assert [profile.name for profile in load_filters(security)] == ["own-1"]
     (tmp_path / "own-1.json").chmod(0o666)
-    with pytest.raises(ConfigError, match="nobody else may write"):
+    with pytest.raises(ConfigError, match="only its owner may write"):
         load_filters(security)
     (tmp_path / "own-1.json").unlink()
     for name in ("strict.json", "Own.json", "a b.json"):

@@ -79,17 +79,30 @@ class Creating:
         self.under_way = 0
         """Number of creates that were admitted and are not answered."""
         self._is_done = trio.Event()
-        self.is_drained = False
-        self.is_stopping = False
+        self._is_drained = False
+        self._is_stopping = False
 
     @property
     def queued(self) -> int:
         """Number of creates that wait for their turn to be built."""
         return self.under_way - self._building
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether creates are refused, because the node is drained or the daemon stops."""
+        return self._is_drained or self._is_stopping
+
+    def set_drained(self, drained: bool) -> None:
+        """Refuse creates with `Draining`, or admit them again."""
+        self._is_drained = drained
+
+    def refuse(self) -> None:
+        """Refuse all further creates: the daemon stops."""
+        self._is_stopping = True
+
     def is_quiet(self) -> bool:
         """Whether no session is being built, and one may be."""
-        return not self._building and not self.is_drained and not self.is_stopping
+        return not self._building and not self.is_draining
 
     async def create(self, spec: SessionSpec, digest: str) -> Session:
         """Make a session and return it running."""
@@ -152,12 +165,12 @@ class Creating:
             yield
 
     def _refuse_when_stopping(self) -> None:
-        if self.is_stopping:
+        if self._is_stopping:
             raise stopping()
 
     def _refuse_when_draining(self) -> None:
         self._refuse_when_stopping()
-        if self.is_drained:
+        if self._is_drained:
             raise Draining("this node takes no new sessions for now", retry_after_s=_DRAINED_RETRY_S)
 
     def _new_record(self, spec: SessionSpec, resolved: Resolved, digest: str, image: Image) -> SessionRecord:

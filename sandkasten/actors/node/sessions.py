@@ -29,7 +29,7 @@ from sandkasten.actors.session.actor import SessionActor
 from sandkasten.actors.session.birth import Creation, Services
 from sandkasten.actors.session.messages import Destroy
 from sandkasten.actors.workspaces.holds import Holds
-from sandkasten.admission.budget import Budget, Machine
+from sandkasten.admission.budget import Budget, MachineResources
 from sandkasten.admission.plan import spec_digest
 from sandkasten.config import Config
 from sandkasten.counters import node as capacity
@@ -141,8 +141,9 @@ class Sessions(Actor):
         self._shared.shares.clear()
         ready = await ask_patiently(self._nsinit, Describe())
         self._assemble(ready.cgroup_dirs)
-        self._creating.is_drained = await self._store.ask_again(do(read_drained))
-        if self._creating.is_drained:
+        is_drained = await self._store.ask_again(do(read_drained))
+        self._creating.set_drained(is_drained)
+        if is_drained:
             log.warning("node_drained", extra={"advice": "it takes no new sessions until it is undrained"})
         await self._recovery.reconcile()
         self._refill_pool()
@@ -150,8 +151,8 @@ class Sessions(Actor):
     def _assemble(self, cgroup_dirs: Mapping[str, str]) -> None:
         """Make the parts that need nsinit's cgroup directories."""
         most = min(self._config.server.max_sessions, capacity.sessions_for_descriptors())
-        sight = Machine(self._config.data_dir, cgroup_dirs, self._directory.next_end)
-        self._budget = Budget(self._config.admission, most, sight, self._shared.shares)
+        resources = MachineResources(self._config.data_dir, cgroup_dirs, self._directory.next_end)
+        self._budget = Budget(self._config.admission, most, resources, self._shared.shares)
         self._pool = Pool(
             self._nsinit,
             self._directory,
@@ -208,13 +209,13 @@ class Sessions(Actor):
             case Drain(drained):
                 return self.defer(self._set_drained, drained)
             case Refuse():
-                self._creating.is_stopping = True
+                self._creating.refuse()
                 return self.defer(self._creating.wait_done)
             case DestroyAll():
-                self._creating.is_stopping = True
+                self._creating.refuse()
                 return self.defer(self._destroy_all)
             case LeaveAll():
-                self._creating.is_stopping = True
+                self._creating.refuse()
                 return self.defer(self._leave_all)
             case Occupied():
                 return self._occupancy()
@@ -226,7 +227,7 @@ class Sessions(Actor):
         self._shared.metrics.look_at(
             creates_queued=lambda: self._creating.queued,
             vessels=lambda: len(self._pool),
-            draining=lambda: self._creating.is_drained or self._creating.is_stopping,
+            draining=lambda: self._creating.is_draining,
             sessions_max=lambda: self._budget.max_sessions,
             sessions_committed_memory_bytes=lambda: self._budget.committed.memory_bytes or 0,
             sessions_committed_cpu=lambda: self._budget.committed.cpu or 0,
@@ -238,14 +239,14 @@ class Sessions(Actor):
             committed=self._budget.committed,
             pooled=len(self._pool),
             queued=self._creating.queued,
-            is_draining=self._creating.is_drained or self._creating.is_stopping,
+            is_draining=self._creating.is_draining,
         )
 
     async def _set_drained(self, drained: bool) -> None:
         """Drain or undrain the node, in the database first, so that the answer holds after a crash."""
         async with self._drain_turn:
             await self._store.ask_again(do(write_drained, drained))
-            self._creating.is_drained = drained
+            self._creating.set_drained(drained)
         log.warning("node_drained" if drained else "node_undrained")
         if not drained:
             self._refill_pool()

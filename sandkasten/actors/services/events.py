@@ -183,7 +183,7 @@ class EventReader:
         await trio.lowlevel.checkpoint()
         if self._position < self._journal.memory_start:
             return
-        self._listener.woken = woken = trio.Event()
+        woken = self._listener.rearm()
         events, position = self._journal.page(self._position, self._session_id, limit=_PAGE_EVENTS)
         if position == self._position:
             await woken.wait()

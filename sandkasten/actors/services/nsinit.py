@@ -6,7 +6,7 @@ the matter of `links/nsinit.py`.
 
 The client forwards nsinit's log and ends when nsinit dies; its supervisor starts both again, and running sandboxes
 don't notice. An nsinit that leaves a request unanswered for 30 s is killed, which fails every request in flight with
-`ZygoteLost`. Descriptors that come with an answer belong to the asker; those of an asker that was cancelled are closed.
+`NsinitLost`. Descriptors that come with an answer belong to the asker; those of an asker that was cancelled are closed.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from sandkasten.actors.core import Actor, Ask, R, Ref
 from sandkasten.links.fds import OwnedFd
 from sandkasten.links.nsinit import (
     Answer,
+    NsinitLink,
     NsinitProcess,
     StartNsinit,
-    ZygoteLink,
     failure_text,
     forward_log,
     is_passing,
     start_as_child,
 )
-from sandkasten.model.errors import BuildFailed, BuildInterrupted, ZygoteLost
+from sandkasten.model.errors import BuildFailed, BuildInterrupted, NsinitLost
 
 P = ParamSpec("P")
 
@@ -67,7 +67,7 @@ class Call(Ask[R]):
     Raises:
         BuildFailed: nsinit answered `Failed`.
         BuildInterrupted: the same, but only because a process of nsinit died or was slow; `is_retriable` requests only.
-        ZygoteLost: nsinit died, hangs, or broke the protocol.
+        NsinitLost: nsinit died, hangs, or broke the protocol.
     """
 
     request: protocol.Request[Any]
@@ -179,9 +179,9 @@ def _sandbox(answer: Answer) -> Sandbox:
     return Sandbox(found.identity, answer.fds[0], found.oom_event, oom_fd, timings)
 
 
-def _wrong_descriptors(answer: Answer) -> ZygoteLost:
+def _wrong_descriptors(answer: Answer) -> NsinitLost:
     _close(answer)
-    return ZygoteLost("the fork server sent the wrong descriptors")
+    return NsinitLost("the fork server sent the wrong descriptors")
 
 
 # Asking -------------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ async def ask_when_up(nsinit: Ref, message: Ask[R]) -> R:
 
 async def ask_patiently(nsinit: Ref, message: Ask[R]) -> R:
     """Ask, and ask again while nsinit is being restarted; only for requests that may be repeated."""
-    return await nsinit.ask_again(message, on=(ZygoteLost,))
+    return await nsinit.ask_again(message, on=(NsinitLost,))
 
 
 async def scan(nsinit: Ref) -> Sequence[protocol.Found]:
@@ -247,7 +247,7 @@ class NsinitClient(Actor):
 
     async def on_start(self) -> None:
         self._process = await self._start_nsinit()
-        self._link = ZygoteLink(self._process.sock)
+        self._link = NsinitLink(self._process.sock)
         if self._process.log is not None:  # a service apart has its own
             self._nursery.start_soon(forward_log, self._process.log.fileno())
         self._nursery.start_soon(self._link.serve)
@@ -308,14 +308,14 @@ class NsinitClient(Actor):
             raise
 
     async def _request(self, request: protocol.Request[Any]) -> Answer:
-        """Send a request; an nsinit that hangs is killed and its askers get `ZygoteLost`."""
+        """Send a request; an nsinit that hangs is killed and its askers get `NsinitLost`."""
         assert self._process is not None
         with trio.move_on_after(_REQUEST_S) as scope:
             return await self._link.request(request)
         assert scope.cancelled_caught
         log.error("zygote_hangs", extra={"request": type(request).__name__, "waited_s": _REQUEST_S})
         self._process.kill()
-        raise ZygoteLost("the fork server does not answer")
+        raise NsinitLost("the fork server does not answer")
 
     async def _watch_end(self) -> None:
         """End the actor when the process ends. The connection alone is no sign: a child that nsinit had just forked
@@ -324,7 +324,7 @@ class NsinitClient(Actor):
         if self._process.pidfd is not None:
             await trio.lowlevel.wait_readable(self._process.pidfd.fileno())
             await trio.sleep(_LAST_WORDS_S)
-            raise ZygoteLost("the fork server has ended")
+            raise NsinitLost("the fork server has ended")
 
 
 def describe(ready: protocol.Ready) -> dict[str, object]:
@@ -349,7 +349,7 @@ def _checked(request: protocol.Request[Any], answer: Answer) -> Answer:
         raise BuildFailed(
             f"{failed.stage} failed: {failed.message}", stage=failed.stage, path=failed.path, errno=failed.errno
         )
-    raise ZygoteLost(f"the fork server answered with {type(answer.message).__name__}")
+    raise NsinitLost(f"the fork server answered with {type(answer.message).__name__}")
 
 
 def _close(answer: Answer) -> None:

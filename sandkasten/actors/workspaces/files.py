@@ -309,6 +309,32 @@ class _FileSandbox:
     users: int = 0
     loans: int = 0
 
+    def begin_use(self) -> None:
+        """Count one more user."""
+        self.users += 1
+
+    def end_use(self, *, was_lent: bool) -> None:
+        """Count one user less; `was_lent`: a loan ended."""
+        self.users -= 1
+        self.loans += was_lent
+
+    def built(self, kernel_side: Sandbox) -> None:
+        """Own what nsinit made."""
+        self.kernel_side = kernel_side
+
+    def opened(self, link: RunnerLink) -> None:
+        """Own the link to PID 1."""
+        self.link = link
+
+    def failed(self, error: SandkastenError) -> None:
+        """Remember why there is no link."""
+        self.failure = error
+
+    def give_up(self) -> Sandbox | None:
+        """Return the kernel side, once: the caller closes it."""
+        kernel_side, self.kernel_side = self.kernel_side, None
+        return kernel_side
+
 
 class FileSandboxes:
     """The file sandboxes of the node, a bounded number. `start_task` runs work in the actor's nursery."""
@@ -337,14 +363,14 @@ class FileSandboxes:
         sandbox = self._sandboxes.get(key)
         if sandbox is None:
             sandbox = self._sandboxes[key] = await self._begin(key)
-        sandbox.users += 1
+        sandbox.begin_use()
         try:
             await sandbox.made.wait()
             if sandbox.failure is not None:
                 raise sandbox.failure
             assert sandbox.link is not None
         except BaseException:
-            sandbox.users -= 1
+            sandbox.end_use(was_lent=False)
             raise
         self._start_task(self._take_back, key, sandbox, done)
         return sandbox.link
@@ -387,17 +413,18 @@ class FileSandboxes:
             workspace_draft=is_draft,
         )
         try:
-            sandbox.kernel_side = await ask_when_up(self._nsinit, build(plan))
+            sandbox.built(await ask_when_up(self._nsinit, build(plan)))
             self._crash.passing(Point.FILES_BUILT)
-            sandbox.link = RunnerLink(self._paths.run_dir(sandbox.session_id))
-            await _greet(sandbox.link)
+            link = RunnerLink(self._paths.run_dir(sandbox.session_id))
+            sandbox.opened(link)
+            await _greet(link)
         except SandkastenError as error:
-            sandbox.failure = _explain(error, workspace_id)
+            sandbox.failed(_explain(error, workspace_id))
             await self._end(key, sandbox)
             return
         finally:
             if sandbox.failure is None and sandbox.link is None:
-                sandbox.failure = SandboxError("the workspace could not be opened")
+                sandbox.failed(SandboxError("the workspace could not be opened"))
             sandbox.made.set()
         self._start_task(self._watch, key, sandbox)
 
@@ -416,8 +443,7 @@ class FileSandboxes:
         try:
             await done.wait()
         finally:
-            sandbox.users -= 1
-            sandbox.loans += 1
+            sandbox.end_use(was_lent=True)
         loans = sandbox.loans
         if not sandbox.users:
             await trio.sleep(self._idle_s)
@@ -430,7 +456,7 @@ class FileSandboxes:
             del self._sandboxes[key]
         if sandbox.link is not None:
             sandbox.link.close()
-        kernel_side, sandbox.kernel_side = sandbox.kernel_side, None
+        kernel_side = sandbox.give_up()
         if kernel_side is not None:
             trio.lowlevel.notify_closing(kernel_side.pidfd.fileno())
             kernel_side.close_unused()

@@ -58,7 +58,7 @@ STATUS: dict[type[SandkastenError], int] = {
     errors.LauncherGone: 500,
     errors.Capacity: 503,
     errors.ActorGone: 503,
-    errors.ZygoteLost: 503,
+    errors.NsinitLost: 503,
     errors.BuildInterrupted: 503,
     errors.Overloaded: 503,
     errors.ShuttingDown: 503,

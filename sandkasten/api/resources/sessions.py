@@ -64,7 +64,7 @@ from sandkasten.model import (
 from sandkasten.model.errors import InvalidImage, InvalidRequest
 from sandkasten.model.lifecycle import LIVE
 from sandkasten.model.listing import LabelSelector, Place, SessionQuery, parse_cursor
-from sandkasten.model.node import Part, Unavailable
+from sandkasten.model.node import MissingPart, Part
 from sandkasten.model.session import EndReason
 
 DEFAULT_LIST = ListLimit(1000)
@@ -360,7 +360,7 @@ def _seconds(span_s: float) -> float | None:
 
 
 def _part(part: Part) -> Mapping[str, Any]:  # JSON values
-    return {"unavailable": part.reason} if isinstance(part, Unavailable) else part
+    return {"unavailable": part.reason} if isinstance(part, MissingPart) else part
 
 
 def server_timing(timings_ms: Mapping[str, float]) -> str:

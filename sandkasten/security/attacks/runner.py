@@ -123,7 +123,7 @@ async def impostor(
                 while again:
                     await stream.send_all(again)
             except trio.BrokenResourceError:
-                pass  # they have hung up
+                pass  # the daemon has closed the connection
             await trio.sleep_forever()
 
         async with trio.open_nursery() as nursery:

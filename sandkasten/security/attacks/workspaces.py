@@ -97,7 +97,7 @@ async def new_workspace(field: Field) -> AsyncIterator[str]:
             try:
                 await field.supervisor.delete_workspace(workspace_id, force=True)
             except SandkastenError:
-                pass  # it was never made
+                pass  # the workspace was never made
 
 
 async def _beside(field: Field, program: str, waits_for: str, work: Callable[[str], Awaitable[str]]) -> Answers:
