@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-OFFENCES = {"sandkasten": 82, "nsinit": 0, "runner": 4, "tests": 398, "bench": 15}
+OFFENCES = {"sandkasten": 82, "nsinit": 0, "runner": 4, "tests": 398, "bench": 0}
 """Ceilings of docstrings that begin with a pronoun, by package."""
 MISSING = {"sandkasten": 2, "nsinit": 0, "runner": 0, "tests": 0, "bench": 0, "docs": 2}
 """Ceilings of named files that do not exist, by package."""
