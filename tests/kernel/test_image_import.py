@@ -315,7 +315,7 @@ def test_an_interrupt_leaves_nothing(importing: Import) -> None:
 @pytest.mark.parametrize(
     ("victim", "words"),
     [
-        ("nsinit", "the fork server died while it had the archive unpacked"),
+        ("nsinit", "the fork server died during the unpacking of the archive"),
         ("outside", "the process that unpacks it died"),
         ("jail", "the process that unpacks it died"),
     ],
