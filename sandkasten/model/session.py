@@ -29,7 +29,7 @@ class EndReason(enum.StrEnum):
     """No activity for its time to live."""
 
     MAX_LIFETIME = "max_lifetime"
-    """Its maximum lifetime was over."""
+    """End of the session's maximum lifetime."""
 
     USER = "user"
     """By request of a client, or of the operator who stopped the daemon."""
