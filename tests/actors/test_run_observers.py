@@ -1,4 +1,4 @@
-"""What observers of a run are told, in which order, and until when."""
+"""Notices to the observers of a run: their content, their order, and the last one."""
 
 from __future__ import annotations
 

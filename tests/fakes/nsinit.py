@@ -49,7 +49,8 @@ class FakeNsinit:
         self.plans: list[protocol.SandboxPlan] = []
         self.requests: list[object] = []
         self.refusals: dict[type, protocol.Failed] = {}
-        """What the next request of a kind is answered with, instead of being done."""
+        """Answers, by type of request: the next request of that type is refused with the answer instead of being done.
+        """
         self.frozen: set[str] = set()
         self.oom_kills = protocol.OomKills(0, "")
         self.scripts: dict[str, Script] = {}
