@@ -66,7 +66,7 @@ def test_docstrings_begin_with_a_noun_or_a_verb(package: str) -> None:
     assert [f"{place}: {text.splitlines()[0]}" for place, text in docstrings(package) if is_offence(text)] == []
 
 
-@pytest.mark.parametrize("package", (*PACKAGES, "docs"))
+@pytest.mark.parametrize("package", [*PACKAGES, "docs"])
 def test_named_files_exist(package: str) -> None:
     """A file that was moved is named by its present name."""
     if package == "docs":
