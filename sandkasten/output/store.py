@@ -121,7 +121,8 @@ class Shelf:
 
     def largest(self) -> SessionOutput | None:
         """Return the session that takes most, of those that have an ended run."""
-        return max(self._holders, key=lambda output: output.bytes_used, default=None)
+        holders = [output for output in self._holders if not output.is_recovering]
+        return max(holders, key=lambda output: output.bytes_used, default=None)
 
 
 class SessionOutput:
@@ -139,6 +140,8 @@ class SessionOutput:
         self._running: dict[str, OutputLog] = {}
         self._retired: deque[OutputLog] = deque()
         self._is_closed = False
+        self.is_recovering = False
+        """Between `read` and `recovered_all`: not all runs in the files are known here, so nothing is written."""
         self._changed: dict[str, None] = {}
         self._gone: list[str] = []
         self._refused: list[str] = []
@@ -247,16 +250,23 @@ class SessionOutput:
     # Files
 
     async def read(self) -> Written:
-        """Return what earlier daemons wrote down, and know the used ids again."""
+        """Return what earlier daemons wrote down, and know the used ids again. Call `recovered_all` when each of the runs
+        has a log again: a statement before that would drop those without one."""
+        self.is_recovering = True
         written = await self._store.in_reader(self.files.read)
         self.used = written.used
         return written
+
+    def recovered_all(self) -> None:
+        """All runs that `read` returned and that are still to be kept have their logs: writes are on again."""
+        self.is_recovering = False
 
     async def write(self, exec_ids: Iterable[str] | None = ()) -> None:
         """Write all records that are due, and the output of some runs, or of all, that lies in memory alone.
 
         Raises:
-            OSError: the disk is full or broken, or the output would pass the disk limit.
+            OSError: the disk is full or broken, the output would pass the disk limit, the session was closed, or not all
+                runs in its files were recovered yet.
         """
         async with self._writing:
             chosen: list[tuple[KeptOutput, Block, Tail]] = []
@@ -285,7 +295,7 @@ class SessionOutput:
 
     async def compact(self) -> None:
         """Begin a file if that frees another one, unless a write is under way."""
-        if self._writing.locked() or not self.files.has_waste:
+        if self._writing.locked() or self.is_recovering or not self.files.has_waste:
             return
         async with self._writing:
             await self._append((), has_statement=True)
@@ -307,7 +317,9 @@ class SessionOutput:
 
     async def _append(self, chosen: Chosen, *, has_statement: bool) -> None:
         """Write all records that are due and the chosen output; a write that fails is made up for by the next one."""
-        if self._is_closed or not (chosen or self._changed or self._gone or self._refused or has_statement):
+        if self._is_closed or self.is_recovering:
+            raise OSError(errno.EAGAIN, "the session's output is closed, or not taken over yet")
+        if not (chosen or self._changed or self._gone or self._refused or has_statement):
             return
         changed, self._changed = self._changed, {}
         gone, self._gone = self._gone, []

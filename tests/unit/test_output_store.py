@@ -39,9 +39,33 @@ async def open_next(root: Path) -> tuple[SessionOutput, Written]:
 
 
 async def recovered(output: SessionOutput, written: Written, exec_id: str) -> OutputLog:
+    """The log of the last run that was to be recovered."""
     log = output.open(exec_id)
     await log.recover(written.runs[exec_id].parts, "")
+    output.recovered_all()
     return log
+
+
+async def test_nothing_is_written_while_runs_are_recovered(tmp_path: Path) -> None:
+    """A statement at that moment would drop the runs that have no log yet."""
+    async with open_spool(tmp_path) as store:
+        output = described(store)
+        for exec_id in ("run/a", "run/b"):
+            await ended(output, exec_id, pieces=1)
+            output.note_changed(exec_id)
+        await output.write(None)
+    before = files(tmp_path)
+    output, written = await open_next(tmp_path)
+    output.open("run/a")
+    output.note_changed("run/a")
+    with pytest.raises(OSError, match="not taken over"):
+        await output.write(None)
+    await output.compact()
+    assert files(tmp_path) == before
+    await recovered(output, written, "run/b")
+    await output.write(None)
+    _, written = await open_next(tmp_path)
+    assert list(written.runs) == ["run/a", "run/b"]
 
 
 async def test_output_is_written_once(tmp_path: Path) -> None:

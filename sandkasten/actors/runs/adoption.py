@@ -50,8 +50,6 @@ class RunAdoption:
         self._keep, self._output = keep, output
         self._on_terminal = on_terminal
         self._facts: dict[str, RunFacts] = {}
-        self._incomplete: dict[str, tuple[Run, RunState]] = {}
-        """Ended runs of which not all output is in the files."""
         self._gone: frozenset[str] = frozenset()
 
     async def recover(self) -> None:
@@ -64,6 +62,7 @@ class RunAdoption:
         self._gone = frozenset(written.gone)
         for each in sorted(written.runs.values(), key=lambda each: each.facts.created_at):
             await self._recover(each)
+        self._output.recovered_all()
 
     async def _recover(self, written: WrittenRun) -> None:
         run, state = restored(written.facts, written.state), written.state
@@ -78,16 +77,17 @@ class RunAdoption:
         elif (run.log.stdout_bytes, run.log.stderr_bytes) == (state.stdout_bytes, state.stderr_bytes):
             self._runs.recovered(run)
         else:
-            self._incomplete[run.exec_id] = run, state
+            self._runs.persistence.incomplete[run.exec_id] = run, state
 
     async def resume(self) -> None:
         """Go on with the runs that PID 1 has, and end the others. Raises `RunnerLost`, `RunnerProtocolError`."""
         entries = await self._list() if self._runs.persistence.gives_tickets else ()
+        incomplete = self._runs.persistence.incomplete
         waiting = {run.exec_id: run for run in self._runs.active}
         unwanted = []
         for entry in entries:
-            if entry.has_ended and entry.exec_id in self._incomplete:
-                await self._complete(*self._incomplete.pop(entry.exec_id))
+            if entry.has_ended and entry.exec_id in incomplete:
+                await self._complete(*incomplete[entry.exec_id])
                 continue
             run = waiting.pop(entry.exec_id, None) or self._recognize(entry)
             if run is None:
@@ -102,9 +102,8 @@ class RunAdoption:
                 self._runs.resume(run, is_orphan=orphan)
         for run in waiting.values():
             self._runs.give_up(run)
-        for run, state in self._incomplete.values():
+        for run, state in list(incomplete.values()):
             self._close(run, state)
-        self._incomplete.clear()
         self._facts.clear()
         self._gone = frozenset()
         self._runs.persistence.unwanted(unwanted)
@@ -133,6 +132,8 @@ class RunAdoption:
         assert run.log is not None
         totals = {"stdout_bytes": state.stdout_bytes, "stderr_bytes": state.stderr_bytes}
         run.log.skip_to(**totals, sequence=state.last_sequence)
+        self._runs.persistence.incomplete.pop(run.exec_id, None)
+        self._output.note_changed(run.exec_id)
         self._runs.recovered(run)
 
     async def _list(self) -> Sequence[protocol.RunEntry]:

@@ -223,6 +223,9 @@ class RunPersistence(RunObserver):
         """Facts that were made for a ticket and are to be written."""
         self._ended: dict[str, Run] = {}
         """Ended runs that PID 1 was not told to forget."""
+        self.incomplete: dict[str, tuple[Run, RunState]] = {}
+        """Ended runs of an earlier daemon of which PID 1 may have output that is in no file, with the state that was
+        written: no later record says less than that."""
         self._unwanted: dict[str, None] = {}
         self._is_due = self._is_working = False
         self._hurry = trio.Event()
@@ -293,7 +296,8 @@ class RunPersistence(RunObserver):
         """The run is not kept any more: nobody will ask PID 1 for its output."""
         self._due.pop(exec_id, None)
         self._facts.pop(exec_id, None)
-        self.unwanted((exec_id,) if self._ended.pop(exec_id, None) else ())
+        had = self._ended.pop(exec_id, None) or self.incomplete.pop(exec_id, None)
+        self.unwanted((exec_id,) if had else ())
 
     def discard(self, exec_id: str) -> None:
         """The run was refused, or its end will never be known: PID 1 is to forget it."""
@@ -304,6 +308,7 @@ class RunPersistence(RunObserver):
     def lend(self, run: Run) -> None:
         """PID 1 has an ended run, and output of it that is not written."""
         self._ended[run.exec_id] = run
+        self._output.note_changed(run.exec_id)
         self._schedule()
 
     def unwanted(self, exec_ids: Iterable[str]) -> None:
@@ -338,6 +343,8 @@ class RunPersistence(RunObserver):
 
     async def write(self, *, is_last: bool = False) -> None:
         """Write all records that are due, and the output that PID 1 may not keep. With `is_last` all output."""
+        if self._output.is_recovering:
+            return  # the files have everything still, and PID 1 is told to forget nothing
         due, self._due = self._due, {}
         self._written.set()
         self._written = trio.Event()
@@ -373,7 +380,8 @@ class RunPersistence(RunObserver):
         run = self._find(exec_id)
         if run is None:
             return None
-        return self._facts.pop(exec_id, None) or facts_of(run, self._readings_of(run)), state_of(run)
+        _, state = self.incomplete.get(exec_id) or (run, state_of(run))
+        return self._facts.pop(exec_id, None) or facts_of(run, self._readings_of(run)), state
 
     async def _tell_runner(self) -> None:
         """Let PID 1 forget the runs that it need not keep. After an error, those that are left are told later."""
