@@ -250,8 +250,8 @@ class SessionOutput:
     # Files
 
     async def read(self) -> Written:
-        """Return what earlier daemons wrote down, and know the used ids again. Call `recovered_all` when each of the runs
-        has a log again: a statement before that would drop those without one."""
+        """Return what earlier daemons wrote down, and know the used ids again. Nothing is written until
+        `recovered_all`: a statement would drop the runs that have no log yet."""
         self.is_recovering = True
         written = await self._store.in_reader(self.files.read)
         self.used = written.used
@@ -265,8 +265,8 @@ class SessionOutput:
         """Write all records that are due, and the output of some runs, or of all, that lies in memory alone.
 
         Raises:
-            OSError: the disk is full or broken, the output would pass the disk limit, the session was closed, or not all
-                runs in its files were recovered yet.
+            OSError: the disk is full or broken, the output would pass the disk limit, the session was closed, or not
+                all runs in its files are recovered yet.
         """
         async with self._writing:
             chosen: list[tuple[KeptOutput, Block, Tail]] = []
