@@ -3,7 +3,7 @@ is for worker threads, unless it says otherwise.
 
 A session has files `<session>.<number>.runs` in `<data_dir>/spool/`, one of them open. What a file holds:
 
-- `ids `: digests of used ids, all of them;
+- `ids `: digests of used ids, all of them, or with a mark that some are missing;
 - `run `: facts and state of a run; a later record of the same run replaces an earlier one;
 - `out `: consecutive pieces of output of one run;
 - `gone`: a run that is not kept any more; `none`: a run that was refused, whose id is free again;
@@ -453,7 +453,9 @@ def _take_output(written: Written, head: bytes, place: Place) -> None:
         last = run.parts[-1][0]
         if span.next_sequence <= last.next_sequence:
             return
-        if not last.precedes(span):
+        while run.parts and run.parts[-1][0].first_sequence >= span.first_sequence:
+            run.parts.pop()  # a write that its caller left alone; the next one wrote the same and more
+        if run.parts and not run.parts[-1][0].precedes(span):
             run.parts.clear()
     run.parts.append((span, place))
 
