@@ -38,7 +38,7 @@ from sandkasten.actors.runs.session_services import SessionServices
 from sandkasten.model import DEFAULT_SHELL, ExecKind, ExecSpec, OnDisconnect, Output
 from sandkasten.model.errors import ExecGone, ExecIdsExhausted, RunnerLost, SandkastenError
 from sandkasten.model.run import is_made
-from sandkasten.output.records import Input, RunFacts, RunState, Seal, facts_to_json
+from sandkasten.output.records import RunFacts, RunState, Seal, facts_to_json
 from sandkasten.output.store import SessionOutput
 
 
@@ -94,20 +94,20 @@ def facts_of(run: Run, readings: tuple[int, ...]) -> RunFacts:
         keep_alive=request.keep_alive,
         is_interactive=request.interactive,
         size=run.size,
-        input=_input_of(request.spec),
+        input=request.input,
         group=run.cgroup,
         readings=readings,
     )
 
 
 def state_of(run: Run) -> RunState:
-    """Return the state of a run at this moment."""
+    """Return the state of a run at this moment. A run that is left to the next daemon has no end, nor a time of it."""
     info = run.info
     return RunState(
         started_at=info.started_at,
         pid=info.pid,
         end=run.end,
-        ended_at=info.ended_at,
+        ended_at=None if run.end is None else info.ended_at,
         last_sequence=info.last_sequence,
         stdout_bytes=info.stdout_bytes,
         stderr_bytes=info.stderr_bytes,
@@ -133,6 +133,7 @@ def restored(facts: RunFacts, state: RunState) -> Run:
         interactive=facts.is_interactive,
         keep_alive=facts.keep_alive,
         digest=facts.digest,
+        input=facts.input,
         command=facts.command,
         created_at=facts.created_at,
     )
@@ -161,12 +162,6 @@ def age_s(run: Run) -> float:
     """Return how long ago a run ended."""
     ended_at = run.clock.ended_at
     return 0.0 if ended_at is None else (datetime.now(UTC) - ended_at).total_seconds()
-
-
-def _input_of(spec: ExecSpec) -> Input:
-    if spec.stdin_open:
-        return "open"
-    return "none" if spec.stdin is None else "given"
 
 
 log = logging.getLogger(__name__)
@@ -261,6 +256,7 @@ class RunPersistence(RunObserver):
     # What is observed -------------------------------------------------------------------------------------------
 
     def admitted(self, run: Run) -> None:
+        self._unwanted.pop(run.exec_id, None)  # a run that was refused had the id before
         self.changed(run)
 
     def began(self, run: Run) -> None:
