@@ -264,11 +264,13 @@ class SessionFiles:
         return not self._files
 
     @property
-    def has_waste(self) -> bool:
-        """Whether a new statement would free a file: most of the newest one, or any that an earlier daemon left."""
-        if self._is_open:
-            return not self._files[-1].live_parts and self._files[-1].size_bytes > 2 * self._stated_bytes
-        return any(not file.live_parts for file in self._files)
+    def first(self) -> DataFile | None:
+        """The oldest file, which may be the newest as well."""
+        return self._files[0] if self._files else None
+
+    def is_stated_behind(self, file: DataFile) -> bool:
+        """Whether a younger file than this one begins with a statement of this daemon's."""
+        return self._is_open and file is not self._files[-1]
 
     @property
     def oldest(self) -> DataFile | None:
