@@ -260,8 +260,9 @@ class SessionOutput:
         """All runs that `read` returned and that are still to be kept have their logs: writes are on again."""
         self.is_recovering = False
 
-    async def write(self, exec_ids: Iterable[str] | None = ()) -> None:
-        """Write all records that are due, and the output of some runs, or of all, that lies in memory alone.
+    async def write(self, exec_ids: Iterable[str] | None = ()) -> bool:
+        """Write all records that are due, and the output of some runs, or of all, that lies in memory alone. Return
+        whether that was all: about `_WRITE_BYTES` of output are written at a time.
 
         Raises:
             OSError: the disk is full or broken, the output would pass the disk limit, the session was closed, or not
@@ -273,9 +274,11 @@ class SessionOutput:
             for exec_id in self._logs if exec_ids is None else exec_ids:
                 log = self._logs.get(exec_id)
                 if log is not None and room_bytes > 0:
-                    chosen += [(log.kept, *each) for each in log.kept.unwritten(room_bytes)]
-                    room_bytes = _WRITE_BYTES - _size(chosen)
+                    found = log.kept.unwritten(room_bytes)
+                    chosen += [(log.kept, *each) for each in found]
+                    room_bytes -= sum(block.packed_bytes - block.written_bytes for block, _ in found)
             await self._write(chosen)
+            return room_bytes > 0
 
     async def write_out(self, batch: Sequence[tuple[KeptOutput, Sequence[Block]]]) -> None:
         """Have blocks leave memory, the oldest of each log; those that lie in memory alone are written before.
@@ -286,7 +289,7 @@ class SessionOutput:
         async with self._writing:
             chosen = []
             for kept, blocks in batch:
-                chosen += [(kept, *each) for each in kept.unwritten() if each[0] in blocks]
+                chosen += [(kept, *each) for each in kept.unwritten(among=blocks)]
             if chosen:
                 await self._write(chosen)
             for kept, _ in batch:
@@ -309,7 +312,7 @@ class SessionOutput:
 
     async def _append(self, chosen: Chosen, *, has_statement: bool) -> None:
         """Write all records that are due and the chosen output; a write that fails is made up for by the next one."""
-        if self._is_closed or self.is_recovering:
+        if self._is_closed or self.is_recovering or self.files.is_discarded:
             raise OSError(errno.EAGAIN, "the session's output is closed, or not taken over yet")
         if not (chosen or self._changed or self._gone or self._refused or has_statement):
             return

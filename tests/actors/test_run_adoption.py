@@ -28,6 +28,7 @@ from sandkasten.output.disk import Written
 from sandkasten.output.records import RunFacts, RunState, Seal, facts_to_json
 from sandkasten.output.store import OutputStore, SessionOutput
 from tests.fakes.runner import answer
+from tests.stores import disk_bytes
 from tests.unit.test_output_disk import END, FACTS, SESSION
 
 SEAL = Seal(b"k" * 32, SESSION)
@@ -222,6 +223,19 @@ async def test_output_that_comes_too_late_is_the_next_daemon_s(tmp_path: Path) -
         log = daemon.output.get("b")
         assert log is not None
         assert (await log.read(Stream.STDOUT, 0, 1000)).data == b"x" * 100
+
+
+async def test_a_daemon_that_stops_writes_all_output(tmp_path: Path) -> None:
+    """However much of it there is: a paused session's PID 1 may have to give it up."""
+    await leave_records(tmp_path, "a", state=state_with(0))
+    async with open_daemon(tmp_path) as daemon:
+        await daemon.adoption.recover()
+        log = daemon.output.open("b")
+        for _ in range(160):
+            await log.append(Stream.STDOUT, bytes(64 * 1024))
+        daemon.runs.persistence.note_pause(is_paused=True)
+        await daemon.runs.persistence.leave()
+    assert disk_bytes(tmp_path) > 160 * 64 * 1024
 
 
 async def test_a_hostile_answer_ends_the_session(tmp_path: Path) -> None:
