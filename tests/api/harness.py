@@ -26,7 +26,7 @@ from tests.waiting import patience
 
 KEY = "sk-test-key"
 PATIENCE_S = 10.0
-"""How long a test waits for what must happen; only a failing one waits that long."""
+"""Longest time for which a test waits for an event that must happen; only a failing test waits that long."""
 
 
 @attrs.define
@@ -82,6 +82,10 @@ class RunningFake(Running):
     """A front with a supervisor in memory behind it."""
 
     supervisor: FakeSupervisor = attrs.field(kw_only=True)
+
+    @property
+    def tree(self) -> FakeSupervisor:
+        return self.supervisor
 
 
 def make_settings(**changes: Any) -> ApiSettings:  # Any: ApiSettings' fields

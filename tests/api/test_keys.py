@@ -1,13 +1,19 @@
-"""What the API tells of keys: who holds what, and when a key has all that it may."""
+"""Keys over HTTP: their list with rights and usage, the answers when a quota is full, and the key that made a
+session.
+"""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import NoReturn
+
+import pytest
 
 from sandkasten.api.routes import SESSIONS
+from sandkasten.model import SessionSpec
 from sandkasten.model.errors import QuotaExceeded
 from sandkasten.model.keys import Access, Quota
-from tests.api.harness import running_fake
+from tests.api.harness import running_front
 from tests.api.keys import ADMIN, CONFINED, issue
 from tests.api.ws_client import talk
 
@@ -15,7 +21,7 @@ from tests.api.ws_client import talk
 async def test_administrators_see_the_keys_and_no_secret() -> None:
     """The configured key first; quota, usage and last use of each; nothing of a digest."""
     limited = issue(Access.READ, quota=Quota(sessions=3), expires_at=datetime(2100, 1, 1, tzinfo=UTC))
-    async with running_fake() as running:
+    async with running_front() as running:
         running.ring.replace([ADMIN.key, CONFINED.key, limited.key])
         async with running.client(token=ADMIN.token) as client:
             answer = await client.get("/v1/keys")
@@ -33,7 +39,7 @@ async def test_administrators_see_the_keys_and_no_secret() -> None:
 async def test_a_key_that_asks_too_often_is_429_and_others_are_served() -> None:
     """With what to wait for; a WebSocket is a request as well."""
     limited = issue(Access.WRITE, quota=Quota(requests_per_second=2))
-    async with running_fake() as running:
+    async with running_front() as running:
         running.ring.replace([limited.key])
         async with running.client(token=limited.token) as client, running.client() as configured:
             statuses = [(await client.get(SESSIONS)).status_code for _ in range(12)]
@@ -53,10 +59,14 @@ async def test_a_key_that_asks_too_often_is_429_and_others_are_served() -> None:
             assert (await listener.hear_close())[0] == 4429
 
 
-async def test_a_full_quota_reaches_the_client_whole() -> None:
+async def test_a_full_quota_reaches_the_client_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Status, code, details and when to ask again."""
-    async with running_fake() as running, running.client() as client:
-        running.supervisor.create_failure = QuotaExceeded("full", retry_after_s=5, quota="sessions", used=2, total=2)
+
+    async def refuse(_spec: SessionSpec) -> NoReturn:
+        raise QuotaExceeded("full", retry_after_s=5, quota="sessions", used=2, total=2)
+
+    async with running_front() as running, running.client() as client:
+        monkeypatch.setattr(running.supervisor, "create", refuse)
         answer = await client.post(SESSIONS)
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "5")
         assert answer.json()["details"] == {"quota": "sessions", "used": 2, "total": 2}
@@ -64,7 +74,7 @@ async def test_a_full_quota_reaches_the_client_whole() -> None:
 
 async def test_a_session_says_which_key_made_it() -> None:
     """By its public id."""
-    async with running_fake() as running:
+    async with running_front() as running:
         running.ring.replace([CONFINED.key])
         async with running.client(token=CONFINED.token) as client, running.client() as configured:
             assert (await client.post(SESSIONS)).json()["key_id"] == CONFINED.key.id

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from sandkasten.api.resources.node import OPENMETRICS, TEXT, render
 from sandkasten.counters.metrics import Series, collect, gauge
 from sandkasten.model import SessionSpec
-from tests.api.harness import KEY, parse_answer, read_until, request_bytes, running_fake, send_and_read
+from tests.api.harness import KEY, parse_answer, read_until, request_bytes, running_front, send_and_read
 from tests.waiting import until
 
 REQUESTS = "sandkasten_http_request_seconds"
@@ -47,24 +47,30 @@ async def scrape(client: httpx.AsyncClient, **headers: str) -> str:
 
 async def test_it_is_text_unless_openmetrics_is_asked_for() -> None:
     """Both parse, and both have the numbers of the tree, of the front and of the process."""
-    async with running_fake() as running, running.client() as client:
-        running.supervisor.families = [gauge("sandkasten_x", "Help.", {"a": 1.5}, "what")]
+    async with running_front() as running, running.client() as client:
+        await running.supervisor.create(SessionSpec())
         plain = await client.get("/metrics")
         assert plain.headers["content-type"] == TEXT
         asked = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"}
         openmetrics = await client.get("/metrics", headers=asked)
         assert openmetrics.headers["content-type"] == OPENMETRICS
         assert openmetrics.text.endswith("# EOF\n")
-        wanted = {"sandkasten_x", REQUESTS, "process_cpu_seconds", "process_open_fds", "process_resident_memory_bytes"}
+        wanted = {
+            "sandkasten_sessions",
+            REQUESTS,
+            "process_cpu_seconds",
+            "process_open_fds",
+            "process_resident_memory_bytes",
+        }
         assert wanted <= {family.name for family in parse_text(plain.text)}
         assert wanted <= {family.name for family in parse_openmetrics(openmetrics.text)}
-        assert series(plain.text, "sandkasten_x") == {("a",): 1.5}
+        assert series(plain.text, "sandkasten_sessions")[("running",)] == 1
 
 
 @pytest.mark.parametrize("accept", ["", "*/*", "text/plain; version=9x", "application/openmetrics-text; version=\xff"])
 async def test_no_accept_header_is_an_error(accept: str) -> None:
-    """What is not understood gets one of the two formats, and nothing of it comes back."""
-    async with running_fake() as running:
+    """An `Accept` header that is not understood gets one of the two formats, and nothing of it is in the answer."""
+    async with running_front() as running:
         data = request_bytes("GET", "/metrics", headers={"Accept": accept})
         status, fields, _ = parse_answer(await send_and_read(running, data))
         assert (status, fields["content-type"] in (TEXT, OPENMETRICS)) == (200, True)
@@ -72,7 +78,7 @@ async def test_no_accept_header_is_an_error(accept: str) -> None:
 
 async def test_it_needs_the_key() -> None:
     """Numbers say how busy somebody is."""
-    async with running_fake() as running:
+    async with running_front() as running:
         status, _, body = parse_answer(
             await send_and_read(running, b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
         )
@@ -81,7 +87,7 @@ async def test_it_needs_the_key() -> None:
 
 async def test_head_has_no_body() -> None:
     """The head of the answer to GET (RFC 9110 §9.3.2)."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         answer = await client.head("/metrics")
         assert (answer.status_code, answer.content) == (200, b"")
         assert int(answer.headers["content-length"]) > 0
@@ -89,7 +95,7 @@ async def test_head_has_no_body() -> None:
 
 async def test_requests_are_counted_by_route_and_never_by_path() -> None:
     """Ids, made-up paths and made-up methods add no series."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         session = await running.supervisor.create(SessionSpec())
         for path in ("/nowhere/1", "/nowhere/2", f"/v1/sessions/{session.id}", f"/v1/sessions/{session.id}/execs/abc"):
             await client.get(path)
@@ -108,21 +114,21 @@ async def test_requests_are_counted_by_route_and_never_by_path() -> None:
 
 async def test_a_refused_key_is_counted_without_a_route() -> None:
     """Nobody learns of a route by being refused, nor fills the table."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         await client.get("/v1/sessions", headers={"Authorization": "Bearer wrong"})
         assert series(await scrape(client), f"{REQUESTS}_count") == {("GET", "none", "4xx"): 1}
 
 
 async def test_what_is_going_on_is_counted_while_it_does() -> None:
     """A request counts as being served during itself."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         for _ in range(2):
             assert series(await scrape(client), "sandkasten_http_requests") == {(): 1}
 
 
 async def test_websockets_are_counted_while_they_are_open_and_by_their_end() -> None:
     """By route and by what the close code means; one that is refused is none."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         session = await running.supervisor.create(SessionSpec())
         url = f"{running.url.replace('http', 'ws', 1)}/v1/sessions/{session.id}/events"
         headers = [(b"authorization", f"Bearer {KEY}".encode())]

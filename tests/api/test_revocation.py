@@ -9,20 +9,20 @@ import trio
 
 from sandkasten.api.routes import SESSIONS
 from sandkasten.model import SessionSpec
-from tests.api.harness import RunningFake, read_to_end, read_until, request_bytes, running_fake
+from tests.api.harness import RunningTree, read_to_end, read_until, request_bytes, running_front
 from tests.api.keys import CONFINED, READ, WRITE, Issued
 from tests.api.ws_client import exec_talk, started, talk
-from tests.fakes.supervisor import Script
+from tests.fakes.runner import Script
 from tests.waiting import patience, until
 
 
-async def make_session(running: RunningFake) -> str:
+async def make_session(running: RunningTree) -> str:
     running.ring.replace([READ.key, WRITE.key, CONFINED.key])
     return (await running.supervisor.create(SessionSpec())).id
 
 
-async def is_running(running: RunningFake) -> bool:
-    return bool(running.supervisor.runs) and running.supervisor.runs[0].started_at is not None
+async def is_running(running: RunningTree) -> bool:
+    return bool(running.tree.runs) and running.tree.runs[0].started.is_set()
 
 
 def head_of(issued: Issued) -> dict[str, str]:
@@ -31,7 +31,7 @@ def head_of(issued: Issued) -> dict[str, str]:
 
 async def test_a_request_after_the_end_is_401() -> None:
     """From the moment on; the other keys and the configured one go on."""
-    async with running_fake() as running, running.client(token=WRITE.token) as client:
+    async with running_front() as running, running.client(token=WRITE.token) as client:
         await make_session(running)
         assert (await client.get(SESSIONS)).status_code == 200
         running.ring.replace([READ.key])
@@ -43,9 +43,9 @@ async def test_a_request_after_the_end_is_401() -> None:
 
 async def test_a_command_that_is_waited_for_is_401_and_cancelled() -> None:
     """As if its caller had left; the session goes on for others."""
-    async with running_fake() as running:
+    async with running_front() as running:
         session_id = await make_session(running)
-        running.supervisor.scripts["wait"] = Script(hold=trio.Event())
+        running.tree.scripts["wait"] = Script(hold=trio.Event())
         request = request_bytes("POST", f"{SESSIONS}/{session_id}/exec", headers=head_of(WRITE), body=b'{"cmd":"wait"}')
         async with await running.connect() as stream:
             await stream.send_all(request)
@@ -53,14 +53,14 @@ async def test_a_command_that_is_waited_for_is_401_and_cancelled() -> None:
             running.ring.replace([READ.key])
             assert b" 401 " in await read_until(stream, b"revoked")
         with trio.fail_after(patience()):
-            await running.supervisor.runs[0].cancelled.wait()
+            await running.tree.runs[0].cancelled.wait()
         async with running.client() as client:
             assert (await client.get(f"{SESSIONS}/{session_id}")).json()["status"] == "running"
 
 
 async def test_an_event_stream_ends_unfinished() -> None:
-    """Its connection is closed: there is no later moment to say something."""
-    async with running_fake() as running:
+    """The connection of a revoked key is closed in the middle of the stream: the body has no last chunk."""
+    async with running_front() as running:
         await make_session(running)
         async with await running.connect() as mine, await running.connect() as other:
             for stream, issued in ((mine, READ), (other, WRITE)):
@@ -74,7 +74,7 @@ async def test_an_event_stream_ends_unfinished() -> None:
 
 async def test_a_websocket_is_told_and_closed() -> None:
     """With 4401, whether the key came in the header or in the first message; its commands are cancelled."""
-    async with running_fake() as running:
+    async with running_front() as running:
         session_id = await make_session(running)
         async with exec_talk(running, session_id, key=WRITE.token) as client:
             run = await started(running, client, on_disconnect="cancel")
@@ -93,7 +93,7 @@ async def test_a_websocket_is_told_and_closed() -> None:
 
 async def test_a_key_that_expires_while_it_is_used_ends_as_well() -> None:
     """At the next look at the clock, without anybody's request."""
-    async with running_fake() as running:
+    async with running_front() as running:
         await make_session(running)
         soon = datetime.now(UTC) + timedelta(seconds=0.3)
         running.ring.replace([attrs.evolve(READ.key, expires_at=soon)])

@@ -9,7 +9,7 @@ from urllib.parse import quote
 import pytest
 
 from sandkasten.model import SessionSpec
-from tests.api.harness import KEY, RunningFake, parse_answer, read_to_end, running_fake
+from tests.api.harness import KEY, RunningTree, parse_answer, read_to_end, running_front
 from tests.api.ws_client import UPGRADE, client_frame, close_code
 from tests.waiting import until
 
@@ -88,7 +88,7 @@ def spell(spelling: str, path: str) -> str:
     return f"{target}?{query}" if query else target
 
 
-async def ask(running: RunningFake, method: str, target: str, headers: dict[str, str]) -> int:
+async def ask(running: RunningTree, method: str, target: str, headers: dict[str, str]) -> int:
     """Return the status of a request on a connection of its own."""
     fields = {"Host": "localhost", "Connection": "close", "Content-Type": "application/json"} | headers
     body = b'{"cmd": "id"}' if method == "POST" else b""
@@ -99,7 +99,7 @@ async def ask(running: RunningFake, method: str, target: str, headers: dict[str,
         return int((await read_to_end(stream)).split(b" ", 2)[1])
 
 
-async def shake_hands(running: RunningFake, target: str, headers: dict[str, str]) -> tuple[int, int]:
+async def shake_hands(running: RunningTree, target: str, headers: dict[str, str]) -> tuple[int, int]:
     """Return the status of a handshake, and the close code that the first message leads to."""
     head = f"GET {target} HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in (UPGRADE | headers).items())
     async with await running.connect() as stream:
@@ -114,7 +114,7 @@ async def shake_hands(running: RunningFake, target: str, headers: dict[str, str]
 @pytest.mark.parametrize("spelling", SPELLINGS)
 async def test_without_the_key_no_spelling_of_a_target_gets_further(spelling: str) -> None:
     """401 from every route; a WebSocket without a word of a key is heard, and only to get it."""
-    async with running_fake() as running:
+    async with running_front() as running:
         session = await running.supervisor.create(SessionSpec())
         for method, path in REQUESTS:
             assert await ask(running, method, spell(spelling, path.format(id=session.id)), {}) == 401, path
@@ -122,21 +122,21 @@ async def test_without_the_key_no_spelling_of_a_target_gets_further(spelling: st
             target = spell(spelling, path.format(id=session.id))
             assert await shake_hands(running, target, {"Authorization": "Bearer wrong"}) == (401, 0), path
             assert await shake_hands(running, target, {}) in ((401, 0), (101, 4401)), path
-        assert running.supervisor.runs == []
-        assert len(running.supervisor.sessions) == 1
+        assert running.tree.runs == []
+        assert len(await running.supervisor.list()) == 1
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("headers", [{"Host": "evil.example"}, {"Origin": "http://evil.example"}])
 async def test_without_a_configured_key_no_spelling_lets_a_web_page_in(spelling: str, headers: dict[str, str]) -> None:
     """The target's own word for the host does not count instead of `Host`."""
-    async with running_fake(api_key=None) as running:
+    async with running_front(api_key=None) as running:
         session = await running.supervisor.create(SessionSpec())
         for method, path in REQUESTS:
             assert await ask(running, method, spell(spelling, path.format(id=session.id)), headers) == 401, path
         for path in WEBSOCKETS:
             assert await shake_hands(running, spell(spelling, path.format(id=session.id)), headers) == (401, 0), path
-        assert running.supervisor.runs == []
+        assert running.tree.runs == []
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ async def test_without_a_configured_key_no_spelling_lets_a_web_page_in(spelling:
 )
 async def test_the_public_path_is_one_path(target: str, status: int) -> None:
     """With a query or without, in the form that proxies use, and nothing beneath it."""
-    async with running_fake() as running:
+    async with running_front() as running:
         assert await ask(running, "GET", target, {}) == status
 
 
@@ -173,14 +173,14 @@ async def test_the_public_path_is_one_path(target: str, status: int) -> None:
 )
 async def test_with_the_key_a_target_means_what_it_says(target: str, status: int) -> None:
     """The absolute form is answered for the host that was asked; other spellings name nothing."""
-    async with running_fake() as running:
+    async with running_front() as running:
         session = await running.supervisor.create(SessionSpec())
         path = f"/v1/sessions/{session.id}"
         assert await ask(running, "GET", target.format(path=path), {"Authorization": f"Bearer {KEY}"}) == status
 
 
 async def test_the_log_names_the_path_that_was_served(caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever it was spelled like; what is no path is shown as it came."""
+    """A path is logged as it was served, however it was spelled. A target that is no path is logged as it came."""
 
     def paths() -> list[str]:
         return [record.__dict__["path"] for record in caplog.records if record.message == "request"]
@@ -188,7 +188,7 @@ async def test_the_log_names_the_path_that_was_served(caplog: pytest.LogCaptureF
     async def is_logged() -> bool:
         return len(paths()) == count
 
-    async with running_fake() as running:
+    async with running_front() as running:
         with caplog.at_level(logging.DEBUG, "sandkasten"):
             targets = ("http://localhost/v1/sessions", "/v1/%73essions", "http://h%2Fhealthz%3F/v1/sessions")
             for count, target in enumerate(targets, start=1):  # noqa: B007 - is_logged reads it
@@ -205,7 +205,7 @@ async def test_a_public_path_takes_no_body_to_speak_of(is_chunked: bool) -> None
         data = head + "Transfer-Encoding: chunked\r\n\r\n401\r\n" + "x" * 0x401 + "\r\n"
     else:
         data = head + "Content-Length: 1025\r\n\r\n"
-    async with running_fake() as running, await running.connect() as stream:
+    async with running_front() as running, await running.connect() as stream:
         await stream.send_all(data.encode())
         status, fields, body = parse_answer(await read_to_end(stream))
         assert (status, fields["connection"]) == (413, "close")

@@ -1,4 +1,4 @@
-"""What comes over a WebSocket below the level of our messages: frames that are none, sizes, closing (RFC 6455)."""
+"""Bytes on a WebSocket below the level of messages: malformed frames, sizes, closing (RFC 6455)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from sandkasten.api.http.websocket import MAX_CONTROL_FRAMES, MAX_PARTS
-from tests.api.harness import KEY, read_until, running_fake
+from tests.api.harness import KEY, read_until, running_front
 from tests.api.ws_client import client_frame, close_code, exec_talk, handshake, make_session, opened
 
 EXEC = "/v1/sessions/{}/exec/ws"
@@ -38,7 +38,7 @@ BROKEN = {
 async def test_bytes_that_are_no_message_close_the_connection(name: str) -> None:
     """With the code that says why, and for this connection alone."""
     data, code = BROKEN[name]
-    async with running_fake() as running, await running.connect() as stream:
+    async with running_front() as running, await running.connect() as stream:
         await opened(running, stream)
         await stream.send_all(data)
         assert await close_code(stream) == code
@@ -51,7 +51,7 @@ async def test_a_message_of_the_allowed_size_is_taken() -> None:
     text = filler + b"y" * (1024 * 1024 - len(filler) - 2) + b'"}'
     parts = [text[start : start + 100_000] for start in range(0, len(text), 100_000)]
     frames = [client_frame(1 if not index else 0, part, is_final=False) for index, part in enumerate(parts)]
-    async with running_fake() as running, await running.connect() as stream:
+    async with running_front() as running, await running.connect() as stream:
         await opened(running, stream)
         await stream.send_all(client_frame(1, text))
         await read_until(stream, b'"pong"')
@@ -66,7 +66,7 @@ async def test_a_message_may_come_in_any_number_of_parts() -> None:
     text = '{"type":"ping","data":"\\r\\n é\U0001f980"}'.encode()
     parts = [part for byte in text for part in (bytes([byte]), *[b""] * 20)]
     frames = [client_frame(1 if not index else 0, part, is_final=False) for index, part in enumerate(parts)]
-    async with running_fake() as running, await running.connect() as stream:
+    async with running_front() as running, await running.connect() as stream:
         await opened(running, stream)
         await stream.send_all(b"".join(frames) + client_frame(0, b""))
         received = await read_until(stream, b'"pong"')
@@ -76,7 +76,7 @@ async def test_a_message_may_come_in_any_number_of_parts() -> None:
 async def test_a_message_has_a_bounded_number_of_parts() -> None:
     """Parts without bytes are never too large; one more than may be closes."""
     parts = client_frame(2, b"", is_final=False) + client_frame(0, b"", is_final=False) * MAX_PARTS
-    async with running_fake() as running, await running.connect() as stream:
+    async with running_front() as running, await running.connect() as stream:
         await opened(running, stream)
         await stream.send_all(parts)
         assert await close_code(stream) == 4429
@@ -86,7 +86,7 @@ async def test_a_message_has_a_bounded_number_of_parts() -> None:
 @pytest.mark.parametrize("opcode", [9, 10])
 async def test_pings_and_pongs_are_bounded(opcode: int) -> None:
     """So many within a second are taken; a flood of them closes."""
-    async with running_fake() as running, await running.connect() as stream:
+    async with running_front() as running, await running.connect() as stream:
         await opened(running, stream)
         await stream.send_all(client_frame(opcode, b"x") * MAX_CONTROL_FRAMES + client_frame(1, b'{"type":"ping"}'))
         await read_until(stream, b'"pong"')
@@ -96,7 +96,7 @@ async def test_pings_and_pongs_are_bounded(opcode: int) -> None:
 
 
 class Steps(trio.abc.Instrument):
-    """How much CPU time one step of a task took at most."""
+    """Longest CPU time of one step of a task."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
@@ -110,13 +110,13 @@ class Steps(trio.abc.Instrument):
 
 
 async def test_thousands_of_tiny_frames_hold_up_nobody() -> None:
-    """They are taken apart a few at a time: all that a read can hold took 60 ms and more in one step."""
+    """Frames are taken apart a few at a time: all that a read can hold took 60 ms and more in one step."""
     text = b'{"type":"ping"}'
     parts = [bytes([byte]) for byte in text] + [b""] * 900
     frames = [client_frame(1 if not index else 0, part, is_final=False) for index, part in enumerate(parts)]
     messages = (b"".join(frames) + client_frame(0, b"")) * 10
     steps = Steps()
-    async with running_fake() as running, await running.connect() as stream:
+    async with running_front() as running, await running.connect() as stream:
         await opened(running, stream)
         trio.lowlevel.add_instrument(steps)
         try:
@@ -139,8 +139,8 @@ UNPROVEN = {
 
 @pytest.mark.parametrize("name", UNPROVEN)
 async def test_whoever_has_not_shown_the_key_may_say_little(name: str) -> None:
-    """Their first message is whole within 8 KiB, or the connection is closed, whatever the bytes are."""
-    async with running_fake() as running, await running.connect() as stream:
+    """A client's first message is whole within 8 KiB, or the connection is closed, whatever the bytes are."""
+    async with running_front() as running, await running.connect() as stream:
         await stream.send_all(handshake(EXEC.format(await make_session(running)), {}))
         await read_until(stream, b"\r\n\r\n")
         with contextlib.suppress(trio.BrokenResourceError):
@@ -153,22 +153,22 @@ async def test_what_comes_in_one_breath_with_the_key_is_heard() -> None:
     """The bound is for the first message, not for what follows it."""
     auth = client_frame(1, json.dumps({"type": "auth", "key": KEY}).encode())
     ping = client_frame(1, json.dumps({"type": "ping", "data": "x", "filler": "y" * 20_000}).encode())
-    async with running_fake() as running, await running.connect() as stream:
+    async with running_front() as running, await running.connect() as stream:
         request = handshake(EXEC.format(await make_session(running)), {})
         await stream.send_all(request + auth + ping)
         await read_until(stream, b'"pong"')
 
 
 async def test_an_empty_binary_message_is_a_message() -> None:
-    """It arrives as no bytes, which is too short for a header; not as nothing."""
-    async with running_fake() as running, exec_talk(running) as client:
+    """An empty message arrives as no bytes, which is too short for a header; it is not ignored."""
+    async with running_front() as running, exec_talk(running) as client:
         await client.connection.send_message(b"")
         assert await client.hear_close() == (4400, "a malformed frame: binary shorter than its header")
 
 
 async def test_what_is_sent_together_with_the_handshake_is_heard() -> None:
     """A client that is in a hurry loses nothing."""
-    async with running_fake() as running, await running.connect() as stream:
+    async with running_front() as running, await running.connect() as stream:
         request = handshake(EXEC.format(await make_session(running)))
         await stream.send_all(request + client_frame(1, b'{"type":"ping","data":"early"}'))
         assert b'"pong"' in await read_until(stream, b'"early"')
@@ -176,7 +176,7 @@ async def test_what_is_sent_together_with_the_handshake_is_heard() -> None:
 
 async def test_a_client_that_closes_gets_its_close_back() -> None:
     """With the code it gave (RFC 6455 §5.5.1), and then the end of the connection."""
-    async with running_fake() as running, await running.connect() as stream:
+    async with running_front() as running, await running.connect() as stream:
         await opened(running, stream)
         await stream.send_all(client_frame(8, struct.pack("!H", 4999) + b"bye"))
         assert await close_code(stream) == 4999

@@ -6,7 +6,7 @@ import json
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, overload
 
 import attrs
 import trio
@@ -14,8 +14,9 @@ from trio_websocket import ConnectionClosed, WebSocketConnection, wrap_client_st
 
 from sandkasten.api.websocket.exec_messages import HEADER, MORE
 from sandkasten.model import SessionSpec
-from tests.api.harness import KEY, PATIENCE_S, Running, RunningFake, read_to_end, read_until
-from tests.fakes.supervisor import Run, Script
+from tests.api.harness import KEY, PATIENCE_S, Running, RunningFake, RunningTree, read_to_end, read_until
+from tests.fakes import supervisor as fake
+from tests.fakes.runner import Script, ScriptedRun
 from tests.waiting import patience
 
 UPGRADE = {
@@ -155,13 +156,15 @@ async def talk(
         nursery.cancel_scope.cancel()
 
 
-async def make_session(running: RunningFake) -> str:
+async def make_session(running: RunningTree | RunningFake) -> str:
     """Return the id of a fresh session."""
     return (await running.supervisor.create(SessionSpec())).id
 
 
 @asynccontextmanager
-async def exec_talk(running: RunningFake, session_id: str | None = None, **options: Any) -> AsyncIterator[Talk]:
+async def exec_talk(
+    running: RunningTree | RunningFake, session_id: str | None = None, **options: Any
+) -> AsyncIterator[Talk]:
     """Open an exec WebSocket, of a fresh session unless one is named, and take its `hello`. `options` as for `talk`."""
     session_id = session_id or await make_session(running)
     async with talk(running, f"/v1/sessions/{session_id}/exec/ws", **options) as client:
@@ -169,12 +172,24 @@ async def exec_talk(running: RunningFake, session_id: str | None = None, **optio
         yield client
 
 
-async def started(running: RunningFake, client: Talk, channel: int = 1, **fields: Any) -> Run:  # JSON values
+@overload
+async def started(running: RunningTree, client: Talk, channel: int = 1, **fields: Any) -> ScriptedRun: ...
+@overload
+async def started(running: RunningFake, client: Talk, channel: int = 1, **fields: Any) -> fake.Run: ...
+async def started(
+    running: RunningTree | RunningFake,
+    client: Talk,
+    channel: int = 1,
+    **fields: Any,  # JSON values
+) -> ScriptedRun | fake.Run:
     """Start a command that waits to be told to end, and return it."""
-    running.supervisor.scripts.setdefault("wait", Script(hold=trio.Event()))
+    if isinstance(running, RunningTree):
+        running.tree.scripts.setdefault("wait", Script(hold=trio.Event()))
+    else:
+        running.supervisor.scripts.setdefault("wait", fake.Script(hold=trio.Event()))
     await client.say("start", id=channel, cmd="wait", **fields)
     await client.hear_text("started")
-    return running.supervisor.runs[-1]
+    return running.tree.runs[-1]
 
 
 async def is_quiet(client: Talk) -> bool:
@@ -191,7 +206,7 @@ def last(messages: list[Message]) -> dict[str, Any]:  # JSON values
     return message
 
 
-async def opened(running: RunningFake, stream: trio.SocketStream) -> None:
+async def opened(running: RunningTree | RunningFake, stream: trio.SocketStream) -> None:
     """Shake hands and read `hello`."""
     await stream.send_all(handshake(f"/v1/sessions/{await make_session(running)}/exec/ws"))
     await read_until(stream, b'"hello"')
