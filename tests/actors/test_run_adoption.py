@@ -249,7 +249,7 @@ async def test_a_hostile_answer_ends_the_session(tmp_path: Path) -> None:
 
 
 async def test_the_facts_of_a_run_stay_and_a_run_without_an_end_has_no_time_of_it() -> None:
-    """Its input is dropped when it ends; a run that is left to the next daemon has not ended."""
+    """The input of a run is dropped at the end; a run that is left to the next daemon has not ended."""
     run = Run(RunRequest(ExecSpec("x", stdin=b"y" * 5000), timeout_ms=None))
     run.begin(1)
     before = facts_of(run, ())
