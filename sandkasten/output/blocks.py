@@ -303,14 +303,17 @@ class KeptOutput:
                 self.lose_through(block)
             return ()
 
-    def unwritten(self, limit_bytes: float = inf) -> Sequence[tuple[Block, Tail]]:
-        """Return the oldest output that lies in no file, in parts of about `limit_bytes` together or less."""
+    def unwritten(
+        self, limit_bytes: float = inf, *, among: Sequence[Block] | None = None
+    ) -> Sequence[tuple[Block, Tail]]:
+        """Return the oldest output that lies in no file, in parts of about `limit_bytes` together or less; only that
+        of the blocks `among`, the oldest in memory."""
         found: list[tuple[Block, Tail]] = []
         number = len(self._blocks)
         while number > self._left and self._blocks[number - 1].last_sequence > self.written_sequence:
             number -= 1
         for block in self._blocks[number:]:
-            if limit_bytes <= 0:
+            if limit_bytes <= 0 or (among is not None and block not in among):
                 break
             limit_bytes -= block.packed_bytes - block.written_bytes
             found.append((block, self._tail(block)))

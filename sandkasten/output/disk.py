@@ -3,7 +3,7 @@ is for worker threads, unless it says otherwise.
 
 A session has files `<session>.<number>.runs` in `<data_dir>/spool/`, one of them open. What a file holds:
 
-- `ids `: digests of used ids, all of them;
+- `ids `: digests of used ids, all of them, or with a mark that some are missing;
 - `run `: facts and state of a run; a later record of the same run replaces an earlier one;
 - `out `: consecutive pieces of output of one run;
 - `gone`: a run that is not kept any more; `none`: a run that was refused, whose id is free again;
@@ -264,11 +264,13 @@ class SessionFiles:
         return not self._files
 
     @property
-    def has_waste(self) -> bool:
-        """Whether a new statement would free a file: most of the newest one, or any that an earlier daemon left."""
-        if self._is_open:
-            return not self._files[-1].live_parts and self._files[-1].size_bytes > 2 * self._stated_bytes
-        return any(not file.live_parts for file in self._files)
+    def first(self) -> DataFile | None:
+        """The oldest file, which may be the newest as well."""
+        return self._files[0] if self._files else None
+
+    def is_stated_behind(self, file: DataFile) -> bool:
+        """Whether a younger file than this one begins with a statement of this daemon's."""
+        return self._is_open and file is not self._files[-1]
 
     @property
     def oldest(self) -> DataFile | None:
@@ -453,7 +455,9 @@ def _take_output(written: Written, head: bytes, place: Place) -> None:
         last = run.parts[-1][0]
         if span.next_sequence <= last.next_sequence:
             return
-        if not last.precedes(span):
+        while run.parts and run.parts[-1][0].first_sequence >= span.first_sequence:
+            run.parts.pop()  # a write that its caller left alone; the next one wrote the same and more
+        if run.parts and not run.parts[-1][0].precedes(span):
             run.parts.clear()
     run.parts.append((span, place))
 

@@ -34,6 +34,8 @@ Input = Literal["none", "given", "open"]
 _SEAL_BYTES: Final = 16
 _MAX_COMMAND_CHARS: Final = 1024
 _DIGEST_BYTES: Final = 8
+_MISSING: Final = b"?"
+"""Behind the digests of a set that is not whole."""
 _BUCKET_SHIFT: Final = 52
 """The first 12 bits of a digest choose one of 4096 small sorted arrays: to insert a digest moves few others."""
 
@@ -244,12 +246,19 @@ class UsedIds:
             self._count += 1
 
     def encode(self) -> bytes:
-        """Return all digests, for `merge`."""
-        return b"".join(bucket.tobytes() for bucket in self._buckets.values())
+        """Return all digests, and whether some are missing, for `merge`."""
+        return b"".join(bucket.tobytes() for bucket in self._buckets.values()) + (b"" if self.is_whole else _MISSING)
 
     def merge(self, data: bytes) -> None:
-        """Add the digests that `encode` returned. Raises `ValueError`: `data` has no whole number of digests."""
+        """Add the digests that `encode` returned; a set that was not whole makes this one not whole for good.
+
+        Raises:
+            ValueError: `data` has no whole number of digests.
+        """
         found = array("Q")
+        if len(data) % _DIGEST_BYTES == len(_MISSING) and data.endswith(_MISSING):
+            self.is_whole = False
+            data = data.removesuffix(_MISSING)
         found.frombytes(data)
         self._add_all(found)
 

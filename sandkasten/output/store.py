@@ -16,8 +16,10 @@ Who gives way:
 - Memory is short: blocks of ended runs leave it first, session by session, then those of the largest running one.
 - A session costs more than its limit: its ended runs are dropped, oldest part first, then the oldest part of the
   largest running log. Costs are counted as in memory, wherever the output lies, and an ended run costs its record.
-- The records of all sessions, or all files, take too much: the session that takes most drops its oldest ended run. So
-  no session loses anything as long as it has no more than its equal part.
+- The records of all sessions take too much: the session that takes most drops its oldest ended run.
+- The files of all sessions take too much: the session whose files take most gives up the oldest of them, with the
+  output in it, of running logs as well. To drop ended runs alone may free no file. So no session loses anything as long
+  as it has no more than its equal part.
 - The time of an ended run is over: the run is dropped.
 
 A disk that fails or is full costs old output, and the next daemon's knowledge; never a run.
@@ -29,7 +31,6 @@ import errno
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
 from math import inf
 from pathlib import Path
 from typing import Final, NoReturn, TypeVar, TypeVarTuple
@@ -39,7 +40,7 @@ import trio
 from sandkasten.config import MIB, Runs
 from sandkasten.model.run import is_made
 from sandkasten.output.blocks import BLOCK_BYTES, Account, Block, KeptOutput, Ledger
-from sandkasten.output.disk import DiskUse, News, SessionFiles, Tail, Written, find_files, session_of
+from sandkasten.output.disk import DataFile, DiskUse, News, SessionFiles, Tail, Written, find_files, session_of
 from sandkasten.output.log import OutputLog
 from sandkasten.output.records import RunFacts, RunState, UsedIds
 
@@ -53,6 +54,9 @@ _BATCH_BYTES: Final = MIB
 
 _WRITE_BYTES: Final = 8 * MIB
 """At most about as much output is written at a time."""
+
+_LOCKED_S: Final = 0.01
+"""Time between two looks at a session that is to give up a file and is being written."""
 
 _WRITERS: Final = 2
 _READERS: Final = 4
@@ -119,10 +123,6 @@ class Shelf:
         while self.next_expiry <= now:
             next(iter(self._logs.values())).drop_oldest()
 
-    def largest(self) -> SessionOutput | None:
-        """Return the session that takes most, of those that have an ended run."""
-        return max(self._holders, key=lambda output: output.bytes_used, default=None)
-
 
 class SessionOutput:
     """The logs of one session by the id of their run, its records, and the only writer of its files."""
@@ -139,6 +139,8 @@ class SessionOutput:
         self._running: dict[str, OutputLog] = {}
         self._retired: deque[OutputLog] = deque()
         self._is_closed = False
+        self.is_recovering = False
+        """Between `read` and `recovered_all`: not all runs in the files are known here, so nothing is written."""
         self._changed: dict[str, None] = {}
         self._gone: list[str] = []
         self._refused: list[str] = []
@@ -247,16 +249,24 @@ class SessionOutput:
     # Files
 
     async def read(self) -> Written:
-        """Return what earlier daemons wrote down, and know the used ids again."""
+        """Return what earlier daemons wrote down, and know the used ids again. Nothing is written until
+        `recovered_all`: a statement would drop the runs that have no log yet."""
+        self.is_recovering = True
         written = await self._store.in_reader(self.files.read)
         self.used = written.used
         return written
 
-    async def write(self, exec_ids: Iterable[str] | None = ()) -> None:
-        """Write all records that are due, and the output of some runs, or of all, that lies in memory alone.
+    def recovered_all(self) -> None:
+        """All runs that `read` returned and that are still to be kept have their logs: writes are on again."""
+        self.is_recovering = False
+
+    async def write(self, exec_ids: Iterable[str] | None = ()) -> bool:
+        """Write all records that are due, and the output of some runs, or of all, that lies in memory alone. Return
+        whether that was all: about `_WRITE_BYTES` of output are written at a time.
 
         Raises:
-            OSError: the disk is full or broken, or the output would pass the disk limit.
+            OSError: the disk is full or broken, the output would pass the disk limit, the session was closed, or not
+                all runs in its files are recovered yet.
         """
         async with self._writing:
             chosen: list[tuple[KeptOutput, Block, Tail]] = []
@@ -264,9 +274,11 @@ class SessionOutput:
             for exec_id in self._logs if exec_ids is None else exec_ids:
                 log = self._logs.get(exec_id)
                 if log is not None and room_bytes > 0:
-                    chosen += [(log.kept, *each) for each in log.kept.unwritten(room_bytes)]
-                    room_bytes = _WRITE_BYTES - _size(chosen)
+                    found = log.kept.unwritten(room_bytes)
+                    chosen += [(log.kept, *each) for each in found]
+                    room_bytes -= sum(block.packed_bytes - block.written_bytes for block, _ in found)
             await self._write(chosen)
+            return room_bytes > 0
 
     async def write_out(self, batch: Sequence[tuple[KeptOutput, Sequence[Block]]]) -> None:
         """Have blocks leave memory, the oldest of each log; those that lie in memory alone are written before.
@@ -277,18 +289,11 @@ class SessionOutput:
         async with self._writing:
             chosen = []
             for kept, blocks in batch:
-                chosen += [(kept, *each) for each in kept.unwritten() if each[0] in blocks]
+                chosen += [(kept, *each) for each in kept.unwritten(among=blocks)]
             if chosen:
                 await self._write(chosen)
             for kept, _ in batch:
                 kept.leave_memory()
-
-    async def compact(self) -> None:
-        """Begin a file if that frees another one, unless a write is under way."""
-        if self._writing.locked() or not self.files.has_waste:
-            return
-        async with self._writing:
-            await self._append((), has_statement=True)
 
     async def destroy(self) -> None:
         """The session has ended: remove its files, now and for good. Output that a reader is close behind stays."""
@@ -307,7 +312,9 @@ class SessionOutput:
 
     async def _append(self, chosen: Chosen, *, has_statement: bool) -> None:
         """Write all records that are due and the chosen output; a write that fails is made up for by the next one."""
-        if self._is_closed or not (chosen or self._changed or self._gone or self._refused or has_statement):
+        if self._is_closed or self.is_recovering or self.files.is_discarded:
+            raise OSError(errno.EAGAIN, "the session's output is closed, or not taken over yet")
+        if not (chosen or self._changed or self._gone or self._refused or has_statement):
             return
         changed, self._changed = self._changed, {}
         gone, self._gone = self._gone, []
@@ -337,30 +344,54 @@ class SessionOutput:
         return found
 
     async def _make_disk_room(self, size_bytes: int) -> bool:
-        """Make room under the disk limit: the session that takes most gives its oldest ended run, unless that is this
-        one, and has none."""
+        """Make room under the disk limit: the session with the largest files gives up its oldest one, again and again.
+        False: that freed nothing."""
         while self._store.disk_bytes_used + size_bytes > self._store.disk_limit_bytes:
-            largest = self._shelf.largest()
-            if largest is None or largest.bytes_used < self.bytes_used:
+            largest = self._store.largest_on_disk()
+            if largest is None:
                 return False
-            largest.drop_oldest()
-            if largest is not self:
-                with suppress(OSError):
-                    await largest.compact()
-            elif self.files.has_waste:
-                await self._append((), has_statement=True)
-            await self._store.remove_unneeded()
+            if largest is self:
+                if not await self._give_file():
+                    return False
+            elif largest._writing.locked():
+                await trio.sleep(_LOCKED_S)  # to wait for its lock could be mutual
+            else:
+                async with largest._writing:
+                    try:
+                        is_free = await largest._give_file()
+                    except OSError:
+                        is_free = False
+                if not is_free:
+                    return False
         return True
+
+    async def _give_file(self) -> bool:
+        """Give up the oldest file with the output in it. False: no room came of that."""
+        files, before_bytes = self.files, self._store.disk_bytes_used
+        await self._store.remove_unneeded()
+        if self._store.disk_bytes_used < before_bytes:
+            return True
+        oldest = files.first
+        if oldest is None:
+            return False
+        self._drop_file(oldest)
+        if not files.is_stated_behind(oldest):
+            await self._append((), has_statement=True)
+        await self._store.in_thread(files.remove_unneeded)
+        return self._store.disk_bytes_used < before_bytes
 
     async def _bound_files(self) -> None:
         """Give up the oldest files when all of the session take much more than what is needed of them."""
         files = self.files
         while files.size_bytes > self.account.limit_bytes + files.slack_bytes and (oldest := files.oldest) is not None:
-            for log in self._logs.values():
-                log.kept.drop_file(oldest)
+            self._drop_file(oldest)
             if oldest.live_parts:
                 return
             await self._store.in_thread(files.remove_unneeded)
+
+    def _drop_file(self, file: DataFile) -> None:
+        for log in self._logs.values():
+            log.kept.drop_file(file)
 
     # The limit of the session
 
@@ -490,6 +521,11 @@ class OutputStore:
         files = self._files_of(session) if isinstance(session, str) else session
         await self.in_thread(files.discard)
         self._forget_files(files)
+
+    def largest_on_disk(self) -> SessionOutput | None:
+        """Return the session whose files take most, of those that may be written to."""
+        outputs = [each for each in self._sessions.values() if not (each.is_recovering or each.files.is_empty)]
+        return max(outputs, key=lambda output: output.files.size_bytes, default=None)
 
     def forget(self, output: SessionOutput) -> None:
         """The session's output was closed."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 
 import trio
 
@@ -21,7 +20,7 @@ from sandkasten.actors.runs.run import Run
 from sandkasten.actors.runs.runs import Runs
 from sandkasten.actors.runs.session_services import SessionServices
 from sandkasten.model import ExecKind, Stream
-from sandkasten.model.errors import ExecEnded, RunnerProtocolError
+from sandkasten.model.errors import RunnerLost, RunnerProtocolError, SandkastenError
 from sandkasten.output.disk import WrittenRun
 from sandkasten.output.records import BadRecord, RunFacts, RunState
 from sandkasten.output.store import SessionOutput
@@ -50,9 +49,8 @@ class RunAdoption:
         self._keep, self._output = keep, output
         self._on_terminal = on_terminal
         self._facts: dict[str, RunFacts] = {}
-        self._incomplete: dict[str, tuple[Run, RunState]] = {}
-        """Ended runs of which not all output is in the files."""
-        self._gone: frozenset[str] = frozenset()
+        self._written: frozenset[str] = frozenset()
+        """Ids of all runs in the files, those included that are not kept any more: no ticket begins them again."""
 
     async def recover(self) -> None:
         """Take over the runs in the files, with their output. A run without an end seems to go on."""
@@ -61,9 +59,10 @@ class RunAdoption:
         if written.damaged_files:
             facts = {"session_id": self._host.session_id, "files": written.damaged_files}
             log.warning("run_records_damaged", extra=facts)
-        self._gone = frozenset(written.gone)
+        self._written = frozenset((*written.runs, *written.gone))
         for each in sorted(written.runs.values(), key=lambda each: each.facts.created_at):
             await self._recover(each)
+        self._output.recovered_all()
 
     async def _recover(self, written: WrittenRun) -> None:
         run, state = restored(written.facts, written.state), written.state
@@ -78,16 +77,19 @@ class RunAdoption:
         elif (run.log.stdout_bytes, run.log.stderr_bytes) == (state.stdout_bytes, state.stderr_bytes):
             self._runs.recovered(run)
         else:
-            self._incomplete[run.exec_id] = run, state
+            self._runs.persistence.incomplete[run.exec_id] = run, state
 
     async def resume(self) -> None:
         """Go on with the runs that PID 1 has, and end the others. Raises `RunnerLost`, `RunnerProtocolError`."""
         entries = await self._list() if self._runs.persistence.gives_tickets else ()
+        incomplete = self._runs.persistence.incomplete
+        listed = [entry.exec_id for entry in entries if entry.has_ended and entry.exec_id in incomplete]
+        for exec_id in incomplete.keys() - set(listed):
+            self._close(*incomplete[exec_id])
+        unwanted = await self._complete_all(listed)
         waiting = {run.exec_id: run for run in self._runs.active}
-        unwanted = []
         for entry in entries:
-            if entry.has_ended and entry.exec_id in self._incomplete:
-                await self._complete(*self._incomplete.pop(entry.exec_id))
+            if entry.exec_id in listed:
                 continue
             run = waiting.pop(entry.exec_id, None) or self._recognize(entry)
             if run is None:
@@ -102,37 +104,66 @@ class RunAdoption:
                 self._runs.resume(run, is_orphan=orphan)
         for run in waiting.values():
             self._runs.give_up(run)
-        for run, state in self._incomplete.values():
-            self._close(run, state)
-        self._incomplete.clear()
         self._facts.clear()
-        self._gone = frozenset()
+        self._written = frozenset()
         self._runs.persistence.unwanted(unwanted)
+
+    async def _complete_all(self, exec_ids: Sequence[str]) -> list[str]:
+        """Get the rest of the output of ended runs, and return those of which PID 1 refused to give it.
+
+        Output that does not come in time is missing here, and the next daemon asks for it again.
+
+        Raises: RunnerProtocolError.
+        """
+        incomplete = self._runs.persistence.incomplete
+        refused = []
+        is_lost = False
+        for exec_id in exec_ids:
+            run, state = incomplete[exec_id]
+            is_whole = True
+            try:
+                if not is_lost:
+                    await self._complete(run, state)
+            except RunnerProtocolError:
+                raise
+            except RunnerLost as error:  # dead, or too busy: the others don't wait as long again
+                is_lost = True
+                log.warning("output_not_fetched", extra={"session_id": self._host.session_id, "error": str(error)})
+            except trio.TooSlowError:
+                is_whole = False
+            except SandkastenError:  # PID 1 gave it up, or does not serve the request: there is no more to be had
+                refused.append(exec_id)
+            self._close(run, state, is_final=is_whole and not is_lost)
+            if exec_id not in (*refused, *incomplete):
+                self._runs.persistence.lend(run)
+        return refused
 
     async def _complete(self, run: Run, state: RunState) -> None:
         """Get the rest of the output of an ended run, whose end is known; PID 1 goes on keeping it.
 
-        Raises: RunnerLost, RunnerProtocolError.
+        Raises:
+            trio.TooSlowError: a reader of the run is too slow.
+            RunnerLost, RunnerProtocolError, SandkastenError: as `fetch_output`.
         """
         output = run.log
         assert output is not None
-        with suppress(ExecEnded):
-            attached, pieces = await fetch_output(run, self._host.link)
-            begin = {"stdout_bytes": attached.stdout_offset, "stderr_bytes": attached.stderr_offset}
-            output.skip_to(**begin, sequence=max(output.last_sequence, state.last_sequence - len(pieces)))
-            with trio.move_on_after(CONTROL_S):  # a reader of a paused session's run may be slow
-                for stream, data in pieces:
-                    total = state.stdout_bytes if stream is Stream.STDOUT else state.stderr_bytes
-                    if rest := data[: max(0, total - output.kept.total(stream))]:
-                        await output.append(stream, rest)
-        self._close(run, state)
-        self._runs.persistence.lend(run)
+        attached, pieces = await fetch_output(run, self._host.link)
+        begin = {"stdout_bytes": attached.stdout_offset, "stderr_bytes": attached.stderr_offset}
+        output.skip_to(**begin, sequence=max(output.last_sequence, state.last_sequence - len(pieces)))
+        with trio.fail_after(CONTROL_S):  # a reader of a paused session's run may be slow
+            for stream, data in pieces:
+                total = state.stdout_bytes if stream is Stream.STDOUT else state.stderr_bytes
+                if rest := data[: max(0, total - output.kept.total(stream))]:
+                    await output.append(stream, rest)
 
-    def _close(self, run: Run, state: RunState) -> None:
-        """No more is to be had of an ended run's output."""
+    def _close(self, run: Run, state: RunState, *, is_final: bool = True) -> None:
+        """No more of an ended run's output comes to this daemon, and to the next one neither if that is final."""
         assert run.log is not None
         totals = {"stdout_bytes": state.stdout_bytes, "stderr_bytes": state.stderr_bytes}
         run.log.skip_to(**totals, sequence=state.last_sequence)
+        if is_final:
+            del self._runs.persistence.incomplete[run.exec_id]
+            self._output.note_changed(run.exec_id)
         self._runs.recovered(run)
 
     async def _list(self) -> Sequence[protocol.RunEntry]:
@@ -153,7 +184,7 @@ class RunAdoption:
     def _recognize(self, entry: protocol.RunEntry) -> Run | None:
         """Return a run that there was no time to write down; None for one that is written down as ended, is gone or
         was never ours."""
-        if self._runs.is_used(entry.exec_id) or entry.exec_id in self._gone:
+        if self._runs.is_used(entry.exec_id) or entry.exec_id in self._written:
             return None
         try:
             facts = self._keep.seal.read(entry.ticket)

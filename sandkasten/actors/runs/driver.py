@@ -134,14 +134,16 @@ async def fetch_output(run: Run, link: RunnerLink) -> tuple[protocol.Attached, S
     """Return what PID 1 has of the output of an ended run, behind the output that is known.
 
     Raises:
-        ExecEnded: PID 1 has no such run.
-        RunnerLost, RunnerProtocolError: PID 1 is gone or hostile.
+        RunnerLost: PID 1 is gone, or did not answer in time.
+        RunnerProtocolError: PID 1 is hostile.
+        SandkastenError: PID 1 has no such run, or refused the request.
     """
     pieces: list[tuple[Stream, bytes]] = []
+    size_bytes = 0
     deadline = trio.current_time() + CONTROL_S
     async with link.connection() as connection:
         answer = await _attach(run, connection)
-        while sum(len(data) for _, data in pieces) <= protocol.KEPT_RUN_BYTES:
+        while size_bytes <= protocol.KEPT_RUN_BYTES:
             kind, body = await connection.receive(deadline=deadline)
             if kind not in _STREAMS:
                 if not isinstance(decode_answer(kind, body), protocol.ExecReply):
@@ -149,6 +151,7 @@ async def fetch_output(run: Run, link: RunnerLink) -> tuple[protocol.Attached, S
                 return answer, pieces
             check_piece(body, "output")
             pieces.append((_STREAMS[kind], body))
+            size_bytes += len(body)
     raise RunnerProtocolError("more output than may be kept of a run")
 
 

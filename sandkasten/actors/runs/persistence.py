@@ -38,7 +38,7 @@ from sandkasten.actors.runs.session_services import SessionServices
 from sandkasten.model import DEFAULT_SHELL, ExecKind, ExecSpec, OnDisconnect, Output
 from sandkasten.model.errors import ExecGone, ExecIdsExhausted, RunnerLost, SandkastenError
 from sandkasten.model.run import is_made
-from sandkasten.output.records import Input, RunFacts, RunState, Seal, facts_to_json
+from sandkasten.output.records import RunFacts, RunState, Seal, facts_to_json
 from sandkasten.output.store import SessionOutput
 
 
@@ -94,20 +94,20 @@ def facts_of(run: Run, readings: tuple[int, ...]) -> RunFacts:
         keep_alive=request.keep_alive,
         is_interactive=request.interactive,
         size=run.size,
-        input=_input_of(request.spec),
+        input=request.input,
         group=run.cgroup,
         readings=readings,
     )
 
 
 def state_of(run: Run) -> RunState:
-    """Return the state of a run at this moment."""
+    """Return the state of a run at this moment. A run that is left to the next daemon has no end, nor a time of it."""
     info = run.info
     return RunState(
         started_at=info.started_at,
         pid=info.pid,
         end=run.end,
-        ended_at=info.ended_at,
+        ended_at=None if run.end is None else info.ended_at,
         last_sequence=info.last_sequence,
         stdout_bytes=info.stdout_bytes,
         stderr_bytes=info.stderr_bytes,
@@ -133,6 +133,7 @@ def restored(facts: RunFacts, state: RunState) -> Run:
         interactive=facts.is_interactive,
         keep_alive=facts.keep_alive,
         digest=facts.digest,
+        input=facts.input,
         command=facts.command,
         created_at=facts.created_at,
     )
@@ -162,12 +163,6 @@ def age_s(run: Run) -> float:
     """Return how long ago a run ended."""
     ended_at = run.clock.ended_at
     return 0.0 if ended_at is None else (datetime.now(UTC) - ended_at).total_seconds()
-
-
-def _input_of(spec: ExecSpec) -> Input:
-    if spec.stdin_open:
-        return "open"
-    return "none" if spec.stdin is None else "given"
 
 
 log = logging.getLogger(__name__)
@@ -224,6 +219,9 @@ class RunPersistence(RunObserver):
         """Facts that were made for a ticket and are to be written."""
         self._ended: dict[str, Run] = {}
         """Ended runs that PID 1 was not told to forget."""
+        self.incomplete: dict[str, tuple[Run, RunState]] = {}
+        """Ended runs of an earlier daemon of which PID 1 may have output that is in no file, with the state that was
+        written: no later record says less than that."""
         self._unwanted: dict[str, None] = {}
         self._is_due = self._is_working = False
         self._hurry = trio.Event()
@@ -259,6 +257,7 @@ class RunPersistence(RunObserver):
     # What is observed -------------------------------------------------------------------------------------------
 
     def admitted(self, run: Run) -> None:
+        self._unwanted.pop(run.exec_id, None)  # a run that was refused had the id before
         self.changed(run)
 
     def began(self, run: Run) -> None:
@@ -294,7 +293,8 @@ class RunPersistence(RunObserver):
         """Forget a run that is not kept any more: nobody will ask PID 1 for its output."""
         self._due.pop(exec_id, None)
         self._facts.pop(exec_id, None)
-        self.unwanted((exec_id,) if self._ended.pop(exec_id, None) else ())
+        had = self._ended.pop(exec_id, None) or self.incomplete.pop(exec_id, None)
+        self.unwanted((exec_id,) if had else ())
 
     def discard(self, exec_id: str) -> None:
         """Forget a run that was refused, or whose end will never be known; PID 1 is told to forget it."""
@@ -305,6 +305,7 @@ class RunPersistence(RunObserver):
     def lend(self, run: Run) -> None:
         """Note an ended run with output that PID 1 has and the disk has not."""
         self._ended[run.exec_id] = run
+        self._output.note_changed(run.exec_id)
         self._schedule()
 
     def unwanted(self, exec_ids: Iterable[str]) -> None:
@@ -337,8 +338,11 @@ class RunPersistence(RunObserver):
             await self._tell_runner()
         self._is_working = False
 
-    async def write(self, *, is_last: bool = False) -> None:
-        """Write all records that are due, and the output that PID 1 may not keep. With `is_last` all output."""
+    async def write(self, *, is_last: bool = False) -> bool:
+        """Write all records that are due, and the output that PID 1 may not keep. With `is_last` all output. False:
+        there is more to write, and the disk takes it."""
+        if self._output.is_recovering:
+            return True  # the files have everything still, and PID 1 is told to forget nothing
         due, self._due = self._due, {}
         self._written.set()
         self._written = trio.Event()
@@ -346,20 +350,22 @@ class RunPersistence(RunObserver):
         going = [run.exec_id for run in self._active if due.get(run.exec_id)]
         written = {exec_id: run for exec_id, run in self._ended.items() if exec_id in ended or _is_written(run)}
         try:
-            await self._output.write(None if is_last else (*ended, *going))
+            is_all = await self._output.write(None if is_last else (*ended, *going))
         except OSError as error:
             log.error("runs_not_written", extra={"session_id": self._host.session_id, "error": str(error)})
-            return
+            return True
         for exec_id, run in written.items():
             if not _is_written(run):
                 self._is_due = True
             elif self._ended.pop(exec_id, None) is not None:
                 self._unwanted[exec_id] = None
+        return is_all
 
     async def leave(self) -> None:
         """Leave the runs to the next daemon: write all records and all output, and close the session's output."""
         try:
-            await self.write(is_last=True)
+            while not await self.write(is_last=True):
+                await trio.lowlevel.checkpoint()
         finally:
             self._output.close()
 
@@ -374,7 +380,8 @@ class RunPersistence(RunObserver):
         run = self._find(exec_id)
         if run is None:
             return None
-        return self._facts.pop(exec_id, None) or facts_of(run, self._readings_of(run)), state_of(run)
+        _, state = self.incomplete.get(exec_id) or (run, state_of(run))
+        return self._facts.pop(exec_id, None) or facts_of(run, self._readings_of(run)), state
 
     async def _tell_runner(self) -> None:
         """Let PID 1 forget the runs that it need not keep. After an error, those that are left are told later."""

@@ -37,6 +37,7 @@ from sandkasten.model import (
 from sandkasten.model.errors import Capacity, ExecEnded, InvalidRequest, RunnerLost, SandkastenError
 from sandkasten.model.run import make_exec_id
 from sandkasten.output.log import LogReader, OutputLog, ReaderMode
+from sandkasten.output.records import Input
 
 PATIENCE_S = 30.0
 """Longest time between a run's time limit and its end; covers the kill ladder in a sandbox starved of CPU."""
@@ -64,6 +65,12 @@ def _digest(request: RunRequest) -> bytes:
     digest = hashlib.blake2b(small.encode("utf-8", "surrogatepass"), digest_size=16)
     digest.update(spec.stdin or b"")
     return digest.digest()
+
+
+def _input(request: RunRequest) -> Input:
+    if request.spec.stdin_open:
+        return "open"
+    return "none" if request.spec.stdin is None else "given"
 
 
 def _shell(request: RunRequest) -> str | None:
@@ -97,6 +104,7 @@ class RunRequest:
     trace: Trace | None = attrs.field(factory=lambda: logcontext.origin.get().trace)
     exec_id: str = attrs.Factory(lambda self: self.spec.exec_id or make_exec_id(), takes_self=True)
     digest: bytes = attrs.Factory(_digest, takes_self=True)
+    input: Input = attrs.Factory(_input, takes_self=True)
     command: str = attrs.Factory(_shown, takes_self=True)
     created_at: datetime = attrs.field(factory=partial(datetime.now, UTC))
     shell: str | None = attrs.Factory(_shell, takes_self=True)
