@@ -74,7 +74,7 @@ class HostView:
         text = b""
         while piece := os.pread(self.mounts_fd, 1 << 16, len(text)):
             text += piece
-        return mounts_in(os.path.realpath(layout.data_dir), os.fsdecode(text))
+        return mounts_in(layout.data_dir, os.fsdecode(text))
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,11 +77,13 @@ def start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Gra
 
 
 def _start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Grant | None, undo: ExitStack) -> Node:
-    steps, layout = Steps(), Layout(request.data_dir, grant.gid if grant else 0)
+    steps = Steps()
     with steps.step("validate"):
         if grant is not None:
             grant.check(request.data_dir, request.cgroup_parent)
         check_data_dir(request.data_dir)
+        # The real path: mount tables know no other, and points in them are compared with paths of the layout.
+        layout = Layout(os.path.realpath(request.data_dir), grant.gid if grant else 0)
         check_node_id(request.node_id)
         check_cgroup_parent(request.cgroup_parent)
         crash = _crash(request.crash_at, grant)

@@ -18,7 +18,7 @@ from nsinit.helpers.builder import NAME as BUILDER
 from nsinit.helpers.cgroup_maker import NAME as CGROUP_MAKER
 from nsinit.helpers.forker import NAME as FORKER
 from nsinit.kernel.mountinfo import parse_points
-from nsinit.server.leftovers import mounts_in, shown
+from nsinit.server.leftovers import MAX_LEFTOVERS, mounts_in, shown
 from nsinit.wire.protocol import Failed, FindLeftovers, Leftover, LeftoversFound, Ok, Ready, RemoveLeftover
 from tests.kernel.harness import Nsinit, data_directory, host_plan, running, wait_until
 from tests.kernel.processes import sleeper_in
@@ -250,11 +250,18 @@ def test_mounts_made_by_hand_are_told_of_and_never_undone(propagation: str, behi
         assert points(data_dir) == made
 
 
+@pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("propagation", ["private", "shared"])
-def test_a_teardown_deletes_nothing_behind_a_mount(propagation: str, behind: Path) -> None:
+def test_a_teardown_deletes_nothing_behind_a_mount(
+    propagation: str, linked: bool, behind: Path, tmp_path: Path
+) -> None:
     """A directory, a workspace or a file that is mounted in a session's directory: what is behind it stays, and so does
-    the mount, whether or not nsinit's own namespace shows it. Trash that is kept by one is told of."""
-    with data_directory() as data_dir, own_mount(data_dir, propagation), running(data_dir) as server:
+    the mount, whether or not nsinit's own namespace shows it, and by whatever name it knows the data directory. Trash
+    that is kept by one is told of."""
+    with data_directory() as data_dir, own_mount(data_dir, propagation), contextlib.ExitStack() as stack:
+        link = tmp_path / "link"
+        link.symlink_to(data_dir)
+        server = stack.enter_context(running(link if linked else data_dir))
         session = data_dir / "sessions" / ID
         workspace = data_dir / "workspaces" / "kept"
         workspace.mkdir()
@@ -274,6 +281,17 @@ def test_a_teardown_deletes_nothing_behind_a_mount(propagation: str, behind: Pat
         remove(server, kept)
         assert settled(server) == set()
         assert (workspace / "file").read_text() == "kept"
+
+
+def is_mounted(device: str) -> bool:
+    """Whether any mount namespace has the file system of a device: open(2), O_EXCL on a block device."""
+    try:
+        os.close(os.open(device, os.O_RDONLY | os.O_EXCL))
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
+        return True
+    return False
 
 
 def test_only_nsinit_itself_holds_the_machines_mount_table(server: Nsinit) -> None:
