@@ -109,7 +109,10 @@ def _start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Gr
         last_capability = read_last_capability()
         keep_only(NSINIT_CAPABILITIES, last_capability)
     with steps.step("namespaces"):
-        stage.enter_own_namespaces((layout.data_dir, builder_steps.HOST_USR, "/proc", *tree.unique))
+        needed = layout.data_dir, builder_steps.HOST_USR, "/proc", *tree.unique
+        # A mount on a place itself may be the disk for it, and stays.
+        unwanted = {each for each in host.find_mounts(layout) if os.path.dirname(each) != layout.data_dir}
+        stage.enter_own_namespaces(needed, unwanted)
     with steps.step("stage"):
         stage.make_stage(layout.stage)
     with steps.step("disk"):

@@ -283,6 +283,29 @@ def test_a_teardown_deletes_nothing_behind_a_mount(
         assert (workspace / "file").read_text() == "kept"
 
 
+def test_a_disk_that_was_mounted_before_the_start_is_given_back_by_its_umount(tmp_path: Path) -> None:
+    """Neither nsinit nor a helper keeps it busy, private as the machine's mounts may be; one on a place stays."""
+    image = tmp_path / "disk"
+    with image.open("wb") as file:
+        file.truncate(4 << 20)
+    run("mkfs.ext4", "-q", image)
+    device = subprocess.check_output(["losetup", "--find", "--show", str(image)], text=True).strip()
+    try:
+        with data_directory() as data_dir, own_mount(data_dir, "private"):
+            for place, is_busy in (("sessions/by hand", False), ("spool", True)):
+                point = data_dir / place
+                point.mkdir(parents=True)
+                run("mount", device, point)
+                with running(data_dir) as server:
+                    server.build(host_plan()).teardown()
+                    run("umount", point)
+                    assert is_mounted(device) is is_busy
+                wait_until(lambda: not is_mounted(device), "it is free when nsinit has ended")
+                point.rmdir()
+    finally:
+        run("losetup", "--detach", device)
+
+
 def is_mounted(device: str) -> bool:
     """Whether any mount namespace has the file system of a device: open(2), O_EXCL on a block device."""
     try:
