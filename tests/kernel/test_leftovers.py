@@ -283,6 +283,23 @@ def test_a_teardown_deletes_nothing_behind_a_mount(
         assert (workspace / "file").read_text() == "kept"
 
 
+@pytest.mark.parametrize("propagation", ["private", "shared"])
+def test_a_teardown_leaves_a_mount_in_the_place_of_a_socket(propagation: str, behind: Path) -> None:
+    """On the directory or below it, it stays where it is, and is told of; without it the teardown goes on."""
+    with data_directory() as data_dir, own_mount(data_dir, propagation), running(data_dir) as server:
+        place = data_dir / "run" / ID
+        for point in (place, place / "below"):
+            bind(behind, point)
+            made = points(data_dir)
+            assert str(point) in made
+            (left,) = server.teardown(ID).leftovers
+            assert str(place) in left
+            assert points(data_dir) == made
+            run("umount", point)
+        assert server.teardown(ID).leftovers == ()
+        assert not place.exists()
+
+
 def test_a_disk_that_was_mounted_before_the_start_is_given_back_by_its_umount(tmp_path: Path) -> None:
     """Neither nsinit nor a helper keeps it busy, private as the machine's mounts may be; one on a place stays."""
     image = tmp_path / "disk"
