@@ -193,9 +193,6 @@ class Execution(Run):
         self._streams.resume()
 
     def _withdraw_or_climb(self) -> None:
-        if self._shell.take_back():
-            self._take(Event.UNSTARTED)
-            return
         self._ladder = Ladder(
             *(self._context, self._processes()),
             shell=self._shell,
@@ -207,8 +204,16 @@ class Execution(Run):
 
     def _climb_on(self) -> None:
         assert self._ladder is not None
+            on_error=lambda _error: self.fail("IO_ERROR", "the command was lost"),
         self._ladder.shell_is_busy = False
-        self._ladder.climb()
+        try:
+            is_withdrawn = self._shell.take_back()
+        except OSError:
+            is_withdrawn = False  # the shell may have the command: end it as one that the shell has
+        if is_withdrawn:
+            self._take(Event.UNSTARTED)
+        else:
+            self._ladder.climb()
 
     def _end(self) -> None:
         """Nothing of the command runs in the shell any more, nor anywhere if it was ended by force."""

@@ -67,7 +67,13 @@ class CommandQueue:
         self.shell.retire()
         group = self.shell.group
         processes = TreeSet(lambda: self.shell.pid) if group is None else GroupSet(group)
-        self._closing = Ladder(self._context, processes, on_clear=lambda: self._on_clear(on_closed), now=True)
+        self._closing = Ladder(
+            self._context,
+            processes,
+            on_clear=lambda: self._on_clear(on_closed),
+            on_error=lambda _error: on_closed(),
+            now=True,
+        )
         self._closing.climb()
 
     def _on_clear(self, on_closed: Callable[[], None]) -> None:
