@@ -83,7 +83,7 @@ class Program(Run):
             self._room.look(context)
             self.pid = self._spawn(plan, streams)
         except BaseException:
-            streams.close(self._leftovers)
+            streams.close(None)  # nobody writes to them: they would push a background job's pipe out of the leftovers
             raise
         finally:
             streams.close_child_side()

@@ -174,3 +174,21 @@ def test_a_program_whose_end_fails_is_answered(
     run._ladder.climb()
     assert isinstance(answer.final, ExecReply)
     assert answer.final.cause == "cancelled"
+
+
+def test_a_program_that_can_not_be_started_takes_no_pipe_from_a_background_job(
+    context: Context, leftovers: Leftovers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own pipes have no writer any more, and are not kept."""
+    run, _, plan = program(context, leftovers)
+    pipes = [os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) for _ in range(MAX_LEFTOVER_PIPES)]
+    for read_fd, _ in pipes:
+        leftovers.adopt(read_fd)
+    monkeypatch.setattr(run, "_spawn", fail)
+    with pytest.raises(OSError, match="no memory"):
+        run.begin(plan)
+    for _, write_fd in pipes:
+        os.write(write_fd, b"the job goes on")
+        os.close(write_fd)
+    for _ in range(2):  # the bytes and the end
+        context.loop.run_once()
