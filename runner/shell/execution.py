@@ -156,7 +156,8 @@ class Execution(Run):
     def on_shell_closed(self) -> None:
         """End and answer: the shell is closed, nothing of it is left, and no other comes."""
         self._perform(self._life.close())
-        self._take(Event.READY)
+        if self._life.state is State.ENDED:  # else it was answered with an error on the way
+            self._take(Event.READY)
 
     def fail(self, code: ErrorCode, message: str) -> None:
         """Answer with an error instead of a result; the command is not running."""

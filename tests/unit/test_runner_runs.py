@@ -150,6 +150,17 @@ def test_a_command_that_can_not_be_taken_back_is_ended_as_one_that_runs(
     assert answer.final.cause == "cancelled"
 
 
+def test_a_command_that_is_lost_while_its_shell_is_closed_is_answered_once(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What failed on the way has answered it already."""
+    run, answer = shell.run("a")
+    monkeypatch.setattr(run, "_finish_streams", lambda: run.fail("IO_ERROR", "the command was lost"))
+    shell.queue.shell.retire()
+    run.on_shell_closed()
+    assert isinstance(answer.final, Error)
+
+
 def program(context: Context, leftovers: Leftovers) -> tuple[Program, Answer, Plan]:
     answer = Answer()
     run = Program(context, RunProgram("p", ("x",)), answer, leftovers, on_over=lambda _program: None)
