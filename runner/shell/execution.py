@@ -175,6 +175,11 @@ class Execution(Run):
         return self._life.state is State.TAKEN_BACK
 
     @property
+    def is_withdrawn(self) -> bool:
+        """Whether the command has ended without a report of a shell, for none began it."""
+        return self._life.state is State.ENDED and not self._life.is_reported
+
+    @property
     def is_unstarted(self) -> bool:
         """Whether the shell has the command and has not begun it, and nobody wants its end."""
         return self._is_running and not self.is_begun
@@ -199,14 +204,9 @@ class Execution(Run):
             shell=self._shell,
             is_begun=lambda: self.is_begun,
             on_clear=lambda: self._take(Event.CLEAR),
+            on_error=lambda _error: self.fail("IO_ERROR", "the command was lost"),
             now=self._in_hurry,
         )
-        self._ladder.climb()
-
-    def _climb_on(self) -> None:
-        assert self._ladder is not None
-            on_error=lambda _error: self.fail("IO_ERROR", "the command was lost"),
-        self._ladder.shell_is_busy = False
         try:
             is_withdrawn = self._shell.take_back()
         except OSError:
@@ -215,6 +215,11 @@ class Execution(Run):
             self._take(Event.UNSTARTED)
         else:
             self._ladder.climb()
+
+    def _climb_on(self) -> None:
+        assert self._ladder is not None
+        self._ladder.shell_is_busy = False
+        self._ladder.climb()
 
     def _end(self) -> None:
         """Nothing of the command runs in the shell any more, nor anywhere if it was ended by force."""

@@ -130,7 +130,7 @@ class CommandQueue:
     def _on_death(self, wait_status: int) -> None:
         if self._current is not None and self._current.is_unstarted:
             self._on_unstarted()
-        if self._current is None or self._current.is_taken_back:
+        if self._current is None or self._current.is_taken_back or self._current.is_withdrawn:
             self._restarted = True
         else:
             self._current.on_shell_death(wait_status)

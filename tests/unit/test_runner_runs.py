@@ -161,6 +161,21 @@ def test_a_command_that_is_lost_while_its_shell_is_closed_is_answered_once(
     assert isinstance(answer.final, Error)
 
 
+def test_the_next_command_is_told_of_a_shell_that_died_with_one_it_never_began(shell: Shell) -> None:
+    """That one was ended before, and nothing of it has met the new shell."""
+    first, cancelled = shell.run("a")
+    shell.take()
+    first.on_cancel()
+    shell.queue._on_unstarted()
+    shell.queue._on_death(KILLED)
+    shell.wait()
+    assert (cancelled.final.cause, cancelled.final.shell_restarted) == ("cancelled", False)
+    _, answer = shell.run("b")
+    shell.queue._on_status(0)
+    shell.wait()
+    assert (answer.final.cause, answer.final.shell_restarted) == ("exited", True)
+
+
 def program(context: Context, leftovers: Leftovers) -> tuple[Program, Answer, Plan]:
     answer = Answer()
     run = Program(context, RunProgram("p", ("x",)), answer, leftovers, on_over=lambda _program: None)
