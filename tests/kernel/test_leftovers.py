@@ -334,6 +334,23 @@ def is_mounted(device: str) -> bool:
     return False
 
 
+def test_mounts_are_told_of_among_any_number_of_leftovers(server: Nsinit, behind: Path) -> None:
+    """What is removed makes room for more; what stays would be kept out as long as there is more."""
+    point = server.data_dir / "spool" / "by hand"
+    bind(behind, point)
+    try:
+        for number in range(2 * MAX_LEFTOVERS):
+            (server.data_dir / "sessions" / f"foreign-{number}").mkdir()
+        answer = found(server)
+        assert len(answer) == MAX_LEFTOVERS
+        assert Leftover("mount", str(point)) in answer
+    finally:
+        run("umount", point)
+        shutil.rmtree(server.data_dir / "spool")
+        for path in server.data_dir.glob("sessions/foreign-*"):
+            path.rmdir()
+
+
 def test_only_nsinit_itself_holds_the_machines_mount_table(server: Nsinit) -> None:
     """Neither a helper nor a sandbox's PID 1 could read it."""
     box = server.build(host_plan())
