@@ -51,7 +51,7 @@ class Client:
     def __exit__(self, *_error: object) -> None:
         self._socket.close()
 
-    def call(self, method: str, path: str, body: object = None) -> Any:  # whatever JSON comes back
+    def call(self, method: str, path: str, body: object = None) -> Any:  # any JSON
         """Send one request and return its decoded answer."""
         self._socket.sendall(encode(method, path, body))
         data = b""

@@ -35,9 +35,9 @@ from sandkasten.supervisor import Supervisor
 COMMANDS = {"builtin (:)": ":", "/bin/true": "/bin/true", "python3 -c pass": "python3 -c pass"}
 BURST = 100
 SETTLE_S = 0.05
-"""Before a create and before its rivals: what the row before has left to be done falls on neither."""
+"""Pause before a create and before its rivals, so that work left over from the row before falls on neither."""
 IN_A_ROW = 20
-"""How many of the fastest things are done one after another in each round."""
+"""Repeats of the fastest operations in each round, one after another."""
 
 FORK, TRUE, RTT, HEALTHZ = "fork and wait, this process", "/bin/true", "loopback round trip", "GET /healthz"
 CREATE, COLD, CREATE_HTTP = "create, in-process", "create, in-process, no vessel ready", "create, HTTP"
@@ -51,7 +51,7 @@ def exec_row(name: str, where: str) -> str:
 
 
 _ECHO_TEXT = "x" * 600
-"""As long as what a command's `started` and `exit` are together, about."""
+"""Text about as long as a command's `started` and `exit` messages together."""
 
 RATIOS = {
     CREATE: "bwrap",
@@ -67,7 +67,7 @@ RATIOS = {
 """Row to the row it is divided by."""
 
 _FIRST_COUNT = 50
-"""Sessions before memory is looked at for the first time: what is needed only once is there by then."""
+"""Sessions before memory is first measured, so that memory which is needed only once is in use by then."""
 
 
 def main() -> None:

@@ -121,7 +121,7 @@ def _family(root: int) -> set[int]:
             try:
                 stat = (entry / "stat").read_text()
             except OSError:
-                continue  # it ended meanwhile
+                continue  # the process ended meanwhile
             parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
     family = {root}
     while more := {pid for pid, parent in parents.items() if parent in family} - family:

@@ -1,7 +1,7 @@
-"""What each protection costs: sessions with it and without it, made in turn, and the steps that a create consists of.
+"""Costs of each protection: sessions with it and without it, made in turn, and the steps that a create consists of.
 
-What there is to switch is read from the configuration's own choices. A variant that can't be had on this machine is
-named with the reason. A protection that is always on shows in the table of steps alone.
+The protections that can be switched are read from the configuration's own choices. A variant that can't be had on this
+machine is named with the reason. A protection that is always on shows in the table of steps alone.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Rival:
             self.reason = done.stderr.strip() if done.returncode else ""
 
     def run(self) -> None:
-        """Start it once and wait for its end."""
+        """Start the rival once and wait for its end."""
         subprocess.run(self.command, cwd=self._cwd, stdout=subprocess.DEVNULL, check=True)
 
 
@@ -27,7 +27,7 @@ _PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def bubblewrap(rootfs: Path, scratch: Path) -> Rival:
-    """All namespaces, the same root, own /proc, /dev and /tmp."""
+    """bubblewrap with all namespaces, the same root, own /proc, /dev and /tmp."""
     command = [
         "bwrap",
         "--unshare-all",

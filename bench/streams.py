@@ -1,4 +1,4 @@
-"""What streams cost: output over a WebSocket beside a plain sender, the first byte, an interrupt, CPU per command, and
+"""Costs of streams: output over a WebSocket beside a plain sender, the first byte, an interrupt, CPU per command, and
 fifty streams at once. Each figure is printed with what it is compared with, from the same run.
 """
 

@@ -20,7 +20,9 @@ from tests.ground import Ground
 _CAP_SYS_ADMIN = 21
 _LONGEST = ("vm", "e2e", "kernel", "contract", "fuzz")
 _LAST = "test_pure_v2.py"
-"""It emulates two processors, so that no lane is idle beside it, and watches deadlines: best alone."""
+"""File that runs last and alone: it watches deadlines and emulates two processors, so that no lane is idle
+beside it.
+"""
 
 _GROUND = pytest.StashKey[Ground]()
 
@@ -76,7 +78,7 @@ def _folder(item: pytest.Item) -> str:
 
 @pytest.fixture
 def ground(pytestconfig: pytest.Config) -> Ground:
-    """What this process has for itself."""
+    """Ground of this process: its own mounts, cgroups and directory."""
     return pytestconfig.stash[_GROUND]
 
 

@@ -1,7 +1,7 @@
-"""What tests need from the distribution's archive: made or fetched once, kept in the user's cache, never required.
+"""Parts of the distribution's archive for tests: made or fetched once, kept in the user's cache, never required.
 
-Uses the machine's own apt sources and names no host. Raises `Unavailable` with the reason where something can't be
-had; tests skip with it. Sources: apt-get(8), mmdebstrap(1), sources.list(5).
+Uses the machine's own apt sources and names no host. Raises `Unavailable` with the reason where something can't be had;
+tests skip with it. Sources: apt-get(8), mmdebstrap(1), sources.list(5).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What one process of a test run has for itself: mounts, a cgroup in each hierarchy, a directory for temporary files.
+"""The ground of one test process: mounts, a cgroup in each hierarchy and a directory for temporary files of its own.
 
-Whatever its tests start is found within, so that a leak is never somebody else's, several runs on one machine do not
-disturb each other, and what a killed one left can be removed without touching what others use. Without the power for a
-part the process goes without it. In a pure v2 tree a cgroup below one that holds processes could have no controllers:
-there the process stays where it was started.
+Everything that its tests start is found within it. So a leak is never another run's, several runs on one machine do not
+disturb each other, and the remains of a killed run can be removed without touching others. A process that lacks the
+power for a part goes without that part. In a pure v2 tree a cgroup below one that holds processes could have no
+controllers: there the process stays where it was started.
 Sources: mount_namespaces(7), cgroups(7), cgroup-v2.rst "No Internal Process Constraint".
 """
 
@@ -26,7 +26,9 @@ _MNT_DETACH = 2
 _CONTROLLERS = frozenset(("cpu", "cpuacct", "memory", "pids", "freezer", ""))
 """Hierarchies that sandboxes use; the empty name is the unified one."""
 _SHARES = "65536"
-"""Of the processor in v1: as much as many processes have that are in no group, for a run has many."""
+"""Processor shares of the ground in v1: as many as a group of many processes, for those outside of any group compete
+singly.
+"""
 _PREFIX = "tests-"
 _PATIENCE_S = 5.0
 _PAUSE_S = 0.02
@@ -58,7 +60,7 @@ class Ground:
         return cls(directory, outer, (*made, *found), made)
 
     def release(self) -> None:
-        """Remove it with all that is left in it."""
+        """Remove the ground with all that is left in it."""
         for cgroup in self.made:
             with contextlib.suppress(OSError):
                 (cgroup.parent / "cgroup.procs").write_text(str(os.getpid()))

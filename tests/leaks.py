@@ -1,7 +1,7 @@
-"""What a test may leave behind, seen from outside: mounts, cgroups, processes, descriptors, directories.
+"""Leaks of a test, seen from outside: mounts, cgroups, processes, descriptors, directories.
 
-Looked for on the ground of this process alone, so that nothing found is somebody else's. `/run` and `/dev/shm`, which
-are everyone's, are looked at for our name; the checkout for whatever is not hidden.
+Only the ground of this process is searched, so that nothing found belongs to another run. In `/run` and `/dev/shm`,
+which all processes share, entries with our name are looked for; in the checkout, whatever is not hidden.
 Sources: proc_pid_task(5), `children`.
 """
 
@@ -27,7 +27,7 @@ _CHECKOUT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What there was at one moment."""
+    """Mounts, cgroups, processes, descriptors and directories at one moment."""
 
     ground: Ground
     mounts: frozenset[str]

@@ -19,7 +19,7 @@ SLOWNESS = float(os.environ.get("SANDKASTEN_TEST_SLOWNESS", "1"))
 PATIENCE_S = 10.0
 _PAUSE_S = 0.01
 REFERENCE_S = 0.008
-"""What `_sample` takes on an idle machine with a processor of 2020."""
+"""Time that `_sample` takes on an idle machine with a processor of 2020."""
 _MEASURED_FOR_S = 2.0
 MAX_SLOWNESS = 12.0
 """A hang must show some time."""

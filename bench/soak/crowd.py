@@ -134,7 +134,7 @@ class Crowd:
         return base64.b64decode(answer.body["content_base64"])
 
     async def _mark(self, client: Client, member: Member) -> None:
-        """An exported variable is there still, whatever was killed but PID 1; then set another."""
+        """Check that the exported variable is still there, whatever was killed but PID 1; then set another."""
         new = f"{member.chance.getrandbits(32)}"
         old, member.mark = member.mark, None
         answer = await self._exec(client, member, f"echo $MARK; export MARK={new}")

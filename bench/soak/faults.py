@@ -1,4 +1,4 @@
-"""Who is killed, and how: PID 1s and shells of sessions, the fork server, its helpers, the daemon. All with SIGKILL."""
+"""Kills by SIGKILL of PID 1s and shells of sessions, of the fork server, of its helpers, and of the daemon."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Kill = Callable[[], Awaitable[None]]
 
 
 class Faults:
-    """Kills somebody every `every_s` seconds, chosen by chance; the daemon comes back at once."""
+    """Kills every `every_s` seconds, of a kind chosen by chance; a killed daemon is started again at once."""
 
     def __init__(self, site: Site, ledger: Ledger, chance: random.Random, *, every_s: float) -> None:
         self._site, self._ledger, self._chance = site, ledger, chance

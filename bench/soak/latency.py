@@ -1,4 +1,4 @@
-"""How long a small command takes, as somebody sees it who asks over HTTP again and again."""
+"""Latency of a small command, as seen by a client that asks over HTTP again and again."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ async def open_session(client: Client) -> str:
 async def sample_ms(
     client: Client, ledger: Ledger, place: str, *, seconds: float, pause_s: float, beside: str
 ) -> list[float]:
-    """Run `:` in the session at `place` for so long, with a pause after each; return what each took, milliseconds.
+    """Run `:` in the session at `place` for so long, with a pause after each command; return each latency in
+    milliseconds.
 
-    One that fails, `beside` whatever, is a violation.
+    A command that fails is a violation, named with `beside`.
     """
     samples: list[float] = []
     end = trio.current_time() + seconds

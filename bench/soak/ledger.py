@@ -1,7 +1,7 @@
-"""What a run has seen: what was promised to it, what went wrong, how often each thing happened.
+"""The ledger of a soak: promises that were made, violations, and how often each thing happened.
 
-A promise is an answer: bytes that a write was confirmed for must be there for ever, whatever is killed. What was under
-way when an answer failed to come may have happened or not, and is not held against anybody.
+A promise is an answer: bytes whose write was confirmed must be there for ever, whatever is killed. A request that got
+no answer may have had its effect or not; neither is a violation.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class Ledger:
         self.counts[what] += number
 
     def violate(self, what: str) -> None:
-        """Note something that may never happen."""
+        """Note an event that may never happen."""
         self.count("violations")
         if len(self.violations) < _KEPT_VIOLATIONS:
             self.violations.append(what)
 
     def confirm(self, workspace: str, name: str, content: bytes) -> None:
-        """A file of that content was confirmed."""
+        """Note that a file with that content was confirmed."""
         self.files.setdefault(workspace, {})[name] = checksum(content)
 
     @property
     def confirmed(self) -> int:
-        """How many files must be there."""
+        """Number of files that must be there."""
         return sum(len(names) for names in self.files.values())
 
     def check(self, workspace: str, name: str, content: bytes | None) -> None:
@@ -52,5 +52,5 @@ class Ledger:
 
 
 def checksum(content: bytes) -> str:
-    """Return the SHA-256 of it."""
+    """Return the SHA-256 of the content."""
     return hashlib.sha256(content).hexdigest()

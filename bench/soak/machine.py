@@ -1,4 +1,4 @@
-"""What of the machine a run may use up and must give back: counted from outside, by what the kernel shows.
+"""Resources of the machine that a soak may use and must give back: counted from outside, by what the kernel shows.
 
 Processes are those below this one, which is their subreaper: whatever a daemon started and forgot is still counted.
 Sources: proc(5); cgroup-v2.rst "cgroup.stat"; prctl(2) PR_SET_CHILD_SUBREAPER.
@@ -70,7 +70,7 @@ def family() -> Mapping[int, Process]:
 
 @attrs.frozen
 class Inventory:
-    """How much of each kind there is. `dying_cgroups` are removed ones that the kernel still holds something of."""
+    """Counts of resources by kind. `dying_cgroups` are removed ones that the kernel still holds something of."""
 
     processes: int
     mounts: int
@@ -104,7 +104,7 @@ class Inventory:
 
 @attrs.frozen
 class Usage:
-    """What one process holds."""
+    """Resources that one process holds."""
 
     resident_bytes: int
     descriptors: int

@@ -27,7 +27,7 @@ _LOOK_S = 0.25
 
 @attrs.frozen
 class Size:
-    """How much of everything. Seconds are of wall clock."""
+    """Sizes of a soak's parts. Seconds are of wall clock."""
 
     cycles: int
     cycles_at_once: int
@@ -41,8 +41,9 @@ class Size:
 
 @attrs.frozen
 class Tasks:
-    """How many tasks a daemon has without any session: as it has started, after all cycles, and the last one, which
-    was killed for, after everything is gone."""
+    """Tasks of daemons without sessions: of the first as it has started and after all cycles, and of the last, which
+    outlived the kills, after everything is gone.
+    """
 
     at_start: int
     after_cycles: int
@@ -55,8 +56,9 @@ class Tasks:
 
 @attrs.frozen
 class Phases:
-    """What each part has measured. `restarts_s`: from a daemon's death until its successor was ready; `adopted`: how
-    many sessions answered with their shell state after the last restart, the last of them after `adoption_s`."""
+    """Measurements of each part. `restarts_s`: from a daemon's death until its successor was ready; `adopted`: how many
+    sessions answered with their shell state after the last restart, the last of them after `adoption_s`.
+    """
 
     cycles: cycles.CycleReport
     opening_s: float
@@ -70,7 +72,7 @@ class Phases:
 
 @attrs.frozen
 class Report:
-    """What a soak has found. `left` is empty and `ledger.violations` too, or it failed."""
+    """Findings of a soak, which fails unless `left` and `ledger.violations` are empty."""
 
     size: Size
     seconds: float
@@ -159,7 +161,7 @@ async def _count_tasks(site: Site, *, wanted: int = 0) -> int:
 
 
 async def _quiet(before: machine.Inventory) -> machine.Inventory:
-    """Look again until nothing is left, or for so long that it is not going to vanish."""
+    """Look until nothing is left, or until so much time has passed that the rest is not going to vanish."""
     end = time.monotonic() + _QUIET_S
     while True:
         machine.reap_orphans(set())
@@ -170,7 +172,7 @@ async def _quiet(before: machine.Inventory) -> machine.Inventory:
 
 
 def _data_dir(scratch: Path) -> Path:
-    """Below a directory that the daemon's own user can pass through."""
+    """Make a data directory below a directory that the daemon's own user can pass through."""
     scratch.chmod(0o755)
     path = scratch / "data"
     path.mkdir()

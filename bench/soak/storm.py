@@ -1,4 +1,4 @@
-"""All leases end within one second: how long until every session is gone, and what somebody else notices of it."""
+"""A storm of lease ends: the time until every session is gone, and the latency of a bystander's commands meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.soak.site import Client, Site
 
 _AT_ONCE = 4
 _LEAD_S = 10
-"""From the last change of a lease until the first ends."""
+"""Seconds from the last change of a lease until the first lease ends."""
 
 _ALONE_S = 5.0
 _PATIENCE_S = 120.0

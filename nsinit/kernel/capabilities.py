@@ -1,4 +1,4 @@
-"""Gives capabilities away: the sets that nsinit, its helpers and PID 1 of a sandbox keep, and the order of dropping.
+"""Drops capabilities: the sets that nsinit, its helpers and PID 1 of a sandbox keep, and the order of dropping.
 
 PID 1's part runs after PID 1 joined the session's user namespace, because joining grants a full set of capabilities
 (user_namespaces(7)). No step may be skipped on error.
@@ -79,20 +79,20 @@ _SECUREBITS = (
 
 
 def read_last_capability() -> int:
-    """Return the highest capability number of this kernel. Read at the start of nsinit: inside a sandbox `/proc` is
-    another."""
+    """Return the highest capability number of this kernel. Read when nsinit starts: a sandbox has another `/proc`."""
     with open("/proc/sys/kernel/cap_last_cap", "rb") as file:
         return int(file.read())
 
 
 def give_up(capability: int) -> None:
-    """Drop one capability of this process, for good for a process of the initial user namespace."""
+    """Drop one capability of this process. No later call brings it back in the initial user namespace."""
     syscalls.capset(syscalls.capget() & ~(1 << capability))
 
 
 def keep_only(capabilities: int, last_capability: int) -> None:
-    """Keep the capabilities of the mask that this process has; neither the process nor a program that it executes gets
-    another."""
+    """Keep those of `capabilities`, a bit mask, that this process has. Neither the process nor a program that it
+    executes gets another.
+    """
     # execve(2) of a setuid file, or of one with file capabilities, then grants nothing (no_new_privs.rst).
     syscalls.prctl(k.PR_SET_NO_NEW_PRIVS, 1)
     for capability in range(last_capability + 1):
@@ -104,7 +104,7 @@ def keep_only(capabilities: int, last_capability: int) -> None:
 
 
 def drop_bounding_set(last_capability: int, *, root_inside: bool) -> None:
-    """Set no_new_privs and empty the bounding and ambient sets: no exec can ever gain a capability.
+    """Set no_new_privs and empty the bounding and ambient sets, so that no execve(2) gains a capability.
 
     The capabilities of root inside become inheritable before: without a bounding set nothing can be added later.
     """

@@ -54,8 +54,9 @@ class Process:
 
 @dataclass(slots=True)
 class UnfinishedSandbox:
-    """A sandbox that no runner serves yet: PID 1 and the socket to PID 1 (`wire/control.py`). `image_key`: that of the
-    plan whose image is mounted, None while none is. `identity`: read when it is first needed."""
+    """A sandbox that no runner serves yet: PID 1 and the socket to PID 1 (`wire/control.py`). `image_key` belongs to
+    the plan whose image is mounted; None while no image is. `identity` is read when it is first needed.
+    """
 
     session_id: str
     process: Process

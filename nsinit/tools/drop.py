@@ -1,9 +1,9 @@
-"""Gives root away, for good. A daemon does so once, after everything that needs root is open.
+"""Drops root for good. A daemon does so once, after everything that needs root is open.
 
 The one part of nsinit that runs in the daemon's own process, while that process has a single thread: credentials belong
 to threads (credentials(7)). No capability, group, key ring or way back is left; privilege that can't be given away is
 an error. Paths that the new user could not walk to, because a directory above them is private to root (`/root`,
-somebody's home), are shown to this process alone, in a mount namespace of its own, in an otherwise empty directory.
+a user's home), are bound below an empty directory that covers the private one, in a mount namespace of this process.
 
 Sources: capabilities(7); credentials(7); setresuid(2); prctl(2) PR_SET_DUMPABLE; mount_namespaces(7); open_tree(2).
 """
@@ -64,7 +64,7 @@ def check_dropped(uid: int, gid: int) -> None:
 
 
 def find_hidden(paths: Iterable[str], uid: int, gid: int) -> dict[str, list[str]]:
-    """Return the topmost directories that `uid` can't pass on the way to some of `paths`, each with those paths."""
+    """Return the paths that `uid` can't reach, by the topmost directory on their way that it can't enter."""
     hidden: dict[str, list[str]] = {}
     for path in sorted({os.path.realpath(path) for path in paths}):
         parents = [path[:end] for end, char in enumerate(path) if char == "/" and end]
@@ -75,7 +75,9 @@ def find_hidden(paths: Iterable[str], uid: int, gid: int) -> dict[str, list[str]
 
 
 def show_only(hidden: dict[str, list[str]]) -> None:
-    """In a mount namespace of our own, put an empty directory over each wall, and the paths where they were."""
+    """Cover each directory of `hidden` with an empty one and bind its paths there, in a mount namespace of this
+    process.
+    """
     if not hidden:
         return
     syscalls.unshare(k.CLONE_NEWNS)

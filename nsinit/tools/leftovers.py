@@ -2,9 +2,9 @@
 
 Used while no nsinit runs, or beside one. Standard input: a JSON object with the ids that the database has as alive
 (`recorded`) and the pid of an nsinit that runs (`nsinit`, 0: none). Standard output: a JSON object with `found` and
-`leftovers`, as nsinit would answer `Scan` and `FindLeftovers`; `homes`, the node's cgroup directories, each with the
-two files of which one takes a process that is to work there; `rivals`, further directories in which recorded sessions
-run.
+`leftovers`, as nsinit would answer `Scan` and `FindLeftovers`; `homes`, for each cgroup directory of the node the two
+`cgroup.procs` files of which one takes a process that is to work there; `rivals`, further directories in which
+recorded sessions run.
 
 An nsinit makes the node's directory in the cgroup in which it was started, so directories are found by name and owner.
 """
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def look(layout: Layout, name: str, recorded: frozenset[str], nsinit: int) -> dict[str, Any]:  # a JSON object
-    """Return the object to print; nothing is found where no nsinit has ever been at work."""
+    """Return the object to print. Nothing is found in a data directory in which no nsinit has worked."""
     if not all(map(os.path.isdir, (layout.sessions, layout.run, layout.trash))):
         return {"found": [], "leftovers": [], "homes": [], "rivals": []}
     located = locate(nsinit or None)
@@ -77,7 +77,8 @@ def look(layout: Layout, name: str, recorded: frozenset[str], nsinit: int) -> di
 def choose_homes(
     located: Located, layout: Layout, name: str, recorded: frozenset[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the directory in use by mount point, and the other directories in which recorded sessions run.
+    """Return the node's directory in use in each hierarchy, by mount point, and the other directories in which recorded
+    sessions run.
 
     In use is the directory with most of the recorded sessions, or else the one where an nsinit is or would be, or else
     any with the right name and owner.
@@ -97,7 +98,9 @@ def choose_homes(
 
 
 def tree_of(located: Located, name: str, homes: dict[str, str]) -> Tree:
-    """Return the tree of these directories; a hierarchy without one gets that of an nsinit started by this process."""
+    """Return the cgroup tree that consists of `homes`. A hierarchy without a home gets the directory that an nsinit
+    started by this process would make.
+    """
     own = home_of(located, name)
     unified = None if located.unified_mount is None else homes.get(located.unified_mount, f"{own}/{name}")
     has_v1 = any(located.v1_mounts[each] in homes for each in REQUIRED if each in located.v1_mounts)

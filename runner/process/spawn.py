@@ -37,8 +37,9 @@ NOT_FOUND_STATUS = 127
 _NOT_FOUND = (errno.ENOENT, errno.ENOTDIR)
 
 Membership = tuple[str, int]
-"""How a program comes into its cgroup, and the descriptor for it: ("clone", a cgroup v2 directory) or ("join", a v1
-`tasks` file open for writing)."""
+"""Way of a program into its cgroup, and the descriptor for that: ("clone", a cgroup v2 directory) or ("join", a v1
+`tasks` file open for writing).
+"""
 
 _GROUP_NAME = re.compile(r"[a-z0-9-]{1,32}")
 
@@ -239,7 +240,7 @@ small it would be the largest process of that score."""
 _FIRST_OFFER_S = 0.001
 _LAST_OFFER_S = 2.0
 _OFFER_FACTOR = 1.5
-"""How long to wait for a fork to become a program: it takes a millisecond or two."""
+"""Bounds of the wait for a fork to become a program, which takes a millisecond or two."""
 
 
 def offer(identity: UserIdentity, pid: int) -> bool:

@@ -216,7 +216,7 @@ _UNFINISHED = (State.QUEUED, State.RUNNING, State.TAKEN_BACK, State.FORCED)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended: exit status as a shell would give it, the signal that ended it, and the cause."""
+    """End of a run: exit status as a shell would give it, the signal that ended the run, and the cause."""
 
     exit_code: int
     signal: int | None

@@ -55,7 +55,7 @@ class Outflow:
         """Whether the last output was read, or is not wanted."""
 
     def resume(self) -> None:
-        """Read as it comes, until `pause`."""
+        """Read output as it comes, until `pause`."""
         if not (self._is_watched or self._is_at_end or self.is_done):
             self._is_watched = True
             self._loop.watch(self._fd, READ, self._on_readable, self._on_error)

@@ -30,11 +30,11 @@ MAILBOX_MESSAGES = 512
 """Bound of every mailbox; a full one raises `Overloaded` in the sender."""
 
 CLEANUP_S = 20.0
-"""How long an actor's clean-up may take before it is left to the reaper."""
+"""Longest time for an actor's clean-up; the rest is left to the reaper."""
 
 
 RESTART_PATIENCE_S = 5.0
-"""How long `ask_again` waits for a restarted actor."""
+"""Longest time for which `ask_again` waits for a restarted actor."""
 
 _RESTART_PAUSE_S = 0.05
 
@@ -129,7 +129,7 @@ class Ref:
     def __init__(self, name: str) -> None:
         self.name = name
         self.incarnation = 0
-        """How many actors have answered here."""
+        """Number of actors that have answered at this address."""
         self.end_error: Callable[[], SandkastenError | None] = _no_error
         """Returns the error of a request to an actor that has ended for good, or None while the actor lives."""
         self.translate: Callable[[SandkastenError], Awaitable[SandkastenError]] = _as_it_is

@@ -42,7 +42,7 @@ class _Start(Protocol):
 
 @attrs.frozen
 class ChildSpec:
-    """How to run one child. `start` is called anew for each incarnation and runs until the child ends.
+    """Description of one child. `start` is called anew for each incarnation and runs until the child ends.
 
     `permanent` children are always restarted, `transient` ones only after a failure, `temporary` ones never.
     `shutdown_s` bounds how long stopping waits for this child before it goes on to the next. A child that

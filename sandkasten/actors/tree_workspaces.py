@@ -126,6 +126,10 @@ class WorkOfWorkspaces:
         claim = self._holds.begin(Hold(workspace_id, Use.CLAIM, self._within))
         try:
             await self._workspaces.ask(messages.Admit(claim))
+        except BaseException:
+            self._holds.end(claim)  # no step was taken in its name; the actor may be too busy to be told of the end
+            raise
+        try:
             yield claim
         finally:
             with trio.move_on_after(_CLEANUP_S, shield=True):

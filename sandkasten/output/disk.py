@@ -217,7 +217,7 @@ class Written:
 
 
 class DiskUse:
-    """How many bytes the files of all sessions take. Counted by any thread."""
+    """Counter of the bytes that the files of all sessions take. Any thread may count."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -256,7 +256,7 @@ class SessionFiles:
 
     @property
     def slack_bytes(self) -> int:
-        """How much the files may take beside the output that is needed."""
+        """Bytes that the files may take beside the output that is needed."""
         return 2 * max(FILE_BYTES, 4 * self._stated_bytes)
 
     @property

@@ -19,7 +19,8 @@ from sandkasten.output.disk import Place
 from sandkasten.output.records import Span
 
 WINDOW_BYTES: Final = 1024 * 1024
-"""How far behind a reader may be before the writer waits. Every piece counts `PIECE_OVERHEAD_BYTES` beside its own."""
+"""Output that a reader may be behind before the writer waits. Every piece counts `PIECE_OVERHEAD_BYTES` beside its own.
+"""
 
 _PIECE_BYTES: Final = 64 * 1024
 _PIECES_PER_CHECKPOINT: Final = 16

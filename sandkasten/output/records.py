@@ -208,7 +208,7 @@ class Span:
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes of output the pieces have."""
+        """Number of bytes of output in the pieces."""
         return self.stdout_end - self.stdout_start + self.stderr_end - self.stderr_start
 
     def precedes(self, other: Span) -> bool:

@@ -431,7 +431,7 @@ class OutputStore:
 
     @property
     def retention_s(self) -> float:
-        """How long the output of an ended run is kept."""
+        """Time for which the output of an ended run is kept."""
         return self._shelf.retention_s
 
     @property
@@ -445,7 +445,7 @@ class OutputStore:
 
     @property
     def lost_bytes(self) -> int:
-        """How much output the disk did not take or give back."""
+        """Bytes of output that the disk did not take or give back."""
         return self._ledger.lost_bytes
 
     def uses(self, name: str) -> bool:

@@ -45,7 +45,7 @@ CREATE TABLE IF NOT EXISTS damaged (
     content  TEXT NOT NULL       -- the row, as text
 ) STRICT
 """
-"""Made when it is first needed: most databases never have one."""
+"""Table of damaged rows, made when the first one is found: most databases never have one."""
 
 
 class DamagedRow(ValueError):

@@ -182,7 +182,7 @@ async def test_cancelling_an_ask_drops_the_answer_and_not_the_work() -> None:
 
 
 async def test_messages_behind_a_stop_are_turned_down() -> None:
-    """What an actor did not serve before it stopped is answered with its `gone` error."""
+    """Messages that an actor did not serve before it stopped are answered with its `gone` error."""
     subject = Subject(Ref("subject"))
     outcome: list[str] = []
 
@@ -215,7 +215,7 @@ async def test_an_actor_works_in_the_name_of_whoever_asks() -> None:
 
 
 async def test_a_mailbox_says_how_much_waits_in_it() -> None:
-    """What is being served is not counted, nor anything where nobody answers."""
+    """A message that is being served is not counted. An address without an actor has nothing waiting."""
     subject = Subject(Ref("subject"))
     assert subject.ref.waiting == 0
     async with trio.open_nursery() as nursery:

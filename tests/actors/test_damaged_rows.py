@@ -128,7 +128,7 @@ def _with(**fields: Any) -> SessionRecord:
     ],
 )
 async def test_what_this_program_wrote_is_believed(store: Ref, tmp_path: Path, record: SessionRecord) -> None:
-    """Whatever may be absent or full: a sandbox whose row is not believed would be ended."""
+    """Optional fields may be absent or full. A sandbox whose row is not believed would be ended."""
     await store.ask(do(put_session, record))
     found = await store.ask(do(get_session, VICTIM))
     assert found is not None
@@ -144,7 +144,7 @@ def _judged(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("name", DAMAGE)
 async def test_a_damaged_row_is_set_aside_and_the_others_are_read(store: Ref, tmp_path: Path, name: str) -> None:
-    """Whatever asks first, the row is gone for everybody afterwards and kept with the reason, for people."""
+    """The first query that meets the row removes it for every later one; the row and the reason are kept for people."""
     column, value = DAMAGE[name]
     _damage(
         tmp_path / "test.db", f"UPDATE sessions SET {column} = CAST(? AS {_type(value)}) WHERE id = ?", value, VICTIM
@@ -176,7 +176,7 @@ async def _listed(store: Ref, *labels: LabelSelector) -> list[str]:
 
 
 async def test_an_unknown_state_is_no_session(store: Ref, tmp_path: Path) -> None:
-    """It is in no list, not found by id or key, and can be made anew."""
+    """A session of an unknown state is in no list, is not found by id or key, and can be made anew."""
     _damage(tmp_path / "test.db", "UPDATE sessions SET status = 'root' WHERE id = ?", VICTIM)
     assert [each.session.id for each in await store.ask(do(live_sessions))] == [WITNESS]
     assert await store.ask(do(get_session, VICTIM)) is None
@@ -200,7 +200,7 @@ async def test_what_is_set_aside_is_bounded(store: Ref, tmp_path: Path) -> None:
 
 
 async def test_a_damaged_event_costs_no_other_event(store: Ref, tmp_path: Path) -> None:
-    """It is removed; a reader gets a full page of what is sound."""
+    """The damaged event is removed; a reader gets a full page of sound events."""
     state = await store.ask(do(open_journal, now_ms=1))
     await store.ask(do(append_events, [], floor=None))
     rows = [
@@ -227,7 +227,7 @@ async def test_a_damaged_counter_is_begun_anew(store: Ref, tmp_path: Path, value
 
 
 async def test_a_damaged_floor_is_forgotten(store: Ref, tmp_path: Path) -> None:
-    """It would else hide every event there will ever be."""
+    """A damaged floor would hide every event there will ever be."""
     await store.ask(do(append_events, [], floor="000000000001-000000000001"))
     _damage(tmp_path / "test.db", "UPDATE node SET value = 'zzz' WHERE key = 'events_floor'")
     assert (await store.ask(do(open_journal, now_ms=1))).floor is None

@@ -81,7 +81,7 @@ async def test_reading_on_from_any_cursor_gives_the_rest(path: Path) -> None:
 
 
 async def test_a_slow_reader_is_served_from_disk_until_that_has_forgotten(path: Path) -> None:
-    """It costs the others nothing, and it never gets a part as if it were all."""
+    """A slow reader costs the others nothing, and never gets a part of the events as if it were all of them."""
     async with running_node(path, memory_events=16, kept=200) as node, node.reader() as slow, node.reader() as quick:
         for number in range(1, 101):
             node.emit(number)
@@ -105,7 +105,7 @@ async def test_a_slow_reader_is_served_from_disk_until_that_has_forgotten(path: 
 
 
 async def test_a_purge_in_the_moment_of_reading_is_noticed(path: Path) -> None:
-    """What the database says counts, although the journal in memory has not heard of it yet."""
+    """The database's floor counts, although the journal in memory has not heard of it yet."""
     async with running_node(path, memory_events=4) as node, node.reader() as reader:
         for number in range(20):
             node.emit(number)
@@ -154,7 +154,7 @@ async def test_readers_at_any_pace_see_everything_once(path: Path) -> None:
 
 
 async def test_a_silent_session_is_not_overtaken_by_the_noise_of_others(path: Path) -> None:
-    """Its reader waits through more events than are kept, and its cursor moves along."""
+    """A reader of the silent session waits through more events than are kept, and its cursor moves along."""
     async with running_node(path, memory_events=16, kept=50) as node, node.reader(B) as reader:
         start, got = reader.cursor, list[Event]()
 
@@ -189,7 +189,7 @@ async def test_being_cancelled_loses_no_event(path: Path) -> None:
 
 
 async def test_a_reader_that_needs_a_broken_database_is_told(path: Path) -> None:
-    """It gets the error, not a part."""
+    """The reader gets the error, not a part of the events."""
     async with running_node(path, memory_events=4) as node:
         for number in range(10):
             node.emit(number)

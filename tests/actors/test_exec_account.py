@@ -1,4 +1,4 @@
-"""What is counted of a run: its own turn, its own shell, and who was beside it. On files as a cgroup has them."""
+"""Accounts of runs: the counters of a run's turn and shell, and the runs beside it. On files as a cgroup has them."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def session(tmp_path: Path) -> Iterator[Session]:
 
 
 async def test_alone_all_of_the_session_is_the_run_s(session: Session) -> None:
-    """Its CPU time, its kill, its victim."""
+    """A run alone in its session gets the session's CPU time, kill and victim."""
     run = session.start("a", shell=session.default)
     session.set(cpu_usec=31_000, kills=1)
     end = await session.end(run)
@@ -134,7 +134,7 @@ async def test_what_earlier_runs_left_was_there(session: Session) -> None:
 
 
 async def test_a_file_transfer_counts_as_beside(session: Session) -> None:
-    """It runs in the sandbox, too."""
+    """A file transfer is company of a run, because transfers run in the sandbox, too."""
     run = session.start("a")
     session.accounts.note_company()
     session.set(refused=1)
@@ -151,7 +151,7 @@ async def test_two_kills_beside_others_name_no_victim(session: Session) -> None:
 
 
 async def test_what_waits_has_no_part_in_what_happens(session: Session) -> None:
-    """Its turn begins when the one before it is over: kills and CPU time before that are not its own."""
+    """A waiting run's turn begins when the run before it is over: kills and CPU time before that are not its own."""
     first = session.start("a", shell=session.default)
     second = session.start("b", shell=session.default)
     session.set(cpu_usec=501_000, kills=1)
@@ -174,7 +174,7 @@ async def test_a_turn_ends_when_the_next_begins(session: Session) -> None:
 
 
 async def test_a_run_that_never_had_its_turn_used_nothing_known(session: Session) -> None:
-    """Cancelled while it waited."""
+    """The CPU time of a run that was cancelled while it waited is unknown (-1)."""
     session.start("a", shell=session.default)
     second = session.start("b", shell=session.default)
     assert (await session.end(second)).usage.cpu_ms == -1
@@ -202,7 +202,7 @@ async def test_a_program_has_used_what_the_runner_says(session: Session) -> None
 
 
 async def test_groups_that_are_found_again_are_counted(session: Session) -> None:
-    """Those of an earlier daemon."""
+    """The CPU time of groups that an earlier daemon made is counted."""
     session.group("gold", cpu_usec=700, processes=1)
     assert session.cgroups.read_cpu() == 0
     session.cgroups.recover()
@@ -222,7 +222,9 @@ async def test_a_group_that_is_gone_is_no_open_file(session: Session) -> None:
 
 
 async def test_an_account_outlives_its_daemon(session: Session) -> None:
-    """Alone it is exact again; beside others its CPU time is not known, for groups may have come and gone."""
+    """The account of a run alone is exact after a restart. Beside others its CPU time is not known, for groups may have
+    come and gone.
+    """
     for company, cause, cpu_ms in ((False, Cause.OOM, 30), (True, Cause.EXITED, -1)):
         session.set(cpu_usec=1000, kills=0)
         before = session.start("a", shell=session.default)

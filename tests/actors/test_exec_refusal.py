@@ -1,4 +1,4 @@
-"""What a runner's refusal of a command means to the client."""
+"""Errors that a client gets when the runner refuses a command."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ def test_a_directory_that_can_not_be_entered_is_named() -> None:
 
 @pytest.mark.parametrize("code", ["NO_SHELL", "SHELL_FAILED"])
 def test_a_shell_that_can_not_be_had_is_told(code: ErrorCode) -> None:
-    """It is neither the request's fault nor the daemon's: the session was given, or did, what its shell can't bear."""
+    """The error blames neither the request nor the daemon: the session's settings or programs left its shell unable to
+    run.
+    """
     error = refusal(Error(code, "words"))
     assert (type(error), error.message) == (ShellFailed, "words")
 
 
 def test_what_the_client_can_not_mend_is_the_sandbox_s() -> None:
-    """It is not blamed on the request."""
+    """An I/O error in the sandbox is not blamed on the request."""
     assert type(refusal(Error("IO_ERROR", "words"))) is SandboxError

@@ -45,7 +45,7 @@ class Init:
 
 
 async def test_a_vessel_is_greeted_before_it_serves(tmp_path: Path) -> None:
-    """What was said then is the first thing that it reads; nothing is said twice."""
+    """The vessel reads the greeting before anything else, and once only."""
     init = Init(tmp_path)
     greeting = Greeting(tmp_path, Setup())
     with trio.fail_after(patience(5)):
@@ -63,7 +63,7 @@ async def test_a_vessel_is_greeted_before_it_serves(tmp_path: Path) -> None:
 
 
 async def test_a_vessel_that_is_gone_was_greeted_in_vain(tmp_path: Path) -> None:
-    """Its successor, under the same id, is greeted when it is built."""
+    """The successor of a vessel that is gone, under the same id, is greeted when it is built."""
     old, new = tmp_path / "old", tmp_path / "run"
     new.mkdir()
     Init(new).listener.close()

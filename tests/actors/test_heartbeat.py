@@ -45,8 +45,9 @@ def heard(manager: socket.socket) -> list[str]:
 async def test_signs_of_life_stop_with_the_parts_that_must_answer(
     manager: socket.socket, notifier: Notifier, autojump_clock: trio.testing.MockClock
 ) -> None:
-    """They come every third of the watchdog's time; a database or fork server that is gone is said instead, and a full
-    disk is none of it."""
+    """Signs come every third of the watchdog's time. A database or fork server that is gone is named instead of a sign;
+    a full disk stops no sign.
+    """
     supervisor = FakeSupervisor()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(keep_beating, supervisor, notifier)
@@ -66,7 +67,7 @@ async def test_signs_of_life_stop_with_the_parts_that_must_answer(
 async def test_a_part_that_never_answers_is_no_sign_of_life(
     manager: socket.socket, notifier: Notifier, autojump_clock: trio.testing.MockClock
 ) -> None:
-    """Whoever waits for it says nothing."""
+    """A daemon that waits for the readiness of a hung part sends no sign of life."""
 
     class Stuck(FakeSupervisor):
         async def readiness(self) -> Readiness:

@@ -1,4 +1,4 @@
-"""What a repeated create is told of the session that its key made, at whatever moment it comes."""
+"""Repeated creates: the answer about the session that the same key made, at any moment of that session's life."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def made_before(status: Status) -> SessionRecord:
 async def test_a_session_that_nobody_was_told_of_is_told_to_nobody(
     store: Ref, creates: IdempotentCreates, nursery: trio.Nursery
 ) -> None:
-    """What an earlier daemon had begun is being undone when the repeat comes: that waits, and makes another one."""
+    """A session that an earlier daemon had begun is being undone when the repeat comes: the repeat waits, and makes
+    another one.
+    """
     begun = made_before(Status.CREATING)
     await store.ask(do(put_session, begun))
     made: list[str] = []
@@ -79,7 +81,7 @@ async def test_a_session_that_nobody_was_told_of_is_told_to_nobody(
 async def test_a_session_that_ends_or_has_ended_is_said_to(
     store: Ref, creates: IdempotentCreates, status: Status
 ) -> None:
-    """Whoever repeats the create learns it at once, and not by the first command."""
+    """The repeated create itself is answered with the end, not only the first command after it."""
     await store.ask(do(put_session, made_before(status)))
     with pytest.raises(SessionExpired) as told:
         await creates.create(SPEC)
@@ -89,7 +91,7 @@ async def test_a_session_that_ends_or_has_ended_is_said_to(
 async def test_an_end_that_the_database_did_not_take_counts(
     store: Ref, creates: IdempotentCreates, directory: SessionDirectory
 ) -> None:
-    """It says that the session runs, and is wrong."""
+    """The database says that the session runs, and is wrong."""
     record = made_before(Status.RUNNING)
     await store.ask(do(put_session, record))
     assert (await creates.create(SPEC)).id == BEFORE

@@ -56,7 +56,7 @@ async def test_activity_holds_the_idle_end_off_and_not_the_hard_one(autojump_clo
 
 
 async def test_the_hard_end_is_not_moved_by_renewals(autojump_clock: trio.testing.MockClock) -> None:
-    """What remains is the smaller of both."""
+    """The time left is the smaller of lease and hard end."""
     lease = Lease()
     assert lease.renew(ttl_s=60, hard_end=trio.current_time() + 100) == 60
     await trio.sleep(59)
@@ -65,7 +65,7 @@ async def test_the_hard_end_is_not_moved_by_renewals(autojump_clock: trio.testin
 
 
 async def test_a_pause_lets_no_activity_hold_the_end_off(autojump_clock: trio.testing.MockClock) -> None:
-    """What stands still is no activity; when it goes on it is again."""
+    """A paused activity does not hold the end off; a resumed one does again."""
     lease = Lease()
     lease.begin_activity()
     lease.renew(ttl_s=10, hard_end=FOREVER_S)

@@ -135,7 +135,7 @@ def test_a_cursor_is_exact_to_the_microsecond(moment: datetime, session_id: str)
 
 @given(st.text(max_size=60))
 def test_what_is_no_cursor_is_refused(text: str) -> None:
-    """Or it is one, and names a place."""
+    """A text is either refused or a cursor that names a place and is written the same way again."""
     try:
         place = parse_cursor(text)
     except ValueError:
@@ -145,7 +145,7 @@ def test_what_is_no_cursor_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "x", "0" * 15, "f" * 15 + "-" + "a" * 24, "0" * 15 + "-" + "A" * 24])
 def test_a_cursor_beyond_all_time_is_none(text: str) -> None:
-    """It would be an overflow further on."""
+    """A cursor beyond all time would be an overflow further on."""
     with pytest.raises(ValueError, match="no cursor"):
         parse_cursor(text)
 

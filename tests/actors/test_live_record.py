@@ -1,4 +1,4 @@
-"""What the database knows of a lease, on a virtual clock: never far from the truth, and never written too often."""
+"""Records of leases in the database, on a virtual clock: never far from the truth, and never written too often."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def test_a_long_command_is_written_now_and_then(
 async def test_short_leases_are_written_more_often(
     nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
 ) -> None:
-    """What is recorded is never near its end while the session is in use."""
+    """The recorded end is never near while the session is in use."""
     notes = await _notes(nursery)
     session = _Session(make_record(ID, ttl_s=4.0), notes)
     await session.own.put()
@@ -136,7 +136,7 @@ def _adopted(record: SessionRecord, notes: _Notes, *, idle_s: float, is_busy: bo
 
 
 async def test_a_restart_neither_renews_nor_shortens_a_lease(nursery: trio.Nursery) -> None:
-    """What is left is what was left; a clock that was set back makes it no longer than it may be."""
+    """A lease has the same time left after a restart; a clock that was set back makes it no longer than its ttl."""
     notes = await _notes(nursery)
     record = make_record(ID, ttl_s=60.0)
     for idle_s, left_s in ((20, 40), (59, 1), (100, -40), (-3600, 60)):
@@ -183,7 +183,9 @@ async def test_what_is_written_goes_on_where_it_was(
 
 
 async def test_a_session_that_was_busy_is_not_found_expired(nursery: trio.Nursery) -> None:
-    """Its command ran, as far as anybody knows, until its daemon left; its age counts all the same."""
+    """A busy session's command counts as running until its daemon left, so the lease is whole; the session's age counts
+    all the same.
+    """
     notes = await _notes(nursery)
     busy = _adopted(make_record(ID, ttl_s=60.0), notes, idle_s=3600, is_busy=True)
     assert abs(busy.lease.end - trio.current_time() - 60) < 0.5

@@ -52,14 +52,14 @@ def test_a_migration_that_fails_leaves_the_version_before(database: sqlite3.Conn
 
 
 def test_an_older_version_refuses_the_file(database: sqlite3.Connection) -> None:
-    """It does not know what the newer one wrote."""
+    """An older version does not know the tables of a newer one."""
     migrate(database, {1: FIRST, 2: SECOND})
     with pytest.raises(DatabaseTooNew):
         migrate(database, {1: FIRST})
 
 
 def test_readers_and_the_writer_of_a_database_do_not_wait_for_each_other(tmp_path: Path) -> None:
-    """It keeps a write-ahead log, whoever made it."""
+    """A database has a write-ahead log, whichever program made the file."""
     path = tmp_path / "db"
     with closing(open_database(path)) as database:
         assert database.execute("PRAGMA journal_mode").fetchone()[0] == "wal"

@@ -24,7 +24,7 @@ IMAGE = Image("python", "rootfs", "2026-01-02T03:04:05Z", "tests")
 
 
 class FakeNsinit(Actor):
-    """Does what it is told, but for what is in `refused`."""
+    """An nsinit that obeys every request but those of the types in `refused`."""
 
     def __init__(self) -> None:
         super().__init__(Ref("zygote"))
@@ -77,7 +77,7 @@ async def test_no_image_is_mounted_before_anybody_asked(yard: Yard) -> None:
 
 
 async def test_one_has_the_image_as_the_last_create_asked_and_one_stays_blank(yard: Yard) -> None:
-    """Whoever asks for the same gets the one with the image, whoever asks for another the blank one."""
+    """A create like the last one gets the sandbox with the image; any other create gets the blank one."""
     await yard.refill()
     assert yard.take() is not None
     await yard.refill()

@@ -291,7 +291,7 @@ async def test_a_session_that_is_not_there_says_so_everywhere(
 
 
 async def test_the_node_counts_its_sessions(supervisor: Supervisor, session_id: str) -> None:
-    """What they may use is summed up, and no total is made up."""
+    """Limits of the sessions are summed up. A total that is not known is not made up."""
     node = await supervisor.node()
     limits = (await supervisor.get(session_id)).limits
     assert (node.id, node.status, node.sessions) == (supervisor.node_id, "ready", {"running": 1})

@@ -1,4 +1,4 @@
-"""What the record of an ended run is counted with, beside its texts, is no less than what it takes."""
+"""Cost of an ended run's record: the size counted for it, beside its texts, is no less than the memory it takes."""
 
 from __future__ import annotations
 

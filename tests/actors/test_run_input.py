@@ -1,4 +1,4 @@
-"""Who may send input to a run at the same time."""
+"""Senders of input to a run: how many clients may send at the same time, and which ones."""
 
 from __future__ import annotations
 

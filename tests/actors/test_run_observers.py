@@ -1,9 +1,10 @@
-"""What observers of a run are told, in which order, and until when."""
+"""Notices to the observers of a run: their content, their order, and the last one."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import trio
 import trio.testing
 
@@ -41,8 +42,7 @@ class Notes(RunObserver):
         self.calls.append(f"ended {run.exec_id} {run.end is not None}")
 
 
-def join(logs: SessionOutput, exec_id: str, notes: Notes | None = None) -> Run:
-    observers = () if notes is None else (notes,)
+def join(logs: SessionOutput, exec_id: str, *observers: Notes) -> Run:
     run = Run(RunRequest(ExecSpec("true", exec_id=exec_id), timeout_ms=None))
     run.join(
         logs.open(exec_id),
@@ -95,3 +95,31 @@ async def test_an_observer_of_a_shell_sees_its_runs_from_then_on(tmp_path: Path)
     shell.unobserve(notes)
     later.begin(0)
     assert notes.calls == ["admitted b", "began a", "ended a True"]
+
+
+class Faulty(Notes):
+    """Fails when the run ends."""
+
+    def ended(self, run: Run) -> None:
+        raise RuntimeError("an observer's fault")
+
+
+async def test_a_waiter_has_its_answer_when_an_observer_fails(tmp_path: Path) -> None:
+    """The fault is the actor's to die of; nobody waits for ever."""
+    run = join(OutputStore(tmp_path).session("s"), "a", Faulty())
+    with pytest.raises(RuntimeError, match="an observer's fault"):
+        run.finish(END)
+    with trio.fail_after(1):
+        assert await run.ended.wait() == END
+
+
+async def test_every_observer_hears_of_output_before_one_holds_the_run_up(tmp_path: Path) -> None:
+    """A slow disk is no reason to show a viewer less."""
+    slow, viewer = Notes(), Notes()
+    viewer.room.set()
+    run = join(OutputStore(tmp_path).session("s"), "a", slow, viewer)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run.put, Stream.STDOUT, b"x")
+        await trio.testing.wait_all_tasks_blocked()
+        assert slow.calls[-1] == viewer.calls[-1] == "wrote b'x'"
+        slow.room.set()

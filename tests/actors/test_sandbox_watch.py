@@ -1,4 +1,4 @@
-"""What a sandbox's death is put down to: counters of a directory as a cgroup has them, and a process that dies."""
+"""Causes of a sandbox's death, from counters of a directory as a cgroup has them, and a process that dies."""
 
 from __future__ import annotations
 

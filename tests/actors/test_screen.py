@@ -1,4 +1,4 @@
-"""What viewers of a shell see: the past first, though the present goes on while it is read."""
+"""Screens of shells: a viewer sees the past first, though the present goes on while the past is read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_what_comes_while_the_past_is_read_is_shown_behind_it() -> None:
 
 
 async def test_a_flood_while_the_past_is_read_takes_bounded_memory() -> None:
-    """Its newest part is kept, as on the screen itself; the past gives way to it."""
+    """The newest part of the flood is kept, as on the screen itself; the past gives way to the flood."""
     screen, run = ShellScreen(), a_run()
     screen.hold()
     for number in range(100):

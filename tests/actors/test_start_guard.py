@@ -1,4 +1,4 @@
-"""What nsinit says when it has started can still stop the start, before anybody can connect."""
+"""Start guard: nsinit's report about the machine can still stop the start, before anybody can connect."""
 
 from __future__ import annotations
 

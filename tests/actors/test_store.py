@@ -61,7 +61,7 @@ async def test_a_record_comes_back_as_it_was_put(store: Ref) -> None:
 
 
 async def test_live_and_ended_sessions_are_told_apart(store: Ref) -> None:
-    """What may exist in the kernel is found again after a restart; the rest is history."""
+    """Sessions that may exist in the kernel are found again after a restart; the rest is history."""
     for index, status in enumerate(Status):
         await store.ask(do(put_session, make_record(f"{index:024x}", status=status)))
     live = {record.session.status for record in await store.ask(do(live_sessions))}

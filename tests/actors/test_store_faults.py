@@ -34,7 +34,7 @@ def full(path: Path) -> sqlite3.Connection:
 
 
 async def test_a_database_that_cannot_be_written_gives_up(tmp_path: Path) -> None:
-    """Whoever asked is answered, and the end says why."""
+    """Each asker is answered, and the end gives the reason."""
     with pytest.RaisesGroup(pytest.RaisesExc(StoreBroken, match="readonly database"), flatten_subgroups=True):
         async with trio.open_nursery() as nursery:
             store: Ref = await nursery.start(Store(Ref("store"), tmp_path / "test.db", open_connection=readonly).run)
@@ -101,7 +101,7 @@ async def test_a_full_disk_refuses_writes_and_nothing_else(tmp_path: Path, nurse
 
 
 async def test_who_reads_beside_a_write_without_room_is_answered(tmp_path: Path, nursery: trio.Nursery) -> None:
-    """They share a transaction, and SQLite undoes all of it."""
+    """The reads and the write share a transaction, and SQLite undoes all of it."""
     store: Ref = await nursery.start(Store(Ref("store"), tmp_path / "test.db", open_connection=full).run)
     large = {f"label-{number}": "x" * 200 for number in range(500)}
     refused, found = Reply[None](), [Reply[Sequence[SessionRecord]]() for _ in range(10)]

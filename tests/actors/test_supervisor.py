@@ -37,7 +37,7 @@ class Journal:
 
 
 async def test_children_start_in_order_and_stop_in_reverse() -> None:
-    """What a bare nursery does not do."""
+    """Children have an order, which a bare nursery does not give."""
     journal = Journal()
     tree = ChildSupervisor([journal.child(name) for name in "abc"])
     async with trio.open_nursery() as nursery:
@@ -58,7 +58,7 @@ async def test_a_permanent_child_is_restarted_alone(autojump_clock: trio.testing
 
 
 async def test_a_stop_does_not_wait_for_a_child_that_is_starting(autojump_clock: trio.testing.MockClock) -> None:
-    """It is cancelled where it is; those before it end in their order."""
+    """The starting child is cancelled at once; the children before it end in their order."""
     journal = Journal()
 
     async def start_for_ever(*, task_status: trio.TaskStatus[Any]) -> None:
@@ -77,7 +77,7 @@ async def test_a_stop_does_not_wait_for_a_child_that_is_starting(autojump_clock:
 
 
 async def test_a_child_that_says_started_after_the_stop_is_stopped(autojump_clock: trio.testing.MockClock) -> None:
-    """It did not look up while it was cancelled; its being ready comes too late."""
+    """The child was shielded while it was cancelled; its `started` comes too late."""
     journal = Journal()
 
     async def start_late(*, task_status: trio.TaskStatus[Any]) -> None:
@@ -174,7 +174,7 @@ async def test_pauses_double_up_to_a_bound(autojump_clock: trio.testing.MockCloc
 
 
 async def test_a_child_that_ran_for_a_while_is_restarted_without_delay(autojump_clock: trio.testing.MockClock) -> None:
-    """What happens once in a while is no crash loop."""
+    """A failure once in a while is no crash loop."""
     starts: list[float] = []
 
     async def start(*, task_status: trio.TaskStatus[Any]) -> None:

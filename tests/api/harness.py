@@ -26,7 +26,7 @@ from tests.waiting import patience
 
 KEY = "sk-test-key"
 PATIENCE_S = 10.0
-"""How long a test waits for what must happen; only a failing one waits that long."""
+"""Longest time for which a test waits for an event that must happen; only a failing test waits that long."""
 
 
 @attrs.define

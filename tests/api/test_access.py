@@ -1,4 +1,4 @@
-"""What each kind of key may do, over every route there is."""
+"""Rights of each kind of key, over every route there is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.api.keys import ADMIN, CONFINED, CONFINED_READ, ISSUED, READ, WRITE, 
 from tests.api.ws_client import client_frame, close_code, handshake
 
 LOOKING_POSTS = {"processes/{exec_id}/wait"}
-"""What only looks, though its parameters come in a body."""
+"""Routes that only look, though their parameters come in the body of a POST."""
 
 ADMINISTRATION = {"/v1/node/drain", "/v1/node/undrain", "/v1/keys"}
 ABOUT_THE_NODE = {"/readyz", "/v1/system", "/v1/node", "/metrics"} | ADMINISTRATION
@@ -120,7 +120,7 @@ async def test_a_confined_key_finds_nothing_of_others_on_any_route() -> None:
 
 
 async def test_a_confined_key_works_in_its_own_sessions() -> None:
-    """What is refused with others' sessions is served with one that carries the label."""
+    """Requests that are refused for others' sessions are served for a session that carries the label."""
     async with running_fake() as running:
         for request in all_requests():
             if request.pattern in ABOUT_NO_SESSION or request.method == "HEAD":

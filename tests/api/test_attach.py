@@ -93,7 +93,7 @@ async def test_the_same_id_with_another_body_is_409(other: dict[str, object]) ->
 
 
 async def test_a_run_that_is_not_kept_any_more_is_410() -> None:
-    """It is not run again, whoever asks."""
+    """A run that is not kept is not run again, whichever client asks."""
     async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         body = {"cmd": "a", "exec_id": "e-1"}
@@ -124,7 +124,9 @@ async def test_a_run_that_is_not_kept_any_more_is_410() -> None:
 async def test_a_client_that_leaves_cancels_or_detaches(
     route: str, asked: dict[str, str], wanted: OnDisconnect
 ) -> None:
-    """As it said, or as the route does; a detached run is there with its end and output later on."""
+    """The request, or else the route, decides between cancelling and detaching. A detached run's end and output can be
+    read later.
+    """
     end = trio.Event()
     async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
@@ -152,7 +154,7 @@ async def test_a_client_that_leaves_cancels_or_detaches(
 
 
 async def test_one_who_attached_never_ends_the_run_by_leaving() -> None:
-    """Whatever it says: the run belongs to who began it."""
+    """A run belongs to the client that began it: no option of an attached client makes its leaving end the run."""
     async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         end = trio.Event()
@@ -208,7 +210,7 @@ async def test_a_stream_goes_on_exactly_where_it_was_cut(how: str) -> None:
 
 
 async def test_a_client_can_go_on_while_the_run_does() -> None:
-    """It gets what was written in between, then what comes."""
+    """A client that comes back gets the output written meanwhile, then the output that comes."""
     end = trio.Event()
     async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
@@ -226,7 +228,9 @@ async def test_a_client_can_go_on_while_the_run_does() -> None:
 
 
 async def test_a_stream_without_an_id_is_told_the_one_it_got() -> None:
-    """So that it can go on, too."""
+    """The answer's `X-Exec-Id` header has the id that the server made, so that the client can go on with the stream,
+    too.
+    """
     async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         answer = await client.post(f"{url}/exec/stream", json={"cmd": "a"})
@@ -314,7 +318,7 @@ async def test_what_is_held_back_is_told_only_when_nothing_can_follow(
 
 
 async def test_a_client_that_does_not_read_is_cut_off_and_can_come_back() -> None:
-    """Its command waits for it as long as it is there, and not a moment longer."""
+    """The command waits for a connected client that does not read, and goes on as soon as that client is cut off."""
     async with running_fake(write_timeout_s=0.3) as running:
         async with running.client() as client:
             url = await make_session(running, client)

@@ -1,4 +1,4 @@
-"""How much of a JSON body is taken, where, and that a large one costs nobody else their turn."""
+"""JSON bodies: their largest size by route, and that a large one costs nobody else their turn."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ MANY = {
 
 @pytest.mark.parametrize("body", MANY.values(), ids=MANY.keys())
 async def test_too_many_values_are_refused(body: bytes) -> None:
-    """What costs much more to parse than its length says."""
+    """Bodies that cost much more to parse than their length says are refused."""
     with pytest.raises(InvalidRequest):
         await check_value_count(body)
 
@@ -96,7 +96,7 @@ FEW = {
 
 @pytest.mark.parametrize("body", FEW.values(), ids=FEW.keys())
 async def test_a_long_text_is_not_many_values(body: bytes) -> None:
-    """Whatever is written in it, and wherever it is cut to be looked at."""
+    """The content of a text is not counted as values, wherever the check cuts the text."""
     await check_value_count(body)
 
 

@@ -1,4 +1,4 @@
-"""What workspaces are to a key that is confined to a label, over every route about them."""
+"""Workspaces as seen by a key that is confined to a label, over every route about them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ async def test_what_a_confined_key_makes_carries_its_label() -> None:
 
 
 async def test_a_session_of_a_confined_key_asks_for_workspaces_with_its_label() -> None:
-    """What decides about attaching is told which label it takes; others' keys ask without one."""
+    """The supervisor is told the label of a confined key, by which it decides about attaching; others' keys ask without
+    one.
+    """
     async with running_fake() as running:
         prepare(running)
         for token in (CONFINED.token, ADMIN.token):

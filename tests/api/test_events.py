@@ -93,7 +93,7 @@ async def test_the_history_of_an_ended_session_is_readable(path: Path) -> None:
 
 
 async def test_a_client_reads_on_behind_its_last_event(path: Path) -> None:
-    """What the browser sends by itself wins over the query it was opened with."""
+    """The `Last-Event-ID` that a browser sends by itself wins over the query with which the stream was opened."""
     async with running_front(path) as front:
         front.node.emit(*range(10))
         async with front.follow("?cursor=0") as stream:
@@ -224,7 +224,7 @@ async def test_a_client_that_falls_behind_all_that_is_kept_is_told(path: Path) -
 
 
 async def test_a_stop_of_the_server_ends_streams_in_time(path: Path) -> None:
-    """They would go on for ever."""
+    """Event streams would otherwise go on for ever."""
     async with running_front(path, graceful_timeout_s=0.1) as front:
         async with front.follow() as stream, front.websocket() as connection:
             await stream.next()

@@ -88,7 +88,7 @@ async def test_an_ended_session_can_be_looked_at_over_a_websocket(path: Path) ->
     ],
 )
 async def test_a_websocket_is_told_what_is_wrong_and_closed(path: Path, query: str, code: int, error_code: str) -> None:
-    """Once it has shown its key."""
+    """The reason is told once the client has shown its key."""
     async with running_front(path, memory_events=8, kept=10) as front:
         first = front.node.journal.head
         for number in range(40):

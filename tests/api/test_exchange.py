@@ -1,4 +1,4 @@
-"""How a handler's work ends with its client, seen without a socket: whichever side notices first."""
+"""Ends of a handler's work when its client leaves, seen without a socket: whichever side notices first."""
 
 from __future__ import annotations
 

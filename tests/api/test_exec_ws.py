@@ -98,7 +98,7 @@ async def test_a_start_has_the_fields_of_post_exec() -> None:
     ("fields", "kind"), [({}, "exit"), ({"on_timeout": "result"}, "exit"), ({"on_timeout": "error"}, "error")]
 )
 async def test_a_timeout_is_an_exit_unless_asked_otherwise(fields: dict[str, str], kind: str) -> None:
-    """Where it is an error, the ending is in its details."""
+    """Where a timeout is an error, the ending is in the error's details."""
     async with running_fake() as running, exec_talk(running) as client:
         running.supervisor.scripts["slow"] = Script(cause=Cause.TIMED_OUT, exit_code=137, signal=9)
         await client.say("start", id=1, cmd="slow", **fields)
@@ -332,7 +332,9 @@ async def test_input_to_a_run_that_takes_none_is_refused_once() -> None:
 
 
 async def test_input_of_a_channel_goes_with_it() -> None:
-    """What a run did not read is dropped: no task waits with it, and the next run on that number is granted nothing."""
+    """Input that a run did not read is dropped: no task waits with it, and the next run on that number is granted
+    nothing.
+    """
     async with running_fake() as running, exec_talk(running) as client:
         reads = trio.Event()
         running.supervisor.scripts["deaf"] = Script(echo=True, reads=reads)

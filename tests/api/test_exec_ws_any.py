@@ -1,4 +1,4 @@
-"""Whatever a client says on an exec WebSocket, in whatever order: answers, refusals or a close, and never a bug."""
+"""Exec WebSockets with any message in any order: answers, refusals or a close, and never a bug."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ async def test_why_a_connection_is_closed_names_the_field() -> None:
     ],
 )
 async def test_a_malformed_message_to_a_channel_leaves_its_run_alone(message: str | bytes) -> None:
-    """It is answered on the channel, and not as its end."""
+    """A malformed message is answered on the channel, and the answer is not the channel's end."""
     async with running_fake() as running, exec_talk(running) as client:
         run = await started(running, client)
         await client.connection.send_message(message)

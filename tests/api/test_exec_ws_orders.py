@@ -68,7 +68,7 @@ async def test_a_cancellation_that_takes_its_time_holds_up_no_order(
 
 
 async def test_a_run_that_was_cancelled_by_a_client_without_credit_ends() -> None:
-    """What there is no credit for is dropped and counted; it can be had by joining the run again."""
+    """Output without credit is dropped and counted; a client that joins the run again can have that output."""
     async with running_fake() as running, exec_talk(running) as client:
         run = await started(running, client, credit=60)
         for _ in range(4):
@@ -110,7 +110,7 @@ async def test_what_was_ordered_before_a_detach_is_done() -> None:
 
 
 async def test_an_order_that_outlives_its_channel_is_heard_of_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever comes of it, the next run on that number is not told."""
+    """The outcome of the order is not told to the next run on that number."""
     monkeypatch.setattr(ws_orders, "LAST_ORDERS_S", 0.05)
     async with running_fake() as running, exec_talk(running) as client:
         running.supervisor.scripts["wait"] = Script(hold=trio.Event(), is_tough=True)
@@ -169,7 +169,7 @@ async def test_a_terminal_is_resized() -> None:
     ],
 )
 async def test_an_order_to_nobody_is_refused(kind: str, fields: dict[str, int]) -> None:
-    """It may have crossed the exit on its way: nothing else happens."""
+    """An order may cross the exit on its way: the order is refused and nothing else happens."""
     async with running_fake() as running, exec_talk(running) as client:
         await client.say(kind, id=5, **fields)
         error = await client.hear_text("error")
@@ -181,8 +181,9 @@ async def test_an_order_to_nobody_is_refused(kind: str, fields: dict[str, int]) 
 
 
 async def test_a_refusal_says_what_came_before_it() -> None:
-    """Its `seq` is the last whole piece that was sent on its channel: of one that comes in parts not before the last
-    part, behind an `after` that, and 0 where nothing runs."""
+    """The refusal's `seq` is the last whole piece that was sent on its channel, 0 where nothing runs. A piece that
+    comes in parts counts with its last part. After an attach `seq` begins with `after`.
+    """
     async with running_fake() as running, exec_talk(running) as client:
 
         async def refused_at(channel: int, kind: str = "resize", **fields: object) -> int:
@@ -213,7 +214,7 @@ async def test_a_refusal_says_what_came_before_it() -> None:
 
 
 async def test_a_flood_of_orders_is_bounded() -> None:
-    """Those over the limit are refused; the run takes the others."""
+    """Orders over the limit are refused; the run takes the others."""
     async with running_fake() as running, exec_talk(running) as client:
         running.supervisor.scripts["tough"] = Script(hold=trio.Event(), ignores=frozenset({1}))
         await client.say("start", id=1, cmd="tough")

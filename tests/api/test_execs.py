@@ -38,7 +38,7 @@ async def start(
 
 
 async def test_a_run_is_shown_as_it_is() -> None:
-    """While it goes on, and with its end afterwards."""
+    """A run is shown while it goes on, and with its end afterwards."""
     end = trio.Event()
     script = Script(
         [(Stream.STDOUT, b"one\n"), (Stream.STDERR, b"bad \xff\n")],
@@ -143,7 +143,7 @@ async def test_a_bad_query_is_refused_by_name(rest: str, field: str) -> None:
     [("INT", 2), ("SIGINT", 2), (2, 2), ("KILL", 9), ("SIGUSR1", 10), ("STOP", 19), (64, 64), ("SIGRTMIN", 34)],
 )
 async def test_a_signal_has_a_name_or_a_number(signal: object, number: int) -> None:
-    """It reaches the run."""
+    """A signal given by name or by number reaches the run."""
     script = Script(hold=trio.Event(), ignores=frozenset(range(1, 65)))
     async with running_fake() as running, running.client() as client:
         url, run = await start(running, client, script)
@@ -199,7 +199,7 @@ async def test_input_waits_for_a_run_that_does_not_read() -> None:
 
 
 async def test_a_terminal_is_resized() -> None:
-    """Its run shows the new size."""
+    """The run shows the new size of its terminal."""
     async with running_fake() as running, running.client() as client:
         url, run = await start(running, client, Script(hold=trio.Event()), tty={"cols": 80, "rows": 24})
         assert run.spec.terminal == TerminalSize(80, 24)
@@ -259,7 +259,7 @@ async def test_a_bad_request_to_a_run_is_refused_by_name(action: str, body: dict
 async def test_an_ended_run_takes_nothing_any_more(
     action: str, body: dict[str, object], status: int, code: str | None
 ) -> None:
-    """But it can be cancelled as often as one likes."""
+    """An ended run takes no input, signal or size, but a cancel as often as one likes."""
     async with running_fake() as running, running.client() as client:
         url, _ = await start(running, client, Script(), stdin=True)
         answer = await client.post(f"{url}/execs/e-1/{action}", json=body)

@@ -1,4 +1,4 @@
-"""What holds for every request: ids, keys, sizes, methods, errors. Over real sockets."""
+"""Rules for every request: ids, keys, sizes, methods, errors. Over real sockets."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_every_route_but_healthz_wants_the_key(method: str, path: str) -> 
 
 
 async def test_healthz_is_public_and_says_nothing_else() -> None:
-    """Whoever asks, whatever the host name."""
+    """`/healthz` answers without a key and under any host name."""
     async with running_front() as running:
         status, fields, body = await ask(running, "GET", "/healthz", Host="example.com")
         assert (status, json.loads(body)) == (200, {"status": "ok"})
@@ -83,7 +83,7 @@ async def test_the_scheme_is_case_insensitive_and_spaces_are_forgiven() -> None:
 
 
 async def test_two_authorization_headers_are_refused() -> None:
-    """Which of them counts would be a guess."""
+    """Two headers leave open which of them counts; the server does not guess."""
     async with running_front() as running:
         data = request_bytes("GET", "/v1/sessions").replace(
             b"\r\n\r\n", f"\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode()
@@ -164,7 +164,7 @@ async def test_the_absolute_form_of_a_target_works() -> None:
 
 
 async def test_a_head_over_the_limit_is_too_large() -> None:
-    """Also when it arrives in one segment, and when it is many small headers; the limits are told."""
+    """A head is refused also when it arrives in one segment, and when it is many small headers; the limits are told."""
     async with running_front() as running:
         for headers in ({"X-Big": "a" * 20_000}, {f"X-{number}": "y" for number in range(120)}):
             data = request_bytes("GET", "/healthz", headers=headers | {"Connection": "close"})
@@ -349,7 +349,7 @@ async def test_without_a_key_a_web_page_can_not_drive_the_daemon(headers: dict[s
 
 
 async def test_without_a_key_bodies_must_be_json() -> None:
-    """What a page may post across origins without asking (forms, plain text) is refused."""
+    """Bodies that a page may post across origins without asking (forms, plain text) are refused."""
     async with running_front(api_key=None) as running, running.client() as client:
         for kind, status in (("text/plain", 400), ("", 400), ("application/json; charset=utf-8", 201)):
             answer = await client.post("/v1/sessions", content=b"{}", headers={"Content-Type": kind})
@@ -365,5 +365,5 @@ def test_loopback_hosts(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["localhost:x", "[::1", "a", "", ":80", "0.0.0.0", "127.1"])
 def test_other_hosts(host: str) -> None:
-    """What does not parse is not loopback."""
+    """A host that does not parse is not loopback."""
     assert not is_loopback_host(host)

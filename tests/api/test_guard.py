@@ -197,7 +197,9 @@ async def test_a_malformed_body_frees_an_answer_that_nobody_reads() -> None:
 
 @pytest.mark.parametrize("is_reading", [True, False])
 async def test_an_early_answer_does_not_break_a_client_that_is_still_sending(is_reading: bool) -> None:
-    """What it sends is discarded for a while instead of being answered with a reset, until it has read the answer."""
+    """The rest of the client's body is discarded for a while instead of being answered with a reset, until the client
+    has read the answer.
+    """
 
     async def hasty(scope: Scope, receive: Receive, send: Send) -> None:
         if is_reading:
@@ -306,7 +308,9 @@ async def test_requests_sent_together_are_answered_in_order() -> None:
 
 
 async def test_a_stop_lets_running_requests_finish() -> None:
-    """What is being answered when the stop begins is answered, if it is within the graceful timeout."""
+    """A request that is being served when the stop begins is answered, if its answer comes within the graceful
+    timeout.
+    """
     asked, release = trio.Event(), trio.Event()
 
     async def waiting(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,5 +1,6 @@
-"""What no application sees: the answers to bytes that are no HTTP have the usual body and an id, and a request's length
-is said once."""
+"""HTTP/1 below the application: answers to bytes that are no HTTP have the usual body and an id, and a request's length
+is said once.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ async def test_malformed_requests_get_the_usual_error(name: str, status: int) ->
 
 
 async def test_each_malformed_request_has_an_id_of_its_own() -> None:
-    """It is what a log line is found by."""
+    """A line of the log is found by the request's id."""
     async with running_front() as running:
         answers = [parse_answer(await send_and_read(running, MALFORMED["no_host"])) for _ in range(2)]
     assert answers[0][1]["x-request-id"] != answers[1][1]["x-request-id"]
@@ -107,7 +108,7 @@ async def test_what_follows_the_last_request_does_not_cut_its_answer() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/sessions", "/healthz", "/v1/sessions/0123456789abcdef/exec"])
 async def test_a_length_given_twice_is_refused_and_ends_the_connection(path: str) -> None:
-    """Whoever stands in front may have read the other one: nothing that follows is taken for a request."""
+    """A proxy in front may have read the other length: no byte that follows is taken for a request."""
     both = {"Content-Length": "5", "Transfer-Encoding": "chunked"}
     smuggled = b"0\r\n\r\n" + request_bytes("GET", "/healthz")
     async with running_front() as running:

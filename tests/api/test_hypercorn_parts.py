@@ -1,4 +1,6 @@
-"""What is relied upon in hypercorn although it is not documented. A new version that changes it fails here, by name."""
+"""Parts of hypercorn on which the daemon relies although they are not documented. A new version that changes one fails
+here, by name.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def test_a_connection_speaks_http_1_through_h11_protocol() -> None:
 
 
 def test_hypercorn_makes_up_answers_with_the_known_headers() -> None:
-    """They are told by their headers, and sent through two methods that can be overridden."""
+    """Answers that hypercorn makes up are told by their headers, and sent through two methods that can be
+    overridden.
+    """
     from hypercorn.protocol.h11 import H11Protocol
     from hypercorn.protocol.http_stream import HTTPStream
     from hypercorn.protocol.ws_stream import WSStream
@@ -118,7 +122,7 @@ async def test_asgi_wrapper_passes_scope_receive_and_send() -> None:
 
 
 def test_connection_state_is_a_dict() -> None:
-    """It is a name for `dict` in annotations only."""
+    """`ConnectionState` is a name for `dict` in annotations only."""
     from hypercorn.typing import ConnectionState
 
     assert ConnectionState({}) == {}

@@ -1,4 +1,6 @@
-"""What the API tells of keys: who holds what, and when a key has all that it may."""
+"""Keys over HTTP: their list with rights and usage, the answers when a quota is full, and the key that made a
+session.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is listened on, what is refused, and that a unix socket is private and gone afterwards."""
+"""Listeners: the addresses that are taken and refused, and that a unix socket is private and gone afterwards."""
 
 from __future__ import annotations
 

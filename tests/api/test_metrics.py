@@ -63,7 +63,7 @@ async def test_it_is_text_unless_openmetrics_is_asked_for() -> None:
 
 @pytest.mark.parametrize("accept", ["", "*/*", "text/plain; version=9x", "application/openmetrics-text; version=\xff"])
 async def test_no_accept_header_is_an_error(accept: str) -> None:
-    """What is not understood gets one of the two formats, and nothing of it comes back."""
+    """An `Accept` header that is not understood gets one of the two formats, and nothing of it is in the answer."""
     async with running_fake() as running:
         data = request_bytes("GET", "/metrics", headers={"Accept": accept})
         status, fields, _ = parse_answer(await send_and_read(running, data))

@@ -161,7 +161,7 @@ async def test_logs_are_followed_as_events() -> None:
 
 
 async def test_input_signals_and_sizes_reach_a_process() -> None:
-    """Its input is open from the start."""
+    """The input of a process is open from the start."""
     async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         running.supervisor.scripts["top"] = Script(echo=True, ignores=frozenset({2}))
@@ -191,7 +191,7 @@ async def test_a_process_is_killed_at_once(how: str) -> None:
 
 
 async def test_waiting_for_the_end() -> None:
-    """It comes, or the time is over."""
+    """A wait is answered when the end comes or when its time is over."""
     async with running_fake() as running, running.client() as client:
         end = trio.Event()
         _, process, _ = await start(running, client, Script(hold=end, exit_code=4))
@@ -229,7 +229,7 @@ async def test_waiting_for_a_port_and_the_list_of_ports() -> None:
 
 
 async def test_waiting_for_a_line() -> None:
-    """It is told, whatever bytes it has."""
+    """The awaited line is told, whatever bytes it has."""
     async with running_fake() as running, running.client() as client:
         script = Script([(Stream.STDOUT, b"booting\nready \xff on 80\n")], hold=trio.Event())
         _, process, _ = await start(running, client, script)

@@ -1,4 +1,4 @@
-"""What a stream of events shows when there is nothing to show, and its last event, which is small whatever happens."""
+"""Event streams of a command: pings while no event is shown, and a last event that is small whatever happens."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ DIRECTORIES = {
 @pytest.mark.parametrize("cwd", DIRECTORIES.values(), ids=DIRECTORIES.keys())
 @pytest.mark.parametrize("cause", [Cause.EXITED, Cause.TIMED_OUT])
 async def test_the_last_event_is_small_wherever_the_shell_is(cwd: str, cause: Cause) -> None:
-    """Its directory is cut and says so; the run's own page has all of it."""
+    """The shell's directory is cut and marked as cut in the last event; the run's own page has all of it."""
     exec_id = '"' * 128
     async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)

@@ -1,4 +1,4 @@
-"""Those who don't know a key cost little and say little, and nobody who does waits for them."""
+"""Clients without a valid key cost little and are told little, and no client with one waits for them."""
 
 from __future__ import annotations
 

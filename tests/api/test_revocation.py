@@ -59,7 +59,7 @@ async def test_a_command_that_is_waited_for_is_401_and_cancelled() -> None:
 
 
 async def test_an_event_stream_ends_unfinished() -> None:
-    """Its connection is closed: there is no later moment to say something."""
+    """The connection of a revoked key is closed in the middle of the stream: the body has no last chunk."""
     async with running_fake() as running:
         await make_session(running)
         async with await running.connect() as mine, await running.connect() as other:

@@ -165,7 +165,7 @@ def test_a_full_create_reaches_the_spec() -> None:
     ],
 )
 def test_a_bad_create_field_is_named(body: dict[str, object], field: str) -> None:
-    """And it alone."""
+    """The refusal names the bad field and no other."""
     assert list(refused(CreateRequest, body)) == [field]
 
 
@@ -177,7 +177,7 @@ def test_all_bad_fields_are_named_at_once() -> None:
 
 @pytest.mark.parametrize("image", ["", "../etc", "-a", "a/b", "a" * 65, "é"])
 def test_a_malformed_image_name_is_an_invalid_image(image: str) -> None:
-    """It has its own code."""
+    """A malformed image name has an error code of its own."""
     with pytest.raises(InvalidImage):
         create({"image": image})
 

@@ -190,7 +190,7 @@ async def test_an_ended_session_can_be_looked_at_and_nothing_else() -> None:
     ],
 )
 async def test_an_unknown_session_is_404(session_id: str, method: str, rest: str) -> None:
-    """Whatever the id looks like, on every route, as plain JSON."""
+    """The answer is 404 in plain JSON on every route, whatever the id looks like."""
     async with running_fake() as running, running.client() as client:
         body = {"cmd": "a", "path": "a", "text": ""} if method == "POST" else None
         answer = await client.request(method, f"/v1/sessions/{session_id}{rest}".replace("..", "%2e%2e"), json=body)
@@ -233,7 +233,7 @@ async def test_a_counter_that_the_kernel_does_not_offer_is_null() -> None:
 
 
 async def test_readyz_is_503_until_every_check_is_ok() -> None:
-    """It says which one is not."""
+    """The answer names the check that is not ok."""
     async with running_fake() as running, running.client() as client:
         assert (await client.get("/readyz")).status_code == 200
         running.supervisor.readiness_checks["disk"] = "less than 1 % is free"
@@ -243,7 +243,7 @@ async def test_readyz_is_503_until_every_check_is_ok() -> None:
 
 
 def test_server_timing_names_are_tokens() -> None:
-    """Whatever a phase is called, the header stays well-formed."""
+    """The header stays well-formed, whatever a phase is called."""
     assert server_timing({'a,b;"\r\n': 1.0}) == "a_b____;dur=1.000"
 
 

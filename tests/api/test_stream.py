@@ -135,7 +135,7 @@ async def test_characters_and_sequences_cut_between_pieces_stay_whole() -> None:
 
 
 async def test_no_position_comes_twice() -> None:
-    """What is held back, on both streams, is part of it."""
+    """Positions with output held back on both streams differ, too."""
     script = Script([(Stream.STDOUT, b"a\xc3"), (Stream.STDERR, b"b\xff\xe2")])
     async with running_fake() as running, running.client() as client:
         events = await stream(running, client, script)
@@ -261,7 +261,9 @@ async def test_a_bug_in_the_middle_ends_the_stream_unfinished() -> None:
 
 
 async def test_a_client_that_leaves_cancels_its_command(caplog: pytest.LogCaptureFixture) -> None:
-    """If it said so: in the middle of the output, in silence, and in the queue; it is nothing to complain about."""
+    """A client that asked for it cancels its command by leaving: in the middle of the output, in silence, and in the
+    queue. Its leaving is logged as no error.
+    """
     never = trio.Event()
     endless = Script([(Stream.STDOUT, bytes(60_000))], repeat=10**9)
     async with running_fake() as running:
@@ -281,7 +283,7 @@ async def test_a_client_that_leaves_cancels_its_command(caplog: pytest.LogCaptur
 
 
 async def test_a_slow_reader_stops_the_command_and_not_the_server(caplog: pytest.LogCaptureFixture) -> None:
-    """What is taken from the command while nobody reads is bounded; the write deadline then ends it."""
+    """Output taken from the command while nobody reads is bounded; the write deadline then ends the command."""
     endless = Script([(Stream.STDOUT, b"x" * 60_000)], repeat=10**9)
     async with running_fake(write_timeout_s=0.4) as running:
         async with running.client() as client:

@@ -71,7 +71,9 @@ async def test_silence_is_a_ping_every_15_seconds(path: str, autojump_clock: tri
 
 
 async def test_output_is_gathered_for_15_milliseconds_at_most(autojump_clock: trio.testing.MockClock) -> None:
-    """What comes first goes out at once; what follows within a moment goes out together, and never later than that."""
+    """The first output goes out at once. Output that follows within 15 ms goes out together, and never later than
+    that.
+    """
     supervisor = FakeSupervisor()
     session = await supervisor.create(SessionSpec())
     supervisor.scripts["cmd"] = Script(hold=trio.Event())

@@ -1,4 +1,4 @@
-"""What the installation and the node say of themselves over HTTP."""
+"""Reports of the installation and the node about themselves, over HTTP."""
 
 from __future__ import annotations
 

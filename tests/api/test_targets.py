@@ -180,7 +180,7 @@ async def test_with_the_key_a_target_means_what_it_says(target: str, status: int
 
 
 async def test_the_log_names_the_path_that_was_served(caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever it was spelled like; what is no path is shown as it came."""
+    """A path is logged as it was served, however it was spelled. A target that is no path is logged as it came."""
 
     def paths() -> list[str]:
         return [record.__dict__["path"] for record in caplog.records if record.message == "request"]

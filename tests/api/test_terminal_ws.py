@@ -76,7 +76,7 @@ async def test_a_new_viewer_sees_what_was_before() -> None:
 
 
 async def test_a_read_only_viewer_only_looks() -> None:
-    """What it types and sets is refused, once for any number of keys."""
+    """Keys and sizes of a read-only viewer are refused, with one refusal for any number of keys."""
     async with running_fake() as running:
         session_id = await make_session(running)
         async with (
@@ -224,7 +224,7 @@ async def test_a_malformed_message_of_a_known_type_is_refused(kind: str, fields:
 
 
 async def test_the_terminal_stays_when_its_viewer_leaves() -> None:
-    """Whoever comes back finds it as it was."""
+    """A viewer that comes back finds the terminal as it was."""
     async with running_fake() as running:
         session_id = await make_session(running)
         async with screen(running, session_id) as view:

@@ -1,4 +1,4 @@
-"""Whose hands a watched shell is in: taking it over, giving it back, and what each viewer is told."""
+"""Control of a watched shell: taking it over, giving it back, and the notices to each viewer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.fakes.readers import Viewer
 
 
 async def test_a_watched_shell_is_taken_over_and_given_back() -> None:
-    """What is typed right behind the order reaches it; before and after it only watches."""
+    """Keys typed right behind the order reach the shell; before and after it the viewer only watches."""
     async with running_fake() as running:
         session_id = await make_session(running)
         await running.supervisor.open_shell(session_id, ShellSpec("agent"))
@@ -69,7 +69,7 @@ async def test_a_watched_shell_can_be_joined_by_the_id_it_opened_with() -> None:
 
 
 async def test_each_viewer_is_told_of_its_own_hands() -> None:
-    """Who only watches is not told that somebody types; who takes over as a second gets an answer, too."""
+    """A viewer that only watches is not told that somebody types; the second one to take over gets an answer, too."""
     async with running_fake() as running:
         session_id = await make_session(running)
         async with screen(running, session_id, "?shell=default") as first:
@@ -115,7 +115,7 @@ async def test_what_is_typed_behind_the_end_of_a_prompt_is_refused() -> None:
 
 
 async def test_a_shell_that_is_waited_for_can_be_given_back() -> None:
-    """Whoever does not want to wait any more has not taken it, and what they typed meanwhile is refused."""
+    """A viewer that stops waiting has not taken the shell, and its keys typed meanwhile are refused."""
     async with running_fake() as running:
         running.supervisor.take_over_turn = trio.Event()
         async with screen(running, query="?shell=default") as view:

@@ -54,7 +54,7 @@ async def test_the_line_of_a_request_has_the_span_of_its_answer(caplog: pytest.L
 
 
 async def test_a_run_keeps_the_trace_it_began_in() -> None:
-    """Its record names the trace of the request that began it, whoever asks for it later."""
+    """A run's record names the trace of the request that began the run, whichever request asks for it later."""
     async with running_front() as running, running.client() as client:
         session = await running.supervisor.create(SessionSpec())
         path = f"/v1/sessions/{session.id}"

@@ -92,7 +92,9 @@ def test_no_two_events_have_one_position(pieces: list[tuple[Stream, bytes]], out
 
 
 def test_a_position_is_a_plain_number_where_nothing_is_held_back() -> None:
-    """What is held back is spelled out; what can't be is counted from where it could be."""
+    """Bytes held back are spelled out. Where they are too many, the position is the last that could be spelled out, and
+    the bytes since.
+    """
     title = b"\x1b]0;" + b"t" * MAX_HELD_BYTES
     written = outputs(
         [
@@ -130,7 +132,7 @@ def test_a_long_piece_has_a_position_in_each_event() -> None:
 
 
 def test_one_stream_can_be_left_out() -> None:
-    """Its pieces count, and nothing of it is told."""
+    """Pieces of the stream that is left out count, and none of their content is told."""
     transcript = Transcript(TEXT, Position(), only=Stream.STDERR)
     events = [
         *transcript.feed(outputs([(Stream.STDOUT, b"no\xc3"), (Stream.STDERR, b"yes"), (Stream.STDOUT, b"no")])),
@@ -171,7 +173,7 @@ def test_what_is_no_position_is_refused(text: str) -> None:
 def test_a_made_up_position_does_no_harm(
     sequence: int, held_out: bytes, held_err: bytes, sent: int, pieces: list[tuple[Stream, bytes]]
 ) -> None:
-    """It may give nonsense, and only to its client."""
+    """A made-up position may give nonsense, and only to its client."""
     start = Position(sequence, {Stream.STDOUT: held_out, Stream.STDERR: held_err}, dict.fromkeys(Stream, sent))
     assert Position.parse(str(start)) == start
     for output_format in (TEXT, EXACT):

@@ -119,7 +119,7 @@ async def test_only_the_last_component_of_a_file_name_counts(filename: str, name
 @settings(deadline=None)
 @given(st.text(max_size=20))
 def test_a_safe_name_is_one_component(filename: str) -> None:
-    """Whatever the client calls it."""
+    """A safe name is one component, whatever name the client sent."""
     try:
         name = safe_name(filename)
     except InvalidRequest:

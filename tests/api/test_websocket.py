@@ -211,7 +211,7 @@ async def test_the_subprotocol_is_ours_or_none(offered: tuple[str, ...], chosen:
 
 
 async def test_a_client_of_another_subprotocol_is_refused() -> None:
-    """It would not understand a word."""
+    """A client of another subprotocol would not understand a word."""
     async with running_fake() as running:
         path = EXEC.format(await make_session(running))
         async with talk(running, path, subprotocols=("sandkasten.exec.v2",)) as client:
@@ -247,7 +247,7 @@ async def test_a_silent_connection_is_pinged_and_in_the_end_given_up() -> None:
 
 
 async def test_a_quiet_connection_outlives_the_keep_alive_timeout() -> None:
-    """That is for connections between two requests; this one is in the middle of its only one."""
+    """The keep-alive timeout is for connections between two requests; a WebSocket is in the middle of its only one."""
     quick = {"keep_alive_timeout_s": 0.05, "websocket_ping_s": 0.1}
     async with running_fake(**quick) as running, await running.connect() as stream:
         await opened(running, stream)
@@ -315,7 +315,9 @@ async def test_a_bug_closes_with_1011_and_tells_nothing(
 
 
 async def test_each_connection_leaves_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """Its path, how it was closed, how long it was open; its id was in the handshake's answer."""
+    """The line has the connection's path, the code of its close and its duration; the request's id was in the
+    handshake's answer.
+    """
     caplog.set_level(logging.INFO)
     async with running_fake() as running:
         async with exec_talk(running) as client:

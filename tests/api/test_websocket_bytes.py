@@ -1,4 +1,4 @@
-"""What comes over a WebSocket below the level of our messages: frames that are none, sizes, closing (RFC 6455)."""
+"""Bytes on a WebSocket below the level of messages: malformed frames, sizes, closing (RFC 6455)."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_pings_and_pongs_are_bounded(opcode: int) -> None:
 
 
 class Steps(trio.abc.Instrument):
-    """How much CPU time one step of a task took at most."""
+    """Longest CPU time of one step of a task."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
@@ -110,7 +110,7 @@ class Steps(trio.abc.Instrument):
 
 
 async def test_thousands_of_tiny_frames_hold_up_nobody() -> None:
-    """They are taken apart a few at a time: all that a read can hold took 60 ms and more in one step."""
+    """Frames are taken apart a few at a time: all that a read can hold took 60 ms and more in one step."""
     text = b'{"type":"ping"}'
     parts = [bytes([byte]) for byte in text] + [b""] * 900
     frames = [client_frame(1 if not index else 0, part, is_final=False) for index, part in enumerate(parts)]
@@ -139,7 +139,7 @@ UNPROVEN = {
 
 @pytest.mark.parametrize("name", UNPROVEN)
 async def test_whoever_has_not_shown_the_key_may_say_little(name: str) -> None:
-    """Their first message is whole within 8 KiB, or the connection is closed, whatever the bytes are."""
+    """A client's first message is whole within 8 KiB, or the connection is closed, whatever the bytes are."""
     async with running_fake() as running, await running.connect() as stream:
         await stream.send_all(handshake(EXEC.format(await make_session(running)), {}))
         await read_until(stream, b"\r\n\r\n")
@@ -160,7 +160,7 @@ async def test_what_comes_in_one_breath_with_the_key_is_heard() -> None:
 
 
 async def test_an_empty_binary_message_is_a_message() -> None:
-    """It arrives as no bytes, which is too short for a header; not as nothing."""
+    """An empty message arrives as no bytes, which is too short for a header; it is not ignored."""
     async with running_fake() as running, exec_talk(running) as client:
         await client.connection.send_message(b"")
         assert await client.hear_close() == (4400, "a malformed frame: binary shorter than its header")

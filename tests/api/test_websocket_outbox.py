@@ -1,4 +1,6 @@
-"""What waits to be sent: in turn, control first, small frames together, and never more than a bound."""
+"""Outbox of a WebSocket: frames go out in turn, control first, small ones together, and never more than a bound
+waits.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,7 @@ async def test_held_frames_wait_for_what_follows(nursery: trio.Nursery, autojump
 
 
 class Steps(trio.abc.Instrument):
-    """How often tasks were run."""
+    """Number of steps that tasks took."""
 
     count = 0
 
@@ -100,7 +102,7 @@ class Steps(trio.abc.Instrument):
 async def test_nobody_spins_behind_a_write_that_does_not_end(
     nursery: trio.Nursery, mock_clock: trio.testing.MockClock
 ) -> None:
-    """What is held and due waits for the writer like all else, and goes out once the client reads."""
+    """Frames that were held and are due wait for the writer like all else, and go out once the client reads."""
     wire = Wire()
     outbox = make(wire)
     wire.gate = trio.Event()
@@ -127,7 +129,7 @@ async def test_nobody_spins_behind_a_write_that_does_not_end(
 async def test_what_came_behind_a_write_is_held_no_longer_than_elsewhere(
     nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
 ) -> None:
-    """Whoever was writing leaves it to the writer, which knows when it is due."""
+    """A frame that another task holds back during a write is left to `run`, which knows when the frame is due."""
     wire = Wire()
     outbox = make(wire)
     wire.gate = trio.Event()
@@ -158,7 +160,7 @@ async def test_much_output_is_not_held(nursery: trio.Nursery, autojump_clock: tr
 
 
 async def test_a_lane_has_room_for_a_bounded_amount(nursery: trio.Nursery) -> None:
-    """Whoever adds output waits until some was taken."""
+    """A task that adds output waits until some was taken."""
     wire = Wire()
     outbox = make(wire)
     lane = Lane(outbox, on_end=nothing)

@@ -127,7 +127,7 @@ async def send(client: httpx.AsyncClient, name: str, body: bytes) -> httpx.Respo
 
 
 async def test_archives_go_out_and_in_compressed_or_not() -> None:
-    """What was sent is what is unpacked: plain, compressed, in several frames; and comes back either way."""
+    """Content that was sent is unpacked unchanged: plain, compressed, in several frames; and comes back either way."""
     content = bytes(range(256)) * 8192
     frames = compress(content[:MIB]) + compress(content[MIB:])
     async with running_fake() as running, running.client() as client:

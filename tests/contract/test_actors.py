@@ -42,7 +42,7 @@ def is_own(target: ast.Attribute) -> bool:
 
 
 def test_nobody_assigns_attributes_of_another_object() -> None:
-    """Whoever reads a class sees all places where its state changes."""
+    """A reader of a class sees all places where its state changes."""
     directory = ROOT / "sandkasten" / "actors"
     found = {
         (str(path.relative_to(directory)), ast.unparse(target))

@@ -21,7 +21,7 @@ def lines_of(text: str) -> str:
 
 @pytest.mark.parametrize(("path", "example"), EXAMPLES, ids=[path for path, _ in EXAMPLES])
 def test_an_example_is_what_the_code_says(path: str, example: str) -> None:
-    """Whoever follows the page does what was done last time."""
+    """Lines of an example are lines of the file that the page names."""
     assert lines_of(example) in lines_of((ROOT / path).read_text())
 
 

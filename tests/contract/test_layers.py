@@ -1,4 +1,4 @@
-"""Who may import whom: three trust domains with arrows one way, and layers inside the daemon."""
+"""Rules of imports: three trust domains with arrows one way, and layers inside the daemon."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_what_is_sent_into_sessions_is_standard_library_only() -> None:
 
 
 def test_importing_the_library_loads_no_web_framework() -> None:
-    """Who embeds the supervisor pays for neither Quart nor hypercorn."""
+    """A program that embeds the supervisor pays for neither Quart nor hypercorn."""
     code = (
         "import sys, sandkasten, sandkasten.app, sandkasten.supervisor\n"
         "print(sorted({'quart', 'hypercorn', 'h11', 'werkzeug'} & set(sys.modules)))"

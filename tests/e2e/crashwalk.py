@@ -60,7 +60,7 @@ SHORT = (
 _PATIENCE_S = 30.0
 _PAUSE_S = 0.02
 _NEED_VESSEL = ("nsinit.create.limits", "cgroup_maker.raise_limits")
-"""Only a vessel that was made with other limits than the session wants gets there."""
+"""Points that are reached only with a vessel made with other limits than the session wants."""
 
 
 def walked_points() -> Sequence[str]:
@@ -93,14 +93,14 @@ class Daemon:
         return self._log_path.read_text()
 
     def has_died(self) -> bool:
-        """Whether it was killed, by itself."""
+        """Tell whether the daemon died of the SIGKILL that it sends itself at its crash point."""
         if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.status = os.waitstatus_to_exitcode(status) if pid else None
         return self.status == -signal.SIGKILL
 
     def kill(self) -> None:
-        """End it as a crash would; its nsinit ends when it notices, which the next one waits for."""
+        """Kill the daemon as a crash would. Its nsinit ends when it notices, and the next daemon waits for that."""
         if self.status is None:
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
@@ -108,7 +108,7 @@ class Daemon:
 
 
 def _be_daemon(config: Config, machine: Machine, url_fd: int, log_path: Path) -> NoReturn:
-    """The fork: serve until killed."""
+    """Serve in the forked process until it is killed."""
     try:
         log_fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for fd in (1, 2):
@@ -148,7 +148,7 @@ class Walk:
         self.untold = 0
         """Sessions that the client asked for without hearing of them: there may be one, whole, or none."""
         self.refusals: set[int] = set()
-        """How creates were refused because a process died: the same request must be worth another try."""
+        """HTTP statuses of creates that were refused because a process died; 503 alone is allowed."""
 
     def begin(self) -> None:
         """Make the session that is kept."""
@@ -237,7 +237,7 @@ class Walk:
             return True
 
     def account(self, client: httpx.Client) -> None:
-        """Hold a fresh start to account."""
+        """Check that the next start has made everything good."""
         self.workspaces.account(client)
         until(lambda: self._rows({"creating", "destroying"}) == set(), "no session is half made or half ended")
         until(lambda: self._owned() == self._live(client), f"only sessions own anything: {self._owned()}")

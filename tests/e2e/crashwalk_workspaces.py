@@ -24,18 +24,20 @@ PREFIXES = (
     "daemon.workspace.",
     "daemon.files.",
 )
-"""Of the points that are come to here."""
+"""Prefixes of the crash points that this tour reaches."""
 
 KEPT, WRITTEN, LIMITED, IMPORTED = "kept", "written", "limited", "imported"
 _ROOM, _MIB = 4096, 1 << 20
 CHECK, EXPECTED = "wc -c < f; grep -o kept f | wc -l; ls -A", f"{4 * _ROOM}\n{_ROOM}\nf\n"
-"""What the session that has the kept workspace runs, and what that must say."""
+"""Command that the session with the kept workspace runs, and the output that it must have."""
 _TAR = {"content-type": "application/x-tar"}
 
 
 @attrs.define
 class WorkspaceTour:
-    """`possible`: what the file of a workspace may hold now; None: there is no such workspace."""
+    """Requests on workspaces. `possible`: contents that the file of a workspace may have now; None: there is no such
+    workspace.
+    """
 
     data_dir: Path
     possible: dict[str, set[str | None]] = attrs.field(factory=dict)
@@ -69,7 +71,7 @@ class WorkspaceTour:
         inside = [os.listdir(each) for each in (self.data_dir / "volumes").iterdir()]
         assert all(each == ["image"] for each in inside), inside
         for name in (WRITTEN, LIMITED, IMPORTED):
-            self._delete(client, name)  # which ends what reads files at once
+            self._delete(client, name)  # a delete ends the file helper at once
         listed = [each["id"] for each in client.get("/v1/workspaces").json()["workspaces"]]
         assert (listed, os.listdir(self.data_dir / "workspaces")) == ([KEPT], [KEPT])
         assert os.listdir(self.data_dir / "volumes") == []
@@ -112,7 +114,9 @@ class _Change:
     text: str | None
 
     def answered(self, answer: httpx.Response, status: int) -> bool:
-        """Note that it was, and return whether as it should be. A refusal says nothing of what was done."""
+        """Note that the request was answered, and tell whether by the expected status. A refusal says nothing of the
+        effect.
+        """
         if answer.status_code == status:
             self.possible.clear()
             self.possible.add(self.text)

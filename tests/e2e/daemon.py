@@ -72,7 +72,7 @@ class Daemon:
         return status
 
     def close(self) -> None:
-        """Stop it in good order if it still runs; one that does not stop is ended, and that is a failure."""
+        """Stop the daemon if it still runs; a daemon that does not stop is killed, which is a failure of the test."""
         try:
             if self.process.poll() is None:
                 self.stop(signal.SIGINT)

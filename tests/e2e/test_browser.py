@@ -152,7 +152,9 @@ def test_a_page_of_an_allowed_origin_runs_commands_and_a_terminal(site: Site, da
 
 
 def test_a_page_of_another_origin_does_not_get_in(site: Site, data_dir: Path, profile: Path) -> None:
-    """Although it knows the key: the handshake is refused, which a page sees as 1006."""
+    """A page of another origin is refused although it knows the key: the handshake fails, which the page sees
+    as 1006.
+    """
     with running_daemon(data_dir) as daemon:
         result = visit(site, daemon, profile)
     assert result["command"] == {

@@ -25,21 +25,23 @@ def refusal(data_dir: Path, *arguments: str, **environment: str) -> str:
 
 
 def test_a_port_in_use_is_one_sentence(data_dir: Path) -> None:
-    """It names the address."""
+    """A port in use ends the start; the message names the address."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
         assert place in refusal(data_dir, "--listen", place)
 
 
 def test_a_misspelt_variable_is_one_sentence(data_dir: Path) -> None:
-    """It names the nearest known one, and nothing was made."""
+    """A misspelt variable ends the start before anything is made; the message names the nearest known variable."""
     assert "SANDKASTEN_SECCOMP" in refusal(data_dir, SANDKASTEN_SECOMP="off")
     assert list(data_dir.iterdir()) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_a_signal_stops_it_in_good_order(data_dir: Path, number: signal.Signals) -> None:
-    """A closed terminal and Ctrl-\\ included: status 0, and no session's sandbox stays."""
+    """Each stop signal, that of a closed terminal included, ends the daemon with status 0 and without a sandbox
+    left.
+    """
     options = ["--stop-sessions"] if number is signal.SIGTERM else []
     with running_daemon(data_dir, *options) as daemon, daemon.client() as client:
         assert client.post("/v1/sessions").status_code == 201
@@ -56,7 +58,9 @@ def secrets_told(daemon: Daemon, key: str) -> list[str]:
 
 
 def test_a_made_key_is_told_nowhere(data_dir: Path) -> None:
-    """Not in the output, the logs, the arguments or the environment of the process."""
+    """A key that the start made is neither in the output, nor in the log, the arguments or the environment of the
+    process.
+    """
     with running_daemon(data_dir, SANDKASTEN_API_KEY="") as daemon:
         daemon.wait_url()
         assert secrets_told(daemon, (data_dir / "api-key").read_text().strip()) == []

@@ -50,7 +50,9 @@ def test_the_printed_curl_line_works_when_pasted(data_dir: Path) -> None:
 
 
 def test_sessions_survive_a_killed_daemon_and_the_next_one_serves_them(data_dir: Path) -> None:
-    """kill -9: the sandbox runs on, a restart finds it with its shell state, and then nothing is left over."""
+    """After kill -9 of the daemon the sandbox runs on, the next daemon has it with its shell state, and its stop leaves
+    nothing.
+    """
     with running_daemon(data_dir) as first, first.client() as client:
         session = client.post("/v1/sessions", json={"ttl_seconds": 600}).json()["id"]
         client.post(f"/v1/sessions/{session}/exec", json={"cmd": "kept=alive; cd /tmp"})
@@ -71,7 +73,7 @@ def test_a_session_whose_processes_died_with_the_machine_is_lost_and_cleaned_up(
         first.process.kill()
         first.process.wait()
     for pid, _ in leaks.descendants(os.getpid()):
-        with contextlib.suppress(ProcessLookupError):  # it went with its init
+        with contextlib.suppress(ProcessLookupError):  # the process went with its PID 1
             os.kill(pid, signal.SIGKILL)
     with running_daemon(data_dir) as second, second.client() as client:
         assert client.get(f"/v1/sessions/{session}").json()["status"] == "lost"
@@ -96,7 +98,7 @@ def test_ignored_signals_of_the_daemon_are_not_handed_down(data_dir: Path) -> No
 
 
 def test_a_unix_socket_serves_beside_tcp_and_is_private(data_dir: Path) -> None:
-    """Mode 0600, and gone after the stop."""
+    """The Unix socket has mode 0600 and is gone after the stop."""
     path = data_dir / "api.sock"
     with running_daemon(data_dir, "--listen", f"unix:{path}") as daemon:
         daemon.wait_url()
@@ -155,7 +157,7 @@ OLD_SESSION = (
 
 
 def test_a_daemon_serves_what_the_first_version_stored(data_dir: Path) -> None:
-    """Schema 1, with one ended session and one that was running: both can still be asked for, in any later version."""
+    """A database of schema 1, with one ended session and one that was running: any later daemon answers for both."""
     ended, running = "e" * 24, "a" * 24
     schema = resources.files("sandkasten.store").joinpath("migrations/0001.sql").read_text("utf-8")
     with contextlib.closing(sqlite3.connect(data_dir / "sandkasten.db", isolation_level=None)) as database:

@@ -35,8 +35,9 @@ def init_pid(daemon: Daemon, session: str) -> int:
 
 
 async def test_every_request_under_way_is_answered_410(daemon: Daemon, session: str, init_pid: int) -> None:
-    """A file that is written, read or half uploaded, as a command or a change: one status, one code, one reason. A body
-    that had begun is cut off, so that no client takes it for whole."""
+    """Reads, writes and uploads of files, commands and changes under way get one status, one code and one reason. A
+    body that had begun is cut off, so that no client takes it for whole.
+    """
     outcomes: dict[str, object] = {}
     uploading = trio.Event()
 
@@ -96,7 +97,9 @@ async def test_every_request_under_way_is_answered_410(daemon: Daemon, session: 
 
 
 async def test_connections_hear_the_end_and_are_closed(daemon: Daemon, session: str, init_pid: int) -> None:
-    """What ran ends as `sandbox_died`, what had not begun as 410, a terminal's screen as well; then they are closed."""
+    """Begun commands end as `sandbox_died`, queued ones as SESSION_EXPIRED; then commands' and terminals' connections
+    are closed.
+    """
     async with (
         connected(daemon, session) as runs,
         connected(daemon, session, "terminal") as terminal,

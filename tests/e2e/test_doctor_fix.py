@@ -24,7 +24,7 @@ UNKNOWN, HALF = "e" * 24, "d" * 24
 
 
 def doctor(data_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run it as somebody at another terminal would."""
+    """Run `sandkasten doctor` as a person at another terminal would."""
     command = [str(SCRIPT), "doctor", "--data-dir", str(data_dir), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=patience(120), check=False)
 
@@ -38,7 +38,7 @@ def leftovers(data_dir: Path) -> dict[str, Any]:
 
 
 def fix(data_dir: Path) -> tuple[int, dict[str, Any]]:
-    """Let it mend; return the status and what it says."""
+    """Run `doctor --fix`; return the exit status and the report."""
     done = doctor(data_dir, "--fix", "--json")
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
@@ -49,7 +49,7 @@ def named(entries: Sequence[dict[str, str]]) -> set[tuple[str, str]]:
 
 
 def kill_with_helpers(daemon: Daemon) -> None:
-    """End the daemon, its launcher and its nsinit at once; nobody puts anything away."""
+    """Kill the daemon, its launcher and its nsinit at once, so that none of them cleans up."""
     launchers = leaks.children(daemon.process.pid)
     for pid in [
         daemon.process.pid,
@@ -79,7 +79,7 @@ def tree_of(path: Path) -> set[tuple[str, int]]:
 
 @contextlib.contextmanager
 def loop_device(image: Path) -> Iterator[str]:
-    """Attach a file that is no session's; it is detached afterwards if it still is one."""
+    """Attach a loop device to a file of no session; detach it afterwards if that is still its file."""
     with image.open("wb") as file:
         file.truncate(1 << 20)
     device = subprocess.check_output(["losetup", "--find", "--show", str(image)], text=True).strip()
@@ -106,15 +106,16 @@ def cgroup_of(ground: Ground, session: str) -> Path:
 def test_what_a_crash_of_everything_left_is_shown_then_removed_and_the_session_goes_on(
     data_dir: Path, ground: Ground
 ) -> None:
-    """Daemon, launcher and nsinit are killed, and things are planted that nobody owns: `doctor` shows each and changes
-    nothing, `--fix` removes them, says of a session whose PID 1 died that it has ended, and keeps the others with their
-    shells, which the next daemon serves."""
+    """Daemon, launcher and nsinit are killed, and leftovers without an owner are planted: `doctor` shows each and
+    changes nothing. `--fix` removes them, records a session whose PID 1 died as ended, and keeps the others with their
+    shells, which the next daemon serves.
+    """
     assert shutil.which("losetup") is not None
     with running_daemon(data_dir) as first, first.client() as client:
         kept, other, dead = make_session(client), make_session(client), make_session(client)
         kill_with_helpers(first)
     for pid in (cgroup_of(ground, dead) / dead / "cgroup.procs").read_text().split():
-        with contextlib.suppress(ProcessLookupError):  # it went with its PID 1
+        with contextlib.suppress(ProcessLookupError):  # the process went with its PID 1
             os.kill(int(pid), signal.SIGKILL)
     (data_dir / "sessions" / UNKNOWN).mkdir()
     (data_dir / "sessions" / "foreign").mkdir()
@@ -152,8 +153,9 @@ def test_what_a_crash_of_everything_left_is_shown_then_removed_and_the_session_g
 
 
 def test_a_daemon_at_work_is_left_alone_and_its_things_are_no_leftovers(data_dir: Path) -> None:
-    """Blank vessels, live sessions and output of theirs are the daemon's; what is nobody's is shown all the same; and
-    `--fix` is refused with a sentence."""
+    """Blank vessels, live sessions and their output are the running daemon's and no leftovers; things without an owner
+    are shown all the same; `--fix` is refused with a sentence.
+    """
     with running_daemon(data_dir, SANDKASTEN_SERVER_VESSELS="1") as daemon, daemon.client() as client:
         session = make_session(client)
         until(lambda: client.get("/v1/node").json()["vessels"] == 1, "there is a vessel")
@@ -171,8 +173,9 @@ def test_a_daemon_at_work_is_left_alone_and_its_things_are_no_leftovers(data_dir
 def test_sessions_of_a_daemon_that_was_started_elsewhere_are_found_and_kept(
     data_dir: Path, ground: Ground, tmp_path: Path
 ) -> None:
-    """A service has its own cgroup, a terminal another: mended from there, its sessions are neither lost nor ended; a
-    mount by hand is told of, and stays."""
+    """A service has its own cgroup, a terminal another: `--fix` from the terminal neither loses nor ends the service's
+    sessions. A mount made by hand is reported and stays.
+    """
     homes = [top / "service" for top in ground.made] or [Path("/sys/fs/cgroup") / f"service-{os.getpid()}"]
     for home in homes:
         home.mkdir()

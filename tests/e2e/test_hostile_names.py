@@ -59,7 +59,7 @@ def _directories(root: Path) -> dict[str, list[str]]:
 
 
 def test_no_segment_of_a_url_leads_elsewhere(daemon: Daemon, client: httpx.Client, session: str, outside: Path) -> None:
-    """Whatever stands where an id belongs, on every route: a typed refusal, and no directory was made or removed."""
+    """A hostile name in the place of any id, on every route, is refused typed; no directory is made or removed."""
     before = _directories(daemon.data_dir)
     for url in URLS:
         method, path = url.replace("SESSION", session).split(" ", 1)
@@ -75,7 +75,7 @@ def test_no_segment_of_a_url_leads_elsewhere(daemon: Daemon, client: httpx.Clien
 def test_no_field_that_names_something_leads_elsewhere(
     daemon: Daemon, client: httpx.Client, session: str, outside: Path, field: str
 ) -> None:
-    """The field is named in the refusal or its kind of thing is; nothing was made."""
+    """A hostile name in any field is refused with the name of the field or the kind of thing; nothing is made."""
     url, name, rest = FIELDS[field]
     before = _directories(daemon.data_dir)
     for value in (*CLIMBERS, *MORE, str(outside), f"../../../..{outside}"):
@@ -86,7 +86,9 @@ def test_no_field_that_names_something_leads_elsewhere(
 
 
 def test_no_path_of_a_file_leads_out_of_the_session(client: httpx.Client, session: str, outside: Path) -> None:
-    """By climbing, by the host's own name for it, through PID 1's root or through a link that the session made."""
+    """A file's path leads out of the session neither by climbing, nor by the host's own path, through PID 1's root, or
+    through a link that the session made.
+    """
     link = f"ln -s {outside} /workspace/link; ln -s / /workspace/root; ln -s /proc/1/root /workspace/init"
     client.post(f"/v1/sessions/{session}/exec", json={"cmd": link})
     climbing = "../" * 12 + str(outside).lstrip("/")
@@ -108,7 +110,7 @@ NUMBERS = (
 
 @pytest.mark.parametrize("field", ["cpu", "memory_mb", "pids", "disk_mb"])
 def test_a_limit_that_is_no_limit_is_refused(client: httpx.Client, session: str, field: str) -> None:
-    """At create and at change, as the bytes that a client sent; the session keeps the limits that it had."""
+    """A value that is no limit, sent as raw bytes, is refused at create and at change; the session keeps its limits."""
     headers = {"Content-Type": "application/json"}
     before = client.get(f"/v1/sessions/{session}").json()["limits"]
     for number in NUMBERS:

@@ -25,7 +25,7 @@ def _exec(client: httpx.Client, session: str, cmd: str, **fields: object) -> htt
 
 
 def test_a_first_session(client: httpx.Client) -> None:
-    """What the README shows: create, run, write, read, list, stats, delete."""
+    """The session of the README: create, run, write, read, list, stats, delete."""
     created = client.post("/v1/sessions", json={"image": "python", "ttl_seconds": 600})
     assert created.status_code == 201
     assert created.json()["status"] == "running"
@@ -54,7 +54,9 @@ def test_state_persists_between_requests(client: httpx.Client, session: str) -> 
 
 
 def test_a_timeout_is_504_with_the_output_so_far_and_the_shell_lives(client: httpx.Client, session: str) -> None:
-    """The default, and as a result when asked for."""
+    """A command that ran out of time is answered 504 with its output so far, or as a result when asked for; the shell
+    lives.
+    """
     answer = _exec(client, session, "x=1; echo before; sleep 30; echo never", timeout_ms=300)
     assert answer.status_code == 504
     assert answer.json()["error_code"] == "COMMAND_TIMEOUT"
@@ -83,7 +85,7 @@ def test_a_timeout_is_504_with_the_output_so_far_and_the_shell_lives(client: htt
 def test_awkward_commands_end_and_the_next_one_works(
     client: httpx.Client, session: str, cmd: str, exit_code: int, output: str
 ) -> None:
-    """Each has its true status, and the session goes on."""
+    """An awkward command has its true status, and the session goes on."""
     answer = _exec(client, session, cmd).json()
     assert (answer["exit_code"], answer["output"]) == (exit_code, output)
     assert _exec(client, session, "echo next").json()["output"] == "next\n"
@@ -91,7 +93,7 @@ def test_awkward_commands_end_and_the_next_one_works(
 
 @pytest.mark.parametrize("cmd", ["echo 'unclosed", "cat <<EOF\nnever ended", "if true; then"])
 def test_unfinished_syntax_is_an_error_and_not_a_hang(client: httpx.Client, session: str, cmd: str) -> None:
-    """The shell says what is missing; the next command works."""
+    """A command with unfinished syntax ends with the shell's message; the next command works."""
     answer = _exec(client, session, cmd, timeout_ms=5000).json()
     assert answer["cause"] == "exited"
     assert _exec(client, session, "echo next").json()["output"] == "next\n"
@@ -128,7 +130,7 @@ def test_large_output_keeps_head_and_tail(client: httpx.Client, session: str) ->
 
 
 def test_a_command_of_a_mebibyte_runs_and_more_is_refused(client: httpx.Client, session: str) -> None:
-    """The limit is exact and names itself."""
+    """A command of exactly the limit runs; a longer one is refused, and the refusal names the limit."""
     mebibyte = 1024 * 1024
     frame = len("x=''; echo ${#x}")
     fits = "x='" + "y" * (mebibyte - frame) + "'; echo ${#x}"
@@ -155,7 +157,7 @@ def test_a_command_of_a_mebibyte_runs_and_more_is_refused(client: httpx.Client, 
     ],
 )
 def test_bad_paths_have_typed_answers(client: httpx.Client, session: str, path: str, status: int, code: str) -> None:
-    """Whatever is wrong with a path, it is said, and nothing hangs."""
+    """A bad path is refused with the code of its defect, and nothing hangs."""
     _exec(client, session, "ln -s /etc/passwd link; mkfifo fifo; touch file; touch secret; chmod 0 secret")
     answer = client.get(f"/v1/sessions/{session}/fs/read", params={"path": path})
     assert (answer.status_code, answer.json()["error_code"]) == (status, code)
@@ -182,7 +184,9 @@ def test_bad_paths_have_typed_answers(client: httpx.Client, session: str, path: 
 def test_bad_places_to_write_have_the_same_answers_as_to_read(
     client: httpx.Client, session: str, path: str, status: int, code: str
 ) -> None:
-    """A directory is one whoever asks, the allowed ones themselves too, and nothing is made on the way."""
+    """Writing to a bad path is refused with the same code as reading, to any directory too, and nothing is made on the
+    way.
+    """
     _exec(client, session, "ln -s /etc/passwd link; mkfifo fifo; touch file; mkdir directory")
     answer = client.post(f"/v1/sessions/{session}/fs/write", json={"path": path, "text": "no"})
     assert (answer.status_code, answer.json()["error_code"]) == (status, code)
@@ -190,7 +194,9 @@ def test_bad_places_to_write_have_the_same_answers_as_to_read(
 
 
 def test_uploads_are_exact_and_the_sandbox_user_owns_them(client: httpx.Client, session: str) -> None:
-    """Binary content, several files, a directory that is made on the way."""
+    """Uploads of binary content, of several files, and into a new directory arrive exactly and belong to the sandbox
+    user.
+    """
     data = bytes(range(256)) * 1000
     files = [("files", ("one.bin", data)), ("files", ("../../two.bin", b""))]
     answer = client.post(f"/v1/sessions/{session}/fs/upload", data={"path": "in/put"}, files=files)
@@ -202,7 +208,7 @@ def test_uploads_are_exact_and_the_sandbox_user_owns_them(client: httpx.Client, 
 
 
 def test_health_needs_no_key_and_everything_else_does(daemon: Daemon) -> None:
-    """401 carries a request id like every other answer."""
+    """A request without a key is answered 401, with a request id like every other answer; health checks need no key."""
     with httpx.Client(base_url=daemon.wait_url()) as anonymous:
         assert anonymous.get("/healthz").json()["status"] == "ok"
         refused = anonymous.get("/v1/sessions")
@@ -211,7 +217,7 @@ def test_health_needs_no_key_and_everything_else_does(daemon: Daemon) -> None:
 
 
 def test_readiness_checks_store_fork_server_and_disk(client: httpx.Client) -> None:
-    """Each check is named."""
+    """The readiness answer names each check."""
     answer = client.get("/readyz")
     assert answer.status_code == 200
     assert {"store", "zygote", "disk"} <= answer.json()["checks"].keys()
@@ -220,7 +226,7 @@ def test_readiness_checks_store_fork_server_and_disk(client: httpx.Client) -> No
 def test_the_log_names_sessions_and_requests_and_hides_commands_and_keys(
     client: httpx.Client, session: str, daemon: Daemon
 ) -> None:
-    """What an operator may read holds neither the API key nor what a client ran."""
+    """The log names sessions and requests, and holds neither the API key nor commands and variables of clients."""
     body = {"cmd": "echo a-private-command", "env": {"TOKEN": "a-private-value"}}
     client.post(f"/v1/sessions/{session}/exec", json=body, headers={"X-Request-ID": "traced-request"})
     daemon.wait_log(f'"session_id": "{session}", "request_id": "traced-request"')
@@ -231,7 +237,7 @@ def test_the_log_names_sessions_and_requests_and_hides_commands_and_keys(
 
 
 def test_a_session_says_that_it_is_about_to_end(client: httpx.Client) -> None:
-    """A minute before, of itself and with the reason; what is done with it gives it a new end."""
+    """A session within a minute of its end says so with the reason; activity in it puts the end off."""
     session = client.post("/v1/sessions", json={"ttl_seconds": 61}).json()["id"]
     with client.stream("GET", f"/v1/sessions/{session}/events", params={"types": "session.expiring"}) as events:
         told = next(line for line in events.iter_lines() if line.startswith("data: "))

@@ -10,7 +10,9 @@ from tests.kernel.test_images_foreign import busybox_tar
 
 
 def test_an_import_beside_a_running_daemon(tmp_path: Path) -> None:
-    """The daemon's nsinit holds the data directory; another one unpacks there all the same, and a session has it."""
+    """An import runs beside the daemon, whose nsinit holds the data directory: another nsinit unpacks, and a session
+    gets the image.
+    """
     data_dir = tmp_path / "data"
     command = [str(SCRIPT), "image", "import", "--data-dir", str(data_dir), "--name", "tiny", "--tar"]
     with running_daemon(data_dir) as daemon, daemon.client() as client:

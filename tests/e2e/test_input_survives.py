@@ -17,9 +17,10 @@ MANY_BYTES = 2 << 20
 
 
 def test_half_sent_input_ends_or_can_be_continued(data_dir: Path) -> None:
-    """What came with its command and was not all sent can't be completed: the command is cancelled and says why. What a
-    client sends by and by goes on where it was: a beginning of it was taken, and nothing is made up. An input that
-    was closed stays closed, and the shell is of use."""
+    """Input that came along with its command and was not all sent when the daemon died can't be completed: the command
+    is cancelled and says why. Input sent by further requests can be continued: the program has got a beginning of what
+    was sent and nothing else. Closed input stays closed, and the shell works.
+    """
     with daemon_with(data_dir) as (first, api):
         body = {"cmd": "echo begun; sleep 1000; cat", "stdin": "x" * MANY_BYTES, "exec_id": "given"}
         api.wait_for({**body, "on_disconnect": "detach"})
@@ -69,7 +70,9 @@ def test_half_sent_input_ends_or_can_be_continued(data_dir: Path) -> None:
 
 
 async def test_a_terminal_goes_on_and_is_joined_again(data_dir: Path) -> None:
-    """Its shell lives, whoever joins sees what it showed before, and what is typed reaches it."""
+    """A terminal's shell outlives the daemon; who joins the terminal gets its earlier screen, and input reaches the
+    same shell.
+    """
     with running_daemon(data_dir) as first:
         with first.client() as http:
             session = str(http.post("/v1/sessions", json={"ttl_seconds": 600}).json()["id"])

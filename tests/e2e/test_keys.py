@@ -41,8 +41,9 @@ def wait_status(client: httpx.Client, status: int) -> float:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_a_key_lives_from_the_command_line_to_its_revocation(data_dir: Path) -> None:
-    """Made before the first start and while the daemon runs, kept over a restart, and over at once when revoked, also
-    for a stream that was open. The daemon's user can read the file and not write it."""
+    """A key made before the first start or while the daemon runs survives a restart; a revoked key ends at once, with
+    its open streams. The daemon's user can read the file of keys and not write it.
+    """
     early = key(data_dir, "create", "--name", "early")
     with running_daemon(data_dir) as daemon, client_of(daemon, early) as client:
         assert client.get("/v1/sessions").json() == []

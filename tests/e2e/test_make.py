@@ -80,7 +80,7 @@ def test_make_install_makes_all_that_a_run_needs_and_starts_nothing(data_dir: Pa
 
 @pytest.mark.parametrize("target", ["install", "run", "test"])
 def test_who_is_not_root_gets_one_sentence(tmp_path: Path, target: str) -> None:
-    """Nothing is installed or made; the sentence says what to do."""
+    """`make run` without root installs and makes nothing; one sentence says what to do."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     for directory in (tmp_path, *tmp_path.parents):
         if not (mode := directory.stat().st_mode) & 0o001:

@@ -96,7 +96,9 @@ def path(data_dir: Path) -> Iterator[Path]:
 
 
 def test_restarts_of_either_leave_sessions_running(data_dir: Path, path: Path) -> None:
-    """The service stops and starts under a daemon that goes on; the daemon is killed and its successor connects."""
+    """Sessions run on when the service restarts under a daemon that goes on, and when the daemon is killed and its
+    successor connects.
+    """
     with (
         running_service(data_dir, path) as first,
         running_unprivileged(data_dir, path) as daemon,
@@ -125,7 +127,7 @@ def run(client: httpx.Client, session: str, command: str) -> str:
 
 
 def test_a_killed_service_leaves_the_daemon_its_nsinit(data_dir: Path, path: Path) -> None:
-    """kill -9 of the launcher: what it started goes on, and its successor serves the next one."""
+    """After kill -9 of the service's launcher the daemon's nsinit goes on; the next launcher serves the next daemon."""
     with (
         running_service(data_dir, path) as first,
         running_daemon(data_dir, SANDKASTEN_NSINIT_SOCKET=str(path)) as daemon,
@@ -160,7 +162,7 @@ except OSError as error:
 
 
 def test_only_the_daemons_user_may_connect(data_dir: Path, path: Path) -> None:
-    """Another user can't by the socket's mode; and if that were open, is hung up on unheard."""
+    """The socket's mode keeps other users out; were it open, their connection would be closed unheard."""
     with running_service(data_dir, path):
         assert try_as(12345, CONNECT.format(path=str(path))) == "Permission denied\n"
         path.chmod(0o666)
@@ -168,7 +170,7 @@ def test_only_the_daemons_user_may_connect(data_dir: Path, path: Path) -> None:
 
 
 def test_a_daemon_that_was_never_root_says_what_it_lacks(data_dir: Path, path: Path) -> None:
-    """Without a service there is nothing it could do."""
+    """A daemon that was never root can't start without the service, and says so."""
     with running_unprivileged(data_dir, path) as daemon:
         assert daemon.process.wait(patience(60)) == 1
     assert any("sandkasten nsinit" in line for line in daemon.log)

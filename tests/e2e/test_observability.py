@@ -1,4 +1,4 @@
-"""What an operator sees of a daemon that works: its numbers, its log and the diagnosis of a session."""
+"""Views of a working daemon for its operator: its numbers, its log and the diagnosis of a session."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ class Numbers:
 
 
 def test_the_numbers_are_those_of_what_was_done(client: httpx.Client) -> None:
-    """One session, three commands of which one fails, one end: each is counted once, where it belongs."""
+    """One session, three commands of which one fails, and one end are each counted once, under the right name and
+    labels.
+    """
     before = Numbers(client)
     session = client.post("/v1/sessions", json={}).json()
     path = f"/v1/sessions/{session['id']}"
@@ -74,7 +76,7 @@ def test_every_number_is_documented_and_every_documented_one_is_there(client: ht
 
 
 def test_the_event_loop_is_watched(client: httpx.Client) -> None:
-    """Observations come without any request."""
+    """Observations of the event loop's lag come without any request."""
     first = Numbers(client)["event_loop_lag_seconds_count",]
     with httpx.Client(base_url=client.base_url, headers=client.headers) as other:
         session = other.post("/v1/sessions", json={}).json()["id"]
@@ -83,8 +85,9 @@ def test_the_event_loop_is_watched(client: httpx.Client) -> None:
 
 
 def test_a_log_line_says_for_whom_and_none_says_what(client: httpx.Client, daemon: Daemon) -> None:
-    """The trace of a request is on the lines and events of the parts it went through; what was run, its input, its
-    output, its variables and the key are on none."""
+    """Lines and events of each part that a request went through have its trace. None has the command, its input, output
+    or variables, or the key.
+    """
     trace = "0af7651916cd43dd8448eb211c80319c"
     headers = {"traceparent": f"00-{trace}-b7ad6b7169203331-01", "x-request-id": "the-request"}
     secrets = [f"hush-{part}-4711" for part in ("session", "command", "variable", "input", "output")]
@@ -111,6 +114,6 @@ def test_a_log_line_says_for_whom_and_none_says_what(client: httpx.Client, daemo
 
 @pytest.mark.parametrize("key", ["time", "level", "event", "logger"])
 def test_every_line_of_the_log_is_an_object_with(daemon: Daemon, key: str) -> None:
-    """Those of nsinit and of the libraries included."""
+    """Log lines of nsinit and of the libraries are JSON objects with these keys as well."""
     assert daemon.log
     assert all(key in json.loads(line) for line in daemon.log)

@@ -1,4 +1,4 @@
-"""What docs/operations.md tells an operator to do with a daemon that is down, done as it stands there."""
+"""Procedures of docs/operations.md for a daemon that is down, carried out as they are written there."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def labels(client: httpx.Client) -> dict[str, dict[str, str]]:
 
 
 def test_a_backup_that_is_restored_is_what_was_backed_up(data_dir: Path) -> None:
-    """Of a daemon that was killed, whose last writes lie beside the database; files in workspaces stay as they are."""
+    """A backup of a killed daemon's data, whose last writes lie beside the database, restores it; workspace files stay
+    as they are.
+    """
     with running_daemon(data_dir) as daemon, daemon.client() as client:
         assert client.put("/v1/workspaces/kept", json={"labels": {"of": "backup"}}).status_code == 201
         assert do(commands("console", "Back up"), data_dir) == "ok\n"
@@ -66,7 +68,7 @@ def test_a_backup_that_is_restored_is_what_was_backed_up(data_dir: Path) -> None
 
 
 def test_a_restart_says_how_many_sessions_came_along(data_dir: Path) -> None:
-    """Stopped as a service manager does it, started again: they are adopted, and the log says so."""
+    """A daemon stopped and started as by a service manager adopts its sessions, and the log says how many."""
     with running_daemon(data_dir) as daemon, daemon.client() as client:
         for _ in range(2):
             assert client.post("/v1/sessions", json={}).status_code == 201

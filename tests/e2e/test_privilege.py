@@ -146,7 +146,9 @@ def test_a_killed_nsinit_is_replaced_without_root(data_dir: Path) -> None:
 
 
 def test_a_killed_nsinit_is_missed_though_its_connection_is_held(data_dir: Path) -> None:
-    """As by a process that it was just forking: the daemon does not wait for an end of the connection."""
+    """The daemon sees the death of nsinit although another process, such as one just forked, still holds the connection
+    open.
+    """
     with running_daemon(data_dir) as daemon, daemon.client() as client:
         assert client.post("/v1/sessions", json={}).status_code == 201
         _launcher, nsinit = helpers(daemon)
@@ -167,7 +169,7 @@ def take_fd(pid: int, fd: int) -> int:
 
 
 def test_with_a_killed_daemon_launcher_and_nsinit_go_and_sessions_stay(data_dir: Path) -> None:
-    """Nothing with privilege outlives it; the next daemon, as little privileged, serves what runs."""
+    """No process with privilege outlives a killed daemon; the next one, as little privileged, serves the sessions."""
     with running_daemon(data_dir) as first, first.client() as client:
         session = client.post("/v1/sessions", json={}).json()["id"]
         with must_end(*helpers(first)):
@@ -181,7 +183,9 @@ def test_with_a_killed_daemon_launcher_and_nsinit_go_and_sessions_stay(data_dir:
 
 
 def test_a_killed_launcher_is_missed_only_when_nsinit_ends(data_dir: Path) -> None:
-    """Everything goes on, and the log says so; without nsinit, too, the daemon gives up. The next finds it all."""
+    """A killed launcher is logged and sessions go on; when nsinit ends as well the daemon gives up, and the next one
+    finds all.
+    """
     with running_daemon(data_dir) as first, first.client() as client:
         session = client.post("/v1/sessions", json={}).json()["id"]
         launcher, nsinit = helpers(first)
@@ -198,7 +202,7 @@ def test_a_killed_launcher_is_missed_only_when_nsinit_ends(data_dir: Path) -> No
 
 
 def test_a_stop_without_launcher_leaves_nothing(data_dir: Path) -> None:
-    """nsinit ends with its connection, whoever started it."""
+    """nsinit ends with its connection, also when its launcher is dead."""
     with running_daemon(data_dir) as daemon, daemon.client() as client:
         client.post("/v1/sessions", json={})
         launcher, nsinit = helpers(daemon)
@@ -229,7 +233,7 @@ def test_a_data_directory_of_root_is_handed_over_and_back(data_dir: Path) -> Non
 
 @pytest.mark.parametrize("how", ["link", "hard link"])
 def test_a_planted_link_is_not_handed_over(data_dir: Path, tmp_path: Path, how: str) -> None:
-    """Root gives away the daemon's files, and not what they lead to."""
+    """Root gives its files in the data directory to the daemon's user, and not the targets of links among them."""
     secret = data_dir.with_name(f"{data_dir.name}-secret")
     secret.write_text("x")
     (data_dir / "node-id").symlink_to(secret) if how == "link" else os.link(secret, data_dir / "node-id")
@@ -243,7 +247,7 @@ def test_a_planted_link_is_not_handed_over(data_dir: Path, tmp_path: Path, how: 
 
 
 def test_a_low_port_and_a_unix_socket_in_a_directory_of_root_are_served(data_dir: Path, tmp_path: Path) -> None:
-    """They are bound before root is gone, and the socket's file is removed though the daemon could not."""
+    """Addresses are bound before root is given up; the socket's file is removed though the daemon itself could not."""
     path = tmp_path / "api.sock"
     with socket.socket() as probe:
         port = next(port for port in range(1023, 900, -1) if _is_free(port))
@@ -269,7 +273,7 @@ def _is_free(port: int) -> bool:
 
 
 def test_a_data_directory_behind_a_private_one_works_and_shows_no_neighbour(data_dir: Path) -> None:
-    """As in `/root` or somebody's home: the daemon sees its own directory there, and nothing else."""
+    """With a data directory in `/root` or a private home the daemon sees that directory and nothing beside it."""
     data_dir.chmod(0o700)
     (data_dir / "neighbour").write_text("private")
     inner = data_dir / "deeper" / "data"

@@ -103,7 +103,7 @@ def test_the_published_client_works_unchanged(daemon: Daemon, client_python: Pat
 
 
 def test_the_example_of_the_readme_runs(daemon: Daemon, client_python: Path, tmp_path: Path) -> None:
-    """Its program is executed as it stands, but for the daemon's address, next to a key."""
+    """The README's program runs unchanged but for the daemon's address, with the key in its directory."""
     (program,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / ".sandkasten").mkdir()
     (tmp_path / ".sandkasten/api-key").write_text(KEY + "\n")

@@ -34,13 +34,13 @@ class Api:
         return found
 
     def begin(self, exec_id: str, cmd: str, **more: Any) -> None:
-        """Begin a command that goes on without us."""
+        """Begin a command that goes on without its caller."""
         body = {"cmd": cmd, "exec_id": exec_id, **more}
         with self.client.stream("POST", f"{self.path}/exec/stream", json=body) as answer:
             assert answer.status_code == 200, answer.read()
 
     def wait_for(self, body: dict[str, Any]) -> None:
-        """Have somebody wait for a command's end, as long as the daemon lives."""
+        """Have a thread wait for a command's end, as long as the daemon lives."""
 
         def wait() -> None:
             with contextlib.suppress(httpx.HTTPError):
@@ -100,7 +100,7 @@ def wait_until(claim: Any, what: str) -> None:
 
 
 def is_running(argument: str) -> bool:
-    """Whether some process has that argument."""
+    """Tell whether some process has that argument."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             if argument.encode() in path.read_bytes().split(b"\0"):
@@ -109,7 +109,9 @@ def is_running(argument: str) -> bool:
 
 
 def test_every_run_is_found_after_a_kill(data_dir: Path) -> None:
-    """Streaming, blocking, queued, unread, a process, output that no pipe holds: each as it really went on."""
+    """Streaming, blocking, queued and unread runs, a process, and output larger than a pipe: each is found as it really
+    went on.
+    """
     mark = f"0.7{os.getpid()}"
     with daemon_with(data_dir) as (first, api):
         api.client.post(f"{api.path}/shells", json={"name": "two"})

@@ -36,7 +36,9 @@ def wait_message(sock: socket.socket, first_line: str, status: str = "") -> None
 
 
 def test_the_daemon_tells_when_it_serves_that_it_lives_and_that_it_stops(data_dir: Path, tmp_path: Path) -> None:
-    """Though its user could not reach the socket, whose directory is root's alone."""
+    """The daemon's messages arrive though its user could not reach the manager's socket, whose directory is root's
+    alone.
+    """
     tmp_path.chmod(0o700)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.bind(str(tmp_path / "notify"))
@@ -53,7 +55,7 @@ def test_the_daemon_tells_when_it_serves_that_it_lives_and_that_it_stops(data_di
 def test_the_service_of_nsinit_does_so_too(
     data_dir: Path, manager: tuple[socket.socket, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it waits for a daemon, and while it has one."""
+    """The nsinit service tells that it serves and lives, both before a daemon has connected and afterwards."""
     sock, name = manager
     monkeypatch.setenv("NOTIFY_SOCKET", name)
     monkeypatch.setenv("WATCHDOG_USEC", WATCHDOG_USEC)

@@ -25,7 +25,7 @@ from tests.e2e.daemon import Daemon, running_daemon
 from tests.kernel.harness import wait_until
 
 RESTARTS = 2
-"""How often the daemon is killed in one sequence at most: a start takes as long as a hundred requests."""
+"""Kills of the daemon in one sequence, at most: a start takes as long as a hundred requests."""
 AT_ONCE = 4
 NAMES = st.sampled_from(["a", "b.txt", "with space", "ünïcode"])
 CONTENTS = st.binary(max_size=200)
@@ -108,7 +108,7 @@ class Requests(RuleBasedStateMachine):
 
     @rule(target=live, workspace=st.sampled_from([None, "x", "y"]), repeat=st.booleans())
     def create(self, workspace: str | None, repeat: bool) -> Modelled:
-        """A key makes a repeat the same session."""
+        """A create repeated with its key is answered with the same session."""
         self._keys += 1
         body: dict[str, object] = {"ttl_seconds": 600, "idempotency_key": f"{self._prefix}-{self._keys}"}
         files: dict[str, bytes] = {}
@@ -204,7 +204,7 @@ class Requests(RuleBasedStateMachine):
 
     @rule(session=ended)
     def ask_the_dead(self, session: Modelled) -> None:
-        """It says what it ended as; a second DELETE is no error."""
+        """An ended session answers with its final status; a second DELETE is no error."""
         answer = self._call("POST", f"/v1/sessions/{session.id}/exec", {"cmd": ":"})
         assert (answer.status_code, answer.json()["error_code"]) == (410, "SESSION_EXPIRED")
         assert answer.json()["details"]["status"] == session.ended
@@ -213,11 +213,11 @@ class Requests(RuleBasedStateMachine):
     @precondition(lambda self: self._restarts < RESTARTS and self._sessions)
     @rule()
     def kill_the_daemon(self) -> None:
-        """The next one serves what lives as if nothing had been."""
+        """A killed daemon's successor serves all living sessions unchanged."""
         self._restarts += 1
         self.node.kill_and_start()
 
-    # What is always true ----------------------------------------------------------------------------------------
+    # Invariants -------------------------------------------------------------------------------------------------
 
     @invariant()
     def the_list_is_what_lives(self) -> None:

@@ -1,4 +1,6 @@
-"""A stop by SIGTERM: what somebody waits for may end, nothing new begins, and sessions run on for the next start."""
+"""A stop by SIGTERM: requests in flight may end, no new command or session begins, and sessions run on for the next
+start.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,9 @@ def wait_stopping(daemon: Daemon) -> None:
 
 
 def test_sigterm_lets_commands_end_and_leaves_sessions_to_the_next_start(data_dir: Path) -> None:
-    """The command's caller gets its answer; a create and a new command are refused meanwhile, for now; the rest is
-    still served. The next daemon has the session with its shell."""
+    """During a stop the caller of a running command gets its answer; creates and new commands are refused as retryable;
+    other requests are served. The next daemon has the session with its shell.
+    """
     with running_daemon(data_dir) as first, first.client() as client, ThreadPoolExecutor() as threads:
         session = client.post("/v1/sessions", json={"ttl_seconds": 600}).json()["id"]
         run(client, session, "kept=alive")
@@ -72,7 +75,7 @@ def test_sigterm_lets_commands_end_and_leaves_sessions_to_the_next_start(data_di
 
 
 def test_a_command_that_outlasts_the_deadline_is_answered_all_the_same(data_dir: Path) -> None:
-    """It goes on without its caller, who hears that and may ask again."""
+    """A command that outlasts the deadline goes on without its caller, who gets a retryable 503."""
     environment = {"SANDKASTEN_SERVER_DRAIN_TIMEOUT_S": "0.3"}
     with running_daemon(data_dir, **environment) as first, first.client() as client, ThreadPoolExecutor() as threads:
         session = client.post("/v1/sessions", json={"ttl_seconds": 600}).json()["id"]
@@ -86,7 +89,7 @@ def test_a_command_that_outlasts_the_deadline_is_answered_all_the_same(data_dir:
 
 
 def test_a_second_signal_ends_it_at_once_and_sessions_run_on(data_dir: Path) -> None:
-    """It waits for nobody then; what runs is adopted by the next daemon."""
+    """A second signal ends the daemon without waiting for any caller; the next daemon adopts the sessions."""
     with running_daemon(data_dir) as first, first.client() as client, ThreadPoolExecutor() as threads:
         session = client.post("/v1/sessions", json={"ttl_seconds": 600}).json()["id"]
         waiting = threads.submit(run, client, session, "sleep 1000")
@@ -101,8 +104,9 @@ def test_a_second_signal_ends_it_at_once_and_sessions_run_on(data_dir: Path) -> 
 
 
 def test_a_stop_while_it_starts_ends_it_soon(data_dir: Path) -> None:
-    """It waits for the service that makes sandboxes, which is not there; that it opened its database shows that it
-    waits. There is nothing to wait for any more, and nothing went wrong."""
+    """A daemon that is waiting for the nsinit service, which is not there, is stopped by a signal with status 0 and no
+    error.
+    """
     with running_daemon(data_dir, SANDKASTEN_NSINIT_SOCKET=str(data_dir / "no.sock")) as daemon:
         wait_until((data_dir / "sandkasten.db").exists)
         daemon.process.send_signal(signal.SIGTERM)

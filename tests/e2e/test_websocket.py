@@ -58,7 +58,7 @@ async def test_a_shell_keeps_its_state_over_one_connection(daemon: Daemon, sessi
 
 
 async def test_an_interrupt_ends_the_command_and_not_the_shell(daemon: Daemon, session_id: str) -> None:
-    """Whatever the shell knew is still there."""
+    """An interrupt ends the command; the shell keeps its variables."""
     async with connected(daemon, session_id) as client:
         await client.run(1, "X=kept")
         await client.say("start", id=1, cmd="echo on; sleep 1000")
@@ -71,7 +71,7 @@ async def test_an_interrupt_ends_the_command_and_not_the_shell(daemon: Daemon, s
 
 
 async def test_a_megabyte_goes_in_and_comes_out(daemon: Daemon, session_id: str) -> None:
-    """As fast as credit and grants allow, and byte for byte."""
+    """A megabyte of input and of output passes byte for byte, as fast as credit and grants allow."""
     data = bytes(range(256)) * 4096
     async with connected(daemon, session_id) as client, trio.open_nursery() as nursery:
         granted = 256 * 1024
@@ -107,7 +107,7 @@ async def test_a_megabyte_goes_in_and_comes_out(daemon: Daemon, session_id: str)
 
 
 async def test_a_reader_without_credit_stops_its_own_run(daemon: Daemon, session_id: str) -> None:
-    """The one stands still, the other is served, and nothing is lost."""
+    """A run without credit stands still, another on the connection is served, and no output is lost."""
     async with connected(daemon, session_id) as client:
         await client.say("start", id=1, argv=["seq", "1", "400000"], credit=100_000)
         first = await client.hear_until("started")
@@ -121,7 +121,7 @@ async def test_a_reader_without_credit_stops_its_own_run(daemon: Daemon, session
 
 
 async def test_a_run_goes_on_without_its_connection_and_is_resumed(daemon: Daemon, session_id: str) -> None:
-    """From the last whole piece on, to the byte."""
+    """A resumed run's output continues behind the last whole piece, to the byte."""
     async with connected(daemon, session_id) as client:
         command = "for i in $(seq 1 2000); do echo line-$i-xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx; done"
         await client.say("start", id=1, cmd=command, exec_id="long", credit=20_000)
@@ -141,7 +141,9 @@ async def test_a_run_goes_on_without_its_connection_and_is_resumed(daemon: Daemo
 
 
 async def test_what_waits_for_its_turn_is_treated_as_its_client_wished(daemon: Daemon, session_id: str) -> None:
-    """Cancelled by order or with its client, it never runs; otherwise it runs although nobody waits for it."""
+    """A queued command that is cancelled, by order or with its client, never runs; a detached one runs without a
+    client.
+    """
     async with connected(daemon, session_id) as client:
         await client.say("start", id=1, cmd="sleep 1000", exec_id="first")
         await client.hear_text("started")
@@ -176,7 +178,7 @@ async def test_a_destroyed_session_ends_its_connections(daemon: Daemon, client: 
 
 @dataclass
 class Screen:
-    """What a terminal's connection brings. `takes_text`: control messages count as well; else there may be none."""
+    """Messages of a terminal's connection. `takes_text`: control messages count as well; without it none may come."""
 
     client: Talk
     takes_text: bool = False
@@ -196,13 +198,15 @@ class Screen:
 
 
 async def test_a_terminal_is_a_real_one(daemon: Daemon, session_id: str) -> None:
-    """It has a size, a controlling terminal, and Ctrl-C."""
+    """A terminal over the socket has a size, a controlling terminal, and Ctrl-C."""
     async with connected(daemon, session_id, "terminal", "?cols=91&rows=17") as client:
         send, see = client.connection.send_message, Screen(client).see
         await send(b"stty size; echo d''one\n")
         await see(b"17 91")
         await see(b"done")
-        await send(b"sh -c 'echo be\"\"gun; exec sleep 1000'\n")  # what prints it can be interrupted from then on
+        await send(
+            b"sh -c 'echo be\"\"gun; exec sleep 1000'\n"
+        )  # the program that prints `begun` can be interrupted from then on
         await see(b"begun")
         await send(b"\x03")
         await client.say("resize", cols=33, rows=44)
@@ -234,7 +238,7 @@ async def test_the_shell_of_an_agent_is_watched_taken_over_and_given_back(daemon
 
 @pytest.mark.skipif(shutil.which("vim") is None, reason="needs vim in the image `host`, which is this machine")
 async def test_vim_edits_a_file_over_the_socket(daemon: Daemon, session_id: str) -> None:
-    """It draws its screen, takes keys, writes the file and gives the prompt back."""
+    """An editor draws its screen, takes keys, writes the file and gives the prompt back."""
     async with connected(daemon, session_id, "terminal", "?cols=80&rows=24&window=65536") as person:
         type_keys, see = person.connection.send_message, Screen(person, gives_credit=True).see
         await type_keys(b"vim -u NONE -i NONE note.txt\n")
@@ -250,7 +254,9 @@ async def test_vim_edits_a_file_over_the_socket(daemon: Daemon, session_id: str)
 
 
 async def test_the_end_of_the_daemon_is_announced(data_dir: Path) -> None:
-    """1001, so that a client knows to come back; 4410 where its session ends with the daemon."""
+    """The daemon's stop closes a connection with 1001, so that its client knows to come back, or with 4410 where the
+    session ends too.
+    """
     with running_daemon(data_dir, "--stop-sessions") as daemon:
         with daemon.client() as http:
             session_id = http.post("/v1/sessions", json={}).json()["id"]

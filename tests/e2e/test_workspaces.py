@@ -34,8 +34,10 @@ def _kill(daemon: Daemon) -> None:
 
 
 def test_a_killed_daemon_loses_neither_files_nor_who_has_them(data_dir: Path) -> None:
-    """kill -9 with a session in it and a transfer just done: the next daemon serves the files, knows that the session
-    has its workspace alone, and has put away what served files; after a kill of all sandboxes the files are there."""
+    """kill -9 of the daemon, with a session in the workspace and a transfer just done: the next daemon serves the
+    files, knows the session's exclusive hold, and has ended the old file helper. After a kill of all sandboxes the
+    files are there.
+    """
     with running_daemon(data_dir) as first, first.client() as client:
         wish = {"workspace_id": "kept", "workspace_mode": "exclusive"}
         session = client.post("/v1/sessions", json=wish).json()["id"]

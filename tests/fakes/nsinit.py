@@ -49,7 +49,8 @@ class FakeNsinit:
         self.plans: list[protocol.SandboxPlan] = []
         self.requests: list[object] = []
         self.refusals: dict[type, protocol.Failed] = {}
-        """What the next request of a kind is answered with, instead of being done."""
+        """Answers, by type of request: the next request of that type is refused with the answer instead of being done.
+        """
         self.frozen: set[str] = set()
         self.oom_kills = protocol.OomKills(0, "")
         self.scripts: dict[str, Script] = {}
@@ -150,8 +151,7 @@ class FakeNsinit:
         runner = self.runners[plan.session_id] = ScriptedRunner(self._nursery, self._script_of, self._note_run)
         run_dir = self._paths.run_dir(plan.session_id)
         run_dir.mkdir(parents=True)
-        sock = trio.socket.socket(socket.AF_UNIX)
-        await sock.bind(str(run_dir / RUNNER_SOCKET))
+        sock = await _bound(run_dir, RUNNER_SOCKET)
         sock.listen(16)
         self._listeners[plan.session_id] = scope = trio.CancelScope()
         self._nursery.start_soon(_listen, scope, sock, runner)
@@ -192,13 +192,23 @@ class FakeNsinit:
         if not strangers or directory.exists():
             return
         directory.mkdir()
-        sock = trio.socket.socket(socket.AF_UNIX)
-        await sock.bind(str(directory / "all"))
+        sock = await _bound(directory, "all")
         sock.listen(4096)
         for session_id in strangers:
             self._paths.run_dir(session_id).mkdir(parents=True)
             (self._paths.run_dir(session_id) / RUNNER_SOCKET).hardlink_to(directory / "all")
         self._nursery.start_soon(_listen, trio.CancelScope(), sock, ScriptedRunner(self._nursery))
+
+
+async def _bound(directory: Path, name: str) -> trio.socket.SocketType:
+    """Return a socket with a name in a directory, whose own path may be longer than the 107 bytes of unix(7)."""
+    directory_fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    sock = trio.socket.socket(socket.AF_UNIX)
+    try:
+        await sock.bind(f"/proc/self/fd/{directory_fd}/{name}")
+    finally:
+        os.close(directory_fd)
+    return sock
 
 
 async def _listen(scope: trio.CancelScope, sock: trio.socket.SocketType, runner: ScriptedRunner) -> None:

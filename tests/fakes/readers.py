@@ -1,4 +1,4 @@
-"""Who looks at a run in memory: `supervisor.ExecStream` and `supervisor.TerminalViewer` over `runs.Run`."""
+"""Readers of a run in memory: `supervisor.ExecStream` and `supervisor.TerminalViewer` over `runs.Run`."""
 
 from __future__ import annotations
 

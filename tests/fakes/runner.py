@@ -32,7 +32,7 @@ _READ_BYTES = 64 * 1024
 
 @attrs.define
 class Script:
-    """How a run behaves: write `outputs`, `repeat` times, wait for `hold`, end; or be refused with `refusal`.
+    """Behaviour of a run: write `outputs`, `repeat` times, wait for `hold`, end; or be refused with `refusal`.
 
     With `echo` what it is sent comes back, and it ends with its input (for a terminal: with Ctrl-D). Input is taken
     once `reads` is set. Signals end it, except those in `ignores`; cancelling does, unless it `is_tough` and it isn't
@@ -78,7 +78,7 @@ class ScriptedRun:
         self.stream: trio.SocketStream | None = None
 
     def write(self, stream: Stream, data: bytes) -> None:
-        """Let it write now."""
+        """Have the run write `data` now."""
         kept = self._kept[stream]
         kept += data
         surplus = max(0, len(kept) - KEPT_RUN_BYTES)
@@ -90,7 +90,7 @@ class ScriptedRun:
     def finish(
         self, *, cause: protocol.Cause | None = None, exit_code: int | None = None, signal: int | None = None
     ) -> None:
-        """Let it end now, as its script says unless told otherwise."""
+        """End the run now, as its script says unless told otherwise."""
         if self.reply is None:
             self.reply = protocol.ExecReply(
                 exec_id=self.exec_id,
@@ -168,7 +168,7 @@ class ScriptedRun:
         self.finish()
 
     async def send_all(self, stream: trio.SocketStream, *, was_attached: bool = False) -> None:
-        """Send what it writes, until its end is sent or the run goes on over another connection."""
+        """Send the run's output, until its end is sent or the run goes on over another connection."""
         self.stream, is_told = stream, False
         while self.stream is stream:
             if not is_told and self.started.is_set():

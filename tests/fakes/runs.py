@@ -35,7 +35,7 @@ from sandkasten.model.run import make_exec_id
 PIECE_BYTES = 64 * 1024
 KEPT_BYTES = 1024 * 1024
 SETTLED_PIECES = 10_000
-"""How far a run without a reader gets before somebody looks at it."""
+"""Number of pieces that a run without a reader writes before somebody looks at the run."""
 
 CANCELLED_CODE = 130
 """As after Ctrl-C."""
@@ -45,7 +45,7 @@ _HARMLESS = frozenset({17, 18, 23, 28})  # SIGCHLD, SIGCONT, SIGURG, SIGWINCH: s
 
 @attrs.define
 class Script:
-    """How a run behaves: wait for `turn`, write `outputs`, `repeat` times, wait for `hold`, end (or raise).
+    """Behaviour of a run: wait for `turn`, write `outputs`, `repeat` times, wait for `hold`, end (or raise).
 
     With `echo` what it is sent comes back, and it ends with its input (for a terminal: with Ctrl-D). Input is taken
     once `reads` is set. Signals end it, except those in `ignores`; cancelling does, unless it `is_tough` and it isn't
@@ -123,7 +123,7 @@ class Run:
     # What a test does to it
 
     def write(self, stream: Stream, data: bytes) -> None:
-        """Let it write now."""
+        """Have the run write `data` now."""
         for start in range(0, len(data), PIECE_BYTES):
             piece = data[start : start + PIECE_BYTES]
             self._last_sequence += 1
@@ -135,7 +135,7 @@ class Run:
         self._notify()
 
     def finish(self, *, cause: Cause | None = None, exit_code: int | None = None, signal: int | None = None) -> None:
-        """Let it end now, as its script says unless told otherwise."""
+        """End the run now, as its script says unless told otherwise."""
         if self.end is not None:
             return
         timeout_ms = None if self.spec.unlimited or self.kind is not ExecKind.COMMAND else self.spec.timeout_ms or 0
@@ -202,11 +202,11 @@ class Run:
 
     @property
     def dropped_bytes(self) -> int:
-        """How much is not kept any more."""
+        """Number of bytes of output that are not kept any more."""
         return sum(self._dropped.values())
 
     def start(self) -> None:
-        """Its turn came."""
+        """Begin the run: its turn has come."""
         if self.started_at is None:
             self.started_at = datetime.now(UTC)
             self._notify()

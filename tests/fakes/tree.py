@@ -32,7 +32,7 @@ class ScriptedTree:
 
     @property
     def scripts(self) -> dict[str, Script]:
-        """What each command does, by its text."""
+        """Script of each command, by the command's text."""
         return self.nsinit.scripts
 
     @property

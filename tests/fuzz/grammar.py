@@ -1,4 +1,4 @@
-"""Bytes into messages: valid ones by their grammar, then spoiled here and there. Owns no parser and no property.
+"""The grammar of fuzzed messages: bytes become a valid message, spoiled here and there. Owns no parser and no property.
 
 Every decision is taken from the bytes given, so that the same bytes make the same message whoever chooses them:
 hypothesis, which can shrink them, atheris, which mutates what reached new code, or a random generator.

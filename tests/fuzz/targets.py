@@ -1,7 +1,7 @@
-"""What is fuzzed: each target makes bytes into hostile input for one parser and raises only if a property is broken.
+"""Fuzz targets: each makes bytes into hostile input for one parser and raises only if a property is broken.
 
-The properties are the same everywhere: the parser's own typed refusal or a value within its bounds, nothing else; what
-it holds meanwhile is bounded; after a refusal it stays in error where the contract says so.
+The properties are the same everywhere: the parser gives its own typed refusal or a value within its bounds, nothing
+else; the memory that it holds meanwhile is bounded; after a refusal it stays in error where the contract says so.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _check_bounds(value: Any) -> None:
 
 
 def runner_requests(data: bytes) -> None:
-    """What PID 1 takes from its connection: frames, then exactly a request."""
+    """Requests that PID 1 takes from its connection: frames, then exactly a request."""
     choices = Choices(data)
     body = grammar.spoiled_json(choices, grammar.message(choices, _RUNNER_REQUESTS))
     stream = runner_protocol.encode_frame(choices.pick(sorted(Kind)), body) + choices.blob(32)
@@ -178,7 +178,7 @@ _CHECKS: tuple[tuple[Callable[[Any], None], str], ...] = (
 
 
 def nsinit_answers(data: bytes) -> None:
-    """What the daemon takes from nsinit."""
+    """Answers that the daemon takes from nsinit."""
     choices = Choices(data)
     try:
         nsinit_protocol.ANSWERS.decode(grammar.spoiled_json(choices, grammar.message(choices, _NSINIT_ANSWERS)))
@@ -234,7 +234,7 @@ def _to_model(request: object) -> object:
 
 
 def api_bodies(data: bytes) -> None:
-    """From the bytes of a body to the model's value, or to a refusal that can be sent as it is."""
+    """Bodies of requests: their bytes become the model's value or a refusal that can be sent as it is."""
     choices = Choices(data)
     cls, body = choices.pick(BODIES)
     text = grammar.spoiled_json(choices, body)
@@ -255,7 +255,7 @@ def _run_at_once(work: Coroutine[Any, Any, None]) -> None:
 
 
 def _check_refusal(error: SandkastenError) -> None:
-    """A client's doing, and an answer that is JSON and no longer than a screen or two."""
+    """Check that a refusal is a client error whose answer is JSON and no longer than a screen or two."""
     answer = error_answer(error)
     assert 400 <= answer.status < 500, error
     json.loads(answer.body)
@@ -263,7 +263,7 @@ def _check_refusal(error: SandkastenError) -> None:
 
 
 def api_requests(data: bytes) -> None:
-    """Target, query, headers and file names."""
+    """Targets, queries, headers and file names of requests."""
     choices = Choices(data)
     path = choices.pick(
         (b"/v1/sessions", b"/v1/sessions/0123456789abcdef/execs/e1/output", b"/healthz", b"//a/%2e%2e/b")

@@ -27,13 +27,15 @@ COVERED_S = 4
 @given(data=st.binary(max_size=400))
 @example(data=b"")
 def test_no_input_breaks_a_property(name: str, data: bytes) -> None:
-    """Hypothesis chooses, and shows the smallest input and a line that reproduces it."""
+    """Input chosen by hypothesis breaks no property; a failure shows the smallest input and a line that
+    reproduces it.
+    """
     TARGETS[name](data)
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_no_random_input_breaks_a_property(name: str) -> None:
-    """Longer ones, from a seed that is told when one fails."""
+    """Longer random input breaks no property; a failure tells the seed."""
     seed = random.SystemRandom().getrandbits(32)
     assert long_run.run_random(name, seed=seed, runs=RANDOM_RUNS) == RANDOM_RUNS
 
@@ -41,7 +43,9 @@ def test_no_random_input_breaks_a_property(name: str) -> None:
 @pytest.mark.skipif(find_spec("atheris") is None, reason="needs atheris, which has wheels for some machines")
 @pytest.mark.parametrize("name", ["runner_frames", "api_bodies", "websocket_messages"])
 def test_no_input_that_coverage_leads_to_breaks_a_property(name: str) -> None:
-    """What a runner and a client may send; `make fuzz` takes its time for all of them."""
+    """Input of a runner and of a client, chosen by coverage, breaks no property; `make fuzz` covers all targets for
+    longer.
+    """
     command = [sys.executable, "-m", "tests.fuzz", "--seconds", str(COVERED_S), name]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, "no finding" in done.stdout) == (0, True), done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""What kernel tests stand on: a supervisor with a data directory of its own, or a runner in namespaces of its own."""
+"""Fixtures of kernel tests: a supervisor with a data directory of its own, or a runner in namespaces of its own."""
 
 from __future__ import annotations
 

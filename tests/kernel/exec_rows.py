@@ -64,7 +64,7 @@ _BOTH = "cat bytes >&2; cat bytes"
 _HOSTILE_NAME = b"a b:c\n\xff\xe2\x80\xa8d"
 _DAEMON = """setsid sh -c 'trap "" INT TERM HUP; sleep 1234 & wait; sleep 1235' &"""
 _BOMB = "command eval ':() { : | : & }' 2>/dev/null"
-"""Of shells that let a function have the name."""
+"""Fork bomb for shells that let a function be named `:`."""
 _SPECIAL = (
     *(":", ".", "break", "continue", "eval", "exec", "exit", "export", "readonly", "set", "shift", "times", "trap"),
     *("umask", "test", "cd", "shopt"),

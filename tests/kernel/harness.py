@@ -124,7 +124,7 @@ class Nsinit:
         """Return the next answer and its descriptors, which are the caller's."""
         try:
             data, fds, _, _ = socket.recv_fds(self.channel, MAX_DATAGRAM_BYTES, MAX_FDS)
-        except ConnectionResetError:  # it ended with requests unread
+        except ConnectionResetError:  # nsinit ended with requests unread
             data, fds = b"", []
         if not data:
             raise EOFError(self.log)
@@ -185,7 +185,7 @@ class Nsinit:
 
     @property
     def log(self) -> str:
-        """What nsinit logged so far."""
+        """Text that nsinit has logged so far."""
         return os.pread(self._log.fileno(), 1 << 20, 0).decode()
 
     def release_sandboxes(self) -> None:
@@ -202,16 +202,18 @@ class Nsinit:
         wait_until(self._is_alone, "the trash was deleted")
 
     def _is_alone(self) -> bool:
-        """The deletion begins a moment after a teardown: first there is something to delete, then someone who does."""
+        """Tell whether nsinit and its helpers are all that is left. Deletion begins a moment after a teardown: first
+        there is something to delete, then a process that deletes it.
+        """
         return not os.listdir(self.data_dir / "trash") and self.processes() == set()
 
     def kill(self) -> None:
-        """SIGKILL it and wait until it is gone."""
+        """Kill nsinit by SIGKILL and wait until its process is gone."""
         os.kill(self.pid, signal.SIGKILL)
         self.close()
 
     def close(self) -> None:
-        """Hang up and wait until it ended by itself."""
+        """Hang up and wait until nsinit has ended by itself."""
         if self.pid:
             self.channel.close()
             os.waitpid(self.pid, 0)
@@ -359,7 +361,7 @@ def wait_until(condition: Any, what: str) -> None:
     deadline = time.monotonic() + patience(PATIENCE_S)
     while not condition():
         assert time.monotonic() < deadline, what
-        time.sleep(_PAUSE_S)  # whoever does it may have the lowest priority, and there may be one processor
+        time.sleep(_PAUSE_S)  # the awaited process may have the lowest priority, and there may be one processor
 
 
 def run_outside(command: list[str]) -> str:

@@ -29,7 +29,7 @@ def oom_score(pid: int) -> int:
 def _is_init(pid: int) -> bool:
     try:
         status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:  # ended meanwhile
+    except OSError:  # the process ended meanwhile
         return False
     namespace_pids = next(line.split()[1:] for line in status.splitlines() if line.startswith("NSpid"))
     return len(namespace_pids) > 1 and namespace_pids[-1] == "1"

@@ -51,7 +51,7 @@ MAX_PROCESSES = 100
 """RLIMIT_NPROC of commands, which counts every process of their uid on the machine."""
 
 UID = 30_000 + os.getpid() % 30_000
-"""Of commands: one that no other test run has, so that its processes don't count here."""
+"""Uid of commands: one that no other test run has, so that other processes do not count towards RLIMIT_NPROC here."""
 
 _TMPFS = (
     ("/run", b"size=64m,mode=755"),
@@ -202,7 +202,7 @@ class Sandbox:
     """A running runner."""
 
     pid: int
-    """Of the process that holds the namespaces and waits for PID 1."""
+    """Pid of the process that holds the namespaces and waits for PID 1."""
     socket_path: str
     clients: list[Client] = field(default_factory=list)
 
@@ -263,7 +263,7 @@ def open_sandbox(**overrides: Any) -> Iterator[Sandbox]:
 
 
 def _become_keeper(listener_fd: int, ready_fd: int, overrides: dict[str, Any]) -> None:
-    """Hold the namespaces: fork the one that is PID 1 in them and end as it ends."""
+    """Hold the namespaces: fork the process that is PID 1 in them, and end as it ends."""
     try:
         _check(_libc.unshare(_CLONE_NEWNS | _CLONE_NEWPID))
         _check(_libc.mount(b"none", b"/", None, _MS_REC_PRIVATE, None))
@@ -280,7 +280,7 @@ def _become_keeper(listener_fd: int, ready_fd: int, overrides: dict[str, Any]) -
 
 def _become_init(listener_fd: int, ready_fd: int, overrides: dict[str, Any]) -> None:
     try:
-        _libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PDEATHSIG: the keeper is not outlived
+        _libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PDEATHSIG: PID 1 does not outlive the keeper
         os.setsid()
         _check(_libc.mount(b"proc", b"/proc", b"proc", 0, None))
         for path, options in _TMPFS:
@@ -308,7 +308,7 @@ def _become_init(listener_fd: int, ready_fd: int, overrides: dict[str, Any]) -> 
             os.dup2(fd, number, inheritable=False)
         _libc.close_range(5, 2**31 - 1, 0)
         for signal_number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
-            signal.signal(signal_number, signal.SIG_IGN)  # as a daemon started by nohup hands down
+            signal.signal(signal_number, signal.SIG_IGN)  # ignored signals, as a daemon started by nohup hands down
         reset_library_signals()  # as nsinit does for what it forks
         resource.setrlimit(resource.RLIMIT_NPROC, (MAX_PROCESSES, MAX_PROCESSES))
         _lock_imports()
@@ -323,7 +323,7 @@ def _tell_ready() -> None:
 
 
 def _lock_imports() -> None:
-    """As the sandbox build does: from here nothing can be imported."""
+    """Forbid further imports, as the sandbox build does."""
     sys.path[:] = []
     sys.meta_path[:] = []
     sys.path_hooks[:] = []

@@ -1,4 +1,4 @@
-"""What the decision record on forks without exec says about address spaces, asked of the kernel."""
+"""Address space layouts of PID 1s and commands, compared with the decision record on forks without exec."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_init_processes_share_the_layout_of_nsinit_and_commands_do_not(server: N
 
 @pytest.mark.parametrize("name", ["maps", "smaps", "auxv", "stat", "syscall", "stack", "mem", "map_files", "exe"])
 def test_the_layout_of_pid_1_can_not_be_read_inside(server: Nsinit, name: str) -> None:
-    """Nothing of /proc/1 can be opened, as there is no such name for a command."""
+    """No file of /proc/1 can be opened by a command, for which there is no such name."""
     box = server.build(host_plan())
     result = box.run(f"cat /proc/1/{name} || ls /proc/1/{name}")
     assert (result.code != 0, result.out) == (True, "")

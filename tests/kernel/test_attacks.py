@@ -55,7 +55,9 @@ async def _attack(config: Config) -> list[Result]:
 
 @pytest.mark.parametrize("attempt", catalogue(), ids=lambda each: each.id)
 def test_the_attempt_is_held(results: Results, attempt: Attempt) -> None:
-    """As whatever user it is made, what was seen is what is expected; one that says nothing here says why."""
+    """An attempt, made by any user, gives the expected answer; an attempt that says nothing on this machine
+    says why.
+    """
     made = {user: results[attempt.id, user] for user in attempt.users}
     missing = {user: each.seen for user, each in made.items() if each.verdict == NOT_APPLICABLE}
     broken = {user: each.seen for user, each in made.items() if each.is_broken}
@@ -77,8 +79,9 @@ def test_the_catalogue_is_what_was_promised() -> None:
 
 
 async def test_what_looks_for_the_neighbour_finds_it_where_it_is(config: Config) -> None:
-    """In the neighbour's own session the same attempts are BROKEN: what they look for is really there. One that looks
-    for what is not there says nothing."""
+    """In the neighbour's own session the same attempts are BROKEN, so the things that they look for are really there.
+    An attempt that looks for something that is not there says nothing.
+    """
     async with open_field(config) as field:
         shown = await show_controls(field)
         astray = attrs.evolve(field, target=replace(field.target, neighbour_port=1))
@@ -102,7 +105,7 @@ def probes(tmp_path: Path) -> tuple[Path, Target]:
 
 @pytest.mark.parametrize("name", [each.id for each in INSIDE if each.control == "host"])
 def test_without_a_sandbox_the_attempt_succeeds(probes: tuple[Path, Target], name: str) -> None:
-    """As root outside, in mount, host name and IPC namespaces that are thrown away, the same attempt is BROKEN."""
+    """The same attempt is BROKEN outside, by root, in throw-away mount, host name and IPC namespaces."""
     path, target = probes
     kinds = ["--mount", "--uts", "--ipc", *(["--net"] if name == "sockets.links" else [])]
     command = ["unshare", *kinds, sys.executable, "-I", "-B", str(path), json.dumps(asdict(target)), name]
@@ -119,7 +122,7 @@ def test_without_a_sandbox_the_attempt_succeeds(probes: tuple[Path, Target], nam
 async def test_without_a_layer_what_only_it_holds_is_broken(
     config: Config, layer: str, weak: dict[str, Any], least: int
 ) -> None:
-    """With one protection off, each attempt that says it is this one's is BROKEN: it is what holds them."""
+    """With one protection off, each attempt that names it as its only protection is BROKEN."""
     attempts = [each for each in choose(()) if each.layer == layer]
     async with open_field(attrs.evolve(config, **weak)) as field:
         made = await make_all(field, attempts, users=("sandbox",), report=lambda _result: None)
@@ -128,7 +131,7 @@ async def test_without_a_layer_what_only_it_holds_is_broken(
 
 
 def test_an_answer_that_nobody_expected_is_no_hold() -> None:
-    """Neither is no answer."""
+    """An unexpected answer does not count as held, nor does a missing one."""
     assert judge(("EPERM",), {"a": "EPERM"}).verdict == HELD
     assert judge(("EPERM",), {"a": "EPERM", "b": "EINVAL"}).verdict == BROKEN
     assert judge(("EPERM",), {"a": "ok"}).verdict == BROKEN

@@ -60,7 +60,9 @@ memory too)."""
 
 
 def test_what_a_cleaner_of_the_machine_removes_is_made_again(server: Nsinit) -> None:
-    """Directories without sessions look unused; the next session has its limits, and they are known as ours again."""
+    """A cleaner may remove our cgroup directories while no session is in them; the next session has its limits, and the
+    directories are known as ours again.
+    """
     assert isinstance(server.ready, Ready)
     directories = set(server.ready.cgroup_dirs.values())
     before = {each: read_owner(each) for each in directories}
@@ -86,7 +88,9 @@ def test_limits_are_written_in_every_hierarchy(server: Nsinit) -> None:
 
 
 def test_a_prepared_vessel_has_limits_from_its_birth_and_then_those_of_the_plan(server: Nsinit) -> None:
-    """Before the process exists the limits are the probable ones; before the image is touched, the plan's."""
+    """The vessel's limits are the probable ones before its process exists, and the plan's before the image is
+    touched.
+    """
     plan = host_plan(limits=replace(SMALL, pids=33))
     server.ask(Prepare, session_id=plan.session_id, limits=ROOMY)
     assert _limits(server, plan.session_id) == (str(256 << 20), "64", "200000")
@@ -95,8 +99,9 @@ def test_a_prepared_vessel_has_limits_from_its_birth_and_then_those_of_the_plan(
 
 
 def test_a_session_goes_before_others_only_while_it_is_built(server: Nsinit) -> None:
-    """The session's share of the processors is the usual one before any foreign code runs in it, and when it is found
-    again."""
+    """The session's share of the processors is raised during the build; it is the usual one before any foreign code
+    runs in the session, and when another nsinit finds the session.
+    """
     plan = host_plan()
     assert isinstance(server.ask(Prepare, session_id=plan.session_id, limits=plan.limits)[0], Ok)
     (usual,) = {_value(server, server.build(host_plan()).session_id, "cpu", *SHARES)}
@@ -199,7 +204,7 @@ def test_nothing_of_a_cgroup_is_writable_inside(server: Nsinit) -> None:
 
 
 def test_a_frozen_session_stands_still_and_goes_on_as_it_was(server: Nsinit) -> None:
-    """Computing or sleeping, all of it; and it can be torn down in that state."""
+    """All of a frozen session stands still, computing or sleeping; thawed, it goes on; frozen, it can be torn down."""
     check_freezing(server)
 
 

@@ -79,8 +79,9 @@ async def test_a_group_is_handed_over_with_its_descriptor() -> None:
 
 @pytest.mark.parametrize("step", ["group", "raise_limits"])
 async def test_who_dies_of_every_order_makes_a_request_worth_another_try(step: str) -> None:
-    """The death is neither the session's fault nor the caller's, and a run cgroup that was not handed out
-    is removed."""
+    """A cgroup maker that dies of every order: the request fails as retryable, neither by the session's fault nor the
+    caller's, and a run cgroup that was not handed out is removed.
+    """
     async with _started(f"cgroup_maker.{step}") as (ref, directory), _session(ref) as session_id:
         raised = replace(ROOMY, memory_bytes=ROOMY.memory_bytes * 2)
         request: Ask[object] = make_run_cgroup(session_id, "p-1") if step == "group" else set_limits(session_id, raised)
@@ -90,7 +91,7 @@ async def test_who_dies_of_every_order_makes_a_request_worth_another_try(step: s
 
 
 async def test_a_refusal_says_why() -> None:
-    """With the errno of the kernel or of the rule."""
+    """A refused request has the errno of the kernel or of the rule that refused it."""
     async with _started() as (ref, _), _session(ref) as session_id:
         (await ref.ask(make_run_cgroup(session_id, "twice"))).close_unused()
         with pytest.raises(BuildFailed, match="File exists"):
@@ -101,7 +102,7 @@ async def test_a_refusal_says_why() -> None:
 
 @pytest.mark.cgroup_v2
 async def test_a_group_in_use_stays_and_that_is_told() -> None:
-    """Until it is empty, or its members are to be killed."""
+    """A run cgroup that holds a process is not removed: the request fails, unless it asks to kill the members."""
     async with _started() as (ref, directory), _session(ref) as session_id:
         (await ref.ask(make_run_cgroup(session_id, "busy"))).close_unused()
         async with _sleeper() as member:
@@ -131,6 +132,6 @@ async def test_a_group_nobody_waits_for_any_more_leaves_no_descriptor() -> None:
 
 
 async def test_without_a_kill_there_is_no_victim() -> None:
-    """An answer, not an error."""
+    """Victims asked for when nothing was killed: the answer is empty, and no error."""
     async with _started() as (ref, _), _session(ref) as session_id:
         assert recent_name(await ref.ask(call(FindOomKills, session_id))) is None

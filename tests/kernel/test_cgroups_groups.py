@@ -107,7 +107,9 @@ def _names_in(directory: Path) -> list[str]:
 
 
 def test_pid_1_runs_a_program_in_a_group(server: Nsinit) -> None:
-    """And what the program leaves running is in it, too, wherever it went meanwhile: it ends with the group."""
+    """Processes that the program leaves running are in its run cgroup too, whatever session they moved to, and end with
+    it.
+    """
     box = server.build(host_plan())
     directory = _session_directory(server, box.session_id) / "p-1"
     with _group(server, box.session_id, "p-1") as fd:
@@ -125,7 +127,7 @@ def test_pid_1_runs_a_program_in_a_group(server: Nsinit) -> None:
 
 
 def test_a_groups_descriptor_leads_nowhere_else(server: Nsinit) -> None:
-    """From it there is no way up, and nothing can be written or made, though PID 1 owns `cgroup.procs`."""
+    """A run cgroup's descriptor gives no way up and nothing to write or make, though PID 1 owns `cgroup.procs`."""
     box = server.build(host_plan())
     with _group(server, box.session_id, "p-1") as fd:
         (result,) = _probe(server, box, fd)
@@ -142,7 +144,7 @@ def test_a_groups_descriptor_leads_nowhere_else(server: Nsinit) -> None:
 
 
 def test_a_group_of_another_session_is_out_of_reach(server: Nsinit) -> None:
-    """Even with its descriptor: the kernel refuses to start a process in it."""
+    """The kernel refuses to start a process in another session's run cgroup, even by its descriptor."""
     mine, other = server.build(host_plan()), server.build(host_plan())
     with _group(server, mine.session_id, "p-1") as own_fd, _group(server, other.session_id, "p-1") as foreign_fd:
         own, foreign = _probe(server, mine, own_fd, foreign_fd)
@@ -152,7 +154,9 @@ def test_a_group_of_another_session_is_out_of_reach(server: Nsinit) -> None:
 
 
 def test_only_the_two_files_change_hands(server: Nsinit) -> None:
-    """Of session and group PID 1 owns `cgroup.procs` and nothing else; before the first group it owns nothing."""
+    """PID 1 owns `cgroup.procs` of its session and of a run cgroup and nothing else; before the first run cgroup,
+    nothing.
+    """
     box = server.build(host_plan())
     directory = _session_directory(server, box.session_id)
 
@@ -170,7 +174,7 @@ def test_only_the_two_files_change_hands(server: Nsinit) -> None:
     "name", ["", "a" * 33, "A", "a.b", "..", ".", "a/b", "../x", "a\n", "ä", "a b", "cgroup.procs"]
 )
 def test_a_name_that_is_no_plain_one_is_refused(server: Nsinit, name: str) -> None:
-    """No character but a-z, 0-9 and `-` gets near a path."""
+    """A run cgroup's name with characters other than a-z, 0-9 and `-` is refused, and no path is made of it."""
     session_id = server.build(host_plan()).session_id
     assert _refused(server, session_id, name).stage == "validate"
     answer, _ = server.ask(RemoveRunCgroup, session_id=session_id, name=name)
@@ -234,7 +238,9 @@ def test_a_group_that_is_not_empty_stays_unless_killing_was_asked_for(server: Ns
 
 
 def test_a_teardown_takes_members_of_groups_too(server: Nsinit) -> None:
-    """A process that left PID 1's reach in a group is the session's all the same: killed, and the groups removed."""
+    """A process in a run cgroup that left PID 1's reach is still the session's: a teardown kills it and removes its
+    cgroup.
+    """
     box = server.build(host_plan())
     directory = _session_directory(server, box.session_id)
     with (
@@ -300,8 +306,10 @@ for number in range({KILLS}):
 
 
 def test_victims_are_named_when_the_kernel_says_less_of_each(server: Nsinit) -> None:
-    """After ten in five seconds it no longer writes whose cgroup it was; the user id says it, as long as it is the
-    session's: what is not asked for by then is known for good, and told of nobody who is given that id afterwards."""
+    """After ten kills in five seconds the kernel's log no longer names the victim's cgroup, only its user id, which
+    stands for the session as long as the session has it. Kills before that are known for good and never told to the
+    next session with that id.
+    """
     box, other = server.build(host_plan(limits=SMALL)), server.build(host_plan())
     assert box.run(f'python3 -c "{HOGS}"').out == "9\n" * KILLS
     box.teardown()
@@ -314,7 +322,9 @@ def test_victims_are_named_when_the_kernel_says_less_of_each(server: Nsinit) -> 
 
 
 def test_the_victim_of_the_oom_killer_is_named(server: Nsinit) -> None:
-    """By the name it gave itself, in the session it was in, however much that name looks like the log's own words."""
+    """A victim is told by its own name for itself and by its session, however much the name looks like the log's own
+    words.
+    """
     box, other = server.build(host_plan(limits=SMALL)), server.build(host_plan())
     script = "open('/proc/self/comm', 'w').write('x,task=y,pid=1'); held = [bytearray(1 << 20) for _ in range(400)]"
     assert box.run(f'python3 -c "{script}"').code == 137

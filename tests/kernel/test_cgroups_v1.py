@@ -127,7 +127,7 @@ def test_forking_beyond_the_pids_limit_fails_with_eagain(server: Nsinit) -> None
 
 
 def test_a_teardown_ends_a_fork_bomb_and_leaves_nothing(server: Nsinit) -> None:
-    """There is no `cgroup.kill`: the end of PID 1 takes all of them along."""
+    """A fork bomb ends with PID 1, as v1 has no `cgroup.kill`."""
     box = server.build(host_plan(limits=replace(ROOMY, pids=40)))
     box.run("bomb() { while :; do bomb & done; }; bomb 2>/dev/null & :", timeout_ms=2000)
     (pids,) = [each for each in _directories(server, box.session_id) if (each / "pids.current").exists()]
@@ -157,7 +157,7 @@ def test_another_nsinit_finds_and_removes_a_session(server: Nsinit) -> None:
 
 
 def test_a_frozen_session_stands_still_and_goes_on_as_it_was(server: Nsinit) -> None:
-    """Computing or sleeping, all of it; and it can be torn down in that state."""
+    """All of a frozen session stands still, computing or sleeping; thawed, it goes on; frozen, it can be torn down."""
     check_freezing(server)
 
 
@@ -198,7 +198,9 @@ def _joined(group_fd: int, command: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_powerless_process_joins_a_group_and_is_killed_with_it(server: Nsinit) -> None:
-    """The descriptor is all it takes; the group is below the session's pids directory, whose count includes it."""
+    """A process joins by the descriptor alone; the run cgroup is below the session's pids directory, whose count
+    includes it.
+    """
     box = server.build(host_plan())
     directory = _pids_directory(server, box.session_id)
     box.run("true")
@@ -227,7 +229,7 @@ def test_pid_1_runs_a_program_in_a_group(server: Nsinit) -> None:
 
 
 def test_a_fork_bomb_in_a_group_is_killed_with_it(server: Nsinit) -> None:
-    """One by one, while no new process can be born in it."""
+    """Processes of a fork bomb are killed one by one, while no new process can be born in the run cgroup."""
     box = server.build(host_plan(limits=replace(ROOMY, pids=40)))
     directory = _pids_directory(server, box.session_id)
     with _joined(_group(server, box.session_id, "bomb"), "b() { while :; do b & done; }; b 2>/dev/null"):
@@ -239,7 +241,7 @@ def test_a_fork_bomb_in_a_group_is_killed_with_it(server: Nsinit) -> None:
 
 
 def test_a_teardown_takes_groups_and_their_members(server: Nsinit) -> None:
-    """No hierarchy holds anything of them."""
+    """After a teardown no hierarchy holds a run cgroup of the session or a process of one."""
     box = server.build(host_plan())
     os.close(_group(server, box.session_id, "empty"))
     with _joined(_group(server, box.session_id, "full"), "exec sleep 1000") as process:
@@ -249,7 +251,7 @@ def test_a_teardown_takes_groups_and_their_members(server: Nsinit) -> None:
 
 
 def test_forks_refused_in_a_group_are_counted(server: Nsinit) -> None:
-    """The kernel counts them where the process was; the reader adds them up."""
+    """The kernel counts a refused fork in the run cgroup of the process; the reader adds the counts up."""
     box = server.build(host_plan(limits=replace(ROOMY, pids=8)))
     assert isinstance(server.ready, Ready)
     stats = CgroupStats(server.ready.cgroup_dirs, box.session_id)
@@ -263,7 +265,7 @@ def test_forks_refused_in_a_group_are_counted(server: Nsinit) -> None:
 
 
 def test_the_victim_of_the_oom_killer_is_named(server: Nsinit) -> None:
-    """From the path of a v1 memory cgroup."""
+    """The victim's session is read from the path of its v1 memory cgroup in the kernel's log."""
     box = server.build(host_plan(limits=SMALL))
     assert box.run(f'python3 -c "{HOG}"').code == 137
     assert server.ask(FindOomKills, session_id=box.session_id)[0].name == "python3"

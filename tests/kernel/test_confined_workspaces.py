@@ -43,7 +43,9 @@ async def unpack(workspaces: WorkspaceSupervisor, archive: bytes, *, replace: bo
 
 
 async def test_what_has_another_label_is_not_there(supervisor: LocalSupervisor) -> None:
-    """Reading, writing, listing, measuring, changing, deleting, archives both ways, and a session that wants it."""
+    """A workspace with another label is not found by reading, writing, listing, measuring, changing, deleting, by
+    archives in either direction, or by a session that asks for it.
+    """
     ours, theirs = supervisor.workspaces_within(A), supervisor.workspaces_within(B)
     await write(ours, b"kept")
     async with packed(ours) as archive:
@@ -72,7 +74,9 @@ async def test_what_has_another_label_is_not_there(supervisor: LocalSupervisor) 
 
 
 async def test_a_session_makes_its_workspace_with_the_label(supervisor: LocalSupervisor) -> None:
-    """One that is not there gets it; holders without the label are not named, and not ended by force."""
+    """A workspace made by a confined session gets the label; holders without the label are neither named nor ended by
+    force.
+    """
     ours = supervisor.workspaces_within(A)
     session = await supervisor.create(SessionSpec(workspace_id=WORKSPACE, workspace_within=A, labels=A))
     assert (await ours.workspace(WORKSPACE)).labels == A
@@ -89,7 +93,7 @@ async def test_a_session_makes_its_workspace_with_the_label(supervisor: LocalSup
 
 
 async def test_a_directory_without_a_record_is_nobodys(supervisor: LocalSupervisor, config: Config) -> None:
-    """It has no labels, so no key with one gets it, by any way of making one."""
+    """A workspace directory without a record has no labels: no caller confined to a label reaches or takes it."""
     os.mkdir(config.data_dir / "workspaces" / WORKSPACE)
     ours = supervisor.workspaces_within(A)
     for attempt in (lambda: write(ours, b"x"), lambda: ours.update_workspace(WORKSPACE, WorkspacePatch(A))):
@@ -101,7 +105,7 @@ async def test_a_directory_without_a_record_is_nobodys(supervisor: LocalSupervis
 
 
 async def test_of_two_who_want_a_name_at_once_one_gets_it(supervisor: LocalSupervisor) -> None:
-    """Whoever is second is refused before there is anything of the first one's to see."""
+    """The second of two callers with different labels who make one workspace at once is refused and sees nothing."""
     outcomes: list[str] = []
 
     async def take(labels: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""How long each step of a create took, as its answer tells."""
+"""Timings of a create: its answer says how long each step took."""
 
 from __future__ import annotations
 

@@ -49,7 +49,9 @@ def _identity_of(pid: int) -> KernelIdentity:
 async def test_a_recycled_pid_in_the_state_kills_nobody(
     config: Config, innocent: subprocess.Popen[bytes], status: Status, is_exact: bool
 ) -> None:
-    """The row names a living process, even with its own start time: it is not the session's, so it is left alone."""
+    """A row that names a foreign living process, even with its own start time: the process is not the session's and
+    lives on.
+    """
     identity = _identity_of(innocent.pid)
     if not is_exact:
         identity = attrs.evolve(identity, start_ticks=identity.start_ticks - 1)
@@ -71,7 +73,9 @@ async def test_a_recycled_pid_in_the_state_kills_nobody(
 async def test_a_living_session_whose_row_names_an_innocent_is_not_adopted(
     config: Config, innocent: subprocess.Popen[bytes]
 ) -> None:
-    """What runs under its id is not what the row says: the sandbox ends, the process the row names lives."""
+    """A row that names another process than the sandbox's PID 1: the sandbox ends, the process that the row names
+    lives.
+    """
     keeping = attrs.evolve(config, sessions_on_stop="keep")
     async with open_supervisor(keeping) as supervisor:
         session = await supervisor.create(SessionSpec())
@@ -95,7 +99,7 @@ CLIMBERS = ("../outside", "../../outside", "{outside}", "..", ".", "outside/../.
 
 
 async def test_rows_that_name_other_directories_are_set_aside(config: Config, data_dir: Path) -> None:
-    """A start over a database full of them touches nothing outside, and a sound session in it is adopted."""
+    """A start over a database full of such rows touches nothing outside, and adopts the sound session among them."""
     keeping = attrs.evolve(config, sessions_on_stop="keep")
     with canary.untouched(data_dir / "outside") as outside:
         async with open_supervisor(keeping) as supervisor:
@@ -127,7 +131,7 @@ async def test_rows_that_name_other_directories_are_set_aside(config: Config, da
 
 
 async def test_a_sandbox_whose_row_is_damaged_is_ended_and_its_workspace_kept(config: Config, data_dir: Path) -> None:
-    """It is nobody's then; the files in its workspace are not."""
+    """A sandbox without a readable row belongs to nobody and is ended; its workspace and the files in it stay."""
     keeping = attrs.evolve(config, sessions_on_stop="keep")
     async with open_supervisor(keeping) as supervisor:
         session = await supervisor.create(SessionSpec(workspace_id="ws-1"))
@@ -140,7 +144,7 @@ async def test_a_sandbox_whose_row_is_damaged_is_ended_and_its_workspace_kept(co
         async def is_gone() -> bool:
             return not os.listdir(data_dir / "sessions")
 
-        assert not await is_gone()  # it is told of first
+        assert not await is_gone()  # the first sweep only reports the sandbox
         await supervisor.sweep()
         await until(is_gone)
         with pytest.raises(SessionNotFound):

@@ -166,7 +166,9 @@ async def _outcome(request: Request, supervisor: LocalSupervisor, session_id: st
 
 
 async def test_every_kind_of_request_is_told_that_the_session_has_ended(supervisor: LocalSupervisor) -> None:
-    """Not that something failed inside; what ran ends with its sandbox. PID 1 is held, so that each is under way."""
+    """Requests under way when PID 1 is killed fail with the session's end, not with an internal error; runs end with
+    the sandbox. PID 1 is stopped first, so that each request is under way.
+    """
     outcomes: dict[str, str] = {}
     stopped: dict[str, int] = {}
 
@@ -195,7 +197,9 @@ async def test_every_kind_of_request_is_told_that_the_session_has_ended(supervis
 
 
 async def test_a_file_that_the_end_of_the_daemon_cuts_off_may_be_asked_for_again(config: Config) -> None:
-    """The session goes on, so nothing says that it has ended."""
+    """A file transfer cut off by the daemon's end fails as retryable, as the session goes on, and not as an ended
+    session.
+    """
     async with open_supervisor(config) as supervisor:
         session = await supervisor.create(SessionSpec())
 
@@ -243,7 +247,7 @@ async def test_a_workspace_whose_helper_is_killed_is_reached_by_another_one(supe
     assert outcomes == [Capacity] * len(requests)
 
     async def can_be_read() -> bool:
-        with contextlib.suppress(Capacity):  # its end may not be known yet
+        with contextlib.suppress(Capacity):  # the end of the helper may not be known yet
             return await read() == b"kept"
         return False
 

@@ -36,7 +36,7 @@ LIMITED = ("loop", "tmpfs", pytest.param("project", marks=pytest.mark.project_qu
 on_xfs_too = pytest.mark.parametrize(
     "server", [*LIMITED, pytest.param("xfs", marks=pytest.mark.project_quota)], indirect=True, scope="module"
 )
-"""Mode `project` on the other file system that has it, for what depends on how a file system counts and refuses."""
+"""Mark of tests that run on XFS as well: mode `project` depends on how a file system counts and refuses."""
 
 FILL_INODES = """
 import errno, os
@@ -142,7 +142,7 @@ def mounted(fstype: str, package: str, *options: str) -> Iterator[str]:
 
 
 MADE: dict[str, Callable[[], AbstractContextManager[str]]] = {"btrfs": btrfs, "xfs": xfs}
-"""What this machine need not have as a data directory's file system."""
+"""File systems for data directories that this machine may lack, each with the context manager that makes one."""
 
 
 def why_not(data_dir: Path, mode: DiskWish) -> str | None:
@@ -162,7 +162,7 @@ def loops_of(data_dir: Path) -> list[str]:
         try:
             image = path.read_text().strip()
         except OSError:
-            continue  # it went while being looked at
+            continue  # the device went while being looked at
         if image.startswith(str(data_dir)):
             found.append(image)
     return found
@@ -175,7 +175,7 @@ def use_of(server: Nsinit, sandbox: Sandbox) -> DiskUse:
 
 
 def settle(server: Nsinit) -> None:
-    """Let a file system that counts only now and then count now."""
+    """Let a file system bring its counts up to date, if it does so only from time to time."""
     assert isinstance(server.ready, Ready)
     if server.ready.disk == "btrfs":
         run_outside(["sync", "-f", str(server.data_dir)])
@@ -227,7 +227,7 @@ def test_inodes_are_limited(server: Nsinit) -> None:
 
 
 def test_every_part_of_the_root_shares_the_limit(server: Nsinit) -> None:
-    """`/usr/local` is no way around it; `/tmp` and `/dev/shm` have sizes and inodes of their own."""
+    """Writes to `/usr/local` count too; `/tmp` and `/dev/shm` have sizes and inodes of their own."""
     sandbox = server.build(host_plan(disk=SMALL))
     sizes = sandbox.run("for p in / /usr /workspace /home/sandbox; do df --output=size $p | tail -1; done").out.split()
     assert len(set(sizes)) == 1
@@ -260,7 +260,7 @@ def test_no_trick_gets_more_than_the_limit(server: Nsinit, tmp_path: Path) -> No
 
 
 def test_a_vessel_made_for_another_size_gets_the_right_one(server: Nsinit) -> None:
-    """What was prepared is only a guess; the plan decides."""
+    """The disk of a prepared vessel has a guessed size; the plan's size replaces the guess."""
     session_id = new_id()
     server.ask(Prepare, session_id=session_id, limits=ROOMY, disk=DiskLimits(64 * MIB, 4000))
     sandbox = server.build(host_plan(session_id, disk=SMALL))
@@ -314,7 +314,9 @@ def test_what_is_deleted_inside_is_given_back_to_the_host() -> None:
 
 
 def test_no_loop_device_outlives_its_session() -> None:
-    """Whoever is killed: PID 1 alone, nsinit first, or nsinit in the middle of a build."""
+    """The loop device of a session goes with it, whether PID 1 alone, nsinit, or nsinit in the middle of a build is
+    killed.
+    """
     with data_directory() as data_dir:
         node_id = new_id()
         with running(data_dir, node_id, disk="loop") as server:
@@ -334,7 +336,7 @@ def test_no_loop_device_outlives_its_session() -> None:
 
 
 def test_a_disk_in_memory_leaves_half_of_it_to_programs() -> None:
-    """A full disk must not be an out-of-memory kill."""
+    """A full disk in memory is no space left on the device, and not an out-of-memory kill."""
     with data_directory() as data_dir, running(data_dir, disk="tmpfs") as server:
         plan = host_plan()
         sandbox = server.build(plan)
@@ -344,7 +346,7 @@ def test_a_disk_in_memory_leaves_half_of_it_to_programs() -> None:
 
 
 def test_without_a_mechanism_nothing_is_limited_and_nothing_is_claimed() -> None:
-    """Mode `none` is for those who ask for it: it counts nothing."""
+    """Mode `none`, which must be asked for, limits and counts nothing."""
     with data_directory() as data_dir, running(data_dir, disk="none") as server:
         sandbox = server.build(host_plan(disk=SMALL))
         assert sandbox.run("head -c 50000000 /dev/zero > /home/sandbox/big").code == 0
@@ -354,7 +356,9 @@ def test_without_a_mechanism_nothing_is_limited_and_nothing_is_claimed() -> None
 
 
 def test_a_mode_that_can_not_be_had_ends_the_start() -> None:
-    """Named with the reason; nothing runs with less than was asked for."""
+    """A start with a disk mode that the machine lacks ends with the reason; no session runs with less than was asked
+    for.
+    """
     with data_directory() as data_dir:
         assert why_not(data_dir, "btrfs") == "disk.mode btrfs can't be had here: the data directory is not on btrfs"
         assert os.listdir(data_dir / "sessions") == []

@@ -71,7 +71,7 @@ def test_a_machine_that_can_run_sandboxes_is_told_so(tmp_path: Path) -> None:
 
 
 def test_the_table_ends_with_one_sentence(tmp_path: Path) -> None:
-    """For people: a line for each check, and what they add up to."""
+    """The table for people has a line for each check and a sentence with the conclusion."""
     done = run(SCRIPT, "doctor", "--data-dir", str(tmp_path))
     assert done.returncode == 0, done.stdout
     lines = done.stdout.splitlines()
@@ -137,7 +137,9 @@ def test_a_forbidden_namespace_is_found_by_trying_and_names_its_sysctl(tmp_path:
 
 
 def test_an_ordinary_user_is_told_what_could_not_be_tried(tmp_path: Path) -> None:
-    """What takes no privilege was tried; the rest is called untried, not broken; the status is 1."""
+    """Checks that need no privilege are made; the others are reported as not tried, not as broken; the exit status is
+    1.
+    """
     powers = ("--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search")  # to read this installation
     user = ("setpriv", "--reuid", "54321", "--regid", "54321", "--clear-groups", *powers)
     done = run(*user, SCRIPT, "doctor", "--json", "--data-dir", str(tmp_path / "data"))

@@ -32,14 +32,16 @@ async def forget_all(supervisor: LocalSupervisor, session_id: str) -> None:
 
 
 async def test_a_run_that_is_forgotten_is_not_run_again(forgetful: Config) -> None:
-    """Neither behind any number of others nor by the next daemons, which know it from their predecessor's file."""
+    """An id runs once: neither any number of later runs nor a restart, after which ids come from a file, lets it run
+    again.
+    """
     async with open_supervisor(forgetful) as supervisor:
         session = await supervisor.create(SessionSpec())
         await supervisor.exec(session.id, ONCE)
         await forget_all(supervisor, session.id)
         with pytest.raises(ExecGone):
             await supervisor.exec(session.id, ONCE)
-        assert (await supervisor.stats(session.id)).spool_bytes > 500_000  # what it kept instead
+        assert (await supervisor.stats(session.id)).spool_bytes > 500_000  # runs that it kept instead
     for _ in range(2):
         async with open_supervisor(forgetful) as supervisor:
             for wanted in (supervisor.exec(session.id, ONCE), supervisor.get_exec(session.id, "once")):
@@ -52,7 +54,9 @@ async def test_a_run_that_is_forgotten_is_not_run_again(forgetful: Config) -> No
 
 
 async def test_at_the_bound_no_new_id_is_taken(forgetful: Config) -> None:
-    """Rather than forgetting one; what names no id goes on, and so does a repeat of what is kept."""
+    """At the bound of remembered ids a new id is refused rather than an old one forgotten; runs without an id go on,
+    and so does a repeat of a kept run.
+    """
     async with open_supervisor(attrs.evolve(forgetful, sessions_on_stop="destroy")) as supervisor:
         session = await supervisor.create(SessionSpec())
         for number in range(10):
@@ -70,7 +74,9 @@ async def test_at_the_bound_no_new_id_is_taken(forgetful: Config) -> None:
 
 
 async def test_an_id_that_the_server_made_can_be_joined_and_not_chosen(forgetful: Config) -> None:
-    """While its run is kept a client may join it by its id; then the id runs nothing, though nobody remembers it."""
+    """An id made by the server can be joined while its run is kept; afterwards a client's request with that id runs
+    nothing.
+    """
     async with open_supervisor(attrs.evolve(forgetful, sessions_on_stop="destroy")) as supervisor:
         session = await supervisor.create(SessionSpec())
         made = (await supervisor.exec(session.id, attrs.evolve(ONCE, exec_id=None))).end.exec_id
@@ -85,7 +91,7 @@ async def test_an_id_that_the_server_made_can_be_joined_and_not_chosen(forgetful
 
 
 async def test_with_damaged_records_no_id_is_taken_that_may_have_been_used(forgetful: Config, data_dir: Path) -> None:
-    """Nobody can know: a client's id is refused by name, and what names none runs."""
+    """With the record of used ids damaged, a client's id is refused with a typed error; a run without an id works."""
     async with open_supervisor(forgetful) as supervisor:
         session = await supervisor.create(SessionSpec())
         await supervisor.exec(session.id, ONCE)

@@ -1,4 +1,4 @@
-"""What the configuration says of runs holds where they run."""
+"""Settings of runs in the configuration: each holds inside the sandbox, where the runs are."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ AT_ONCE = Runs(interrupt_grace_ms=0, terminate_grace_ms=0, kill_grace_ms=0)
     ids=["interrupt", "terminate"],
 )
 async def test_what_is_asked_to_end_has_the_configured_time(config: Config, runs: Runs, script: str) -> None:
-    """With the usual graces it would be killed before it has tidied up."""
+    """A program that is asked to end has the configured grace; with the usual one it would be killed before it has
+    tidied up.
+    """
     async with open_supervisor(attrs.evolve(config, runs=runs)) as supervisor:
         session = await supervisor.create(SessionSpec())
         result = await supervisor.exec(session.id, ExecSpec(argv=("sh", "-c", script), timeout_ms=100))
@@ -40,7 +42,7 @@ async def test_a_stuck_shell_has_the_configured_time(config: Config) -> None:
 
 
 async def test_a_time_limit_above_the_maximum_is_the_maximum(config: Config) -> None:
-    """And the result says which one held."""
+    """A time limit above the maximum is lowered to it, and the result says which limit held."""
     short = attrs.evolve(config, defaults=Defaults(max_exec_timeout_ms=1000))
     async with open_supervisor(short) as supervisor:
         session = await supervisor.create(SessionSpec())

@@ -49,7 +49,7 @@ class Session:
 def session(request: pytest.FixtureRequest) -> Iterator[Session]:
     with open_sandbox() as sandbox:
         session = Session(sandbox, sandbox.shell(request.param), request.param)
-        assert session.client.run("true").reply.exit_code == 0  # its own shell is there before the first row
+        assert session.client.run("true").reply.exit_code == 0  # the session's own shell is there before the first row
         yield session
         assert sandbox.is_alive()
 

@@ -27,7 +27,9 @@ async def output(supervisor: LocalSupervisor, session_id: str, command: str, **h
 @needs_rules
 @pytest.mark.parametrize("user", [None, "root"])
 async def test_commands_write_only_where_it_is_allowed(supervisor: LocalSupervisor, user: str | None) -> None:
-    """Making, changing, emptying, renaming and removing: all of it there, nothing of it elsewhere, root or not."""
+    """Making, changing, emptying, renaming and removing files work below the writable paths and nowhere else, root or
+    not.
+    """
     rules = FileRules(writable=("/tmp",))
     session = await supervisor.create(SessionSpec(filesystem=rules, user=user))
     async with supervisor.open_write(session.id, "/workspace/kept") as writer:
@@ -48,7 +50,7 @@ async def test_commands_write_only_where_it_is_allowed(supervisor: LocalSupervis
 
 @needs_rules
 async def test_commands_read_and_execute_only_where_it_is_allowed(supervisor: LocalSupervisor) -> None:
-    """What is writable is readable, too; a link out of there leads nowhere."""
+    """Writable paths are readable too; a link from an allowed path to a forbidden one can't be followed."""
     rules = FileRules(readable=("/usr", "/etc/passwd"), writable=("/workspace",))
     session = await supervisor.create(SessionSpec(filesystem=rules))
     script = """
@@ -63,7 +65,7 @@ python3 -c 'print("python")'
 
 @needs_rules
 async def test_the_file_api_is_not_bound(supervisor: LocalSupervisor) -> None:
-    """Rules are for commands: whoever holds the key puts files where commands can't."""
+    """File rules bind commands and not the file API: the holder of the key writes files where commands can't."""
     session = await supervisor.create(SessionSpec(filesystem=FileRules(writable=())))
     async with supervisor.open_write(session.id, "/workspace/given") as writer:
         await writer.send(b"given")
@@ -75,7 +77,9 @@ async def test_the_file_api_is_not_bound(supervisor: LocalSupervisor) -> None:
 @needs_rules
 @pytest.mark.parametrize("path", ["/no/such/place", "/proc/self/root", "relative", "/tmp/\n"])
 async def test_a_rule_that_can_not_be_kept_is_refused(supervisor: LocalSupervisor, path: str) -> None:
-    """A path that isn't there, leads through a link of the kernel's, or makes no sense: no session, no weaker rule."""
+    """A rule with a missing path, a path through a link of the kernel's, or a senseless path: no session is made, and
+    no weaker rule is used.
+    """
     for rules in (FileRules(readable=("/usr", path)), FileRules(writable=(path,))):
         with pytest.raises(InvalidRequest) as refused:
             await supervisor.create(SessionSpec(filesystem=rules))
@@ -83,7 +87,9 @@ async def test_a_rule_that_can_not_be_kept_is_refused(supervisor: LocalSuperviso
 
 
 async def test_a_kernel_without_whole_rules_refuses_the_session(supervisor: LocalSupervisor) -> None:
-    """Before ABI 3 a file could be emptied where nothing may be written: then there is no such session."""
+    """Landlock before ABI 3 lets a file be emptied where nothing may be written: a session with file rules is refused
+    there.
+    """
     spec = SessionSpec(filesystem=FileRules(writable=("/tmp",)))
     if landlock.FILES_ABI <= ABI:
         session = await supervisor.create(spec)

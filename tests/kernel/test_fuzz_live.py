@@ -74,7 +74,7 @@ def test_a_daemon_that_lies_gets_answers_and_reaches_nothing() -> None:
             try:
                 decoded = REQUESTS.decode(request)
             except ProtocolError:
-                continue  # ends nsinit, as it must; here it has to live
+                continue  # bytes that are no request end nsinit, which has to live here
             if len(request) > MAX_DATAGRAM_BYTES // 2 or _is_sound(decoded):
                 continue
             server.channel.send(request)
@@ -88,7 +88,7 @@ def test_a_daemon_that_lies_gets_answers_and_reaches_nothing() -> None:
 
 
 def _is_sound(request: object) -> bool:
-    """Whether it asks for something that a good daemon may ask for and that leaves traces."""
+    """Tell whether a request is one that a good daemon may send and that leaves traces."""
     try:
         match request:
             case Build(plan=plan):
@@ -106,7 +106,7 @@ def _is_sound(request: object) -> bool:
 
 
 def test_bytes_that_are_no_request_end_nsinit_in_good_order() -> None:
-    """It hangs up and is gone; no sandbox of it is left, and it has no more to say than that."""
+    """Bytes that are no request make nsinit hang up and exit: no sandbox is left and no traceback is logged."""
     seed = random.SystemRandom().getrandbits(32)
     with data_directory() as data_dir, running(data_dir) as server:
         server.channel.send(random.Random(seed).randbytes(300))
@@ -236,7 +236,7 @@ def test_an_archive_that_lies_is_an_image_or_refused(data_dir: Path) -> None:
 
 @pytest.mark.parametrize("damage", range(2))
 def test_the_lies_are_not_all_junk(damage: int) -> None:
-    """Of the messages that the fuzzers make, some pass and some don't; or they would look at nothing."""
+    """Some of the fuzzers' messages pass and some do not; otherwise they would test nothing."""
     chooser = random.Random(damage)
     kinds = set()
     for _ in range(200):

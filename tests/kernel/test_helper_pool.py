@@ -98,7 +98,7 @@ def _outcome(pool: HelperPool, scheduler: Scheduler, word: str) -> Outcome:
 
 
 def test_a_start_says_why_a_helper_cannot_work() -> None:
-    """So that nsinit does not start and fail every session after that."""
+    """A helper that can't work ends nsinit's start with the reason, rather than every session after it."""
     with _pool(_refuse) as (pool, _), pytest.raises(StepFailed, match="no room") as refused:
         pool.start()
     assert (refused.value.stage, refused.value.path, refused.value.errno) == ("jail", "/jail", errno.ENOSPC)
@@ -107,7 +107,7 @@ def test_a_start_says_why_a_helper_cannot_work() -> None:
 
 
 def test_a_start_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a helper that says nothing."""
+    """A start whose helper never says that it is ready fails after a while."""
     monkeypatch.setattr(helpers, "ORDER_DEADLINE_S", 0.05)
     with _pool(_say_nothing) as (pool, _), pytest.raises(StepFailed, match="not ready after"):
         pool.start()
@@ -128,7 +128,7 @@ def test_an_order_that_kills_or_takes_too_long_fails_alone(monkeypatch: pytest.M
 
 
 def test_who_waits_behind_an_order_that_takes_too_long_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the successor of the one that hangs, though they have waited all the time."""
+    """Orders behind one that hangs are carried out by the hung helper's successor, however long they have waited."""
     with _pool(_obey, count=1) as (pool, scheduler):
         pool.start()
         monkeypatch.setattr(helpers, "ORDER_DEADLINE_S", patience(1.0))
@@ -138,7 +138,7 @@ def test_who_waits_behind_an_order_that_takes_too_long_is_served(monkeypatch: py
 
 
 def test_helpers_that_cannot_work_are_tried_less_and_less_often() -> None:
-    """Or a machine that has no room for one fills its log."""
+    """The pauses between new helpers grow, so that a machine without room for one does not fill its log."""
     attempts = os.pipe()
     is_started = False
 
@@ -161,7 +161,9 @@ def test_helpers_that_cannot_work_are_tried_less_and_less_often() -> None:
 
 
 def test_nobody_is_told_of_an_end_that_has_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work of a helper that took too long may be half done; it is undone when no helper is at it any more."""
+    """An order that took too long is answered only when its helper is gone: the work may be half done, and is undone
+    then.
+    """
     monkeypatch.setattr(helpers, "ORDER_DEADLINE_S", patience(0.5))
     before = children(os.getpid())
     with _pool(_obey, count=1) as (pool, scheduler):
@@ -191,7 +193,7 @@ def test_a_helper_that_can_work_no_more_is_tried_anew() -> None:
             _refuse(channel, parent_pid)
         _obey(channel, parent_pid)
 
-    os.write(attempts[1], b"yyny")  # two at the start; then one that can't, and one that can
+    os.write(attempts[1], b"yyny")  # two helpers at the start; then one that can't work, and one that can
     try:
         with _pool(live) as (pool, scheduler):
             pool.start()

@@ -67,7 +67,9 @@ ATTRIBUTES = (
 
 @pytest.mark.parametrize("prefix", ["SCHILY.xattr.", "LIBARCHIVE.xattr."])
 def test_no_extended_attribute_arrives(catalog: Catalog, tmp_path: Path, prefix: str, outside: Path) -> None:
-    """Neither marks of overlayfs nor file capabilities, on files, directories and links, however they are spelled."""
+    """No extended attribute is imported, neither marks of overlayfs nor file capabilities, on files, directories or
+    links, however it is spelled.
+    """
     headers = {f"{prefix}{name}": str(outside) for name in ATTRIBUTES}
     entries = [
         *SHELL,
@@ -120,7 +122,7 @@ BOMBS: dict[str, tuple[Callable[[], Entries], str]] = {
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_bomb_is_refused_in_words_and_leaves_nothing(catalog: Catalog, tmp_path: Path, name: str) -> None:
-    """Before it has used more than its share of the disk, the inodes or the memory."""
+    """A bomb is refused before its import has used more than its share of the disk, the inodes or the memory."""
     make, words = BOMBS[name]
     tar = write(tmp_path / "x.tar", [*SHELL, *make()])
     with pytest.raises(InvalidImage, match=words):
@@ -141,7 +143,7 @@ def test_a_hundred_levels_of_directories_are_imported_and_removed(catalog: Catal
 def test_a_mount_point_that_is_none_is_refused_at_import(
     catalog: Catalog, tmp_path: Path, outside: Path, name: str, kind: str
 ) -> None:
-    """With its name in the sentence, so that nobody finds out at the first session."""
+    """An image whose mount point is no directory is refused at import, by its name, and not at the first session."""
     targets = {"absolute link": str(outside), "relative link": "../" * 20 + str(outside)[1:], "chain": "step"}
     lie = entry(name, content=b"x") if kind == "file" else entry(name, tarfile.SYMTYPE, linkname=targets[kind])
     steps = [entry("step", tarfile.SYMTYPE, linkname=str(outside))] if kind == "chain" else []

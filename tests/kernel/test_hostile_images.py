@@ -125,7 +125,7 @@ OVERLAY_LIES: dict[str, Callable[[Path, Path], object]] = {
 
 @pytest.mark.parametrize("lie", OVERLAY_LIES)
 def test_marks_of_overlayfs_in_an_image_lead_nowhere(server: Nsinit, outside: Path, lie: str) -> None:
-    """However they came into the image: no byte of the tree they name is seen inside, and none is changed."""
+    """Marks of overlayfs, however they came into the image, show no byte of the tree they name and change none."""
     image = _new_name(server)
     rootfs = make_rootfs_image(server.data_dir, image)
     (rootfs / "srv").mkdir()

@@ -40,7 +40,7 @@ async def test_garbage_crashes_the_session_and_nothing_else(
 async def test_of_a_file_comes_no_more_than_was_asked_for(
     supervisor: LocalSupervisor, data_dir: Path, name: str
 ) -> None:
-    """Whoever reads it to its end has an end, and no more in hand than they said; the session is crashed."""
+    """A runner that lies about a file: the read ends, with no more bytes than asked for, and the session crashes."""
     victim = await supervisor.create(SessionSpec())
     said, again = FILE_REPLIES[name][2:]
     size = 0

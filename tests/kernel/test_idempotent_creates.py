@@ -20,7 +20,9 @@ CUT_SHORT = "c" * 24
 
 
 async def test_a_key_survives_its_daemon_and_is_spent_with_its_session(config: Config) -> None:
-    """The next daemon answers the same session, refuses another request, and says it when the session has ended."""
+    """The next daemon answers a repeated key with the same session, refuses it for another request, and answers with
+    the session's end once it has ended.
+    """
     spec = SessionSpec(idempotency_key="k", env={"SECRET": "s"}, ttl_s=600)
     async with open_supervisor(attrs.evolve(config, sessions_on_stop="keep")) as supervisor:
         session = await supervisor.create(spec)
@@ -36,7 +38,9 @@ async def test_a_key_survives_its_daemon_and_is_spent_with_its_session(config: C
 
 
 async def test_a_create_that_the_daemon_did_not_live_to_finish_can_be_repeated(config: Config) -> None:
-    """Nobody was told of that session: it ends as an error, and its key makes the next one."""
+    """A session whose create was cut off by the daemon's death ends as an error, and its idempotency key makes the next
+    one.
+    """
     spec = SessionSpec(idempotency_key="k")
     record = attrs.evolve(
         make_record(CUT_SHORT, status=Status.CREATING, idempotency_key="k"), spec_digest=spec_digest(spec)

@@ -82,7 +82,7 @@ def ask(request: UnpackImage, archive: bytes | None = None, grant: Grant | None 
         os.close(write_fd)
         socket.send_fds(channel, [REQUESTS.encode(request)], [] if archive is None else [pipe.fileno()])
         answer = ANSWERS.decode(channel.recv(MAX_DATAGRAM_BYTES))
-        assert channel.recv(1) == b""  # that was its one job
+        assert channel.recv(1) == b""  # an import is the only job of this nsinit
     assert isinstance(answer, Unpacked | Failed)
     return answer
 
@@ -96,7 +96,7 @@ def refusal(request: UnpackImage, archive: bytes | None = b"no tar", grant: Gran
 
 
 def test_an_archive_is_unpacked_and_counted(draft: Path, request_for: UnpackImage) -> None:
-    """By an nsinit that was not started, so it makes nothing else in the data directory."""
+    """An archive is unpacked by an nsinit that was not started and so makes nothing else in the data directory."""
     assert ask(request_for, small_tar()) == Unpacked(7, 1, 0, 0, 0)
     data_dir = draft.parents[1]
     assert sorted(str(path.relative_to(data_dir)) for path in data_dir.rglob("*")) == [
@@ -128,33 +128,33 @@ def test_an_archive_is_unpacked_and_counted(draft: Path, request_for: UnpackImag
 def test_names_and_bounds_are_checked_again(
     request_for: UnpackImage, draft: Path, change: dict[str, str | int], words: str
 ) -> None:
-    """Whatever the command line made of them."""
+    """Names and bounds in the request are checked by nsinit, although the command line has checked them before."""
     stage, message = refusal(replace(request_for, **change))  # type: ignore[arg-type]
     assert (stage, words in message) == ("validate", True), message
     assert os.listdir(draft / "rootfs") == []
 
 
 def test_there_is_no_archive_without_a_descriptor(request_for: UnpackImage) -> None:
-    """A request that comes alone is refused."""
+    """A request to unpack that comes without a descriptor is refused."""
     assert refusal(request_for, None) == ("validate", "an archive comes as one descriptor")
 
 
 def test_a_daemon_without_privilege_may_not_ask(request_for: UnpackImage, draft: Path) -> None:
-    """What it could hand over is the business of root alone; a good archive is not even opened."""
+    """A daemon without root has no archive unpacked: nsinit refuses the request and does not open the archive."""
     grant = Grant(request_for.data_dir, STRANGER)
     assert refusal(request_for, small_tar(), grant) == ("validate", "only root may have an archive unpacked")
     assert os.listdir(draft / "rootfs") == []
 
 
 def test_a_started_nsinit_does_not_unpack(shared: Nsinit) -> None:
-    """Who serves sessions has other things to do than wait for an archive."""
+    """An nsinit that serves sessions refuses to unpack an archive, which would keep it from other requests."""
     answer, _ = shared.ask(UnpackImage, data_dir=str(shared.data_dir), draft_name=DRAFT, max_members=1, max_bytes=1)
     assert (type(answer), answer.message) == (Failed, "already started")
 
 
 @pytest.mark.parametrize("place", ["data", "data/images", f"data/images/{DRAFT}", f"data/images/{DRAFT}/rootfs"])
 def test_a_link_on_the_way_is_refused(tmp_path: Path, request_for: UnpackImage, place: str) -> None:
-    """Even one that leads to a directory which would do."""
+    """A link on the way to the draft is refused, even if it leads to a sound directory."""
     (tmp_path / place).rename(tmp_path / "elsewhere")
     (tmp_path / place).symlink_to(tmp_path / "elsewhere")
     stage, message = refusal(request_for, small_tar())
@@ -164,7 +164,7 @@ def test_a_link_on_the_way_is_refused(tmp_path: Path, request_for: UnpackImage, 
 
 @pytest.mark.parametrize("place", ["data/images", f"data/images/{DRAFT}", f"data/images/{DRAFT}/rootfs"])
 def test_a_directory_of_somebody_else_is_refused(tmp_path: Path, request_for: UnpackImage, place: str) -> None:
-    """Its owner could put something else in its place, and made it for that perhaps."""
+    """A directory of another user on the way to the draft is refused: its owner could exchange what is in it."""
     os.chown(tmp_path / place, STRANGER, STRANGER)
     stage, message = refusal(request_for, small_tar())
     assert (stage, f"it belongs to user {STRANGER}" in message) == ("draft", True), message
@@ -172,14 +172,16 @@ def test_a_directory_of_somebody_else_is_refused(tmp_path: Path, request_for: Un
 
 
 def test_a_draft_with_something_in_it_is_refused(draft: Path, request_for: UnpackImage) -> None:
-    """So no image or half of one is ever written into."""
+    """A draft that is not empty is refused, so that no image or half of one is ever written into."""
     (draft / "rootfs/kept").write_text("same")
     assert refusal(request_for, small_tar()) == ("draft", "a draft is empty")
     assert os.listdir(draft / "rootfs") == ["kept"]
 
 
 def test_a_draft_that_is_being_swept_is_refused(draft: Path, request_for: UnpackImage) -> None:
-    """Who removes it holds its lock, and nsinit does while it unpacks."""
+    """A draft whose lock is held is refused: a sweep holds the lock while it removes the draft, nsinit while it
+    unpacks.
+    """
     fd = os.open(draft, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -223,7 +225,7 @@ class Import:
         ]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         wait_until(lambda: list(data_dir.glob("images/.new-*/rootfs/file")), "the first member is there")
-        # What unpacks has a part outside of the jail and one inside.
+        # The unpacking program has one process outside of the jail and one inside.
         (self.nsinit,) = children(self.process.pid)
         (self.outside,) = children(self.nsinit)
         (self.jail,) = children(self.outside)
@@ -288,7 +290,7 @@ def test_the_jail_has_the_image_and_nothing_else(importing: Import, data_dir: Pa
 
 
 def test_a_killed_command_line_leaves_no_process_and_the_sweep_no_draft(importing: Import) -> None:
-    """Each of the four ends with the one before it; nobody has to be found and killed."""
+    """Each of an import's four processes ends with the one before it, so none has to be found and killed."""
     importing.process.kill()
     assert importing.wait_all() == -signal.SIGKILL
     assert len(importing.drafts) == 1
@@ -297,7 +299,7 @@ def test_a_killed_command_line_leaves_no_process_and_the_sweep_no_draft(importin
 
 
 def test_a_sweep_leaves_a_draft_alone_that_is_being_filled(importing: Import) -> None:
-    """The daemon sweeps at its start, perhaps in the middle of an import."""
+    """The sweep at a daemon's start leaves the draft of an import that is under way."""
     importing.catalog.sweep()
     assert len(importing.drafts) == 1
     assert importing.process.poll() is None
@@ -313,13 +315,15 @@ def test_an_interrupt_leaves_nothing(importing: Import) -> None:
 @pytest.mark.parametrize(
     ("victim", "words"),
     [
-        ("nsinit", "the fork server died while it had the archive unpacked"),
+        ("nsinit", "the fork server died during the unpacking of the archive"),
         ("outside", "the process that unpacks it died"),
         ("jail", "the process that unpacks it died"),
     ],
 )
 def test_the_death_of_a_part_ends_the_import_in_words(importing: Import, victim: str, words: str) -> None:
-    """Whichever it is, the others end, the draft goes, and the person at the terminal is told."""
+    """The death of any process of an import ends the others, removes the draft, and is told to the person at the
+    terminal.
+    """
     os.kill(getattr(importing, victim), signal.SIGKILL)
     assert importing.wait_all() == 1
     assert importing.process.stderr is not None
@@ -328,7 +332,7 @@ def test_the_death_of_a_part_ends_the_import_in_words(importing: Import, victim:
 
 
 def test_a_library_learns_of_the_death_of_nsinit(tmp_path: Path) -> None:
-    """It is no fault of the archive, and has a type of its own."""
+    """The death of nsinit during an import raises an error of its own type, as it is no fault of the archive."""
     failures: list[Exception] = []
 
     def run() -> None:
@@ -350,7 +354,7 @@ def test_a_library_learns_of_the_death_of_nsinit(tmp_path: Path) -> None:
 
 
 def test_mounts_of_the_jail_do_not_spread(data_dir: Path, tmp_path: Path) -> None:
-    """Where mounts are shared with other namespaces, as systemd has them, the jail works and leaves no mount."""
+    """The jail works and leaves no mount where mounts are shared with other namespaces, as under systemd."""
     tar, before, said = (tmp_path / name for name in ("x.tar", "before", "said"))
     tar.write_bytes(small_tar())
     steps = (
@@ -361,4 +365,4 @@ def test_mounts_of_the_jail_do_not_spread(data_dir: Path, tmp_path: Path) -> Non
         f"grep -q shared: {before}",
     )
     subprocess.run(["unshare", "-m", "sh", "-ec", " && ".join(steps)], check=True)
-    assert "there is no shell" in said.read_text()  # so it was unpacked
+    assert "there is no shell" in said.read_text()  # so the archive was unpacked

@@ -67,7 +67,7 @@ def make_tar(path: Path, members: list[Member], compression: Literal["", "gz", "
 
 
 def test_the_host_image_is_ready_well_under_a_second(tmp_path: Path) -> None:
-    """Nothing is copied or downloaded; the quickest of three, for the machine may be busy."""
+    """The host image needs no copy and no download; the quickest of three tries counts, for the machine may be busy."""
     taken_s = []
     for number in range(3):
         start_s = time.monotonic()
@@ -186,7 +186,9 @@ def test_a_machine_with_python3_alone_gets_a_python_command(catalog: Catalog, tm
 
 @pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs the machine's python3 in /usr")
 def test_python_can_be_called_by_that_name_in_a_session(tmp_path: Path) -> None:
-    """By its name and by the path that scripts begin with; the machine's commands are all there beside it."""
+    """`python` works by its name and by the path that scripts begin with; the machine's commands are all there beside
+    it.
+    """
     with data_directory() as data_dir, running(data_dir) as server:
         shutil.rmtree(data_dir / "images/host")
         ensure_host_image(Catalog(data_dir))
@@ -199,7 +201,7 @@ def test_python_can_be_called_by_that_name_in_a_session(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_merged_usr_is_refused(catalog: Catalog, tmp_path: Path) -> None:
-    """There the programs are not all below /usr; the sentence says what to do."""
+    """A machine whose programs are not all below /usr gets no host image; the sentence says what to do."""
     machine = fake_machine(tmp_path / "machine")
     (machine / "bin").unlink()
     (machine / "bin").mkdir()
@@ -324,7 +326,7 @@ def test_no_member_reaches_outside_of_the_new_image(
 
 
 def test_device_nodes_and_fifos_are_left_out(catalog: Catalog, tmp_path: Path) -> None:
-    """They are counted, not made."""
+    """Device nodes and FIFOs of an archive are counted as skipped and not made."""
     special: list[Member] = [
         ("null", tarfile.CHRTYPE, ""),
         ("disk", tarfile.BLKTYPE, ""),
@@ -373,7 +375,7 @@ def test_half_an_archive_is_no_image(catalog: Catalog, tmp_path: Path, damage: s
     if damage == "half":
         del content[second:]
     else:
-        content[second] ^= 1  # its checksum is wrong now
+        content[second] ^= 1  # the header's checksum is wrong now
     (tmp_path / "x.tar").write_bytes(content)
     with pytest.raises(InvalidImage, match="broken"):
         import_tar(catalog, "x", tmp_path / "x.tar")
@@ -382,7 +384,7 @@ def test_half_an_archive_is_no_image(catalog: Catalog, tmp_path: Path, damage: s
 
 @pytest.mark.parametrize("content", [b"", b"no tar at all\n" * 100, b"\x1f\x8b\x08garbage", b"BZh9garbage" * 9])
 def test_a_file_that_is_no_archive_is_refused(catalog: Catalog, tmp_path: Path, content: bytes) -> None:
-    """Whatever the bytes are, the answer is a sentence."""
+    """Bytes that are no tar archive are refused with a sentence."""
     (tmp_path / "x.tar").write_bytes(content)
     with pytest.raises(InvalidImage, match=r"no tar archive|broken|empty"):
         import_tar(catalog, "x", tmp_path / "x.tar")

@@ -65,7 +65,7 @@ async def test_an_image_of_one_program_has_a_stateful_shell(
 async def test_an_image_without_any_other_program_runs_builtins(
     supervisor: LocalSupervisor, config: Config, tmp_path: Path
 ) -> None:
-    """No coreutils: state, time limits, interrupts and files need none, and what is missing is said so."""
+    """State, time limits, interrupts and files need no coreutils; a command that is missing says so."""
     import_tar(Catalog(config.data_dir), "bare", busybox_tar(tmp_path / "bare.tar", links=("bin/sh",)))
     session = await supervisor.create(SessionSpec(image="bare"))
     await supervisor.exec(session.id, ExecSpec("cd /tmp; kept=yes; PATH=/nowhere"))
@@ -84,7 +84,7 @@ async def test_an_image_without_any_other_program_runs_builtins(
 async def test_an_image_whose_shell_is_gone_is_refused_by_name(
     supervisor: LocalSupervisor, config: Config, tmp_path: Path
 ) -> None:
-    """It was sound when it was imported and somebody damaged its files: a typed answer, nothing left, others work."""
+    """An image damaged after its import: the create fails typed and leaves nothing; other images work."""
     for name in ("sound", "damaged"):
         import_tar(Catalog(config.data_dir), name, busybox_tar(tmp_path / f"{name}.tar"))
     shutil.rmtree(Catalog(config.data_dir).rootfs_path("damaged") / "bin")

@@ -250,7 +250,9 @@ def test_a_pool_sandbox_with_an_image_is_no_sandbox_of_another_plan(server: Nsin
 
 
 def test_only_a_blank_pool_sandbox_gets_an_image(server: Nsinit) -> None:
-    """Not one that is already, not a session that runs, which lives on; and one whose image is missing is gone."""
+    """A pool sandbox that already has an image gets no other, nor does a running session, which lives on; a pool
+    sandbox whose image is missing is removed.
+    """
     plan = _imaged(server)
     answer, _ = server.ask(MountImage, plan=plan)
     assert (answer.stage, answer.errno) == ("pool", errno.ENOENT)

@@ -204,8 +204,9 @@ def test_a_builder_that_dies_with_an_order_fails_that_build_alone(server: Nsinit
 
 
 def test_a_build_whose_init_dies_while_no_builder_is_free_touches_no_other_sandbox(server: Nsinit) -> None:
-    """The order waits with the descriptor of a process that is gone. A builder that was handed another process by that
-    number would work in the sandbox of another session."""
+    """The order waits with the descriptor of a process that is gone. A builder that was given another process of that
+    pid would work in another session's sandbox.
+    """
     builders, plans = server.helpers(BUILDER), [host_plan() for _ in range(COUNT + 2)]
     for pid in builders:
         os.kill(pid, signal.SIGSTOP)
@@ -230,13 +231,15 @@ def test_a_build_whose_init_dies_while_no_builder_is_free_touches_no_other_sandb
     *built, failed, last = (answers[seq] for seq in sorted(answers))
     assert {type(each) for each in (*built, last)} == {Built}, answers
     assert isinstance(failed, Failed)
-    assert failed.errno in (errno.ESRCH, errno.ENOENT), failed  # it is gone; not: there is no such descriptor
+    assert failed.errno in (errno.ESRCH, errno.ENOENT), failed  # the process is gone; not: there is no such descriptor
     for plan in plans:
         assert server.teardown(plan.session_id).leftovers == ()
 
 
 def test_a_builder_that_dies_inside_a_sandbox_fails_that_build_alone(server: Nsinit) -> None:
-    """Killed in the session's namespaces, half-way: the sandbox goes with it."""
+    """A builder killed half-way, in the session's namespaces, takes the sandbox with it; the build fails and no
+    other.
+    """
     home = os.readlink(f"/proc/{server.pid}/ns/mnt")
     plan, forkers = host_plan(), server.helpers(FORKER)
     with _frozen_sessions(server):
@@ -257,7 +260,7 @@ def test_a_builder_that_dies_inside_a_sandbox_fails_that_build_alone(server: Nsi
 
 
 def test_idle_helpers_that_die_are_not_missed(server: Nsinit) -> None:
-    """No build fails because of a helper that died before it."""
+    """A helper that died before a build does not fail the build."""
     pids = server.helpers(BUILDER) | server.helpers(FORKER) | server.helpers(CGROUP_MAKER)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
@@ -277,7 +280,7 @@ def test_a_forker_that_dies_with_a_request_fails_that_build_alone(server: Nsinit
 
 
 def test_a_cgroup_maker_that_dies_with_an_order_fails_that_build_alone(server: Nsinit) -> None:
-    """As with a builder; what it may have made is removed."""
+    """The death of a cgroup maker fails its build alone, and the cgroups that it may have made are removed."""
     survivor = server.build(host_plan())
     plan, makers = host_plan(), server.helpers(CGROUP_MAKER)
     assert _fail_while_stopped(server, makers, plan).stage == "cgroup maker"
@@ -289,8 +292,9 @@ def test_a_cgroup_maker_that_dies_with_an_order_fails_that_build_alone(server: N
 
 
 def test_a_cgroup_maker_that_dies_over_a_running_session_is_not_missed(server: Nsinit) -> None:
-    """The next maker carries the order out: limits are changed, and a run cgroup is made though there may be half of
-    one."""
+    """The next cgroup maker carries the order out: limits are changed, and a run cgroup is made though half of one may
+    be there.
+    """
     sandbox = server.build(host_plan())
     raised = replace(ROOMY, memory_bytes=ROOMY.memory_bytes * 2)
     for order in ({"limits": raised}, {"name": "p-1"}):
@@ -299,7 +303,7 @@ def test_a_cgroup_maker_that_dies_over_a_running_session_is_not_missed(server: N
         server.send(MakeRunCgroup if "name" in order else SetLimits, session_id=sandbox.session_id, **order)
         if "name" in order:  # as one that dies before it has told of it
             (_group_parent(server, sandbox.session_id) / "p-1").mkdir()
-        server.scan()  # when that is answered, the order has been handed over
+        server.scan()  # once the scan is answered, the order has been handed over
         os.kill(pid, signal.SIGKILL)
         answer, fds = server.receive()
         assert isinstance(answer, Ok | RunCgroupMade), answer
@@ -312,7 +316,9 @@ def test_a_cgroup_maker_that_dies_over_a_running_session_is_not_missed(server: N
 
 
 def test_who_has_a_cgroup_of_that_name_is_left_alone(server: Nsinit) -> None:
-    """A build with the id of a session that this nsinit did not make, and that has no files, ends none of it."""
+    """A build with the id of a session that this nsinit did not make, and that has no files, ends no process of that
+    session.
+    """
     plan = host_plan()
     directories = [Path(each, plan.session_id) for each in sorted(set(server.ready.cgroup_dirs.values()))]
     with subprocess.Popen(["/bin/sleep", "1000"]) as sleeper:
@@ -333,7 +339,9 @@ def test_who_has_a_cgroup_of_that_name_is_left_alone(server: Nsinit) -> None:
 
 
 def test_a_cgroup_maker_that_hangs_costs_time_and_nothing_else(server: Nsinit) -> None:
-    """Stopped over a group that is asked for: its successor makes it, and the session that waited for its turn."""
+    """A cgroup maker that is stopped over an order for a run cgroup: its successor makes that run cgroup, and then the
+    cgroups of the session in the queue.
+    """
     sandbox, plan = server.build(host_plan()), host_plan()
     (pid,) = server.helpers(CGROUP_MAKER)
     os.kill(pid, signal.SIGSTOP)
@@ -385,14 +393,14 @@ def test_nsinit_and_its_helpers_have_no_network_and_no_power_beyond_their_work(s
 
 
 def test_helpers_end_with_nsinit() -> None:
-    """However nsinit ends, nothing of it stays."""
+    """No helper outlives nsinit, however nsinit ends."""
     node_id = new_node_id()
     with data_directory() as data_dir, running(data_dir, node_id) as server:
         pids = _wait_for_helpers(server)
         server.kill()
         wait_until(lambda: not any(_is_alive(pid) for pid in pids), "the helpers ended")
         with running(data_dir, node_id):
-            pass  # takes away what the first one could not
+            pass  # the second teardown removes what the first could not
 
 
 def test_pid_1_refuses_a_root_that_is_not_the_one_that_was_built(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,9 @@ def listener() -> tuple[socket.socket, str]:
 
 @needs_scopes
 def test_a_confined_process_reaches_no_abstract_socket_outside() -> None:
-    """Same network namespace, same user, root even: what listens outside the domain can't be connected to."""
+    """An abstract socket outside the domain can't be connected to, in the same network namespace, by the same user,
+    even by root.
+    """
     server, name = listener()
     with server:
         connect = lambda: socket.socket(socket.AF_UNIX).connect(name)  # noqa: E731
@@ -87,7 +89,9 @@ def test_a_confined_process_reaches_no_abstract_socket_outside() -> None:
 
 @needs_scopes
 def test_a_confined_process_signals_nobody_outside() -> None:
-    """Same pid namespace and full capabilities: not even signal 0 reaches a process outside the domain."""
+    """No signal, not even 0, reaches a process outside the domain, in the same pid namespace and with full
+    capabilities.
+    """
     parent = os.getpid()
     probe = lambda: os.kill(parent, 0)  # noqa: E731
     assert (in_child(probe), confined(probe)) == (0, 1)
@@ -139,12 +143,12 @@ def test_a_session_reaches_no_abstract_socket_of_its_own_network_from_outside(sa
 
 
 def test_abstract_sockets_and_signals_work_within_a_session(sandbox: Sandbox) -> None:
-    """As X11 and D-Bus use them."""
+    """Abstract sockets, as X11 and D-Bus use them, and signals work within a session."""
     assert sandbox.python(PAIR_UP).split() == ["hello", "True"]
 
 
 def test_the_kernels_version_is_reported(sandbox: Sandbox) -> None:
-    """`Ready` says what can be had, and the session was built through the step."""
+    """`Ready` reports the Landlock version, and the session was built with the Landlock step."""
     assert sandbox.owner.ready.features.items() >= landlock.features(ABI).items()
     assert "landlock" in sandbox.built.timings_us
 
@@ -156,7 +160,9 @@ def test_only_what_a_version_has_is_promised() -> None:
 
 
 def test_an_older_kernel_is_let_through() -> None:
-    """Without scopes PID 1 starts all the same: the other walls stand, and the feature is reported missing."""
+    """On a kernel without scopes PID 1 starts all the same: the other walls stand, and the feature is reported
+    missing.
+    """
     landlock.keep_inside(landlock.SCOPES_ABI - 1)
     assert Path("/proc/self/status").read_text()
     assert in_child(lambda: os.kill(os.getppid(), 0)) == 0

@@ -82,7 +82,7 @@ def test_teardown_counts_what_the_session_used(server: Nsinit) -> None:
 
 
 def test_a_fork_bomb_ends_with_its_session(server: Nsinit) -> None:
-    """However fast it forks, teardown ends all of it."""
+    """A teardown ends a fork bomb, however fast that forks."""
     sandbox = server.build(host_plan())
     sandbox.run("bomb() { bomb | bomb & }; bomb; sleep 0.2", timeout_ms=1000)
     assert sandbox.teardown().leftovers == ()
@@ -183,7 +183,7 @@ def test_two_nsinits_never_share_a_data_directory(data_dir: Path, server: Nsinit
 def test_requests_on_an_unknown_session_fail_softly(
     server: Nsinit, request_type: type, fields: dict[str, object]
 ) -> None:
-    """Such requests name the missing thing and change nothing."""
+    """A request for an unknown session fails as ENOENT or ESRCH and changes nothing."""
     answer, fds = server.ask(request_type, session_id=new_id(), **fields)
     assert isinstance(answer, Failed)
     assert answer.errno in (2, 3)

@@ -53,7 +53,9 @@ def test_a_private_file_of_uid_1000_can_not_be_read_inside(server: Nsinit, direc
 
 @pytest.mark.parametrize("owner", [SYSTEM_IDS, SANDBOX_ID, 65535])
 def test_nothing_of_an_unmapped_owner_can_be_changed_or_copied_up(server: Nsinit, directory: Path, owner: int) -> None:
-    """Neither by the owner's rights nor because everyone may write; the first id beyond the system's is a person's."""
+    """A file of an owner outside the map can't be changed, neither by the owner's rights nor if everyone may write; the
+    first id beyond the system's is a person's.
+    """
     mine, open_to_all = _make(directory / "mine", owner, 0o644), _make(directory / "open", owner, 0o666)
     sandbox = server.build(host_plan())
     for command in (f"echo x >> {mine}", f"chmod 777 {mine}", f"rm -f {mine}", f"echo x >> {open_to_all}"):
@@ -73,7 +75,7 @@ def test_system_owners_show_as_themselves(server: Nsinit, directory: Path) -> No
 
 
 def test_an_id_map_outlives_the_process_that_it_was_made_with() -> None:
-    """Only the namespace is left, also when the mapping is refused; its descriptor tells the kind."""
+    """Only the user namespace of the map is left, also when the mapping is refused; its descriptor tells the kind."""
     before = os.listdir("/proc/self/fd")
     userns_fd = make_id_map(f"0 {FIRST_BASE} {SYSTEM_IDS}\n")
     assert os.readlink(f"/proc/self/fd/{userns_fd}").startswith("user:[")

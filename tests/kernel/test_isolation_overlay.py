@@ -101,7 +101,9 @@ def test_the_first_of_two_lowers_lies_above_the_second(tmp_path: Path, by_fd: bo
 
 
 def test_a_link_is_no_lower(tmp_path: Path) -> None:
-    """The maker of an image must not choose by such an attribute which of the machine's files are seen inside."""
+    """A lower layer that is a link is refused: the maker of an image must not choose which of the machine's files are
+    seen inside.
+    """
     lower, link, session, staged = (tmp_path / name for name in ("lower", "link", "session", "stage"))
     lower.mkdir()
     staged.mkdir()

@@ -16,7 +16,7 @@ from tests.waiting import patience, until
 
 MANY = 40
 MAX_LAG_S = 0.5
-"""How long the event loop may be busy with one thing; far more than it is, for machines that are busy with others."""
+"""Longest time that the event loop may be busy with one thing; far above the usual one, to allow for a busy machine."""
 
 SMALL = Limits(memory_mb=32, pids=16)
 
@@ -42,7 +42,9 @@ async def _watch_loop(lags: list[float]) -> None:
 
 
 async def test_a_storm_of_expiries_ends_all_and_the_daemon_answers(supervisor: LocalSupervisor) -> None:
-    """All at the same moment: each ends as idle, the event loop goes on, and a session can be made meanwhile."""
+    """Leases that end at the same moment: each session ends as idle, the event loop goes on, and a session can be made
+    meanwhile.
+    """
     sessions = await _create_many(supervisor, MANY)
     lags: list[float] = []
     async with trio.open_nursery() as nursery:
@@ -67,7 +69,7 @@ async def test_a_storm_of_expiries_ends_all_and_the_daemon_answers(supervisor: L
 
 
 async def test_a_command_at_the_moment_of_expiry_is_served_or_finds_it_ended(supervisor: LocalSupervisor) -> None:
-    """Whatever the mailbox had first decides: no command is begun and then lost with its session."""
+    """The message that came first into the mailbox decides: no command is begun and then lost with its session."""
     sessions = await _create_many(supervisor, 16)
     outcomes: Counter[str] = Counter()
 
@@ -92,7 +94,7 @@ async def test_a_command_at_the_moment_of_expiry_is_served_or_finds_it_ended(sup
 
 
 async def test_a_death_long_after_a_kill_for_memory_is_not_put_down_to_it(supervisor: LocalSupervisor) -> None:
-    """The session lived on without that process; what its PID 1 died of later is something else."""
+    """A session that lived on after a kill for memory and whose PID 1 dies later was not ended by a lack of memory."""
     session = await supervisor.create(SessionSpec(limits=Limits(memory_mb=48)))
     hog = await supervisor.exec(session.id, ExecSpec("python3 -c 'x = bytearray(200 << 20)'"))
     assert hog.end.cause is Cause.OOM

@@ -68,8 +68,10 @@ async def _hold(
 
 
 async def test_what_is_activity_keeps_a_session_and_looking_at_it_does_not(supervisor: LocalSupervisor) -> None:
-    """A command, a keep-alive process, a stream, a terminal's viewer, a connection, a wait; for as long as they last.
-    Meanwhile a session with twice their time to live expires, although it is looked at all the time."""
+    """A command, a keep-alive process, a stream, a terminal's viewer, a connection and a wait keep a session for as
+    long as they last. Meanwhile a session with twice the time to live expires, although requests look at it all the
+    time.
+    """
     kinds = ("command", "keep-alive process", "stream", "viewer", "client", "wait")
     looked_at = (await supervisor.create(SessionSpec(ttl_s=60))).id
     process = await supervisor.start_process(looked_at, ProcessSpec(argv=("sleep", "60")))
@@ -113,7 +115,7 @@ async def _look(supervisor: LocalSupervisor, session_id: str, exec_id: str) -> N
 
 
 async def test_a_running_lease_is_shortened_and_extended(supervisor: LocalSupervisor) -> None:
-    """Both its ends, in both directions, and taken away and given back; the timers that run already follow."""
+    """Both limits of a lease can be shortened, extended, removed and set again; timers that run already follow."""
     session = await supervisor.create(SessionSpec(ttl_s=0.6, max_lifetime_s=3600))
     await supervisor.update(session.id, SessionPatch(ttl_s=600))
     endless = await supervisor.update(session.id, SessionPatch(ttl_s=FOREVER_S, max_lifetime_s=FOREVER_S))
@@ -137,7 +139,7 @@ async def test_a_running_lease_is_shortened_and_extended(supervisor: LocalSuperv
 
 
 async def test_a_life_that_is_made_shorter_than_it_was_ends_at_once(supervisor: LocalSupervisor) -> None:
-    """Whatever runs in it; and that is what its end is put down to."""
+    """A maximum lifetime below the session's age ends the session at once, whatever runs, and is the end's reason."""
     session = await supervisor.create(SessionSpec(ttl_s=600))
     async with supervisor.attend(session.id):
         await supervisor.update(session.id, SessionPatch(max_lifetime_s=0.001))
@@ -146,7 +148,7 @@ async def test_a_life_that_is_made_shorter_than_it_was_ends_at_once(supervisor: 
 
 
 async def test_the_operator_s_maximum_holds_for_creates_and_changes(config: Config) -> None:
-    """What asks for nothing gets it as its lifetime; what asks for more, or for no end, is refused and not made."""
+    """A session without a lifetime gets the operator's maximum; a longer or endless one is refused, nothing is made."""
     bounded = attrs.evolve(config, maximum=Maximum(idle_timeout_seconds=3600, max_lifetime_seconds=60))
     async with open_supervisor(bounded) as supervisor:
         session = await supervisor.create(SessionSpec())
@@ -161,7 +163,9 @@ async def test_the_operator_s_maximum_holds_for_creates_and_changes(config: Conf
 
 
 async def test_a_session_without_end_outlives_its_daemon(config: Config) -> None:
-    """And an operator's stop is a request like another."""
+    """A session without end is adopted by the next daemon; a stop of the daemon that ends sessions is recorded as a
+    user's request.
+    """
     keeping = attrs.evolve(config, sessions_on_stop="keep")
     async with open_supervisor(keeping) as supervisor:
         session = await supervisor.create(SessionSpec(ttl_s=FOREVER_S))

@@ -98,7 +98,9 @@ def test_a_foreign_cgroup_is_emptied_and_removed_even_when_it_is_frozen(server: 
 
 
 def test_cgroups_left_elsewhere_are_told_of_by_name_and_owner_and_stay(server: Nsinit) -> None:
-    """A directory of the same node's name is this installation's only with its owner; neither is ever emptied."""
+    """A cgroup directory elsewhere with the node's name is this installation's only if its owner is, too; none is ever
+    emptied.
+    """
     home = sorted(hierarchies(server))[0]
     other = home.parent / "sandkasten-elsewhere"
     left, foreign = other / "a" / home.name, other / "b" / home.name
@@ -119,7 +121,7 @@ def test_cgroups_left_elsewhere_are_told_of_by_name_and_owner_and_stay(server: N
 
 @pytest.mark.parametrize("name", ["../workspaces", "../../outside", "/etc", "."])
 def test_a_name_that_was_not_found_removes_nothing(server: Nsinit, name: str) -> None:
-    """The daemon's word is compared and never followed."""
+    """A name from the daemon is compared with the names found and never followed as a path."""
     (server.data_dir / "workspaces" / "kept").mkdir(exist_ok=True)
     for kind in ("session_directory", "run_directory", "cgroup", "loop"):
         remove(server, Leftover(kind, name))
@@ -128,7 +130,7 @@ def test_a_name_that_was_not_found_removes_nothing(server: Nsinit, name: str) ->
 
 
 def test_a_loop_device_with_a_file_of_a_dead_session_is_found_and_detached(server: Nsinit) -> None:
-    """One that a session still has is left alone."""
+    """The loop device of a dead session is found and detached; that of a living session is left alone."""
     assert shutil.which("losetup") is not None
     directory = server.data_dir / "sessions" / ("e" * 24)
     directory.mkdir()
@@ -155,7 +157,9 @@ def test_a_loop_device_with_a_file_of_a_dead_session_is_found_and_detached(serve
 
 
 def test_a_copy_of_a_data_directory_can_not_take_over_the_sessions_of_the_first() -> None:
-    """The node's id was copied with it; what runs under it is known by its mark, and the start is refused."""
+    """A copied data directory has the first one's node id: sessions under that id are known by their mark as the first
+    one's, and the start is refused.
+    """
     with data_directory() as first_dir, running(first_dir) as first, data_directory() as copy_dir:
         box = first.build(host_plan())
         assert isinstance(first.ready, Ready)
@@ -170,7 +174,9 @@ def test_a_copy_of_a_data_directory_can_not_take_over_the_sessions_of_the_first(
 
 
 def test_who_has_got_the_pid_of_a_process_that_ended_is_not_killed() -> None:
-    """A pid that a list has, and has no more when it is read again, may be anybody's by then."""
+    """A pid that is no longer in the cgroup when its list is read again may belong to any process by then, and is not
+    killed.
+    """
     innocent = subprocess.Popen(["/bin/sleep", "60"])
     try:
         looks = iter([(innocent.pid,), ()])
@@ -230,7 +236,9 @@ def behind(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("propagation", ["private", "shared"])
 def test_mounts_made_by_hand_are_told_of_and_never_undone(propagation: str, behind: Path) -> None:
-    """On a place, below one, before nsinit's start and after it; nsinit mounts nothing that the machine can see."""
+    """Mounts on a session's place or below, made before nsinit's start or after, are reported and stay; nsinit mounts
+    nothing that the machine can see.
+    """
     with data_directory() as data_dir, own_mount(data_dir, propagation):
         before, after, place = data_dir / "sessions" / "by hand\\", data_dir / "run" / "later", data_dir / "spool"
         bind(behind, before)
@@ -352,7 +360,7 @@ def test_mounts_are_told_of_among_any_number_of_leftovers(server: Nsinit, behind
 
 
 def test_only_nsinit_itself_holds_the_machines_mount_table(server: Nsinit) -> None:
-    """Neither a helper nor a sandbox's PID 1 could read it."""
+    """Neither a helper nor a sandbox's PID 1 can read the machine's mount table."""
     box = server.build(host_plan())
     inside = {box.pid} | {pid for pid, _ in descendants(box.pid)}
     helpers = server.helpers(BUILDER) | server.helpers(FORKER) | server.helpers(CGROUP_MAKER)

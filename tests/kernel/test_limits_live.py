@@ -69,7 +69,9 @@ def _hold(server: Nsinit, box: Sandbox) -> None:
 
 
 def test_a_limit_below_what_is_in_use_is_refused_and_nothing_changes(server: Nsinit) -> None:
-    """Not memory, not the others that were asked for along with it; nothing is killed, and a limit above is taken."""
+    """A memory limit below the use is refused with all limits of the same request; nothing is killed; a limit above the
+    use is taken.
+    """
     box = server.build(host_plan(limits=START))
     _hold(server, box)
     before = _in_force(server, box)
@@ -86,7 +88,7 @@ def test_a_limit_below_what_is_in_use_is_refused_and_nothing_changes(server: Nsi
 
 
 def test_files_that_were_only_read_and_written_make_room(server: Nsinit) -> None:
-    """Pages that the kernel can take away are no reason to refuse."""
+    """Pages of files that the kernel can reclaim do not make a lower limit refused."""
     box = server.build(host_plan(limits=START))
     box.run("head -c 100000000 /dev/zero > ~/big; sync ~/big; cat ~/big > /dev/null")
     answer = _change(server, box, replace(START, memory_bytes=48 << 20))
@@ -96,7 +98,7 @@ def test_files_that_were_only_read_and_written_make_room(server: Nsinit) -> None
 
 
 def test_a_change_that_takes_too_long_is_given_up_and_undone(server: Nsinit) -> None:
-    """However far the writing process came: here its deadline has passed at once."""
+    """A change whose deadline has passed is undone, however far the writing process came."""
     box = server.build(host_plan(limits=START))
     before = _in_force(server, box)
     work = limit_files.lower(_cgroup(server, box), Limits(memory_bytes=48 << 20, pids=20, cpu_quota_us=30_000))
@@ -146,7 +148,7 @@ def _run(change: Callable[[], Any]) -> None:
 
 
 def test_v2_refuses_what_it_would_have_to_kill_for(tmp_path: Path) -> None:
-    """The kernel would make room by killing; what it could reclaim does not count."""
+    """A limit that the kernel could only keep by killing is refused; memory that it can reclaim does not count."""
     cgroup = _fake(
         tmp_path, **{"memory.max": str(256 << 20), "memory.current": str(200 << 20)},
         **{"memory.stat": f"anon 1\ninactive_file {60 << 20}\nactive_file {30 << 20}\nslab_reclaimable {10 << 20}"},

@@ -49,8 +49,9 @@ def tops(ground: Ground) -> Iterator[dict[str, Path]]:
 def test_the_home_is_where_recorded_sessions_run_and_other_such_places_are_rivals(
     tops: dict[str, Path], tmp_path: Path, ground: Ground
 ) -> None:
-    """Not where this process is, not where unknown sandboxes run, and never what has another owner; without any
-    recorded session it is where one would be made."""
+    """The home is the place where recorded sessions run: not the place of this process, nor of unknown sandboxes, and
+    never one with another owner. Without a recorded session it is where one would be made.
+    """
     for name, home in tops.items():
         set_owner(str(home), "1:1" if name == "copy" else owner_of(str(tmp_path)))
     top = str(ground.cgroups[0])

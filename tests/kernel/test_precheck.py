@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.kernel, pytest.mark.skipif(os.geteuid() != 0, reason="
 
 @pytest.mark.cgroup_v2
 def test_the_probe_tries_every_step_and_leaves_nothing(tmp_path: Path) -> None:
-    """All steps answer, and the data directory is as empty as before."""
+    """Each step of the probe has an answer, and the data directory is as empty as before."""
     checks = {check.id: check for check in examine.examine(tmp_path).checks}
     assert {"cgroups", "openat2", "clone3", "mounts", "overlay"} <= checks.keys()
     assert [check.id for check in checks.values() if check.verdict is Verdict.MISSING] == []
@@ -26,7 +26,7 @@ def test_the_probe_tries_every_step_and_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.cgroup_v2
 def test_before_the_first_start_the_probe_runs_where_the_data_directory_will_be(tmp_path: Path) -> None:
-    """Nothing is skipped, the directory is not made, and nothing stays."""
+    """The probe skips no step before the data directory exists, does not make it, and leaves nothing."""
     checks = {check.id: check for check in examine.examine(tmp_path / "not/there", thorough=True).checks}
     assert {"cgroups", "memory_limit", "overlay", "nftables"} <= checks.keys()
     assert [check.id for check in checks.values() if check.verdict is Verdict.MISSING] == []

@@ -1,4 +1,4 @@
-"""What a start makes of what the last daemon left: adopted, finished or removed, and nothing of it twice."""
+"""Reconciliation at a start: all that the last daemon left is adopted, finished or removed, and nothing of it twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the session's root may do, and what it may not, tried from inside with every name that could give it more."""
+"""Root inside a session: allowed and refused actions, each tried by every name that could give more power."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.kernel.harness import Nsinit, Result, Sandbox, data_directory, host_p
 pytestmark = pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs the machine's python3 in /usr")
 
 REFUSED = {"EPERM", "EACCES", "ENOSYS", "EROFS", "ENOENT", "ESRCH", "EINVAL", "EAFNOSUPPORT", "EPROTONOSUPPORT"}
-"""How the kernel says no; what counts is that nothing of it worked."""
+"""Errors by which the kernel refuses an action; any of them will do, as long as the action had no effect."""
 
 PRELUDE = """
 import ctypes, errno, os, platform, signal, socket, struct
@@ -74,12 +74,14 @@ def sets(found: dict[str, str]) -> tuple[int, ...]:
     return tuple(int(found[f"Cap{name}"], 16) for name in ("Inh", "Prm", "Eff", "Bnd", "Amb"))
 
 
-# What it has ---------------------------------------------------------------------------------------------------------
+# Power of root --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("user", ["root", "0", "0:0"])
 def test_root_has_seven_capabilities_and_no_way_to_more(sandbox: Sandbox, user: str) -> None:
-    """By name and number; the bounding set is empty, no_new_privs is on, and uid 0 in itself means nothing."""
+    """Root has exactly these seven capabilities; the bounding set is empty, no_new_privs is on, and uid 0 in itself
+    gives none.
+    """
     found = status(as_root(sandbox, "cat", "/proc/self/status", user=user).out)
     assert sets(found) == (*[ROOT_CAPABILITIES] * 3, 0, ROOT_CAPABILITIES)
     assert (found["Uid"].split(), found["Groups"], found["NoNewPrivs"]) == (["0"] * 4, "", "1")
@@ -88,7 +90,7 @@ def test_root_has_seven_capabilities_and_no_way_to_more(sandbox: Sandbox, user: 
 
 
 def test_the_sandbox_user_has_none_in_the_same_session(sandbox: Sandbox) -> None:
-    """Not even an inheritable one, in a shell and beside it."""
+    """The sandbox user has no capability, not even an inheritable one, in a shell or beside it."""
     for found in (
         status(sandbox.run("cat /proc/self/status").out),
         status(as_root(sandbox, "cat", "/proc/self/status", user="1000").out),
@@ -97,7 +99,7 @@ def test_the_sandbox_user_has_none_in_the_same_session(sandbox: Sandbox) -> None
 
 
 def test_pid_1_can_hand_them_on_and_not_use_them(sandbox: Sandbox) -> None:
-    """Effective are the three it always has, so that no file request gets past permissions."""
+    """PID 1's effective capabilities are its usual three, so that no file request gets past permissions."""
     found = status(Path(f"/proc/{sandbox.pid}/status").read_text())
     assert sets(found) == (ROOT_CAPABILITIES, ROOT_CAPABILITIES | RUNNER_CAPABILITIES, RUNNER_CAPABILITIES, 0, 0)
     as_root(sandbox, "sh", "-c", "umask 077; echo secret > /workspace/../tmp/of-root")
@@ -107,7 +109,7 @@ def test_pid_1_can_hand_them_on_and_not_use_them(sandbox: Sandbox) -> None:
 
 
 def test_a_session_without_root_has_nothing_of_it(server: Nsinit) -> None:
-    """PID 1 itself lacks the capabilities, and whoever asks for root is told."""
+    """In a session without root PID 1 itself lacks the capabilities, and a request for root is refused."""
     box = server.build(host_plan())
     assert sets(status(Path(f"/proc/{box.pid}/status").read_text())) == (
         0,
@@ -147,7 +149,7 @@ def test_a_setuid_file_of_roots_and_a_file_capability_are_inert(sandbox: Sandbox
     assert told == {"a": "EPERM"}
 
 
-# What it may not -----------------------------------------------------------------------------------------------------
+# Refused actions -----------------------------------------------------------------------------------------------------
 
 
 def test_root_changes_no_mount_namespace_or_machine(sandbox: Sandbox) -> None:
@@ -238,7 +240,7 @@ tell(raw=made(socket.AF_INET, socket.SOCK_RAW, 1), raw6=made(socket.AF_INET6, so
 
 
 def test_root_neither_sees_nor_traces_nor_ends_pid_1(sandbox: Sandbox) -> None:
-    """As root, and as PID 1's own uid and gid, with its group as a supplementary one, too."""
+    """PID 1 is out of reach of root, and of its own uid and gid, also with its group as a supplementary one."""
     script = """
 room = ctypes.create_string_buffer(8)
 def tries(who):
@@ -268,7 +270,9 @@ for ids in ((65535, 0, 0), (65535, 65535, 65535)):
 
 
 def test_root_finds_no_fork_of_pid_1_that_can_be_read(sandbox: Sandbox) -> None:
-    """While programs are started, PID 1's uid with root's capabilities never gets at what is not yet a program."""
+    """While programs are started, a process with PID 1's uid and root's capabilities can't read a fork of PID 1 before
+    its execve.
+    """
     script = """
 import glob, sys as system, time
 os.setgroups([65535]); os.setresgid(65535, 65535, 65535); os.setresuid(65535, 0, 0)
@@ -308,7 +312,9 @@ done
 
 
 def test_root_reaches_no_other_session(server: Nsinit) -> None:
-    """Neither its processes, by killing all there are, nor files: there are none to name."""
+    """Root of one session neither kills processes of another session, by killing all it can, nor finds a name of its
+    files.
+    """
     attacker, other = (server.build(host_plan(root_inside=True)) for _ in range(2))
     assert other.run("echo mine > /tmp/mine; echo ok").out == "ok\n"
     assert answers(attacker, "tell(file=attempt(lambda: os.stat('/tmp/mine')))") == {"file": "ENOENT"}
@@ -319,7 +325,7 @@ def test_root_reaches_no_other_session(server: Nsinit) -> None:
         box.teardown()
 
 
-# What it does to files -----------------------------------------------------------------------------------------------
+# Files of root --------------------------------------------------------------------------------------------------------
 
 
 def test_files_belong_to_ids_of_the_session(sandbox: Sandbox) -> None:
@@ -337,7 +343,7 @@ tell(inside=attempt(lambda: os.chown("/tmp/owned", 4321, 65534)),
 
 
 def test_files_of_roots_in_a_workspace_are_squashed(server: Nsinit) -> None:
-    """On the disk, where the workspace outlives the session, nothing is the machine's root's, setuid or not."""
+    """On the disk, where a workspace outlives its session, no file belongs to the machine's root, setuid or not."""
     directory = server.data_dir / "workspaces" / "squashed"
     directory.mkdir(parents=True)
     os.chown(directory, SANDBOX_ID, SANDBOX_ID)

@@ -81,7 +81,7 @@ async def test_debian_installs_packages_and_makes_users(supervisor: LocalSupervi
 
 
 async def test_pip_installs_into_the_machine_s_python(supervisor: LocalSupervisor) -> None:
-    """In the `host` image, for one exec as root: the module is there for everybody inside, and nowhere outside."""
+    """In the `host` image, by one exec as root: the installed module is found by every user inside, and not outside."""
     session = await supervisor.create(SessionSpec())
     if (await supervisor.exec(session.id, ExecSpec("python3 -m pip --version"))).end.exit_code:
         pytest.skip("needs pip in the machine's /usr")
@@ -103,7 +103,7 @@ async def test_pip_installs_into_the_machine_s_python(supervisor: LocalSuperviso
 
 
 async def test_each_kind_of_run_can_be_roots(supervisor: LocalSupervisor) -> None:
-    """Commands, processes, shells and terminals, in a session whose user is the sandbox's."""
+    """Commands, processes, shells and terminals can run as root in a session whose user is the sandbox's."""
     session = await supervisor.create(SessionSpec())
     command = await supervisor.exec(session.id, ExecSpec(argv=("id", "-u"), user="0:0"))
     assert command.output == b"0\n"

@@ -89,7 +89,7 @@ def test_commands_of_many_connections_run_in_order(sandbox: Sandbox) -> None:
 
 
 def test_the_graces_are_the_sessions(sandbox: Sandbox) -> None:
-    """Without any, what ignores signals is killed at once; with long ones it gets its time."""
+    """With no grace a program that ignores signals is killed at once; with a long one it gets that time."""
     client = sandbox.connect()
     client.ask(Setup(graces=Graces(0, 0, 0)))
     stubborn = "sh -c 'trap \"\" INT TERM; while :; do sleep 0.01; done'"

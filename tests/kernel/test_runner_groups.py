@@ -1,4 +1,4 @@
-"""How programs are ended, with a cgroup of their own and without; and the descriptor such a program is born by."""
+"""Ends of programs, with a run cgroup and without; and the descriptor by which a program is born in its run cgroup."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def client(sandbox: Sandbox) -> Client:
 
 @pytest.fixture(params=["none", "clone", "join"])
 def group(request: pytest.FixtureRequest, sandbox: Sandbox) -> Iterator[OpenGroup]:
-    """Every way a program can be kept together; what is left in the group is killed with the sandbox."""
+    """Each way to keep a program's processes together; processes left in the group are killed with the sandbox."""
     if request.param == "none":
         yield OpenGroup()
         return
@@ -132,7 +132,7 @@ def test_a_time_limit_finds_daemons_of_a_program_that_obeys(client: Client, grou
 
 
 def test_cancelling_now_kills_at_once(sandbox: Sandbox, client: Client, group: OpenGroup) -> None:
-    """Another connection says so; nothing gets the time to clean up."""
+    """A cancel with `now`, from another connection, kills at once: no process gets the time to clean up."""
     group.send(client, "sh", "-c", f"{DAEMON} trap 'echo bye' INT TERM; echo ready; {STUBBORN}")
     client.read_until(b"ready")
     other = sandbox.connect()
@@ -145,7 +145,7 @@ def test_cancelling_now_kills_at_once(sandbox: Sandbox, client: Client, group: O
 
 
 def test_cancelling_gives_it_time(client: Client, group: OpenGroup) -> None:
-    """The first rung is an interrupt that a program can act on."""
+    """A cancel begins with an interrupt that the program can handle."""
     group.send(client, "sh", "-c", "trap 'echo bye; exit 7' INT; echo ready; while :; do sleep 0.01; done")
     client.read_until(b"ready")
     client.send(Kind.CANCEL)
@@ -154,7 +154,7 @@ def test_cancelling_gives_it_time(client: Client, group: OpenGroup) -> None:
 
 
 def test_a_client_that_leaves_cancels(sandbox: Sandbox, client: Client, group: OpenGroup) -> None:
-    """Nobody waits for the answer, so all of the program ends."""
+    """A run whose client has left is cancelled, with all processes of the program."""
     other = sandbox.connect()
     group.send(other, "sh", "-c", f"{DAEMON} echo ready; {STUBBORN}")
     other.read_until(b"ready")
@@ -164,7 +164,7 @@ def test_a_client_that_leaves_cancels(sandbox: Sandbox, client: Client, group: O
 
 
 def test_sigkill_reaches_all_of_it(client: Client, sandbox: Sandbox, group: OpenGroup) -> None:
-    """As a signal by id it leaves nothing of the program alive; it ended by that signal, it was not cancelled."""
+    """SIGKILL by id leaves no process of the program alive; the run ended by that signal and was not cancelled."""
     group.send(client, "sh", "-c", f"{DAEMON} echo ready; {STUBBORN}")
     client.read_until(b"ready")
     assert sandbox.connect().ask(Signal("p", signal.SIGKILL)) == Done()
@@ -222,7 +222,7 @@ def test_a_user_with_too_many_processes_gets_no_other(sandbox: Sandbox, client: 
 
 
 def test_ending_one_spares_the_others(client: Client, sandbox: Sandbox, group: OpenGroup) -> None:
-    """Jobs of the shell, another program and its daemons live on; also those that began later."""
+    """Jobs of the shell, and another program with its daemons, live on, also if they began later."""
     first = sandbox.connect()
     group.send(first, "sh", "-c", "echo ready; sleep 1234")
     first.read_until(b"ready")
@@ -236,7 +236,7 @@ def test_ending_one_spares_the_others(client: Client, sandbox: Sandbox, group: O
 
 
 def test_a_timeout_of_a_shell_spares_programs(client: Client, sandbox: Sandbox, group: OpenGroup) -> None:
-    """A program, and what it has started, is nobody else's."""
+    """The time limit of a shell's command ends no program beside the shell, and no process of one."""
     group.send(client, "sh", "-c", "setsid sleep 4321 & echo ready; sleep 4322")
     client.read_until(b"ready")
     other = sandbox.connect()
@@ -267,7 +267,7 @@ def test_a_group_that_is_gone_fails_the_start(client: Client) -> None:
 
 
 def test_a_descriptor_of_something_else_fails_the_start(client: Client) -> None:
-    """Neither a plain directory nor a file that can't be written is a group."""
+    """A descriptor of a plain directory, or of a file that can't be written, fails the program's start."""
     fd = os.open("/tmp", os.O_RDONLY)
     try:
         assert OpenGroup(Group("g", "clone"), fd).run(client, "echo ran").reply.code == "IO_ERROR"
@@ -279,13 +279,15 @@ def test_a_descriptor_of_something_else_fails_the_start(client: Client) -> None:
 
 
 def test_a_group_without_its_descriptor_is_refused(client: Client) -> None:
-    """Nor is it joined by name."""
+    """A request that names a run cgroup without its descriptor is refused: the runner joins none by name."""
     assert OpenGroup(Group("g", "clone")).run(client, "true").reply.code == "BAD_REQUEST"
     assert OpenGroup(Group("../g", "none")).run(client, "true").reply.code == "BAD_REQUEST"
 
 
 def test_descriptors_nobody_asked_for_are_closed(sandbox: Sandbox, client: Client) -> None:
-    """With a request that takes none, several at once, with input, half a frame, or the connection's end."""
+    """Descriptors with a request that takes none, several at once, with input, with half a frame or at the connection's
+    end are closed.
+    """
     client.run("true")
     before = len(os.listdir(f"/proc/{sandbox.init_pid()}/fd"))
     fd = os.open("/dev/null", os.O_RDONLY)

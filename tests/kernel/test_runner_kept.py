@@ -74,7 +74,9 @@ def has_ended(client: Client, exec_id: str) -> bool:
 
 
 def test_a_run_goes_on_when_its_connection_breaks(sandbox: Sandbox, client: Client) -> None:
-    """Its true end and all that it wrote are there for the next connection, what the first one had got included."""
+    """The next connection gets the run's true end and all of its output, including what the first connection had
+    received.
+    """
     begin(client, "a", "echo one; read line </tmp/go; echo two; exit 3")
     client.read_until(b"one\n")
     client.sock.close()
@@ -167,7 +169,7 @@ def test_an_id_is_run_once_until_it_is_forgotten(client: Client) -> None:
 
 
 def test_forgetting_a_run_that_goes_on_cancels_it(sandbox: Sandbox, client: Client) -> None:
-    """Nobody will ask for its end, so it gets one."""
+    """A running run that is forgotten is cancelled, as nobody will ask for its end."""
     begin(client, "a", "sleep 1000")
     client.sock.close()
     other = sandbox.connect()
@@ -188,7 +190,7 @@ def test_a_connection_takes_the_place_of_another(sandbox: Sandbox, client: Clien
 
 
 def test_a_run_without_a_ticket_ends_with_its_connection(sandbox: Sandbox, client: Client) -> None:
-    """As before there were tickets."""
+    """A run without a ticket is cancelled when its connection breaks."""
     client.begin("sleep 1000")
     client.sock.close()
     other = sandbox.connect()

@@ -19,7 +19,7 @@ def ending(reply: ExecReply) -> tuple[int, int | None, str, bool]:
 @pytest.mark.parametrize("options", [{}, {"cwd": "/tmp", "env": {"V": "1"}}, {"stdin": b"x"}], ids=["", "env", "stdin"])
 @pytest.mark.parametrize("leave", ["continue", "break", "break 2", "continue 5", "[ -d /nope ] || break", "eval break"])
 def test_break_and_continue_outside_a_loop_end_the_command(client: Client, leave: str, options: dict[str, Any]) -> None:
-    """Such words end the command with status 0; the shell and its state live on."""
+    """`break` and `continue` outside a loop end the command with status 0; the shell and its state live on."""
     client.run("kept() { echo kept; }; cd /tmp; V=0")
     outcome = client.run(
         f"echo before; for i in 1 2; do continue; done; {leave}\necho no", timeout_ms=10_000, **options
@@ -37,7 +37,7 @@ def test_breaking_again_and_again_keeps_the_shell(client: Client) -> None:
 
 
 def test_breaking_out_of_every_loop_ends_the_shell(client: Client) -> None:
-    """There is a number that leaves all loops of the driver; then it is as after `exit`."""
+    """A `break` with a number that leaves all loops of the driver ends the shell as `exit` does."""
     assert ending(client.reply("export A=1; break 99", timeout_ms=10_000)) == (0, None, "exited", True)
     assert client.stdout("echo $A") == b"1\n"
 
@@ -75,7 +75,7 @@ def test_noclobber_does_not_keep_the_state_from_being_saved(client: Client) -> N
 
 @pytest.mark.parametrize("command", ["set -x; true", "true"])
 def test_a_trace_shows_the_command_alone(client: Client, command: str) -> None:
-    """Of the program around a command nothing is traced to its stderr."""
+    """A trace by `set -x` shows nothing of the driver that runs the command."""
     client.run("set -x")
     lines = client.run(command).stderr.splitlines()
     assert lines[-1].endswith(b"+ true")

@@ -94,7 +94,9 @@ def watched() -> Iterator[Watched]:
 
 @pytest.mark.parametrize(("host", "other"), [("0.0.0.0", "::"), ("127.0.0.1", "127.0.0.2"), ("::", "0.0.0.0")])
 def test_a_port_is_told_when_it_opens_and_closes(watched: Watched, host: str, other: str) -> None:
-    """With the address it is bound to; the same port of another address is another listener."""
+    """An open port is reported with the address that it is bound to; the same port of another address is another
+    listener.
+    """
     watched.serve()
     watched.tell_server("open", host, 8080)
     assert watched.next_event() == PortOpened(8080, host)
@@ -107,7 +109,7 @@ def test_a_port_is_told_when_it_opens_and_closes(watched: Watched, host: str, ot
 
 
 def test_it_is_told_soon(watched: Watched) -> None:
-    """While a command runs the time until it is told is a blink of an eye."""
+    """While a command runs a port is reported at once."""
     watched.serve()
     for port in range(5000, 5005):
         began_s = time.monotonic()
@@ -117,7 +119,7 @@ def test_it_is_told_soon(watched: Watched) -> None:
 
 
 def test_only_listeners_are_told(watched: Watched) -> None:
-    """A port that is bound but not listened on, and connections, are none."""
+    """A port that is bound and not listened on, and connections, are not reported."""
     watched.serve()
     watched.tell_server("bind", port=7000)
     watched.tell_server("open", port=7001)
@@ -140,7 +142,7 @@ def test_a_job_that_outlives_its_command_is_still_seen(watched: Watched) -> None
 
 
 def test_what_is_open_already_is_told_first(watched: Watched) -> None:
-    """A later watcher learns it at once; each watcher is told everything."""
+    """A later watcher gets the open ports at once; each watcher gets every change."""
     watched.serve()
     watched.tell_server("open", port=7000)
     watched.next_event()

@@ -89,7 +89,9 @@ def test_usage_is_that_of_the_program_and_what_it_waited_for(client: Client) -> 
     ],
 )
 def test_what_cannot_be_executed_says_so(client: Client, argv: tuple[str, ...], status: int, message: bytes) -> None:
-    """As env(1) has it: one line on standard error, 127 for what isn't there, 126 for what can't be executed."""
+    """A program that can't be executed gives one line on standard error and status 127 if it is missing, else 126, as
+    env(1) does.
+    """
     outcome = run(client, *argv)
     assert (outcome.reply.exit_code, outcome.reply.cause, outcome.stderr) == (status, "exited", message)
 
@@ -103,7 +105,7 @@ def test_it_is_searched_for_in_its_own_path(client: Client) -> None:
 
 
 def test_a_script_without_a_first_line_is_given_to_sh(client: Client) -> None:
-    """As execvp(3) does; a relative path counts from the program's directory."""
+    """A script without `#!` is run by sh, as execvp(3) does; a relative path counts from the program's directory."""
     client.run("mkdir d; echo 'echo $1 $PWD' >d/script; chmod 755 d/script")
     assert run(client, "./script", "x", cwd="d").stdout == b"x /mnt/workspace/d\n"
 
@@ -148,7 +150,7 @@ def test_a_directory_is_relative_to_the_workspace(client: Client) -> None:
 
 @pytest.mark.parametrize("cwd", ["none", "file", "closed", "/proc/self/cwd", "/proc/1/root"])
 def test_a_directory_that_cannot_be_entered_is_refused(client: Client, cwd: str) -> None:
-    """Missing, no directory, not allowed, or a way into PID 1: nothing is run."""
+    """A directory that is missing, is none, is forbidden, or leads into PID 1 is refused, and no program runs."""
     client.run("touch file; mkdir -m 000 closed")
     reply = run(client, "pwd", cwd=cwd).reply
     assert isinstance(reply, Error)
@@ -169,7 +171,7 @@ def test_standard_input_is_empty_unless_asked_for(client: Client) -> None:
 
 
 def test_standard_input_comes_whole(client: Client) -> None:
-    """Every byte, then end-of-file; also when there are none."""
+    """Every byte of the input arrives, then end-of-file, also after no byte."""
     assert run(client, "cat", stdin=b"").stdout == b""
     data = os.urandom(5_000_000)
     assert run(client, "md5sum", stdin=data).stdout.split()[0].decode() == hashlib.md5(data).hexdigest()
@@ -181,7 +183,9 @@ def test_a_program_that_closes_its_input_ends_well(client: Client) -> None:
 
 
 def test_input_nobody_reads_fills_its_own_connection_only(sandbox: Sandbox, client: Client) -> None:
-    """With the buffer full the connection is not read any more; others are, and the program can be ended there."""
+    """A connection whose program reads no input is not read once its buffer is full; others are, and the program can be
+    ended there.
+    """
     client.request(RunProgram("p", ("sleep", "1000"), stdin=True))
     client.next_message()
     client.sock.settimeout(2)
@@ -210,8 +214,9 @@ def test_a_client_may_leave_with_its_input_unread(sandbox: Sandbox, client: Clie
 
 
 def test_a_full_disk_is_told(client: Client) -> None:
-    """When a program failed and one of the file systems it may write to has no room, and whether it had some when the
-    program began; not when it only failed."""
+    """The reply of a failed program says whether a file system that it may write to is full, and whether that had room
+    when the program began; a program that failed with room left has no such note.
+    """
     assert sh(client, "exit 1").reply.disk_full is False
     outcome = sh(client, "head -c 10000000 /dev/zero >/home/sandbox/big")
     assert (outcome.reply.exit_code, outcome.reply.disk_full, outcome.reply.disk_filled) == (1, True, True)
@@ -276,7 +281,9 @@ def test_arguments_run_without_a_shell(sandbox: Sandbox) -> None:
     ],
 )
 def test_it_runs_as_another_user(client: Client, user: str, lines: list[bytes]) -> None:
-    """Names and numbers; USER, LOGNAME and HOME are that user's, whatever the session says."""
+    """A program runs as the user asked for by name or number; USER, LOGNAME and HOME are that user's, whatever the
+    session says.
+    """
     client.ask(SetEnv({"HOME": "/x", "USER": "x"}))
     assert sh(client, 'id; echo "$USER $LOGNAME $HOME"', user=user).stdout.splitlines() == lines
 
@@ -285,7 +292,9 @@ def test_it_runs_as_another_user(client: Client, user: str, lines: list[bytes]) 
     "user", ["root", "0", "0:1", "1:0", "65535", "1:65535", "65536", "no-such-user", "", "-1", "1:"]
 )
 def test_nobody_becomes_root_or_pid_1(client: Client, user: str) -> None:
-    """Neither by name nor by number, nor of their group, in a sandbox that was not built for it."""
+    """In a sandbox that was not built for root no program gets root's or PID 1's user or group, by name or by
+    number.
+    """
     assert run(client, "id", user=user).reply.code == "NO_SUCH_USER"
 
 
@@ -312,7 +321,7 @@ def test_nobody_becomes_root_or_pid_1(client: Client, user: str) -> None:
     ],
 )
 def test_an_impossible_request_is_refused(sandbox: Sandbox, client: Client, request_: RunProgram) -> None:
-    """With an error, before anything is started, and the connection goes on."""
+    """An impossible request is refused before anything is started, and the connection goes on."""
     client.run("true")
     before = descriptors(sandbox)
     answer = client.ask(request_)

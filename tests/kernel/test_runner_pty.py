@@ -58,7 +58,9 @@ def needs(program: str) -> pytest.MarkDecorator:
 
 
 def test_all_streams_are_one_terminal(client: Client) -> None:
-    """Of the size asked for, of a type that real programs know, and both outputs arrive on the one screen."""
+    """Standard streams are one terminal of the size asked for and of a type that real programs know; both outputs
+    arrive on it.
+    """
     outcome = run(client, "[ -t 0 ] && [ -t 1 ] && [ -t 2 ] && echo yes; stty size; echo $TERM; echo error >&2")
     assert lines(outcome.stdout) == [b"yes", b"30 100", b"xterm-256color", b"error"]
     assert outcome.stderr == b""
@@ -93,7 +95,7 @@ def test_it_belongs_to_the_user_of_the_program(client: Client, user: str | None)
 
 
 def test_what_is_typed_is_its_input(client: Client) -> None:
-    """Echoed by the terminal, a line at a time, until the end-of-file key."""
+    """Input is echoed by the terminal and handed over a line at a time, until the end-of-file key."""
     begin(client, "cat")
     type_(client, b"one\n")
     assert client.read_until(b"one\r\none\r\n")
@@ -115,7 +117,7 @@ def test_a_long_paste_arrives_whole(client: Client) -> None:
 
 
 def test_much_output_arrives_whole(client: Client) -> None:
-    """Also what was still in the terminal when the program ended."""
+    """All output arrives, also the part that was still in the terminal when the program ended."""
     for count in (1, 1000, 50_000):
         assert lines(run(client, f"seq {count}").stdout) == [b"%d" % number for number in range(1, count + 1)]
 
@@ -130,7 +132,7 @@ def test_a_slow_reader_stops_its_own_terminal_only(sandbox: Sandbox, client: Cli
 
 
 def test_the_interrupt_key_ends_the_program(client: Client) -> None:
-    """As the signal it stands for."""
+    """The interrupt key ends the program by SIGINT."""
     begin(client, "sh", "-c", "echo ready; exec sleep 1000")
     client.read_until(b"ready")
     type_(client, INTERRUPT)
@@ -248,7 +250,7 @@ def test_job_control_works_in_bash(client: Client) -> None:
 
 
 def test_a_signal_by_id_goes_to_the_foreground(sandbox: Sandbox, client: Client) -> None:
-    """As if its key had been pressed: the job ends, the shell stays."""
+    """A signal by id acts as its key does: the foreground job ends, the shell stays."""
     begin_shell(client)
     client.read_until(READY)
     type_(client, JOB)
@@ -296,7 +298,7 @@ def test_typing_ahead_is_kept(client: Client) -> None:
 
 
 def test_no_terminal_is_left_behind(sandbox: Sandbox, client: Client) -> None:
-    """PID 1 has closed its side, whatever the ending."""
+    """PID 1 closes its side of a terminal, whatever the program's end."""
 
     def masters() -> int:
         directory = f"/proc/{sandbox.init_pid()}/fd"
@@ -313,7 +315,9 @@ def test_no_terminal_is_left_behind(sandbox: Sandbox, client: Client) -> None:
 
 
 def test_terminals_in_a_real_sandbox() -> None:
-    """With its own devpts, PID 1 without any power over files: for the sandbox user and for another one."""
+    """Terminals work in a sandbox with its own devpts and a PID 1 without power over files, for the sandbox user and
+    another one.
+    """
     with harness.data_directory() as data_dir, harness.running(data_dir) as server:
         box = server.build(harness.host_plan())
         client = Client(harness.connect(data_dir, box.session_id))
@@ -340,7 +344,7 @@ signal.pause()
 
 
 def test_a_sandbox_without_terminals_left_says_so() -> None:
-    """Its devpts is bounded; the error comes before anything is started."""
+    """The sandbox's devpts is bounded: with no terminal left a run fails before anything is started."""
     with harness.data_directory() as data_dir, harness.running(data_dir) as server:
         box = server.build(harness.host_plan())
         client = Client(harness.connect(data_dir, box.session_id))

@@ -65,7 +65,7 @@ def test_it_is_the_agents_shell(client: Client) -> None:
 
 
 def test_the_status_of_a_line_is_the_next_ones(client: Client) -> None:
-    """And the last one's is the answer's."""
+    """The status of a line is `$?` in the next one; that of the last line is the reply's."""
     client.run("(exit 3)")
     sit_down(client)
     assert enter(client, "echo $?; (exit 4)") == b"3\n"
@@ -75,7 +75,7 @@ def test_the_status_of_a_line_is_the_next_ones(client: Client) -> None:
 
 @pytest.mark.parametrize(("line", "code"), [("exit", 7), ("exit 9", 9), ("logout", 7)])
 def test_exit_leaves_the_terminal_and_keeps_the_shell(client: Client, line: str, code: int) -> None:
-    """A person who types it wants to go, not to end the agent's work."""
+    """`exit` at the prompt ends the visit and not the agent's shell."""
     client.run("x=kept")
     sit_down(client)
     enter(client, "(exit 7)")
@@ -86,7 +86,7 @@ def test_exit_leaves_the_terminal_and_keeps_the_shell(client: Client, line: str,
 
 
 def test_an_exit_inside_a_line_ends_the_shell(client: Client) -> None:
-    """As in any command: the next one has the saved state."""
+    """`exit` within a longer line ends the shell, as in any command; the next shell has the saved state."""
     sit_down(client)
     client.send(Kind.DATA, b"export A=1; exit 6\r")
     assert ending(client.outcome().reply) == (6, None, "exited", True)
@@ -107,7 +107,7 @@ def test_an_exit_inside_a_line_ends_the_shell(client: Client) -> None:
     ],
 )
 def test_an_unfinished_text_goes_on(client: Client, lines: list[str], expected: bytes) -> None:
-    """The second prompt asks for the rest."""
+    """An unfinished line is continued at the second prompt."""
     sit_down(client)
     for line in lines[:-1]:
         assert enter(client, line, b"> ") == b""
@@ -116,7 +116,7 @@ def test_an_unfinished_text_goes_on(client: Client, lines: list[str], expected: 
 
 
 def test_a_here_document_goes_on_in_bash(sandbox: Sandbox) -> None:
-    """The others can't tell that it is unfinished."""
+    """An unfinished here-document is continued in bash; the other shells can't tell that it is unfinished."""
     client = sandbox.shell("bash")
     sit_down(client)
     for line in ("cat <<X", "in", "it"):
@@ -166,7 +166,7 @@ def _until_prompt(client: Client) -> bytes:
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["in one piece", "in two"])
 def test_what_is_typed_right_after_ctrl_c_is_not_hit_by_it(client: Client, *, at_once: bool) -> None:
-    """Neither the line nor the end-of-file after it: whoever pastes, or is a program, types fast."""
+    """Input right after Ctrl-C, a line or the end-of-file key, is not dropped: pasted text and programs type fast."""
     sit_down(client)
     pieces = [CTRL_C, b"sleep 0.05; echo o''k\r"]
     for piece in [b"".join(pieces)] if at_once else pieces:
@@ -177,7 +177,7 @@ def test_what_is_typed_right_after_ctrl_c_is_not_hit_by_it(client: Client, *, at
 
 
 def test_ctrl_c_at_the_prompt_drops_what_was_typed(client: Client) -> None:
-    """Of this line and of an unfinished text before it."""
+    """Ctrl-C at the prompt drops this line and the unfinished text before it."""
     sit_down(client)
     enter(client, "if true", b"> ")
     client.send(Kind.DATA, b"then oops")
@@ -188,7 +188,7 @@ def test_ctrl_c_at_the_prompt_drops_what_was_typed(client: Client) -> None:
 
 
 def test_bash_has_a_history_and_editing(sandbox: Sandbox) -> None:
-    """Also of an earlier visit."""
+    """Lines can be edited and recalled, also those of an earlier visit."""
     client = sandbox.shell("bash")
     sit_down(client)
     assert enter(client, "echo one") == b"one\n"
@@ -199,7 +199,7 @@ def test_bash_has_a_history_and_editing(sandbox: Sandbox) -> None:
 
 
 def test_the_prompt_is_the_users(client: Client) -> None:
-    """PS1 and PS2 as they were set."""
+    """The prompts are PS1 and PS2 as the shell has them."""
     client.run("export PS1='me> ' PS2='more> '")
     sit_down(client, b"me> ")
     enter(client, "echo 'a", b"more> ")
@@ -207,14 +207,14 @@ def test_the_prompt_is_the_users(client: Client) -> None:
 
 
 def test_a_bash_prompt_is_expanded(sandbox: Sandbox) -> None:
-    """As bash itself does."""
+    """Escapes in a prompt are expanded as bash itself does."""
     client = sandbox.shell("bash")
     client.run("export PS1='\\[\\e[1m\\][\\w $((1+1))]\\$ '; cd /tmp")
     sit_down(client, b"[/tmp 2]$ ")
 
 
 def test_cancelling_keeps_the_shell(client: Client, sandbox: Sandbox) -> None:
-    """At the prompt and while a line runs; a later visit is as good as the first."""
+    """A visit cancelled at the prompt or within a line keeps the shell; a later visit works like the first."""
     client.run("x=kept")
     for line in (b"", b"half a l", b"sleep 1234\r", b"while :; do :; done\r"):
         sit_down(client)

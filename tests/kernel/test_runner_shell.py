@@ -129,7 +129,7 @@ def ending(reply: ExecReply) -> tuple[int, int | None, str, bool]:
     "error", ["(: </nowhere)", "(. /nowhere)", "(echo ${unset?})", "x=$(: </nowhere)", "(echo $((08)))"]
 )
 def test_an_error_in_a_subshell_is_the_subshells(client: Client, error: str) -> None:
-    """With variables for one command, too, the shell goes on and is the same afterwards."""
+    """An error in a subshell, also in a command with variables of its own, leaves the shell as it was."""
     client.run(f"{error} && true", env={"A": "1"}, timeout_ms=5_000)
     assert client.reply("true").shell_restarted is False
 
@@ -285,7 +285,7 @@ def test_setup_tells_the_shell(sandbox: Sandbox) -> None:
 
 
 def test_a_command_before_setup_is_refused(sandbox: Sandbox) -> None:
-    """Without a shell there is an answer, not silence."""
+    """A command before Setup, when there is no shell, is refused with an error."""
     answer = sandbox.connect().run("echo").reply
     assert isinstance(answer, Error)
     assert answer.code == "BAD_REQUEST"

@@ -45,7 +45,7 @@ def code(answer: object) -> str:
     return answer.code
 
 
-# What is a shell's own -----------------------------------------------------------------------------------------------
+# State of one shell ---------------------------------------------------------------------------------------------------
 
 
 def test_each_shell_has_its_own_state(client: Client, other: Client) -> None:
@@ -66,7 +66,7 @@ def test_shells_run_at_the_same_time(client: Client, other: Client) -> None:
 
 
 def test_a_shell_starts_where_and_with_what_was_asked(sandbox: Sandbox) -> None:
-    """Its directory may be below the workspace; its variables hold beside the session's, also after a restart."""
+    """A shell starts in the directory asked for, with its own variables beside the session's; so does its successor."""
     client = sandbox.shell(env={"A": "1", "B": "2"})
     client.run("mkdir -p in/side")
     assert client.ask(OpenShell("two", cwd="in/side", env={"B": "3"})) == ShellInfo(
@@ -77,7 +77,7 @@ def test_a_shell_starts_where_and_with_what_was_asked(sandbox: Sandbox) -> None:
 
 
 def test_shells_may_be_of_different_kinds(sandbox: Sandbox) -> None:
-    """Each is what was asked for."""
+    """Each shell is of the kind asked for."""
     client = sandbox.shell("bash")
     assert client.ask(OpenShell("two", shell="sh")).path == "/bin/sh"
     assert client.stdout('echo "${BASH_VERSION:+bash}"') == b"bash\n"
@@ -85,7 +85,7 @@ def test_shells_may_be_of_different_kinds(sandbox: Sandbox) -> None:
 
 
 def test_hello_lists_the_shells(client: Client, other: Client) -> None:
-    """With where each is now."""
+    """The answer to Hello lists each shell with its present directory."""
     other.run("cd /tmp", shell="two")
     reply = client.ask(Hello())
     assert reply == HelloReply(reply.shell, WORKSPACE, (ShellInfo("two", reply.shell, "/tmp"),), PROTOCOL_VERSION)
@@ -147,7 +147,7 @@ def test_closing_ends_all_that_a_shell_started(client: Client, other: Client, sa
 
 
 def test_a_closed_shell_leaves_nothing(client: Client, other: Client, sandbox: Sandbox) -> None:
-    """Neither a directory nor a descriptor of PID 1."""
+    """A closed shell leaves neither its directory nor a descriptor in PID 1."""
     client.run("true")
     other.run("true", shell="two")
     other.ask(CloseShell("two"))
@@ -162,7 +162,7 @@ def test_a_closed_shell_leaves_nothing(client: Client, other: Client, sandbox: S
 
 
 def test_a_shell_can_be_closed_while_it_starts(sandbox: Sandbox) -> None:
-    """Nothing is left of it, and another of its name can be opened."""
+    """A shell that is closed while it starts leaves nothing, and another of its name can be opened."""
     client = sandbox.shell()
     for _ in range(10):
         client.ask(OpenShell("two"))
@@ -173,7 +173,9 @@ def test_a_shell_can_be_closed_while_it_starts(sandbox: Sandbox) -> None:
 
 @pytest.mark.parametrize("membership", ["clone", "join"])
 def test_a_shell_with_a_group_is_born_in_it(sandbox: Sandbox, membership: Any) -> None:
-    """Also the one that replaces it; closing kills all of the group, whatever it did to leave the shell's tree."""
+    """A shell and its successor are born in their run cgroup; closing kills all of it, including processes that left
+    the shell's tree.
+    """
     client = sandbox.shell()
     with open_group(membership) as opened:
         assert opened.group is not None
@@ -240,7 +242,9 @@ def test_a_timeout_spares_another_shell_that_began_later(client: Client, sandbox
 
 
 def test_a_change_of_the_environment_reaches_every_shell(client: Client, other: Client) -> None:
-    """Before the next command of each, with values of any kind; null removes; children have it."""
+    """A change of the environment, with values of any kind, is made before the next command of each shell and in its
+    children; null removes a variable.
+    """
     assert client.ask(SetEnv({"A": "it's $A\n`b`", "LANG": None})) == Done()
     show = 'printf "%s|" "$A" "${LANG-none}"; sh -c \'printf "%s" "$A"\''
     expected = b"it's $A\n`b`|none|it's $A\n`b`"
@@ -248,7 +252,7 @@ def test_a_change_of_the_environment_reaches_every_shell(client: Client, other: 
 
 
 def test_a_change_of_the_environment_reaches_later_shells(client: Client) -> None:
-    """One that is opened afterwards has it from its birth."""
+    """A shell that is opened after a change has the changed environment from its birth."""
     client.ask(SetEnv({"A": "1", "LANG": None}))
     client.ask(OpenShell("two"))
     assert client.stdout('echo "$A ${LANG-none}"', shell="two") == b"1 none\n"
@@ -265,7 +269,7 @@ def test_what_commands_set_is_kept(client: Client) -> None:
 
 @pytest.mark.parametrize("end", ["kill -9 $$", "exit"])
 def test_a_change_of_the_environment_survives_the_shell(client: Client, end: str) -> None:
-    """Whether the shell dies with the command that takes it over, or was replaced before."""
+    """A change holds in the shell's successor, whether the shell died with the command that took it over or before."""
     client.run("export B=1")
     client.ask(SetEnv({"A": "1"}))
     client.run(f"export B=2; {end}")
@@ -276,21 +280,23 @@ def test_a_change_of_the_environment_survives_the_shell(client: Client, end: str
 
 
 def test_a_change_made_again_by_the_command_that_ends_the_shell_is_not_undone(client: Client) -> None:
-    """The next shell knows that it had taken the change over."""
+    """A successor knows that its shell had taken a change over, and does not apply it again over the last command's
+    values.
+    """
     client.ask(SetEnv({"A": "theirs"}))
     client.run("export A=mine; exit")
     assert client.stdout("echo $A") == b"mine\n"
 
 
 def test_a_change_and_one_commands_variables_go_together(client: Client) -> None:
-    """The command's own win while it runs."""
+    """Variables of one command win over a change while the command runs."""
     client.ask(SetEnv({"A": "session", "B": "session"}))
     assert client.stdout("echo $A $B", env={"A": "command"}) == b"command session\n"
     assert client.stdout("echo $A $B") == b"session session\n"
 
 
 def test_a_read_only_variable_does_not_stop_commands(client: Client) -> None:
-    """The change can't be made in that shell; commands run."""
+    """A change to a read-only variable is not made in that shell; its commands run."""
     client.run("readonly A=mine")
     client.ask(SetEnv({"A": "theirs", "B": "1"}))
     assert client.run("echo $A $B").stdout == b"mine 1\n"
@@ -298,13 +304,13 @@ def test_a_read_only_variable_does_not_stop_commands(client: Client) -> None:
 
 @pytest.mark.parametrize("env", [{"a b": "1"}, {"__sk_n": "1"}, {"A": "\0"}, {"A": "x" * 600_000}])
 def test_impossible_changes_are_refused(sandbox: Sandbox, env: dict[str, str | None]) -> None:
-    """As a whole, and the shell is as it was."""
+    """An impossible change is refused as a whole, and the shell stays as it was."""
     client = sandbox.shell()
     assert code(client.ask(SetEnv({"B": "1", **env}))) == "BAD_REQUEST"
     assert client.stdout("echo ${B-none}") == b"none\n"
 
 
-# What a command did to storage ---------------------------------------------------------------------------------------
+# Storage and commands ------------------------------------------------------------------------------------------------
 
 
 def test_a_full_disk_is_told(client: Client) -> None:
@@ -349,7 +355,9 @@ def tmp_path_on_disk() -> Iterator[str]:
 
 
 def test_a_command_is_cancelled_by_its_id(client: Client, sandbox: Sandbox) -> None:
-    """Running or queued; its own answer says so; what has ended is not running."""
+    """A running or queued command is cancelled by its id, and its own reply says so; one that has ended is not
+    running.
+    """
     running, queued = sandbox.connect(), sandbox.connect()
     running.request(Exec("first", "sleep 1234"))
     assert running.next_frame()[0] is Kind.STARTED
@@ -361,7 +369,7 @@ def test_a_command_is_cancelled_by_its_id(client: Client, sandbox: Sandbox) -> N
 
 
 def test_cancelling_now_skips_the_graces(client: Client, sandbox: Sandbox) -> None:
-    """Nothing gets the time to clean up, also when a slower end had begun."""
+    """A cancel with `now` gives no process the time to clean up, also when a slower end had begun."""
     for first in ([], [Cancel("x")]):
         client.begin("sh -c 'trap \"\" INT TERM; echo begun; while :; do sleep 1; done'")
         client.read_until(b"begun")

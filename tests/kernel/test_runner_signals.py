@@ -59,7 +59,9 @@ def test_an_interrupt_brings_the_prompt_back(client: Client, other: Client, comm
 
 @pytest.mark.parametrize("client", SHELLS[:1], indirect=True)
 def test_a_substitution_that_dies_of_an_interrupt_leaves_the_command(client: Client) -> None:
-    """bash sends itself the interrupt then, and would end. Also after a terminal, for whose time the traps change."""
+    """bash sends itself the interrupt that its substitution died of, and must not end, also after a command on a
+    terminal, for whose time the traps change.
+    """
     client.run("x=kept")
     for _ in range(2):
         outcome = client.run("y=$(kill -INT $BASHPID); echo no")
@@ -69,7 +71,9 @@ def test_a_substitution_that_dies_of_an_interrupt_leaves_the_command(client: Cli
 
 @pytest.mark.parametrize("command", ["sleep 1234", "while :; do :; done"])
 def test_an_interrupt_is_answered_within_the_budget(client: Client, other: Client, command: str) -> None:
-    """The best of several, for the machine may be busy: from the signal to the answer."""
+    """The time from an interrupt to the reply is within the budget, in the best of several tries, for the machine may
+    be busy.
+    """
     best_s = min(_interrupt_s(client, other, command) for _ in range(8))
     assert best_s < PROMPT_BACK_S
 
@@ -84,7 +88,9 @@ def _interrupt_s(client: Client, other: Client, command: str) -> float:
 
 
 def test_an_interrupt_at_any_moment_keeps_the_shell(client: Client, other: Client) -> None:
-    """Just before the shell begins, just as it ends: the command ends one way or the other, and the next one works."""
+    """Interrupts just before the shell begins a command or just as it ends one: the command has an end, and the next
+    one works.
+    """
     client.run("x=kept")
     for _ in range(40):
         client.request(Exec("x", "true"))
@@ -94,7 +100,9 @@ def test_an_interrupt_at_any_moment_keeps_the_shell(client: Client, other: Clien
 
 
 def test_many_requests_to_leave_leave_once(client: Client, sandbox: Sandbox) -> None:
-    """Signals find the driver between the command and its own next line as well, where nothing would catch an error."""
+    """Interrupts also hit the shell's driver between the command and its own next line, where nothing would catch an
+    error.
+    """
     client.run("x=kept")
     (shell,) = children(sandbox.init_pid())
     for _ in range(20):
@@ -109,7 +117,7 @@ def test_many_requests_to_leave_leave_once(client: Client, sandbox: Sandbox) -> 
 
 
 def test_an_interrupt_spares_earlier_jobs(client: Client, other: Client) -> None:
-    """Only what the running command started gets it."""
+    """An interrupt reaches only processes that the running command started."""
     show, jobs = "/usr/bin/ps -C sleep -o args= | grep -v defunct | sort", b"sleep 4321\nsleep 4322\n"
     client.run("sleep 4321 & setsid sleep 4322 & true")
     wait_until(lambda: client.stdout(show) == jobs)
@@ -124,7 +132,7 @@ def test_an_interrupt_spares_earlier_jobs(client: Client, other: Client) -> None
 def test_another_signal_ends_what_was_started_and_the_command_goes_on(
     client: Client, other: Client, number: signal.Signals
 ) -> None:
-    """As a script would: the program is gone, the next line runs."""
+    """Any other signal ends the command's running program, and the command's next line runs, as in a script."""
     client.begin("sh -c 'echo begun; exec sleep 1234'; echo $?")
     client.read_until(b"begun\n")
     assert other.ask(Signal("x", number)) == Done()
@@ -134,7 +142,7 @@ def test_another_signal_ends_what_was_started_and_the_command_goes_on(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_signal_to_builtins_alone_ends_the_command(client: Client, other: Client, number: signal.Signals) -> None:
-    """There is nothing else it could end; the shell stays."""
+    """A signal to a command of builtins alone ends the command, as there is no program to end; the shell stays."""
     client.run("x=kept")
     client.begin("echo begun; while :; do :; done")
     client.read_until(b"begun\n")

@@ -39,21 +39,25 @@ def press(client: Client, keys: bytes) -> None:
 
 
 def test_all_three_streams_are_the_terminal(client: Client) -> None:
-    """Of the size asked for, of a type programs know, belonging to the user, and it is the controlling one."""
+    """Standard streams are the controlling terminal, of the size asked for and a type that programs know, owned by the
+    user.
+    """
     command = "test -t 0 && test -t 1 && test -t 2 && stty size && echo $TERM && test -O $(tty) && echo hi >/dev/tty"
     outcome = on_terminal(client, command)
     assert (outcome.reply.exit_code, outcome.stdout, outcome.stderr) == (0, b"30 100\r\nxterm-256color\r\nhi\r\n", b"")
 
 
 def test_it_is_the_same_shell(client: Client) -> None:
-    """State of earlier commands is there on the terminal, and the other way round."""
+    """State of earlier commands is there on the terminal, and state set on the terminal is there in later commands."""
     client.run("a=1; f() { echo f$1; }; cd /tmp")
     assert on_terminal(client, "echo $a $PWD; f 2; export B=3; cd /; (exit 7)").stdout == b"1 /tmp\r\nf2\r\n"
     assert client.stdout("echo $? $B $PWD $TERM") == b"7 3 / dumb\n"
 
 
 def test_a_later_command_has_no_terminal(client: Client) -> None:
-    """Neither its streams nor /dev/tty, and a job that stayed behind has lost it."""
+    """A command after the one on the terminal has neither its streams nor /dev/tty, and a job left behind has lost the
+    terminal.
+    """
     begin(client, "setsid -w cat </dev/tty >got & (sleep 0.01; cat /dev/tty >/dev/null; echo lost >lost) & echo ready")
     client.outcome()
     outcome = client.run("test -t 0 || test -t 1 || test -t 2 || echo none; cat /dev/tty")
@@ -63,7 +67,7 @@ def test_a_later_command_has_no_terminal(client: Client) -> None:
 
 
 def test_keys_are_its_input(client: Client) -> None:
-    """Lines and end-of-file, echoed; also what was typed before it began."""
+    """Lines and end-of-file are the command's input, echoed, also those typed before it began."""
     client.request(Exec("x", "read line; echo got $line; cat", terminal=SIZE))
     press(client, b"early\n")
     client.read_until(b"got early\r\n")
@@ -84,7 +88,7 @@ def test_input_is_taken_as_fast_as_it_is_read(client: Client) -> None:
 
 
 def test_all_output_comes_before_the_answer(client: Client) -> None:
-    """Also the last of a lot."""
+    """All of a large output comes before the reply."""
     outcome = on_terminal(client, "seq 1 40000")
     assert outcome.stdout == b"".join(b"%d\r\n" % n for n in range(1, 40_001))
 
@@ -102,8 +106,10 @@ def test_all_output_comes_before_the_answer(client: Client) -> None:
     ],
 )
 def test_ctrl_c_leaves_the_command(sandbox: Sandbox, client: Client, command: str) -> None:
-    """A program, a builtin loop or a read: what comes after it does not run, the shell is the same. The key comes when
-    the programs run: one that was forked and is not yet itself lives through it, as at any terminal."""
+    """Ctrl-C ends a command in a program, a builtin loop or a read: its next lines do not run, and the shell is the
+    same. The key is pressed when the programs run: one that was forked and has not called execve lives through it, as
+    at any terminal.
+    """
     client.run("x=kept")
     begin(client, f"echo ready; {command}; echo no")
     programs = {name for name in ("sleep", "cat") if f"{name} " in f"{command} " and "0.01" not in command}
@@ -129,7 +135,7 @@ def _pressed(client: Client, key: bytes) -> Outcome:
 
 
 def test_a_program_that_lives_through_ctrl_c_lets_the_command_go_on(client: Client) -> None:
-    """As under any shell: it was the program's to handle."""
+    """A program that handles the interrupt goes on, and so does its command, as in any shell."""
     waits = "print('ready', flush=True)\n while True: time.sleep(0.01)"
     program = f"import time\ntry:\n {waits}\nexcept KeyboardInterrupt: print('handled')"
     begin(client, f'/usr/bin/python3 -Sc "{program}"; echo next')
@@ -139,7 +145,7 @@ def test_a_program_that_lives_through_ctrl_c_lets_the_command_go_on(client: Clie
 
 
 def test_ctrl_c_runs_the_users_trap(client: Client) -> None:
-    """Set before or in the command; it stays for later ones."""
+    """A trap set before the command or in it runs at Ctrl-C, and stays for later commands."""
     client.run("trap 'echo mine' INT")
     begin(client, "echo ready; i=0; while [ -z $done ]; do sleep 0.01; done; trap 'done=1; echo new' INT")
     press(client, CTRL_C)
@@ -150,20 +156,20 @@ def test_ctrl_c_runs_the_users_trap(client: Client) -> None:
 
 
 def test_ctrl_backslash_leaves_the_command_too(client: Client) -> None:
-    """With the signal's own status."""
+    """The quit key ends the command with the status of SIGQUIT."""
     begin(client, "ulimit -c 0; echo ready; sleep 1234; echo no")
     assert ending(_pressed(client, CTRL_BACKSLASH).reply) == (131, 3, "signalled", False)
 
 
 def test_ctrl_z_is_an_ordinary_key(client: Client) -> None:
-    """Without job control it would stop the shell for ever."""
+    """Ctrl-Z is no signal: without job control it would stop the shell for ever."""
     begin(client, "echo ready; read x; echo got $x")
     press(client, b"\x1aabc\n")
     assert b"got \x1aabc\r\n" in client.outcome().stdout
 
 
 def test_the_size_can_be_changed(client: Client, sandbox: Sandbox) -> None:
-    """The foreground hears of it; another connection does it, by id."""
+    """The foreground is told a new size, which another connection sets by id."""
     other = sandbox.connect()
     begin(client, "trap 'stty size' WINCH; echo ready; while [ ! -e done ]; do sleep 0.01; done")
     assert other.ask(Resize("x", TerminalSize(81, 25))) == Done()
@@ -174,7 +180,7 @@ def test_the_size_can_be_changed(client: Client, sandbox: Sandbox) -> None:
 
 @pytest.mark.parametrize("size", [TerminalSize(0, 24), TerminalSize(80, -1), TerminalSize(70000, 24)])
 def test_impossible_sizes_are_refused(sandbox: Sandbox, size: TerminalSize) -> None:
-    """At the start and later."""
+    """An impossible size is refused at the start and later."""
     client = sandbox.shell()
     for request in (Exec("x", "true", terminal=size), Resize("x", size)):
         answer = client.ask(request)
@@ -193,7 +199,7 @@ def test_only_a_running_terminal_has_a_size(sandbox: Sandbox) -> None:
         assert answer.code == "NOT_RUNNING"
 
 
-# How it ends --------------------------------------------------------------------------------------------------------
+# Ends --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -212,7 +218,7 @@ def test_only_a_running_terminal_has_a_size(sandbox: Sandbox) -> None:
 def test_endings_are_told_apart(
     client: Client, command: str, expected: tuple[int, int | None, str, bool] | None
 ) -> None:
-    """As without a terminal, and the next command works on one and without."""
+    """Ends on a terminal have the same causes as without one; the next command works on a terminal and without."""
     reply = on_terminal(client, command).reply
     assert ending(reply) == (expected or (reply.exit_code, None, "exited", False))
     assert on_terminal(client, "echo on").stdout == b"on\r\n"
@@ -221,7 +227,7 @@ def test_endings_are_told_apart(
 
 @pytest.mark.parametrize("command", ["sleep 1234", "while :; do :; done", "read y", "cat", "trap '' INT; sleep 1234"])
 def test_a_timeout_keeps_the_shell(client: Client, command: str) -> None:
-    """A command is left whatever it waits for."""
+    """A time limit ends a command on a terminal, whatever the command waits for."""
     client.run("x=kept")
     reply = on_terminal(client, command, timeout_ms=200).reply
     assert ending(reply) == (124, None, "timed_out", False)
@@ -239,7 +245,7 @@ def test_the_traps_of_the_user_are_given_back(client: Client) -> None:
 
 
 def test_a_job_of_before_outlives_the_terminal(client: Client) -> None:
-    """The terminal's hang-up is for the terminal's own."""
+    """The hang-up of a terminal spares a job that was started before it."""
     client.run("sleep 4321 & echo $! >pid")
     on_terminal(client, "true")
     assert client.stdout("kill -0 $(cat pid) && echo alive") == b"alive\n"
@@ -272,7 +278,7 @@ def test_nothing_of_a_terminal_stays_open(client: Client, sandbox: Sandbox) -> N
 
 
 def test_variables_and_directory_hold_for_one_command(client: Client) -> None:
-    """As without a terminal."""
+    """Variables and directory of a request hold for its command alone, as without a terminal."""
     assert on_terminal(client, "echo $A $PWD", env={"A": "1"}, cwd="/tmp").stdout == b"1 /tmp\r\n"
     assert client.stdout("echo ${A-none} $PWD") == b"none /mnt/workspace\n"
 

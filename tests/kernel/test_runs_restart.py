@@ -53,7 +53,9 @@ async def wait_ended(supervisor: LocalSupervisor, session_id: str, exec_id: str)
 
 
 async def test_a_stopped_daemon_refuses_those_who_wait_and_leaves_runs_alone(config: Config, keeping: Config) -> None:
-    """The run has no end yet, so nobody is told of one; the next daemon's repeat joins it and gets all of it."""
+    """A caller that waits for a run is refused, as the run has no end yet; its repeat joins the run at the next daemon
+    and gets all of it.
+    """
     refused: list[Exception] = []
     async with trio.open_nursery() as nursery, open_supervisor(keeping) as supervisor:
         session = await supervisor.create(SessionSpec())
@@ -77,7 +79,9 @@ async def test_a_stopped_daemon_refuses_those_who_wait_and_leaves_runs_alone(con
 
 
 async def test_a_named_shell_still_has_its_cpu_time(config: Config, keeping: Config) -> None:
-    """Of a command that went on meanwhile, and of the next one; what the default shell used is not part of it."""
+    """CPU time of a named shell's command that went on meanwhile, and of its next one, is known; the default shell's is
+    not counted.
+    """
     burn = "python3 -c 'import time\nwhile time.process_time() < 0.2: pass'"
     async with open_supervisor(keeping) as supervisor:
         session = await supervisor.create(SessionSpec())
@@ -92,7 +96,7 @@ async def test_a_named_shell_still_has_its_cpu_time(config: Config, keeping: Con
 
 
 async def test_a_terminal_is_joined_again(config: Config, keeping: Config) -> None:
-    """Its screen shows what was on it, and what is typed reaches the same shell."""
+    """A terminal joined after a restart shows its earlier screen, and input reaches the same shell."""
     async with open_supervisor(keeping) as supervisor:
         session = await supervisor.create(SessionSpec())
         async with supervisor.open_terminal(session.id, TerminalSpec()) as viewer:
@@ -113,7 +117,7 @@ async def test_a_terminal_is_joined_again(config: Config, keeping: Config) -> No
 
 
 async def test_a_paused_session_has_its_runs_again_when_it_goes_on(config: Config, keeping: Config) -> None:
-    """Until then they are seen as what they are, and nobody wakes it for that."""
+    """Runs of a paused session are seen as running and do not resume it; after the resume they go on."""
     async with open_supervisor(keeping) as supervisor:
         session = await supervisor.create(SessionSpec())
         await begin(supervisor, session.id, WAITING)
@@ -129,7 +133,7 @@ async def test_a_paused_session_has_its_runs_again_when_it_goes_on(config: Confi
 async def test_output_of_a_short_run_is_not_written_and_comes_back_from_its_init(
     config: Config, keeping: Config, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its end is written; a daemon that is killed leaves the output with PID 1, with its streams and its numbers."""
+    """The end of a short run is written and its output is not: the next daemon gets the same output from PID 1."""
     spec = ExecSpec("echo first; echo second >&2; echo third; exit 3", exec_id="short")
 
     async def is_in_files(wanted: bytes) -> bool:
@@ -181,7 +185,7 @@ async def test_damaged_records_cost_what_was_in_them(config: Config, keeping: Co
 
 
 async def is_forgotten(supervisor: LocalSupervisor, session_id: str) -> bool:
-    """Whether all that has ended is written down, and PID 1 was told."""
+    """Tell whether all ended runs are written down and PID 1 was told to forget them."""
     entry = supervisor._directory.get(session_id)
     assert entry is not None
     link = entry.ref
@@ -197,7 +201,7 @@ async def _is_listed_empty(supervisor: LocalSupervisor, session_id: str) -> bool
 
 
 async def test_output_that_was_lost_is_said_to_be_gone(config: Config, keeping: Config, data_dir: Path) -> None:
-    """What PID 1 had given up and the file has lost leaves a gap that is told, and the run's end stays true."""
+    """Output that PID 1 has dropped and the file has lost is reported as gone; the run's end stays true."""
     size = protocol.KEPT_RUN_BYTES + 2_000_000
     flood = f"head -c {size} /dev/zero; echo one; until [ -e /tmp/go ]; do sleep 0.02; done; echo two; exit 4"
     async with open_supervisor(keeping) as supervisor:
@@ -224,7 +228,9 @@ async def test_output_that_was_lost_is_said_to_be_gone(config: Config, keeping: 
 
 
 async def wait_ended_again(supervisor: LocalSupervisor, session_id: str, exec_id: str, after: int) -> int:
-    """Wait for the end of a run as a reader that had read so far; the numbers it has are still the past's."""
+    """Wait for the end of a run as a reader that has read up to a piece; piece numbers from before the restart still
+    hold.
+    """
 
     async def has_ended() -> bool:
         return (await supervisor.get_exec(session_id, exec_id)).state is ExecState.ENDED
@@ -239,7 +245,9 @@ async def wait_ended_again(supervisor: LocalSupervisor, session_id: str, exec_id
 async def test_an_init_of_an_older_version_loses_its_runs_by_name(
     config: Config, keeping: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It keeps none: each ends with the daemon and says so, and the session with its shell goes on."""
+    """A runner too old to keep runs: each run ends with the cause `daemon_restarted`, and the session and its shell go
+    on.
+    """
     monkeypatch.setattr(protocol, "KEPT_RUNS_VERSION", protocol.PROTOCOL_VERSION + 1)
     async with open_supervisor(keeping) as supervisor:
         session = await supervisor.create(SessionSpec())
@@ -252,13 +260,15 @@ async def test_an_init_of_an_older_version_loses_its_runs_by_name(
 
 
 def listing(*entries: RunEntry) -> bytes:
-    """Return what an init says that answers the first two requests of an adoption."""
+    """Return the messages of a runner that answers the first two requests of an adoption."""
     answers = (HelloReply("/bin/bash", "/workspace", version=protocol.PROTOCOL_VERSION), RunList(entries, more=False))
     return b"".join(encode_frame(Kind.REPLY, protocol.ANSWERS.encode(answer)) for answer in answers)
 
 
 async def test_a_hostile_init_makes_up_no_runs(config: Config, keeping: Config, data_dir: Path) -> None:
-    """Ids without a ticket of ours, or with another's, are nobody's; what has ended does not run again."""
+    """Ids that a runner lists without a ticket of ours, or with another run's, belong to no run; an ended run does not
+    run again.
+    """
     async with open_supervisor(keeping) as supervisor:
         session = await supervisor.create(SessionSpec())
         result = await supervisor.exec(session.id, ExecSpec("exit 3", exec_id="ended"))
@@ -279,7 +289,7 @@ async def test_a_hostile_init_makes_up_no_runs(config: Config, keeping: Config, 
 async def test_an_impossible_list_crashes_the_session(
     config: Config, keeping: Config, data_dir: Path, first: tuple[int, str], second: tuple[int, str]
 ) -> None:
-    """As any other breach of the contract does."""
+    """An impossible list of runs crashes the session, like any other breach of the protocol."""
     async with open_supervisor(keeping) as supervisor:
         session = await supervisor.create(SessionSpec())
     entries = [

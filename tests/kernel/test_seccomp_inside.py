@@ -43,7 +43,7 @@ def server() -> Iterator[Nsinit]:
 @pytest.fixture(scope="module")
 def sandbox(server: Nsinit) -> Sandbox:
     box = server.build(host_plan())
-    box.run("true")  # its shell is up
+    box.run("true")  # the session's shell is up
     return box
 
 
@@ -129,7 +129,7 @@ def test_commands_everywhere_are_under_both_filters(sandbox: Sandbox, place: str
 
 
 def test_a_shell_that_replaces_another_is_under_both_filters(server: Nsinit) -> None:
-    """Killing the shell does not get anyone a better one."""
+    """A shell that replaces a killed one is under both filters as well."""
     box = server.build(host_plan())
     assert box.run("kill -9 $$").code == 137
     assert _status(box.run("cat /proc/self/status").out)["Seccomp_filters"] == "2"
@@ -143,7 +143,7 @@ def test_pid_1_is_under_the_filter_itself(sandbox: Sandbox) -> None:
 
 
 def test_no_filter_means_none(server: Nsinit) -> None:
-    """`off` is what it says, for PID 1 and for commands; the other layers still refuse."""
+    """With `off` neither PID 1 nor commands have a filter; the other layers still refuse."""
     box = server.build(host_plan(seccomp="off"))
     assert _status(Path(f"/proc/{box.pid}/status").read_text())["Seccomp"] == "0"
     assert _status(box.run("cat /proc/self/status").out)["Seccomp"] == "0"
@@ -152,7 +152,7 @@ def test_no_filter_means_none(server: Nsinit) -> None:
 
 
 def test_a_prepared_vessel_gets_the_filter_of_its_plan(server: Nsinit) -> None:
-    """A vessel is made before anyone knows for whom: the builder's word brings the choice."""
+    """A vessel is prepared before its session is known; the filter comes with the plan, at the build."""
     for profile, answer in (("debug", "ok"), ("strict", "EPERM"), ("mvp", "EPERM")):
         plan = host_plan(seccomp=profile)
         assert isinstance(server.ask(Prepare, session_id=plan.session_id, limits=plan.limits)[0], Ok)
@@ -163,7 +163,7 @@ def test_a_prepared_vessel_gets_the_filter_of_its_plan(server: Nsinit) -> None:
 
 
 def test_a_profile_nobody_knows_builds_nothing(server: Nsinit) -> None:
-    """A name without a filter is refused; there is no second best."""
+    """A profile without a filter is refused; no other filter is used instead."""
     for name in ("nobody", "", "../strict", "STRICT"):
         plan = host_plan(seccomp=name)
         assert "seccomp profile" in server.refused(plan).message

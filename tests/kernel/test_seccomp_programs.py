@@ -187,7 +187,7 @@ def sandbox() -> Iterator[Sandbox]:
         for path in glob("/etc/java-*"):  # the machine's Java reads its settings there
             shutil.copytree(path, data_dir / "images/host/rootfs" / path.lstrip("/"), symlinks=True)
         box = server.build(host_plan(limits=Limits(memory_bytes=1 << 30, pids=400, cpu_quota_us=200_000)))
-        box.run("true")  # its shell is up
+        box.run("true")  # the session's shell is up
         yield box
 
 

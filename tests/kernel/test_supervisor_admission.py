@@ -25,8 +25,9 @@ async def roomy(supervisor: LocalSupervisor, count: int) -> Admission:
 
 
 async def test_the_budget_counts_what_lives_and_nothing_else(config: Config) -> None:
-    """A third session waits for nothing and is refused, until one of the two is no more; a failed create, a change that
-    is refused and a change that the kernel refuses take nothing."""
+    """A third session is refused at once, and fits when one of the two has ended; failed creates, and changes that the
+    daemon or the kernel refuses, take nothing of the budget.
+    """
     async with open_supervisor(config) as supervisor:
         admission = await roomy(supervisor, 2)
     async with open_supervisor(attrs.evolve(config, admission=admission)) as supervisor:
@@ -53,7 +54,9 @@ async def test_the_budget_counts_what_lives_and_nothing_else(config: Config) -> 
 
 
 async def test_a_storm_of_creates_never_gets_more_than_fits(config: Config) -> None:
-    """Those that are admitted at the same moment don't get the same room; each refusal says why."""
+    """Creates that are admitted at the same moment never share one place; each refusal names the resource that is used
+    up.
+    """
     outcomes: list[str] = []
     async with open_supervisor(attrs.evolve(config, server=Server(vessels=0, max_sessions=4))) as supervisor:
 
@@ -72,7 +75,7 @@ async def test_a_storm_of_creates_never_gets_more_than_fits(config: Config) -> N
 
 
 async def test_adopted_sessions_are_counted_though_they_do_not_fit(config: Config) -> None:
-    """A restart with a smaller budget ends nothing, and admits nothing until there is room."""
+    """A restart with a smaller budget ends no session, and admits none until there is room."""
     keeping = attrs.evolve(config, sessions_on_stop="keep")
     async with open_supervisor(keeping) as supervisor:
         kept = await supervisor.create(SessionSpec(limits=TWICE))
@@ -87,7 +90,7 @@ async def test_adopted_sessions_are_counted_though_they_do_not_fit(config: Confi
 
 
 async def test_a_drained_node_stays_drained_over_a_restart(config: Config) -> None:
-    """What runs goes on, and can be used; nothing new comes until somebody says so."""
+    """A drained node serves its running sessions and refuses new ones, also after a restart, until it is undrained."""
     keeping = attrs.evolve(config, sessions_on_stop="keep")
     async with open_supervisor(keeping) as supervisor:
         session = await supervisor.create(SessionSpec(limits=SMALL))

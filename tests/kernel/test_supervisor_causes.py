@@ -35,7 +35,7 @@ class Box:
         return (await self.supervisor.exec(self.session_id, spec)).end
 
     async def beside(self, innocent: str, culprit: Callable[[], Awaitable[ExecEnd]]) -> tuple[ExecEnd, ExecEnd]:
-        """Run one all the while that another begins and ends; return both ends."""
+        """Run one command while another begins and ends; return both ends."""
         spec = ExecSpec(f"echo here; read x <fifo; {innocent}")
         async with self.supervisor.open_exec(self.session_id, spec) as stream:
             pieces = aiter(stream)
@@ -57,8 +57,9 @@ async def box(supervisor: LocalSupervisor) -> Box:
 
 @pytest.mark.cgroup_v2
 async def test_memory_is_blamed_on_who_ran_out_of_it(box: Box) -> None:
-    """A program that came and went; a command that caught the death of its child; and, in bash, which tells of it on
-    the next command's output, a job that was left behind."""
+    """The kill for memory is the cause of: a program that came and went; a command that caught the death of its child;
+    and, in bash, which tells of it on the next command's output, a job that was left behind.
+    """
     innocent, culprit = await box.beside("false", lambda: box.run(HOG, stateless=True))
     assert (culprit.cause, culprit.victim) == (Cause.OOM, "python3")
     assert (innocent.cause, innocent.victim, innocent.exit_code) == (Cause.EXITED, None, 1)
@@ -74,7 +75,7 @@ async def test_memory_is_blamed_on_who_ran_out_of_it(box: Box) -> None:
 
 @pytest.mark.cgroup_v2
 async def test_the_pids_limit_is_blamed_on_who_hit_it(box: Box) -> None:
-    """Beside another run, and alone."""
+    """The run that hit the pids limit has it as the cause, alone and beside another run, which has not."""
     innocent, culprit = await box.beside("false", lambda: box.run(MANY, "dash"))
     assert (culprit.cause, innocent.cause) == (Cause.PIDS_LIMIT, Cause.EXITED)
     await box.supervisor.close_shell(box.session_id, "dash")
@@ -83,7 +84,9 @@ async def test_the_pids_limit_is_blamed_on_who_hit_it(box: Box) -> None:
 
 
 async def test_a_full_disk_is_blamed_on_who_met_it(box: Box) -> None:
-    """Not on what fails while it is full; and on what met it, even if there is room again."""
+    """A full disk is the cause of the run that could not write, even if there is room again, and not of a run that
+    fails otherwise while the disk is full.
+    """
     cleaned = await box.run("head -c 1G /dev/zero >/tmp/fill || { rm /tmp/fill; false; }")
     assert (cleaned.cause, cleaned.exit_code) == (Cause.DISK_FULL, 1)
     fill = "dd if=/dev/zero of=/tmp/fill bs=65536 2>/dev/null"
@@ -99,7 +102,7 @@ async def test_a_full_disk_is_blamed_on_who_met_it(box: Box) -> None:
 
 @pytest.mark.cgroup_v2
 async def test_cpu_time_is_that_of_the_command(box: Box) -> None:
-    """In whichever shell it runs, and whatever computes beside or before it."""
+    """CPU time is the command's own, in any shell, whatever computes beside it or before."""
     idle, busy = await box.beside(":", lambda: box.run(BURN, "bash"))
     assert busy.usage.cpu_ms >= 290
     assert 0 <= idle.usage.cpu_ms < 150
@@ -123,7 +126,9 @@ async def test_cpu_time_is_that_of_the_command(box: Box) -> None:
 
 @pytest.mark.cgroup_v2
 async def test_a_death_from_outside_is_not_put_down_to_a_command_that_ran_out_of_memory(box: Box) -> None:
-    """However short it was before: the kernel's log names whom it killed."""
+    """A session killed from outside shortly after a command ran out of memory: the kernel's log names its victim, which
+    was not PID 1.
+    """
     init = init_pid(await box.supervisor.get(box.session_id))
     end = await box.run(HOG, stateless=True)
     os.kill(init, signal.SIGKILL)
@@ -136,7 +141,9 @@ async def test_a_death_from_outside_is_not_put_down_to_a_command_that_ran_out_of
 
 @pytest.mark.cgroup_v2
 async def test_a_session_whose_init_was_killed_for_memory_says_so(box: Box) -> None:
-    """The kernel takes PID 1 last; here it is made the first, once the command that uses up the memory has begun."""
+    """A session whose PID 1 the kernel killed for memory says so. The kernel takes PID 1 last; here it is made the
+    first, once the command that uses up the memory has begun.
+    """
     init = init_pid(await box.supervisor.get(box.session_id))
     program = "print(flush=True); input(); x = bytearray(300 << 20)"
     spec = ExecSpec(argv=("python3", "-c", program), stdin_open=True)

@@ -73,7 +73,7 @@ async def test_a_running_session_is_seen_in_all_its_parts(supervisor: LocalSuper
 async def test_a_hung_init_and_a_stuck_database_cost_their_parts_only(
     supervisor: LocalSupervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PID 1 stopped, the store gone: everything else is told, within the deadline of a part."""
+    """With PID 1 stopped and the store gone all other parts are answered, within the deadline of a part."""
     monkeypatch.setattr(diagnosing, "PART_S", 0.3)
     session = await supervisor.create(SessionSpec())
     pid = part(await supervisor.diagnose(session.id), "record")["init"]["pid"]
@@ -90,7 +90,7 @@ async def test_a_hung_init_and_a_stuck_database_cost_their_parts_only(
 
 
 async def test_looking_wakes_nobody_and_renews_nothing(supervisor: LocalSupervisor) -> None:
-    """A paused session stays so, and a lease goes on as it was."""
+    """A diagnosis leaves a paused session paused and its lease as it was."""
     session = await supervisor.create(SessionSpec())
     before = await supervisor.get(session.id)
     await supervisor.diagnose(session.id)
@@ -103,7 +103,9 @@ async def test_looking_wakes_nobody_and_renews_nothing(supervisor: LocalSupervis
 
 
 async def test_an_ended_session_is_known_by_what_is_kept(config: Config) -> None:
-    """By memory for a while, by the database after a restart; one that never was is not found."""
+    """The diagnosis of an ended session comes from memory for a while, from the database after a restart; an unknown id
+    is not found.
+    """
     async with open_supervisor(config) as supervisor:
         session = await supervisor.create(SessionSpec())
         await supervisor.exec(session.id, ExecSpec("true", exec_id="mine"))

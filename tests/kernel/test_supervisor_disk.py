@@ -20,7 +20,7 @@ SMALL = Limits(disk_mb=32, disk_inodes=2000)
 
 @pytest.mark.parametrize("is_stateless", [False, True])
 async def test_a_full_disk_is_the_cause_wherever_it_was_met(supervisor: LocalSupervisor, is_stateless: bool) -> None:
-    """Home, workspace, `/tmp`: in bytes or in inodes, in a shell and beside it."""
+    """A full home, workspace or `/tmp`, in bytes or in inodes, is the cause of a run in a shell and beside it."""
     session = await supervisor.create(SessionSpec(limits=SMALL))
 
     async def cause_of(command: str) -> Cause:
@@ -35,7 +35,7 @@ async def test_a_full_disk_is_the_cause_wherever_it_was_met(supervisor: LocalSup
 
 
 async def test_limits_that_no_session_may_have_are_refused(data_dir: Path) -> None:
-    """Above what the operator lets any session have, or not a number: the field is named and nothing is made."""
+    """A disk limit above the operator's maximum, or one that is no number: the field is named and nothing is made."""
     config = Config(data_dir=data_dir, server=Server(vessels=0), disk=Disk(max_mb=100, max_inodes=5000))
     async with open_supervisor(config) as supervisor:
         for bad in ({"disk_mb": 101}, {"disk_mb": -1}, {"disk_mb": float("nan")}, {"disk_inodes": 5001}):
@@ -66,7 +66,7 @@ async def test_a_disk_mode_that_can_not_be_had_fails_the_start(data_dir: Path) -
 
 
 async def test_a_disk_that_can_not_change_is_not_said_to_have_changed(data_dir: Path) -> None:
-    """The patch is refused as a whole, and what is on record is what holds."""
+    """A patch of a disk that can't change is refused as a whole, and the record keeps the limits in force."""
     config = Config(data_dir=data_dir, server=Server(vessels=0), disk=Disk(mode="loop"))
     async with open_supervisor(config) as supervisor:
         session = await supervisor.create(SessionSpec(limits=SMALL))
@@ -80,7 +80,7 @@ async def test_a_disk_that_can_not_change_is_not_said_to_have_changed(data_dir: 
 
 
 async def test_statistics_tell_how_full_the_disk_is(supervisor: LocalSupervisor) -> None:
-    """What the kernel counts, outside of the session's reach."""
+    """Disk figures in the statistics are the kernel's own counts, out of the session's reach."""
     session = await supervisor.create(SessionSpec(limits=SMALL))
     before = attrs.asdict(await supervisor.stats(session.id))
     await supervisor.exec(session.id, ExecSpec("head -c 10000000 /dev/zero > /home/sandbox/big"))

@@ -69,7 +69,7 @@ async def test_the_life_of_a_session_is_told_in_order(supervisor: LocalSuperviso
 
 
 async def test_a_port_that_is_listened_on_is_told(supervisor: LocalSupervisor) -> None:
-    """And that nothing listens there any more."""
+    """An event tells when a port is listened on, and another when it is no longer."""
     session = await supervisor.create(SessionSpec())
     async with supervisor.events(session_id=session.id) as reader:
         server = await supervisor.start_process(session.id, ProcessSpec(argv=("python3", "-m", "http.server", "8123")))
@@ -81,7 +81,7 @@ async def test_a_port_that_is_listened_on_is_told(supervisor: LocalSupervisor) -
 
 @pytest.mark.cgroup_v2
 async def test_a_lack_of_memory_and_a_death_are_told(supervisor: LocalSupervisor) -> None:
-    """Who was killed, and that the sandbox died by itself."""
+    """Events name the kill for lack of memory, and a sandbox that died by itself."""
     session = await supervisor.create(SessionSpec(limits=Limits(memory_mb=64)))
     async with supervisor.events(session_id=session.id) as reader:
         await supervisor.exec(session.id, ExecSpec(argv=("python3", "-c", HOG)))
@@ -95,7 +95,9 @@ async def test_a_lack_of_memory_and_a_death_are_told(supervisor: LocalSupervisor
 
 
 async def test_events_go_on_where_a_stopped_supervisor_ended(config: Config) -> None:
-    """The last word of the old one, the history of its sessions, and what comes after, without a gap."""
+    """A reader gets the last events of the old supervisor, the history of its sessions, and the new events, without a
+    gap.
+    """
     async with open_supervisor(config) as first, first.events() as reader:
         session = await first.create(SessionSpec())
         cursor = (await read_until(reader, EventType.SESSION_CREATED))[-1].cursor
@@ -119,7 +121,7 @@ class Nonsense(Tell):
 
 
 async def test_the_death_of_the_store_loses_no_event(supervisor: LocalSupervisor) -> None:
-    """Readers stay, numbering goes on, and what could not be written at once is written later."""
+    """When the store dies readers stay, numbering goes on, and events that could not be written are written later."""
     session = await supervisor.create(SessionSpec())
     async with supervisor.events() as reader:
         supervisor._store.tell(Nonsense())

@@ -48,7 +48,9 @@ def _fill(directory: Path) -> Path:
 async def test_a_full_database_disk_stops_no_teardown_and_the_state_is_written_later(
     config: Config, small_disk: Path
 ) -> None:
-    """What must end ends; what could not be recorded is known meanwhile and recorded when there is room."""
+    """With the database's disk full a teardown is completed; its state is known from memory and written when there is
+    room.
+    """
     async with open_supervisor(attrs.evolve(config, db_path=small_disk / "test.db")) as supervisor:
         session = await supervisor.create(SessionSpec())
         filler = _fill(small_disk)
@@ -70,7 +72,9 @@ async def test_a_full_database_disk_stops_no_teardown_and_the_state_is_written_l
 
 
 async def test_what_lies_about_goes_though_the_database_takes_nothing(config: Config, small_disk: Path) -> None:
-    """A sweep that fails in one part does the others; a session whose end is not written yet is not found lost."""
+    """A sweep removes leftovers though its part with the database fails; a session whose end is not written yet is not
+    taken for lost.
+    """
     async with open_supervisor(attrs.evolve(config, db_path=small_disk / "test.db")) as supervisor:
         session = await supervisor.create(SessionSpec())
         supervisor._directory.unwritten["e" * 24] = make_record("e" * 24, status=Status.EXPIRED)
@@ -92,7 +96,7 @@ async def test_what_lies_about_goes_though_the_database_takes_nothing(config: Co
 
 
 async def test_a_stop_in_the_middle_of_creates_leaves_none_of_them(config: Config) -> None:
-    """Those under way are ended, those that wait are refused; the leak check looks at the rest."""
+    """A stop ends the creates under way and refuses those in the queue; the leak check finds nothing of either."""
     outcomes: list[str] = []
 
     async def create(supervisor: LocalSupervisor) -> None:
@@ -133,7 +137,7 @@ async def test_a_caller_that_leaves_while_it_waits_for_a_file_does_not_pin_the_s
 
 
 async def test_vessels_of_a_dead_fork_server_are_not_used(config: Config) -> None:
-    """The first creates after its death work like any other, and what it left is swept up."""
+    """The first creates after the death of nsinit work like any other, and the vessels that it left are swept up."""
     async with open_supervisor(attrs.evolve(config, server=Server(vessels=2))) as supervisor:
 
         async def has_vessels() -> bool:
@@ -151,7 +155,7 @@ async def test_vessels_of_a_dead_fork_server_are_not_used(config: Config) -> Non
 
 
 async def test_a_create_whose_init_was_killed_may_be_tried_again(config: Config) -> None:
-    """It says so, leaves nothing, and the same request works then."""
+    """A create whose PID 1 was killed fails as retryable and leaves nothing; the same request then works."""
     async with open_supervisor(attrs.evolve(config, server=Server(vessels=1))) as supervisor:
 
         async def has_vessel() -> bool:
@@ -167,7 +171,9 @@ async def test_a_create_whose_init_was_killed_may_be_tried_again(config: Config)
 
 
 async def test_a_failed_create_may_be_tried_again_with_its_key(supervisor: LocalSupervisor, data_dir: Path) -> None:
-    """An idempotency key belongs to a session that came to be; one that was destroyed says so."""
+    """A create that failed does not use up its idempotency key; a key whose session was destroyed is answered with that
+    end.
+    """
     rootfs, hidden = data_dir / "images/host/rootfs", data_dir / "images/host/hidden"
     spec = SessionSpec(idempotency_key="again")
     rootfs.rename(hidden)
@@ -182,7 +188,7 @@ async def test_a_failed_create_may_be_tried_again_with_its_key(supervisor: Local
 
 
 async def test_a_restart_does_not_renew_a_lease(config: Config) -> None:
-    """What was to expire while nobody watched expires at once."""
+    """A lease that ran out while no daemon was running expires at the next start; the other leases keep their times."""
     keeping = attrs.evolve(config, sessions_on_stop="keep")
     async with open_supervisor(keeping) as supervisor:
         long = await supervisor.create(SessionSpec(ttl_s=600))
@@ -200,7 +206,7 @@ async def test_a_restart_does_not_renew_a_lease(config: Config) -> None:
 
 
 async def test_a_lost_database_costs_no_workspace_file_and_leaks_no_sandbox(config: Config, data_dir: Path) -> None:
-    """What runs is found by the node's id, which the database does not own alone; it is reported and ended."""
+    """A lost database: sandboxes are found by the node's id, which is stored elsewhere too, then reported and ended."""
     keeping = attrs.evolve(config, sessions_on_stop="keep")
     async with open_supervisor(keeping) as supervisor:
         session = await supervisor.create(SessionSpec(workspace_id="precious"))
@@ -212,14 +218,14 @@ async def test_a_lost_database_costs_no_workspace_file_and_leaks_no_sandbox(conf
         async def is_reaped() -> bool:
             return not supervisor._directory.owns(session.id) and os.listdir(data_dir / "run") == []
 
-        assert not await is_reaped()  # it is told of first
+        assert not await is_reaped()  # the first sweep only reports the sandbox
         await supervisor.sweep()
         await until(is_reaped)
     assert (data_dir / "workspaces/precious/file").read_text() == "data\n"
 
 
 async def test_a_database_that_is_none_is_one_sentence(config: Config, data_dir: Path) -> None:
-    """Not a traceback."""
+    """A file that is no database ends the start with one sentence and no traceback."""
     config.db_path.write_bytes(b"this is no database" * 1000)
     with pytest.raises(ConfigError, match="can't be used"):
         async with open_supervisor(config):
@@ -228,7 +234,7 @@ async def test_a_database_that_is_none_is_one_sentence(config: Config, data_dir:
 
 @pytest.mark.parametrize("limits", [Limits(memory_mb=1), Limits(pids=1), Limits(cpu=0), Limits(memory_mb=2**40)])
 async def test_limits_that_no_sandbox_can_live_under_are_refused(supervisor: LocalSupervisor, limits: Limits) -> None:
-    """At create and at update, before anything is changed."""
+    """Limits below a sandbox's own needs are refused at create and at update, before anything is changed."""
     with pytest.raises(InvalidRequest, match="limits"):
         await supervisor.create(SessionSpec(limits=limits))
     session = await supervisor.create(SessionSpec())
@@ -237,7 +243,7 @@ async def test_limits_that_no_sandbox_can_live_under_are_refused(supervisor: Loc
 
 
 async def test_file_transfers_of_one_session_are_bounded(supervisor: LocalSupervisor) -> None:
-    """One more than it may have is refused, and commands still run."""
+    """A session at its bound of file transfers is refused one more, and its commands still run."""
     session = await supervisor.create(SessionSpec())
     await supervisor.exec(session.id, ExecSpec("head -c 10000000 /dev/zero > big"))
     async with trio.open_nursery() as nursery:
@@ -264,7 +270,7 @@ async def test_file_transfers_of_one_session_are_bounded(supervisor: LocalSuperv
 
 
 async def test_a_record_that_was_written_at_last_takes_the_place_of_the_kept_one(supervisor: LocalSupervisor) -> None:
-    """What a refused write left behind never overwrites a later state."""
+    """A record kept in memory after a refused write never overwrites a later state."""
     begun = make_record("a" * 24, status=Status.DESTROYING, ending=Event.EXPIRE)
     await supervisor._store.ask(do(put_session, begun))
     supervisor._directory.unwritten[begun.session.id] = begun

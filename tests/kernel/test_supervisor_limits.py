@@ -60,7 +60,7 @@ async def test_limits_change_while_a_hog_runs_or_stay_as_they_are(supervisor: Lo
 
 
 async def test_a_change_that_no_process_lives_to_make_may_be_tried_again(config: Config) -> None:
-    """It is not taken for one that the session's use of memory stands against; the record stays as it was."""
+    """A change of limits whose helper died fails as an interrupted build; the limits on record stay as they were."""
     testing = FaultTesting(crash_points=True, crash_at="cgroup_maker.raise_limits")
     async with open_supervisor(attrs.evolve(config, testing=testing)) as supervisor:
         session = await supervisor.create(SessionSpec(limits=START))
@@ -70,7 +70,9 @@ async def test_a_change_that_no_process_lives_to_make_may_be_tried_again(config:
 
 
 async def test_wrong_limits_are_refused_and_nothing_changes(supervisor: LocalSupervisor) -> None:
-    """Not a number, negative, huge, or of another type: each with the name of the field, at create and at change."""
+    """A limit that is no number, negative, huge, or of another type is refused with the name of its field, at create
+    and at change.
+    """
     session = await supervisor.create(SessionSpec(limits=START))
     before = await supervisor.stats(session.id)
     for wrong in WRONG:
@@ -89,7 +91,7 @@ async def test_wrong_limits_are_refused_and_nothing_changes(supervisor: LocalSup
 
 
 async def test_an_adopted_session_has_the_limits_it_was_changed_to(config: Config) -> None:
-    """In its record and in the kernel."""
+    """An adopted session has its changed limits on record and in the kernel."""
     async with open_supervisor(attrs.evolve(config, sessions_on_stop="keep")) as supervisor:
         session = await supervisor.create(SessionSpec(limits=START))
         changed = attrs.evolve(session.limits, cpu=1 / 3, memory_mb=96, pids=33)
@@ -136,7 +138,9 @@ except OSError as error:
 
 @pytest.mark.parametrize("vessels", [0, 1])
 async def test_open_files_and_places_in_memory_end_where_they_were_asked_to(config: Config, vessels: int) -> None:
-    """EMFILE and ENOSPC, in a sandbox made at once and in one that was prepared; and none of it can change."""
+    """Open files and tmpfs sizes end with EMFILE and ENOSPC at the limits asked for, in a sandbox made at once and in a
+    prepared one; and they can't be changed.
+    """
     asked = attrs.evolve(START, open_files=2048, tmp_mb=5, tmp_inodes=100, shm_mb=3, shm_inodes=90)
     server = attrs.evolve(config.server, vessels=vessels)
     async with open_supervisor(attrs.evolve(config, server=server)) as supervisor:
@@ -156,7 +160,7 @@ async def test_open_files_and_places_in_memory_end_where_they_were_asked_to(conf
 
 
 async def test_a_maximum_of_the_operator_holds_for_creates_and_changes(config: Config) -> None:
-    """Nothing is made or changed."""
+    """Limits above the operator's maximum are refused, and nothing is made or changed."""
     maximum = Maximum(mem_limit_mb=1024, open_files_limit=65_536)
     async with open_supervisor(attrs.evolve(config, maximum=maximum)) as supervisor:
         session = await supervisor.create(SessionSpec(limits=START))

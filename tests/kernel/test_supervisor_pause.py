@@ -45,7 +45,9 @@ async def _cpu(supervisor: LocalSupervisor, session_id: str) -> int:
 async def test_a_paused_session_uses_no_processor_and_goes_on_where_it_was(
     supervisor: LocalSupervisor, session_id: str
 ) -> None:
-    """A busy one; its stats can be read meanwhile. Twice paused is paused, twice resumed is resumed."""
+    """A busy session that is paused uses no processor, and its stats can be read. Pausing twice and resuming twice
+    change nothing.
+    """
     await supervisor.exec(session_id, ExecSpec(f"x=kept; {COUNT} &"))
     for _ in range(2):
         paused = await supervisor.pause(session_id, STAYS)
@@ -64,7 +66,9 @@ async def test_a_paused_session_uses_no_processor_and_goes_on_where_it_was(
 
 
 async def test_any_request_that_needs_it_resumes_it(supervisor: LocalSupervisor, session_id: str) -> None:
-    """Commands, files, shells, terminals, variables, signals, cancels and input; what is only read does not."""
+    """Commands, files, shells, terminals, variables, signals, cancels and input resume a paused session; requests that
+    only read do not.
+    """
     await supervisor.open_shell(session_id, ShellSpec("s"))
     cat = ExecSpec("cat", shell="s", stdin_open=True, exec_id="cat", stateless=None)
 
@@ -114,7 +118,9 @@ async def test_any_request_that_needs_it_resumes_it(supervisor: LocalSupervisor,
 
 
 async def test_one_that_is_to_stay_paused_refuses_requests(supervisor: LocalSupervisor, session_id: str) -> None:
-    """With a clear error, until it is resumed; how it is paused can be changed meanwhile."""
+    """A session that is to stay paused refuses requests with a clear error until it is resumed; the way of its pause
+    can be changed meanwhile.
+    """
     await supervisor.pause(session_id, STAYS)
     with pytest.raises(SessionPaused):
         await supervisor.exec(session_id, ExecSpec("true"))
@@ -127,7 +133,7 @@ async def test_one_that_is_to_stay_paused_refuses_requests(supervisor: LocalSupe
 
 
 async def test_time_limits_stand_still_as_well(supervisor: LocalSupervisor, session_id: str) -> None:
-    """A command that was paused longer than its limit ends as if it had not been; one without a limit, too."""
+    """A command that was paused for longer than its time limit still has the rest of it; later time limits hold."""
     limited = ExecSpec("echo begun; sleep 0.8; echo done", timeout_ms=3000, stateless=True)
     async with supervisor.open_exec(session_id, limited) as reader:
         output = aiter(reader)
@@ -144,7 +150,7 @@ async def test_time_limits_stand_still_as_well(supervisor: LocalSupervisor, sess
 async def test_a_clock_that_is_set_in_a_pause_moves_no_time_limit(
     supervisor: LocalSupervisor, session_id: str, monkeypatch: pytest.MonkeyPatch, jump: timedelta
 ) -> None:
-    """A command has what was left of its limit, and neither a day more nor less."""
+    """A clock that is set by a day during a pause leaves a command exactly the rest of its time limit."""
 
     class Set(datetime):
         @classmethod
@@ -167,7 +173,7 @@ async def test_a_clock_that_is_set_in_a_pause_moves_no_time_limit(
 async def test_a_caller_that_leaves_ends_its_command_and_not_the_pause(
     supervisor: LocalSupervisor, session_id: str
 ) -> None:
-    """What it cares for is over; the process itself ends when the session goes on."""
+    """A caller that leaves ends its run and not the pause; the run's process ends once the session is resumed."""
     async with supervisor.open_exec(session_id, ExecSpec("sleep 1000", exec_id="left")):
         await supervisor.pause(session_id, STAYS)
     assert (await supervisor.get(session_id)).status is Status.PAUSED
@@ -181,7 +187,9 @@ async def test_a_caller_that_leaves_ends_its_command_and_not_the_pause(
 
 
 async def test_the_lease_goes_on_or_stops_as_asked(supervisor: LocalSupervisor) -> None:
-    """A running command holds nothing off in what stands still; a stopped lease has all its time afterwards."""
+    """A running command in a paused session does not hold its lease off; a stopped lease has all its time after the
+    resume.
+    """
     mortal = await supervisor.create(SessionSpec(ttl_s=1))
     stopped = await supervisor.create(SessionSpec(ttl_s=1))
     async with supervisor.open_exec(mortal.id, ExecSpec("sleep 1000")) as reader:
@@ -199,7 +207,7 @@ async def test_the_lease_goes_on_or_stops_as_asked(supervisor: LocalSupervisor) 
 
 
 async def test_the_end_of_its_whole_life_comes_in_a_pause_as_well(supervisor: LocalSupervisor) -> None:
-    """Nothing holds it off."""
+    """A session's maximum lifetime ends it during a pause, too, even one that stops the lease."""
     session = await supervisor.create(SessionSpec(max_lifetime_s=1))
     paused = await supervisor.pause(session.id, PauseSpec(stop_lease=True))
     assert paused.expires_at is not None
@@ -208,7 +216,7 @@ async def test_the_end_of_its_whole_life_comes_in_a_pause_as_well(supervisor: Lo
 
 
 async def test_a_pause_survives_the_daemon(config: Config) -> None:
-    """The next one finds it standing still, with how it was paused; shell, command and lease go on afterwards."""
+    """The next daemon finds the session paused, in the same way; after a resume shell, command and lease go on."""
     keeping = attrs.evolve(config, sessions_on_stop="keep")
     async with open_supervisor(keeping) as supervisor:
         session = await supervisor.create(SessionSpec(ttl_s=30))
@@ -228,7 +236,7 @@ async def test_a_pause_survives_the_daemon(config: Config) -> None:
 async def test_a_paused_session_can_be_destroyed_and_its_death_is_seen(
     supervisor: LocalSupervisor, session_id: str
 ) -> None:
-    """Nothing waits for it to go on."""
+    """A paused session is destroyed without being resumed; a later pause or resume is told that it has ended."""
     await supervisor.pause(session_id, STAYS)
     assert (await supervisor.destroy(session_id)).status is Status.DESTROYED
     for act in (supervisor.pause, supervisor.resume):
@@ -237,7 +245,7 @@ async def test_a_paused_session_can_be_destroyed_and_its_death_is_seen(
 
 
 async def test_no_pause_in_the_middle_of_a_file(supervisor: LocalSupervisor, session_id: str) -> None:
-    """Its client would wait in vain."""
+    """A session is not paused while a file is transferred: the client of the transfer would wait in vain."""
     async with supervisor.open_write(session_id, "f") as writer:
         await writer.send(b"half")
         with pytest.raises(Conflict):
@@ -247,7 +255,7 @@ async def test_no_pause_in_the_middle_of_a_file(supervisor: LocalSupervisor, ses
 
 
 async def test_pause_and_resume_are_events(supervisor: LocalSupervisor, session_id: str) -> None:
-    """Each once, however often it is asked for."""
+    """A pause is one event and a resume is one, however often each is asked for."""
     async with supervisor.events(session_id=session_id) as events:
         for _ in range(2):
             await supervisor.pause(session_id)
@@ -264,7 +272,7 @@ async def test_pause_and_resume_are_events(supervisor: LocalSupervisor, session_
 
 
 async def test_a_viewer_that_takes_over_wakes_the_session(supervisor: LocalSupervisor, session_id: str) -> None:
-    """So does one that changes the size."""
+    """A viewer that takes a shell over, or changes the size, resumes the session."""
     async with supervisor.open_terminal(session_id, TerminalSpec(shell="default")) as viewer:
         await supervisor.pause(session_id)
         with trio.fail_after(patience(10)):

@@ -30,7 +30,7 @@ async def session_id(supervisor: LocalSupervisor) -> str:
 
 
 async def test_a_process_outlives_its_caller_and_tells_its_end(supervisor: LocalSupervisor, session_id: str) -> None:
-    """Its log, status and usage are there afterwards."""
+    """A process that has ended keeps its log, status and usage."""
     info = await supervisor.start_process(session_id, ProcessSpec(command="echo out; echo err >&2; exit 3"))
     waited = await supervisor.wait_process(session_id, info.exec_id, WaitFor(exit=True), timeout_s=10)
     assert waited.happened
@@ -41,7 +41,7 @@ async def test_a_process_outlives_its_caller_and_tells_its_end(supervisor: Local
 
 
 async def test_a_port_is_waited_for_listed_and_told(supervisor: LocalSupervisor, session_id: str) -> None:
-    """It opens with the server and closes with it."""
+    """A port is told as opened when its server listens and as closed when the server ends."""
     async with supervisor.events(session_id=session_id) as events:
         process = await supervisor.start_process(session_id, ProcessSpec(argv=("python3", "-c", SERVER)))
         waited = await supervisor.wait_process(session_id, process.exec_id, WaitFor(port=8123), timeout_s=10)
@@ -64,7 +64,9 @@ async def test_a_port_is_waited_for_listed_and_told(supervisor: LocalSupervisor,
 
 
 async def test_a_line_of_output_is_waited_for(supervisor: LocalSupervisor, session_id: str) -> None:
-    """One that came before the wait, or comes later; the pattern is a regular expression over lines."""
+    """A wait ends with a line that matches the regular expression, whether the line came before the wait or comes
+    later.
+    """
     process = await supervisor.start_process(
         session_id, ProcessSpec(command="printf 'port: '; sleep 0.2; echo 80; cat")
     )
@@ -81,7 +83,9 @@ async def test_a_line_of_output_is_waited_for(supervisor: LocalSupervisor, sessi
 
 
 async def test_a_prompt_is_waited_for(supervisor: LocalSupervisor, session_id: str) -> None:
-    """It has no end of line while the process lives; a line that goes on at once is looked at as a whole."""
+    """A prompt without an end of line matches while the process lives; when its line goes on, the whole line is
+    matched.
+    """
     process = await supervisor.start_process(session_id, ProcessSpec(command="printf 'ready> '; cat"))
     waited = await supervisor.wait_process(session_id, process.exec_id, WaitFor(pattern="^ready> $"), timeout_s=10)
     assert (waited.happened, waited.line) == (True, "ready> ")
@@ -93,7 +97,7 @@ async def test_a_prompt_is_waited_for(supervisor: LocalSupervisor, session_id: s
 
 
 async def test_a_wait_ends_with_the_process(supervisor: LocalSupervisor, session_id: str) -> None:
-    """Nobody waits out the time for what can't happen any more."""
+    """A wait for a process that has ended is over at once, before its time."""
     process = await supervisor.start_process(session_id, ProcessSpec(command="exit 1"))
     with trio.fail_after(patience(10)):
         for condition in (WaitFor(port=9999), WaitFor(pattern="never")):
@@ -102,7 +106,7 @@ async def test_a_wait_ends_with_the_process(supervisor: LocalSupervisor, session
 
 
 async def test_a_hostile_pattern_takes_no_time(supervisor: LocalSupervisor, session_id: str) -> None:
-    """What would keep a backtracking matcher busy for years."""
+    """A pattern that would keep a backtracking matcher busy for years does not delay the end of the wait."""
     process = await supervisor.start_process(session_id, ProcessSpec(command=f"echo {'a' * 3000}b; cat"))
     with trio.fail_after(patience(10)):
         waited = await supervisor.wait_process(session_id, process.exec_id, WaitFor(pattern="(a+)+$"), timeout_s=0.5)
@@ -111,7 +115,7 @@ async def test_a_hostile_pattern_takes_no_time(supervisor: LocalSupervisor, sess
 
 @pytest.mark.cgroup_v2
 async def test_killing_a_process_kills_its_tree(supervisor: LocalSupervisor, session_id: str) -> None:
-    """Daemons that left its session included, and nothing else."""
+    """Killing a process kills its daemons that left its session too, and nothing else."""
     await supervisor.exec(session_id, ExecSpec("sleep 1001 &"))
     command = "sleep 1002 & (setsid sleep 1003 &) ; trap '' INT TERM; echo up; while :; do sleep 1; done"
     process = await supervisor.start_process(session_id, ProcessSpec(command=command))
@@ -167,14 +171,16 @@ async def test_only_a_process_that_keeps_alive_holds_the_lease_off(supervisor: L
 
 
 async def test_many_programs_leave_no_group_behind(supervisor: LocalSupervisor, session_id: str) -> None:
-    """More in a row than may be at a time; those that leave a daemon each don't block the later ones."""
+    """More programs in a row than may run at a time: run cgroups are given back, and programs that leave a daemon each
+    do not block later ones.
+    """
     for number in range(110):
         command = "(setsid sleep 1001 &)" if number < 5 else ":"
         assert (await supervisor.exec(session_id, ExecSpec(command, stateless=True))).end.exit_code == 0
 
 
 async def test_a_program_s_user_is_looked_up_inside(supervisor: LocalSupervisor, session_id: str) -> None:
-    """By name or number; never the runner's."""
+    """A program's user is found by name or number among the image's users, and is never the runner's."""
     named = await supervisor.exec(session_id, ExecSpec(argv=("id", "-un"), user="nobody"))
     assert named.output == b"nobody\n"
     numbered = await supervisor.exec(session_id, ExecSpec("id -u; id -g; echo $HOME", stateless=True, user="1234:99"))

@@ -26,7 +26,9 @@ async def refused(supervisor: LocalSupervisor, spec: SessionSpec) -> str:
 
 
 async def test_a_key_gets_what_its_quota_says_and_no_more(config: Config) -> None:
-    """Sessions, their memory also when it is changed by others, what runs in them; and again after a restart."""
+    """A quota bounds the sessions of a key, their memory, also when another key changes it, and the runs in them; also
+    after a restart.
+    """
     mine = SessionSpec(limits=LIMITS, key_id=KEY.id)
     keeping = attrs.evolve(config, sessions_on_stop="keep")
     async with open_supervisor(keeping) as supervisor:
@@ -72,7 +74,7 @@ async def test_a_key_gets_what_its_quota_says_and_no_more(config: Config) -> Non
 
 
 async def test_creates_at_the_same_time_share_one_quota(supervisor: LocalSupervisor) -> None:
-    """Of eight at once as many succeed as the quota has, and what failed to be built counts no more."""
+    """Of eight creates at once as many succeed as the quota has; a failed build is given back to the quota."""
     key = attrs.evolve(KEY, quota=Quota(sessions=3))
     supervisor.shares.ring.replace([key])
     made, failed = [], []

@@ -1,4 +1,4 @@
-"""What the tree does when a part of it breaks: each is restarted, sessions go on, nothing is forgotten."""
+"""Recovery of the tree: a part that breaks is restarted, sessions go on, nothing is forgotten."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ async def test_an_actor_that_dies_of_a_bug_is_restarted_and_sessions_go_on(
 
 
 async def test_a_destroy_during_a_restart_of_the_fork_server_waits_for_it(supervisor: LocalSupervisor) -> None:
-    """The caller gets the final state, not an excuse."""
+    """A destroy while nsinit restarts returns the final state, late and without an error."""
     session = await supervisor.create(SessionSpec())
     os.kill(nsinit_pid(), signal.SIGKILL)
     assert (await supervisor.destroy(session.id)).status is Status.DESTROYED
 
 
 async def test_a_create_during_a_restart_of_the_fork_server_waits_for_it(supervisor: LocalSupervisor) -> None:
-    """Once the death was noticed, a create is late, not refused."""
+    """A create after nsinit's death was noticed is late and not refused."""
     os.kill(nsinit_pid(), signal.SIGKILL)
 
     async def is_noticed() -> bool:
@@ -72,7 +72,7 @@ async def test_a_create_during_a_restart_of_the_fork_server_waits_for_it(supervi
 
 
 async def test_the_reaper_finishes_what_nobody_works_on(supervisor: LocalSupervisor) -> None:
-    """A begun end at once; a record that claims life without an actor after it was seen twice."""
+    """The reaper finishes a begun end at once, and a live session's record without an actor after the second look."""
     begun = make_record("a" * 24, status=Status.DESTROYING, ending=Event.EXPIRE)
     claimed = make_record("b" * 24, status=Status.RUNNING)
     for record in (begun, claimed):
@@ -85,7 +85,7 @@ async def test_the_reaper_finishes_what_nobody_works_on(supervisor: LocalSupervi
 
 
 async def test_the_reaper_leaves_live_sessions_alone(supervisor: LocalSupervisor) -> None:
-    """However often it sweeps."""
+    """The reaper ends no live session, however often it sweeps."""
     session = await supervisor.create(SessionSpec())
     for _ in range(3):
         assert await supervisor.sweep() == 0

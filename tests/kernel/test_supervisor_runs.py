@@ -88,7 +88,7 @@ async def test_two_at_once_with_one_id_are_one_run(supervisor: LocalSupervisor, 
 async def test_an_id_in_use_is_refused_to_another_run(
     supervisor: LocalSupervisor, session_id: str, other: ExecSpec
 ) -> None:
-    """Nothing of it runs."""
+    """Another command with the id of a run is refused, and nothing of it runs."""
     await supervisor.exec(session_id, ExecSpec("echo a", exec_id="mine"))
     with pytest.raises(Conflict) as refused:
         await supervisor.exec(session_id, other)
@@ -96,7 +96,7 @@ async def test_an_id_in_use_is_refused_to_another_run(
 
 
 async def test_a_refused_run_may_be_tried_again(supervisor: LocalSupervisor, session_id: str) -> None:
-    """What never ran does not use its id up."""
+    """A run that was refused before it began does not use up its id."""
     with pytest.raises(InvalidRequest):
         await supervisor.exec(session_id, ExecSpec("echo a", cwd="nowhere", exec_id="mine"))
     await supervisor.exec(session_id, ExecSpec("mkdir nowhere"))
@@ -104,7 +104,7 @@ async def test_a_refused_run_may_be_tried_again(supervisor: LocalSupervisor, ses
 
 
 async def test_a_run_ends_with_its_last_caller(supervisor: LocalSupervisor, session_id: str) -> None:
-    """One of two callers leaves and it goes on; the other leaves and it is cancelled."""
+    """A run goes on when one of two callers leaves and is cancelled when the other leaves."""
     spec = ExecSpec("echo begun; sleep 60", exec_id="mine")
     async with supervisor.open_exec(session_id, spec):
         async with supervisor.open_exec(session_id, spec):
@@ -118,7 +118,9 @@ async def test_a_run_ends_with_its_last_caller(supervisor: LocalSupervisor, sess
 
 
 async def test_a_detached_run_goes_on_and_is_read_later(supervisor: LocalSupervisor, session_id: str) -> None:
-    """Its caller left at once; whoever knows its id gets all of it, from any place."""
+    """A detached run goes on after its caller left; any caller who names its id gets all of its output, from any piece
+    on.
+    """
     spec = ExecSpec("echo one; sleep 0.2; echo two; echo err >&2", exec_id="mine")
     async with supervisor.open_exec(session_id, spec, on_disconnect=OnDisconnect.DETACH):
         pass
@@ -133,7 +135,7 @@ async def test_a_detached_run_goes_on_and_is_read_later(supervisor: LocalSupervi
 
 
 async def test_output_is_read_by_offset(supervisor: LocalSupervisor, session_id: str) -> None:
-    """Of one stream or of both, in parts that fit together."""
+    """Output of one stream or of both is read in parts that fit together."""
     await supervisor.exec(session_id, ExecSpec("printf 0123456789; printf abc >&2", exec_id="mine"))
     part = await supervisor.read_output(session_id, "mine", stream=Stream.STDOUT, offset=3, limit=4)
     assert (part.data, part.next_offset, part.total_bytes, part.is_final) == (b"3456", 7, 10, False)
@@ -144,7 +146,7 @@ async def test_output_is_read_by_offset(supervisor: LocalSupervisor, session_id:
 
 
 async def test_standard_input_can_be_sent_while_it_runs(supervisor: LocalSupervisor, session_id: str) -> None:
-    """Piece by piece, from any caller, until it is closed."""
+    """Input is sent piece by piece, by any caller, until it is closed."""
     spec = ExecSpec("while read line; do echo got $line; done; echo end", stdin=b"first\n", stdin_open=True)
     async with supervisor.open_exec(session_id, spec) as stream:
         pieces = aiter(stream)
@@ -196,7 +198,7 @@ async def test_an_interrupt_ends_the_command_and_keeps_the_shell(
 
 
 async def test_a_signal_reaches_what_the_command_started(supervisor: LocalSupervisor, session_id: str) -> None:
-    """A handler of the program's own runs."""
+    """A signal to a command runs the handler of the program that it started."""
     command = "bash -c 'trap \"echo caught; exit 7\" USR1; echo ready; while :; do sleep 0.05; done'"
     async with supervisor.open_exec(session_id, ExecSpec(command)) as stream:
         pieces = aiter(stream)
@@ -209,7 +211,7 @@ async def test_a_signal_reaches_what_the_command_started(supervisor: LocalSuperv
 
 
 async def test_a_queued_run_can_be_cancelled(supervisor: LocalSupervisor, session_id: str) -> None:
-    """It ends as cancelled and never runs; the one before it is left alone."""
+    """A cancelled run in the queue ends as cancelled and never begins; the run before it is left alone."""
     async with trio.open_nursery() as nursery, supervisor.open_exec(session_id, ExecSpec("sleep 60")) as first:
 
         async def wait_turn() -> None:
@@ -380,7 +382,7 @@ async def test_a_stop_names_what_was_running(config: Config) -> None:
 
 
 async def test_a_caller_who_joined_never_ends_the_run(supervisor: LocalSupervisor, session_id: str) -> None:
-    """Its owner leaves first, then who joined: the run goes on to its end."""
+    """The run's owner leaves first, then the caller who joined: the run goes on to its end."""
     spec = ExecSpec("sleep 0.3; echo whole", exec_id="mine")
     async with AsyncExitStack() as late, supervisor.open_exec(session_id, spec):
         await late.enter_async_context(supervisor.open_exec(session_id, spec))
@@ -388,7 +390,7 @@ async def test_a_caller_who_joined_never_ends_the_run(supervisor: LocalSuperviso
 
 
 async def test_a_cancelled_end_of_input_can_be_sent_again(supervisor: LocalSupervisor, session_id: str) -> None:
-    """A caller who gave up half-way leaves the input as open as it was."""
+    """A caller that was cancelled while it closed the input leaves the input open, to be closed again."""
     async with supervisor.open_exec(session_id, ExecSpec("sleep 0.5; cat | wc -c", stdin_open=True)) as stream:
         with trio.move_on_after(0.1):
             await supervisor.send_stdin(session_id, stream.exec_id, bytes(8 * 1024 * 1024), close=True)
@@ -400,7 +402,7 @@ async def test_a_cancelled_end_of_input_can_be_sent_again(supervisor: LocalSuper
 async def test_a_shell_reopened_under_a_slow_reader_is_another_one(
     supervisor: LocalSupervisor, session_id: str
 ) -> None:
-    """What a closed shell's last reader still drains does not touch its successor."""
+    """A run of the closed shell, read to its end later, does not change the new shell of the same name."""
     await supervisor.open_shell(session_id, ShellSpec("two"))
     spec = ExecSpec("head -c 9000000 /dev/zero", shell="two")
     async with supervisor.open_exec(session_id, spec) as stream:
@@ -415,7 +417,9 @@ async def test_a_shell_reopened_under_a_slow_reader_is_another_one(
 
 
 async def test_fifty_streams_at_once_are_bounded_and_none_starves(supervisor: LocalSupervisor) -> None:
-    """Unread they cost a window each and hold only their own commands up; read at once they all come to their end."""
+    """Fifty unread streams cost one window each and hold up only their own commands; read at once, all come to their
+    end.
+    """
     sessions = [(await supervisor.create(SessionSpec())).id for _ in range(50)]
     sizes: list[int] = []
     async with AsyncExitStack() as opened, trio.open_nursery() as nursery:

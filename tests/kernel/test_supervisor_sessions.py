@@ -65,7 +65,7 @@ async def test_a_session_runs_commands_and_ends(supervisor: LocalSupervisor) -> 
 
 
 async def test_ids_that_never_were_are_not_found(supervisor: LocalSupervisor) -> None:
-    """Wrong forms included."""
+    """An unknown id is not found, and neither is one of a wrong form."""
     for session_id in ("f" * 24, "../../etc", "", "A" * 24, "f" * 1000):
         with pytest.raises(SessionNotFound):
             await supervisor.get(session_id)
@@ -86,7 +86,7 @@ async def test_bad_requests_are_refused_before_anything_is_built(supervisor: Loc
 
 @pytest.mark.parametrize("env", [{"__sk_unset": "1"}, {"A=B": "1"}, {"A": "\0"}])
 async def test_variables_that_no_shell_can_have_are_refused(supervisor: LocalSupervisor, env: dict[str, str]) -> None:
-    """Those of the runner too; nothing is left of the session."""
+    """Variables that belong to the runner are refused as well; nothing is left of the session."""
     with pytest.raises(InvalidRequest) as refused:
         await supervisor.create(SessionSpec(env=env))
     assert list(refused.value.details) == ["env"]
@@ -113,7 +113,7 @@ async def test_a_maximum_lifetime_ends_even_a_busy_session(supervisor: LocalSupe
 
 
 async def test_a_patched_ttl_is_the_sessions_own(supervisor: LocalSupervisor) -> None:
-    """Renewal uses it from then on."""
+    """A changed time to live is the one that activity renews from then on."""
     session = await supervisor.create(SessionSpec(ttl_s=60))
     patched = await supervisor.update(session.id, SessionPatch(ttl_s=3600, labels={"a": "b"}))
     assert patched.expires_at is not None
@@ -141,7 +141,9 @@ async def test_a_sandbox_whose_init_dies_is_crashed_with_a_reason(supervisor: Lo
 
 
 async def test_an_idempotency_key_makes_one_session(supervisor: LocalSupervisor) -> None:
-    """At the same time, later, after the end; with another spec it is a conflict."""
+    """Creates with one key, at the same time, later, or after the end, mean one session; another spec with the key is a
+    conflict.
+    """
     spec = SessionSpec(idempotency_key="k1")
     sessions: list[Session] = []
 
@@ -158,7 +160,7 @@ async def test_an_idempotency_key_makes_one_session(supervisor: LocalSupervisor)
 
 
 async def test_admission_is_bounded(config: Config) -> None:
-    """One more than allowed is refused with advice to come back, and a freed place is given again."""
+    """A create beyond the maximum is refused as retryable; the place of an ended session is given again."""
     async with open_supervisor(attrs.evolve(config, server=Server(max_sessions=2, vessels=0))) as supervisor:
         outcomes: list[str] = []
 
@@ -202,7 +204,7 @@ async def test_stats_show_the_limits_and_the_use(supervisor: LocalSupervisor) ->
 
 
 async def test_a_memory_hog_is_killed_named_and_the_shell_lives(supervisor: LocalSupervisor) -> None:
-    """Under bash, dash and BusyBox: the cause says out of memory; state from before is still there."""
+    """A memory hog under bash, dash and BusyBox has out of memory as its cause; the shell and its state live on."""
     session = await supervisor.create(SessionSpec(limits=Limits(memory_mb=48)))
     for name in ("bash", "dash", "busybox"):
         await supervisor.open_shell(session.id, ShellSpec(name, shell=f"/bin/{name}"))
@@ -242,7 +244,7 @@ async def test_a_start_in_a_full_session_costs_a_program_and_not_the_session(
 
 @pytest.mark.parametrize("user", [None, "root", "nobody"])
 async def test_whatever_runs_is_ended_before_pid_1(supervisor: LocalSupervisor, user: str | None) -> None:
-    """Whoever it runs as: what a shell or a program has started is the first choice when memory is short."""
+    """Processes of shells and programs, of any user, are killed before PID 1 when memory is short."""
     session = await supervisor.create(SessionSpec())
     await supervisor.open_shell(session.id, ShellSpec("own", user=user))
     look = "sleep 0.3; cat /proc/self/oom_score_adj"
@@ -315,7 +317,7 @@ async def test_kept_sessions_are_adopted_by_the_next_daemon_with_shell_state(con
 
 
 async def test_commands_of_a_stateless_session_share_no_shell(config: Config) -> None:
-    """Unless they say so or name a shell; the choice is the session's, and survives the daemon."""
+    """Commands of a stateless session share a shell only on request; the mode survives the daemon."""
     keeping = attrs.evolve(config, sessions_on_stop="keep")
     async with open_supervisor(keeping) as supervisor:
         session = await supervisor.create(SessionSpec(exec_mode="stateless"))

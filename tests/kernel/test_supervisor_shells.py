@@ -47,8 +47,9 @@ async def test_shells_share_files_and_nothing_else(supervisor: LocalSupervisor, 
 async def test_a_shell_that_can_not_be_had_is_told_of(
     supervisor: LocalSupervisor, spec: SessionSpec, is_program_run: bool
 ) -> None:
-    """What the session was given, or did, keeps its shell from starting: a typed answer each time; what needs no shell
-    works."""
+    """A session whose settings or commands keep its shell from starting: each command fails typed; requests without a
+    shell work.
+    """
     session = await supervisor.create(spec)
     if spec.user == "root":
         await supervisor.exec(session.id, ExecSpec("rm /bin/*sh /usr/bin/*sh; exit"))
@@ -73,8 +74,9 @@ async def test_a_shell_that_can_not_be_had_is_told_of(
     ],
 )
 async def test_a_root_that_ruins_what_shells_need_is_answered(supervisor: LocalSupervisor, ruin: str) -> None:
-    """Nothing waits for what does not come: commands end or are refused, and so are new shells; the session can
-    be used without, and ends."""
+    """Commands and new shells end or are refused when root has ruined the files that shells need, and no request hangs;
+    the session can be used without shells, and ends.
+    """
     session = await supervisor.create(SessionSpec(user="root"))
     await supervisor.open_shell(session.id, ShellSpec("second"))
     with trio.fail_after(patience(20)):
@@ -86,14 +88,14 @@ async def test_a_root_that_ruins_what_shells_need_is_answered(supervisor: LocalS
         with contextlib.suppress(SandboxError):
             await supervisor.open_shell(session.id, ShellSpec("third"))
         assert (await supervisor.exec(session.id, ExecSpec(argv=("true",)))).end.exit_code == 0
-        with contextlib.suppress(Capacity):  # what can't be seen can't be said to have ended
+        with contextlib.suppress(Capacity):  # a process that can't be seen can't be said to have ended
             await supervisor.close_shell(session.id, "second")
         assert (await supervisor.get(session.id)).status is Status.RUNNING
         await supervisor.destroy(session.id)
 
 
 async def test_shells_share_the_network(supervisor: LocalSupervisor, session_id: str) -> None:
-    """What listens in one is reached from the other, on the session's own loopback."""
+    """A server in one shell is reached from the other shell, on the session's own loopback."""
     await supervisor.open_shell(session_id, ShellSpec("second"))
     await supervisor.exec(session_id, ExecSpec("mkfifo up"))
     serve = "s = socket.create_server(('127.0.0.1', 8199)); open('up', 'w').close(); s.accept()[0].sendall(b'served')"
@@ -119,7 +121,7 @@ async def test_shells_run_beside_each_other(supervisor: LocalSupervisor, session
 
 
 async def test_a_busy_shell_shows_what_it_runs(supervisor: LocalSupervisor, session_id: str) -> None:
-    """The list names the running command and those that wait."""
+    """The list of shells names the running command and the queued ones."""
     async with supervisor.open_exec(session_id, ExecSpec("echo working; sleep 60", exec_id="one")) as stream:
         await anext(aiter(stream))
         (shell,) = await supervisor.shells(session_id)
@@ -128,7 +130,7 @@ async def test_a_busy_shell_shows_what_it_runs(supervisor: LocalSupervisor, sess
 
 
 async def test_closing_a_shell_ends_all_it_started(supervisor: LocalSupervisor, session_id: str) -> None:
-    """Its command, its jobs and its daemons; what another shell runs stays."""
+    """Closing a shell ends its command, its jobs and its daemons; processes of another shell stay."""
     await supervisor.open_shell(session_id, ShellSpec("second"))
     await supervisor.exec(session_id, ExecSpec("sleep 1001 & setsid sleep 1002 >/dev/null 2>&1 &", shell="second"))
     await supervisor.exec(session_id, ExecSpec("sleep 1003 &"))
@@ -171,7 +173,7 @@ async def test_a_time_limit_in_one_shell_leaves_the_other_s_orphans(
 
 
 async def test_names_of_shells_are_checked(supervisor: LocalSupervisor, session_id: str) -> None:
-    """Taken, malformed, unknown, and the default one, which can't be closed."""
+    """A shell's name that is taken, malformed or unknown is refused, and so is closing the default shell."""
     with pytest.raises(Conflict):
         await supervisor.open_shell(session_id, ShellSpec("default"))
     with pytest.raises(InvalidRequest):

@@ -1,4 +1,4 @@
-"""What supervision promises on a real node: a part that fails costs what stood on it and no more."""
+"""Supervision on a real node: a part that fails costs the sessions that depend on it, and no more."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Unheard(Ask[None]):
 
 
 async def test_a_bug_in_one_session_costs_that_session_only(supervisor: LocalSupervisor) -> None:
-    """It is torn down and says so; another one has its shell, and new ones can be made."""
+    """A session whose actor fails is recorded as crashed; other sessions keep their shells, new ones work."""
     broken = await supervisor.create(SessionSpec())
     other = await supervisor.create(SessionSpec())
     await supervisor.exec(other.id, ExecSpec("kept=yes"))
@@ -80,7 +80,9 @@ async def test_a_fork_server_that_is_killed_in_a_storm_of_creates_fails_some_for
 
 
 async def test_a_damaged_database_stops_the_tree_and_leaves_sessions_running(config: Config) -> None:
-    """Though a stop in good order would end them; the next start, with the database as it was, adopts them."""
+    """A damaged database stops the daemon and leaves sessions running, though a regular stop would end them; the next
+    start, with the sound database, adopts them.
+    """
     copy = config.db_path.with_name("copy.db")
     with pytest.RaisesGroup(pytest.RaisesExc(GiveUp, match="store: the session database"), flatten_subgroups=True):
         async with open_supervisor(config) as supervisor:
@@ -91,7 +93,7 @@ async def test_a_damaged_database_stops_the_tree_and_leaves_sessions_running(con
             source.close()
             target.close()
             damage(config.db_path)
-            await supervisor.readiness()  # whatever needs the database runs into it
+            await supervisor.readiness()  # any request that needs the database fails on the damage
             await trio.sleep_forever()
     for suffix in ("-wal", "-shm"):
         config.db_path.with_name(config.db_path.name + suffix).unlink(missing_ok=True)

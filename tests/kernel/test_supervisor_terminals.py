@@ -28,7 +28,7 @@ async def session_id(supervisor: LocalSupervisor) -> str:
 
 
 class Screen:
-    """What a viewer has seen so far."""
+    """Text that a viewer has received and that was not yet looked for."""
 
     def __init__(self, viewer: TerminalViewer) -> None:
         self._pieces = aiter(viewer)
@@ -76,7 +76,9 @@ async def test_a_terminal_has_job_control(supervisor: LocalSupervisor, session_i
 
 
 async def test_a_later_viewer_sees_the_past(supervisor: LocalSupervisor, session_id: str) -> None:
-    """Both see the same; the terminal lives without any viewer; a read-only one can't type."""
+    """A later viewer sees the same as the first; the terminal lives without any viewer; a read-only viewer
+    can't type.
+    """
     async with supervisor.open_terminal(session_id, TerminalSpec()) as first:
         await first.send(b"X=mark; echo $X-one\r")
         await Screen(first).until(b"mark-one")
@@ -113,7 +115,7 @@ async def test_a_viewer_that_does_not_read_holds_up_nobody(supervisor: LocalSupe
 
 
 async def test_the_agent_s_shell_can_be_watched(supervisor: LocalSupervisor, session_id: str) -> None:
-    """Its commands, their output and bad endings are on the screen; the results stay exact."""
+    """A viewer of a shell sees its commands, their output and failing exit codes; the results stay exact."""
     async with supervisor.open_terminal(session_id, TerminalSpec(shell="default")) as viewer:
         screen = Screen(viewer)
         with pytest.raises(PermissionDenied):
@@ -167,7 +169,7 @@ async def test_a_long_past_is_cut_at_a_line(supervisor: LocalSupervisor, session
 
 
 async def test_the_past_of_a_shell_outlives_its_daemon(config: Config) -> None:
-    """What the next daemon has of its runs it shows."""
+    """A viewer of the shell sees runs from before the daemon's restart, as far as the next daemon has them."""
     async with open_supervisor(attrs.evolve(config, sessions_on_stop="keep")) as supervisor:
         session = await supervisor.create(SessionSpec())
         await supervisor.exec(session.id, ExecSpec("echo before"))
@@ -179,7 +181,7 @@ async def test_the_past_of_a_shell_outlives_its_daemon(config: Config) -> None:
 
 
 async def test_the_agent_s_shell_can_be_taken_over(supervisor: LocalSupervisor, session_id: str) -> None:
-    """What a person types there is in the agent's shell afterwards; the agent's commands wait and stay exact."""
+    """State that a person sets in the shell is there for the agent's commands, which wait meanwhile and stay exact."""
     await supervisor.exec(session_id, ExecSpec("mine=agent; f() { echo from-f; }"))
     async with (
         trio.open_nursery() as nursery,
@@ -206,7 +208,7 @@ async def test_the_agent_s_shell_can_be_taken_over(supervisor: LocalSupervisor, 
 
 
 async def test_a_taken_shell_is_given_back_when_its_taker_leaves(supervisor: LocalSupervisor, session_id: str) -> None:
-    """Also in the middle of something."""
+    """A shell that was taken over is given back when the viewer leaves, also in the middle of a command."""
     async with supervisor.open_terminal(session_id, TerminalSpec(shell="default")) as viewer:
         await viewer.take_over()
         await viewer.send(b"kept=yes; echo as''leep; sleep 1000\r")
@@ -218,7 +220,7 @@ async def test_a_taken_shell_is_given_back_when_its_taker_leaves(supervisor: Loc
 async def test_a_prompt_that_nobody_waits_for_any_more_never_comes(
     supervisor: LocalSupervisor, session_id: str
 ) -> None:
-    """Giving up the wait takes it out of the shell's queue, at once."""
+    """A viewer that gives up its wait for the shell leaves the shell's queue at once."""
     async with supervisor.open_exec(session_id, ExecSpec("echo up; read -r x", stdin_open=True)) as running:
         assert (await anext(aiter(running))).data == b"up\n"
         async with supervisor.open_terminal(session_id, TerminalSpec(shell="default")) as viewer:
@@ -239,7 +241,9 @@ async def test_a_prompt_that_nobody_waits_for_any_more_never_comes(
 
 
 async def test_each_viewer_sits_at_the_prompt_it_took(supervisor: LocalSupervisor, session_id: str) -> None:
-    """Two may sit at one; `exit` ends it for both, and the next one is for who takes it."""
+    """Two viewers may share one prompt; `exit` ends it for both, and the next prompt belongs to the viewer that takes
+    it.
+    """
     async with (
         supervisor.open_terminal(session_id, TerminalSpec(shell="default")) as first,
         supervisor.open_terminal(session_id, TerminalSpec(shell="default")) as second,
@@ -269,7 +273,7 @@ async def test_each_viewer_sits_at_the_prompt_it_took(supervisor: LocalSuperviso
 
 
 async def test_unknown_shells_and_terminals_are_refused(supervisor: LocalSupervisor, session_id: str) -> None:
-    """By name."""
+    """A viewer of an unknown shell or terminal is refused, each with an error of its own type."""
     with pytest.raises(ShellNotFound):
         async with supervisor.open_terminal(session_id, TerminalSpec(shell="nobody")):
             pass
@@ -284,7 +288,7 @@ async def test_unknown_shells_and_terminals_are_refused(supervisor: LocalSupervi
 async def test_a_terminal_that_can_not_start_was_never_open(
     supervisor: LocalSupervisor, session_id: str, spec: TerminalSpec
 ) -> None:
-    """Who asked for it is told before anything else, and nothing is left of it."""
+    """A terminal that can't start is refused before its viewer gets anything else, and leaves no run."""
     with pytest.raises(InvalidRequest):
         async with supervisor.open_terminal(session_id, spec):
             pytest.fail("there is no such terminal")
@@ -292,7 +296,7 @@ async def test_a_terminal_that_can_not_start_was_never_open(
 
 
 async def test_the_end_of_a_session_ends_every_view(supervisor: LocalSupervisor, session_id: str) -> None:
-    """Of a shell that was only watched, and of a terminal of its own."""
+    """The end of a session ends the view of a watched shell, and that of a terminal of its own."""
     async with (
         supervisor.open_terminal(session_id, TerminalSpec(shell="default")) as view,
         supervisor.open_terminal(session_id, TerminalSpec()) as own,

@@ -33,7 +33,9 @@ async def output(supervisor: LocalSupervisor, session_id: str, spec: ExecSpec) -
 async def test_what_runs_is_told_its_trace_if_the_operator_wants_it(
     config: Config, requests: list[tracing.Trace]
 ) -> None:
-    """In the shell for that command alone, beside it, and in a process; a variable of the request's own wins."""
+    """With the operator's setting a command in the shell, one beside it and a process get their own trace; a variable
+    of the request wins.
+    """
     first, second = requests
     async with open_supervisor(attrs.evolve(config, runs=Runs(pass_traceparent=True))) as supervisor:
         session = await supervisor.create(SessionSpec())
@@ -55,7 +57,9 @@ async def test_what_runs_is_told_its_trace_if_the_operator_wants_it(
 async def test_unasked_nothing_inside_knows_of_a_trace_and_events_do(
     supervisor: LocalSupervisor, requests: list[tracing.Trace]
 ) -> None:
-    """What a request brings about is told with its trace; what happens by itself is not."""
+    """Events that a request causes carry its trace id; commands that did not ask for it find no trace in their
+    environment.
+    """
     async with supervisor.events() as events:
         session = await supervisor.create(SessionSpec())
         assert await output(supervisor, session.id, SHOW) == "none"

@@ -1,4 +1,4 @@
-"""How trials are made: one that kills or blocks its process answers for itself alone."""
+"""Trials of the machine: a trial that kills or blocks its process fails alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def try_all(trials: dict[str, Trial], path: Path) -> dict[str, Answer]:
 
 
 def test_answers_say_what_was_seen_and_which_call_failed(tmp_path: Path) -> None:
-    """Made one after the other, in one process that is not ours."""
+    """Trials are made one after the other, in one process that is not ours; answers name what was seen and the call
+    that failed.
+    """
     answers = try_all({"a": fine, "b": refused, "c": lesser, "d": fine}, tmp_path)
     assert list(answers) == ["a", "b", "c", "d"]
     assert answers["a"] == answers["d"]
@@ -49,14 +51,14 @@ def test_answers_say_what_was_seen_and_which_call_failed(tmp_path: Path) -> None
 
 
 def test_one_that_kills_its_process_takes_nobody_along(tmp_path: Path) -> None:
-    """Those behind it are made in processes of their own."""
+    """Trials behind the one that killed its process are made in other processes."""
     answers = try_all({"a": fine, "b": deadly, "c": fine}, tmp_path)
     assert [answers[name]["verdict"] for name in "abc"] == ["works", "missing", "works"]
     assert answers["b"]["seen"] == "the trial's process was killed by SIGKILL"
 
 
 def test_one_that_never_ends_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its process is gone."""
+    """A trial that never ends is given up, and its process is killed."""
     monkeypatch.setattr(trials, "TIMEOUT_S", 0.3)
     answers = try_all({"a": endless, "b": fine}, tmp_path)
     assert [answers[name]["verdict"] for name in "ab"] == ["missing", "works"]

@@ -86,7 +86,9 @@ def devices(nsinit: Nsinit) -> list[str]:
 
 
 def test_what_is_over_a_quota_is_no_space_left(server: Nsinit) -> None:
-    """Bytes and files; and there is room again when something goes. Nothing of the machine's paths shows."""
+    """Bytes and files over the quota are no space left; there is room again after a removal; no path of the machine
+    shows.
+    """
     sandbox = enter(server)
     assert sandbox.python(FILL) == "ENOSPC True"
     assert sandbox.python(FILL_FILES) == "ENOSPC True"
@@ -111,7 +113,7 @@ def test_those_who_share_a_volume_see_one_file_system(server: Nsinit) -> None:
 
 
 def test_what_was_written_is_there_for_the_next(server: Nsinit) -> None:
-    """A session that is killed leaves all of it; so does one that was told that it is on the disk."""
+    """All that a killed session wrote is left for the next, and so is what a session was told is on the disk."""
     sandbox = enter(server)
     assert sandbox.run("head -c 3000000 /dev/zero > /workspace/data; sync; echo x > /workspace/late").code == 0
     sandbox.teardown()
@@ -121,8 +123,9 @@ def test_what_was_written_is_there_for_the_next(server: Nsinit) -> None:
 
 
 def test_a_volume_outlives_nsinit_and_is_shared_across_its_end() -> None:
-    """A session that lives on has it mounted; one that the next nsinit builds gets the same file system, not another
-    one of the same image."""
+    """A session that lives on has the volume mounted; a session that the next nsinit builds gets the same file system,
+    not a second mount of the image.
+    """
     node_id = new_node_id()
     with data_directory() as data_dir, running(data_dir, node_id) as first:
         assert isinstance(make(first), Ok)
@@ -159,7 +162,7 @@ def test_a_volume_grows_while_nobody_has_it_and_never_shrinks(server: Nsinit) ->
 
 
 def grow(nsinit: Nsinit, size_mb: int) -> int:
-    """Return the errno that it was refused with."""
+    """Return the errno that growing the volume was refused with."""
     answer = nsinit.ask(GrowWorkspace, workspace_id="grows", size_bytes=size_mb * MIB)[0]
     return answer.errno if isinstance(answer, Failed) else 0
 
@@ -185,7 +188,9 @@ def test_without_a_mechanism_nothing_is_made(tmp_path: Path) -> None:
 
 
 def test_a_name_is_a_directory_or_a_volume_and_never_both(server: Nsinit) -> None:
-    """Neither is made over the other; a draft of a volume is one as large; both are listed and discarded alike."""
+    """Neither a directory nor a volume is made over the other; a draft for a volume has the volume's size; both are
+    listed and discarded alike.
+    """
     assert isinstance(make(server, "plain", quota=None), Ok)
     refused = make(server, "plain")
     assert isinstance(refused, Failed)

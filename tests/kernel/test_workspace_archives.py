@@ -191,8 +191,9 @@ async def test_an_import_replaces_all_or_nothing(supervisor: LocalSupervisor, co
 async def test_an_import_whose_caller_has_left_publishes_nothing_of_the_next_one(
     supervisor: LocalSupervisor, config: Config
 ) -> None:
-    """It may still be done or not; what another import has sent so far is never the workspace, and what that one was to
-    replace is not lost."""
+    """An import whose caller has left may still be completed or not; it never publishes what the next import has sent
+    so far, nor loses the content that the next import was to replace.
+    """
     await unpack(supervisor, "one", _archive(_member("old", size=1)))
     top = config.data_dir / "workspaces" / "one"
     is_sent, may_commit = trio.Event(), trio.Event()

@@ -58,7 +58,7 @@ async def test_a_quota_holds_with_a_session_and_without(supervisor: LocalSupervi
 
 
 async def test_a_quota_of_files_holds(supervisor: LocalSupervisor) -> None:
-    """However small they are."""
+    """A quota of files holds for files of any size."""
     await make(supervisor)
     session = await supervisor.create(SessionSpec(workspace_id=ID))
     command = "i=0; while [ $i -lt 1000 ] && : > f$i; do i=$((i+1)); done; [ $i -lt 700 ] && echo full"
@@ -67,7 +67,9 @@ async def test_a_quota_of_files_holds(supervisor: LocalSupervisor) -> None:
 
 
 async def test_it_is_there_after_nsinit_was_killed(supervisor: LocalSupervisor) -> None:
-    """What serves its files dies with it; the next one mounts the same image, and so do sessions that live on."""
+    """A workspace with a quota comes back after nsinit was killed: the next nsinit mounts the same image, and running
+    sessions keep theirs.
+    """
     await make(supervisor)
     session = await supervisor.create(SessionSpec(workspace_id=ID))
     await write(supervisor, "a", MIB)
@@ -86,7 +88,9 @@ async def test_it_is_there_after_nsinit_was_killed(supervisor: LocalSupervisor) 
 
 
 async def test_it_is_changed_by_growing_alone(supervisor: LocalSupervisor) -> None:
-    """While nobody has it; smaller, none, or one where there was none is refused with a sentence."""
+    """A quota grows while no session has the workspace; a smaller one, none, or one where there was none is refused
+    with a sentence.
+    """
     await make(supervisor)
     await write(supervisor, "a", 4 * MIB)
     session = await supervisor.create(SessionSpec(workspace_id=ID))
@@ -139,7 +143,7 @@ async def unpack(supervisor: LocalSupervisor, archive: bytes) -> None:
 async def test_a_quota_that_is_remembered_is_never_forgotten_on_the_disk(
     supervisor: LocalSupervisor, config: Config
 ) -> None:
-    """When its files are gone, whoever makes it anew by using it makes it with the quota."""
+    """A workspace on record whose files are gone is made anew with its quota, by whichever request uses it first."""
     await make(supervisor)
     os.rename(config.data_dir / "volumes" / ID, config.data_dir / "trash" / "lost")
     session = await supervisor.create(SessionSpec(workspace_id=ID))
@@ -149,7 +153,9 @@ async def test_a_quota_that_is_remembered_is_never_forgotten_on_the_disk(
 
 
 async def test_a_quota_is_known_when_the_database_was_lost(config: Config) -> None:
-    """Whoever comes first, a list or a session: what limits the workspace is shown, and can grow."""
+    """After the database was lost, the quota of a workspace is found again, by the list or by a session, and can be
+    raised.
+    """
     quota = WorkspaceQuota(16 * MIB, 1024)
     async with open_supervisor(config) as supervisor:
         for name in ("listed", "taken"):
@@ -168,7 +174,7 @@ async def test_a_quota_is_known_when_the_database_was_lost(config: Config) -> No
 
 
 async def test_a_damaged_image_costs_its_workspace_only(supervisor: LocalSupervisor, config: Config) -> None:
-    """It is refused, again and again, by an nsinit that lives."""
+    """A damaged image is refused each time it is asked for, by an nsinit that goes on."""
     await supervisor.make_workspace("broken", WorkspaceSpec(quota=WorkspaceQuota(16 * MIB, 1024)))
     image = config.data_dir / "volumes" / "broken" / "image"
     pid = nsinit_pid()

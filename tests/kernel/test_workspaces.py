@@ -97,7 +97,7 @@ async def test_a_workspace_outlives_its_sessions(supervisor: LocalSupervisor) ->
 
 
 async def test_exclusive_means_alone(supervisor: LocalSupervisor) -> None:
-    """Whoever comes second is refused, in both orders, and has left no session; afterwards it is free again."""
+    """An exclusive session and any other never share a workspace: the second is refused and leaves no record."""
     shared = SessionSpec(workspace_id=WORKSPACE)
     alone = SessionSpec(workspace_id=WORKSPACE, workspace_mode="exclusive")
     for first, then in ((shared, alone), (alone, shared), (alone, alone)):
@@ -112,7 +112,7 @@ async def test_exclusive_means_alone(supervisor: LocalSupervisor) -> None:
 
 
 async def test_of_many_that_want_it_alone_one_gets_it(supervisor: LocalSupervisor) -> None:
-    """Creates at the same moment are decided one after the other."""
+    """Of exclusive sessions on one workspace, created at the same moment, one is made and the others are refused."""
     outcomes: list[object] = []
 
     async def create() -> None:
@@ -128,7 +128,9 @@ async def test_of_many_that_want_it_alone_one_gets_it(supervisor: LocalSuperviso
 
 
 async def test_a_workspace_in_use_is_not_deleted(supervisor: LocalSupervisor, config: Config) -> None:
-    """Refused while a session has it; with force that session ends first; then nothing of it is left."""
+    """A workspace that a session has is not deleted; with force that session is ended first, and nothing of the
+    workspace is left.
+    """
     session = await supervisor.create(SessionSpec(workspace_id=WORKSPACE))
     await run(supervisor, session.id, "mkdir -p a/b; echo x > a/b/c")
     with pytest.raises(errors.WorkspaceBusy):
@@ -143,7 +145,7 @@ async def test_a_workspace_in_use_is_not_deleted(supervisor: LocalSupervisor, co
 
 
 async def test_deleting_and_attaching_exclude_each_other(supervisor: LocalSupervisor, config: Config) -> None:
-    """Whichever comes first, a session that runs has a workspace that is there."""
+    """Of a delete and an attach at once either may win; a session that runs has its workspace in place."""
     await write(supervisor, "f", b"x")
     outcomes: list[str] = []
 
@@ -176,7 +178,7 @@ async def test_deleting_and_attaching_exclude_each_other(supervisor: LocalSuperv
 
 @contextlib.contextmanager
 def hung(pid: int) -> Iterator[Callable[[], None]]:
-    """Let a process stand still, until the end or until what is yielded is called."""
+    """Stop a process until the end of the block, or until the function that is yielded is called."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield lambda: os.kill(pid, signal.SIGCONT)
@@ -187,7 +189,7 @@ def hung(pid: int) -> Iterator[Callable[[], None]]:
 async def test_a_delete_whose_caller_has_left_is_over_before_anybody_gets_the_workspace(
     supervisor: LocalSupervisor, config: Config
 ) -> None:
-    """It goes on, and a session must not be given what it is about to take away."""
+    """A delete goes on without its caller, and no session gets the workspace before the delete is over."""
     await write(supervisor, "f", b"x")
     outcomes: list[str] = []
 
@@ -229,7 +231,7 @@ async def _in_scope(
 async def test_a_session_that_ends_in_the_middle_of_an_upload_leaves_nothing_of_it(
     supervisor: LocalSupervisor, config: Config
 ) -> None:
-    """Neither half a file nor one of another name; what was there stays."""
+    """An upload that its session's end cuts off leaves neither half a file nor a temporary one; earlier files stay."""
     await write(supervisor, "kept", b"kept")
     for name in ("new", "kept"):
         spec = SessionSpec(workspace_id=WORKSPACE, workspace_mode="exclusive")
@@ -237,7 +239,7 @@ async def test_a_session_that_ends_in_the_middle_of_an_upload_leaves_nothing_of_
         with contextlib.suppress(errors.SessionExpired):
             async with supervisor.open_write(session.id, name) as writer:
                 await writer.send(b"x" * 100_000)
-                await run(supervisor, session.id, "true")  # PID 1 is behind what was sent before
+                await run(supervisor, session.id, "true")  # PID 1 has handled all that was sent before
                 await supervisor.destroy(session.id)
                 await writer.commit()
                 pytest.fail("the file of a session that has ended was placed")
@@ -246,7 +248,7 @@ async def test_a_session_that_ends_in_the_middle_of_an_upload_leaves_nothing_of_
 
 
 async def test_what_is_known_follows_what_is_there(supervisor: LocalSupervisor, config: Config) -> None:
-    """A directory without a record is a workspace; a record without a directory says so; labels are kept."""
+    """A directory without a record is listed as a workspace; a record without a directory says so; labels are kept."""
     made = await supervisor.make_workspace("made", WorkspaceSpec({"team": "a"}))
     assert (made.labels, made.has_directory) == ({"team": "a"}, True)
     with pytest.raises(errors.Conflict):
@@ -310,8 +312,9 @@ async def test_hostile_files_stay_in_the_jail(supervisor: LocalSupervisor, tmp_p
 
 
 async def test_what_serves_files_goes_when_it_is_idle_and_with_nsinit(supervisor: LocalSupervisor) -> None:
-    """One for a workspace, whoever asks; none is left some seconds later, or when nsinit was killed; then there is
-    another one."""
+    """One helper serves a workspace's files, whoever asks. It ends some seconds after its last request, and with a
+    killed nsinit; then there is another one.
+    """
 
     async def helpers() -> set[int]:
         """No image is mounted in a helper, and so its root is a tmpfs."""
@@ -334,7 +337,7 @@ async def test_what_serves_files_goes_when_it_is_idle_and_with_nsinit(supervisor
     assert len(await helpers()) == 1
     await until(is_gone)
     assert await reads()
-    await write(supervisor, "f", b"x")  # which changes the ids of PID 1, and back
+    await write(supervisor, "f", b"x")  # a file request changes the ids of PID 1, and back
     (helper,) = await helpers()
     with OwnedFd(os.pidfd_open(helper)) as pidfd, trio.fail_after(patience()):
         os.kill(nsinit_pid(), signal.SIGKILL)
@@ -352,7 +355,7 @@ def _root_of(pid: int) -> str:
 
 
 async def test_a_huge_directory_comes_in_pages(supervisor: LocalSupervisor) -> None:
-    """In the order of the names' bytes, each once, names that are no UTF-8 included."""
+    """Pages of a directory list each name once, in the order of bytes, names that are no UTF-8 included."""
     session = await supervisor.create(SessionSpec(workspace_id=WORKSPACE))
     await run(supervisor, session.id, "mkdir d; cd d; seq -f %05g 2500 | xargs touch; touch \"$(printf '\\377')\"")
     names: list[str] = []

@@ -13,7 +13,7 @@ from sandkasten.host.account import FALLBACK_ID, NAME, ROOT, Account, find_accou
 
 
 def test_root_is_said_by_name() -> None:
-    """It is a decision, so it has a word."""
+    """Staying root is a decision of the operator, so it has a word."""
     assert find_account("root") == ROOT
     assert "stays root" in " ".join(Config(user="root").notices())
     assert not any("root" in notice for notice in Config().notices())

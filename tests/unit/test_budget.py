@@ -92,7 +92,9 @@ def test_slots_are_counted() -> None:
 
 
 def test_too_little_free_memory_refuses_whatever_was_promised() -> None:
-    """Whoever uses it: a machine short of memory gets no more work. Those under way count, though nothing shows yet."""
+    """A machine short of memory gets no more work, whichever program uses the memory. Creates under way count, though
+    their memory is not used yet.
+    """
     node = Node()
     budget = budget_of(node, reserve_percent=0.0, reserve_memory_mb=100)
     node.left = Amounts(memory_bytes=(100 + 2 * FIRST_MB) * MIB)
@@ -158,7 +160,7 @@ def test_a_change_takes_only_what_it_adds() -> None:
 
 
 def test_what_is_counted_is_the_sum_over_those_that_live() -> None:
-    """However they came and went."""
+    """The sum is that of the live sessions, in whatever order sessions came and went."""
     budget = budget_of(Node())
     for number in range(20):
         budget.admit(number, Limits(cpu=0.1, memory_mb=16 + number, pids=8))

@@ -1,4 +1,4 @@
-"""What a node has: the machine's, or less where a cgroup above the sessions says so."""
+"""Capacity of a node: the machine's, or less where a cgroup above the sessions says so."""
 
 from __future__ import annotations
 

@@ -33,14 +33,14 @@ async def cause_of(end: ExecReply, facts: Facts, *, stdout: bytes = b"", stderr:
 
 @pytest.mark.parametrize("facts", [ALONE, BESIDE])
 async def test_without_a_sign_the_runner_s_word_stands(facts: Facts) -> None:
-    """What failed has failed."""
+    """A command without a sign of a limit has failed by itself: the runner's cause is kept."""
     assert await cause_of(reply(1), facts) is Cause.EXITED
     assert await cause_of(reply(137, "signalled"), facts) is Cause.SIGNALLED
     assert await cause_of(reply(137, "shell_died"), facts) is Cause.SHELL_DIED
 
 
 async def test_what_succeeded_or_was_ended_by_us_has_no_other_cause() -> None:
-    """Whatever the counters and the output say."""
+    """A success, or an end by the daemon, keeps its cause whatever the counters and the output say."""
     facts = attrs.evolve(ALONE, kills=1, refusals=1)
     words = b"Killed\nfork: Resource temporarily unavailable\nNo space left on device\n"
     assert await cause_of(reply(0, is_full=True, was_filled=True), facts, stderr=words) is Cause.EXITED
@@ -49,7 +49,7 @@ async def test_what_succeeded_or_was_ended_by_us_has_no_other_cause() -> None:
 
 
 async def test_alone_the_session_s_counters_are_the_run_s() -> None:
-    """However it came to fail, and whatever it wrote."""
+    """The session's counters decide the cause, however the run failed and whatever it wrote."""
     assert await cause_of(reply(1), attrs.evolve(ALONE, kills=1)) is Cause.OOM
     assert await cause_of(reply(2), attrs.evolve(ALONE, refusals=3)) is Cause.PIDS_LIMIT
     assert await cause_of(reply(1, is_full=True, was_filled=True), ALONE) is Cause.DISK_FULL

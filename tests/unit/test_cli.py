@@ -118,7 +118,7 @@ def test_doctor_tells_a_mistake_of_ours_from_a_lack_of_the_machine(
 def test_who_is_not_root_gets_one_sentence(
     arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """It says what to do, and nothing is tried."""
+    """The sentence says what to do, and nothing is tried."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert main([*arguments, "--data-dir", str(tmp_path / "data")]) == 1
     assert "sudo" in capsys.readouterr().err
@@ -201,7 +201,7 @@ def test_a_key_is_made_once_and_for_root_alone(tmp_path: Path) -> None:
 
 
 def test_a_configured_key_makes_no_file(tmp_path: Path) -> None:
-    """Who brings a key decides where it is kept."""
+    """An operator who brings a key decides where the key is kept."""
     config = Config(data_dir=tmp_path / "data", api_key="given")
     assert keys.with_key(config) == config
     assert not config.data_dir.exists()
@@ -235,7 +235,7 @@ def test_an_empty_key_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_line_to_paste_does_not_hold_the_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It reads the key where it is, over TCP or a unix socket, with quoted paths."""
+    """The line reads the key from its file, over TCP or a unix socket, with quoted paths."""
     config = keys.with_key(Config(data_dir=tmp_path / "my data"))
     serve.greet(config, ["http://127.0.0.1:8080"], key_is_given=False)
     output = capsys.readouterr().out

@@ -177,7 +177,7 @@ def test_the_key_never_shows_in_a_repr() -> None:
 
 
 def test_a_file_that_others_may_write_is_refused(tmp_path: Path) -> None:
-    """Whoever may write the file may choose the key and the data directory."""
+    """A user who may write the file may choose the key and the data directory."""
     path = write(tmp_path, "")
     path.chmod(0o666)
     with pytest.raises(ConfigError, match="other users may write"):
@@ -212,7 +212,7 @@ def test_a_configuration_can_not_be_changed() -> None:
 
 
 def test_the_example_file_shows_every_key_with_its_default() -> None:
-    """Whoever copies the example changes nothing, and finds every key in it."""
+    """An operator who copies the example changes nothing, and finds every key in it."""
     example = ROOT / "config" / "sandkasten.example.yaml"
     config = load_config(example, environ={})
     assert config == Config()
@@ -243,7 +243,7 @@ _VALUES = st.recursive(
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from(sorted(KEYS)), _VALUES, max_size=4))
 def test_any_value_gives_a_configuration_or_a_sentence(overrides: dict[str, object]) -> None:
-    """Whatever a key is set to, the outcome is a `Config` or a `ConfigError`."""
+    """The outcome is a `Config` or a `ConfigError`, whatever a key is set to."""
     try:
         outcome: object = load_config(environ={}, overrides=overrides)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What a caller may try again."""
+"""Errors after which a caller may try again."""
 
 from __future__ import annotations
 

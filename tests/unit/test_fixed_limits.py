@@ -54,7 +54,7 @@ def test_wrong_values_are_refused_by_name(name: str, value: Any) -> None:
 
 
 def test_no_place_in_memory_may_be_larger_than_its_share() -> None:
-    """It would be an out-of-memory kill where "no space left" was asked for."""
+    """A larger place would be an out-of-memory kill where "no space left" was asked for."""
     assert _resolved(Limits(memory_mb=64, tmp_mb=32, shm_mb=16)).tmp_mb == 32
     assert set(_refused(Limits(memory_mb=64, tmp_mb=33, shm_mb=17))) == {"limits.tmp_mb", "limits.shm_mb"}
 

@@ -50,7 +50,7 @@ def test_a_claim_keeps_everything_new_away_and_waits_for_what_is_there(use: Use)
 
 
 async def test_the_steps_of_a_claim_are_taken_in_the_order_in_which_they_were_asked_for() -> None:
-    """Whichever task runs first; a step that is cancelled lets the next one go."""
+    """The order holds whichever task runs first; a step that is cancelled lets the next one go."""
     claim, taken = Hold("ws", Use.CLAIM), list[int]()
 
     async def step(number: int) -> None:

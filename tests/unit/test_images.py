@@ -76,7 +76,7 @@ def test_half_written_images_are_not_listed(tmp_path: Path) -> None:
 
 
 def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    """What was built so far goes away with the exception."""
+    """The files built so far go away with the exception."""
     catalog = Catalog(tmp_path)
 
     def build() -> None:
@@ -132,7 +132,7 @@ def test_an_alias_can_not_be_deleted(tmp_path: Path) -> None:
 
 
 def test_the_description_survives_a_round_trip(tmp_path: Path) -> None:
-    """What was published is what is read."""
+    """An image is read as it was published."""
     catalog = Catalog(tmp_path)
     image = add(catalog, "x")
     assert catalog.get("x") == image
@@ -205,7 +205,7 @@ def test_links_to_the_shell_resolve_inside_the_image(tmp_path: Path) -> None:
 
 
 def test_a_bundle_of_layers_is_named_as_such(tmp_path: Path) -> None:
-    """Who saved an image instead of exporting a container is told."""
+    """A user who saved an image instead of exporting a container is told."""
     (tmp_path / "manifest.json").touch()
     (problem,) = rootfs.find_problems(str(tmp_path))
     assert "bundle of layers" in problem

@@ -43,7 +43,7 @@ def write_all(journal: Journal) -> list[Event]:
 
 
 def test_an_event_is_told_with_cursor_and_time_at_once() -> None:
-    """What a reader gets is complete the moment `emit` returns."""
+    """The event that a reader gets is complete the moment `emit` returns."""
     journal = make_journal()
     start = journal.head
     before = datetime.now(UTC) - timedelta(milliseconds=1)
@@ -232,13 +232,13 @@ def test_every_type_has_its_list_of_fields() -> None:
 
 
 def test_an_event_before_the_first_epoch_is_a_bug() -> None:
-    """It would get a cursor that comes again."""
+    """An event before the first epoch would get a cursor that comes again."""
     with pytest.raises(AssertionError):
         Journal().emit(EventType.OOM, A)
 
 
 def test_data_is_a_copy() -> None:
-    """What its maker does with a list later does not change what was told."""
+    """A later change of a list by its maker does not change the event."""
     values = {"victim": ["python"]}
     data = bounded_data(values)
     values["victim"].append("more")
@@ -259,7 +259,7 @@ def test_data_is_a_copy() -> None:
     ids=["long", "wide", "surrogates", "controls", "list", "object", "deep"],
 )
 def test_data_that_is_too_large_is_cut_and_says_so(victim: object) -> None:
-    """What a sandbox names itself can't make an event grow; short fields stay whole."""
+    """Names from inside a sandbox can't make an event grow; short fields stay whole."""
     data = bounded_data({"exec_id": "x" * 20, "victim": victim})
     assert len(json.dumps(data, separators=(",", ":"))) <= MAX_DATA_BYTES
     assert data["truncated"] is True
@@ -269,7 +269,7 @@ def test_data_that_is_too_large_is_cut_and_says_so(victim: object) -> None:
 
 
 def test_data_that_just_fits_is_not_cut() -> None:
-    """Also when it would not fit if it were all wide."""
+    """Data that fits is left whole even if it would not fit with every character escaped."""
     data = bounded_data({"victim": "x" * (MAX_DATA_BYTES - 13)})
     assert data == {"victim": "x" * (MAX_DATA_BYTES - 13)}
     assert bounded_data({"victim": "x" * (MAX_DATA_BYTES - 12)})["truncated"] is True
@@ -295,7 +295,9 @@ _ANYTHING = st.recursive(
 @settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(["victim", "reason", "cause"]), _ANYTHING))
 def test_any_data_becomes_small_strict_json(given: dict[str, object]) -> None:
-    """Whatever it is: no refusal, no NaN, no lone surrogate, within the bound, and the same after a trip as text."""
+    """Bounded data has no refusal, no NaN and no lone surrogate, is within the bound, and is the same after a trip as
+    text.
+    """
     data = bounded_data(given)
     encoded = json.dumps(data, separators=(",", ":"), allow_nan=False)
     assert len(encoded) <= MAX_DATA_BYTES

@@ -109,7 +109,7 @@ def test_a_damaged_file_gives_no_key(tmp_path: Path, before: str, after: str) ->
 def test_bytes_that_changed_are_refused_or_give_keys_and_nothing_else(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Whatever the damage, reading ends in keys or in `KeyFileError`."""
+    """Reading a damaged file ends in keys or in `KeyFileError`."""
     path = tmp_path_factory.mktemp("keys") / "keys.json"
     write_keys(path, [FULL])
     content = bytearray(path.read_bytes())

@@ -1,4 +1,4 @@
-"""What `sandkasten doctor` says of what is left over, and when `--fix` keeps its hands off."""
+"""Leftovers as `sandkasten doctor` tells of them, and the cases in which `--fix` refuses to remove any."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ID, OTHER = "a" * 24, "b" * 24
 
 
 def test_nothing_is_said_in_one_line_and_everything_else_has_one_of_its_own() -> None:
-    """What runs unknown is told from what only remains, and who removes what."""
+    """Unknown sandboxes that run are told from mere remains, each with the owner of its removal."""
     assert [line.split()[0] for line in as_lines(Leftovers(live=[ID]))] == ["live", "left"]
     left = [Leftover(SESSION, ID), Leftover(SESSION, OTHER), Leftover("mount", "/x"), Leftover("loop", "0 /y")]
     lines = as_lines(Leftovers(left=left, running={ID}, unfinished={"c" * 24: "gone"}))
@@ -42,7 +42,7 @@ def test_a_data_directory_that_is_not_there_has_no_remains(tmp_path: Path) -> No
 
 
 def test_with_recorded_sessions_in_two_places_nothing_is_done() -> None:
-    """Those of one would be taken for lost and ended."""
+    """Sessions in one of the places would be taken for lost and ended."""
     refuse_rivals(Leftovers())
     with pytest.raises(Stop, match=r"more than one place.*/c/unit/sandkasten-1"):
         refuse_rivals(Leftovers(survey=Survey(rivals=["/c/unit/sandkasten-1"])))

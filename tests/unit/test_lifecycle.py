@@ -39,7 +39,7 @@ def test_no_walk_leaves_a_final_state_or_skips_the_teardown(events: list[Event])
     ],
 )
 def test_the_first_cause_names_the_final_state(cause: Event, final: Status) -> None:
-    """What began the destruction decides how it is called."""
+    """The event that began the destruction decides the final state."""
     assert next_status(Status.DESTROYING, Event.TORN_DOWN, cause=cause) is final
 
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Lines:
-    """What was logged, once the writer has written it."""
+    """Lines that were logged, once the writer has written them."""
 
     def __init__(self) -> None:
         self._stream = io.StringIO()

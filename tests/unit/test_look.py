@@ -76,7 +76,7 @@ def test_a_directory_in_which_no_fork_server_ever_was_holds_nothing(tmp_path: Pa
 
 @pytest.mark.parametrize("is_in_use", [True, False])
 def test_a_database_that_was_not_closed_is_read_up_to_its_last_commit(tmp_path: Path, is_in_use: bool) -> None:
-    """What is in the write-ahead log only counts, and no file is made, changed or removed."""
+    """Rows that only the write-ahead log has are read, and no file is made, changed or removed."""
     path = tmp_path / "s.db"
     with closing(open_database(path)) as database:
         session_store.put_session(database, make_record(ID))

@@ -1,4 +1,6 @@
-"""What the service manager hears: real datagrams, at a path and at an abstract name, and nothing that holds us up."""
+"""Messages to the service manager: real datagrams, at a path and at an abstract name, and no wait for a manager that
+does not read.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def test_each_message_is_one_datagram(manager: tuple[socket.socket, str]) -> Non
     "environ", [{}, {"NOTIFY_SOCKET": ""}, {"NOTIFY_SOCKET": "vsock:2:1234"}, {"NOTIFY_SOCKET": "/nowhere/at/all"}]
 )
 def test_without_somebody_who_listens_nothing_is_said(environ: dict[str, str]) -> None:
-    """That is no error: a daemon in the foreground has no service manager."""
+    """A daemon in the foreground has no service manager, which is no error."""
     notifier = open_notifier({**environ, "WATCHDOG_USEC": "1000000"})
     notifier.ready("listening")
     assert (notifier.beat_s, notifier.fileno()) == (None, -1)
@@ -59,7 +61,7 @@ def test_without_somebody_who_listens_nothing_is_said(environ: dict[str, str]) -
 
 @pytest.mark.parametrize(("usec", "pid"), [("", ""), ("0", ""), ("-5", ""), ("many", ""), ("1000000", "1")])
 def test_a_watchdog_that_is_off_or_watches_another_is_not_fed(usec: str, pid: str, tmp_path: Path) -> None:
-    """It would wait for another process."""
+    """A watchdog of another process waits for that process."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.bind(str(tmp_path / "notify"))
         environ = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": usec, "WATCHDOG_PID": pid}
@@ -69,7 +71,7 @@ def test_a_watchdog_that_is_off_or_watches_another_is_not_fed(usec: str, pid: st
 
 
 def test_a_manager_that_does_not_read_or_is_gone_holds_nobody_up(tmp_path: Path) -> None:
-    """What can't be delivered is dropped."""
+    """Messages that can't be delivered are dropped."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.bind(str(tmp_path / "notify"))
         notifier = open_notifier({"NOTIFY_SOCKET": str(tmp_path / "notify")})
@@ -80,5 +82,5 @@ def test_a_manager_that_does_not_read_or_is_gone_holds_nobody_up(tmp_path: Path)
 
 
 def test_a_notifier_of_nobody_says_nothing() -> None:
-    """It can be used all the same."""
+    """A notifier without a service manager can be used all the same."""
     Notifier().stopping("done")

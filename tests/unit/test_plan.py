@@ -1,4 +1,4 @@
-"""What the configuration allows of root inside, and what nsinit and PID 1 are told of a session's options."""
+"""Plans of a session's options: root inside as the configuration allows it, and the settings for nsinit and PID 1."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_root_that_the_operator_ruled_out_is_refused() -> None:
 
 @pytest.mark.parametrize("rules", [None, FileRules(), FileRules(readable=("/usr",), writable=())])
 def test_options_outlive_the_record(rules: FileRules | None) -> None:
-    """What is stored with a session comes back as it was."""
+    """Options that are stored with a session come back as they were."""
     options = SessionOptions(user="root", root_inside=True, filesystem=rules)
     assert SessionOptions(**json.loads(json.dumps(attrs.asdict(options)))) == options
 

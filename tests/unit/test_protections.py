@@ -1,4 +1,4 @@
-"""How checks add up to protections, and which lack stops a start."""
+"""Protections: the checks that each is made of, and the missing ones that stop a start."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_is_listed_as_required_must_be_fully_on() -> None:
 
 
 def test_a_check_is_required_as_its_protection_is() -> None:
-    """What matters to the operator alone never stops anything."""
+    """A check that matters to the operator alone never stops a start."""
     some = with_needs(Config(), machine(fails("swap", "no"), fails("veth", "no"), fails("inotify", "few")))
     is_fatal = {check.id: check.is_fatal for check in some.checks}
     assert {check_id for check_id, fatal in is_fatal.items() if fatal} == {"swap"}

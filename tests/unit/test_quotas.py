@@ -64,7 +64,7 @@ def test_what_fits_is_let_in_and_what_does_not_is_told(quota: dict[str, float], 
 
 
 def test_a_change_counts_for_who_made_the_session() -> None:
-    """What does not grow always goes, also above a quota that was made smaller."""
+    """A change that asks for no more always goes, also above a quota that was made smaller."""
     key = key_with(memory_mb=250)
     shares = shares_of(key)
     limits = Limits(memory_mb=100)
@@ -107,7 +107,7 @@ def test_sums_are_those_of_what_is_held(steps: list[tuple[int, str | None, int]]
 
 
 def test_creates_per_minute_are_counted_per_key() -> None:
-    """Over it is 429 with the seconds until the next; a key without such a quota is not counted."""
+    """A create over the quota is 429 with the seconds until the next; a key without such a quota is not counted."""
     clock = Clock()
     key, free = key_with(creates_per_minute=2), key_with()
     shares = shares_of(key, free, clock=clock)

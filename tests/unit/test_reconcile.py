@@ -1,4 +1,4 @@
-"""What is decided about sessions and leftovers, at the start and every minute after it."""
+"""Decisions about sessions and leftovers, at the start and every minute after it."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_sandbox_that_runs_unknown_is_told_of_before_it_is_ended() -> None:
 
 
 def test_what_somebody_works_on_is_left_alone() -> None:
-    """Whatever the record says and whatever runs."""
+    """An owned session is left alone, whatever its record says and whatever runs."""
     for status in LIVE:
         plan = later([make_record(ID, status=status)], [running()], owned={ID}, seen=frozenset({ID}))
         assert [each.action for each in plan.decisions] == [Action.LEAVE]
@@ -154,13 +154,13 @@ def test_what_nobody_works_on_is_acted_on_when_it_was_seen_twice(
 
 
 def test_a_begun_end_waits_for_no_second_look() -> None:
-    """It was decided before."""
+    """The end of a session in state `destroying` was decided before."""
     record = make_record(ID, status=Status.DESTROYING, ending=Event.EXPIRE)
     assert [each.action for each in later([record], []).decisions] == [Action.FINISH]
 
 
 def test_a_leftover_is_told_of_once_and_removed_when_it_is_seen_again() -> None:
-    """What went by itself in between is not."""
+    """A leftover that is gone at the second look is not removed."""
     stays, goes = Leftover("cgroup", "stays"), Leftover("loop", "goes")
     first = later(leftovers=[stays, goes])
     assert (first.news, first.remove) == ([stays, goes], [])
@@ -182,7 +182,7 @@ def test_mounts_by_hand_and_cgroups_elsewhere_are_told_of_once_and_never_removed
 
 
 def test_trash_is_no_news_before_it_stays() -> None:
-    """It is on its way out."""
+    """Trash is on its way out."""
     trash = Leftover(TRASH, "x")
     first = later(leftovers=[trash])
     assert (first.news, first.remove) == ([], [])
@@ -220,7 +220,7 @@ def test_files_of_a_session_that_has_a_row_are_kept_in_whatever_state_it_is(stat
 
 
 def test_a_run_that_began_after_the_rows_were_read_keeps_its_files() -> None:
-    """Its session has an owner by then, who is asked last."""
+    """The files' session has an owner by then, because the owners are asked last."""
     plan = later([], [], owned={ID}, seen=frozenset(FILES), spool=[FILE])
     assert (plan.news, plan.remove, plan.seen) == ([], [], frozenset())
 
@@ -234,7 +234,7 @@ def test_files_of_a_sandbox_that_runs_unknown_go_with_it_and_not_before() -> Non
 
 
 def test_however_many_there_are_one_look_is_bounded() -> None:
-    """Those that were not told of are found by the next one."""
+    """Files beyond the bound are found by the next look."""
     many = [SpoolFile(f"{number:016x}.spool") for number in range(MAX_SPOOL_FILES + 1)]
     plan = plan_reconciliation(Observed([], [], BOOT, is_start=True, spool=many))
     assert (len(plan.news), len(plan.remove)) == (MAX_SPOOL_FILES, MAX_SPOOL_FILES)
@@ -299,7 +299,7 @@ def worlds(draw: st.DrawFn) -> World:
 
 @given(worlds(), st.booleans())
 def test_every_id_gets_exactly_one_action_and_nothing_live_is_cleaned(world: World, is_start: bool) -> None:
-    """Whatever is found: owned ids are left alone, and what runs as recorded is at worst watched."""
+    """Owned ids are left alone, and a sandbox that runs as recorded is at worst watched."""
     plan = world.plan(is_start=is_start)
     live = {name for name, each in world.records.items() if each.session.status in LIVE}
     assert sorted(each.session_id for each in plan.decisions) == sorted(live | world.found.keys())

@@ -23,7 +23,7 @@ ALLOW, KILL = 0x7FFF0000, 0x80000000
 I386, ARM = 0x40000003, 0x40000028
 HIGH = 1 << 32
 CLONE_THREAD_FLAGS = 0x3D0F00
-"""What a C library starts a thread with."""
+"""Flags with which a C library starts a thread."""
 FORK_FLAGS = 0x1200011
 
 
@@ -165,7 +165,7 @@ def test_commands_have_no_clone3(arch: Arch) -> None:
 
 @pytest.mark.parametrize("arch", ARCHES)
 def test_what_unpacks_an_archive_writes_files_and_nothing_else(arch: Arch) -> None:
-    """Its filter is a list: what is on it passes, other calls, architectures and numbers don't."""
+    """The filter of the unpacking process is a list: calls on it pass; other calls, architectures and numbers don't."""
     compiled = cbpf.load(encode(compile_list(CALLS, arch)))
     answers = {name: cbpf.run(compiled, AUDIT_ARCH[arch], number) for name, number in NUMBERS[arch].items()}
     assert {name for name, said in answers.items() if said == ALLOW} == CALLS & set(NUMBERS[arch])

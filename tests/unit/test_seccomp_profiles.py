@@ -191,7 +191,7 @@ def test_files_are_found_by_name_and_trusted_only_if_theirs_alone(tmp_path: Path
 
 
 def test_many_large_profiles_are_refused_before_nsinit_is_asked(tmp_path: Path) -> None:
-    """What does not fit into one message is told as such."""
+    """Profiles that do not fit into one message are refused with that reason."""
     text = json.dumps(
         {"defaultAction": "SCMP_ACT_ALLOW", "syscalls": [{"names": ["socketcall"] * 900, "action": "SCMP_ACT_LOG"}]}
     )

@@ -1,4 +1,4 @@
-"""What reads the front's answers for the attacks: whatever could pass for more than it is must be noticed."""
+"""Reader of the front's answers for the attacks: an answer that could pass for more than it is must be noticed."""
 
 from __future__ import annotations
 

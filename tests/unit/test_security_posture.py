@@ -1,4 +1,4 @@
-"""What `sandkasten security` finds weak: each rule on a value that is fine and on one that is not."""
+"""Findings of `sandkasten security`: each rule on a value that is fine and on one that is weak."""
 
 from __future__ import annotations
 
@@ -95,7 +95,9 @@ def test_a_configuration_that_others_may_change_or_read(tmp_path: Path) -> None:
 
 
 def test_a_data_directory_that_others_enter_or_replace(tmp_path: Path) -> None:
-    """Its own mode counts, and that of everything above it; a sticky directory is none that others can rename in."""
+    """The mode of the data directory counts, and that of everything above it. In a sticky directory others can't rename
+    it.
+    """
     above = tmp_path / "above"
     data = above / "data"
     data.mkdir(parents=True)
@@ -166,7 +168,7 @@ def test_the_machine_is_read_below_a_root(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_any_of_it_has_no_finding(tmp_path: Path) -> None:
-    """What can't be read is not guessed at."""
+    """A file of the kernel that can't be read gives no finding."""
     assert list(posture.check_machine(tmp_path, f"{tmp_path}/")) == []
 
 

@@ -1,4 +1,4 @@
-"""How long a session may be asked to live, and who says so."""
+"""Lifetimes of sessions: the longest that may be asked for, and the setting that bounds it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_what_is_not_asked_for_is_the_configured_default() -> None:
 
 
 def test_without_a_maximum_a_session_may_have_no_end() -> None:
-    """Because it asked for that, twice."""
+    """A session has no end only if both its ttl and its lifetime were asked to have none."""
     resolved = resolve(SessionSpec(ttl_s=FOREVER_S, max_lifetime_s=FOREVER_S), Config())
     assert (resolved.ttl_s, resolved.max_lifetime_s) == (FOREVER_S, FOREVER_S)
 

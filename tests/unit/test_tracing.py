@@ -32,7 +32,7 @@ def test_only_known_flags_are_passed_on(flags: str) -> None:
 
 @pytest.mark.parametrize("value", [f"01-{TRACE}-{PARENT}-01", f"cc-{TRACE}-{PARENT}-01-and-more", f"cc{GOOD[2:]}-"])
 def test_later_versions_are_read_as_far_as_they_are_known(value: str) -> None:
-    """What a later version puts behind the flags is passed over."""
+    """Fields that a later version puts behind the flags are passed over."""
     assert begin(value).trace_id == TRACE
 
 

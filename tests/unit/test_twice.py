@@ -64,7 +64,7 @@ def test_many_failures_get_no_second_run(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_imported_is_a_failure(tmp_path: Path) -> None:
-    """Its tests did not run at all, whatever became of the others."""
+    """The tests of the broken file did not run at all, whatever became of the others."""
     status, printed = run(tmp_path, once=ONCE, broken="import nothing_of_this_name\n")
     assert status != 0
     assert "1 error" in printed.splitlines()[-1]

@@ -43,7 +43,7 @@ def test_numbers_beyond_what_was_asked_for_are_a_lie(counts: Counts) -> None:
 
 
 def test_counts_and_sentences_come_through() -> None:
-    """As they were given, if they are sound."""
+    """Sound counts and sentences come through as they were given."""
     counts = Counts(100, 1000, 1, 100)
     assert read(verdict.unpacked(counts)) == counts
     with pytest.raises(Refused, match="'x': no such file"):

@@ -21,7 +21,7 @@ from tests.vm import disks
 BOOT_S = 900
 PROCESSORS = 2
 SLOWNESS = 6
-"""How much slower than a real processor an emulated one is on a busy machine, for limits that tests set."""
+"""Factor by which an emulated processor on a busy machine is slower than a real one, for limits that tests set."""
 _MEMORY_MB = 2048
 _QEMU = "qemu-system-x86_64"
 _KERNEL = (
@@ -61,7 +61,7 @@ def boot(script: str, *, workers: int = 1) -> str:
             capture_output=True,
             timeout=BOOT_S,
             check=False,
-            env={**os.environ, "TMPDIR": scratch},  # what -snapshot writes
+            env={**os.environ, "TMPDIR": scratch},  # the copies that -snapshot writes
         )
         return (done.stdout + done.stderr).decode(errors="replace").replace("\r\n", "\n")
 

@@ -1,7 +1,7 @@
-"""What else is tried on the emulated machine, each with one of its own: the whole catalogue of our attacks, from the
-sandbox's user and from root inside; and disk limits by project quotas, which few kernels are built with.
+"""Tests on emulated machines, each with one of its own: the whole catalogue of our attacks, from the sandbox's user and
+from root inside; and disk limits by project quotas, which few kernels are built with.
 
-In one file, so that they come one after the other: two emulated machines are too much for two processors.
+One file holds both, so that they run one after the other: two emulated machines are too much for two processors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.vm.words import boot_or_skip, statuses, trouble
 pytestmark = pytest.mark.vm
 
 PATIENCE = 30
-"""How much longer than usual an attempt may take: the processor is emulated."""
+"""Factor by which an attempt may take longer than usual: the processor is emulated."""
 
 ATTACK = """
 user=sandbox; classes='{as_sandbox}'; [ "$WORKER" = 1 ] || {{ user=root; classes='{as_root}'; }}
@@ -32,7 +32,9 @@ def _only(classes: Collection[str]) -> str:
 
 
 def _attack() -> str:
-    """Return what each processor's user does; of attempts that are nobody's inside, either makes one half."""
+    """Return the script of all attempts: as the sandbox's user on one processor, as root inside on the other. Attempts
+    without a user inside are split between the two.
+    """
     classes = {each.id.partition(".")[0] for each in catalogue()}
     nobodys = sorted({each.id.partition(".")[0] for each in catalogue() if "" in each.users})
     as_sandbox, as_root = classes - set(nobodys[::2]), classes - set(nobodys[1::2])
@@ -40,7 +42,7 @@ def _attack() -> str:
 
 
 def test_every_attack_is_held_off_on_a_pure_v2_kernel() -> None:
-    """As the sandbox's user on one processor and as root inside on the other: none is BROKEN, none was left out."""
+    """No attempt is BROKEN or left out, as the sandbox's user on one processor and as root inside on the other."""
     printed = boot_or_skip(_attack())
     summaries = re.findall(r"^(\d+) attempts in \S+ s: (.*)$", printed, re.MULTILINE)
     assert len(summaries) == machine.PROCESSORS, trouble(printed)
@@ -51,7 +53,7 @@ def test_every_attack_is_held_off_on_a_pure_v2_kernel() -> None:
 
 
 def test_project_quotas_hold_on_ext4_and_on_xfs() -> None:
-    """Every test that needs them passes there, and none was skipped."""
+    """Every test of project quotas passes on the emulated machine, and none is skipped."""
     tests = machine.marked_tests("project_quota", machine.marked_files("project_quota"))
     printed = boot_or_skip(f'{tests}\necho "tests: exit status $?"')
     assert "guest: project quota prjquota" in printed

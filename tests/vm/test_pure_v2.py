@@ -1,5 +1,6 @@
-"""What only a pure cgroup v2 kernel can prove, in one machine: limits, counting and events there, and that an older
-kernel works. Attacks and disks have machines of their own."""
+"""Claims that only a pure cgroup v2 kernel can prove, in one machine: limits, counting and events there, and that an
+older kernel works. Attacks and disks have machines of their own.
+"""
 
 from __future__ import annotations
 

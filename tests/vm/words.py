@@ -23,7 +23,7 @@ def boot_or_skip(script: str) -> str:
 
 
 def statuses(printed: str, what: str) -> list[str]:
-    """Return what `what` ended with on each processor."""
+    """Return the exit status of a step on each processor."""
     return re.findall(rf"^{what}: exit status (\d+)$", printed, re.MULTILINE)
 
 

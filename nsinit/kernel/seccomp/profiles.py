@@ -1,9 +1,10 @@
-"""The profiles that come along, and the floor below every one of them, an operator's own included.
+"""The built-in seccomp profiles, and the floor: rules that hold below every profile, an operator's own included.
 
-Owns which system calls are let pass and why not. `strict` is a list of what programs need; what is new or not in it is
-refused. `debug` adds what gdb and strace live on. `mvp` lets everything pass but a list, for programs that `strict`
-is in the way of. `off` is no filter at all, so it is no profile. Numbers: asm/ioctls.h, linux/sched.h,
-linux/personality.h, linux/in.h, asm/resource.h.
+Owns the lists of system calls and the reasons for refusals. `strict` allows the calls that programs need and refuses
+every other, those of newer kernels included. `debug` adds the calls of gdb and strace. `mvp` refuses a list and allows
+every other call, for programs that `strict` breaks. `off` stands for no filter, so it is no profile.
+
+Numbers: asm/ioctls.h, linux/sched.h, linux/personality.h, linux/in.h, asm/resource.h.
 """
 
 from __future__ import annotations

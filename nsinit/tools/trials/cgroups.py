@@ -42,7 +42,7 @@ class Tried:
 
 
 def try_all(room: Room) -> dict[str, Answer]:
-    """Return the answers by name; without a place for cgroups the first is the only one."""
+    """Return the answers by name of the check. Where no cgroup can be made, "cgroups" is the only one."""
     located = _locate()
     made: list[cgroup_tree.Tree] = []
     answers = {"cgroups": answer_of(lambda _room: _claim(located, made), room)}

@@ -1,4 +1,5 @@
-"""Trials of the disk mechanisms, each as nsinit uses it, in a data directory of their own.
+"""Trials of the disk mechanisms, which limit disk space. Each is tried as nsinit uses it, in a data directory made for
+the trial.
 
 Sources: see `nsinit/storage/`.
 """
@@ -15,7 +16,7 @@ from nsinit.tools.trials.attempt import FallsBack, Room, Seen, Trial
 
 
 def best(room: Room) -> Seen:
-    """Choose a mechanism as a start would."""
+    """Try the mechanisms in the order of a start of nsinit and tell the mode that the start would choose."""
     layout = _make_layout(room)
     mechanism, refused = choose.choose(layout, "auto", choose.candidates(layout, "auto"))
     if mechanism.mode == "none":
@@ -24,7 +25,7 @@ def best(room: Room) -> Seen:
 
 
 def trials() -> dict[str, Trial]:
-    """Return one trial for each mechanism."""
+    """Return one trial for each mechanism, by the name of the check."""
     return {f"disk_{kind.mode}": _trial_of(kind) for kind in choose.KINDS}
 
 

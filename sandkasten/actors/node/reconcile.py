@@ -31,7 +31,7 @@ class Action(enum.StrEnum):
     """The action for one session id."""
 
     LEAVE = "leave"
-    """Leave it to its owner in this daemon."""
+    """Leave the session to its owner in this daemon."""
 
     WATCH = "watch"
     """Look again at the next sweep: it has no owner."""
@@ -43,7 +43,7 @@ class Action(enum.StrEnum):
     """Tear down the remains and write the final state: its end was begun, or it can't go on."""
 
     CLEAN = "clean"
-    """Tear it down: it is not recorded as alive."""
+    """Tear the sandbox down: its session is not recorded as alive."""
 
 
 @attrs.frozen

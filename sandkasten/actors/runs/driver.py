@@ -80,7 +80,7 @@ _STREAMS = {Kind.STDOUT: Stream.STDOUT, Kind.STDERR: Stream.STDERR}
 A = TypeVar("A")
 
 CONTROL_S = 10.0
-"""How long PID 1 may take to answer a request that it can serve at once."""
+"""Deadline for PID 1's answer to a request that PID 1 can serve at once."""
 
 
 async def drive(run: Run, link: RunnerLink, cgroup: RunCgroup | None, *, ticket: str) -> protocol.ExecReply:

@@ -14,8 +14,8 @@ A disk that fails costs the next daemon's knowledge, never a run.
 
 `ExecIds` refuses ids that clients chose for runs that are not kept any more. No such id is ever forgotten while the
 session lives, by this daemon or the next. When there are as many as may be, or some may be missing, the session takes
-no new id from a client: nothing is run twice for want of memory. Ids that the server makes need no place there: a
-client that sends one can only mean a run that there was.
+no new id from a client, so that no command is run twice. Ids that the server makes are not remembered: a client that
+sends one can only mean an earlier run.
 
 The functions turn a run into its records, and records into a run.
 """
@@ -142,14 +142,15 @@ def restored(facts: RunFacts, state: RunState) -> Run:
 
 
 def is_orphan(run: Run, facts: RunFacts, *, input_ended: bool) -> bool:
-    """Whether a run has nobody left to go on for: its caller, the people at its prompt, or the rest of its input went
-    with their daemon."""
+    """Whether a run would go on for nobody: the earlier daemon had the connection of its caller, of its terminal's
+    viewers or of the rest of its input.
+    """
     is_prompt = facts.kind is ExecKind.TERMINAL and not run.request.is_program
     return not run.is_detached or is_prompt or (facts.input == "given" and not input_ended)
 
 
 def text_bytes(run: Run) -> int:
-    """Return what the texts of an ended run take in memory, as long as its record is kept."""
+    """Return the bytes of memory that the texts of an ended run take while its record is kept."""
     spec = run.request.spec
     texts = [run.exec_id, run.request.command, spec.command, *(spec.argv or ()), *spec.env.values()]
     if run.end is not None:
@@ -237,17 +238,17 @@ class RunPersistence(RunObserver):
         return self._gives_tickets
 
     def note_version(self, *, gives_tickets: bool) -> None:
-        """PID 1 said which version of the protocol it speaks."""
+        """Note whether PID 1's version of the protocol has tickets."""
         self._gives_tickets = gives_tickets
 
     def note_pause(self, *, is_paused: bool) -> None:
-        """PID 1 of a paused session can't answer; the output that PID 1 alone could give back is written."""
+        """Note a pause or its end. PID 1 of a paused session can't answer, so output that it alone holds is written."""
         self._is_reachable = not is_paused
         if self._ended:
             self._schedule()
 
     def ticket(self, run: Run) -> str:
-        """Return the ticket that PID 1 is given with a run, and shows to the next daemon."""
+        """Return the ticket of a run: its sealed facts. PID 1 keeps the ticket and shows it to the next daemon."""
         if not self._gives_tickets:
             return ""
         facts = facts_to_json(facts_of(run, self._readings_of(run)))
@@ -282,7 +283,7 @@ class RunPersistence(RunObserver):
         return self._is_behind(run)
 
     async def wait_room(self, run: Run) -> None:
-        """Wait until the output of the run is being written."""
+        """Wait until so much of the run's output was written that the run may go on."""
         while run.exec_id in self._due and self._is_behind(run):
             await self._written.wait()
 
@@ -290,24 +291,24 @@ class RunPersistence(RunObserver):
         return self._due[run.exec_id] >= min(_BEHIND_BYTES, _ALL_BEHIND_BYTES // len(self._due))
 
     def forget(self, exec_id: str) -> None:
-        """The run is not kept any more: nobody will ask PID 1 for its output."""
+        """Forget a run that is not kept any more: nobody will ask PID 1 for its output."""
         self._due.pop(exec_id, None)
         self._facts.pop(exec_id, None)
         self.unwanted((exec_id,) if self._ended.pop(exec_id, None) else ())
 
     def discard(self, exec_id: str) -> None:
-        """The run was refused, or its end will never be known: PID 1 is to forget it."""
+        """Forget a run that was refused, or whose end will never be known; PID 1 is told to forget it."""
         self._due.pop(exec_id, None)
         self._facts.pop(exec_id, None)
         self.unwanted((exec_id,))
 
     def lend(self, run: Run) -> None:
-        """PID 1 has an ended run, and output of it that is not written."""
+        """Note an ended run with output that PID 1 has and the disk has not."""
         self._ended[run.exec_id] = run
         self._schedule()
 
     def unwanted(self, exec_ids: Iterable[str]) -> None:
-        """PID 1 is to forget these; a run that goes on there is ended."""
+        """Have PID 1 told to forget these runs. A run that goes on there is ended."""
         self._unwanted.update(dict.fromkeys(exec_ids))
         while len(self._unwanted) > _MAX_UNWANTED:
             del self._unwanted[next(iter(self._unwanted))]

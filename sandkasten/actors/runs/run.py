@@ -39,7 +39,7 @@ from sandkasten.model.run import make_exec_id
 from sandkasten.output.log import LogReader, OutputLog, ReaderMode
 
 PATIENCE_S = 30.0
-"""How long after its time limit a run's end must come; covers the kill ladder in a sandbox starved of CPU."""
+"""Longest time between a run's time limit and its end; covers the kill ladder in a sandbox starved of CPU."""
 
 MAX_STDIN_SENDERS = 16
 """Callers that may wait in `RunInput.queue` of one run: each holds all that it sends."""
@@ -47,7 +47,7 @@ MAX_STDIN_SENDERS = 16
 WORKSPACE_DIR = "/workspace"
 
 _COMMAND_CHARS = 200
-"""How much of a command is shown."""
+"""Length of a command as shown."""
 
 _BULK_CHARS = 4096
 """A command, its environment and its input are dropped at the end of the run if they are longer together."""
@@ -186,7 +186,7 @@ class RunClock:
 
     @property
     def age_ms(self) -> int:
-        """How long the run has been running."""
+        """Time since the run began, 0 before that."""
         return 0 if self.began_at is None else round((trio.current_time() - self.began_at) * 1000)
 
     def enqueue(self, ahead: Sequence[Run]) -> None:
@@ -370,7 +370,9 @@ class Run:
         self.is_detached = request.on_disconnect is OnDisconnect.DETACH
         """Whether the run goes on without a caller."""
         self.scope = trio.CancelScope()
-        """Cancelling it closes the connection to the runner and ends the run here; PID 1 is told to forget the run."""
+        """Cancelling this scope closes the connection to the runner and ends the run here; PID 1 is told to forget the
+        run.
+        """
         self._observers: tuple[RunObserver, ...] = ()
         self._listeners = listeners
         """The observers of the output: there are few, and there is much of it."""
@@ -390,7 +392,7 @@ class Run:
 
     @property
     def output_bytes(self) -> int:
-        """How much the run has written."""
+        """Number of bytes that the run has written."""
         return 0 if self.log is None else self.log.stdout_bytes + self.log.stderr_bytes
 
     @property
@@ -546,9 +548,9 @@ class Run:
         assert self.log is not None
         arrived_at = trio.current_time()
         piece = await self.log.append(stream, data)
-        for observer in self._listeners:
-            if observer.wrote(self, piece):
-                await observer.wait_room(self)
+        # Everyone hears of the piece before anyone is waited for: a slow disk holds up the run, not its viewers.
+        for observer in [each for each in self._listeners if each.wrote(self, piece)]:
+            await observer.wait_room(self)
         self.clock.note_output(arrived_at)
 
     def resize(self, size: TerminalSize) -> None:
@@ -562,6 +564,7 @@ class Run:
             self._close()
             self.ended.set(end)
             self.started.set(None)
+            self._tell_ended()
 
     def fail(self, error: SandkastenError) -> None:
         """End with `error`: the run never ran, or its end will never be known here."""
@@ -569,6 +572,7 @@ class Run:
             self._close()
             self.started.fail(error)
             self.ended.fail(error)
+            self._tell_ended()
 
     def _close(self) -> None:
         self.state = ExecState.ENDED
@@ -577,6 +581,9 @@ class Run:
         self.request = self.request.without_bulk()
         if self.log is not None:
             self.log.close()
+
+    def _tell_ended(self) -> None:
+        """Tell the observers, once. The waiters have their answer by then, even if an observer fails."""
         observers, self._observers, self._listeners = self._observers, (), ()
         for observer in observers:
             observer.ended(self)

@@ -36,7 +36,7 @@ from sandkasten.model.errors import Capacity, ExecEnded, ExecGone, PermissionDen
 
 SCROLLBACK_BYTES = 256 * 1024
 WINDOW_BYTES = 128 * 1024
-"""How far the fastest viewer may lag before the terminal's program waits."""
+"""Bytes of output that the fastest viewer may be behind before the terminal's program waits."""
 
 PIECE_BYTES = 64 * 1024
 _MERGE_BYTES = 4096

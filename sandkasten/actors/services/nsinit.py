@@ -343,8 +343,9 @@ def _checked(request: protocol.Request[Any], answer: Answer) -> Answer:
     _close(answer)
     if isinstance(answer.message, protocol.Failed):
         failed = answer.message
-        # Whatever is in use says EBUSY, every day, and the asker handles it.
-        level = logging.DEBUG if failed.errno == errno.EBUSY else logging.WARNING
+        # A run cgroup with a process left in it says EBUSY, every day, and the asker handles it.
+        is_everyday = failed.errno == errno.EBUSY and isinstance(request, protocol.RemoveRunCgroup)
+        level = logging.DEBUG if is_everyday else logging.WARNING
         log.log(level, "nsinit_refused", extra={"failure": failure_text(failed)})
         raise BuildFailed(
             f"{failed.stage} failed: {failed.message}", stage=failed.stage, path=failed.path, errno=failed.errno

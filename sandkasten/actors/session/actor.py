@@ -574,7 +574,7 @@ class SessionActor(Actor):
 
     @property
     def running(self) -> int:
-        """How many runs there are, or wait for their turn."""
+        """Number of runs that go on or wait for their turn."""
         return self._runs.under_way
 
     def inspect(self) -> Inspection:

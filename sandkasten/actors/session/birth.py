@@ -42,7 +42,7 @@ _VERSIONS = range(protocol.OLDEST_VERSION, protocol.PROTOCOL_VERSION + 1)
 """The versions that PID 1 may speak: the runner of a sandbox is as old as the sandbox."""
 
 _HELLO_S = 10.0
-"""How long PID 1 may take to answer once it serves."""
+"""Deadline for PID 1's answer once PID 1 serves."""
 
 
 @attrs.frozen(kw_only=True)

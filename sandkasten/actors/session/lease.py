@@ -16,7 +16,7 @@ import trio
 from sandkasten.model import EndReason
 
 WARNING_S = 60.0
-"""How long before its end a session's expiry is announced."""
+"""Time between the announcement of a session's expiry and its end."""
 
 
 class Lease:

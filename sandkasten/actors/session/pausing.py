@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 A = TypeVar("A")
 
 _TRANSFER_S = 0.5
-"""How long a file transfer may hold up a pause."""
+"""Longest time for which a file transfer may hold up a pause."""
 
 
 class PausableSession(Protocol):

@@ -41,7 +41,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _VICTIM_S = 2.0
-"""How long nsinit may take to find the name of a victim."""
+"""Deadline for nsinit to find the name of a victim."""
 
 _SAME_DEATH_S = 2.0
 """A PID 1 that dies this soon after the kernel killed for memory in its sandbox may have died of that kill."""
@@ -137,8 +137,9 @@ class SandboxWatch:
 INIT_ENDED = "its init process ended"
 
 _NEWS_S = 10.0
-"""How long after a lost connection PID 1's death, or the daemon's stop, may be noticed. PID 1 is dead only when all of
-its namespace is (pid_namespaces(7)): on a busy machine that is seconds after its descriptors were closed."""
+"""Longest time between a lost connection and the notice of PID 1's death, or of the daemon's stop. PID 1 is dead only
+when all of its namespace is (pid_namespaces(7)): on a busy machine that is seconds after its descriptors were closed.
+"""
 
 _Hidden = SandboxError | Unavailable | ExecEnded
 """The errors of a request that may come of the session's death. Any other error is the request's own."""

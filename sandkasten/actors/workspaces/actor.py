@@ -293,8 +293,8 @@ class Workspaces(Actor):
 
     async def _holders(self, workspace_id: str, within: Within = EVERYWHERE) -> Sequence[str]:
         """Return the ids of the sessions that have it, and `""` for each holder that is not told by name."""
-        named = [_name(each, within) for each in await self._records(workspace_id)]
-        return named + [""] * self._holds.count(workspace_id, HAVING)
+        unnamed = self._holds.count(workspace_id, HAVING)  # first: a create's hold ends when its record is there
+        return [_name(each, within) for each in await self._records(workspace_id)] + [""] * unnamed
 
     async def _require_unused(self, workspace_id: str, within: Within = EVERYWHERE) -> None:
         if holders := await self._holders(workspace_id, within):

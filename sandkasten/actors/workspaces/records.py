@@ -1,4 +1,4 @@
-"""What is remembered of workspaces, for whom they exist, and the errors that name them.
+"""Records of workspaces: for which askers a workspace exists, and the errors that name workspaces.
 
 `Register` puts together the record of a workspace and its directory, for the workspaces actor. For an asker with a
 label, a workspace without that label does not exist. Records carry the labels, so a record is written before a
