@@ -343,7 +343,7 @@ def is_mounted(device: str) -> bool:
 
 
 def test_mounts_are_told_of_among_any_number_of_leftovers(server: Nsinit, behind: Path) -> None:
-    """What is removed makes room for more; what stays would be kept out as long as there is more."""
+    """Leftovers that are removed make room for more; a mount would be kept out as long as there are more."""
     point = server.data_dir / "spool" / "by hand"
     bind(behind, point)
     try:

@@ -153,7 +153,7 @@ def test_a_command_that_can_not_be_taken_back_is_ended_as_one_that_runs(
 def test_a_command_that_is_lost_while_its_shell_is_closed_is_answered_once(
     shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What failed on the way has answered it already."""
+    """Another step that failed on the way has answered the command already."""
     run, answer = shell.run("a")
     monkeypatch.setattr(run, "_finish_streams", lambda: run.fail("IO_ERROR", "the command was lost"))
     shell.queue.shell.retire()
@@ -162,7 +162,7 @@ def test_a_command_that_is_lost_while_its_shell_is_closed_is_answered_once(
 
 
 def test_the_next_command_is_told_of_a_shell_that_died_with_one_it_never_began(shell: Shell) -> None:
-    """That one was ended before, and nothing of it has met the new shell."""
+    """Nothing of the other command, which was ended before, has met the new shell."""
     first, cancelled = shell.run("a")
     shell.take()
     first.on_cancel()
@@ -186,7 +186,7 @@ def program(context: Context, leftovers: Leftovers) -> tuple[Program, Answer, Pl
 def test_a_program_whose_end_fails_is_answered(
     context: Context, leftovers: Leftovers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its last output is given up."""
+    """The last output is given up."""
     run, answer, plan = program(context, leftovers)
     processes = Processes(Process(NO_PID, 1, 0, is_dead=False))
     monkeypatch.setattr(run, "_spawn", lambda _plan, _streams: NO_PID)
@@ -205,7 +205,7 @@ def test_a_program_whose_end_fails_is_answered(
 def test_a_program_that_can_not_be_started_takes_no_pipe_from_a_background_job(
     context: Context, leftovers: Leftovers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own pipes have no writer any more, and are not kept."""
+    """The program's own pipes have no writer any more, and are not kept."""
     run, _, plan = program(context, leftovers)
     pipes = [os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) for _ in range(MAX_LEFTOVER_PIPES)]
     for read_fd, _ in pipes:
