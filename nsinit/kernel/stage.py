@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Collection
 
 from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
@@ -39,9 +40,9 @@ _LINKS = {
 _DIRECTORIES = ("pts", "shm")
 
 
-def enter_own_namespaces(needed: tuple[str, ...]) -> None:
+def enter_own_namespaces(needed: tuple[str, ...], unwanted: Collection[str]) -> None:
     """Leave the host's network, IPC, host name and mount namespaces, and drop every mount that holds none of the
-    `needed` paths. nsinit and its helpers have no network at all.
+    `needed` paths or is on an `unwanted` point. nsinit and its helpers have no network at all.
 
     The clone of each session copies the mounts that are left, so a host with hundreds of mounts must not cost every
     session those.
@@ -54,7 +55,8 @@ def enter_own_namespaces(needed: tuple[str, ...]) -> None:
         mounts = parse_mountinfo(os.fsdecode(file.read()))
     keep = mounts_to_keep(mounts, needed)
     for mount in reversed(mounts):
-        if mount.mount_id not in keep:
+        # Where propagation is private, ours on an unwanted point would outlive the host's own and keep its disk busy.
+        if mount.mount_id not in keep or mount.point in unwanted:
             _detach(mount.point)
 
 

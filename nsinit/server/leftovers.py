@@ -74,7 +74,7 @@ class HostView:
         text = b""
         while piece := os.pread(self.mounts_fd, 1 << 16, len(text)):
             text += piece
-        return mounts_in(os.path.realpath(layout.data_dir), os.fsdecode(text))
+        return mounts_in(layout.data_dir, os.fsdecode(text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +89,15 @@ class Leftovers:
 
     def find(self) -> Generator[Wait, bool, list[Leftover]]:
         """Return the leftovers there are, at most `MAX_LEFTOVERS`."""
-        found = [Leftover("cgroup", shown(name)) for path in self.tree.unique for name in _foreign_cgroups(path)]
+        found = [Leftover("mount", shown(point)) for point in self.host.find_mounts(self.layout)]
+        found += [Leftover("other_cgroup", shown(each)) for each in (yield from self._other_cgroups())]
+        # What is never removed stays in every answer, and must not keep out what is found only when the rest is gone.
+        found = list(dict.fromkeys(found))[: MAX_LEFTOVERS // 2]
+        found += [Leftover("cgroup", shown(name)) for path in self.tree.unique for name in _foreign_cgroups(path)]
         found += [Leftover("session_directory", shown(name)) for name in _foreign_names(self.layout.sessions)]
         found += [Leftover("run_directory", shown(name)) for name in _foreign_names(self.layout.run)]
         found += [Leftover("trash", shown(name)) for name in os.listdir(self.layout.trash)]
         found += [Leftover("loop", shown(f"{number} {path}")) for number, path in self._loops()]
-        found += [Leftover("mount", shown(point)) for point in self.host.find_mounts(self.layout)]
-        for directory in (yield from self._other_cgroups()):
-            found.append(Leftover("other_cgroup", shown(directory)))
         return list(dict.fromkeys(found))[:MAX_LEFTOVERS]
 
     def remove(self, leftover: Leftover) -> Generator[Wait, bool, bool]:

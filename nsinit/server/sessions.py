@@ -271,7 +271,7 @@ class Sessions:
         if not left:
             yield from self._give_back_slot(session_id, base)
         try:
-            if trash.discard_session(self.births.machine.layout, session_id):
+            if trash.discard_session(self.births.machine.layout, session_id, self.find_mounts()):
                 self.delete_trash()
         except OSError as error:
             leftovers.append(f"{error.filename}: {error.strerror}")

@@ -77,11 +77,13 @@ def start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Gra
 
 
 def _start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Grant | None, undo: ExitStack) -> Node:
-    steps, layout = Steps(), Layout(request.data_dir, grant.gid if grant else 0)
+    steps = Steps()
     with steps.step("validate"):
         if grant is not None:
             grant.check(request.data_dir, request.cgroup_parent)
         check_data_dir(request.data_dir)
+        # The real path: mount tables know no other, and points in them are compared with paths of the layout.
+        layout = Layout(os.path.realpath(request.data_dir), grant.gid if grant else 0)
         check_node_id(request.node_id)
         check_cgroup_parent(request.cgroup_parent)
         crash = _crash(request.crash_at, grant)
@@ -107,7 +109,10 @@ def _start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Gr
         last_capability = read_last_capability()
         keep_only(NSINIT_CAPABILITIES, last_capability)
     with steps.step("namespaces"):
-        stage.enter_own_namespaces((layout.data_dir, builder_steps.HOST_USR, "/proc", *tree.unique))
+        needed = layout.data_dir, builder_steps.HOST_USR, "/proc", *tree.unique
+        # A mount on a place itself may be the disk for it, and stays.
+        unwanted = {each for each in host.find_mounts(layout) if os.path.dirname(each) != layout.data_dir}
+        stage.enter_own_namespaces(needed, unwanted)
     with steps.step("stage"):
         stage.make_stage(layout.stage)
     with steps.step("disk"):

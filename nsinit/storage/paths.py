@@ -27,8 +27,8 @@ _FLAGS = struct.Struct("l")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The paths below `data_dir`. `gid`: the group of a daemon that is not root, which may reach the sockets of
-    sessions and keeps files of its own in the data directory; 0 without one."""
+    """The paths below `data_dir`, a real path wherever mounts are looked for. `gid`: the group of a daemon that is not
+    root, which may reach the sockets of sessions and keeps files of its own in the data directory; 0 without one."""
 
     data_dir: str
     gid: int = 0

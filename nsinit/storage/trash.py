@@ -27,21 +27,29 @@ Remove = Callable[[int, str], None]
 """Deletes a directory of this name below that descriptor: `remove_tree`, or a disk mechanism's own way."""
 
 
-def discard_session(layout: Layout, session_id: str) -> bool:
-    """Move the session's directories into the trash; True if there is something to delete now."""
-    moved = False
+def discard_session(layout: Layout, session_id: str, mounts: Collection[str]) -> bool:
+    """Move the session's directories into the trash; True if there is something to delete now.
+
+    Raises:
+        OSError: EBUSY: one of `mounts`, points in the machine's mount namespace, is on or below the directory in `run`;
+            nothing was moved.
+    """
+    moved, run = False, layout.session_run(session_id)
+    if any(is_below(point, run) for point in mounts):
+        # rmdir(2) would detach it from the machine, if nsinit's own namespace does not show it.
+        raise OSError(errno.EBUSY, "a mount is on it or below it", run)
     try:
-        os.unlink(f"{layout.session_run(session_id)}/{SOCKET_NAME}")
+        os.unlink(f"{run}/{SOCKET_NAME}")
     except FileNotFoundError:
         pass
     try:
-        os.rmdir(layout.session_run(session_id))
+        os.rmdir(run)
     except FileNotFoundError:
         pass
     except OSError as error:
         if error.errno != errno.ENOTEMPTY:
             raise
-        moved = _move(layout, layout.session_run(session_id), session_id)
+        moved = _move(layout, run, session_id)
     return _move(layout, layout.session(session_id), session_id) or moved
 
 

@@ -49,7 +49,7 @@ def main() -> None:
     check_data_dir(data_dir)
     check_node_id(node_id)
     request = json.load(sys.stdin)
-    layout, name = Layout(data_dir), name_of_node(node_id)
+    layout, name = Layout(os.path.realpath(data_dir)), name_of_node(node_id)
     json.dump(look(layout, name, frozenset(request["recorded"]), request["nsinit"]), sys.stdout)
 
 

@@ -23,7 +23,7 @@ from runner.process import process_set
 from runner.process.process_set import GroupSet, ProcessSet, ProgramSet
 from runner.process.spawn import Membership, offer_soon, spawn
 from runner.shell.ending import Ladder
-from runner.shell.lifecycle import PROGRAM, Action, Event, Outcome
+from runner.shell.lifecycle import PROGRAM, Action, Event, Outcome, State
 from runner.shell.run import SIGNAL_BASE, Run
 from runner.streams.flow import Leftovers
 from runner.streams.streams import ProgramStreams
@@ -83,7 +83,7 @@ class Program(Run):
             self._room.look(context)
             self.pid = self._spawn(plan, streams)
         except BaseException:
-            streams.close(self._leftovers)
+            streams.close(None)  # nobody writes to them: they would push a background job's pipe out of the leftovers
             raise
         finally:
             streams.close_child_side()
@@ -159,7 +159,10 @@ class Program(Run):
         if self.pid is not None and self._streams.is_terminal:
             process_set.send_signal(self.pid, signal.SIGHUP)  # as a terminal that goes away: an interactive shell obeys
         self._ladder = Ladder(
-            self._context, self._processes, on_clear=lambda: self._take(Event.CLEAR), now=self._in_hurry
+            *(self._context, self._processes),
+            on_clear=lambda: self._take(Event.CLEAR),
+            on_error=self._on_clear_error,
+            now=self._in_hurry,
         )
         self._ladder.climb()
 
@@ -177,6 +180,11 @@ class Program(Run):
             written_bytes=self._usage.ru_oublock * _BLOCK_BYTES,
         )
         sink.finish(reply)
+
+    def _on_clear_error(self, _error: Exception) -> None:
+        """The last output could not be read: give it up and answer."""
+        if self._life.state is State.DRAINING:
+            self._take(Event.DRAINED)
 
     def _on_error(self, _error: Exception) -> None:
         """The time limit could not be acted on: end the program by the shortest way."""

@@ -266,6 +266,7 @@ class KeptRuns:
             job = begin(run)
         except BaseException:
             self._going.pop(run.exec_id, None)  # there was no run
+            run.abandon()  # the run and its line refer to each other, and PID 1 collects no cycles
             raise
         if job is None or run.line is None:  # the run is answered already
             return None

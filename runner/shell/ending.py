@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from runner.loop.context import Context
-from runner.loop.loop import Loop, Timer
+from runner.loop.loop import Loop, OnError, Timer
 from runner.process import process_set
 from runner.process.process_set import Process, ProcessSet
 from runner.shell.shell import Shell
@@ -113,8 +113,8 @@ _LAST_LOOK_S = 0.05
 
 class Ladder:
     """Climbs until no process of the set is left and the shell, if there is one, is done with the command; then calls
-    `on_clear` once. `is_begun` returns whether the shell runs the command yet. With `now` the first step is the
-    kill."""
+    `on_clear` once, and `on_error` if that raises. `is_begun` returns whether the shell runs the command yet. With
+    `now` the first step is the kill."""
 
     def __init__(
         self,
@@ -122,6 +122,7 @@ class Ladder:
         processes: ProcessSet,
         *,
         on_clear: Callable[[], None],
+        on_error: OnError,
         shell: Shell | None = None,
         is_begun: Callable[[], bool] = lambda: True,
         now: bool = False,
@@ -132,6 +133,7 @@ class Ladder:
         self._shell = shell
         self._is_begun = is_begun
         self._on_clear = on_clear
+        self._on_clear_error = on_error
         self._start_s = time.monotonic()
         self._is_hurried = now
         self._look_s = _FIRST_LOOK_S
@@ -147,7 +149,8 @@ class Ladder:
             self._push_shell()
         left = self._push_processes()
         if not left and not self.shell_is_busy:
-            self._on_clear()
+            # An error is no reason to climb again, for nothing is left: it is the owner's.
+            self._loop.guard(lambda _events: self._on_clear(), 0, self._on_clear_error)
             return
         self._timer = self._loop.call_later(self._look_s, self.climb, self._on_error)
         self._look_s = min(_LAST_LOOK_S, self._look_s * 1.5)

@@ -156,7 +156,8 @@ class Execution(Run):
     def on_shell_closed(self) -> None:
         """End and answer: the shell is closed, nothing of it is left, and no other comes."""
         self._perform(self._life.close())
-        self._take(Event.READY)
+        if self._life.state is State.ENDED:  # else it was answered with an error on the way
+            self._take(Event.READY)
 
     def fail(self, code: ErrorCode, message: str) -> None:
         """Answer with an error instead of a result; the command is not running."""
@@ -172,6 +173,11 @@ class Execution(Run):
     def is_taken_back(self) -> bool:
         """Whether the command waits for the successor of a shell that never began it."""
         return self._life.state is State.TAKEN_BACK
+
+    @property
+    def is_withdrawn(self) -> bool:
+        """Whether the command has ended without a report of a shell, for none began it."""
+        return self._life.state is State.ENDED and not self._life.is_reported
 
     @property
     def is_unstarted(self) -> bool:
@@ -193,17 +199,22 @@ class Execution(Run):
         self._streams.resume()
 
     def _withdraw_or_climb(self) -> None:
-        if self._shell.take_back():
-            self._take(Event.UNSTARTED)
-            return
         self._ladder = Ladder(
             *(self._context, self._processes()),
             shell=self._shell,
             is_begun=lambda: self.is_begun,
             on_clear=lambda: self._take(Event.CLEAR),
+            on_error=lambda _error: self.fail("IO_ERROR", "the command was lost"),
             now=self._in_hurry,
         )
-        self._ladder.climb()
+        try:
+            is_withdrawn = self._shell.take_back()
+        except OSError:
+            is_withdrawn = False  # the shell may have the command: end it as one that the shell has
+        if is_withdrawn:
+            self._take(Event.UNSTARTED)
+        else:
+            self._ladder.climb()
 
     def _climb_on(self) -> None:
         assert self._ladder is not None

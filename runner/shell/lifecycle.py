@@ -267,6 +267,11 @@ class Lifecycle:
         return action
 
     @property
+    def is_reported(self) -> bool:
+        """Whether the shell or the reaper has reported the end."""
+        return self._reported is not None
+
+    @property
     def is_unfinished(self) -> bool:
         """Whether the run, or the shell's part of it, may still go on."""
         return self.state in _UNFINISHED

@@ -67,7 +67,13 @@ class CommandQueue:
         self.shell.retire()
         group = self.shell.group
         processes = TreeSet(lambda: self.shell.pid) if group is None else GroupSet(group)
-        self._closing = Ladder(self._context, processes, on_clear=lambda: self._on_clear(on_closed), now=True)
+        self._closing = Ladder(
+            self._context,
+            processes,
+            on_clear=lambda: self._on_clear(on_closed),
+            on_error=lambda _error: on_closed(),
+            now=True,
+        )
         self._closing.climb()
 
     def _on_clear(self, on_closed: Callable[[], None]) -> None:
@@ -124,7 +130,7 @@ class CommandQueue:
     def _on_death(self, wait_status: int) -> None:
         if self._current is not None and self._current.is_unstarted:
             self._on_unstarted()
-        if self._current is None or self._current.is_taken_back:
+        if self._current is None or self._current.is_taken_back or self._current.is_withdrawn:
             self._restarted = True
         else:
             self._current.on_shell_death(wait_status)

@@ -114,7 +114,7 @@ def as_lines(found: Leftovers) -> Sequence[str]:
     if not found.left and not found.unfinished:
         return [*lines, f"{'left':<9} {'nothing':<17}".rstrip()]
     if not found.unfinished and all(each.kind in TOLD_ONLY for each in found.left):
-        how = "left to you: `umount` a mount; end what runs in a cgroup"
+        how = "left to you: `umount` a mount, if it is no disk for the data directory; end what runs in a cgroup"
     elif found.is_served:
         how = "the daemon removes it within two minutes"
     else:
@@ -124,6 +124,8 @@ def as_lines(found: Leftovers) -> Sequence[str]:
 
 def describe(leftover: Leftover, found: Leftovers) -> str:
     """Return the line of one leftover, without its kind."""
+    if leftover.kind == "mount":
+        return f"{leftover.name}: left to you: it may be a disk for the data directory"
     if leftover.kind in TOLD_ONLY:
         return f"{leftover.name}: left to you"
     if leftover.kind != SESSION:

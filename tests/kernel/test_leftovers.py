@@ -18,7 +18,7 @@ from nsinit.helpers.builder import NAME as BUILDER
 from nsinit.helpers.cgroup_maker import NAME as CGROUP_MAKER
 from nsinit.helpers.forker import NAME as FORKER
 from nsinit.kernel.mountinfo import parse_points
-from nsinit.server.leftovers import mounts_in, shown
+from nsinit.server.leftovers import MAX_LEFTOVERS, mounts_in, shown
 from nsinit.wire.protocol import Failed, FindLeftovers, Leftover, LeftoversFound, Ok, Ready, RemoveLeftover
 from tests.kernel.harness import Nsinit, data_directory, host_plan, running, wait_until
 from tests.kernel.processes import sleeper_in
@@ -258,11 +258,18 @@ def test_mounts_made_by_hand_are_told_of_and_never_undone(propagation: str, behi
         assert points(data_dir) == made
 
 
+@pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("propagation", ["private", "shared"])
-def test_a_teardown_deletes_nothing_behind_a_mount(propagation: str, behind: Path) -> None:
+def test_a_teardown_deletes_nothing_behind_a_mount(
+    propagation: str, linked: bool, behind: Path, tmp_path: Path
+) -> None:
     """A directory, a workspace or a file that is mounted in a session's directory: what is behind it stays, and so does
-    the mount, whether or not nsinit's own namespace shows it. Trash that is kept by one is told of."""
-    with data_directory() as data_dir, own_mount(data_dir, propagation), running(data_dir) as server:
+    the mount, whether or not nsinit's own namespace shows it, and by whatever name it knows the data directory. Trash
+    that is kept by one is told of."""
+    with data_directory() as data_dir, own_mount(data_dir, propagation), contextlib.ExitStack() as stack:
+        link = tmp_path / "link"
+        link.symlink_to(data_dir)
+        server = stack.enter_context(running(link if linked else data_dir))
         session = data_dir / "sessions" / ID
         workspace = data_dir / "workspaces" / "kept"
         workspace.mkdir()
@@ -282,6 +289,74 @@ def test_a_teardown_deletes_nothing_behind_a_mount(propagation: str, behind: Pat
         remove(server, kept)
         assert settled(server) == set()
         assert (workspace / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("propagation", ["private", "shared"])
+def test_a_teardown_leaves_a_mount_in_the_place_of_a_socket(propagation: str, behind: Path) -> None:
+    """On the directory or below it, it stays where it is, and is told of; without it the teardown goes on."""
+    with data_directory() as data_dir, own_mount(data_dir, propagation), running(data_dir) as server:
+        place = data_dir / "run" / ID
+        for point in (place, place / "below"):
+            bind(behind, point)
+            made = points(data_dir)
+            assert str(point) in made
+            (left,) = server.teardown(ID).leftovers
+            assert str(place) in left
+            assert points(data_dir) == made
+            run("umount", point)
+        assert server.teardown(ID).leftovers == ()
+        assert not place.exists()
+
+
+def test_a_disk_that_was_mounted_before_the_start_is_given_back_by_its_umount(tmp_path: Path) -> None:
+    """Neither nsinit nor a helper keeps it busy, private as the machine's mounts may be; one on a place stays."""
+    image = tmp_path / "disk"
+    with image.open("wb") as file:
+        file.truncate(4 << 20)
+    run("mkfs.ext4", "-q", image)
+    device = subprocess.check_output(["losetup", "--find", "--show", str(image)], text=True).strip()
+    try:
+        with data_directory() as data_dir, own_mount(data_dir, "private"):
+            for place, is_busy in (("sessions/by hand", False), ("spool", True)):
+                point = data_dir / place
+                point.mkdir(parents=True)
+                run("mount", device, point)
+                with running(data_dir) as server:
+                    server.build(host_plan()).teardown()
+                    run("umount", point)
+                    assert is_mounted(device) is is_busy
+                wait_until(lambda: not is_mounted(device), "it is free when nsinit has ended")
+                point.rmdir()
+    finally:
+        run("losetup", "--detach", device)
+
+
+def is_mounted(device: str) -> bool:
+    """Whether any mount namespace has the file system of a device: open(2), O_EXCL on a block device."""
+    try:
+        os.close(os.open(device, os.O_RDONLY | os.O_EXCL))
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
+        return True
+    return False
+
+
+def test_mounts_are_told_of_among_any_number_of_leftovers(server: Nsinit, behind: Path) -> None:
+    """Leftovers that are removed make room for more; a mount would be kept out as long as there are more."""
+    point = server.data_dir / "spool" / "by hand"
+    bind(behind, point)
+    try:
+        for number in range(2 * MAX_LEFTOVERS):
+            (server.data_dir / "sessions" / f"foreign-{number}").mkdir()
+        answer = found(server)
+        assert len(answer) == MAX_LEFTOVERS
+        assert Leftover("mount", str(point)) in answer
+    finally:
+        run("umount", point)
+        shutil.rmtree(server.data_dir / "spool")
+        for path in server.data_dir.glob("sessions/foreign-*"):
+            path.rmdir()
 
 
 def test_only_nsinit_itself_holds_the_machines_mount_table(server: Nsinit) -> None:

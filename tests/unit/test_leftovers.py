@@ -24,13 +24,14 @@ def test_nothing_is_said_in_one_line_and_everything_else_has_one_of_its_own() ->
     assert [line.split(maxsplit=2)[2] for line in lines[2:6]] == [
         f"{ID}: runs, and the database has it not",
         f"{OTHER}: remains, and the database has it not",
-        "/x: left to you",
+        "/x: left to you: it may be a disk for the data directory",
         "0 /y",
     ]
     assert lines[6].strip() == "fix: `sandkasten doctor --fix` removes it"
     assert as_lines(Leftovers(is_served=True, left=left))[-1].strip() == "fix: the daemon removes it within two minutes"
     only_disk = as_lines(Leftovers(is_served=True, left=left[2:3]))
-    assert only_disk[-1].strip() == "fix: left to you: `umount` a mount; end what runs in a cgroup"
+    how = "`umount` a mount, if it is no disk for the data directory; end what runs in a cgroup"
+    assert only_disk[-1].strip() == f"fix: left to you: {how}"
 
 
 def test_a_data_directory_that_is_not_there_has_no_remains(tmp_path: Path) -> None:

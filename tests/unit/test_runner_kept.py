@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from runner.loop.context import Job, Sink
+from runner.loop.context import Job, Refused, Sink
 from runner.server.kept import MAX_ENDED_BYTES, MAX_KEPT_BYTES, KeptRuns
 from runner.wire.protocol import (
     KEPT_RUN_BYTES,
@@ -197,3 +200,23 @@ class KeptRunsMachine(RuleBasedStateMachine):
 
 TestKeptRuns = KeptRunsMachine.TestCase
 TestKeptRuns.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+
+
+def refuse_run(_sink: Sink) -> Job | None:
+    raise Refused("BAD_REQUEST", "no such shell")
+
+
+def test_a_refused_run_leaves_nothing_behind() -> None:
+    """PID 1 collects no cycles, so neither the run nor its connection may be part of one."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        connection = Connection()
+        left = weakref.ref(connection)
+        with pytest.raises(Refused):
+            KeptRuns().begin(Exec("r", "true", ticket="t"), connection, refuse_run)
+        del connection
+        assert left() is None
+    finally:
+        if was_enabled:
+            gc.enable()
