@@ -262,7 +262,7 @@ class SessionOutput:
 
     async def write(self, exec_ids: Iterable[str] | None = ()) -> bool:
         """Write all records that are due, and the output of some runs, or of all, that lies in memory alone. Return
-        whether that was all: about `_WRITE_BYTES` of output are written at a time.
+        whether more is left: about `_WRITE_BYTES` of output are written at a time.
 
         Raises:
             OSError: the disk is full or broken, the output would pass the disk limit, the session was closed, or not
@@ -278,7 +278,7 @@ class SessionOutput:
                     chosen += [(log.kept, *each) for each in found]
                     room_bytes -= sum(block.packed_bytes - block.written_bytes for block, _ in found)
             await self._write(chosen)
-            return room_bytes > 0
+            return room_bytes <= 0
 
     async def write_out(self, batch: Sequence[tuple[KeptOutput, Sequence[Block]]]) -> None:
         """Have blocks leave memory, the oldest of each log; those that lie in memory alone are written before.

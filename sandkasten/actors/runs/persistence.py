@@ -339,10 +339,10 @@ class RunPersistence(RunObserver):
         self._is_working = False
 
     async def write(self, *, is_last: bool = False) -> bool:
-        """Write all records that are due, and the output that PID 1 may not keep. With `is_last` all output. False:
+        """Write all records that are due, and the output that PID 1 may not keep. With `is_last` all output. True:
         there is more to write, and the disk takes it."""
         if self._output.is_recovering:
-            return True  # the files have everything still, and PID 1 is told to forget nothing
+            return False  # the files have everything still, and PID 1 is told to forget nothing
         due, self._due = self._due, {}
         self._written.set()
         self._written = trio.Event()
@@ -350,21 +350,21 @@ class RunPersistence(RunObserver):
         going = [run.exec_id for run in self._active if due.get(run.exec_id)]
         written = {exec_id: run for exec_id, run in self._ended.items() if exec_id in ended or _is_written(run)}
         try:
-            is_all = await self._output.write(None if is_last else (*ended, *going))
+            has_more = await self._output.write(None if is_last else (*ended, *going))
         except OSError as error:
             log.error("runs_not_written", extra={"session_id": self._host.session_id, "error": str(error)})
-            return True
+            return False
         for exec_id, run in written.items():
             if not _is_written(run):
                 self._is_due = True
             elif self._ended.pop(exec_id, None) is not None:
                 self._unwanted[exec_id] = None
-        return is_all
+        return has_more
 
     async def leave(self) -> None:
         """Leave the runs to the next daemon: write all records and all output, and close the session's output."""
         try:
-            while not await self.write(is_last=True):
+            while await self.write(is_last=True):
                 await trio.lowlevel.checkpoint()
         finally:
             self._output.close()
