@@ -51,7 +51,7 @@ from sandkasten.output.records import (
 )
 
 FILE_BYTES: Final = 1024 * 1024
-"""About as much goes into one file, and at least four times its statement."""
+"""Bytes in one file, about, and at least four times its statement; a store with room for many files has larger ones."""
 
 _NAME: Final = re.compile(r"([0-9a-f]+)\.([0-9a-f]{8})\.runs")
 _MAX_NAME: Final = 400
@@ -231,8 +231,9 @@ class DiskUse:
 class SessionFiles:
     """The files of one session, oldest first. Calls take turns; `discard` may come at any moment."""
 
-    def __init__(self, root: Path, session_id: str, use: DiskUse) -> None:
+    def __init__(self, root: Path, session_id: str, use: DiskUse, *, file_bytes: int = 0) -> None:
         self._root = root
+        self._file_bytes = file_bytes or FILE_BYTES
         self.session_id = session_id
         self._use = use
         self._lock = threading.Lock()
@@ -248,7 +249,7 @@ class SessionFiles:
     @property
     def needs_statement(self) -> bool:
         """Whether the next write begins a file, and so has to bring all known runs."""
-        return not self._is_open or self._files[-1].size_bytes >= max(FILE_BYTES, 4 * self._stated_bytes)
+        return not self._is_open or self._files[-1].size_bytes >= max(self._file_bytes, 4 * self._stated_bytes)
 
     @property
     def size_bytes(self) -> int:
@@ -257,7 +258,7 @@ class SessionFiles:
     @property
     def slack_bytes(self) -> int:
         """Bytes that the files may take beside the output that is needed."""
-        return 2 * max(FILE_BYTES, 4 * self._stated_bytes)
+        return 2 * max(self._file_bytes, 4 * self._stated_bytes)
 
     @property
     def is_empty(self) -> bool:

@@ -40,7 +40,17 @@ import trio
 from sandkasten.config import MIB, Runs
 from sandkasten.model.run import is_made
 from sandkasten.output.blocks import BLOCK_BYTES, Account, Block, KeptOutput, Ledger
-from sandkasten.output.disk import DataFile, DiskUse, News, SessionFiles, Tail, Written, find_files, session_of
+from sandkasten.output.disk import (
+    FILE_BYTES,
+    DataFile,
+    DiskUse,
+    News,
+    SessionFiles,
+    Tail,
+    Written,
+    find_files,
+    session_of,
+)
 from sandkasten.output.log import OutputLog
 from sandkasten.output.records import RunFacts, RunState, UsedIds
 
@@ -447,6 +457,8 @@ class OutputStore:
         self._writing = trio.CapacityLimiter(_WRITERS)
         self._recovering = trio.CapacityLimiter(_READERS)
         self.disk_limit_bytes = disk_bytes
+        # Each file begins with all that is known of all runs: with hundreds of runs, small files are mostly that.
+        self._file_bytes = max(FILE_BYTES, min(4 * FILE_BYTES, disk_bytes // 64))
 
     @classmethod
     def configured(cls, root: Path, runs: Runs) -> OutputStore:
@@ -549,7 +561,9 @@ class OutputStore:
     def _files_of(self, session_id: str) -> SessionFiles:
         files = self._files.get(session_id)
         if files is None:
-            files = self._files[session_id] = SessionFiles(self._root, session_id, self._disk)
+            files = self._files[session_id] = SessionFiles(
+                self._root, session_id, self._disk, file_bytes=self._file_bytes
+            )
         return files
 
     def _forget_files(self, files: SessionFiles) -> None:
