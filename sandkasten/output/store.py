@@ -458,7 +458,7 @@ class OutputStore:
         self._recovering = trio.CapacityLimiter(_READERS)
         self.disk_limit_bytes = disk_bytes
         # Each file begins with all that is known of all runs: with hundreds of runs, small files are mostly that.
-        self._file_bytes = max(FILE_BYTES, min(4 * FILE_BYTES, disk_bytes // 64))
+        self._file_bytes = max(FILE_BYTES, min(4 * FILE_BYTES, session_bytes // 16))
 
     @classmethod
     def configured(cls, root: Path, runs: Runs) -> OutputStore:

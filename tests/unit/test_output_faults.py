@@ -99,7 +99,7 @@ async def test_files_that_were_damaged_are_gone(tmp_path: Path) -> None:
 
 async def test_a_slice_ends_where_the_disk_fails(tmp_path: Path) -> None:
     """Output up to the failure is given; the next slice is told that it's gone."""
-    async with open_spool(tmp_path, memory_bytes=MB) as spool:
+    async with open_spool(tmp_path, memory_bytes=MB, session_bytes=16 * MB) as spool:
         log = await ended(spool.session("session"), "a", pieces=60)
         await wait_memory_below(spool, MB)
         first_file = log.kept.blocks[0].parts[0].file
