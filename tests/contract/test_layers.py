@@ -85,7 +85,12 @@ CHILD_ENTRY = {"nsinit.__main__", "nsinit.sandbox.child"}
 @cache
 def graph() -> grimp.ImportGraph:
     return grimp.build_graph(
-        "sandkasten", "nsinit", "runner", include_external_packages=True, exclude_type_checking_imports=False
+        "sandkasten",
+        "nsinit",
+        "runner",
+        include_external_packages=True,
+        exclude_type_checking_imports=False,
+        cache_dir=None,  # grimp's cache of a checkout whose files moved names modules that are gone
     )
 
 
