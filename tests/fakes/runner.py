@@ -55,6 +55,7 @@ class Script:
     is_tough: bool = False
     breaks_protocol: bool = False
     restarts_shell: bool = False
+    written_bytes: int = -1
 
 
 class ScriptedRun:
@@ -101,6 +102,7 @@ class ScriptedRun:
                 cwd=self.script.cwd,
                 duration_us=7000,
                 shell_restarted=self.script.restarts_shell,
+                written_bytes=self.script.written_bytes,
             )
             self.is_stdin_open = False
             self.ended.set()
