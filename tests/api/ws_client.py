@@ -106,8 +106,8 @@ class Talk:
                 return heard
 
     async def run(self, channel: int, cmd: str, **fields: Any) -> list[Message]:  # JSON values
-        """Start a command and return what is heard of it to its end."""
-        await self.say("start", id=channel, cmd=cmd, **fields)
+        """Start a command that waits for no other, and return what is heard of it to its end."""
+        await self.say("start", id=channel, cmd=cmd, **{"mode": "stateless"} | fields)
         return await self.hear_until("exit", channel)
 
     async def hear_close(self) -> tuple[int, str]:
@@ -182,12 +182,12 @@ async def started(
     channel: int = 1,
     **fields: Any,  # JSON values
 ) -> ScriptedRun | fake.Run:
-    """Start a command that waits to be told to end, and return it."""
+    """Start a command that waits to be told to end, and for no other command, and return it."""
     if isinstance(running, RunningTree):
         running.tree.scripts.setdefault("wait", Script(hold=trio.Event()))
     else:
         running.supervisor.scripts.setdefault("wait", fake.Script(hold=trio.Event()))
-    await client.say("start", id=channel, cmd="wait", **fields)
+    await client.say("start", id=channel, cmd="wait", **{"mode": "stateless"} | fields)
     await client.hear_text("started")
     return running.tree.runs[-1]
 
