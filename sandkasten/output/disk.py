@@ -22,7 +22,7 @@ The bytes of output are only read, and checked, when somebody asks for them.
 
 Nothing is synced: a killed daemon loses nothing by that, and after a crash of the machine there are no runs.
 
-Sources: write(2), open(2) (O_NOFOLLOW, O_APPEND, O_EXCL), ftruncate(2), pread(2), unlink(2) (a link is removed, not
+Sources: writev(2), open(2) (O_NOFOLLOW, O_APPEND, O_EXCL), ftruncate(2), pread(2), unlink(2) (a link is removed, not
 followed; a directory is refused), zlib crc32.
 """
 
@@ -67,6 +67,7 @@ _HEADER: Final = struct.Struct("<IIIII")
 """Checksum of the rest of the header; lengths of the two parts of a record; checksum of each."""
 _SEED: Final = 0x4E55_5233
 _MAX_PART_BYTES: Final = 64 * 1024 * 1024
+_MAX_PARTS: Final = os.sysconf("SC_IOV_MAX")
 
 _PIECE: Final = struct.Struct("<BI")
 """Before every piece: its stream, its length in bytes."""
@@ -82,9 +83,13 @@ class CutShort(BadRecord):
     """A file that ends within a record."""
 
 
-def _record(head: bytes, body: bytes = b"") -> Sequence[bytes]:
-    rest = len(head), len(body), zlib.crc32(head), zlib.crc32(body)
-    return _HEADER.pack(_header_check(*rest), *rest), head, body
+def _record(head: bytes, *body: bytes) -> Sequence[bytes]:
+    """Return the parts of a record, of which large ones are not copied."""
+    body_check = 0
+    for part in body:
+        body_check = zlib.crc32(part, body_check)
+    rest = len(head), sum(map(len, body)), zlib.crc32(head), body_check
+    return _HEADER.pack(_header_check(*rest), *rest), head, *body
 
 
 def _header_check(*rest: int) -> int:
@@ -112,10 +117,13 @@ def _read_part(stream: BinaryIO, size_bytes: int, check: int) -> bytes:
 
 def pack(pieces: Iterable[Output]) -> bytes:
     """Return pieces as they lie in a file. The packed form of two lists is that of both in a row. Does not block."""
-    parts: list[bytes] = []
+    return b"".join(_packed(pieces))
+
+
+def _packed(pieces: Iterable[Output]) -> Iterator[bytes]:
     for piece in pieces:
-        parts += (_PIECE.pack(_NUMBERS[piece.stream], len(piece.data)), piece.data)
-    return b"".join(parts)
+        yield _PIECE.pack(_NUMBERS[piece.stream], len(piece.data))
+        yield piece.data
 
 
 def unpack(data: bytes, first_sequence: int) -> list[Output]:
@@ -292,9 +300,9 @@ class SessionFiles:
         """All parts of output that are needed are in `live_parts` from now on."""
         self._is_counted = True
 
-    def end_output(self) -> None:
-        """Let the next output begin a file, so that the newest one can be removed."""
-        self._is_filling = False
+    def end(self, file: DataFile) -> None:
+        """Add no more output to a file, so that it can be removed."""
+        self._is_filling = self._is_filling and file is not self._outputs[-1]
 
     def keep(self) -> None:
         """Remove no file for want of need: the next daemon needs them. `discard` still removes them."""
@@ -308,7 +316,7 @@ class SessionFiles:
         Raises:
             OSError: the disk did not take all of them, and now has none of them. The next write begins a file.
         """
-        records = b"".join(part for record in _records(news) for part in record)
+        records = [part for record in _records(news) for part in record]
         output, spans = _encode(news.tails)
         with self._lock:
             if self.is_discarded:
@@ -371,20 +379,18 @@ class SessionFiles:
         self._number += 1
         return DataFile(self, self._root / f"{self.session_id}.{self._number:08x}.{kind}")
 
-    def _append(self, parts: Iterable[tuple[DataFile | None, bytes]]) -> None:
+    def _append(self, additions: Iterable[tuple[DataFile | None, Sequence[bytes]]]) -> None:
         """Append to all of these files, or to none."""
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         opened: list[tuple[DataFile, int, int]] = []
         with contextlib.ExitStack() as stack:
             try:
-                for file, data in parts:
-                    if file is not None and data:
+                for file, parts in additions:
+                    if file is not None and parts:
                         fd = os.open(file.path, flags | (0 if file.size_bytes else os.O_CREAT | os.O_EXCL), 0o600)
                         stack.callback(os.close, fd)
-                        opened.append((file, fd, len(data)))
-                        view = memoryview(data)
-                        while view:
-                            view = view[os.write(fd, view) :]
+                        opened.append((file, fd, sum(map(len, parts))))
+                        _write_all(fd, parts)
             except OSError:
                 for file, fd, _ in opened:
                     if file.size_bytes:
@@ -403,18 +409,30 @@ class SessionFiles:
             self._use.count(-file.size_bytes)
 
 
-def _encode(tails: Iterable[Tail]) -> tuple[bytes, Sequence[tuple[int, int]]]:
-    """Return the bytes to append, and at which of them each tail begins, and how many it takes."""
+def _write_all(fd: int, parts: Iterable[bytes]) -> None:
+    views = [memoryview(part) for part in parts]
+    done = 0
+    while done < len(views):
+        count = os.writev(fd, views[done : done + _MAX_PARTS])
+        while done < len(views) and count >= len(views[done]):
+            count -= len(views[done])
+            done += 1
+        if count:
+            views[done] = views[done][count:]
+
+
+def _encode(tails: Iterable[Tail]) -> tuple[Sequence[bytes], Sequence[tuple[int, int]]]:
+    """Return the parts to append, and at which of their bytes each tail begins, and how many it takes."""
     parts: list[bytes] = []
     spans: list[tuple[int, int]] = []
     at = 0
     for tail in tails:
-        content = tail.content if isinstance(tail.content, bytes) else pack(tail.content)
-        record = _record(_OUTPUT + tail.span.encode() + tail.exec_id.encode(), content)
+        content = (tail.content,) if isinstance(tail.content, bytes) else _packed(tail.content)
+        record = _record(_OUTPUT + tail.span.encode() + tail.exec_id.encode(), *content)
         spans.append((at, sum(map(len, record))))
         at += spans[-1][1]
         parts += record
-    return b"".join(parts), spans
+    return parts, spans
 
 
 def _records(news: News) -> Iterator[Sequence[bytes]]:

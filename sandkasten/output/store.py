@@ -399,7 +399,7 @@ class SessionOutput:
         """Drop the output in the oldest file, and the file unless a reader needs it."""
         for log in self._logs.values():
             log.kept.drop_file(file)
-        self.files.end_output()
+        self.files.end(file)
         await self._store.in_thread(self.files.remove_unneeded)
 
     # The limit of the session

@@ -271,7 +271,7 @@ def test_a_file_of_output_stays_while_it_is_needed(tmp_path: Path, monkeypatch: 
     third.file.live_parts = 0
     files.remove_unneeded()
     assert names(tmp_path, "out") == [third.file.path.name]
-    files.end_output()
+    files.end(third.file)
     files.remove_unneeded()
     assert names(tmp_path, "out") == []
 
