@@ -277,7 +277,7 @@ def test_a_file_of_output_stays_while_it_is_needed(tmp_path: Path, monkeypatch: 
 
 
 def test_older_records_go_once_the_statement_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How much output there is makes no difference."""
+    """The amount of output makes no difference."""
     monkeypatch.setattr(disk, "FILE_BYTES", 1000)
     files = open_files(tmp_path)
     write(files, tail("a", 1, b"x" * 4000), runs=[run("a", ENDED)])
