@@ -37,7 +37,7 @@ from typing import Final, NoReturn, TypeVar, TypeVarTuple
 
 import trio
 
-from sandkasten.config import MIB, Runs
+from sandkasten.config import MIB, RunsSettings
 from sandkasten.model.run import is_made
 from sandkasten.output.blocks import BLOCK_BYTES, Account, Block, KeptOutput, Ledger
 from sandkasten.output.disk import (
@@ -461,7 +461,7 @@ class OutputStore:
         self._file_bytes = max(FILE_BYTES, min(4 * FILE_BYTES, session_bytes // 16))
 
     @classmethod
-    def configured(cls, root: Path, runs: Runs) -> OutputStore:
+    def configured(cls, root: Path, runs: RunsSettings) -> OutputStore:
         """Return a store with the limits of the configuration."""
         return cls(
             root,

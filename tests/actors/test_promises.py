@@ -15,7 +15,7 @@ import pytest
 import trio
 
 from sandkasten.app import open_supervisor
-from sandkasten.config import Config, Server
+from sandkasten.config import Config, ServerSettings
 from sandkasten.model import (
     Cause,
     ExecKind,
@@ -65,7 +65,7 @@ async def supervisor(request: pytest.FixtureRequest) -> AsyncIterator[Supervisor
             yield tree.supervisor
         return
     with tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory:
-        async with open_supervisor(Config(data_dir=Path(directory), server=Server(vessels=0))) as real:
+        async with open_supervisor(Config(data_dir=Path(directory), server=ServerSettings(vessels=0))) as real:
             yield real
 
 

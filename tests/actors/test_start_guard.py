@@ -6,12 +6,12 @@ import attrs
 import pytest
 
 from sandkasten.app import _guard
-from sandkasten.config import Config, ConfigError, Isolation
+from sandkasten.config import Config, ConfigError, IsolationSettings
 from sandkasten.host.protections import lacking
 from sandkasten.model.node import Protection, State, System
 from tests.fakes.supervisor import FakeSupervisor
 
-CONFIG = Config(isolation=Isolation(required=("disk",)))
+CONFIG = Config(isolation=IsolationSettings(required=("disk",)))
 
 
 def supervisor_with(state: State) -> FakeSupervisor:

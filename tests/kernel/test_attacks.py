@@ -21,7 +21,7 @@ import attrs
 import pytest
 import trio
 
-from sandkasten.config import Config, Disk, Security
+from sandkasten.config import Config, DiskSettings, SecuritySettings
 from sandkasten.security.attacks.field import USERS, open_field
 from sandkasten.security.attacks.package import pack_probes
 from sandkasten.security.campaign import Result, attack, catalogue, choose, make_all, show_controls
@@ -116,7 +116,7 @@ def test_without_a_sandbox_the_attempt_succeeds(probes: tuple[Path, Target], nam
 
 @pytest.mark.parametrize(
     ("layer", "weak", "least"),
-    [("seccomp", {"security": Security(seccomp="off")}, 8), ("disk", {"disk": Disk(mode="none")}, 2)],
+    [("seccomp", {"security": SecuritySettings(seccomp="off")}, 8), ("disk", {"disk": DiskSettings(mode="none")}, 2)],
     ids=["filter", "disk"],
 )
 async def test_without_a_layer_what_only_it_holds_is_broken(

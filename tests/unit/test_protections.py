@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from sandkasten.config import Config, Isolation, Security
+from sandkasten.config import Config, IsolationSettings, SecuritySettings
 from sandkasten.host.checks import CATALOGUE, fails, works
 from sandkasten.host.protections import Situation, lacking, protections, with_needs
 from sandkasten.model.node import PROTECTIONS, Check, Machine, Need, Protection, State, Verdict
@@ -64,22 +64,22 @@ def test_what_is_promised_can_be_given_up_and_what_is_essential_can_not() -> Non
     some = machine(fails("swap", "not counted"))
     (line,) = lacks_on(some)
     assert line.endswith("(or list swap in isolation.allow_missing)")
-    assert lacks_on(some, Config(isolation=Isolation(allow_missing=("swap",)))) == []
+    assert lacks_on(some, Config(isolation=IsolationSettings(allow_missing=("swap",)))) == []
     with pytest.raises(ValueError, match="no sandbox can be made without limits"):
-        Isolation(allow_missing=("limits",))
+        IsolationSettings(allow_missing=("limits",))
 
 
 def test_what_is_listed_as_required_must_be_fully_on() -> None:
     """A fallback is not enough for it, nor is what the configuration itself switches off."""
-    config = Config(isolation=Isolation(required=("filesystem",)))
+    config = Config(isolation=IsolationSettings(required=("filesystem",)))
     some = machine(fails("overlay", "half of it", verdict=Verdict.FALLS_BACK))
     assert lacks_on(some) == []
     (line,) = lacks_on(some, config)
     assert line.startswith("filesystem is required and not complete: overlayfs: half of it")
-    off = Config(isolation=Isolation(required=("seccomp",)), security=Security(seccomp="off"))
+    off = Config(isolation=IsolationSettings(required=("seccomp",)), security=SecuritySettings(seccomp="off"))
     (line,) = lacks_on(machine(), off)
     assert line.startswith("seccomp is required and off: ")
-    assert lacks_on(machine(), Config(security=Security(seccomp="off"))) == []
+    assert lacks_on(machine(), Config(security=SecuritySettings(seccomp="off"))) == []
 
 
 def test_a_check_is_required_as_its_protection_is() -> None:
@@ -87,5 +87,5 @@ def test_a_check_is_required_as_its_protection_is() -> None:
     some = with_needs(Config(), machine(fails("swap", "no"), fails("veth", "no"), fails("inotify", "few")))
     is_fatal = {check.id: check.is_fatal for check in some.checks}
     assert {check_id for check_id, fatal in is_fatal.items() if fatal} == {"swap"}
-    waived = with_needs(Config(isolation=Isolation(allow_missing=("swap",))), some)
+    waived = with_needs(Config(isolation=IsolationSettings(allow_missing=("swap",))), some)
     assert not any(check.is_fatal for check in waived.checks)

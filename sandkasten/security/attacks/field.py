@@ -20,7 +20,7 @@ import trio
 
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
-from sandkasten.config import Config, Pool, Server
+from sandkasten.config import Config, PoolSettings, ServerSettings
 from sandkasten.images.removal import remove_tree
 from sandkasten.model import ExecResult, ExecSpec, Limits, ProcessSpec, SessionSpec, WaitFor
 from sandkasten.security.attacks.package import pack_probes
@@ -115,8 +115,8 @@ async def open_field(config: Config, *, patience: float = 1.0) -> AsyncIterator[
             allowed_images=(),
             sessions_on_stop="destroy",
             api_key=secret(),
-            pool=Pool(),
-            server=Server(vessels=0),
+            pool=PoolSettings(),
+            server=ServerSettings(vessels=0),
             workspace=attrs.evolve(config.workspace, max_import_mb=_MAX_IMPORT_MB),
         )
         async with open_supervisor(own) as supervisor:
