@@ -129,7 +129,7 @@ def build(plan: protocol.SandboxPlan) -> Call[Sandbox]:
 
 def attach(session_id: str) -> Call[Sandbox]:
     """Find a running sandbox again."""
-    return Call(protocol.Attach(_UNSENT, session_id), _sandbox)
+    return Call(protocol.Adopt(_UNSENT, session_id), _sandbox)
 
 
 def teardown(session_id: str) -> Call[protocol.TornDown]:
@@ -171,7 +171,7 @@ def _torn_down(answer: Answer) -> protocol.TornDown:
 
 
 def _sandbox(answer: Answer) -> Sandbox:
-    found: protocol.Built | protocol.Attached = answer.message
+    found: protocol.Built | protocol.Adopted = answer.message
     if not answer.fds or (found.oom_event != "none") is not (len(answer.fds) == protocol.MAX_FDS):
         raise _wrong_descriptors(answer)
     timings = found.timings_us if isinstance(found, protocol.Built) else {}
