@@ -13,7 +13,7 @@ from typing import Protocol
 from runner.loop.config import RunnerConfig
 from runner.loop.identity import UserIdentity, sandbox_user
 from runner.loop.kernel import Kernel
-from runner.loop.loop import Loop
+from runner.loop.loop import EventLoop
 from runner.loop.reaper import Reaper
 from runner.loop.settings import Settings
 from runner.wire.protocol import Error, ErrorCode, Kind, TerminalSize
@@ -94,7 +94,7 @@ class Context:
 
     config: RunnerConfig
     kernel: Kernel
-    loop: Loop
+    loop: EventLoop
     reaper: Reaper
     as_user: UserIdentity
     settings: Settings
@@ -103,7 +103,7 @@ class Context:
     @classmethod
     def open(cls, config: RunnerConfig, kernel: Kernel) -> Context:
         """Make the loop and begin to reap; signals must be blocked already."""
-        loop = Loop()
+        loop = EventLoop()
         user = UserIdentity(sandbox_user(config), kernel, ends_with_parent=config.files_only)
         return cls(config, kernel, loop, Reaper(loop), user, Settings(config), Registry())
 

@@ -14,8 +14,8 @@ from runner.loop.context import Context, Sink
 from runner.loop.loop import Timer
 from runner.process.storage import RoomGauge
 from runner.shell.ending import Ladder
-from runner.shell.lifecycle import Action, Event, Lifecycle, Table
-from runner.streams.flow import Leftovers
+from runner.shell.lifecycle import Action, Lifecycle, Notice, Table
+from runner.streams.flow import AbandonedPipes
 from runner.streams.streams import NO_STREAMS, ClientSide
 from runner.wire.protocol import Cause, Exec, ExecReply, RunProgram, Started, TerminalSize
 
@@ -27,7 +27,7 @@ class Run(ClientSide, ABC):
     """One run, from its request to its answer. Implements `Job` and `Reachable`."""
 
     def __init__(
-        self, context: Context, request: Exec | RunProgram, sink: Sink, leftovers: Leftovers, table: Table
+        self, context: Context, request: Exec | RunProgram, sink: Sink, leftovers: AbandonedPipes, table: Table
     ) -> None:
         super().__init__(sink)
         self._context = context
@@ -44,7 +44,7 @@ class Run(ClientSide, ABC):
 
     # Events and actions ---------------------------------------------------------------------------------------------
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: Notice) -> None:
         self._perform(self._life.take(event))
 
     @abstractmethod
@@ -79,7 +79,7 @@ class Run(ClientSide, ABC):
 
     def on_output_done(self) -> None:
         if self._streams.is_done:
-            self._take(Event.DRAINED)
+            self._take(Notice.DRAINED)
 
     # Parts of actions -----------------------------------------------------------------------------------------------
 

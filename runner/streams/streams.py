@@ -16,7 +16,7 @@ from runner.loop.config import STDIN_BUFFER_BYTES
 from runner.loop.context import Context, Sink
 from runner.loop.identity import UserIdentity
 from runner.streams import pty
-from runner.streams.flow import FlowOwner, Inflow, Leftovers, Outflow
+from runner.streams.flow import AbandonedPipes, FlowOwner, Inflow, Outflow
 from runner.wire.protocol import Kind, TerminalSize
 
 _NULL_FD = 0
@@ -91,7 +91,7 @@ class Streams:
         for outflow in self._outflows:
             outflow.finish(may_read=may_read)
 
-    def close(self, leftovers: Leftovers | None) -> None:
+    def close(self, leftovers: AbandonedPipes | None) -> None:
         """Give every descriptor up. Output that comes later is thrown away."""
         if self._inflow is not None:
             self._inflow.close()
