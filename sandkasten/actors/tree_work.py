@@ -14,7 +14,7 @@ import trio
 
 from sandkasten.actors.core import Ref
 from sandkasten.actors.node.creating import stopping
-from sandkasten.actors.runs.run import Hold, Joined, Run, RunReader, RunRequest
+from sandkasten.actors.runs.run import Joined, Run, RunClaim, RunReader, RunRequest
 from sandkasten.actors.runs.terminals import Viewer
 from sandkasten.actors.runs.waiting import Collector, wait_for
 from sandkasten.actors.services.directory import Entry
@@ -153,7 +153,7 @@ class WorkOfSessions:
         with self._in_flight.one_more():
             entry = await self._live(session_id)
             wish = self._command(entry, spec, on_disconnect)
-            hold = Hold(wish)
+            hold = RunClaim(wish)
             try:
                 await entry.ref.ask(OpenRun(hold))
                 reader = RunReader(hold.run, is_joined=hold.run is not wish)
@@ -177,7 +177,7 @@ class WorkOfSessions:
         collector = Collector(self._config.server.output_cap_bytes)
         entry = await self._live(session_id)
         wish = self._command(entry, spec, on_disconnect, collector)
-        hold = Hold(wish)
+        hold = RunClaim(wish)
         try:
             entry.ref.post(RunToEnd(hold), wish.ended)
             try:
@@ -308,7 +308,7 @@ class WorkOfSessions:
             keep_alive=spec.keep_alive,
             pass_trace=self._config.runs.pass_traceparent,
         )
-        hold = Hold(Run(request))
+        hold = RunClaim(Run(request))
         try:
             entry = await self._live(session_id)
             await entry.ref.ask(OpenRun(hold))

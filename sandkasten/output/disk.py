@@ -144,7 +144,7 @@ class DataFile:
 
 
 @attrs.frozen
-class Place:
+class RecordPlace:
     """Where a record of output lies: from which byte of which file on, and how many bytes."""
 
     file: DataFile
@@ -195,7 +195,7 @@ class WrittenRun:
 
     facts: RunFacts
     state: RunState
-    parts: list[tuple[Span, Place]] = attrs.field(factory=list)
+    parts: list[tuple[Span, RecordPlace]] = attrs.field(factory=list)
 
 
 @attrs.define
@@ -216,7 +216,7 @@ class Written:
             self.used.add(exec_id)
 
 
-class DiskUse:
+class OutputDiskUse:
     """Counter of the bytes that the files of all sessions take. Any thread may count."""
 
     def __init__(self) -> None:
@@ -231,7 +231,7 @@ class DiskUse:
 class SessionFiles:
     """The files of one session, oldest first. Calls take turns; `discard` may come at any moment."""
 
-    def __init__(self, root: Path, session_id: str, use: DiskUse, *, file_bytes: int = 0) -> None:
+    def __init__(self, root: Path, session_id: str, use: OutputDiskUse, *, file_bytes: int = 0) -> None:
         self._root = root
         self._file_bytes = file_bytes or FILE_BYTES
         self.session_id = session_id
@@ -290,7 +290,7 @@ class SessionFiles:
 
     # For worker threads
 
-    def write(self, news: News) -> Sequence[Place]:
+    def write(self, news: News) -> Sequence[RecordPlace]:
         """Append records, and return where each of the tails lies.
 
         Raises:
@@ -314,7 +314,7 @@ class SessionFiles:
             self._is_open = True
             if news.statement is not None:
                 self._stated_bytes = file.size_bytes - sum(length for _, length in places)
-            return [Place(file, start + offset, length) for offset, length in places]
+            return [RecordPlace(file, start + offset, length) for offset, length in places]
 
     def read(self) -> Written:
         """Return everything that was written down; what can't be read is left out."""
@@ -409,7 +409,7 @@ def _read_into(written: Written, file: DataFile) -> None:
             while header := stream.read(_HEADER.size):
                 head_bytes, body_bytes, head_check, body_check = _read_header(header)
                 head = _read_part(stream, head_bytes, head_check)
-                place = Place(file, at, _HEADER.size + head_bytes + body_bytes)
+                place = RecordPlace(file, at, _HEADER.size + head_bytes + body_bytes)
                 at += place.length
                 if at > end:
                     raise CutShort("the end of a record is missing")
@@ -446,7 +446,7 @@ def _take(written: Written, named: set[str], head: bytes, body: bytes) -> None:
         raise BadRecord("a record of no known kind")
 
 
-def _take_output(written: Written, head: bytes, place: Place) -> None:
+def _take_output(written: Written, head: bytes, place: RecordPlace) -> None:
     """Add a part to the output of its run. A part that is known was written twice; what lies before a gap is lost."""
     span, exec_id = Span.decode(head), head[Span.SIZE_BYTES :].decode("ascii")
     run = written.runs.get(exec_id)

@@ -20,7 +20,7 @@ from sandkasten.app import open_supervisor
 from sandkasten.config import Config, ConfigError, ServerSettings
 from sandkasten.model import ExecSpec, Limits, SessionPatch, SessionSpec, Status
 from sandkasten.model.errors import BuildInterrupted, Capacity, InvalidRequest, SandkastenError, StoreFailed
-from sandkasten.model.lifecycle import Event
+from sandkasten.model.lifecycle import Trigger
 from sandkasten.store.sessions import put_session
 from tests.kernel.processes import init_pids, nsinit_pid
 from tests.strategies import make_record
@@ -271,7 +271,7 @@ async def test_file_transfers_of_one_session_are_bounded(supervisor: LocalSuperv
 
 async def test_a_record_that_was_written_at_last_takes_the_place_of_the_kept_one(supervisor: LocalSupervisor) -> None:
     """A record kept in memory after a refused write never overwrites a later state."""
-    begun = make_record("a" * 24, status=Status.DESTROYING, ending=Event.EXPIRE)
+    begun = make_record("a" * 24, status=Status.DESTROYING, ending=Trigger.EXPIRE)
     await supervisor._store.ask(do(put_session, begun))
     supervisor._directory.unwritten[begun.session.id] = begun
     assert (await supervisor.destroy(begun.session.id)).status is Status.EXPIRED

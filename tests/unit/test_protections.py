@@ -9,7 +9,7 @@ import pytest
 from sandkasten.config import Config, IsolationSettings, SecuritySettings
 from sandkasten.host.checks import CATALOGUE, fails, works
 from sandkasten.host.protections import Situation, lacking, protections, with_needs
-from sandkasten.model.node import PROTECTIONS, Check, Machine, Need, Protection, State, Verdict
+from sandkasten.model.node import PROTECTIONS, Check, Machine, Need, Protection, ProtectionState, Verdict
 
 
 def machine(*bad: Check) -> Machine:
@@ -36,7 +36,7 @@ def test_every_protection_that_is_always_needed_rests_on_a_check() -> None:
 def test_what_was_not_examined_counts_as_unproven() -> None:
     """No check at all is no reason to start."""
     nothing = Machine(datetime.now(UTC), [])
-    assert {each.state for each in found_on(nothing).values() if each.required} == {State.UNKNOWN}
+    assert {each.state for each in found_on(nothing).values() if each.required} == {ProtectionState.UNKNOWN}
     named = {line.split(" ")[0] for line in lacks_on(nothing)}
     assert named == {name for name, need in PROTECTIONS.items() if need is not Need.OPTIONAL}
 
@@ -44,18 +44,18 @@ def test_what_was_not_examined_counts_as_unproven() -> None:
 @pytest.mark.parametrize(
     ("verdict", "state"),
     [
-        (Verdict.MISSING, State.MISSING),
-        (Verdict.NOT_TRIED, State.UNKNOWN),
-        (Verdict.FALLS_BACK, State.DEGRADED),
+        (Verdict.MISSING, ProtectionState.MISSING),
+        (Verdict.NOT_TRIED, ProtectionState.UNKNOWN),
+        (Verdict.FALLS_BACK, ProtectionState.DEGRADED),
     ],
 )
-def test_the_worst_check_says_how_it_is(verdict: Verdict, state: State) -> None:
+def test_the_worst_check_says_how_it_is(verdict: Verdict, state: ProtectionState) -> None:
     """And the fix comes with it; what falls back is no reason to stop, the others are."""
     some = machine(fails("proc", "it did not", verdict=verdict, fix="mend it"), works("overlay", "fine"))
     found = found_on(some)["filesystem"]
     assert (found.state, found.detail, found.fix, found.required) == (state, "proc: it did not", "mend it", True)
     lacks = lacks_on(some)
-    assert len(lacks) == (0 if state is State.DEGRADED else 1)
+    assert len(lacks) == (0 if state is ProtectionState.DEGRADED else 1)
     assert all(line.startswith("filesystem is required and ") and line.endswith("; mend it") for line in lacks)
 
 

@@ -1,7 +1,7 @@
 """One run of a session (a command, a background process or a terminal): its state, its readers, and who observes it.
 
 `Run` holds the state and changes it itself; `Runs` drive it. Accounting, persistence and screens are `RunObserver`s:
-the run calls them when it is admitted, begins, writes, changes and ends. A caller has a `Hold` on a run and may leave;
+the run calls them when it is admitted, begins, writes, changes and ends. A caller has a `RunClaim` on a run and may leave;
 a run is cancelled when its last caller leaves before the end, unless it is detached or never had a caller. Its output
 goes to its log, which readers follow. Knows no lease and no HTTP.
 """
@@ -671,7 +671,7 @@ class Joined(SandkastenError):
     """Another run has the id: the caller is to wait for that one. Never leaves the daemon's actors."""
 
 
-class Hold:
+class RunClaim:
     """One caller's claim on a run: on the one asked for, or on the one that had its id already."""
 
     def __init__(self, wanted: Run) -> None:

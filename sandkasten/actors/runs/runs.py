@@ -24,7 +24,7 @@ from sandkasten.actors.runs.accounting import Accounts, cut_short
 from sandkasten.actors.runs.cgroups import RunCgroups
 from sandkasten.actors.runs.driver import CONTROL_S, drive, drive_again
 from sandkasten.actors.runs.persistence import ExecIds, Keep, RunPersistence, gone, text_bytes
-from sandkasten.actors.runs.run import Hold, Run, RunObserver
+from sandkasten.actors.runs.run import Run, RunClaim, RunObserver
 from sandkasten.actors.runs.session_services import SessionServices
 from sandkasten.actors.runs.shells import Shells
 from sandkasten.counters.cgroup import CgroupStats
@@ -109,7 +109,7 @@ class Runs(RunObserver):
 
     # Admission --------------------------------------------------------------------------------------------------
 
-    def admit(self, hold: Hold) -> None:
+    def admit(self, hold: RunClaim) -> None:
         """Begin the run of a hold, or give the hold the run that has the same id.
 
         Raises:

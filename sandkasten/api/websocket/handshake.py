@@ -20,7 +20,7 @@ from sandkasten.api.http.exchange import parse_query
 from sandkasten.api.http.guard import Message, Receive, Scope, Send
 from sandkasten.api.http.settings import ApiSettings
 from sandkasten.api.http.websocket import CloseCode, Opcode, encode_frame
-from sandkasten.api.websocket.messages import Error, encode_message
+from sandkasten.api.websocket.messages import ErrorMessage, encode_message
 from sandkasten.model import SESSION_ID, errors
 from sandkasten.model.errors import SandkastenError
 from sandkasten.model.keys import NOBODY, ApiKey
@@ -182,7 +182,7 @@ class WebSocketExchange:
 
     async def fail(self, error: Exception) -> None:
         """Send an `error` message and close."""
-        message = Error.of(error)
+        message = ErrorMessage.of(error)
         await self.send_frames(encode_message(message))
         await self.close(close_code(error), message.message)
 

@@ -24,7 +24,7 @@ from sandkasten.config import Config, PoolSettings, ServerSettings
 from sandkasten.images.removal import remove_tree
 from sandkasten.model import ExecResult, ExecSpec, Limits, ProcessSpec, SessionSpec, WaitFor
 from sandkasten.security.attacks.package import pack_probes
-from sandkasten.security.probes.attempt import CANARY, Target
+from sandkasten.security.probes.attempt import CANARY, OutsideFacts
 from sandkasten.security.probes.neighbour import PLANTED
 
 SANDBOX, ROOT = "sandbox", "root"
@@ -49,7 +49,7 @@ class Field:
     neighbour: str
     witness: str
     outside: Path
-    target: Target
+    target: OutsideFacts
     patience: float
     user: str = SANDBOX
 
@@ -120,7 +120,7 @@ async def open_field(config: Config, *, patience: float = 1.0) -> AsyncIterator[
             workspace=attrs.evolve(config.workspace, max_import_mb=_MAX_IMPORT_MB),
         )
         async with open_supervisor(own) as supervisor:
-            target = Target(
+            target = OutsideFacts(
                 outside_pid=os.getpid(),
                 outside_paths=(str(outside / "secret"), str(data_dir)),
                 neighbour_port=_PORT,

@@ -50,7 +50,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Target:
+class OutsideFacts:
     """Facts of the outside for attempts inside. No secret is among them: leaks are found by their pattern."""
 
     outside_pid: int = 0
