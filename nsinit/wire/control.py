@@ -1,9 +1,9 @@
 """Messages over a sandbox's control socket while the sandbox is built. No foreign code has run at either end.
 
 In order: PID 1 tells the builder that `proc` is mounted; the builder, when all is mounted and the builder has left the
-namespaces, sends `Begin`; PID 1 tells nsinit `StepsDone`. In place of a message of its own PID 1 may send `Failed`, or end.
-Helpers answer their orders with the same `StepsDone` and `Failed`. PID 1 uses the bare descriptor: a socket object would
-cost memory in every sandbox.
+namespaces, sends `Begin`; PID 1 tells nsinit `StepsDone`. In place of a message of its own PID 1 may send `Failed`, or
+end. Helpers answer their orders with the same `StepsDone` and `Failed`. PID 1 uses the bare descriptor: a socket object
+would cost memory in every sandbox.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def refused(sentence: str) -> bytes:
 
 
 def read(data: bytes, *, max_members: int, max_bytes: int) -> Counts:
-    """Return the counts. Raises `ArchiveRefused` with the sentence of the verdict, or with what is wrong about the verdict."""
+    """Return the counts. Raises `ArchiveRefused` with the verdict's sentence, or with the fault of the verdict."""
     kind, rest = data[:1], data[1:]
     if kind == _REFUSED:
         text = rest.decode("utf-8", "replace")[:MAX_TEXT]

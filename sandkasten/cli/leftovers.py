@@ -29,9 +29,9 @@ from sandkasten import app, log
 from sandkasten.actors.node.reconcile import (
     SESSION,
     TRASH,
-    Decisions,
     Leftover,
     Observed,
+    Reconciliation,
     SessionAction,
     as_leftovers,
     plan_reconciliation,
@@ -176,7 +176,7 @@ def _read(database: sqlite3.Connection, ask_for: Collection[str]) -> _Known:
 
 def _plan(
     config: Config, records: Sequence[SessionRecord], survey: Survey, files: Sequence[SpoolFile], *, is_served: bool
-) -> Decisions:
+) -> Reconciliation:
     """Plan as a start does. Beside a daemon every id is the daemon's own, and so is all output."""
     owned = frozenset[str]()
     if is_served:

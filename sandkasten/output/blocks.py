@@ -1,12 +1,12 @@
 """The end of a log that is kept, in blocks, and the counters of its cost.
 
-`Ledger` and `OutputAccount` count what all logs, and those of one session, cost. Which log has to give way is decided in
-`store.py`.
+`Ledger` and `OutputAccount` count what all logs, and those of one session, cost. Which log has to give way is decided
+in `store.py`.
 
 `KeptOutput` is what is kept of one log: a gapless end of its output. A block is the unit of the index, of leaving
 memory and of being dropped. Its pieces are in memory, in files, or in both: `written_sequence` tells how far the log
-lies in its session's files, as parts of blocks (`disk.RecordPlace`), and each byte is put there at most once. The oldest
-blocks may have left memory.
+lies in its session's files, as parts of blocks (`disk.RecordPlace`), and each byte is put there at most once. The
+oldest blocks may have left memory.
 """
 
 from __future__ import annotations

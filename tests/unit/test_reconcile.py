@@ -18,9 +18,9 @@ from sandkasten.actors.node.reconcile import (
     SPOOL_FILE,
     TRASH,
     Decision,
-    Decisions,
     Leftover,
     Observed,
+    Reconciliation,
     SessionAction,
     Sightings,
     plan_reconciliation,
@@ -57,7 +57,7 @@ def later(
     owned: Container[str] = frozenset(),
     seen: Sightings = frozenset(),
     spool: Sequence[SpoolFile] = (),
-) -> Decisions:
+) -> Reconciliation:
     """Plan as every minute does."""
     return plan_reconciliation(Observed(records, found, BOOT, leftovers, owned, seen, spool=spool))
 
@@ -258,12 +258,12 @@ class World:
     spool: set[SpoolFile]
     seen: Sightings = frozenset()
 
-    def plan(self, *, is_start: bool = False) -> Decisions:
+    def plan(self, *, is_start: bool = False) -> Reconciliation:
         records = [each for each in self.records.values() if each.session.status in LIVE]
         found, leftovers, spool = list(self.found.values()), list(self.leftovers), list(self.spool)
         return plan_reconciliation(Observed(records, found, BOOT, leftovers, self.owned, self.seen, is_start, spool))
 
-    def carry_out(self, plan: Decisions) -> None:
+    def carry_out(self, plan: Reconciliation) -> None:
         for decision in plan.decisions:
             match decision.action:
                 case SessionAction.ADOPT:

@@ -77,7 +77,7 @@ MAX_SPOOL_FILES = 1000
 """Bound of one look; the next looks find the rest."""
 
 TRASH = "trash"
-"""Trash is deleted without a plan, so only trash that stays is told of."""
+"""Trash is deleted without a decision, so only trash that stays is told of."""
 
 Sightings = frozenset["str | Leftover"]
 """Session ids and leftovers that the last look found and left."""
@@ -100,7 +100,7 @@ class Observed:
 
 
 @attrs.frozen
-class Decisions:
+class Reconciliation:
     """A decision for each session id. `news`: leftovers to tell of; `remove`: leftovers to remove; `seen`: sightings
     for the next look."""
 
@@ -114,7 +114,7 @@ class Decisions:
         return [each for each in self.decisions if each.action in actions]
 
 
-def plan_reconciliation(observed: Observed) -> Decisions:
+def plan_reconciliation(observed: Observed) -> Reconciliation:
     """Decide about every id and every leftover of one look."""
     found: Mapping[str, Found] = {each.session_id: each for each in observed.found}
     records = {record.session.id: record for record in observed.records}
@@ -128,7 +128,7 @@ def plan_reconciliation(observed: Observed) -> Decisions:
     unknown = [Leftover(SESSION, name) for name in watched - set(observed.seen) if name not in records]
     unknown += [Leftover(SESSION, each.session_id) for each in decisions if each.action is SessionAction.CLEAN]
     news = [*told, *(each for each in unknown if each.name not in observed.seen)]
-    return Decisions(decisions, remove, news, frozenset(watched | (leftovers.keys() - set(remove))))
+    return Reconciliation(decisions, remove, news, frozenset(watched | (leftovers.keys() - set(remove))))
 
 
 def _unknown_files(observed: Observed, records: Container[str]) -> Mapping[Leftover, str | None]:
@@ -147,7 +147,7 @@ def _is_due(observed: Observed, leftover: Leftover) -> bool:
 
 
 def as_leftovers(found: Sequence[protocol.Leftover]) -> Sequence[Leftover]:
-    """Return nsinit's findings as leftovers of a plan."""
+    """Return nsinit's findings as leftovers of a reconciliation."""
     return [Leftover(each.kind, each.name) for each in found]
 
 

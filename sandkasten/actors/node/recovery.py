@@ -1,9 +1,9 @@
 """Recovery: differences between the store, the kernel and the disk are found, planned and settled.
 
 A start and a sweep (every minute) do the same three things: `LeftoverSearch.look` compares, the pure planner of
-`reconcile.py` decides, and `Recovery` and `LeftoverSearch` carry the plan out. A sandbox that runs as recorded is adopted by
-a session actor. A session that can't go on is torn down and its final state written. A leftover is told of, and removed
-only where it is surely ours. A step that fails is logged, and its cause is found again by the next sweep.
+`reconcile.py` decides, and `Recovery` and `LeftoverSearch` carry the decisions out. A sandbox that runs as recorded is
+adopted by a session actor. A session that can't go on is torn down and its final state written. A leftover is told of,
+and removed only where it is surely ours. A step that fails is logged, and its cause is found again by the next sweep.
 
 `Recovery` ends sessions that have no actor; a session that has one is ended by its actor, as are leases that ran out.
 The reaper also writes final records that the database refused before, and forgets sessions that ended long ago.
@@ -27,9 +27,9 @@ from sandkasten.actors.node.reconcile import (
     SESSION,
     SPOOL_FILE,
     Decision,
-    Decisions,
     Leftover,
     Observed,
+    Reconciliation,
     SessionAction,
     Sightings,
     as_leftovers,
@@ -81,7 +81,7 @@ class LeftoverSearch:
         """Number of reserved ids: ends under way without an actor, and pool sandboxes."""
         return len(self._directory.reserved)
 
-    async def look(self, *, is_start: bool = False) -> Decisions:
+    async def look(self, *, is_start: bool = False) -> Reconciliation:
         """Return the plan for this moment, and tell of new leftovers.
 
         Records are read first and owners last: a session that begins or ends meanwhile has an owner or is only watched.

@@ -356,12 +356,12 @@ class SessionActor(Actor):
     def _work(self, message: Work) -> Any:  # each message names its answer
         """Serve a message about the work in the session, which is awake if the message needs that."""
         match message:
-            case OpenRun(hold):
-                return self._open_run(hold)
-            case RunToEnd(hold):
-                wanted = hold.run
-                self._open_run(hold)
-                if hold.run is not wanted:
+            case OpenRun(claim):
+                return self._open_run(claim)
+            case RunToEnd(claim):
+                wanted = claim.run
+                self._open_run(claim)
+                if claim.run is not wanted:
                     raise Joined("another run has this id")
                 return DEFERRED  # the run's own end is the answer
             case FindRun(exec_id, _):
@@ -422,10 +422,10 @@ class SessionActor(Actor):
         await self._own.put()
         return self.session
 
-    def _open_run(self, hold: RunClaim) -> None:
+    def _open_run(self, claim: RunClaim) -> None:
         self._services.crash.passing(Point.EXEC_ACCEPTED)
         self._ports.ensure_watched()
-        self._runs.admit(hold)
+        self._runs.admit(claim)
 
     async def _close_shell(self, name: str) -> None:
         self._terminals.close_view(await self._runs.shells.close(name))

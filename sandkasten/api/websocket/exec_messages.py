@@ -1,8 +1,8 @@
 """The messages of an exec WebSocket. Sans-I/O.
 
 Text frames are JSON objects with a `type`; binary frames are a header and bytes of a stream. `CLIENT_MESSAGES` and
-`SERVER_MESSAGES` are the whole table; docs/websocket.md is compared with them. A malformed message raises `MessageRefused`,
-which names the channel if the message did. Unknown fields are ignored, as in bodies of requests.
+`SERVER_MESSAGES` are the whole table; docs/websocket.md is compared with them. A malformed message raises
+`MessageRefused`, which names the channel if the message did. Unknown fields are ignored, as in bodies of requests.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def parse_message(message: str | bytes) -> ClientMessage:
     """Return a client's message.
 
     Raises:
-        Refused: the message is malformed.
+        MessageRefused: the message is malformed.
     """
     return _parse_input(message) if isinstance(message, bytes) else _parse_text(message)
 

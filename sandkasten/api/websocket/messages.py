@@ -1,7 +1,7 @@
 """The messages that all our WebSockets share, and how messages are read and spelled. Sans-I/O.
 
-A text frame is a JSON object with a `type`. A client's message that can't be taken raises `MessageRefused`. A server's message
-is an attrs class whose optional fields are left out when they are None.
+A text frame is a JSON object with a `type`. A client's message that can't be taken raises `MessageRefused`. A server's
+message is an attrs class whose optional fields are left out when they are None.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def parse_control(message: str, kinds: Mapping[str, type[Any]]) -> tuple[type[An
     """Return the class of a text frame's message, of those in `kinds`, and its unchecked fields.
 
     Raises:
-        Refused: the frame is no JSON object, or its type is not in `kinds`.
+        MessageRefused: the frame is no JSON object, or its type is not in `kinds`.
     """
     try:
         value = orjson.loads(message)

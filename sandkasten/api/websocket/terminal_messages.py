@@ -98,7 +98,7 @@ def parse_message(message: str) -> ClientMessage:
     """Return a client's message in a text frame.
 
     Raises:
-        Refused: the message is malformed.
+        MessageRefused: the message is malformed.
     """
     cls, value = parse_control(message, CLIENT_MESSAGES)
     try:

@@ -43,7 +43,7 @@ class Attempt:
     what: str
     stands_for: str
     expected: tuple[str, ...]
-    run: Callable[[Any], Any]  # a probe takes a Target, an attack a Field and is async
+    run: Callable[[Any], Any]  # a probe takes OutsideFacts, an attack a Field and is async
     users: tuple[str, ...] = ("sandbox", "root")
     layer: str = ""
     control: str = ""

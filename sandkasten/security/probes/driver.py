@@ -1,7 +1,7 @@
 """The driver of attempts inside a session: each runs in a fork of its own with a time limit; one line of JSON for each.
 
-`python3 probes.zip TARGET NAME…`: TARGET is the JSON of a `OutsideFacts`. A fork that dies without an answer gives one: the
-name of the signal. The daemon trusts the lines no further than any output of a session.
+`python3 probes.zip TARGET NAME…`: TARGET is the JSON of `OutsideFacts`. A fork that dies without an answer gives one:
+the name of the signal. The daemon trusts the lines no further than any output of a session.
 """
 
 from __future__ import annotations
