@@ -167,19 +167,18 @@ class Program(Run):
         self._ladder.climb()
 
     def _answer(self) -> None:
-        sink = self._give_up_streams()
+        usage = self._usage
+        assert usage is not None
         self._processes = None  # it refers back
         self._on_over(self)
-        if sink is None:
-            return
-        assert self._usage is not None
-        reply = self._reply(
-            cwd=self._cwd,
-            cpu_us=int((self._usage.ru_utime + self._usage.ru_stime) * 1_000_000),
-            peak_bytes=self._usage.ru_maxrss * _KIB,
-            written_bytes=self._usage.ru_oublock * _BLOCK_BYTES,
+        self._answer_with(
+            lambda: self._reply(
+                cwd=self._cwd,
+                cpu_us=int((usage.ru_utime + usage.ru_stime) * 1_000_000),
+                peak_bytes=usage.ru_maxrss * _KIB,
+                written_bytes=usage.ru_oublock * _BLOCK_BYTES,
+            )
         )
-        sink.finish(reply)
 
     def _on_clear_error(self, _error: Exception) -> None:
         """The last output could not be read: give it up and answer."""

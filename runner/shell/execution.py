@@ -85,7 +85,8 @@ class Execution(Run):
             case Action.START_AGAIN:
                 self._hand_over()
             case Action.TAKE_BACK:
-                self._remove_files()
+                self._streams.close(self._leftovers)
+                self._remove_command()
             case Action.FORCE:
                 self._withdraw_or_climb()
             case Action.HURRY:
@@ -99,7 +100,8 @@ class Execution(Run):
             case Action.ANSWER:
                 self._answer()
             case Action.FAIL:
-                self._give_up()
+                assert self._error is not None
+                self._give_up(self._error)
 
     # News of the queue and the shell --------------------------------------------------------------------------------
 
@@ -235,19 +237,17 @@ class Execution(Run):
         self.on_output_done()
 
     def _answer(self) -> None:
-        sink = self._give_up_streams()
-        if sink is not None:
-            sink.finish(
-                self._reply(cwd=self._cwd, shell_restarted=self.shell_restarted, written_bytes=self._written_bytes)
-            )
+        self._answer_with(
+            lambda: self._reply(cwd=self._cwd, shell_restarted=self.shell_restarted, written_bytes=self._written_bytes)
+        )
 
-    def _give_up(self) -> None:
+    def _give_up(self, error: Error) -> None:
         self._stop_clocks()
-        self._remove_files()
-        sink = self._give_up_streams()
-        if sink is not None:
-            sink.finish(self._error)
-        self._let_go()
+        self._remove_command()
+        try:
+            self._answer_with(lambda: error)
+        finally:
+            self._let_go()
 
     def _let_go(self) -> None:
         self._context.registry.remove(self._id, self)
@@ -297,14 +297,11 @@ class Execution(Run):
         _write_file(shell.file("post"), after)
 
     def _remove_command(self) -> None:
-        """Remove the files of `_write_files`, as far as they are there."""
+        """Remove the files of `_write_files`, as far as they are there. A command that no shell was handed has none."""
+        if not self._mode:
+            return
         for name in ("cmd",) if self._mode == command_driver.PLAIN else ("cmd", "pre", "post"):
             remove_private(self._shell.file(name))
-
-    def _remove_files(self) -> None:
-        self._streams.close(self._leftovers)
-        if self._mode:  # it was handed over
-            self._remove_command()
 
     # Signals and keys -----------------------------------------------------------------------------------------------
 

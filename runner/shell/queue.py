@@ -150,9 +150,11 @@ class CommandQueue:
 
     def _on_error(self, _error: Exception) -> None:
         """A turn between the shell and its command was lost: the command pays, the queue goes on."""
-        if self._current is not None:
-            self._current.fail("IO_ERROR", "the command was lost")
-        self.shell.replace()
+        try:
+            if self._current is not None:
+                self._current.fail("IO_ERROR", "the command was lost")
+        finally:
+            self.shell.replace()
 
     def _on_over(self, execution: Execution) -> None:
         if execution is self._current:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from runner.loop.context import Context, Sink
 from runner.loop.loop import Timer
@@ -17,7 +18,7 @@ from runner.shell.ending import Ladder
 from runner.shell.lifecycle import Action, Lifecycle, Notice, Table
 from runner.streams.flow import AbandonedPipes
 from runner.streams.streams import NO_STREAMS, ClientSide
-from runner.wire.protocol import Cause, Exec, ExecReply, RunProgram, Started, TerminalSize
+from runner.wire.protocol import Cause, Error, Exec, ExecReply, RunProgram, Started, TerminalSize
 
 SIGNAL_BASE = 128
 """Exit status of a process that a signal ended, less the signal's number."""
@@ -119,12 +120,15 @@ class Run(ClientSide, ABC):
             self._ladder.stop()
         self._time_limit = self._ladder = None
 
-    def _give_up_streams(self) -> Sink | None:
-        """Close everything, for the last output is sent or not wanted; return the sink, for the answer."""
-        self._streams.close(self._leftovers)
-        self._streams = NO_STREAMS
+    def _answer_with(self, answer: Callable[[], ExecReply | Error]) -> None:
+        """Close the streams, whose last output is sent or not wanted, and send an answer, also if the close raises."""
         sink, self._sink = self._sink, None
-        return sink
+        streams, self._streams = self._streams, NO_STREAMS
+        try:
+            streams.close(self._leftovers)
+        finally:
+            if sink is not None:
+                sink.finish(answer())
 
     def _reply(
         self,

@@ -18,6 +18,7 @@ from runner.loop.context import Context
 from runner.process.process_set import Process
 from runner.programs import program as module
 from runner.programs.program import Program, ProgramPlan
+from runner.shell.command_streams import FifoOutflow
 from runner.shell.ending import Ladder
 from runner.shell.execution import Execution
 from runner.shell.queue import CommandQueue
@@ -134,6 +135,29 @@ def test_a_command_whose_end_fails_is_answered(shell: Shell, monkeypatch: pytest
     assert isinstance(answer.final, Error)
     assert answer.final.code == "IO_ERROR"
     assert shell.queue._current is None
+
+
+def test_a_command_whose_streams_can_not_be_closed_is_answered(
+    shell: Shell, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its shell is replaced, and the next command gets the new one."""
+    run, answer = shell.run("a")
+    _, other = shell.run("b")
+    shell.take()
+    streams = run._streams
+    replaced: list[bool] = []
+    with monkeypatch.context() as failing:
+        failing.setattr(FifoOutflow, "finish", fail)
+        failing.setattr(FifoOutflow, "close", fail)
+        failing.setattr(shell.queue.shell, "replace", lambda: replaced.append(True))
+        context.loop.guard(shell.queue._on_status, 0, shell.queue._on_error)
+    assert isinstance(answer.final, Error)
+    assert (answer.final.code, replaced) == ("IO_ERROR", [True])
+    streams.close(None)
+    shell.wait()
+    shell.queue._on_status(0)
+    shell.wait()
+    assert isinstance(other.final, ExecReply)
 
 
 def test_a_command_that_can_not_be_taken_back_is_ended_as_one_that_runs(
