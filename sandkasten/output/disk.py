@@ -74,7 +74,7 @@ _NUMBERS: Final = {stream: number for number, stream in enumerate(_STREAMS)}
 
 
 class CutShort(BadRecord):
-    """A file that ends within a record."""
+    """A file that ends within a record, as a kill of its writer leaves it."""
 
 
 def _record(head: bytes, body: bytes = b"") -> Sequence[bytes]:
@@ -201,7 +201,7 @@ class WrittenRun:
 @attrs.define
 class Written:
     """All that earlier daemons wrote down of one session. `gone` are ids of runs that were not kept any more; `used` is
-    not whole if a record may be missing."""
+    not whole if a record may be missing. A file that was cut short is not counted as damaged."""
 
     runs: dict[str, WrittenRun] = attrs.field(factory=dict)
     gone: dict[str, None] = attrs.field(factory=dict)
@@ -419,7 +419,7 @@ def _read_into(written: Written, file: DataFile) -> None:
                 else:
                     _take(written, named, head, _read_part(stream, body_bytes, body_check))
     except CutShort:
-        written.damaged_files += 1
+        pass  # a daemon that was killed as it wrote leaves such a file, and nobody relied on the last record
     except (OSError, BadRecord, ValueError, struct.error):
         written.damaged_files += 1
         written.used.is_whole = False
