@@ -209,7 +209,7 @@ async def test_groups_that_are_found_again_are_counted(session: Session) -> None
 
 
 async def test_a_group_that_is_gone_is_no_open_file(session: Session) -> None:
-    """And its CPU time is not known any more."""
+    """CPU time of such a group is not known any more."""
     session.group("gone", cpu_usec=700, processes=1)
     stats, open_before = session.stats.groups, len(os.listdir("/proc/self/fd"))
     assert (stats.cpu_usec("gone"), stats.count_processes("gone")) == (700, 1)

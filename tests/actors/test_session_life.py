@@ -67,7 +67,7 @@ async def test_a_death_of_the_sandbox_is_told_to_all_who_wait(tree: ScriptedTree
 
 
 async def test_a_runner_that_breaks_the_protocol_ends_its_session(tree: ScriptedTree, session_id: str) -> None:
-    """And no other."""
+    """No other session ends."""
     other = await tree.supervisor.create(SessionSpec())
     tree.scripts["hostile"] = Script(breaks_protocol=True)
     with trio.fail_after(patience()), pytest.raises(errors.SandkastenError):

@@ -180,5 +180,5 @@ def test_the_limits_in_hello_are_listed() -> None:
 
 
 def test_a_silent_client_is_given_up_after_two_minutes() -> None:
-    """So many pings, one interval each."""
+    """Unanswered pings, one interval each, make two minutes."""
     assert ws_stream.PINGS_UNANSWERED * ApiSettings().websocket_ping_s == 120

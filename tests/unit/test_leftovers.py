@@ -38,7 +38,7 @@ def test_nothing_is_said_in_one_line_and_everything_else_has_one_of_its_own() ->
 
 
 def test_a_data_directory_that_is_not_there_has_no_remains(tmp_path: Path) -> None:
-    """And is not made by looking."""
+    """A look does not make the directory."""
     remains = find_leftovers(Config(data_dir=tmp_path / "none"))
     assert as_json(remains) == {"daemon_runs": False, "live": [], "unfinished": [], "left": []}
     assert list(tmp_path.iterdir()) == []

@@ -28,7 +28,7 @@ def lacks_on(some: Machine, config: Config | None = None) -> list[str]:
 
 
 def test_every_protection_that_is_always_needed_rests_on_a_check() -> None:
-    """So that none of them is ever on without proof; and no check rests on nothing."""
+    """None of the protections is ever on without proof; and no check rests on nothing."""
     proven = {subject.protection for subject in CATALOGUE.values()} - {""}
     assert {name for name, need in PROTECTIONS.items() if need is not Need.OPTIONAL} <= proven <= set(PROTECTIONS)
 
@@ -50,7 +50,7 @@ def test_what_was_not_examined_counts_as_unproven() -> None:
     ],
 )
 def test_the_worst_check_says_how_it_is(verdict: Verdict, state: ProtectionState) -> None:
-    """And the fix comes with it; what falls back is no reason to stop, the others are."""
+    """The fix comes with the state; a fall-back is no reason to stop, the others are."""
     some = machine(fails("proc", "it did not", verdict=verdict, fix="mend it"), works("overlay", "fine"))
     found = found_on(some)["filesystem"]
     assert (found.state, found.detail, found.fix, found.required) == (state, "proc: it did not", "mend it", True)

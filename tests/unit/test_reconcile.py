@@ -202,7 +202,7 @@ def test_unknown_files_of_the_spool_are_told_of_and_removed_at_the_start() -> No
 
 
 def test_later_they_are_removed_when_they_were_seen_twice() -> None:
-    """And told of once."""
+    """Each is told of once."""
     first = later(spool=[FILE, OTHER])
     assert (first.news, first.remove) == (FILES, [])
     second = later(spool=[FILE], seen=first.seen)

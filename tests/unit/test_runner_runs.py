@@ -140,7 +140,7 @@ def test_a_command_whose_end_fails_is_answered(shell: Shell, monkeypatch: pytest
 def test_a_command_whose_streams_can_not_be_closed_is_answered(
     shell: Shell, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its shell is replaced, and the next command gets the new one."""
+    """The shell is replaced, and the next command gets the new one."""
     run, answer = shell.run("a")
     _, other = shell.run("b")
     shell.take()

@@ -71,7 +71,7 @@ def test_beyond_loopback_is_a_finding(address: str, found: bool) -> None:
     ],
 )
 def test_a_setting_that_weakens_is_a_finding(config: Config, expected: list[str]) -> None:
-    """And one that does not is none."""
+    """A setting that weakens nothing is no finding."""
     assert of_settings(config) == expected
 
 
