@@ -107,7 +107,7 @@ def test_a_table_in_which_a_path_means_two_things_can_not_be_made(patterns: tupl
 
 @pytest.mark.parametrize("kind", RouteKind)
 def test_a_method_of_a_path_is_declared_once(kind: RouteKind) -> None:
-    """And HEAD comes with GET; a WebSocket may stand beside both."""
+    """HEAD comes with GET; a WebSocket may stand beside both."""
     with pytest.raises(ValueError):
         RouteTable([route("/a", kind=kind), route("/a", kind=kind)])
     with pytest.raises(ValueError):

@@ -159,7 +159,7 @@ def test_a_start_has_the_fields_of_a_command() -> None:
 
 
 def test_what_is_none_is_not_sent() -> None:
-    """But false and zero are."""
+    """False and zero are sent."""
     error = execs.ChannelError(error_code="CODE", message="message", retryable=False, id=3, seq=0)
     fields = {"type": "error", "error_code": "CODE", "message": "message", "retryable": False, "id": 3, "seq": 0}
     assert payload(encode_message(error)) == fields | {"final": False}
