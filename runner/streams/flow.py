@@ -33,10 +33,10 @@ class FlowOwner(Protocol):
         """Take output of the run."""
 
     def on_output_done(self) -> None:
-        """One flow has given its last output."""
+        """Look whether the run is over. Called after a flow has given its last output."""
 
     def on_room(self) -> None:
-        """The run has taken input, or never will take any."""
+        """Accept input again. Called when the run has taken input, or never will take any."""
 
 
 class Outflow:
