@@ -14,7 +14,7 @@ from runner.loop.config import RunnerConfig
 from runner.loop.identity import UserIdentity, sandbox_user
 from runner.loop.kernel import Kernel
 from runner.loop.loop import EventLoop
-from runner.loop.reaper import Reaper
+from runner.loop.reaper import ChildReaper
 from runner.loop.settings import Settings
 from runner.wire.protocol import Error, ErrorCode, Kind, TerminalSize
 
@@ -95,7 +95,7 @@ class Context:
     config: RunnerConfig
     kernel: Kernel
     loop: EventLoop
-    reaper: Reaper
+    reaper: ChildReaper
     as_user: UserIdentity
     settings: Settings
     registry: Registry
@@ -105,7 +105,7 @@ class Context:
         """Make the loop and begin to reap; signals must be blocked already."""
         loop = EventLoop()
         user = UserIdentity(sandbox_user(config), kernel, ends_with_parent=config.files_only)
-        return cls(config, kernel, loop, Reaper(loop), user, Settings(config), Registry())
+        return cls(config, kernel, loop, ChildReaper(loop), user, Settings(config), Registry())
 
     def file(self, name: str) -> str:
         """Return the path of a file in the private directory."""

@@ -60,7 +60,7 @@ def unblock_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-class Reaper:
+class ChildReaper:
     """Reaps every child and calls its watcher with the wait status, before the pid can be used again."""
 
     def __init__(self, loop: EventLoop) -> None:

@@ -218,7 +218,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         await actor.run(task_status=task_status)
 
     async def _start_reaper(self, *, task_status: trio.TaskStatus[Ref]) -> None:
-        actor = recovery.Sweeper(
+        actor = recovery.Reaper(
             self._reaper,
             self._shared,
             sessions=self._sessions,

@@ -303,7 +303,7 @@ def test_a_statement_says_which_runs_there_are(tmp_path: Path) -> None:
 
 
 def test_a_file_that_begins_with_much_has_room_for_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many runs are not written anew with every change."""
+    """Many runs are not written anew with every change."""
     monkeypatch.setattr(disk, "FILE_BYTES", 1000)
     files = open_files(tmp_path)
     write(files, runs=[run(str(number), ENDED) for number in range(50)])

@@ -338,7 +338,7 @@ class Sweep(Ask[int]):
 Message = Sweep
 
 
-class Sweeper(Actor):
+class Reaper(Actor):
     """Sweeps every minute, and when asked to."""
 
     def __init__(
