@@ -11,7 +11,7 @@ import trio
 import trio.testing
 
 from sandkasten.actors.session import watch
-from sandkasten.config import Runs
+from sandkasten.config import RunsSettings
 from sandkasten.model import OnDisconnect, Stream
 from tests.api.harness import RunningTree, read_until, request_bytes, running_front
 from tests.api.test_exec import make_session
@@ -69,7 +69,7 @@ async def test_the_same_id_and_body_attach_and_nothing_runs_twice(first_ended: b
 @pytest.mark.parametrize("route", ["exec", "exec/stream"])
 async def test_an_id_that_the_server_made_joins_its_run_and_never_begins_one(route: str) -> None:
     """The answer names it, and a client may repeat the call with it; when the run is not kept any more it is 410."""
-    async with running_front(runs=Runs(keep_mb=1)) as running, running.client() as client:
+    async with running_front(runs=RunsSettings(keep_mb=1)) as running, running.client() as client:
         url = await make_session(running, client)
         first = await client.post(f"{url}/{route}", json={"cmd": "a"})
         made = running.tree.runs[0].exec_id
@@ -103,7 +103,7 @@ async def test_the_same_id_with_another_body_is_409(other: dict[str, object]) ->
 
 async def test_a_run_that_is_not_kept_any_more_is_410() -> None:
     """A run that is not kept is not run again, whichever client asks."""
-    async with running_front(runs=Runs(keep_mb=1)) as running, running.client() as client:
+    async with running_front(runs=RunsSettings(keep_mb=1)) as running, running.client() as client:
         url = await make_session(running, client)
         body = {"cmd": "a", "exec_id": "e-1"}
         await client.post(f"{url}/exec", json=body)
@@ -278,7 +278,7 @@ async def test_a_bad_position_is_refused(position: str) -> None:
 
 async def test_output_that_is_not_kept_is_410_before_and_an_error_event_after_the_start() -> None:
     """With where what is kept begins. It goes while a client is far behind in the output of a run that has ended."""
-    async with running_front(runs=Runs(keep_mb=4)) as running, running.client() as client:
+    async with running_front(runs=RunsSettings(keep_mb=4)) as running, running.client() as client:
         url = await make_session(running, client)
         running.tree.scripts["cmd"] = Script([(Stream.STDOUT, b"x" * 60_000)], repeat=80)
         await client.post(f"{url}/exec", json={"cmd": "cmd", "exec_id": "e-1"})

@@ -10,7 +10,7 @@ import trio.testing
 
 from sandkasten.api.websocket import exec
 from sandkasten.api.websocket.exec_messages import HEADER, MORE
-from sandkasten.config import Runs
+from sandkasten.config import RunsSettings
 from sandkasten.model import ExecKind, ProcessSpec, Stream, errors
 from tests.api.harness import running_front
 from tests.api.ws_client import (
@@ -151,7 +151,7 @@ async def test_what_is_refused_before_a_run_is_there_is_an_answer(
 
 async def test_any_kind_of_run_can_be_joined() -> None:
     """A background process, for example; what was not kept is gone."""
-    async with running_front(runs=Runs(keep_mb=1)) as running:
+    async with running_front(runs=RunsSettings(keep_mb=1)) as running:
         session_id = await make_session(running)
         running.tree.scripts["server"] = Script(hold=trio.Event())
         info = await running.supervisor.start_process(session_id, ProcessSpec(command="server"))
