@@ -20,6 +20,7 @@ from sandkasten.api.app import make_app
 from sandkasten.api.http.guard import App
 from sandkasten.api.http.server import serve
 from sandkasten.api.http.settings import ApiSettings
+from sandkasten.config import Config
 from tests.fakes.supervisor import FakeSupervisor
 from tests.fakes.tree import ScriptedTree, open_scripted
 from tests.waiting import patience
@@ -27,6 +28,7 @@ from tests.waiting import patience
 KEY = "sk-test-key"
 PATIENCE_S = 10.0
 """Longest time for which a test waits for an event that must happen; only a failing test waits that long."""
+_SETTINGS_OF_TREE = attrs.fields_dict(Config).keys() - attrs.fields_dict(ApiSettings).keys()
 
 
 @attrs.define
@@ -123,9 +125,12 @@ async def _serve(app: App, settings: ApiSettings, *, task_status: trio.TaskStatu
 
 
 @asynccontextmanager
-async def running_front(**changes: Any) -> AsyncIterator[RunningTree]:  # Any: ApiSettings' fields
-    """Serve the front over the daemon's tree with scripted sandboxes; `changes` are settings of the front."""
-    async with open_scripted() as tree:
+async def running_front(**changes: Any) -> AsyncIterator[RunningTree]:  # Any: fields of ApiSettings or Config
+    """Serve the front over the daemon's tree with scripted sandboxes; `changes` are settings of the front or of the
+    tree.
+    """
+    of_tree = {name: changes.pop(name) for name in _SETTINGS_OF_TREE & changes.keys()}
+    async with open_scripted(**of_tree) as tree:
         app = make_app(tree.supervisor, settings=make_settings(**changes), shares=tree.supervisor.shares)
         async with running_app(app, **changes) as running:
             running.ring = tree.supervisor.shares.ring

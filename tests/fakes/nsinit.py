@@ -71,6 +71,10 @@ class FakeNsinit:
         await self.runners[session_id].die()
         self._lives.pop(session_id).close()
 
+    def count(self, session_id: str, counters: dict[str, str]) -> None:
+        """Change counters of a session's cgroup, by the names of their files."""
+        self._write_counters(self._cgroups / session_id, counters)
+
     async def _serve(self, sock: trio.socket.SocketType) -> None:
         with sock:
             while data := await sock.recv(protocol.MAX_DATAGRAM_BYTES):

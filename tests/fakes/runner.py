@@ -37,7 +37,7 @@ class Script:
 
     With `echo` what it is sent comes back, and it ends with its input (for a terminal: with Ctrl-D). Input is taken
     once `reads` is set. Signals end it, except those in `ignores`; cancelling does, unless it `is_tough` and it isn't
-    done `now`. With `breaks_protocol` it writes what is no frame.
+    done `now`. With `breaks_protocol` its end is no frame, with `loses_connection` its connection ends without one.
     """
 
     outputs: Sequence[tuple[Stream, bytes]] = ()
@@ -54,7 +54,9 @@ class Script:
     ignores: frozenset[int] = frozenset()
     is_tough: bool = False
     breaks_protocol: bool = False
+    loses_connection: bool = False
     restarts_shell: bool = False
+    written_bytes: int = -1
 
 
 class ScriptedRun:
@@ -101,6 +103,7 @@ class ScriptedRun:
                 cwd=self.script.cwd,
                 duration_us=7000,
                 shell_restarted=self.script.restarts_shell,
+                written_bytes=self.script.written_bytes,
             )
             self.is_stdin_open = False
             self.ended.set()
@@ -182,11 +185,11 @@ class ScriptedRun:
                 self.pieces_taken += 1
                 self.unsent.popleft()
                 self.notify()
-            elif self.script.breaks_protocol:
-                await stream.send_all(b"\xff" * 16)
-                return
             elif self.reply is not None:
-                await stream.send_all(answer(self.reply))
+                if self.script.loses_connection:
+                    await trio.aclose_forcefully(stream)
+                else:
+                    await stream.send_all(b"\xff" * 16 if self.script.breaks_protocol else answer(self.reply))
                 return
             else:
                 await self.changed.wait()
