@@ -82,6 +82,10 @@ class FakeNsinit:
         """Change counters of a session's cgroup, by the names of their files."""
         self._write_counters(self._cgroups / session_id, counters)
 
+    def workspace(self, workspace_id: str, *, draft: bool = False) -> Path:
+        """Return the directory of a persistent workspace."""
+        return (self._drafts if draft else self._workspaces) / workspace_id
+
     async def _serve(self, sock: trio.socket.SocketType) -> None:
         with sock:
             while data := await sock.recv(protocol.MAX_DATAGRAM_BYTES):
@@ -136,19 +140,19 @@ class FakeNsinit:
             case protocol.AskQuota(seq, workspace_id):
                 return protocol.QuotaFound(seq, self.quotas.get(workspace_id))
             case protocol.MakeWorkspace(seq, workspace_id, draft, quota):
-                self._place_of(workspace_id, draft=draft).mkdir(exist_ok=True)
+                self.workspace(workspace_id, draft=draft).mkdir(exist_ok=True)
                 if quota is not None and not draft:
                     self.quotas[workspace_id] = quota
             case protocol.GrowWorkspace(seq, workspace_id, size_bytes):
                 self.quotas[workspace_id] = replace(self.quotas[workspace_id], size_bytes=size_bytes)
             case protocol.PublishWorkspace(seq, workspace_id, may_replace):
-                place = self._place_of(workspace_id)
+                place = self.workspace(workspace_id)
                 if place.exists() and not may_replace:
                     return protocol.Failed(seq, "publish", str(place), errno.EEXIST, "there is one")
                 shutil.rmtree(place, ignore_errors=True)
-                self._place_of(workspace_id, draft=True).rename(place)
+                self.workspace(workspace_id, draft=True).rename(place)
             case protocol.DiscardWorkspace(seq, workspace_id, draft):
-                shutil.rmtree(self._place_of(workspace_id, draft=draft), ignore_errors=True)
+                shutil.rmtree(self.workspace(workspace_id, draft=draft), ignore_errors=True)
                 if not draft:
                     self.quotas.pop(workspace_id, None)
             case protocol.FindLeftovers(seq):
@@ -156,9 +160,6 @@ class FakeNsinit:
             case protocol.Prepare() | protocol.MountImage():
                 return protocol.Failed(request.seq, "fake", "", 0, "nothing is made beforehand here")
         return protocol.Ok(request.seq)
-
-    def _place_of(self, workspace_id: str, *, draft: bool = False) -> Path:
-        return (self._drafts if draft else self._workspaces) / workspace_id
 
     def _life(self, session_id: str) -> OwnedFd:
         """Return what becomes readable when a sandbox's PID 1 dies, as its pidfd does; of one found, it never does."""
@@ -178,7 +179,7 @@ class FakeNsinit:
     async def _build(self, plan: protocol.SandboxPlan) -> None:
         self.plans.append(plan)
         self._write_counters(self._cgroups / plan.session_id, _counters(plan.limits))
-        place = plan.workspace_id and self._place_of(plan.workspace_id, draft=plan.workspace_draft)
+        place = plan.workspace_id and self.workspace(plan.workspace_id, draft=plan.workspace_draft)
         files = ScriptedFiles(self._files / plan.session_id, place or None)
         runner = self.runners[plan.session_id] = ScriptedRunner(self._nursery, files, self._script_of, self._note_run)
         run_dir = self._paths.run_dir(plan.session_id)
