@@ -56,6 +56,8 @@ class FakeNsinit:
         self.refusals: dict[type, protocol.Failed] = {}
         """Answers, by type of request: the next request of that type is refused with the answer instead of being done.
         """
+        self.disk_refused: dict[str, str] = {}
+        """Why sessions have no disk limits here, by mechanism."""
         self.frozen: set[str] = set()
         self.oom_kills = protocol.OomKills(0, "")
         self.scripts: dict[str, Script] = {}
@@ -110,7 +112,8 @@ class FakeNsinit:
             case protocol.Start(seq=seq):
                 self._write_counters(self._cgroups, {"memory.current": "8192", "pids.current": "4"})
                 directories = dict.fromkeys(("unified", "memory", "cpu", "pids"), str(self._cgroups))
-                return protocol.Ready(seq, os.getpid(), "v2", directories, disk="project")
+                disk: protocol.DiskMode = "none" if self.disk_refused else "project"
+                return protocol.Ready(seq, os.getpid(), "v2", directories, disk=disk, disk_refused=self.disk_refused)
             case protocol.Scan(seq, after):
                 return self._scan(seq, after)
             case protocol.Build(seq, plan):
