@@ -157,7 +157,7 @@ class DataFile:
 
 
 @attrs.frozen
-class Place:
+class RecordPlace:
     """Where a record of output lies: from which byte of which file on, and how many bytes."""
 
     file: DataFile
@@ -209,7 +209,7 @@ class WrittenRun:
 
     facts: RunFacts
     state: RunState
-    parts: list[tuple[Span, Place]] = attrs.field(factory=list)
+    parts: list[tuple[Span, RecordPlace]] = attrs.field(factory=list)
 
 
 @attrs.define
@@ -230,7 +230,7 @@ class Written:
             self.used.add(exec_id)
 
 
-class DiskUse:
+class OutputDiskUse:
     """Counter of the bytes that the files of all sessions take. Any thread may count."""
 
     def __init__(self) -> None:
@@ -245,7 +245,7 @@ class DiskUse:
 class SessionFiles:
     """The files of one session, oldest first. Calls take turns; `discard` may come at any moment."""
 
-    def __init__(self, root: Path, session_id: str, use: DiskUse) -> None:
+    def __init__(self, root: Path, session_id: str, use: OutputDiskUse) -> None:
         self._root = root
         self.session_id = session_id
         self._use = use
@@ -310,7 +310,7 @@ class SessionFiles:
 
     # For worker threads
 
-    def write(self, news: News) -> Sequence[Place]:
+    def write(self, news: News) -> Sequence[RecordPlace]:
         """Append records and output, and return where each of the tails lies.
 
         Raises:
@@ -338,7 +338,7 @@ class SessionFiles:
                 self._records.append(file)
                 self._stated_bytes = file.size_bytes
             self._is_stated = True
-            return [] if out_file is None else [Place(out_file, start + at, length) for at, length in spans]
+            return [] if out_file is None else [RecordPlace(out_file, start + at, length) for at, length in spans]
 
     def read(self) -> Written:
         """Return everything that was written down; what can't be read is left out."""
@@ -459,7 +459,7 @@ def _read_into(written: Written, file: DataFile, *, is_output: bool = False) -> 
             while header := stream.read(_HEADER.size):
                 head_bytes, body_bytes, head_check, body_check = _read_header(header)
                 head = _read_part(stream, head_bytes, head_check)
-                place = Place(file, at, _HEADER.size + head_bytes + body_bytes)
+                place = RecordPlace(file, at, _HEADER.size + head_bytes + body_bytes)
                 at += place.length
                 if at > end:
                     raise CutShort("the end of a record is missing")
@@ -497,7 +497,7 @@ def _take(written: Written, named: set[str], head: bytes, body: bytes) -> None:
         raise BadRecord("a record of no known kind")
 
 
-def _take_output(written: Written, head: bytes, place: Place) -> None:
+def _take_output(written: Written, head: bytes, place: RecordPlace) -> None:
     """Add a part to the output of its run. A part that is known was written twice; what lies before a gap is lost."""
     if not head.startswith(_OUTPUT):
         raise BadRecord("a record of no known kind")

@@ -37,14 +37,14 @@ from typing import Final, NoReturn, TypeVar, TypeVarTuple
 
 import trio
 
-from sandkasten.config import MIB, Runs
+from sandkasten.config import MIB, RunsSettings
 from sandkasten.model.run import is_made
-from sandkasten.output.blocks import BLOCK_BYTES, Account, Block, KeptOutput, Ledger
+from sandkasten.output.blocks import BLOCK_BYTES, Block, KeptOutput, Ledger, OutputAccount
 from sandkasten.output.disk import (
     FILE_BYTES,
     DataFile,
-    DiskUse,
     News,
+    OutputDiskUse,
     SessionFiles,
     Tail,
     Written,
@@ -141,7 +141,7 @@ class SessionOutput:
         self.used = UsedIds()
         """Ids that clients chose for runs that are not kept any more."""
         self.files = files
-        self.account = Account(limit_bytes, self._make_room)
+        self.account = OutputAccount(limit_bytes, self._make_room)
         self._store, self._ledger, self._shelf = store, ledger, shelf
         self._on_gone: Callable[[str], None] = lambda exec_id: None
         self._describe: Describe = lambda exec_id: None
@@ -447,18 +447,18 @@ class OutputStore:
     ) -> None:
         self._root = root
         self._session_bytes = session_bytes
-        self._disk = DiskUse()
+        self._disk = OutputDiskUse()
         self._ledger = Ledger(memory_bytes)
         self._shelf = Shelf(self._ledger, retention_s, records_bytes)
         self._files: dict[str, SessionFiles] = {}
         self._sessions: dict[str, SessionOutput] = {}
-        self._owners: dict[Account, SessionOutput] = {}
+        self._owners: dict[OutputAccount, SessionOutput] = {}
         self._writing = trio.CapacityLimiter(_WRITERS)
         self._recovering = trio.CapacityLimiter(_READERS)
         self.disk_limit_bytes = disk_bytes
 
     @classmethod
-    def configured(cls, root: Path, runs: Runs) -> OutputStore:
+    def configured(cls, root: Path, runs: RunsSettings) -> OutputStore:
         """Return a store with the limits of the configuration."""
         return cls(
             root,

@@ -21,9 +21,9 @@ from sandkasten.model import Cause, ExecEnd, ExecKind, Output, Stream, TerminalS
 from sandkasten.model.run import is_made, make_exec_id
 from sandkasten.output import disk
 from sandkasten.output.disk import (
-    DiskUse,
     News,
-    Place,
+    OutputDiskUse,
+    RecordPlace,
     SessionFiles,
     SpoolFile,
     Tail,
@@ -79,7 +79,7 @@ ENDED = RunState(MOMENT, 7, END, MOMENT, last_sequence=4, stdout_bytes=12, stder
 
 def open_files(root: Path, session_id: str = SESSION) -> SessionFiles:
     """The files of a session, as the next daemon finds them."""
-    files = SessionFiles(root, session_id, DiskUse())
+    files = SessionFiles(root, session_id, OutputDiskUse())
     find_files(root, {session_id}, lambda _: files)
     return files
 
@@ -95,7 +95,7 @@ def run(exec_id: str, state: RunState | None = None) -> tuple[RunFacts, RunState
     return attrs.evolve(FACTS, exec_id=exec_id), state or RunState()
 
 
-def write(files: SessionFiles, *tails: Tail, **news: object) -> Sequence[Place]:
+def write(files: SessionFiles, *tails: Tail, **news: object) -> Sequence[RecordPlace]:
     """Write some tails, which are needed from then on, and other news."""
     statement = b"" if files.needs_statement else None
     places = files.write(News(tails=tails, **{"statement": statement, **news}))  # type: ignore[arg-type]
@@ -217,7 +217,7 @@ def test_files_are_private_and_no_link_is_followed(tmp_path: Path) -> None:
     target = tmp_path / "target"
     (root / f"{OTHER}.00000001.runs").symlink_to(target)
     with pytest.raises(FileExistsError):
-        write(SessionFiles(root, OTHER, DiskUse()), runs=[run("a")])
+        write(SessionFiles(root, OTHER, OutputDiskUse()), runs=[run("a")])
     assert not target.exists()
     written = open_files(root, OTHER).read()
     assert (written.damaged_files, written.used.is_whole) == (1, False)
@@ -226,11 +226,11 @@ def test_files_are_private_and_no_link_is_followed(tmp_path: Path) -> None:
 def test_files_of_others_are_not_touched_at_the_start(tmp_path: Path) -> None:
     """Files of ended sessions count for nothing; `reconcile.py` decides about them."""
     for session_id in (SESSION, OTHER):
-        write(SessionFiles(tmp_path, session_id, DiskUse()), runs=[run("a")])
+        write(SessionFiles(tmp_path, session_id, OutputDiskUse()), runs=[run("a")])
     (tmp_path / "note.txt").write_text("mine")
     (tmp_path / f"{SESSION}.00000007.runs").mkdir()
     os.mkfifo(tmp_path / f"{SESSION}.00000008.runs")
-    use = DiskUse()
+    use = OutputDiskUse()
     files = SessionFiles(tmp_path, SESSION, use)
     find_files(tmp_path, {SESSION}, lambda _: files)
     written = files.read()
@@ -303,7 +303,7 @@ def test_a_statement_says_which_runs_there_are(tmp_path: Path) -> None:
 
 
 def test_a_file_that_begins_with_much_has_room_for_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many runs are not written anew with every change."""
+    """Many runs are not written anew with every change."""
     monkeypatch.setattr(disk, "FILE_BYTES", 1000)
     files = open_files(tmp_path)
     write(files, runs=[run(str(number), ENDED) for number in range(50)])
