@@ -15,7 +15,7 @@ import trio_websocket
 
 from sandkasten.actors import tree
 from sandkasten.actors.services.events import Flush
-from sandkasten.config.values import EventSettings
+from sandkasten.config.values import EventsSettings
 from sandkasten.journal.ring import Journal
 from sandkasten.model import EventType, SessionSpec
 from tests.api import harness
@@ -117,7 +117,7 @@ async def running_front(*, memory_events: int = 8192, kept: int = 100_000, **cha
     `changes` are settings.
     """
     with attrs.validators.disabled():  # fewer than a daemon may be told to keep
-        events = EventSettings(keep=kept)
+        events = EventsSettings(keep=kept)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree, "Journal", partial(Journal, memory_events=memory_events))
         async with harness.running_front(events=events, **changes) as running:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import io
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -78,6 +78,12 @@ class RunningTree(Running):
     @property
     def supervisor(self) -> LocalSupervisor:
         return self.tree.supervisor
+
+    async def activities(self, session_id: str) -> int:
+        """Return how many runs and connected clients keep a session from being idle."""
+        lease = (await self.supervisor.diagnose(session_id)).parts["lease"]
+        assert isinstance(lease, Mapping)
+        return int(lease["activities"])
 
 
 @attrs.define

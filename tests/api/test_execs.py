@@ -14,7 +14,7 @@ import trio.testing
 
 from nsinit.wire.protocol import OomKills
 from runner.wire import protocol
-from sandkasten.config import Defaults, Runs
+from sandkasten.config import Defaults, RunsSettings
 from sandkasten.model import Stream
 from tests.api.harness import RunningTree, request_bytes, running_front
 from tests.api.test_exec import make_session
@@ -188,7 +188,7 @@ async def test_input_reaches_a_run_byte_by_byte() -> None:
 
 
 async def test_input_waits_for_a_run_that_does_not_read() -> None:
-    """A client that leaves meanwhile is not waited for."""
+    """A client that leaves meanwhile is not waited for. The next client's input follows the part that was taken."""
     lost = b"l" * 2**20
     reads = trio.Event()
     async with running_front() as running, running.client() as client:
@@ -321,7 +321,7 @@ async def test_a_time_limit_above_the_maximum_is_cut_and_told() -> None:
 
 async def test_an_exec_without_a_limit_in_time_is_had_where_the_operator_allows() -> None:
     """Then its answer says null; elsewhere the field is refused by name."""
-    allowed = {"allow_unlimited_exec": True, "runs": Runs(allow_unlimited=True)}
+    allowed = {"allow_unlimited_exec": True, "runs": RunsSettings(allow_unlimited=True)}
     async with running_front(**allowed) as running, running.client() as client:
         url = await make_session(running, client)
         answer = await client.post(f"{url}/exec", json={"cmd": "a", "timeout_ms": None})

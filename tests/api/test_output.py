@@ -10,7 +10,7 @@ import pytest
 import trio
 import trio.testing
 
-from sandkasten.config import Runs
+from sandkasten.config import RunsSettings
 from sandkasten.model import Stream
 from tests.api.harness import running_front
 from tests.api.test_execs import start
@@ -107,7 +107,7 @@ async def test_what_is_not_kept_any_more_is_410() -> None:
     """With the offset from which on there is something."""
     size = 60_000
     whole = ("x" * size + "y" * size) * 20
-    async with running_front(runs=Runs(keep_mb=1)) as running, running.client() as client:
+    async with running_front(runs=RunsSettings(keep_mb=1)) as running, running.client() as client:
         script = Script([(Stream.STDOUT, b"x" * size), (Stream.STDERR, b"y" * size)], repeat=20)
         url, _ = await start(running, client, script)
         answer = await client.get(f"{url}/execs/e-1/output")
