@@ -15,13 +15,11 @@ import trio
 
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.admission.keys import KeyRing
-from sandkasten.admission.quotas import KeyShares
 from sandkasten.api.app import make_app
 from sandkasten.api.http.guard import App
 from sandkasten.api.http.server import serve
 from sandkasten.api.http.settings import ApiSettings
 from sandkasten.config import Config
-from tests.fakes.supervisor import FakeSupervisor
 from tests.fakes.tree import ScriptedTree, open_scripted
 from tests.waiting import patience
 
@@ -86,17 +84,6 @@ class RunningTree(Running):
         return int(lease["activities"])
 
 
-@attrs.define
-class RunningFake(Running):
-    """A front with a supervisor in memory behind it."""
-
-    supervisor: FakeSupervisor = attrs.field(kw_only=True)
-
-    @property
-    def tree(self) -> FakeSupervisor:
-        return self.supervisor
-
-
 def make_settings(**changes: Any) -> ApiSettings:  # Any: ApiSettings' fields
     """Return settings fit for a test: a free port, a key, a short stop."""
     defaults: dict[str, Any] = {"listen": ("127.0.0.1:0",), "api_key": KEY, "graceful_timeout_s": 0.3}
@@ -142,16 +129,6 @@ async def running_front(**changes: Any) -> AsyncIterator[RunningTree]:  # Any: f
         async with running_app(app, **changes) as running:
             running.ring = tree.supervisor.shares.ring
             yield RunningTree(**attrs.asdict(running, recurse=False), tree=tree)
-
-
-@asynccontextmanager
-async def running_fake(**changes: Any) -> AsyncIterator[RunningFake]:  # Any: ApiSettings' fields
-    """Serve the front over a supervisor in memory."""
-    supervisor, shares = FakeSupervisor(), KeyShares(KeyRing())
-    app = make_app(supervisor, settings=make_settings(**changes), shares=shares)
-    async with running_app(app, **changes) as running:
-        running.ring = shares.ring
-        yield RunningFake(**attrs.asdict(running, recurse=False), supervisor=supervisor)
 
 
 async def read_to_end(stream: trio.SocketStream) -> bytes:
