@@ -21,6 +21,7 @@ from runner.loop.context import Context
 from runner.loop.identity import UserIdentity
 from runner.loop.loop import Loop
 from runner.shell.files import open_fifo, open_private, remove_private
+from runner.streams import pty
 from runner.streams.flow import FlowOwner, Inflow, Leftovers, Outflow
 from runner.streams.streams import Streams
 from runner.wire.protocol import CHUNK_BYTES, Kind, TerminalSize
@@ -147,9 +148,10 @@ _SIGNAL_KEYS = ((termios.VINTR, signal.SIGINT), (termios.VQUIT, signal.SIGQUIT))
 class TerminalOwner(FlowOwner, Protocol):
     """The owner of a terminal."""
 
-    def on_key(self, number: int, is_raw: bool, release: Callable[[], None]) -> bytes | None:
-        """Return the bytes to type right after a key that stands for a signal, which is about to be typed. None: all
-        later input waits until `release` is called. `is_raw`: the terminal does not edit lines."""
+    def on_key(self, number: int, is_raw: Callable[[], bool], release: Callable[[], None]) -> bytes | None:
+        """Return the bytes to type right after a key that stands for a signal, which is about to be typed; all later
+        input waits until `release` is called. None: nothing, and no input waits. `is_raw` returns whether the terminal
+        does not edit lines."""
 
 
 class CommandTerminal(Streams):
@@ -212,10 +214,11 @@ class CommandTerminal(Streams):
             return
         self._release()
         number, end = found
-        is_raw = not self._attributes()[_LOCAL_FLAGS] & termios.ICANON
-        answer = self._owner.on_key(number, is_raw, self._release)
-        self._is_held = answer is None
+        answer = self._owner.on_key(number, self._is_raw, self._release)
+        self._is_held = answer is not None
         self._inflow.feed(data[:end] + (answer or b""))
+        if self._is_held:
+            pty.settle(self._terminal_fd)
         if rest := data[end:]:
             self.feed(rest)  # no key is left in it
 
@@ -238,6 +241,9 @@ class CommandTerminal(Streams):
         keys = [(data.rfind(characters[key]) + 1, number) for key, number in _SIGNAL_KEYS if characters[key] != _NO_KEY]
         end, number = max(keys, default=(0, 0))
         return (number, end) if end else None
+
+    def _is_raw(self) -> bool:
+        return not self._attributes()[_LOCAL_FLAGS] & termios.ICANON
 
     def _attributes(self) -> list[Any]:
         """As termios gives them."""
