@@ -77,10 +77,9 @@ class Interrupt:
 
 class LineInterrupt:
     """Asks a shell that reads lines to leave the line it runs, and asks again while the shell computes. The first time
-    is a moment after the key, for bash can forget one of two traps that come together. With `is_raw` readline reads the
-    line, and needs no request: it is over when the terminal is raw again. An end-of-file key that is typed before, in
-    the lines mode between, would be a null byte to readline. `on_over` is called when the shell computes no more, or
-    has for too long: what was typed after the key may go to the shell then."""
+    is a moment after the key, for bash can forget one of two traps that come together. With `is_raw` readline read when
+    the key came, so the shell gets no request, and computes until the terminal is raw again. `on_over` is called when
+    the shell computes no more, or has for too long: what was typed after the key may go to the shell then."""
 
     def __init__(
         self, loop: Loop, shell: Shell, on_over: Callable[[], None], is_raw: Callable[[], bool] | None
@@ -93,9 +92,8 @@ class LineInterrupt:
         self._timer = loop.call_later(_LINE_DELAY_S, self._ask, lambda _error: on_over())
 
     def stop(self) -> None:
-        """Ask no more: the shell reads no more lines, another key was typed, or all of the visit is to end."""
+        """Ask no more: the shell reads no more lines, or another key was typed."""
         self._timer.cancel()
-        self._on_over()
 
     def _ask(self) -> None:
         if self._is_raw is None:
@@ -108,7 +106,7 @@ class LineInterrupt:
         if (
             self._repeat_s <= _LAST_REPEAT_S
             and pid is not None
-            and (process_set.is_computing(pid) or not (self._is_raw is None or self._is_raw()))
+            and (process_set.is_computing(pid) or (self._is_raw is not None and not self._is_raw()))
         ):
             self._ask()
         else:
